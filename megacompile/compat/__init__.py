@@ -88,6 +88,7 @@ from megacompile.compat.devices import (
 from megacompile.compat.dynamo import (
     CALL_OPTIONS,
     CAPTURE_ERRORS,
+    capture_affine_grid_as,
     capture_dropout_as,
     compile_lock,
     compiled_function,
@@ -313,6 +314,7 @@ __all__ = [
     "body_of",
     "buffers_of",
     "cache_counts",
+    "capture_affine_grid_as",
     "capture_dropout_as",
     "capture_is_off",
     "changes_metadata",

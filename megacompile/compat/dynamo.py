@@ -17,6 +17,8 @@ from torch._dynamo import convert_frame
 from torch._dynamo.eval_frame import cached_backends, skip_code
 from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
 from torch._dynamo.variables.builder import SourcelessBuilder
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
@@ -125,22 +127,61 @@ def capture_dropout_as(
     Args:
         wanted: asked at each capture, on its thread.
     """
+
+    def choose(given: Mapping[str, Any]) -> list[Any] | None:
+        rate, training, inplace = (given.get(name) for name in ("p", "training", "inplace"))
+        if not wanted() or not isinstance(rate, SymNodeVariable):
+            return None
+        if _constant(training, True) is not True or _constant(inplace, False) is not False:
+            return None
+        return [given["input"], rate]
+
+    _capture_as(torch.nn.functional.dropout, instead, choose)
+
+
+def capture_affine_grid_as(
+    instead: Callable[..., Any], wanted: Callable[[], bool]
+) -> None:  # torch 2.11 to 2.15
+    """Let Dynamo capture `instead(theta, size, align_corners)` for `F.affine_grid` where a size is
+    a symbol.
+
+    Args:
+        wanted: asked at each capture, on its thread.
+    """
+
+    def choose(given: Mapping[str, Any]) -> list[Any] | None:
+        size, align = given.get("size"), given.get("align_corners")
+        sizes = size.items if isinstance(size, BaseListVariable) else ()
+        if not wanted() or not any(isinstance(n, SymNodeVariable) for n in sizes):
+            return None
+        if align is None or (align.is_python_constant() and align.as_python_constant() is None):
+            align = ConstantVariable.create(False)
+        return [given["theta"], size, align]
+
+    _capture_as(torch.nn.functional.affine_grid, instead, choose)
+
+
+def _capture_as(
+    stock: Callable[..., Any],
+    instead: Callable[..., Any],
+    choose: Callable[[Mapping[str, Any]], list[Any] | None],
+) -> None:
+    """Let Dynamo capture another function where `choose` gives arguments for it.
+
+    Args:
+        choose: is given Dynamo's variables for the arguments, by name; None: it goes on as ever.
+    """
     handlers: Any = TorchInGraphFunctionVariable._get_handlers()
-    stock = torch.nn.functional.dropout
     if stock in handlers:
         return
     signature = inspect.signature(stock)
 
     def handle(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         del variable
-        given = signature.bind(*args, **kwargs).arguments
-        rate, training, inplace = (given.get(name) for name in ("p", "training", "inplace"))
-        if not wanted() or not isinstance(rate, SymNodeVariable):
-            return None  # Dynamo goes on as ever
-        if _constant(training, True) is not True or _constant(inplace, False) is not False:
+        chosen = choose(signature.bind(*args, **kwargs).arguments)
+        if chosen is None:
             return None
-        made = SourcelessBuilder.create(tx, instead)
-        return made.call_function(tx, [given["input"], rate], {})
+        return SourcelessBuilder.create(tx, instead).call_function(tx, chosen, {})
 
     handlers[stock] = handle
 

@@ -26,6 +26,8 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from megacompile.compat import composites
+
 _Value = int | float
 _Values = Mapping[sympy.Symbol, _Value]
 
@@ -86,6 +88,7 @@ class SymbolicFakes:  # torch 2.11 to 2.15
         stack.enter_context(self.mode)
         kernels: Any = _FakeKernels
         stack.enter_context(kernels())
+        stack.enter_context(composites.symbolic_composites())
         self._stack.append((stack, _ACTIVE.set(self)))
         return self
 
@@ -228,3 +231,7 @@ def reified(
 def is_number(value: Any) -> bool:  # torch 2.11 to 2.15
     """Is what a traced node gives a symbolic number?"""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+composites.define(lambda: symbols_now() is not None)
+composites.define_fakes(lambda mode: mode.shape_env in _BY_ENV)

@@ -10,31 +10,12 @@ has seen two. It draws what torch's draws, and rounds as it does.
 
 from __future__ import annotations
 
-import functools
-import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacompile import compat
-from megacompile.runtime.params.undo import Undos, exchange
-
-_HERE = threading.local()  # its `on`: is a model called on this thread?
 _LIBRARY = torch.library.Library("megacompile", "FRAGMENT")
-
-
-def swap_in(undos: Undos) -> None:
-    """Until the undos run, Dynamo captures the operator on this thread."""
-    compat.capture_dropout_as(dropout, _is_on)
-    holders = [vars(_HERE)]
-    if not _is_on():
-        undos.append(functools.partial(exchange, holders, ["on"], [True], [None]))
-        exchange(holders, ["on"], [None], [True])
-
-
-def _is_on() -> bool:
-    return bool(getattr(_HERE, "on", None))
 
 
 def dropout(x: Tensor, rate: float) -> Tensor:

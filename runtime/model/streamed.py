@@ -27,7 +27,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.options import Options
 from megacompile.progress import line
 from megacompile.runtime.checkpoint.contents import Contents
-from megacompile.runtime.model import autograd, dropout, four_bit, shortage
+from megacompile.runtime.model import autograd, four_bit, instead, shortage
 from megacompile.runtime.model.attempts import Attempts
 from megacompile.runtime.model.buckets import ModelBuckets
 from megacompile.runtime.model.captured import CapturedGraph
@@ -257,7 +257,7 @@ class StreamedModel:
         compat.set_dynamo_options(compat.CALL_OPTIONS)
         self._input_hooks.swap_in(self.model, undos)
         four_bit.swap_in(undos)
-        dropout.swap_in(undos)
+        instead.swap_in(undos)
         stand_ins.put_in(self._stand_in, undos)
         self.parts.take_out(undos)
         self.buckets.proxies.swap_in(undos)

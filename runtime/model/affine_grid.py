@@ -1,0 +1,75 @@
+"""Affine grids whose sizes change from call to call, captured once.
+
+    before: torch.nn.functional.affine_grid(theta, x.shape)    captured anew for each shape
+    after:  megacompile.affine_grid(theta, (2, 3, h, w), False)
+
+To see what comes out, Dynamo takes torch's operator apart, and that asks for the sizes; so does its
+backward. During a call another operator is in its place where Dynamo has made a size a symbol. It
+calls torch's, and so does its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacompile import compat
+
+_LIBRARY = torch.library.Library("megacompile", "FRAGMENT")
+
+
+def affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool) -> Tensor:
+    """What Dynamo captures for `F.affine_grid(theta, size, align_corners)`."""
+    result: Tensor = torch.ops.megacompile.affine_grid(theta, size, align_corners)
+    return result
+
+
+def _grid(theta: Tensor, size: Sequence[int], align_corners: bool) -> Tensor:
+    return torch.affine_grid_generator(theta, size, align_corners)
+
+
+def _grid_backward(gradient: Tensor, size: Sequence[int], align_corners: bool) -> Tensor:
+    found: Tensor = torch.ops.aten.affine_grid_generator_backward(gradient, size, align_corners)
+    return found
+
+
+def _shape(theta: Tensor, size: Sequence[Any], align_corners: bool) -> Tensor:
+    rows, _, *sizes = size
+    dims = len(sizes)
+    compat.check(theta.dim() == 3 and tuple(theta.shape[1:]) == (dims, dims + 1))
+    return theta.new_empty((rows, *sizes, dims))
+
+
+def _shape_backward(gradient: Tensor, size: Sequence[Any], align_corners: bool) -> Tensor:
+    dims = len(size) - 2
+    # a product of matrices, transposed
+    return gradient.new_empty((size[0], dims + 1, dims)).transpose(1, 2)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.size, ctx.align_corners = inputs
+
+
+def _backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    backward = torch.ops.megacompile.affine_grid_backward
+    return backward(gradient, context.size, context.align_corners), None, None
+
+
+def _define() -> None:
+    grid, back = "affine_grid", "affine_grid_backward"
+    for name, first, run, shape in (
+        (grid, "theta", _grid, _shape),
+        (back, "gradient", _grid_backward, _shape_backward),
+    ):
+        _LIBRARY.define(f"{name}(Tensor {first}, SymInt[] size, bool align_corners) -> Tensor")
+        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"megacompile::{name}", shape, lib=_LIBRARY)
+    torch.library.register_autograd(
+        f"megacompile::{grid}", _backward, setup_context=_setup, lib=_LIBRARY
+    )
+
+
+_define()

@@ -1,0 +1,27 @@
+"""What Dynamo captures on the thread of a call in the place of functions of torch."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+from megacompile import compat
+from megacompile.runtime.model.affine_grid import affine_grid
+from megacompile.runtime.model.dropout import dropout
+from megacompile.runtime.params.undo import Undos, exchange
+
+_HERE = threading.local()  # its `on`: is a model called on this thread?
+
+
+def swap_in(undos: Undos) -> None:
+    """Until the undos run, Dynamo captures our operators where a number or a size is a symbol."""
+    compat.capture_dropout_as(dropout, _is_on)
+    compat.capture_affine_grid_as(affine_grid, _is_on)
+    holders = [vars(_HERE)]
+    if not _is_on():
+        undos.append(functools.partial(exchange, holders, ["on"], [True], [None]))
+        exchange(holders, ["on"], [None], [True])
+
+
+def _is_on() -> bool:
+    return bool(getattr(_HERE, "on", None))
