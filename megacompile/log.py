@@ -5,8 +5,10 @@
     MEGACOMPILE_LOG=all               every subject; +all at DEBUG; later names win: all,+plan
     MEGACOMPILE_LOG=help              print the subjects
 
-The variable is read by `megacompile()`. Where it is not set nothing is installed, and the loggers
-are configured as any others: `logging.getLogger("megacompile.plan").setLevel(logging.INFO)`.
+The variable is read by `megacompile()`. Where it is not set no handler is installed, and the logger
+`megacompile` is at WARNING unless the user has set its level: a script's own
+`logging.basicConfig(level=logging.INFO)` shows none of it. Whoever wants a subject there asks for it:
+`logging.getLogger("megacompile.plan").setLevel(logging.INFO)`.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ _LEAST_S = 0.01  # shorter is not said
 _FORMAT = "%(asctime)s %(name)s %(levelname)s: %(message)s"
 
 _configured: str | None = None  # the variable as it was when it was last read
+_levels: dict[str, int] = {}  # of the subjects that it named then
 _handler: logging.Handler | None = None
 
 
@@ -64,17 +67,20 @@ def configure() -> None:
     Raises:
         OptionError: it names a subject that there is not.
     """
-    global _configured, _handler
+    global _configured, _handler, _levels
     value = os.environ.get(VARIABLE, "")
+    root = logging.getLogger("megacompile")
+    if root.level == logging.NOTSET:
+        root.setLevel(logging.WARNING)
     if value == (_configured or ""):
         return
     levels, wants_help = parse(value)
     _configured = value
     if wants_help:
         print(help_text(), file=sys.stderr)
-    for subject in SUBJECTS:
+    for subject in _levels.keys() | levels.keys():  # others may have the user's own level
         logger(subject).setLevel(levels.get(subject, logging.NOTSET))
-    root = logging.getLogger("megacompile")
+    _levels = levels
     if _handler is not None:
         root.removeHandler(_handler)
         root.propagate, _handler = True, None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -93,6 +95,36 @@ def test_without_the_variable_nothing_is_installed(capsys: pytest.CaptureFixture
     assert root.propagate
     assert levels() == {}
     assert capsys.readouterr().err == ""
+
+
+PRINTED = """
+import logging, sys, torch
+logging.basicConfig(level=logging.INFO, format="%(name)s")
+for name in sys.argv[1:]:
+    logging.getLogger(name).setLevel(logging.INFO)
+from megacompile import megacompile
+model = megacompile(torch.nn.Linear(2, 2), device="cpu", lowering="eager", progress=False)
+model(torch.ones(1, 2)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("asked", [[], ["megacompile.plan"]])
+def test_a_script_that_logs_sees_what_it_asks_for(asked: list[str]) -> None:
+    """`logging.basicConfig(level=logging.INFO)` alone asks for nothing of ours."""
+    command = [sys.executable, "-c", PRINTED, *asked]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    names = {line for line in ran.stderr.splitlines() if line.startswith("megacompile")}
+    assert names == set(asked)
+
+
+def test_the_variable_leaves_levels_that_it_does_not_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    log.logger("memory").setLevel(logging.DEBUG)
+    monkeypatch.setenv(log.VARIABLE, "plan")
+    log.configure()
+    monkeypatch.setenv(log.VARIABLE, "")
+    log.configure()
+    assert levels() == {"memory": logging.DEBUG}
+    log.logger("memory").setLevel(logging.NOTSET)
 
 
 def test_the_handler_goes_when_the_variable_does(monkeypatch: pytest.MonkeyPatch) -> None:
