@@ -131,7 +131,7 @@ def release(tensor: torch.Tensor) -> None:
         del tensor.guard  # type: ignore[attr-defined]
 
 
-def _open(tensor: Any) -> None:
+def opened(tensor: Any) -> None:
     """Ask the guard of a tensor, if it has one, as any use of it would."""
     if isinstance(tensor, _Guarded):
         assert isinstance(tensor, torch.Tensor)
@@ -160,5 +160,5 @@ def _guarded_among(values: Any) -> Iterator[torch.Tensor]:
 
 
 compat.take_as_plain(GuardedTensor)
-compat.ask_before_export(_open)
-compat.ask_before_collectives(_open)
+compat.ask_before_export(opened)
+compat.ask_before_collectives(opened)

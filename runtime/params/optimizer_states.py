@@ -19,6 +19,7 @@ from megacompile.options import Options
 from megacompile.runtime.optim.registry import KNOWN, RULES, known, listed, rule_of
 from megacompile.runtime.optim.states import BlockwiseTensor, to_plain
 from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.guards import opened
 
 
 class Trained(NamedTuple):
@@ -138,9 +139,25 @@ def adopt(
             if given is None:
                 bucket.states.clear(optimizer, name, i)
             else:
+                opened(given)
                 bucket.states.filled(optimizer, name, i)
                 buffer.copy_(_part_of(given, bucket.params[i]))
-            state[name] = compat.like(bucket.params[i], buffer.detach())
+            state[name] = compat.like(bucket.params[i], _shown(given, buffer))
+
+
+def _shown(given: Any, buffer: torch.Tensor) -> torch.Tensor:
+    """What the user sees of a buffer. A tensor that was loaded goes on being the state, because
+    `load_state_dict(found)` leaves it in `found` too; its own memory is free."""
+    kept = (
+        type(given) is torch.Tensor
+        and (given.dtype, given.device, given.shape) == (buffer.dtype, buffer.device, buffer.shape)
+        and not given.requires_grad
+        and not given.is_inference()
+    )
+    if not kept:
+        return buffer.detach()
+    given.data = buffer
+    return given  # type: ignore[no-any-return]
 
 
 def _lies_in(given: torch.Tensor, buffer: torch.Tensor) -> bool:
@@ -223,6 +240,27 @@ def count_up(states: Iterable[dict[str, Any]]) -> None:
     for state in counting:
         if not isinstance(state["step"], torch.Tensor):
             state["step"] += 1
+
+
+def reserve(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Let parameters that get their first states have them in torch.optim's order, that of the
+    parameter groups: `state_dict()` shows it.
+
+    Args:
+        optimizer: it steps.
+        params: those that it may update.
+
+    Returns:
+        Parameters whose states are empty now; `drop_empty` takes those away that stay so.
+    """
+    kind, of = known(type(optimizer)), {id(param) for param in params}
+    new: list[nn.Parameter] = []
+    for group in optimizer.param_groups if kind is not None and of else ():
+        if kind is not None and kind.has_states(group):
+            new += [p for p in group["params"] if id(p) in of and p not in optimizer.state]
+    for param in new:
+        optimizer.state[param] = {}
+    return new
 
 
 def drop_empty(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:

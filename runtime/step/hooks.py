@@ -33,6 +33,7 @@ from megacompile.runtime.device.live import Live
 from megacompile.runtime.optim.registry import known
 from megacompile.runtime.optim.states import to_plain
 from megacompile.runtime.params.guards import unguarded
+from megacompile.runtime.params.optimizer_states import drop_empty, reserve
 
 
 class ModelPart(Protocol):
@@ -133,6 +134,7 @@ class _Hooks:
     def __init__(self) -> None:
         self.parts: list[ModelPart] = []  # of the step that runs
         self.hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self.reserved: list[nn.Parameter] = []  # whose states were empty when it began
         self.converts = False  # 8-bit states in state_dict()
         self.handle: Any = None  # of `before`
         self.handles: list[Any] = []  # of all of them
@@ -140,7 +142,7 @@ class _Hooks:
     @compat.opaque
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Prepare our part; a closure is called first, because the gradients are its."""
-        self._give_up()  # nothing, unless somebody broke off the step in between
+        self._give_up(optimizer)  # nothing, unless somebody broke off the step in between
         closure = None
         if known(type(optimizer)) is not None:
             closure, args, kwargs = _closure(args, kwargs)
@@ -154,35 +156,39 @@ class _Hooks:
                     part = model.prepare_step(optimizer)
                     if part is not None:
                         self.parts.append(part)
+                if self.parts:
+                    self.reserved = reserve(optimizer, dict(_with_gradients(optimizer)))
                 self._hide([pair for part in self.parts for pair in part.gradients])
                 left = _with_gradients(optimizer) if self.parts else []
             if left:
                 compat.step_without_hooks(optimizer)
                 self._hide(left)
         except BaseException:
-            self._give_up()
+            self._give_up(optimizer)
             raise
         return args, kwargs
 
     @compat.opaque
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Do our part, and show the gradients again."""
-        del optimizer, args, kwargs
+        del args, kwargs
         with unguarded(), compat.on_host():
             try:
                 while self.parts:
                     self.parts.pop(0).start()
             finally:
-                self._give_up()
+                self._give_up(optimizer)
 
     def _hide(self, gradients: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
         for param, gradient in gradients:
             self.hidden.append((param, gradient))
             param.grad = None
 
-    def _give_up(self) -> None:
+    def _give_up(self, optimizer: Optimizer) -> None:
         """Show the gradients, and drop what was not started."""
         with unguarded():
+            drop_empty(optimizer, self.reserved)
+            self.reserved = []
             for param, gradient in self.hidden:
                 if param.grad is None:
                     param.grad = gradient

@@ -288,10 +288,10 @@ class Parts:
         rule = None if groups is None else groups.rule
         names = names_like(param, state) if groups is None else groups.names(group)
         first = any(state.get(name) is None for name in names)
-        adopt(optimizer, bucket, i, state, names)
         rounded = rule is not None and self._rounds(param)
         if rule is not None and (rounded or rule.counts) and "step" not in state:
             state["step"] = new_counter()  # without `counts` too: the seeds need it
+        adopt(optimizer, bucket, i, state, names)
         step = ParamUpdate(
             index=i,
             grad=gradient,

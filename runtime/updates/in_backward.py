@@ -23,7 +23,7 @@ from megacompile.runtime.optim.registry import known
 from megacompile.runtime.optim.states import is_shared
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.consumed import consumed
-from megacompile.runtime.params.optimizer_states import visible
+from megacompile.runtime.params.optimizer_states import drop_empty, reserve, visible
 from megacompile.runtime.params.torn import Left
 from megacompile.runtime.updates.device_buffers import (
     Landing,
@@ -67,6 +67,7 @@ class InBackward:
         self.committed: set[ParamId] = set()  # by the last step(), until the next backward
         self.running: dict[int, dict[int, ParamUpdate]] = {}  # of the backward that runs now
         self._options: list[dict[str, Any]] = []  # of the groups, when it began
+        self.reserved: list[nn.Parameter] = []  # whose states were empty when it began
         self._ended = True  # the last backward did, without an error
         self._backward = -1  # its id
         self._error = ""  # what it has failed with, where that is known
@@ -111,6 +112,9 @@ class InBackward:
             self._made, self.committed = {}, set()
         self._ended, self._error, self._buckets = False, "", buckets
         compat.when_backward_ends(self._end())
+        self.reserved += reserve(
+            self.optimizer, [p for host in buckets.values() for p in host.params]
+        )
         for key, params in wanted.items():
             buckets[key].pending.settle()
             self.running[key] = self.prepare(self.optimizer, buckets[key], params)
@@ -143,6 +147,7 @@ class InBackward:
         if self._ended:
             return
         made, self._made, self.uncommitted, self._ended = self._made, {}, set(), True
+        self._drop_reserved()
         self._shown.clear()
         torn: dict[int, dict[int, Left]] = {}
         for (key, i), left in made.items():
@@ -204,7 +209,12 @@ class InBackward:
             )
         done, self.uncommitted = sorted(self.uncommitted), set()
         self.committed = set(done)
+        self._drop_reserved()
         return done
+
+    def _drop_reserved(self) -> None:
+        reserved, self.reserved = self.reserved, []
+        drop_empty(self.optimizer, reserved)
 
     # The ops.
 
