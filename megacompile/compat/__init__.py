@@ -170,6 +170,7 @@ from megacompile.compat.optimizers import (
     loss_is_scaled,
     notice_scaled_losses,
     step_without_hooks,
+    takes_hooks,
 )
 from megacompile.compat.processes import (
     ask_before_collectives,
@@ -439,6 +440,7 @@ __all__ = [
     "symbolic_decompositions",
     "symbols_now",
     "take_as_plain",
+    "takes_hooks",
     "taking_tensors",
     "to_functional",
     "torch_function_enabled",

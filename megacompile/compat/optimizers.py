@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,25 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:  # torch 2.11 
     """An optimizer's step, without the hooks that users registered for all optimizers."""
     step: Any = type(optimizer).step
     inspect.unwrap(step, stop=lambda f: not getattr(f, "hooked", False))(optimizer)
+
+
+def takes_hooks(optimizer: torch.optim.Optimizer) -> bool:  # torch 2.11 to 2.15
+    """Can hooks be registered on an optimizer: has `Optimizer.__init__` run?
+
+    Many wrappers (timm's Lookahead) do not call it. They make two dicts for the hooks of `step()`
+    themselves, because `zero_grad()` lets `step()` call hooks; these are often plain dicts, which
+    no handle can refer to.
+    """
+    return all(isinstance(vars(optimizer).get(name), OrderedDict) for name in _HOOKS)
+
+
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+)
 
 
 def keep_state_dtypes(ours: Callable[[torch.Tensor], bool]) -> None:  # torch 2.11 to 2.15

@@ -70,7 +70,7 @@ def whole_on_host(value: Any) -> Any:
 @compat.opaque
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     del args, kwargs
-    if optimizer in _OPTIMIZERS:
+    if optimizer in _OPTIMIZERS or not compat.takes_hooks(optimizer):
         return
     ours = {id(param) for module in list(_MODULES) for param in module.parameters()}
     if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):

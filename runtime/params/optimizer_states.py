@@ -35,7 +35,8 @@ def stands_back(optimizer: Optimizer, found: Iterable[Trained]) -> str:
     """Why an optimizer's own step must update these, which have gradients; "" if we can."""
     kind = known(type(optimizer))
     if kind is None:
-        return f"it has no update of ours ({listed(KNOWN)} have)"
+        full = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        return f"{full} has no update of ours ({listed(KNOWN)} of torch.optim and lion_pytorch have)"
     if why := kind.stands_back(optimizer):
         return why
     if rule_of(optimizer) is None and any(compat.is_sharded(each.param) for each in found):
@@ -53,6 +54,11 @@ def stands_back(optimizer: Optimizer, found: Iterable[Trained]) -> str:
         if param.grad.layout is not torch.strided:
             return "a gradient is sparse"
     return ""
+
+
+def wraps_another(optimizer: Optimizer) -> bool:
+    """Does an optimizer hold another one, which makes its step (SAM, Lookahead)?"""
+    return any(isinstance(value, Optimizer) for value in vars(optimizer).values())
 
 
 def not_heeded(optimizer: Optimizer, options: Options) -> str:

@@ -111,7 +111,8 @@ def leave(model: Model, optimizers: Iterable[Optimizer]) -> None:
 
 
 def _is_over(optimizer: Optimizer, model: Model) -> bool:
-    return any(model.owns(p) for group in optimizer.param_groups for p in group["params"])
+    groups = getattr(optimizer, "param_groups", ())  # a wrapper may leave them to its inner one
+    return any(model.owns(p) for group in groups for p in group["params"])
 
 
 def attach(optimizer: Optimizer) -> None:
@@ -234,7 +235,7 @@ def _attach(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer in _ATTACHED:
         compat.put_last(_ATTACHED[optimizer].handle)  # behind hooks that were registered since
         return
-    if not _LIVE:
+    if not _LIVE or not compat.takes_hooks(optimizer):  # its inner optimizer's step comes next
         return
     if any(_is_over(optimizer, model) for model in _LIVE):
         _hooks_on(optimizer)
@@ -243,7 +244,7 @@ def _attach(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _hooks_on(optimizer: Optimizer) -> _Hooks:
     """The hooks on an optimizer, put there the first time."""
     if optimizer not in _ATTACHED:
-        hooks = _ATTACHED[optimizer] = _Hooks()
+        hooks = _Hooks()
         hooks.handle = optimizer.register_step_pre_hook(hooks.before)
         handle = optimizer.register_step_post_hook(hooks.after)
         # before the user's own, which may look at the gradients, or zero them
@@ -251,6 +252,7 @@ def _hooks_on(optimizer: Optimizer) -> _Hooks:
         saves = optimizer.register_state_dict_pre_hook(_before_state_dict)
         loads = optimizer.register_load_state_dict_pre_hook(_before_load)
         hooks.handles += [hooks.handle, handle, saves, loads]
+        _ATTACHED[optimizer] = hooks
     return _ATTACHED[optimizer]
 
 

@@ -46,6 +46,7 @@ from megacompile.runtime.params.optimizer_states import (
     names_like,
     not_heeded,
     stands_back,
+    wraps_another,
 )
 from megacompile.runtime.params.torn import Left
 from megacompile.runtime.params.unsummed import refuse_unsummed, unsummed
@@ -208,13 +209,15 @@ class Updates:
         self.settle()
         trained = [each for of_bucket in found.values() for each in of_bucket]
         ignored = not_heeded(optimizer, self.options)
-        if ignored:
+        if ignored and not wraps_another(optimizer):
             self._say(ignored)
         where = f"{type(optimizer).__name__}.step()"
         check_shared(where, optimizer, [each.param for each in trained])
         why = stands_back(optimizer, trained)
         if why:
-            self._say(f"{type(optimizer).__name__} keeps torch.optim's path on the host: {why}")
+            if not wraps_another(optimizer):
+                name = type(optimizer).__name__
+                self._say(f"{name} keeps torch.optim's path on the host: {why}")
             return None
         check(where, optimizer, self.machine.buckets, found)
         if optimizer in self._prepared:  # a second step has all that it needs

@@ -1,0 +1,279 @@
+"""Optimizers that hold another one and step by it: beside plain, in every bit.
+
+Most do not call `Optimizer.__init__`, as timm's and pytorch_optimizer's. Their `step()` reads and
+writes parameters, gradients and states around the step of the optimizer inside."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from tests.training import adamw, data, gradients, net, sgd
+from tests.zoo import assert_same, equal, twins
+
+STEPS = 7
+SAVED_AT = 4
+
+
+class Wrapper(Optimizer):
+    """Shares groups with the optimizer inside. `hooks` is what its hooks of `step()` are kept in:
+    plain dicts in pytorch_optimizer, ordered ones in timm."""
+
+    hooks: Callable[[], Any] = OrderedDict
+
+    def __init__(self, inner: Optimizer) -> None:
+        self._optimizer_step_pre_hooks = self.hooks()
+        self._optimizer_step_post_hooks = self.hooks()
+        self.inner = inner
+        self.defaults = inner.defaults
+        self.set_up()
+
+    def set_up(self) -> None:
+        """Make what is the wrapper's own."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """Those that have a gradient."""
+        found = [p for group in self.param_groups for p in group["params"]]
+        return [p for p in found if p.grad is not None]
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+class Lookahead(Wrapper):
+    """Every second step draws parameters to slow ones."""
+
+    def set_up(self) -> None:
+        self.slow: Any = defaultdict(dict)
+        self.count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.inner.step(closure)
+        self.count += 1
+        if self.count % 2 == 0:
+            for p in self.params:
+                slow = self.slow[p].setdefault("slow", p.data.clone())
+                slow.add_(p.data - slow, alpha=0.5)
+                p.data.copy_(slow)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        slow = [self.slow[p].get("slow") for g in self.param_groups for p in g["params"]]
+        return {"slow": slow, "count": self.count, "inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        params = [p for g in self.param_groups for p in g["params"]]
+        for p, slow in zip(params, state_dict["slow"], strict=True):
+            self.slow[p] = {} if slow is None else {"slow": slow.clone()}
+        self.count = state_dict["count"]
+        self.inner.load_state_dict(state_dict["inner"])
+
+
+class Reloads(Lookahead):
+    """Its own states go through torch's `load_state_dict()`, which sets some of the hooks up."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.__setstate__({})
+
+
+class OrthoGrad(Wrapper):
+    """Makes gradients orthogonal to their parameters, in place."""
+
+    hooks = dict
+
+    @torch.no_grad()
+    def make_orthogonal(self) -> None:
+        for p in self.params:
+            assert p.grad is not None
+            w, g = p.view(-1), p.grad.view(-1)
+            g.sub_(w * (torch.dot(w, g) / torch.dot(w, w).add(1e-30)))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if closure is None:
+            self.make_orthogonal()
+            return self.inner.step()
+
+        def orthogonal() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self.make_orthogonal()
+            return loss
+
+        return self.inner.step(orthogonal)
+
+
+class ScheduleFree(Wrapper):
+    """Steps on `z`, which changes places with the parameter around the step."""
+
+    hooks = dict
+
+    def set_up(self) -> None:
+        self.own: Any = defaultdict(dict)
+
+    @staticmethod
+    def swap(x: Tensor, y: Tensor) -> None:
+        """Exchange the bits of two tensors in place."""
+        x.view(torch.uint8).bitwise_xor_(y.view(torch.uint8))
+        y.view(torch.uint8).bitwise_xor_(x.view(torch.uint8))
+        x.view(torch.uint8).bitwise_xor_(y.view(torch.uint8))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        params = self.params
+        for p in params:
+            z = self.own[p].setdefault("z", p.clone())
+            p.lerp_(z, weight=-0.1)
+            self.swap(z, p)
+        self.inner.step()
+        for p in params:
+            z = self.own[p]["z"]
+            self.swap(z, p)
+            p.lerp_(z, weight=0.3)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        own = [dict(self.own[p]) for g in self.param_groups for p in g["params"]]
+        return {"own": own, "inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        params = [p for g in self.param_groups for p in g["params"]]
+        self.own.update(zip(params, copy.deepcopy(state_dict["own"]), strict=True))
+        self.inner.load_state_dict(state_dict["inner"])
+
+
+class Trac(Wrapper):
+    """Scales the way from where it began, which it keeps in the state of the optimizer inside."""
+
+    hooks = dict
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = self.inner.step(closure)
+        if "trac" not in self.state:
+            self.state["trac"] = [p.clone() for p in self.params]
+        pairs = list(zip(self.params, self.state["trac"], strict=True))
+        inner = sum(torch.dot((p - began).flatten(), p.grad.flatten()) for p, began in pairs)
+        for p, began in pairs:
+            way = p - began
+            p.copy_(began)
+            p.add_(way * (0.9 if inner < 0 else 1.0))
+        return loss
+
+
+class Initialized(Lookahead):
+    """A wrapper that calls `Optimizer.__init__`, with groups of its own."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        groups = [dict(group) for group in inner.param_groups]
+        Optimizer.__init__(self, groups, {})
+        self.inner = inner
+        self.set_up()
+
+    param_groups: Any = None
+    state: Any = None
+
+
+class Forwards(Optimizer):
+    """Has nothing but the optimizer inside."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+WRAPPERS = (Lookahead, Reloads, OrthoGrad, ScheduleFree, Trac, Initialized, Forwards)
+
+
+def train(
+    model: nn.Module, make: Callable[[nn.Module], list[Optimizer]], kind: Any, *, closure: bool
+) -> list[Any]:
+    """Losses, and the states after each step; halfway a new optimizer goes on from the states."""
+    optimizer = kind(make(model)[0])
+    seen: list[Any] = []
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        if closure:
+
+            def loss_of(i: int = i, optimizer: Any = optimizer) -> Tensor:
+                optimizer.zero_grad()
+                loss: Tensor = model(**data(i))
+                loss.backward()
+                return loss
+
+            seen.append(optimizer.step(loss_of).detach())
+        else:
+            gradients(model, i)
+            optimizer.step()
+        if i == SAVED_AT:
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = kind(make(model)[0])
+            optimizer.load_state_dict(saved)
+        seen.append(tensors(copy.deepcopy(optimizer.state_dict())))
+    return seen
+
+
+def tensors(value: Any) -> Any:
+    """The values in dicts and lists, in order, beside their keys."""
+    if isinstance(value, dict):
+        return [(key, tensors(each)) for key, each in value.items()]
+    return list(map(tensors, value)) if isinstance(value, list | tuple) else value
+
+
+def same(a: Any, b: Any) -> bool:
+    """Are two such lists equal in every bit?"""
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return equal(a, b) if isinstance(a, Tensor) else bool(a == b)
+
+
+@pytest.mark.parametrize(
+    ("make", "closure"),
+    [(adamw, False), (lambda m: sgd(m, momentum=0.9), True)],
+    ids=["adamw", "sgd, closure"],
+)
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_wrapper(kind: Any, make: Any, closure: bool) -> None:
+    plain, streamed = twins(net())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = [train(model, make, kind, closure=closure) for model in (plain, streamed)]
+    assert same(*found)
+    assert_same(plain, streamed)
