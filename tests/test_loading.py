@@ -316,7 +316,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "several": (_several, "has no index and several files: part0.safetensors, part1"),
     "two indices": (_two_indices, "has several checkpoints: model.safetensors.index.json, other"),
     "no header": (_no_header, "has a header that cannot be read"),
-    "offsets": (_wrong_offsets, "is no safetensors file ("),
+    "offsets": (_wrong_offsets, "has a header that cannot be read (tensor ... of shape [3, 3]"),
     "dtype": (_unknown_dtype, "has dtype F8_E8M0; needed one of BOOL"),
     "twice": (_twice, "is in two files"),
 }

@@ -10,9 +10,8 @@ header, and has all of its bytes. Format: https://huggingface.co/docs/safetensor
 
 from __future__ import annotations
 
-import json
+import os
 import re
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from megacompile.errors import CheckpointError, MissingExtraError
+from megacompile.runtime.checkpoint.header import DTYPES, read_header, read_index
 
 WEIGHTS = "model.safetensors"
 SUFFIX = ".safetensors"
@@ -28,25 +28,6 @@ INDEX_SUFFIX = ".safetensors.index.json"
 INCOMPLETE = ".incomplete"  # what is being written ends with it
 SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 OTHERS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".distcp")
-
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +53,21 @@ def entries_of(path: Path) -> dict[str, Entry]:
         MissingExtraError: `safetensors` is not installed.
     """
     library()
+    try:
+        return _entries_of(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"megacompile(): checkpoint {path} cannot be read ({error}); "
+            "check its rights and the disk"
+        ) from error
+
+
+def _entries_of(path: Path) -> dict[str, Entry]:
     if path.name.endswith(INDEX_SUFFIX):
         return _of_index(path)
-    if path.is_file():
+    if os.path.isfile(path):  # False for a name that no file can have, where Path raises
         return _of_files([path])
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise CheckpointError(
             f"megacompile(): checkpoint {path} does not exist; needed a folder of safetensors "
             "(download it first), or one .safetensors file"
@@ -131,17 +122,11 @@ def _no_one_checkpoint(path: Path, files: list[Path], indices: list[Path]) -> st
 
 
 def _of_index(index: Path) -> dict[str, Entry]:
-    try:
-        names: dict[str, str] = dict(json.loads(index.read_bytes())["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"megacompile(): index {index} cannot be read ({type(error).__name__}: {error}); "
-            'needed JSON with "weight_map": {tensor: file}; save or download it again'
-        ) from error
+    names = read_index(index)
     folder = index.parent
     files = sorted(set(names.values()))
     outside = [name for name in files if Path(name).name != name]
-    missing = [name for name in files if not (folder / name).is_file()]
+    missing = [name for name in files if not os.path.isfile(folder / name)]
     if outside or missing:
         raise CheckpointError(
             f"megacompile(): index {index} names {len(files)} files, of which {len(missing)} are "
@@ -172,7 +157,7 @@ def _of_files(paths: Iterable[Path]) -> dict[str, Entry]:
 
 
 def _of_file(path: Path) -> list[Entry]:
-    header, begin = _header(path)
+    header, begin = read_header(path)
     try:  # what is wrong with a header in any other way, the library knows
         with library().safe_open(str(path), framework="pt"):
             pass
@@ -182,56 +167,12 @@ def _of_file(path: Path) -> list[Entry]:
             "save or download it again"
         ) from error
     entries = []
-    for name, said in header.items():
-        if name == "__metadata__":
-            continue
-        dtype = DTYPES.get(said["dtype"])
+    for name, (said, shape, first, end) in header.items():
+        dtype = DTYPES.get(said)
         if dtype is None:
             raise CheckpointError(
-                f"megacompile(): tensor {name} of {path} has dtype {said['dtype']}; needed one of "
+                f"megacompile(): tensor {name} of {path} has dtype {said}; needed one of "
                 f"{', '.join(DTYPES)}; convert it"
             )
-        first, end = said["data_offsets"]
-        entries.append(
-            Entry(name, path, dtype, tuple(said["shape"]), begin + first, end - first),
-        )
+        entries.append(Entry(name, path, dtype, shape, begin + first, end - first))
     return entries
-
-
-# A zip file; before torch 1.6, a pickle. Read as the length of a header, either is too much.
-_OF_TORCH_SAVE = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
-
-
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a file that has all of its bytes, and where its tensors begin."""
-    got = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        fits = 2 <= length <= got - 8
-        if not fits and start.startswith(_OF_TORCH_SAVE):
-            raise CheckpointError(
-                f"megacompile(): file {path} is one of torch.save(); needed safetensors; leave out "
-                "checkpoint= and call model.load_state_dict(torch.load(...)) after megacompile()"
-            )
-        if not fits:
-            raise CheckpointError(
-                f"megacompile(): file {path} is truncated or no safetensors file: got {got} bytes, "
-                f"needed {8 + length} for its header alone; save or download it again"
-            )
-        text = file.read(length)
-    try:
-        header: dict[str, Any] = json.loads(text)
-        ends = [said["data_offsets"][1] for n, said in header.items() if n != "__metadata__"]
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise CheckpointError(
-            f"megacompile(): file {path} has a header that cannot be read ({error}); "
-            "needed a safetensors file; save or download it again"
-        ) from error
-    needed = 8 + length + max(ends, default=0)
-    if got < needed:
-        raise CheckpointError(
-            f"megacompile(): file {path} is truncated: got {got} bytes, needed {needed}; "
-            "save or download it again"
-        )
-    return header, 8 + length

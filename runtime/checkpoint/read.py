@@ -100,7 +100,13 @@ class Reader:
     def _open(self, path: Path) -> int:
         with self._opening:
             if path not in self._files:
-                self._files[path] = os.open(path, os.O_RDONLY)
+                try:
+                    self._files[path] = os.open(path, os.O_RDONLY)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"megacompile(): file {path} cannot be opened ({error}); it was there when "
+                        "its header was read; read it again when it is whole"
+                    ) from error
             return self._files[path]
 
     def _convert(self, file: int, entry: Entry, into: torch.Tensor) -> None:
