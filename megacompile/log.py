@@ -6,8 +6,8 @@
     MEGACOMPILE_LOG=help              print the subjects
 
 The variable is read by `megacompile()`. Where it is not set no handler is installed, and the logger
-`megacompile` is at WARNING unless the user has set its level: a script's own
-`logging.basicConfig(level=logging.INFO)` shows none of it. Whoever wants a subject there asks for it:
+`megacompile` is at WARNING, unless the user has set its level: `logging.basicConfig(level=INFO)`
+of a script shows none of it. A subject that is to be seen there gets a level, as any logger:
 `logging.getLogger("megacompile.plan").setLevel(logging.INFO)`.
 """
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from tests.training import adamw, data, gradients, net, sgd
 from tests.zoo import assert_same, equal, twins

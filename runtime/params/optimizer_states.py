@@ -36,7 +36,9 @@ def stands_back(optimizer: Optimizer, found: Iterable[Trained]) -> str:
     kind = known(type(optimizer))
     if kind is None:
         full = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        return f"{full} has no update of ours ({listed(KNOWN)} of torch.optim and lion_pytorch have)"
+        return (
+            f"{full} has no update of ours ({listed(KNOWN)} of torch.optim and lion_pytorch have)"
+        )
     if why := kind.stands_back(optimizer):
         return why
     if rule_of(optimizer) is None and any(compat.is_sharded(each.param) for each in found):
