@@ -25,17 +25,19 @@ def add_item(graph: fx.Graph, call: fx.Node, index: int, name: str) -> fx.Node:
 def saved_value(graph: fx.Graph, value: fx.Node) -> fx.Node:
     """What the backward takes to have `value` as the forward read it.
 
-    That is the value itself, or a snapshot where an input is changed in place:
+    That is the value itself, or a snapshot where an input is changed in place, by a stage's
+    backward too (`Schedule.written`):
 
         before: 3F ASSIGN(x)        after: 3F SNAPSHOT(x) ASSIGN(x)
     """
     assigns = [n for n in value.users if n.target is ops.assign and n.args[0] is value]
-    if not assigns:
+    if not assigns and not value.meta.get("written"):
         return value
     for user in value.users:
         if user.target is ops.snapshot:
             return user
-    with graph.inserting_before(assigns[0]):
+    body = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(assigns[0] if assigns else body):
         copy = ops.call(graph, ops.snapshot, value, name=f"{value.name}_old")
     copy.meta["value"] = value.meta.get("value")
     return copy

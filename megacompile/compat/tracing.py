@@ -105,6 +105,17 @@ def from_functional(tensor: Any) -> Any:  # torch 2.11 to 2.15
     return from_fun(tensor) if isinstance(tensor, FunctionalTensor) else tensor
 
 
+def set_functional_value(tensor: Any, value: Any) -> None:  # torch 2.11 to 2.15
+    """Give a tensor made by `to_functional`, and its views, another value; autograd does not know.
+
+    Its version stays: to autograd, nothing was changed in place.
+    """
+    new = from_functional(value)
+    tensor.replace_(new)
+    tensor.commit_update()
+    tensor.sync()
+
+
 def has_known_data(tensor: torch.Tensor) -> bool:  # torch 2.11 to 2.15
     """Does a fake tensor remember its elements, as one made of numbers does?"""
     return getattr(from_functional(tensor), "constant", None) is not None

@@ -398,6 +398,9 @@ def _places(call: fx.Node, stage: Stage, k: int) -> tuple[int, ...]:
         of_args = [
             i for i, p in enumerate(template.gradients) if isinstance(stage.primals[p], ArgRef)
         ]
+        written = k - len(of_args) - len(stage.gradient_buckets)
+        if written >= 0:
+            return (len(template.gradients) + written,)
         return (of_args[k],) if k < len(of_args) else ()
     again = call.target is ops.recompute
     if not again and k < results:

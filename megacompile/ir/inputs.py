@@ -2,7 +2,8 @@
 
 A forward's placeholder has the position of the captured graph's input, a backward's that of the
 output whose gradient it is. Tokens are in `megacompile.ir.tokens`; every other placeholder is a
-value of the graph before, under the same name.
+value of the graph before, under the same name. One of a backward may be *live*: an input of the
+model that a backward writes, with what is in its memory then.
 """
 
 from __future__ import annotations
@@ -27,6 +28,18 @@ def tangent_of(graph: fx.Graph, output: int, name: str) -> fx.Node:
     node = graph.placeholder(name)
     node.meta["tangent"] = output
     return node
+
+
+def live_of(graph: fx.Graph, name: str) -> fx.Node:
+    """A new placeholder of a backward for an input that it changes in place."""
+    node = graph.placeholder(name)
+    node.meta["live"] = True
+    return node
+
+
+def is_live(node: fx.Node) -> bool:
+    """Is it a placeholder that stands for an input's memory, and not for a value?"""
+    return "live" in node.meta
 
 
 def inputs(forward: fx.Graph) -> dict[str, int]:

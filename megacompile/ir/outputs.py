@@ -27,9 +27,15 @@ def expected_tangents(stages: Schedule) -> tuple[int, ...]:
     A guess, made before the first backward; a backward that differs corrects it.
     """
     outputs, _ = ops.returned(stages.forward)
+    able = able_tangents(stages)
+    return tuple([k for k in able if outputs[k].meta["value"].shape == ()][:1] or able)
+
+
+def able_tangents(stages: Schedule) -> tuple[int, ...]:
+    """The outputs that can get a gradient."""
+    outputs, _ = ops.returned(stages.forward)
     metas = {k: outputs[k].meta["value"] for k in computed_outputs(outputs)}
-    able = [k for k, m in metas.items() if m.requires_grad and _is_differentiable(m.dtype)]
-    return tuple([k for k in able if metas[k].shape == ()][:1] or able)
+    return tuple(k for k, m in metas.items() if m.requires_grad and _is_differentiable(m.dtype))
 
 
 def _is_differentiable(dtype: torch.dtype) -> bool:

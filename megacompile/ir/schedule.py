@@ -100,6 +100,9 @@ class Schedule:
     rest: tuple[Bucket, ...] = ()  # that the update updates, although no backward here has
     # forward placeholders that are changed in place, which autograd records: see the last outputs
     recorded: tuple[str, ...] = ()
+    # forward placeholders that a backward changes in place; its placeholders of the same names are
+    # their memory as it is then, and what reads them as the forward did takes a snapshot
+    written: tuple[str, ...] = ()
     defers: bool = False  # its gradients are not summed over replicas: a later backward does that
 
     @property

@@ -86,6 +86,8 @@ class Template:
         default=None, repr=False
     )
     traced: Template | None = field(default=None, repr=False)  # with other sizes planned; else None
+    live: tuple[int, ...] = ()  # primals that the backward takes as they are then, after the rest
+    written: tuple[int, ...] = ()  # of `live`, those whose new value follows the gradients
     saved_fraction: float = 1.0  # the share of the saved tensors that it was split for
     tiles: int = 1  # in which its tokenwise pieces run
     samples: bool = False  # these are of whole samples, and all of it runs in them
@@ -129,6 +131,8 @@ class Stage:
     metas: tuple[Meta, ...]  # of the primals
     outputs: tuple[TensorMeta, ...]  # of the outputs, before the mutated inputs' new values
     mutated: tuple[int, ...]  # primals that the stage changes in place
+    # primals in whose memory a backward writes, this stage's or another's: see `stages/writes`
+    live: tuple[int, ...] = ()
     template: Template | None = None
     # in a draft: places of its saved tensors, those together that are one value; (): each is one
     bundles: tuple[tuple[int, ...], ...] = ()

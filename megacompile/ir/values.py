@@ -46,6 +46,20 @@ def memory(node: fx.Node) -> fx.Node:
     return node
 
 
+def inputs_behind(schedule: Schedule) -> dict[str, str]:
+    """The names of the forward's values that are the memory of an input: of the input itself, and
+    of the new values that stages give for it. Each with the input's name."""
+    found = {node.name: node.name for node in schedule.forward.find_nodes(op="placeholder")}
+    for call in ops.nodes_of(schedule.forward, ops.forward):
+        stage, _, args, _ = ops.arguments(call)
+        items = dict(ops.items(call))
+        for k, primal in enumerate(stage.mutated, start=len(stage.outputs)):
+            source, new = args[stage.primals[primal].index], items.get(k)
+            if new is not None and source.name in found:
+                found[new.name] = found[source.name]
+    return found
+
+
 def reads(node: fx.Node) -> list[fx.Node]:
     """The values that a node takes; what it only waits for (`after=`) is not among them."""
     found: dict[fx.Node, None] = {}
@@ -135,7 +149,7 @@ def groups(call: fx.Node) -> Iterator[tuple[int, Bucket]]:
     buckets = stage.gradient_buckets
     count = effects(call).count
     assert count is not None
-    return enumerate(buckets, count(call.args) - len(buckets))
+    return enumerate(buckets, count(call.args) - len(buckets) - len(stage.traced.written))
 
 
 def kind_of(value: fx.Node) -> Value | None:

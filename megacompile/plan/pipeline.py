@@ -55,6 +55,7 @@ from megacompile.passes.stages.lower import lower
 from megacompile.passes.stages.partition import partition
 from megacompile.passes.stages.strides import settle_strides
 from megacompile.passes.stages.templates import TemplateCache, trace_templates
+from megacompile.passes.stages.writes import find_writes, has_own_backwards
 from megacompile.plan.choice import Choice
 from megacompile.plan.history import CapturePass, SchedulePass, run, run_on_capture, timed
 from megacompile.plan.setting import Setting
@@ -111,6 +112,14 @@ class Pipeline:
         if options.lowering is Lowering.EAGER:
             settle = functools.partial(settle_strides, ambient=capture.ambient)
             stages = run(stages, [("strides", settle)])
+        if has_own_backwards(stages):
+            find = functools.partial(
+                find_writes,
+                ambient=capture.ambient,
+                cache=self.templates,
+                lowering=options.lowering,
+            )
+            stages = run(stages, [("writes", find)])
         log.captured(capture, stages)
         return replace(stages, plan=Plan(reasons=reasons))
 

@@ -18,7 +18,7 @@ from torch import fx
 
 from megacompile.ir import inputs, ops
 from megacompile.ir.stages import ArgRef, SavedRef, Stage
-from megacompile.ir.values import label, named
+from megacompile.ir.values import inputs_behind, label, named
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 
 
@@ -105,7 +105,13 @@ def _arg_refs(stage: Stage, primals: tuple[int, ...]) -> list[ArgRef]:
 
 
 def _changes_kept(view: View) -> Iterator[Hazard]:
-    """The last new value of an input that stages change in place is assigned to it."""
+    """The last new value of an input that stages change in place is assigned to it.
+
+    A backward takes the memory of an input as the backwards before left it, and its new value is
+    assigned before another takes it.
+    """
+    if view.name == "backward":
+        yield from _writes_of_backward(view)
     if view.name != "forward":
         return
     last: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}  # input -> who changes it last, its new value
@@ -140,6 +146,51 @@ def _changes_kept(view: View) -> Iterator[Hazard]:
                 "not; assign what the stage gives for it"
             )
             yield view.hazard(HazardKind.CHANGE_LOST, assign, None, message)
+
+
+def _writes_of_backward(view: View) -> Iterator[Hazard]:
+    forwards = ops.calls_by_stage(view.schedule.forward, ops.forward)
+    behind = inputs_behind(view.schedule)
+    left = {node.name: node for node in view.graph.find_nodes(op="placeholder")}
+    wanted: dict[fx.Node, str] = {}  # a backward's new value -> the input that it is for
+    for node in view.nodes(ops.backward, ops.assign):
+        args: Any = node.args
+        if node.target is ops.assign:
+            name = wanted.pop(args[1], None)
+            if name is None or args[0] is not left.get(name):
+                message = (
+                    f"{label(node)} writes {named(args[1])} over {args[0].name}, whose new value "
+                    "it is not; assign what the backward gives for it"
+                )
+                yield view.hazard(HazardKind.CHANGE_LOST, node, None, message)
+            else:
+                left[name] = node
+            continue
+        stage, call = args[0], forwards.get(args[0].index)
+        if call is None or not stage.traced.live:
+            continue
+        sources: Any = call.args[2]
+        refs = _arg_refs(stage, stage.traced.live)
+        names = [behind.get(sources[ref.index].name, "") for ref in refs]
+        for name, got in zip(names, args[6] if len(args) > 6 else (), strict=False):
+            if got is not left.get(name) or name in wanted.values():
+                message = (
+                    f"{label(node)} takes {named(got)} for the memory of input {name}; pass what "
+                    "the backward before it leaves there"
+                )
+                yield view.hazard(HazardKind.CHANGE_LOST, node, None, message)
+        taken, of_primal = dict(ops.items(node)), dict(zip(stage.traced.live, names, strict=True))
+        first = sum(1 for _ in _arg_refs(stage, stage.traced.gradients)) + len(
+            stage.gradient_buckets
+        )
+        for k, primal in enumerate(stage.traced.written, start=first):
+            wanted[taken.get(k, node)] = of_primal[primal]
+    for value, name in wanted.items():
+        message = (
+            f"{label(value)} writes input {name}, but its new value is not written there; "
+            f"assign({name}, {value.name})"
+        )
+        yield view.hazard(HazardKind.CHANGE_LOST, value, None, message)
 
 
 CHECKS: tuple[Check, ...] = (_gradients_flow, _changes_kept)

@@ -278,7 +278,8 @@ def _read_before(view: View, old: fx.Node, assign: fx.Node) -> Iterator[Hazard]:
                 f"after=({label(reader)}) to {label(assign)}"
             )
             yield view.hazard(HazardKind.CHANGED_IN_PLACE, reader, assign, message)
-    if old.name in view.schedule.saved_values and view.name == "forward":
+    live = view.schedule.written  # the backward takes their memory, as it is then
+    if old.name in view.schedule.saved_values and old.name not in live and view.name == "forward":
         message = (
             f"the backward takes {old.name} as it was before {label(assign)} changes it; give it a "
             "snapshot made before"

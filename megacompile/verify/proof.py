@@ -120,7 +120,7 @@ def _arguments(view: View) -> Iterator[Hazard]:
     for node in view.that(lambda op: op.code):
         stage: Any = node.args[0]
         for what, position, needed in _counts(node):
-            got = len(node.args[position])  # type: ignore[arg-type]
+            got = len(node.args[position]) if position < len(node.args) else 0  # type: ignore[arg-type]
             if got != needed:
                 message = (
                     f"{label(node)} is given {got} {what}, but stage {stage.name!r} takes "
@@ -148,6 +148,8 @@ def _counts(node: fx.Node) -> Iterator[tuple[str, int, int]]:
         yield "tangents", 4, len(stage.traced.tangents)
         so_far = {bucket.key for call in _backwards_before(node) for bucket in _gives(call)}
         yield "partial gradients", 5, values + sum(bucket.key in so_far for bucket in _gives(node))
+        if stage.traced.live or len(node.args) > 6:
+            yield "live inputs", 6, len(stage.traced.live)
 
 
 def _backwards_before(node: fx.Node) -> Iterator[fx.Node]:
@@ -253,12 +255,15 @@ def _same_arguments(
         source = _at(forward.args[2], i)
         if arg is None or source is None:
             continue
-        copies = [user.name for user in source.users if ops.effects(user).gives is Value.COPY]
+        known = [user.name for user in source.users if ops.effects(user).gives is Value.COPY]
+        if source.name not in view.schedule.written:  # else a backward may have changed it
+            known.insert(0, source.name)
         given = fetched_from(away, arg).name
-        if given not in (source.name, *copies) and not _is_made_again(arg, source):
+        if given not in known and not _is_made_again(arg, source):
+            wanted = known[0] if known else "a snapshot of it"
             message = (
                 f"{label(node)} takes {arg.name} as argument {i}, but {label(forward)} read "
-                f"{source.name}; pass {source.name}"
+                f"{source.name}; pass {wanted}"
             )
             yield view.hazard(HazardKind.WRONG_ARGUMENT, node, None, message)
 

@@ -2,14 +2,18 @@
 
     before: 0F 1F 2F        after: 0F 1F 2F | 2B 1B 0B
 
+    with a hook in 1 that writes a buffer:      SNAPSHOT 0F 1F 2F | 2B 1B ASSIGN 0B
+
 Every forward keeps its saved tensors, for now: `recompute` decides otherwise. What the backward
 may need of the forward are the *saved values*: the forward returns them, and the backward graph has
 placeholders of the same names for those that it does need. An input that the model changes in
-place is copied first (`snapshot`), where the backward needs it as it was.
+place is copied first (`snapshot`), where the backward needs it as it was. So is one that a backward
+changes: its code takes that input twice, as the forward read it and as it is now (`live`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,10 +21,11 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.inputs import tangent_of
+from megacompile.ir.inputs import live_of, tangent_of
 from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, ParamRef, Stage, Template
+from megacompile.ir.values import inputs_behind
 from megacompile.passes.edit import add_item, saved_value, set_saved_values
 
 
@@ -30,6 +35,7 @@ class _Gradients:
 
     of_value: dict[fx.Node, fx.Node] = field(default_factory=dict)
     of_bucket: dict[int, fx.Node] = field(default_factory=dict)
+    live: dict[str, fx.Node] = field(default_factory=dict)  # inputs as the backwards so far left them
 
 
 def differentiate(schedule: Schedule) -> Schedule:
@@ -48,21 +54,41 @@ def differentiate(schedule: Schedule) -> Schedule:
                 saved_values[node.name] = backward.placeholder(node.name)
                 saved_values[node.name].meta["value"] = node.meta.get("value")
     gradients = _Gradients()
+    behind = inputs_behind(new)
+    taken = {name for s in stages for name in _live(calls[s.index], s, behind)}
+    for node in new.forward.find_nodes(op="placeholder"):
+        if node.name in taken:
+            gradients.live[node.name] = live_of(backward, node.name)
+            gradients.live[node.name].meta["value"] = node.meta.get("value")
     outputs, _ = ops.returned(new.forward)
     for k in new.tangents:
         tangent = tangent_of(backward, k, f"t{k}")
         tangent.meta["value"] = outputs[k].meta.get("value")
         gradients.of_value[outputs[k]] = tangent
     for stage in stages:
-        _backward(new.forward, backward, calls[stage.index], stage, gradients, saved_values)
+        call = calls[stage.index]
+        names = _live(call, stage, behind)
+        _backward(new.forward, backward, call, stage, gradients, saved_values, names)
     wanted = [n for n in new.forward.find_nodes(op="placeholder") if n in gradients.of_value]
     backward.output((tuple(gradients.of_value[n] for n in wanted), (), ()))
     new = replace(new, backward=backward, gradients=tuple(n.name for n in wanted))
     names = [
+        *new.written,
         *saved_values,
         *(name for s in new.stages for name in _boundary(new.forward, calls[s.index], s)),
     ]
     return set_saved_values(new, list(dict.fromkeys(names)))
+
+
+def _live(call: fx.Node, stage: Stage, behind: Mapping[str, str]) -> list[str]:
+    """The inputs that a stage's backward takes as they are then.
+
+    Args:
+        call: its forward.
+        behind: what `inputs_behind` gives.
+    """
+    args = ops.arguments(call)[2]
+    return [behind[args[ref.index].name] for ref in _arg_refs(stage, stage.traced.live)]
 
 
 def _boundary(graph: fx.Graph, call: fx.Node, stage: Stage) -> list[str]:
@@ -121,7 +147,9 @@ def _backward(
     stage: Stage,
     gradients: _Gradients,
     saved_values: dict[str, fx.Node],
+    names: Sequence[str],
 ) -> None:
+    """Add a stage's backward. `names` are the inputs that it takes as they are then."""
     template = stage.traced
     args = ops.arguments(call)[2]
     results = dict(ops.items(call))
@@ -129,6 +157,7 @@ def _backward(
     carried = [args[ref.index] for ref in _arg_refs(stage, template.partial_gradients)]
     groups = [gradients.of_bucket[b.key] for b in buckets if b.key in gradients.of_bucket]
     needed = backward_args(call, stage, template.backward_primals)
+    live = tuple(gradients.live[name] for name in names)
     node = ops.call(
         graph,
         ops.backward,
@@ -138,16 +167,23 @@ def _backward(
         tuple(saved_values[s.name] for s in _saved(call, stage)),
         tuple(gradients.of_value[results[k]] for k in template.tangents),
         (*(gradients.of_value[n] for n in carried), *groups),
+        *((live,) if live else ()),
         name=f"b{stage.index}",
     )
     sources = [args[ref.index] for ref in _arg_refs(stage, template.gradients)]
     metas = [n.meta.get("value") for n in sources]
-    node.meta["value"] = (*metas, *(_group_meta(stage, template, b) for b in buckets))
+    given = (_group_meta(stage, template, b) for b in buckets)
+    node.meta["value"] = (*metas, *given, *(template.primals[i] for i in template.written))
     for k, source in enumerate(sources):
         gradients.of_value[source] = add_item(graph, node, k, f"d{stage.index}_{k}")
     for k, bucket in enumerate(buckets, start=len(sources)):
         name = f"g{bucket.suffix}_{stage.index}"
         gradients.of_bucket[bucket.key] = add_item(graph, node, k, name)
+    of_primal = dict(zip(template.live, names, strict=True))
+    for k, primal in enumerate(template.written, start=len(sources) + len(buckets)):
+        name = of_primal[primal]
+        new = add_item(graph, node, k, f"{name}_{stage.index}")
+        gradients.live[name] = ops.call(graph, ops.assign, gradients.live[name], new, after=())
 
 
 def _arg_refs(stage: Stage, primals: tuple[int, ...]) -> list[ArgRef]:

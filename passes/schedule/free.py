@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from megacompile.ir import ops
+from megacompile.ir.inputs import is_live
 from megacompile.ir.ops import Op, Part, Value
 from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.stream import Stream
@@ -134,7 +135,7 @@ def _fills_later(user: fx.Node, op: Op, node: fx.Node) -> bool:
 
 def _owns(node: fx.Node, owns_inputs: bool) -> bool:
     if node.op == "placeholder":
-        return owns_inputs and token_of(node) is None
+        return owns_inputs and token_of(node) is None and not is_live(node)
     if node.op != "call_function":
         return False
     return owns(node)

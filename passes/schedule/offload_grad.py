@@ -21,6 +21,7 @@ from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.nodes import set_kwargs
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.values import groups
 from megacompile.passes.schedule.prefetch import last_readers
 
 
@@ -56,10 +57,9 @@ def last_gradients(graph: fx.Graph) -> dict[int, tuple[Bucket, fx.Node, fx.Node]
     """
     last: dict[int, tuple[Bucket, fx.Node, fx.Node]] = {}
     for node in ops.nodes_of(graph, ops.backward):
-        stage = ops.arguments(node)[0]
-        items = [item for _, item in sorted(ops.items(node))]
-        buckets = stage.gradient_buckets
-        for bucket, group in zip(buckets, items[len(items) - len(buckets) :], strict=True):
+        items = dict(ops.items(node))
+        for k, bucket in groups(node):
+            group = items[k]
             reduced = next((n for n in group.users if n.target is ops.reduce_scatter), group)
             last[bucket.key] = (bucket, node, reduced)
     return last

@@ -137,6 +137,7 @@ def _within(
             takes,
             base.gradients,
             index=next_index(cache),
+            written=base.written,
             saved_fraction=saved_fraction,
             tiles=tiles,
             samples=samples,

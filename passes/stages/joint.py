@@ -1,8 +1,8 @@
 """Split a stage's joint graph into its template: forward, recompute, backward.
 
-    (primals, tangents, partial gradients) -> (results, gradients)
+    (primals, tangents, partial gradients, live primals) -> (results, gradients, what is written)
     FORWARD_SAVING: primals -> results, saved
-    BACKWARD: saved, tangents, partial gradients -> gradients
+    BACKWARD: saved, tangents, partial gradients, live primals -> gradients, what is written
 
 What is saved and what is computed again is chosen by AOTAutograd's min-cut partitioner (Zheng et
 al., "Min-cut optimal recomputation", 2022): what is fastest, or, with a saved_fraction below 1,
@@ -74,6 +74,7 @@ def split(
     gradients: tuple[int, ...],
     *,
     index: int,
+    written: tuple[int, ...] = (),
     saved_fraction: float = 1.0,
     tiles: int = 1,
     samples: bool = False,
@@ -82,11 +83,12 @@ def split(
 
     Args:
         stage: whose graph was traced.
-        joint: (primals, tangents, partial gradients) -> (outputs, new values, gradients); left as
-            it is.
+        joint: (primals, tangents, partial gradients, live primals) -> (outputs, new values,
+            gradients, what the backward writes); left as it is.
         takes: the tangents and partial gradients.
         gradients: the primals whose gradients the joint graph returns.
         index: of the template.
+        written: the primals whose new value the joint graph returns after the gradients.
         saved_fraction: how much the forward saves, from 0 (inputs, and random numbers) to 1 (what
             makes forward and backward fastest). A stage that draws random numbers is at 1 where
             the partitioner would draw them again.
@@ -111,7 +113,7 @@ def split(
     if backward is not None:
         names = {node.name: SavedRef(i) for i, node in enumerate(saved)}
         backward_inputs = _backward_inputs(backward, names)
-    gradient_metas = () if backward is None else _output_metas(backward)
+    gradient_metas = () if backward is None else _output_metas(backward)[: len(gradients)]
     if planned:
         graphs = {code: sized(graph, planned) for code, graph in graphs.items()}
     if tokens is not None:
@@ -137,6 +139,8 @@ def split(
         samples=samples,
         symbols=None if not planned else Symbols(planned, _fakes(joint)),
         tangent_strides=_tangent_strides(takes, list(planned)),
+        live=stage.live if backward is not None else (),
+        written=written,
     )
 
 
@@ -218,7 +222,8 @@ def runs_by_samples(stage: Stage) -> bool:
     Random numbers would be others, and a buffer that it changes would change with each tile.
     """
     template = stage.traced
-    return template.has_backward and not template.random and not template.mutated
+    changes = template.mutated or template.live
+    return template.has_backward and not template.random and not changes
 
 
 def _are_cut(graphs: Mapping[Code, fx.GraphModule], tokens: Tokens | None) -> bool:

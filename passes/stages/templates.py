@@ -47,21 +47,40 @@ TemplateCache = MutableMapping[Hashable, Template]
 
 
 def trace_templates(
-    schedule: Schedule, *, ambient: Ambient, cache: TemplateCache, lowering: Lowering
+    schedule: Schedule,
+    *,
+    ambient: Ambient,
+    cache: TemplateCache,
+    lowering: Lowering,
+    finds_writes: bool = False,
 ) -> Schedule:
     """Give every stage its template. `schedule.tangents` are the outputs that get a gradient.
 
+    Args:
+        finds_writes: what backwards write is not known yet (see `stages/writes`).
+
     Raises:
-        UnsupportedGraphError: a stage cannot be traced.
+        UnsupportedGraphError: a stage cannot be traced, or its backward writes what is not known.
     """
     walk = _Walk(schedule)
     stages: list[Stage] = []
     for stage in reversed(schedule.stages):
         takes = walk.takes(stage)
         template = _template(stage, takes, ambient, cache, lowering)
+        if not finds_writes and not set(template.written) <= set(stage.live):
+            raise UnsupportedGraphError(cannot_write(stage, "a tensor"))
         walk.gives(stage, template)
         stages.append(replace(stage, template=template))
     return with_stages(schedule, tuple(reversed(stages)))
+
+
+def cannot_write(stage: Stage, what: str) -> str:
+    """Why a stage whose backward changes `what` in place is not scheduled."""
+    return (
+        f"stage {stage.name!r}: a hook, or an autograd.Function, changes {what} in place in the "
+        "backward, which is kept for buffers and inputs of the model alone; write it to a buffer "
+        "of a module"
+    )
 
 
 class _Walk:
@@ -125,7 +144,7 @@ def _template(
     code = graph_key(stage.module)
     metas = tuple(any_size(meta) for meta in stage.metas)
     given = replace(takes, metas=tuple(any_size(meta) for meta in takes.metas))
-    key = (code, metas, params, stage.mutated, given, lowering, ambient)
+    key = (code, metas, params, stage.mutated, stage.live, given, lowering, ambient)
     planned = numbers_of(stage.metas)
     for number in itertools.count():  # code with symbols may not be right for all their values
         template = cache.get((key, number))
@@ -183,11 +202,14 @@ class _Tracer:
         self.ambient = ambient
         self.lowering = lowering
         self.gradients: tuple[int, ...] = ()
+        self.written: tuple[int, ...] = ()
         self.planned = numbers_of(stage.metas)
 
     def template(self, index: int) -> Template:
         joint = self._trace_symbolic() if self.planned else self._trace()
-        return split(self.stage, joint, self.takes, self.gradients, index=index)
+        return split(
+            self.stage, joint, self.takes, self.gradients, index=index, written=self.written
+        )
 
     def _trace_symbolic(self) -> fx.GraphModule:
         """The joint graph for all sizes.
@@ -212,11 +234,11 @@ class _Tracer:
             modes.enter_context(compat.real_strides())
             joint = self._traced(contextlib.nullcontext(), compat.symbolic_decompositions())
         joint = compute_ints(joint, self.stage.metas)
-        gradients = self.gradients
+        found = self.gradients, self.written
         plain = self._trace()
         plain.graph.eliminate_dead_code()
         difference = first_difference(joint, plain)
-        if difference or gradients != self.gradients:
+        if difference or found != (self.gradients, self.written):
             raise compat.UntraceableSymbols(f"with symbols, {difference or 'gradients differ'}")
         return joint
 
@@ -248,17 +270,20 @@ class _Tracer:
         with self.ambient.apply(), compat.keeping_nesting(), tensors:
             primals: list[Any] = [meta.zeros() for meta in self.stage.metas]
             tangents = [meta.zeros() for meta in self.takes.metas]
+            if tangents:
+                tangents += [self.stage.metas[i].zeros() for i in self.stage.live]
             return compat.trace(self._functional, primals, tangents, decompositions)
 
     def _functional(self, primals: list[Any], tangents: list[torch.Tensor]) -> Any:
         with compat.functional_mode(native=self.lowering is not Lowering.EAGER):
             wrapped = [compat.to_functional(p) for p in primals]
-            results, gradients = self._joint(wrapped, [compat.to_functional(t) for t in tangents])
-            return [compat.from_functional(t) for t in (*results, *gradients)]
+            results, found = self._joint(wrapped, [compat.to_functional(t) for t in tangents])
+            return [*results, *map(compat.from_functional, found)]
 
     def _joint(
         self, primals: list[Any], tangents: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The results as values, which a backward does not change; gradients and new values."""
         inputs = list(primals)
         for i in self.stage.mutated:  # a value of its own, so that the old one stays readable
             inputs[i] = primals[i].clone()
@@ -271,8 +296,13 @@ class _Tracer:
             elif not _has_strides(tensor, meta):  # [Note: strides that lie]
                 outputs[k] = meta.empty().detach().copy_(tensor)
         results = [*outputs, *(inputs[i] for i in self.stage.mutated)]
+        values = [compat.from_functional(t) for t in results]
         if not tangents:
-            return results, []
+            return values, []
+        tangents, live = tangents[: len(self.takes.metas)], tangents[len(self.takes.metas) :]
+        for i, now in zip(self.stage.live, live, strict=True):
+            compat.set_functional_value(inputs[i], now)
+        before = [compat.from_functional(t) for t in (*inputs, *outputs)]
         ends = [results[k] for k in self.takes.tangents] + [
             primals[k] for k in self.takes.partial_gradients
         ]
@@ -283,7 +313,34 @@ class _Tracer:
             )
         pairs = [(i, g) for i, g in zip(sources, found, strict=True) if g is not None]
         self.gradients = tuple(i for i, _ in pairs)
-        return results, [g for _, g in pairs]
+        self.written = self._written(inputs, outputs, before)
+        return values, [*(g for _, g in pairs), *(inputs[i] for i in self.written)]
+
+    def _written(
+        self, inputs: list[Any], outputs: list[Any], before: list[Any]
+    ) -> tuple[int, ...]:
+        """The primals that the backward has changed in place: a hook in it, or an
+        `autograd.Function`.
+
+        Raises:
+            UnsupportedGraphError: it has changed what others than this stage have, and which is no
+                input of the model.
+        """
+        now = [compat.from_functional(t) for t in (*inputs, *outputs)]
+        changed = [k for k, (old, new) in enumerate(zip(before, now, strict=True)) if old is not new]
+        written = tuple(k for k in changed if k < len(inputs))
+        memory = {compat.storage_key(inputs[i]) for i in written}
+        for k in changed:
+            what = ""
+            if k < self.params:
+                ref = self.stage.primals[k]
+                assert isinstance(ref, ParamRef)
+                what = f"parameter {self.stage.buckets[ref.bucket].params[ref.param].name!r}"
+            elif k >= len(inputs) and compat.storage_key(outputs[k - len(inputs)]) not in memory:
+                what = "a tensor that the stage gives to others"
+            if what:
+                raise UnsupportedGraphError(cannot_write(self.stage, what))
+        return written
 
 
 def _has_strides(tensor: torch.Tensor, meta: TensorMeta) -> bool:

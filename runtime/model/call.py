@@ -105,6 +105,7 @@ class Call:
             name: (value, compat.version(value))
             for name in saved_values
             if isinstance(value := self.inputs_by_name.get(name), torch.Tensor)
+            and name not in self.program.stages.written
         }
         return computed
 
@@ -190,7 +191,7 @@ class Call:
         program, run = self.program, self.machine.current_run()
         self.saved_values = None
         why = ""
-        if ops.nodes_of(program.stages.forward, ops.assign):
+        if program.changed:
             why = "it changes buffers"
         elif self._updates():
             why = "it updates parameters"

@@ -53,20 +53,16 @@ class Program:
         self.plans = plans
         self.machine = machine
         if stages is None:
-            with (
-                compat.compile_lock(),
-                compat.without_saved_tensors_hooks(),
-                compat.without_sources(),
-            ):
+            with _stages_own_ambient():
                 stages = plans.compiler.partition(capture)
         self.stages = stages
         outputs, _ = ops.returned(self.stages.forward)
         self.outputs: tuple[Any, ...] = tuple(outputs)
         changes = ops.nodes_of(self.stages.forward, ops.assign)
         self.inputs = inputs_of(self.stages.forward)  # positions, by the name in the schedule
-        self.changed = frozenset(  # the inputs that it changes in place, bases among them
-            self.inputs[str(node.args[0])] for node in changes
-        )
+        # the inputs that it changes in place, in forward or backward, bases among them
+        names = (*(str(node.args[0]) for node in changes), *self.stages.written)
+        self.changed = frozenset(self.inputs[name] for name in names)
         # the inputs whose change autograd records, and the outputs that are their new values
         first = len(self.outputs) - len(stages.recorded)
         self.recorded = [(self.inputs[n], first + k) for k, n in enumerate(stages.recorded)]

@@ -84,6 +84,7 @@ class ComputeOps(OpGroup):
         saved: Any,
         tangents: Any,
         partial_gradients: Any,
+        live: Any = (),
     ) -> tuple[Handle, ...]:
         template = stage.traced
         arg_partial_gradients = [
@@ -110,17 +111,21 @@ class ComputeOps(OpGroup):
             inputs += map(_conform, flows, template.tangent_metas, _strides(template, primals))
             looks = anomaly.wanted(self.machine.detect_anomaly)
             given = list(inputs) if looks else ()
+            inputs += [handle.value for handle in live]
             found = template.code[Code.BACKWARD](inputs)
             if looks:
                 anomaly.check(stage, given, found, inf=self.machine.detect_anomaly)
             return self._sort(stage, found, groups)
 
-        return self._issue_many((weights, args, saved, tangents, partial_gradients), run)
+        return self._issue_many((weights, args, saved, tangents, partial_gradients, live), run)
 
     @staticmethod
     def _sort(stage: Stage, found: Sequence[Any], groups: dict[int, Group]) -> list[Any]:
-        """Gradients of args, then one group a bucket: (key, {parameter: gradient})."""
+        """Gradients of args, then one group a bucket: (key, {parameter: gradient}), then what the
+        backward writes."""
         of_args: list[Any] = []
+        count = len(stage.traced.gradients)
+        found, written = found[:count], found[count:]
         for primal, gradient in zip(stage.traced.gradients, found, strict=True):
             ref = stage.primals[primal]
             if isinstance(ref, ArgRef):
@@ -133,7 +138,7 @@ class ComputeOps(OpGroup):
             if isinstance(ref, ParamRef):
                 # a name of its own: it may be a tangent, or another gradient (see `keep_grad`)
                 merged[stage.buckets[ref.bucket].key][ref.param] = gradient.detach()
-        return [*of_args, *merged.items()]
+        return [*of_args, *merged.items(), *written]
 
 
 def _strides(template: Template, primals: Sequence[Any]) -> Sequence[tuple[int, ...]]:

@@ -108,7 +108,7 @@ class Executor:
             self.machine.order[:] = [bucket.key for bucket in self.schedule.buckets]
         given = [_plain(value) for value in outputs]
         kept = dict(zip(self.schedule.saved_values, map(_plain, saved_values), strict=True))
-        _watch(given, kept)
+        _watch(given, kept, self.schedule.written)
         return _alone(given), kept
 
     def _marks(self) -> dict[int, tuple[int, Mark]]:
@@ -278,11 +278,13 @@ class _Kept(torch.Tensor):
     __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
 
 
-def _watch(outputs: Sequence[Any], saved_values: dict[str, Any]) -> None:
-    """Note the versions of what shares memory with an output."""
+def _watch(
+    outputs: Sequence[Any], saved_values: dict[str, Any], written: tuple[str, ...]
+) -> None:
+    """Note the versions of what shares memory with an output, but for what backwards change."""
     given = {_memory(value) for value in outputs if isinstance(value, torch.Tensor)}
     for name, value in saved_values.items():
-        if isinstance(value, torch.Tensor) and _memory(value) in given:
+        if isinstance(value, torch.Tensor) and name not in written and _memory(value) in given:
             kept = value.detach().as_subclass(_Kept)
             kept.version = compat.version(kept)
             saved_values[name] = kept

@@ -21,7 +21,7 @@ def _backward_count(args: Sequence[Any]) -> int:
     stage: Stage = args[0]
     gradients = stage.traced.gradients
     inputs = [i for i in gradients if isinstance(stage.primals[i], ArgRef)]
-    return len(inputs) + len(stage.gradient_buckets)
+    return len(inputs) + len(stage.gradient_buckets) + len(stage.traced.written)
 
 
 @op(Stream.COMPUTE, short("RNG"), gives=Value.RNG)
@@ -68,7 +68,8 @@ def forward(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], savin
     traffic=of_value(times=2),
 )
 def assign(tensor: Any, value: Any, *, after: tuple[Any, ...] = ()) -> Any:
-    """Write a new value into an input that the model changes in place (a BatchNorm statistic)."""
+    """Write a new value into an input that a stage changes in place: its forward (a BatchNorm
+    statistic) or its backward (a hook that notes the largest gradient)."""
     unbound(assign)
 
 
@@ -116,8 +117,12 @@ def backward(
     saved: tuple[Any, ...],
     tangents: tuple[Any, ...],
     partial_gradients: tuple[Any, ...],
+    live: tuple[Any, ...] = (),
 ) -> Any:
     """Gradients of a stage's inputs, then of its parameters, one group a bucket.
+
+    With `live`, inputs of the model in whose memory backwards write, as they are now, it gives
+    their new values after that.
 
     `partial_gradients` are those so far of inputs and parameters that a later stage used too: they
     enter the stage's graph, so that sums run in the order in which autograd adds them.
