@@ -29,6 +29,7 @@ from megacompile.passes.stages.tokenwise import Tokens
 from megacompile.plan.problem import Problem
 from megacompile.plan.tiling import search_in_tiles
 from tests import cases, test_joint_budgets
+from tests.draws import drawn
 
 W = 6  # of activations
 X = (2, 10, W)  # batch, tokens, width
@@ -481,8 +482,11 @@ def in_tiles(model: Any) -> list[Piece]:
     return [piece for graph in graphs for _, piece in pieces_of(graph) if not piece.is_whole]
 
 
+SHORT = [name for name in cases.CASES if name not in cases.LONG]
+
+
 @pytest.mark.parametrize("activations", ["recompute", "keep", "offload"])
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize("name", drawn(SHORT, cases.LONG))
 def test_models_in_tiles_are_the_plain_ones(name: str, activations: str) -> None:
     model, plain, mine = trained(name, tiles=5, activations=activations)
     assert_equal(mine, plain)
@@ -491,7 +495,18 @@ def test_models_in_tiles_are_the_plain_ones(name: str, activations: str) -> None
 
 @pytest.mark.parametrize(
     ("name", "activations"),
-    [*((name, "recompute") for name in cases.CASES), ("hf qwen2", "keep"), ("hf qwen2", "offload")],
+    [
+        *((name, "recompute") for name in SHORT),
+        ("hf qwen2", "keep"),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                ("hf qwen2", "recompute"),
+                ("hf qwen2", "offload"),
+                ("hf gpt2", "recompute"),
+            )
+        ),
+    ],
 )
 def test_models_in_tiles_of_samples_are_the_plain_ones(name: str, activations: str) -> None:
     model, plain, mine = trained(name, tiles=2, activations=activations)  # of a batch of 2
@@ -521,9 +536,10 @@ def test_a_backward_sample_by_sample_needs_the_memory_of_some() -> None:
     ("name", "tiles"),
     [
         ("hf qwen2", 4),
-        ("dropout", 4),
-        pytest.param("demo gpt", 4, marks=pytest.mark.thorough),
-        pytest.param("hf qwen2", 2, marks=pytest.mark.thorough),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (("dropout", 4), ("demo gpt", 4), ("hf qwen2", 2))
+        ),
     ],
 )
 def test_with_inductor(name: str, tiles: int) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests import processes
+from tests.draws import drawn
 from tests.torchrun_loops import LOOPS
 from tests.zoo import equal
 
@@ -26,7 +27,7 @@ NEEDS = {
 }
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", drawn([loop for loop in LOOPS if loop != "wrapped"], ["wrapped"]))
 def test_losses_and_parameters_are_the_plain_ones(loop: str, tmp_path: Path) -> None:
     package = NEEDS.get(loop, "torch")
     if importlib.util.find_spec(package) is None:
@@ -43,7 +44,7 @@ def test_losses_and_parameters_are_the_plain_ones(loop: str, tmp_path: Path) -> 
                 assert equal(param, ranks[0][1]["params"][name]), f"{name} differs between ranks"
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", drawn([loop for loop in LOOPS if loop != "ddp"], ["ddp"]))
 def test_ranks_that_share_a_model_train_as_plain_ones_do(loop: str, tmp_path: Path) -> None:
     """One line changes: `megacompile(model, mesh=...)`. The plain loop has a DDP around."""
     package = NEEDS.get(loop, "torch")
