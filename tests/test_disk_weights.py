@@ -33,7 +33,7 @@ from megacompile.runtime.disk import transfers
 from megacompile.runtime.disk.transfers import Way
 from tests import inside, quantized
 from tests.disks import few_buffers, harsh, no_host_memory
-from tests.draws import pairwise
+from tests.draws import drawn, pairwise
 from tests.test_fork import in_child
 
 pytestmark = [
@@ -132,7 +132,7 @@ def staging(model: Any) -> Any:
     return inside.machine(model).weight_staging
 
 
-@pytest.mark.parametrize("which", TRAINED)
+@pytest.mark.parametrize("which", drawn(["adapters", "some layers"], ["all", "biases"]))
 @pytest.mark.parametrize("mode", MODES)
 def test_the_same_numbers(tmp_path: Path, which: str, mode: str) -> None:
     on_disk = trained(tmp_path, which=which, **MODES[mode])

@@ -60,6 +60,7 @@ def assert_close_gradients(plain: nn.Module, streamed: nn.Module, places: float 
         torch.testing.assert_close(theirs.grad, mine.grad, rtol=places, atol=places)
 
 
+@pytest.mark.thorough
 def test_forty_values_are_compiled_at_most_three_times(compilations: list[Any]) -> None:
     torch.manual_seed(0)
     plain, streamed = twins(Annealed(), lowering="inductor", progress=False)
