@@ -114,7 +114,7 @@ def test_a_model_that_is_gone_leaves_nothing() -> None:
         return [
             *(ref(item) for item in (held, held.graphs[0], held.graphs[0].module)),
             *(ref(item) for item in (held.buckets, held.buckets.plans.compiler)),
-            ref(held._compiled._torchdynamo_orig_callable.__code__),
+            *(ref(f._torchdynamo_orig_callable.__code__) for f in held._compiled.values()),
         ]
 
     def compiled() -> None:

@@ -108,7 +108,7 @@ def test_an_error_in_the_second_try_is_the_users(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(streamed.buckets, "move_if_wanted", fails)
     with pytest.raises(KeyboardInterrupt):
-        streamed._undone(streamed._compiled, (torch.ones(4, 8),), {}, [])
+        streamed._undone(streamed._compile(model), (torch.ones(4, 8),), {}, [])
     monkeypatch.undo()
     assert all(isinstance(p, nn.Parameter) for p in model.parameters())
     assert all(torch.isfinite(loss) for loss in run(model, 2))

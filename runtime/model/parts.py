@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import ParametrizationList
 
 from megacompile import compat
+from megacompile.runtime.model.class_methods import State
 from megacompile.runtime.params.undo import Undos, exchange
 
 
@@ -38,7 +39,7 @@ class Part:
     def __init__(self, module: nn.Module, caller: weakref.ref[Caller]) -> None:
         self.module = module
         self.caller = caller
-        self.compiled: Callable[..., Any] | None = None  # made at the first call
+        self.compiled: dict[State, Callable[..., Any]] = {}  # made when it is called
 
     @property
     def is_alive(self) -> bool:
@@ -56,7 +57,7 @@ class Part:
             return True
         if compat.in_transform() and not compat.given_to_functional_call():
             return True
-        return self.compiled is None and compat.backward_id() != -1
+        return not self.compiled and compat.backward_id() != -1
 
 
 class Parts:
@@ -104,7 +105,7 @@ class Parts:
         holders, names, parts, none = self._columns
         exchange(holders, names, parts, none)
         for holder, part in zip(holders, parts, strict=True):
-            if part.compiled is None or holder.get(compat.COMPILED_CALL) is None:
+            if not part.compiled or holder.get(compat.COMPILED_CALL) is None:
                 holder.pop(compat.COMPILED_CALL, None)
         self._columns = ([], [], [], [])
 

@@ -32,6 +32,7 @@ from megacompile.runtime.model.attempts import Attempts
 from megacompile.runtime.model.buckets import ModelBuckets
 from megacompile.runtime.model.captured import CapturedGraph
 from megacompile.runtime.model.captured_again import CapturedAgain
+from megacompile.runtime.model.class_methods import ClassMethods, State
 from megacompile.runtime.model.input_hooks import InputHooks
 from megacompile.runtime.model.outside import OutsideNotice
 from megacompile.runtime.model.owners import register
@@ -109,7 +110,8 @@ class StreamedModel:
         self._attempts = weakref.WeakKeyDictionary[Callable[..., Any], Attempts]()
         self._ends: list[Callable[[], object]] = []
         self._quiet = contextlib.ExitStack()  # of a capture that is being made
-        self._compiled = self._compile(model)
+        self._methods = ClassMethods(model)
+        self._compiled: dict[State, Callable[..., Any]] = {}
         self.parts = Parts(model, self)
         self.outside = OutsideNotice(self.machine)
         self.machine.before_step = while_it_lives(self._before_step)
@@ -121,13 +123,24 @@ class StreamedModel:
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if tracer := compat.tracer_around():
             self._refuse(tracer)
-        return undone(functools.partial(self._undone, self._compiled, args, kwargs))
+        return self._call_module(self.model, self._compiled, args, kwargs)
 
     def call_part(self, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module in the model as the model itself is called."""
-        if part.compiled is None:
-            part.compiled = self._compile(part.module)
-        return undone(functools.partial(self._undone, part.compiled, args, kwargs))
+        return self._call_module(part.module, part.compiled, args, kwargs)
+
+    def _call_module(
+        self,
+        module: nn.Module,
+        compiled: dict[State, Callable[..., Any]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Call a module by what is captured of it with the methods that its classes have now."""
+        state = self._methods.state()
+        if state not in compiled:
+            compiled[state] = self._compile(module)
+        return undone(functools.partial(self._undone, compiled[state], args, kwargs))
 
     def _compile(self, module: nn.Module) -> Callable[..., Any]:
         """A call of the model, or of a module in it, for Dynamo to capture."""
@@ -383,6 +396,7 @@ class StreamedModel:
     def _capture(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend: one more captured graph."""
         del examples
+        self._methods.find()
         name = printable(type(self.model).__name__)
         if self.graphs:
             name += f".{len(self.graphs)}"
