@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -323,3 +324,21 @@ def test_forward_hooks_are_where_torch_keeps_them() -> None:
     layer = nn.Linear(1, 1)
     handle = layer.register_forward_hook(print)
     assert compat.forward_hooks_of(layer) == {handle.id: print}
+
+
+class Mark:
+    """An attribute that no copy is to have."""
+
+
+def test_attributes_that_copies_leave_out() -> None:
+    compat.leave_out_of_copies(Mark)
+    layer = nn.LSTM(2, 2)  # whose `__getstate__` is its own
+    for module in (nn.Linear(2, 2), layer):
+        module.mark, module.kept = Mark(), [Mark]  # type: ignore[assignment]
+        module._compiled_call_impl = Mark()  # type: ignore[assignment]
+        copies = copy.copy(module), copy.deepcopy(module), pickle.loads(pickle.dumps(module))
+        for each in copies:
+            assert not hasattr(each, "mark") and each.kept == [Mark]
+            assert each._compiled_call_impl is None
+        assert isinstance(module.mark, Mark), "the module itself has it"
+        assert isinstance(module._compiled_call_impl, Mark)

@@ -154,6 +154,37 @@ def _is_exchanged(params: list[torch.nn.Parameter], fn: Callable[[Any], Any]) ->
 _CONVERTED_IN_PLACE: list[type[torch.Tensor]] = []
 
 
+def leave_out_of_copies(*kinds: type) -> None:  # torch 2.11 to 2.15
+    """Let copies and pickles of modules be without those of their attributes that are of these
+    classes.
+
+    torch leaves out `_compiled_call_impl` itself, but not where a class has a `__getstate__` of its
+    own, as `nn.LSTM` has, and no method that was put into a module's `__dict__`.
+    """
+    new = [kind for kind in kinds if kind not in _LEFT_OUT]
+    if not _LEFT_OUT:
+        torch.nn.Module.__reduce_ex__ = _reduce_ex  # type: ignore[method-assign]
+    _LEFT_OUT.extend(new)
+
+
+def _reduce_ex(self: torch.nn.Module, protocol: Any) -> Any:
+    return _without_left_out(super(torch.nn.Module, self).__reduce_ex__(protocol))
+
+
+def _without_left_out(value: Any) -> Any:
+    """The attributes, or a tuple around them, without what is left out."""
+    kinds = tuple(_LEFT_OUT)
+    if type(value) is tuple:
+        made = tuple(map(_without_left_out, value))
+        return made if any(a is not b for a, b in zip(made, value, strict=True)) else value
+    if type(value) is not dict or not any(isinstance(item, kinds) for item in value.values()):
+        return value
+    return {name: item for name, item in value.items() if not isinstance(item, kinds)}
+
+
+_LEFT_OUT: list[type] = []
+
+
 def forward_hooks_of(
     module: torch.nn.Module,
 ) -> dict[int, Callable[..., Any]]:  # torch 2.11 to 2.15

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,8 @@ from megacompile.runtime.model.whole_states import is_saved
 
 
 class Replacement:
-    """In the place of a model's method. It pickles and copies as the plain method."""
+    """In the place of a model's method. Copies and pickles of the model leave it out; where a class
+    copies all that it has itself, it becomes the copy's own method."""
 
     name: str
 
@@ -23,8 +25,22 @@ class Replacement:
         self.model = model
         self.said = False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlainMethod:
+        return PlainMethod(copy.deepcopy(self.model, memo), self.name)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self.model, self.name)
+
+
+class PlainMethod(Replacement):
+    """The same as the method; in a copy."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        super().__init__(model)
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
 
 
 class OwnCall(Replacement):

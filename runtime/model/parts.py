@@ -41,6 +41,10 @@ class Part:
         self.caller = caller
         self.compiled: dict[State, Callable[..., Any]] = {}  # made when it is called
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Nothing: a copied module has none, also where its class copies all that it has."""
+        return type(None), ()
+
     @property
     def is_alive(self) -> bool:
         """Is its model there?"""

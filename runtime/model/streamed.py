@@ -34,6 +34,7 @@ from megacompile.runtime.model.captured import CapturedGraph
 from megacompile.runtime.model.captured_again import CapturedAgain
 from megacompile.runtime.model.class_methods import ClassMethods, State
 from megacompile.runtime.model.input_hooks import InputHooks
+from megacompile.runtime.model.methods import Replacement
 from megacompile.runtime.model.outside import OutsideNotice
 from megacompile.runtime.model.owners import register
 from megacompile.runtime.model.parts import Part, Parts
@@ -88,6 +89,7 @@ class StreamedModel:
         compat.skip_untraced(StreamedModel._run.__code__)
         compat.quiet_within(StreamedModel._run.__code__)
         compat.convert_in_place(StreamedParameter)
+        compat.leave_out_of_copies(StreamedModel, Part, Replacement)
         self.graphs: list[CapturedGraph] = []
         self.buckets = ModelBuckets(
             model, options, divide, compiler, while_it_lives(self._plan_anew), contents, room
@@ -119,6 +121,10 @@ class StreamedModel:
         self.called = False
         self._said = False  # that torch.compile is not needed?
         register(self.buckets)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Nothing: a copied model is a plain one, also where its class copies all that it has."""
+        return type(None), ()
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if tracer := compat.tracer_around():
