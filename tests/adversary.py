@@ -356,6 +356,10 @@ class LateOps(BoundOps):
     _count = 0  # results of the op that is called now
     _fresh = False  # does it give memory that nothing was written to?
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.assigned: list[Handle] = []  # in this run
+
     def _issue(self, stream: Any, waits: Any, work: Any) -> Handle:
         fresh, self._fresh = self._fresh, False
 
@@ -407,8 +411,14 @@ class LateOps(BoundOps):
         of_args = len(stage.traced.gradients) - sum(
             hasattr(stage.primals[i], "param") for i in stage.traced.gradients
         )
-        self._count = of_args + len(params)
+        self._count = of_args + len(params) + len(stage.traced.written)
         return super().backward(stage, *args)
+
+    def assign(self, *args: Any, **kwargs: Any) -> Handle:
+        """What the user reads is queued behind it, on the same stream; here it has to run."""
+        done = super().assign(*args, **kwargs)
+        self.assigned.append(done)
+        return done
 
     def keep_grad(self, bucket: Bucket, gradients: Handle) -> Handle:
         """On a device a tensor is there as soon as its op is issued; here it has to run."""
@@ -479,8 +489,9 @@ class LateExecutor(Executor):
             result = _handles_of(code(inputs), keep=True)
             self._show(name, result)
             values = result if name == "forward" else result[:-1]  # nobody waits for tokens here
-            for handle in handles(values):
+            for handle in (*handles(values), *bound.assigned):
                 device.wait_for(handle)
+            bound.assigned.clear()
             return result
 
         return run
