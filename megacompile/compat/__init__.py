@@ -70,6 +70,7 @@ from megacompile.compat.captures import (
     transforms,
     users_name,
 )
+from megacompile.compat.containers import follow_containers
 from megacompile.compat.described import (
     DescribedInput,
     described_inputs,
@@ -351,6 +352,7 @@ __all__ = [
     "fakes_of",
     "flatten_signature",
     "flatten_wrapper",
+    "follow_containers",
     "forget_compiled",
     "forget_missing",
     "forward_hooks_of",

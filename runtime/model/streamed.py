@@ -86,6 +86,7 @@ class StreamedModel:
         compat.write_powers()
         compat.note_backward_calls()
         compat.note_uncaptured()
+        compat.follow_containers()
         compat.skip_untraced(StreamedModel._run.__code__)
         compat.quiet_within(StreamedModel._run.__code__)
         compat.convert_in_place(StreamedParameter)
