@@ -14,7 +14,6 @@ alone (`torch.export` uses it too, without our mode: there the C++ runs).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,7 +40,6 @@ def define(wanted: Callable[[], bool]) -> None:  # torch 2.11 to 2.15
         packet = getattr(aten, name)
         if "upsample" in name and "vec" in getattr(packet, "overloads", list)():
             _put(packet.vec, _upsample(packet.default), wanted)
-    _put(aten.max_pool1d.default, _max_pool1d, wanted)
 
 
 def _put(operator: Any, kernel: Callable[..., Any], wanted: Callable[[], bool]) -> None:
@@ -69,14 +67,11 @@ def _upsample(operator: Any) -> Callable[..., Any]:
 
 
 def _scaled(size: Any, scale: float) -> Any:
-    if scale == int(scale):
-        return size * int(scale)
-    return torch.sym_int(size * scale) if isinstance(size, torch.SymInt) else math.trunc(size * scale)
-
-
-def _max_pool1d(x: Any, kernel_size: Sequence[int], *others: Any) -> Any:
-    """Pooling.cpp: what is differentiated, or is no plain tensor, is computed with its indices."""
-    return aten.max_pool1d_with_indices(x, kernel_size, *others)[0]
+    """The product, rounded to a double, without what is behind the point."""
+    up, down = scale.as_integer_ratio()
+    if up < 1 << 32:  # exact for any size: so can be computed with ints
+        return size * up // down
+    return torch.sym_int(size * scale)
 
 
 def _gradient_of_upsample(

@@ -17,9 +17,8 @@ from torch._dynamo import convert_frame
 from torch._dynamo.eval_frame import cached_backends, skip_code
 from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
 from torch._dynamo.variables.builder import SourcelessBuilder
-from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.lists import BaseListVariable
-from torch._dynamo.variables.tensor import SymNodeVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from megacompile.compat.caches import counted
@@ -127,61 +126,73 @@ def capture_dropout_as(
     Args:
         wanted: asked at each capture, on its thread.
     """
+    signature = inspect.signature(torch.nn.functional.dropout)
 
-    def choose(given: Mapping[str, Any]) -> list[Any] | None:
+    def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
         rate, training, inplace = (given.get(name) for name in ("p", "training", "inplace"))
         if not wanted() or not isinstance(rate, SymNodeVariable):
             return None
         if _constant(training, True) is not True or _constant(inplace, False) is not False:
             return None
-        return [given["input"], rate]
+        return [given["input"], rate], {}
 
     _capture_as(torch.nn.functional.dropout, instead, choose)
 
 
-def capture_affine_grid_as(
-    instead: Callable[..., Any], wanted: Callable[[], bool]
+def capture_sized_as(
+    stock: Callable[..., Any], instead: Callable[..., Any], wanted: Callable[[], bool]
 ) -> None:  # torch 2.11 to 2.15
-    """Let Dynamo capture `instead(theta, size, align_corners)` for `F.affine_grid` where a size is
-    a symbol.
+    """Let Dynamo capture another function where a number or a size that is given is a symbol.
 
     Args:
+        instead: takes the same arguments; where it has no parameter for one, `stock` is captured.
         wanted: asked at each capture, on its thread.
     """
+    signature = inspect.signature(instead)
 
-    def choose(given: Mapping[str, Any]) -> list[Any] | None:
-        size, align = given.get("size"), given.get("align_corners")
-        sizes = size.items if isinstance(size, BaseListVariable) else ()
-        if not wanted() or not any(isinstance(n, SymNodeVariable) for n in sizes):
+    def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not wanted() or not any(map(_has_symbols, (*args, *kwargs.values()))):
             return None
-        if align is None or (align.is_python_constant() and align.as_python_constant() is None):
-            align = ConstantVariable.create(False)
-        return [given["theta"], size, align]
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            return None
+        return list(args), kwargs
 
-    _capture_as(torch.nn.functional.affine_grid, instead, choose)
+    _capture_as(stock, instead, choose)
+
+
+def _has_symbols(variable: Any) -> bool:
+    """Is a variable of Dynamo's a symbol, or does it hold one, or has it a size that is one?"""
+    if isinstance(variable, BaseListVariable):
+        return any(map(_has_symbols, variable.items))
+    if isinstance(variable, TensorVariable):
+        example = variable.as_proxy().node.meta.get("example_value")
+        return any(isinstance(n, torch.SymInt) for n in getattr(example, "shape", ()))
+    return isinstance(variable, SymNodeVariable)
 
 
 def _capture_as(
     stock: Callable[..., Any],
     instead: Callable[..., Any],
-    choose: Callable[[Mapping[str, Any]], list[Any] | None],
+    choose: Callable[[tuple[Any, ...], dict[str, Any]], Any],
 ) -> None:
-    """Let Dynamo capture another function where `choose` gives arguments for it.
+    """Let Dynamo capture another function.
 
     Args:
-        choose: is given Dynamo's variables for the arguments, by name; None: it goes on as ever.
+        choose: gives its arguments, out of variables of Dynamo's; None: Dynamo goes on as ever.
     """
     handlers: Any = TorchInGraphFunctionVariable._get_handlers()
     if stock in handlers:
         return
-    signature = inspect.signature(stock)
 
     def handle(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         del variable
-        chosen = choose(signature.bind(*args, **kwargs).arguments)
+        chosen = choose(args, kwargs)
         if chosen is None:
             return None
-        return SourcelessBuilder.create(tx, instead).call_function(tx, chosen, {})
+        return SourcelessBuilder.create(tx, instead).call_function(tx, *chosen)
 
     handlers[stock] = handle
 

@@ -40,6 +40,39 @@ def check(condition: bool) -> None:  # torch 2.11 to 2.15
     torch._check(condition)
 
 
+class _Python(PythonReferenceAnalysis):
+    """What functions of symbols are in Python, for numbers, symbolic ones, and proxies of both.
+
+    torch's gives sympy's functions for some of them, or functions that ask a proxy for its value.
+    """
+
+    @staticmethod
+    def trunc_to_int(x: Any, dtype: Any) -> Any:
+        return torch.sym_int(x)
+
+    @staticmethod
+    def floor_to_int(x: Any, dtype: Any) -> Any:
+        return _called(math.floor, x)
+
+    @staticmethod
+    def ceil_to_int(x: Any, dtype: Any) -> Any:
+        return _called(math.ceil, x)
+
+    @staticmethod
+    def round_to_int(x: Any, dtype: Any) -> Any:
+        return _called(round, x)
+
+    @staticmethod
+    def int_truediv(a: Any, b: Any) -> Any:
+        return a / b
+
+
+def _called(function: Callable[[Any], Any], x: Any) -> Any:
+    if isinstance(x, fx.Proxy):
+        return x.tracer.create_proxy("call_function", function, (x,), {})
+    return function(x)
+
+
 class UntraceableSymbols(Exception):  # torch 2.11 to 2.15
     """A graph that cannot be traced with these symbols, and may be with numbers."""
 
@@ -104,7 +137,7 @@ class SymbolicFakes:  # torch 2.11 to 2.15
         if expression in self._numbers:
             return self._numbers[expression]
         # computed, so that where this is traced, it is traced from the symbols
-        return sympy_interp(PythonReferenceAnalysis, self._numbers, expression)
+        return sympy_interp(_Python, self._numbers, expression)
 
     def equal(self, number: Any, expression: Any) -> bool:
         """Is a number what the expression says? What is not known is decided for the hints."""
@@ -224,7 +257,7 @@ def reified(
         return int(expression)
     tracer = fx.proxy.GraphAppendingTracer(graph)
     proxies = {symbol: fx.Proxy(node, tracer) for symbol, node in nodes.items()}
-    found = sympy_interp(PythonReferenceAnalysis, proxies, expression)
+    found = sympy_interp(_Python, proxies, expression)
     return found.node if isinstance(found, fx.Proxy) else int(found)
 
 

@@ -1,11 +1,10 @@
-"""Affine grids whose sizes change from call to call, captured once.
+"""Functions that ask what a size is, captured once where sizes change from call to call.
 
     before: torch.nn.functional.affine_grid(theta, x.shape)    captured anew for each shape
     after:  megacompile.affine_grid(theta, (2, 3, h, w), False)
 
-To see what comes out, Dynamo takes torch's operator apart, and that asks for the sizes; so does its
-backward. During a call another operator is in its place where Dynamo has made a size a symbol. It
-calls torch's, and so does its backward.
+torch's operators for them take ints, or are taken apart with ints to see what comes out. During a
+call others are in their places where Dynamo has made a size a symbol. These call torch's.
 """
 
 from __future__ import annotations
@@ -21,10 +20,33 @@ from megacompile import compat
 _LIBRARY = torch.library.Library("megacompile", "FRAGMENT")
 
 
-def affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool) -> Tensor:
-    """What Dynamo captures for `F.affine_grid(theta, size, align_corners)`."""
-    result: Tensor = torch.ops.megacompile.affine_grid(theta, size, align_corners)
+def affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool | None = None) -> Tensor:
+    """What Dynamo captures for `F.affine_grid`."""
+    result: Tensor = torch.ops.megacompile.affine_grid(theta, size, bool(align_corners))
     return result
+
+
+def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None, device: Any = None) -> Tensor:
+    """What Dynamo captures for `torch.linspace`."""
+    make = torch.ops.megacompile.linspace
+    result: Tensor = make(start, end, steps, dtype=dtype, device=device)
+    return result
+
+
+def max_pool1d(
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    """What Dynamo captures for `F.max_pool1d`: what that does where gradients are made."""
+    found = torch.max_pool1d_with_indices(
+        input, kernel_size, stride or [], padding, dilation, ceil_mode
+    )
+    return found if return_indices else found[0]
 
 
 def _grid(theta: Tensor, size: Sequence[int], align_corners: bool) -> Tensor:
@@ -69,6 +91,16 @@ def _define() -> None:
         torch.library.register_fake(f"megacompile::{name}", shape, lib=_LIBRARY)
     torch.library.register_autograd(
         f"megacompile::{grid}", _backward, setup_context=_setup, lib=_LIBRARY
+    )
+    _LIBRARY.define(
+        "linspace(Scalar start, Scalar end, SymInt steps, *, ScalarType? dtype=None, "
+        "Device? device=None) -> Tensor"
+    )
+    _LIBRARY.impl("linspace", torch.linspace, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        "megacompile::linspace",
+        lambda start, end, steps, **named: torch.empty(steps, **named),
+        lib=_LIBRARY,
     )
 
 
