@@ -16,14 +16,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megacompile.errors import OptionError
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.capture import Capture
 from megacompile.ir.schedule import PassRecord, Schedule
-from megacompile.text import format_bytes
+from megacompile.text import format_bytes, source_line
 
 VARIABLE = "MEGACOMPILE_LOG"
 SUBJECTS = {
@@ -186,10 +186,24 @@ def buckets_placed(name: str, buckets: Sequence[Bucket], node: str = "") -> None
         logger("memory").debug("%s: %d bytes", bucket.name, bucket.size_bytes)
 
 
-def without_symbols(name: str, error: Exception, what: str = "set of sizes") -> None:
-    """Tell that each set of sizes, or each value of a float, gets code of its own."""
+def without_symbols(name: str, error: Exception, what: str = "set of sizes") -> str:
+    """Tell that each set of sizes, or each value of a float, gets code of its own; gives why."""
     why = str(error).strip().split("\n")[0]
-    logger("capture").info("%s: each %s gets its own code: %s", name, what, why)
+    if line := source_line(str(error)):
+        why = f"{why} ({line})"
+    text = f"each {what} gets its own code: {why}"
+    logger("capture").info("%s: %s", name, text)
+    return text
+
+
+def fixed_sizes(name: str, fixed: Mapping[int | float, str]) -> str:
+    """Tell which sizes and numbers that change are constants in the code, and who asks for them;
+    gives why."""
+    for value, where in fixed.items():
+        text = "%s: each value of a size gets its own code, as %s did now: %s asks for it"
+        logger("capture").info(text, name, value, where)
+    wheres = dict.fromkeys(fixed.values())
+    return f"each value of a size gets its own code: {', '.join(wheres)}" if wheres else ""
 
 
 def compiled(name: str, found: int, made: int, time_s: float, beside: int = 0) -> None:

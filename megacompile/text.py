@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+
+_LINE = re.compile(r'File "([^"]+)", line (\d+)[^\n]*\n\s*(\S[^\n]*)')
 
 
 def printable(text: str) -> str:
@@ -11,6 +14,15 @@ def printable(text: str) -> str:
         return text
     escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return "".join(escaped)
+
+
+def source_line(traceback: str) -> str:
+    """The last line of code that a traceback names: "net.py, line 31: `y = f(x)`"; or ""."""
+    lines = _LINE.findall(traceback)
+    if not lines:
+        return ""
+    path, number, code = lines[-1]
+    return f"{path}, line {number}: `{code.strip()}`"
 
 
 def format_bytes(size_bytes: float) -> str:

@@ -99,6 +99,9 @@ class SymbolicFakes:  # torch 2.11 to 2.15
         self._stack: list[tuple[ExitStack, Any]] = []
         self._guards = -1  # how many there were when `holds` was made
         self._holds: Callable[..., bool] = bool
+        self.fixed: dict[sympy.Symbol, str] = {}  # those that one value is known of, and who asked
+        self._noted = 0  # guards that `fixed` knows of
+        self._asked: dict[Any, str] = {}  # who asked first what a function of a symbol is
 
     def _add(self, symbol: sympy.Symbol, hint: _Value) -> None:
         source = ConstantSource(f"megacompile_{symbol.name}")
@@ -157,6 +160,20 @@ class SymbolicFakes:  # torch 2.11 to 2.15
         """Let what is traced be right only where what was traced in the other mode is."""
         conditions = [guard.expr.xreplace(other._ours) for guard in other.env.guards]
         self.require(condition for condition in conditions if condition.free_symbols)
+
+    def note_fixed(self, where: Callable[[], str]) -> None:
+        """Note which symbols have got one value alone by what was traced since the last note."""
+        new = self.env.guards[self._noted :]
+        if not new:
+            return
+        self._noted += len(new)
+        for guard in new:
+            if isinstance(guard.expr, sympy.Eq) and any(side.is_number for side in guard.expr.args):
+                for made in guard.expr.free_symbols:
+                    self._asked.setdefault(made, where())
+        for symbol, made in self._theirs.items():
+            if symbol not in self.fixed and not self.env.replace(made).free_symbols:
+                self.fixed[symbol] = self._asked.get(made) or where()
 
     def without_floats(self) -> SymbolicFakes:
         """Another mode, of the symbols that are ints."""

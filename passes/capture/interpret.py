@@ -13,6 +13,7 @@ from megacompile.ir.capture import Capture, ConstantInput, NumberInput, ParamInp
 from megacompile.ir.symbols import Number, Symbols, has_numbers, symbols_in
 from megacompile.ir.tensors import TensorMeta
 from megacompile.packed import is_wrapper, taken_apart
+from megacompile.text import source_line
 
 _CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, slice)
 
@@ -98,6 +99,8 @@ class Interpreter(fx.Interpreter):
         before = self._inputs(n)
         value = super().run_node(n)
         self.values.of[n] = _describe(value)
+        if self.symbols is not None:
+            self.symbols.fakes.note_fixed(lambda: source_line(str(n.meta.get("stack_trace", ""))))
         if is_wrapper(value):
             self.values.wrappers.add(n)
         for source in n.all_input_nodes if isinstance(value, torch.Tensor) else ():

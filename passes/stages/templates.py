@@ -228,12 +228,14 @@ class _Tracer:
             if self.lowering is not Lowering.EAGER:
                 joint = self._traced(PowersOfTensors(), compat.inductor_decompositions())
                 joint = compute_ints(joint, self.stage.metas)
+                fakes.note_fixed(self._where)
                 check_floats(joint)
                 return joint
             modes.enter_context(real_tensors(self.stage))
             modes.enter_context(compat.real_strides())
             joint = self._traced(contextlib.nullcontext(), compat.symbolic_decompositions())
         joint = compute_ints(joint, self.stage.metas)
+        fakes.note_fixed(self._where)
         found = self.gradients, self.written
         plain = self._trace()
         plain.graph.eliminate_dead_code()
@@ -241,6 +243,9 @@ class _Tracer:
         if difference or found != (self.gradients, self.written):
             raise compat.UntraceableSymbols(f"with symbols, {difference or 'gradients differ'}")
         return joint
+
+    def _where(self) -> str:
+        return f"the stage {self.stage.name}, with its backward"
 
     def _trace(self) -> fx.GraphModule:
         """The joint graph.

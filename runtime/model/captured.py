@@ -75,6 +75,9 @@ _NOT_WITH_SYMBOLS = (  # what tracing with symbols may raise where tracing with 
 )
 
 
+_OTHER = "each kind of inputs, and each way that the model's code takes for sizes, has its own code"
+
+
 SHAPES_AT_ONCE = 8  # inference shapes that are scheduled when they first come
 
 
@@ -134,6 +137,8 @@ class CapturedGraph:
         self.symbolic = () if described is None else symbolic_inputs(described)
         self._kinds: dict[Hashable, list[Hashable]] = {}  # keys of programs with symbols, by kind
         self._built = 0  # programs with symbols
+        self.made = 0  # programs, with those that were given up
+        self.why_made = _OTHER  # the newest one
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         if self.current_plans() is not self.plans:  # buckets were laid out anew
@@ -174,6 +179,7 @@ class CapturedGraph:
         if key not in self.programs and self._worth_a_program(ambient, key):
             with old_objects_left_out():
                 program = self._build(ambient, args, whole)
+            self.made += 1
             key = self._call_key(ambient, args, whole)  # now it is known which inputs are changed
             self.programs[key] = program
             self._evict()
@@ -232,11 +238,13 @@ class CapturedGraph:
                 ours and not isinstance(error, UnsupportedGraphError)
             ):
                 raise
-            last = symbolic is self.symbolic[-1]
-            log.without_symbols(self.name, error, "set of sizes" if last else "value of a float")
+            what = "set of sizes" if symbolic is self.symbolic[-1] else "value of a float"
+            self.why_made = log.without_symbols(self.name, error, what)
             keys.append(_REFUSED)
             return None
         self._built += 1
+        self.made += 1
+        self.why_made = log.fixed_sizes(self.name, program.fixed()) or _OTHER
         key = (kind, self._built)
         keys.insert(0, key)
         self.programs[key] = program

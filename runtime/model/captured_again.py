@@ -1,6 +1,7 @@
-"""A model that is another case to Dynamo in each call: it is captured and compiled at every step.
+"""A model that is another case in each call: it is captured, or its code made, at every step.
 
-Dynamo gives up only after hundreds of captures (`compat.CALL_OPTIONS`), and each takes seconds.
+It is one to Dynamo, which gives up only after hundreds of captures (`compat.CALL_OPTIONS`), or what
+was captured needs other code for each set of sizes. Each takes seconds.
 """
 
 from __future__ import annotations
@@ -27,24 +28,29 @@ class CapturedAgain:
         self.said = False
         self._took_s: deque[float] = deque(maxlen=_CALLS)  # of each call: 0 if it captured nothing
 
-    def note(self, compiled: Callable[..., Any], captured_s: float) -> None:
+    def note(self, compiled: Callable[..., Any], took_s: float, for_sizes: str = "") -> None:
         """After a call that was not the first one.
 
         Args:
             compiled: what was called: a function that `torch.compile` gave.
-            captured_s: what the call took in seconds, if it captured; otherwise 0.
+            took_s: what the call took in seconds, if it captured or made code; otherwise 0.
+            for_sizes: why it made code for other sizes of what was captured before, if it did.
         """
         if self.said:
             return
-        self._took_s.append(captured_s)
+        self._took_s.append(took_s)
         anew = [took_s for took_s in self._took_s if took_s]
         if len(anew) < _CAPTURED:
             return
         self.said = True
-        why = compat.why_captured_again(compiled) or "TORCH_LOGS=recompiles says what"
+        if for_sizes:
+            why, fix = for_sizes, "pad to a few sizes"
+        else:
+            failed = compat.why_captured_again(compiled) or "TORCH_LOGS=recompiles says what"
+            why = f"what they were captured for did not hold ({failed})"
+            fix = "let fewer things change from call to call, or make them arguments, or tensors"
         notices.warn(
             f"megacompile: {self.name} was captured anew in {len(anew)} of its last "
             f"{len(self._took_s)} calls, which took {sum(anew):.1f} s (slower, same numbers; said "
-            f"once): what they were captured for did not hold ({why}); let fewer things "
-            "change from call to call, or make them arguments, or tensors"
+            f"once): {why}; {fix}"
         )

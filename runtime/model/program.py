@@ -164,6 +164,14 @@ class Program:
             fakes.holds(*[values[k] for k in positions]) for fakes, positions in self._fakes.items()
         )
 
+    def fixed(self) -> dict[int | float, str]:
+        """The values of symbols that its code is right for alone, and who asks for them."""
+        asked: dict[int | float, str] = {}
+        for fakes in self._fakes:  # the captured graph's first: they know the line
+            for symbol, where in fakes.fixed.items():
+                asked.setdefault(fakes.hints[symbol], where)
+        return asked
+
     @functools.cached_property
     def size_bytes(self) -> Callable[..., int]:
         """Bytes of what its stages give and keep, as a function of the symbols' values."""

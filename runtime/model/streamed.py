@@ -192,14 +192,27 @@ class StreamedModel:
         args, kwargs = inputs.moved(args, kwargs, self._to_device)
         before = shortage.Before.of(self.model, self.options.device)
         run = functools.partial(self._run, stand_ins, args, kwargs)
-        if captured := len(self.graphs):
-            start_s = time.perf_counter()
+        if self.graphs:
+            made, start_s = self._made(), time.perf_counter()
             result = self._until_done(run, compiled, before)
-            took_s = time.perf_counter() - start_s
-            self._captured_again.note(compiled, took_s if len(self.graphs) > captured else 0.0)
+            self._note_made(compiled, made, time.perf_counter() - start_s)
             return result
         with line("capturing the model", self.options.progress):
             return self._until_done(run, compiled, before)
+
+    def _made(self) -> list[int]:
+        """How many programs were made for each captured graph."""
+        return [graph.made for graph in self.graphs]
+
+    def _note_made(self, compiled: Callable[..., Any], before: list[int], took_s: float) -> None:
+        """A call that was not the first one has taken so long, and may have captured."""
+        grown = [g for g, made in zip(self.graphs, before, strict=False) if g.made > made]
+        if len(self.graphs) > len(before):
+            self._captured_again.note(compiled, took_s)
+        elif grown:
+            self._captured_again.note(compiled, took_s, grown[-1].why_made)
+        else:
+            self._captured_again.note(compiled, 0.0)
 
     def _until_done(
         self, run: Callable[..., Any], compiled: Callable[..., Any], before: shortage.Before
