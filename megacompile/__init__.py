@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megacompile.api import Checkpoint, accumulate, megacompile, save
     from megacompile.inspection import Trace, explain, schedules, trace, updates
     from megacompile.ir.schedule import Schedule
-    from megacompile.lifetime import full_parameters, released, restoring, unmegacompile
+    from megacompile.lifetime import eager, full_parameters, released, restoring, unmegacompile
     from megacompile.options import Activations, Head, Lowering, Options
     from megacompile.plan.explanation import Explanation
 
@@ -59,6 +59,7 @@ __all__ = [
     "TraceError",
     "UnsupportedGraphError",
     "accumulate",
+    "eager",
     "explain",
     "full_parameters",
     "megacompile",

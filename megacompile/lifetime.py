@@ -1,6 +1,7 @@
-"""The front door, second part: a model that gives its memory back, and becomes a plain one again.
+"""The front door, second part: a model that gives its memory back, is called without capture,
+and becomes a plain one again.
 
-`released()`, `restoring()`, `full_parameters()`, `unmegacompile()`.
+`released()`, `restoring()`, `eager()`, `full_parameters()`, `unmegacompile()`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megacompile.runtime.model.full_parameters import (
 )
 from megacompile.runtime.model.lookup import streamed_around, streamed_model
 from megacompile.runtime.model.restore import restore
+from megacompile.runtime.model.streamed import StreamedModel
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -100,6 +102,43 @@ def restoring(model: nn.Module) -> Iterator[None]:
             each.end_restoring()
     for each in pending:
         each.check()
+
+
+@contextlib.contextmanager
+def eager(model: nn.Module) -> Iterator[None]:
+    """Call the model as plain PyTorch code for the time of a `with` block.
+
+    For loops whose calls all differ, such as one that samples with a cache of its own: nothing is
+    captured, planned or compiled for them. Each use of a parameter copies it to the device, so a
+    call takes about as long as that of a plain model whose weights are copied there each time. What
+    was captured before stays as it is, and calls behind the block are captured again.
+
+    It holds for calls of the model and of modules in it, also those that `generate()` or another
+    method makes. It holds in this thread: calls in others are captured meanwhile. Blocks may be
+    nested. Gradients are those of the plain model. Where ranks share the model (`mesh=`), all of
+    them enter it: they gather each parameter at each use.
+
+    Args:
+        model: a megacompiled model, or a module in one, which stands for all of it.
+
+    Raises:
+        ModelError: the model is not in a megacompiled one, or this is the middle of its forward.
+
+    Example::
+
+        with torch.inference_mode(), eager(model):
+            for _ in range(256):
+                token = model(token, cache=cache)[:, -1:].argmax(-1)
+    """
+    with _model_of_block(model).eager.block():
+        yield
+
+
+@compat.opaque
+def _model_of_block(model: nn.Module) -> StreamedModel:
+    streamed = streamed_around(compat.without_torch_compile(model), "eager")
+    streamed.refuse_in_call("eager()")
+    return streamed
 
 
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -33,6 +33,7 @@ from megacompile.runtime.model.buckets import ModelBuckets
 from megacompile.runtime.model.captured import CapturedGraph
 from megacompile.runtime.model.captured_again import CapturedAgain
 from megacompile.runtime.model.class_methods import ClassMethods, State
+from megacompile.runtime.model.eager import EagerBlocks, EverNew
 from megacompile.runtime.model.input_hooks import InputHooks
 from megacompile.runtime.model.methods import Replacement
 from megacompile.runtime.model.outside import OutsideNotice
@@ -111,6 +112,8 @@ class StreamedModel:
             hooks.attach(options.optimizer)
         self._captured_again = CapturedAgain(type(model).__name__)
         self._attempts = weakref.WeakKeyDictionary[Callable[..., Any], Attempts]()
+        self._ever_new = EverNew(type(model).__name__)
+        self.eager = EagerBlocks()
         self._ends: list[Callable[[], object]] = []
         self._quiet = contextlib.ExitStack()  # of a capture that is being made
         self._methods = ClassMethods(model)
@@ -190,8 +193,20 @@ class StreamedModel:
         if compat.in_transform() and not compat.given_to_functional_call():
             self._refuse("torch.func")
         args, kwargs = inputs.moved(args, kwargs, self._to_device)
-        before = shortage.Before.of(self.model, self.options.device)
         run = functools.partial(self._run, stand_ins, args, kwargs)
+        # ranks that share the model would have to agree on what they capture
+        infers = not torch.is_grad_enabled() and self.machine.ranks is None
+        if self.eager.depth or (infers and not self._ever_new.is_due(compiled)):
+            with self.buckets.notice.asked_for():
+                return undone(functools.partial(run, compat.uncompiled(compiled)))
+        before = sum(self._made())
+        result = self._captured(run, compiled)
+        if infers:
+            self._ever_new.note(compiled, sum(self._made()) - before)
+        return result
+
+    def _captured(self, run: Callable[..., Any], compiled: Callable[..., Any]) -> Any:
+        before = shortage.Before.of(self.model, self.options.device)
         if self.graphs:
             made, start_s = self._made(), time.perf_counter()
             result = self._until_done(run, compiled, before)
@@ -321,12 +336,20 @@ class StreamedModel:
 
     def refuse_in_use(self, caller: str) -> None:
         """Raise in the middle of a call or a backward of this model."""
-        where = "a call" if self._is_in_a_call() else "a backward" if self.machine.run else ""
-        if where:
-            raise ModelError(
-                f"{caller}: {type(self.model).__name__} is in the middle of {where}; do that "
-                "between calls"
-            )
+        self.refuse_in_call(caller)
+        if self.machine.run:
+            self._refuse_in("a backward", caller)
+
+    def refuse_in_call(self, caller: str) -> None:
+        """Raise in the middle of a call of this model, in this thread."""
+        if self._is_in_a_call():
+            self._refuse_in("a call", caller)
+
+    def _refuse_in(self, where: str, caller: str) -> None:
+        raise ModelError(
+            f"{caller}: {type(self.model).__name__} is in the middle of {where}; do that "
+            "between calls"
+        )
 
     def _within_torch_compile(self) -> None:
         if not self._said:

@@ -278,9 +278,7 @@ class _Kept(torch.Tensor):
     __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
 
 
-def _watch(
-    outputs: Sequence[Any], saved_values: dict[str, Any], written: tuple[str, ...]
-) -> None:
+def _watch(outputs: Sequence[Any], saved_values: dict[str, Any], written: tuple[str, ...]) -> None:
     """Note the versions of what shares memory with an output, but for what backwards change."""
     given = {_memory(value) for value in outputs if isinstance(value, torch.Tensor)}
     for name, value in saved_values.items():

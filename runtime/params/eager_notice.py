@@ -27,6 +27,7 @@ class EagerNotice:
         self._params: set[int] = set()  # ids of the parameters
         self._said: set[str] = set()  # causes
         self._uncaptured = compat.uncaptured()  # how many, when the last call ended
+        self._asked = self._recorded = False  # in a call that is not to be captured; by autograd?
 
     @contextmanager
     def unless_it_raises(self) -> Iterator[None]:
@@ -39,15 +40,28 @@ class EagerNotice:
             self.forget()
             raise
 
+    @contextmanager
+    def asked_for(self) -> Iterator[None]:
+        """A call that is not to be captured: nothing is said of it. Without gradients nothing is
+        remembered either, since no link is used."""
+        before = self._asked, self._recorded
+        self._asked, self._recorded = True, torch.is_grad_enabled()
+        try:
+            yield
+        finally:
+            self._asked, self._recorded = before
+
     def forget(self) -> None:
         """What a call has used that raised is not said of the next one."""
         self.place, self.cause, self._params = "", "", set()
 
     def __call__(self, param: torch.Tensor | None) -> None:
         """Eager code uses a parameter; None: of no model."""
+        if self._asked and not (self._recorded or torch.is_grad_enabled()):
+            return
         self.used = True
         self._ever.add(id(param))
-        if compat.backward_id() != -1:  # a backward is where its forward was
+        if self._asked or compat.backward_id() != -1:  # a backward is where its forward was
             return
         if self._said and compat.uncaptured() == self._uncaptured:
             return
