@@ -1,0 +1,22 @@
+"""Programs of frames: what Dynamo captures in several graphs, or around which user code runs.
+
+    python -m tests.frames --cases 2000 --seed 0
+    python -m tests.frames --cases 200 --jobs 12 --lowering inductor --device cuda
+    python -m tests.frames --seed 0 --only 17        one case: its program, and how it differs
+
+A case is a program in a file of its own, made of one to three parts (`tests.frames_parts`), and the
+options of `megacompile()`. It trains a small model for a few steps. It runs plain and streamed, in
+the same process. All that it shows, losses, outputs, gradients, parameters, buffers and where it
+raises, must be equal in every bit, with Inductor but for rounding.
+
+Three things are not mismatches. They are counted:
+
+- refused: a `MegacompileError` where the plain program goes on;
+- warned: what differs is an alias that was made before `megacompile()`, or comes from a write to
+  it, and a warning says so;
+- not seen: the plain program raises because a tensor was changed between a forward and its
+  backward, and the streamed one does as the plain program without that change.
+
+A program that differs is made smaller: parts and options are left out while it still differs.
+Needs nothing but torch: no hypothesis, no pytest.
+"""

@@ -1,0 +1,212 @@
+"""Parts with frames, with Python objects that change, and with optimizers; all kinds of parts."""
+
+from __future__ import annotations
+
+import random
+import textwrap
+from collections.abc import Callable
+
+from tests.frames import backward, views
+from tests.frames.part import Part, drawn_break, module
+
+
+def helper(rng: random.Random) -> Part:
+    """A function of the module with parameters as arguments, and locals that hold them."""
+    widths = [rng.choice((2, 3, 5)) for _ in range(rng.choice((2, 3, 4)))]
+    if same := rng.random() < 0.3:
+        widths = [3] * len(widths)
+    pick = rng.choice(("in a loop", "by an index", "as two locals"))
+    where = rng.choice(("in the helper", "after the local"))
+    name, line = drawn_break(rng, none=1)
+    inner, outer = (line, "pass") if where == "in the helper" else ("pass", line)
+    uses = {
+        "in a loop": f"""
+            for w in self.ws:
+                {outer}
+                x = x + mix_p0(x, w)
+            return x
+        """,
+        "by an index": f"""
+            w = self.ws[k % {len(widths)}]
+            {outer}
+            x = x + mix_p0(x, w)
+            return x + mix_p0(x, self.ws[0])
+        """,
+        "as two locals": f"""
+            first, last = self.ws[0], self.ws[-1]
+            {outer}
+            x = x + mix_p0(x, first)
+            return x + mix_p0(x, last)
+        """,
+    }
+    function = f"""
+        def mix_p0(x, w):
+            {inner}
+            return torch.tanh(x @ w) @ w.t()
+    """
+    init = f"""
+        widths = {tuple(widths)}
+        self.ws = nn.ParameterList(nn.Parameter(torch.randn(4, n) / 4) for n in widths)
+    """
+    features = (pick, f"{name} {where}" if name else "", "one shape" if same else "several shapes")
+    return Part(features, top=module(init, uses[pick], before=function))
+
+
+def exchanged(rng: random.Random) -> Part:
+    """Another object, method or attribute after the first step."""
+    kind, line = rng.choice(
+        [
+            ("copy.copy", "model = copy.copy(model)\nmodel.p0_scale = 0.5"),
+            ("method of the class", "type(model).p0_mid = lambda self, x: x * 0.25"),
+            ("method of the object", "model.p0_mid = lambda x: x * 0.25"),
+            ("forward of the class", "type(model).forward = type(model).p0_other"),
+            ("forward of the object", "model.forward = model.p0_other"),
+            ("forward of a part", "model.p0.forward = lambda x, k, t: x * 0.25"),
+            ("attribute", "model.p0_scale = 0.5"),
+            ("function of the module", "global p0_function\np0_function = torch.cos"),
+        ]
+    )
+    methods = """
+        def p0_mid(self, x):
+            return x * 1.5
+
+        def p0_other(self, x, k=0, t=None):
+            return self.head(self.first(x)).square().mean(), x * 1.0
+    """
+    before = """
+        def p0_function(x):
+            return torch.sin(x)
+    """
+    top = module("self.o = nn.Linear(4, 4)", "return p0_function(self.o(x))", before=before)
+    call = "x = self.p0_mid(self.p0(x, k, t)) * self.p0_scale"
+    if line.startswith("global"):
+        top += "\n\n\ndef p0_exchange():\n" + textwrap.indent(line, "    ")
+        line = "p0_exchange()"
+    return Part(
+        (kind,),
+        top=top,
+        init="self.p0 = P0()\nself.p0_scale = 1.0",
+        call=call,
+        methods=textwrap.dedent(methods).strip("\n"),
+        stepped="if step == 0:\n" + textwrap.indent(line, "    "),
+    )
+
+
+ASKS = {  # of a parameter `w`
+    "type is": "type(w) is nn.Parameter",
+    "class name": 'w.__class__.__name__ == "Parameter"',
+    "type name": 'type(w).__name__ == "Parameter"',
+    "isinstance": "isinstance(w, nn.Parameter)",
+    "is_leaf": "w.is_leaf",
+    "grad": "w.grad is None",
+    "attribute": 'getattr(w, "tag", 1) == 2',
+    "identity": "self.names[0] is w",
+    "in a dict": "w in self.scales",
+    "set here": "mark_p0(w) > 1",
+    "requires_grad": "w.requires_grad",
+    "shape": "tuple(w.shape) == (4, 4)",
+}
+
+
+def asks(rng: random.Random) -> Part:
+    """What code asks of a parameter in the forward."""
+    kind, question = rng.choice(list(ASKS.items()))
+    name, line = drawn_break(rng, none=3)
+    where = rng.choice(("in the frame", "in a helper", "in eager code"))
+    ask = {
+        "in the frame": question,
+        "in a helper": "asked_p0(self, w)",
+        "in eager code": "eagerly(asked_p0, self, w)",
+    }[where]
+    before = f"""
+        def mark_p0(w):
+            w.count = getattr(w, "count", 0) + 1
+            return w.count
+
+
+        def asked_p0(self, w):
+            return {question}
+    """
+    init = """
+        self.o = nn.Linear(4, 4)
+        self.o.weight.tag = 2
+        self.names = [self.o.weight]
+        self.scales = {self.o.weight: 2.0}
+    """
+    forward = f"""
+        w = self.o.weight
+        {line}
+        scale = 2.0 if {ask} else 0.5
+        return torch.tanh(self.o(x)) * scale
+    """
+    return Part((kind, where, name), top=module(init, forward, before=before))
+
+
+# The optimizer.
+
+LOOKAHEAD = """
+class P0Lookahead(torch.optim.Optimizer):
+    def __init__(self, base):
+        self.base = base
+        self.defaults = base.defaults
+        self.param_groups = base.param_groups
+        self.state = collections.defaultdict(dict)
+        {hooks}
+
+    def step(self, closure=None):
+        loss = self.base.step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                slow = self.state[p].setdefault("slow", p.detach().clone())
+                slow.lerp_(p.detach(), 0.5)
+                p.data.copy_(slow)
+        return loss
+
+    def zero_grad(self, set_to_none=True):
+        self.base.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return self.base.state_dict()
+
+    def load_state_dict(self, state):
+        self.base.load_state_dict(state)
+"""
+
+
+def optimizer(rng: random.Random) -> Part:
+    """A wrapper that does not call `Optimizer.__init__`; states that are saved and loaded."""
+    kind = rng.choice(
+        ("wrapper", "wrapper with dicts", "states", "new optimizer", "states of a wrapper")
+    )
+    top = module("self.o = nn.Linear(4, 4)", "return torch.tanh(self.o(x))")
+    wraps = "wrapper" in kind
+    hooks = "self._optimizer_step_pre_hooks = {}\n        self._optimizer_step_post_hooks = {}"
+    if wraps:
+        top += "\n\n" + LOOKAHEAD.format(hooks=hooks if kind == "wrapper with dicts" else "pass")
+    trip = "optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))"
+    if kind == "new optimizer":
+        trip = "states = optimizer.state_dict()\noptimizer = make_optimizer(model)\noptimizer.load_state_dict(states)"
+    stepped = (
+        "" if kind.startswith("wrapper") else "if step == 0:\n" + textwrap.indent(trip, "    ")
+    )
+    return Part(
+        (kind,),
+        top=top,
+        optimizer="optimizer = P0Lookahead(optimizer)" if wraps else "",
+        stepped=stepped,
+    )
+
+
+KINDS: dict[str, Callable[[random.Random], Part]] = {
+    "helper": helper,
+    "hook in the forward": backward.hook,
+    "hook outside": backward.outer_hook,
+    "function": backward.function,
+    "kept view": views.kept_view,
+    "kept input": views.kept_input,
+    "alias": views.alias,
+    "changed": views.changed,
+    "exchanged": exchanged,
+    "asks": asks,
+    "optimizer": optimizer,
+}
