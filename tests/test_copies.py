@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from megacompile import megacompile, schedules
+from megacompile import compat, megacompile, schedules
 from tests.zoo import WIDTH, assert_same, differences, equal, twins
 
 pytestmark = pytest.mark.filterwarnings("ignore:megacompile. .* runs in eager mode")
@@ -135,6 +135,7 @@ def test_a_copy_is_a_plain_module(name: str, way: str, place: str) -> None:
     assert equal(copies[0](x), copies[1](x))
     assert differences(*copies) == []
     assert differences(plain, streamed) == [], "its parameters are its own"
+    assert {compat.compiled_call(module) for module in copies[1].modules()} == {None}
     again = copy.deepcopy(copies[1])
     for each in (copies[1], again):
         each.forward = types.MethodType(lambda self, x: x + 1, each)
