@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 
 from megacompile import compat, progress
 from megacompile.errors import BackwardError, DeviceMemoryError
-from megacompile.ir import ops
 from megacompile.ir.buckets import ParamId
 from megacompile.ir.capture import Variant
 from megacompile.progress import line
@@ -21,6 +20,7 @@ from megacompile.runtime.model import shortage
 from megacompile.runtime.model.autograd_nodes import Gate, nodes_behind, users
 from megacompile.runtime.model.hooked_outputs import Watched, hooked_inside, say_hooked
 from megacompile.runtime.model.program import Program
+from megacompile.runtime.model.shared_values import Source, changed, shared, sources
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.gradient_run import Run
@@ -38,6 +38,7 @@ class Call:
         self.streamed = [(k, v) for k, v in enumerate(args) if isinstance(v, StreamedParameter)]
         self.values = program.values(args)
         self.saved_values: dict[str, Any] | None = None
+        self.shared: list[Source] = []  # the tensors in whose memory they are
         self.observed = compat.ddp_around() is not None
         self.outputs: Watched = {}  # that somebody may hook
         self._handed: dict[int, dict[ParamId, torch.Tensor]] = {}  # to gates, by the backward
@@ -94,31 +95,28 @@ class Call:
             self.machine.gradients.forget()
             self.random = random_state(self.machine.device)
             outputs = self._compute()
-        saved_values = self.saved_values or {}
         computed = [outputs[k] for k in self.program.tensor_outputs()]
         if not recorded:
             return computed
         self.machine.pending.add(self)
         self.buckets = self.machine.gradients.buckets
         self.param_versions = [(proxy, compat.version(proxy.root)) for _, proxy in self.streamed]
-        self.input_versions = {
-            name: (value, compat.version(value))
-            for name in saved_values
-            if isinstance(value := self.inputs_by_name.get(name), torch.Tensor)
-            and name not in self.program.stages.written
-        }
         return computed
 
     def _compute(self) -> list[Any]:
         executor = self.program.executor(self.variant)
         if executor.is_left():
             executor = self.program.executor(replace(self.variant, reuse=True))
+        saves = executor.schedule.backward is not None
+        before = sources(self.inputs_by_name, executor.constants()) if saves else []
         outputs, self.saved_values = executor.forward(
             {
                 name: value.detach() if isinstance(value, torch.Tensor) else value
                 for name, value in self.inputs_by_name.items()
             }
         )
+        written = executor.schedule.written
+        self.shared = shared(self.saved_values, before, outputs, written) if saves else []
         self.generation = self.machine.slots.generation
         return outputs
 
@@ -325,7 +323,7 @@ class Call:
             )
         taken = dict(self.saved_values)
         if not compat.keeps_graph():
-            self.saved_values = None
+            self.saved_values, self.shared = None, []
             self.machine.pending.discard(self)
         return taken
 
@@ -355,13 +353,19 @@ class Call:
                     f"{name}: parameter {bucket.params[index].name!r} was changed in place between "
                     "the forward and its backward; call backward() before optimizer.step()"
                 )
-        for key, (tensor, version) in self.input_versions.items():
-            if (
-                compat.version(tensor) != version
-                # it is kept for any backward; that of a view, say, does without
-                and key in self._wanted(tangents).inputs("backward")
-            ):
-                raise BackwardError(
-                    f"{name}: input {key} of shape {tuple(tensor.shape)} was changed in place "
-                    "between the forward and its backward; pass a copy (.clone())"
-                )
+        source = changed(self.shared, lambda: self._needed(tangents))
+        if source is not None:
+            raise BackwardError(
+                f"{name}: {source.what} of shape {tuple(source.tensor.shape)} was changed in place "
+                "since the forward, whose backward needs it as it was; change a copy (.clone()), "
+                "or call backward() before"
+            )
+
+    def _needed(self, tangents: tuple[int, ...]) -> Iterator[str]:
+        """The names of what this backward takes: not all that a backward may is saved for any."""
+        executor = self._wanted(tangents)
+        elsewhere = self.program.executor(self.variant).elsewhere | executor.elsewhere
+        for name in executor.inputs("backward"):
+            yield elsewhere.get(name, name)  # where the forward has left it
+            yield name
+        yield from executor.constants("backward")

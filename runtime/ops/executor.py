@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import linecache
+import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,6 @@ import torch
 from torch import fx
 
 from megacompile import compat
-from megacompile.errors import BackwardError
 from megacompile.ir import ops
 from megacompile.ir.collectives import Collectives
 from megacompile.ir.inputs import elsewhere, tangents
@@ -51,6 +51,7 @@ class Executor:
         }
         self.elsewhere = elsewhere(schedule.forward)
         self.tangents = {} if schedule.backward is None else tangents(schedule.backward)
+        self._constants = {name: _constants(graph) for name, graph in schedule.graphs.items()}
         self._left = list(left_of(schedule))
         self._fills = {name: _filled(graph) for name, graph in schedule.graphs.items()}
         stay = schedule.reused if schedule.backward is None else ()
@@ -92,6 +93,11 @@ class Executor:
         """The names of the values that a graph is given: all that it takes but tokens."""
         return [name for name, token in self._inputs[name] if token is None]
 
+    def constants(self, *names: str) -> dict[str, torch.Tensor]:
+        """The tensors that are part of the code that graphs run; without names, that all run."""
+        every = (self._constants[name] for name in names or self._constants)
+        return {name: tensor for found in every for name, tensor in found.items()}
+
     def forward(self, inputs: dict[str, torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """Run the forward; gives outputs and the saved values, by name.
 
@@ -108,7 +114,6 @@ class Executor:
             self.machine.order[:] = [bucket.key for bucket in self.schedule.buckets]
         given = [_plain(value) for value in outputs]
         kept = dict(zip(self.schedule.saved_values, map(_plain, saved_values), strict=True))
-        _watch(given, kept, self.schedule.written)
         return _alone(given), kept
 
     def _marks(self) -> dict[int, tuple[int, Mark]]:
@@ -127,12 +132,7 @@ class Executor:
             return self.machine.slots.has(self.schedule.reused)
 
     def backward(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Run the backward; gives the gradients of graph inputs, by the placeholder's name.
-
-        Raises:
-            BackwardError: an output that it needs was changed in place since the forward.
-        """
-        self._check_outputs(inputs)
+        """Run the backward; gives the gradients of graph inputs, by the placeholder's name."""
         found, left, _ = self._call("backward", inputs)
         self._leave(left)
         if not self._tuned:
@@ -192,20 +192,6 @@ class Executor:
         owner = torch.cuda.current_stream(self.machine.device)
         self.machine.deferred.add(Deferred(value, event, owner))
 
-    def _check_outputs(self, inputs: dict[str, Any]) -> None:
-        """Raise where an output was changed. A function of its own: it holds no input afterwards,
-        so that the backward can free each behind its last use."""
-        for name, value in inputs.items():
-            if not isinstance(value, _Kept):
-                continue
-            inputs[name] = value.as_subclass(torch.Tensor)
-            if compat.version(value) != value.version:
-                raise BackwardError(
-                    f"{self.schedule.name}: an output of shape {tuple(value.shape)} was changed in "
-                    "place between the forward and its backward, which needs it as it was; change "
-                    "a copy (.clone()), or use the operation that is not in place"
-                )
-
     def _call(self, name: str, inputs: dict[str, Any]) -> Any:
         machine = self.machine
         agreed, copied = self._agreed(name), self._copied(name)
@@ -259,6 +245,20 @@ def _filled(graph: fx.Graph) -> list[int]:
     return sorted({slot.index for slot in slots})
 
 
+def _constants(graph: fx.Graph) -> dict[str, torch.Tensor]:
+    """The tensors that are part of the code of a graph's stages, under names of their own."""
+    calls = ops.nodes_of(graph, ops.forward, ops.recompute, ops.rerun, ops.backward)
+    codes = {(ops.arguments(call)[0].traced, ops.code_of(call)) for call in calls}
+    found: dict[str, torch.Tensor] = {}
+    for template, code in codes:
+        module = template.graphs[code]
+        for node in module.graph.find_nodes(op="get_attr"):
+            value = operator.attrgetter(str(node.target))(module)
+            if isinstance(value, torch.Tensor):
+                found[f"constant {id(value)}"] = value
+    return found
+
+
 def _updates(schedule: Schedule) -> dict[int, Callable[..., Any]]:
     """Which op of the update makes that of each bucket, by key."""
     if schedule.update is None:
@@ -269,23 +269,6 @@ def _updates(schedule: Schedule) -> dict[int, Callable[..., Any]]:
 
 def _flat(pairs: Iterable[tuple[Any, Any] | None]) -> list[Any]:
     return [value for pair in pairs for value in pair or (None, None)]
-
-
-class _Kept(torch.Tensor):
-    """What a backward needs of memory that the user has too: an output of the graph."""
-
-    version: int  # when the forward ended
-    __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
-
-
-def _watch(outputs: Sequence[Any], saved_values: dict[str, Any], written: tuple[str, ...]) -> None:
-    """Note the versions of what shares memory with an output, but for what backwards change."""
-    given = {_memory(value) for value in outputs if isinstance(value, torch.Tensor)}
-    for name, value in saved_values.items():
-        if isinstance(value, torch.Tensor) and name not in written and _memory(value) in given:
-            kept = value.detach().as_subclass(_Kept)
-            kept.version = compat.version(kept)
-            saved_values[name] = kept
 
 
 def _alone(outputs: Sequence[Any]) -> list[Any]:
