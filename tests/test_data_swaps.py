@@ -89,3 +89,40 @@ def test_what_nobody_holds_is_overwritten() -> None:
     model(x)
     assert list(inside.streamed(model).machine.buckets.values()) == buckets
     assert all((p == 1).all() for p in model.parameters())
+
+
+def to_backup(model: nn.Module, backup: list[Tensor]) -> None:
+    """SAM: up the gradient, and back before the step, which has the gradient from there."""
+    backup[:] = [p.data.clone() for p in model.parameters()]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * p.grad)
+    model.zero_grad()
+    model(torch.ones(3, 4)).square().sum().backward()
+    for p, before in zip(model.parameters(), backup, strict=True):
+        p.data = before
+
+
+def to_average(model: nn.Module, backup: list[Tensor]) -> None:
+    """LocalSGD: the average over the processes, which one variable holds."""
+    backup[:] = [p.data * 0.5 for p in model.parameters()]
+    for p, average in zip(model.parameters(), backup, strict=True):
+        p.data = average
+
+
+@pytest.mark.parametrize("change", [to_backup, to_average])
+def test_data_that_is_set_in_each_step_is_no_flat_buffer(
+    change: Callable[[nn.Module, list[Tensor]], None], recwarn: pytest.WarningsRecorder
+) -> None:
+    found = []
+    for model in (small(), megacompile(small(), device="cpu", lowering="eager")):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        backup: list[Tensor] = []
+        for i in range(4):
+            model(torch.full((3, 4), i + 1.0)).square().sum().backward()
+            change(model, backup)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+    assert [w for w in recwarn if "megacompile" in str(w.message)] == []

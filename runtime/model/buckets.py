@@ -260,7 +260,7 @@ class ModelBuckets:
         if self.machine.ranks is not None:
             self.machine.ranks.agreement.steps += 1
         replaced = (b.replaced() for b in self.machine.buckets.values())
-        self._aliases(self.model, [param for pairs in replaced for param, _ in pairs])
+        self._aliases.of_parts(self.model, [param for pairs in replaced for param, _ in pairs])
         self.move_if_wanted()
 
     def move_if_wanted(self) -> None:
@@ -483,7 +483,10 @@ class ModelBuckets:
         self._check_model()
         ours = {value.data_ptr() for bucket in buckets for value in bucket.values}
         whole = (p for p in self.model.parameters() if not packed.is_wrapper(p))
-        self._aliases(self.model, [p for p in whole if compat.local(p).data_ptr() not in ours])
+        moved = [p for p in whole if compat.local(p).data_ptr() not in ours]
+        known = {id(param) for bucket in buckets for param in bucket.params}
+        self._aliases.of_parts(self.model, [param for param in moved if id(param) in known])
+        self._aliases(self.model, [param for param in moved if id(param) not in known])
         if not fits:
             refuse_shared(self.model)
         fits = fits and not self.machine.exchanged()

@@ -17,9 +17,17 @@ class AliasNotice:
     def __init__(self) -> None:
         self.said = False
 
-    def of_parts(self, model: nn.Module) -> None:
-        """Say so of parameters that are parts of a larger tensor, as of a flat buffer."""
-        self(model, [param for param in model.parameters() if _is_part(param)])
+    def of_parts(self, model: nn.Module, params: Iterable[nn.Parameter] | None = None) -> None:
+        """Say so of those of these parameters that are parts of a larger tensor, as of a flat
+        buffer. One that got another tensor of its own size (`p.data = backup`) is none: loops that
+        do so in each step (SAM, LocalSGD) have done with that tensor.
+
+        Args:
+            model: that they are of.
+            params: default: all of its.
+        """
+        params = model.parameters() if params is None else params
+        self(model, [param for param in params if _is_part(param)])
 
     def __call__(self, model: nn.Module, params: Iterable[nn.Parameter]) -> None:
         """Say so of those of these parameters that share their memory."""
