@@ -65,6 +65,7 @@ def note_uncaptured() -> None:  # torch 2.11 to 2.15
         stack = getattr(exc, "real_stack", None) or torch._guards.TracingContext.extract_stack()
         if stack:
             why = (str(getattr(exc, "msg", "")) or reason).strip().partition("\n")[0]
+            why += next((_HINTS[at.name] for at in stack if at.name in _HINTS), "")
             at = _of_user(stack)
             place = _NONE if at is None else (at.filename, at.lineno or 0, users_name(at.name))
             _BREAKS.append(GraphBreak(*place, why))
@@ -178,6 +179,11 @@ _NOT_USERS = tuple(
     os.path.join(os.path.dirname(path), "") for path in (torch.__file__, os.path.dirname(__file__))
 )
 _NONE = ("", 0, "")
+_HINTS = {  # functions of torch that break a graph: what makes them not do so
+    "_detect_is_causal_mask": " (nn.TransformerEncoder and its like compare a mask with a causal "
+    "one: pass is_causal=True where it is causal, else is_causal=False)",
+    "_canonical_mask": " (a mask and a padding mask of two dtypes: pass both as torch.bool)",
+}
 _AT = re.compile(r'File "(.+)", line (\d+), in (\S+)')  # of a traceback
 _OFF = ("force_eager", "eager_on_recompile", "eager_then_compile")
 _COUNT = [0]
