@@ -1,7 +1,8 @@
-"""The proof, as a command: random models and plans on an adversarial device; mutants of schedules.
+"""The proof, as a command: random models, plans and programs; mutants of schedules.
 
     python -m tests.prove --cases 2000 --seed 0      random models against the plain ones
     python -m tests.prove --ranks 200 --seed 0       models that ranks share, against plain ranks
+    python -m tests.prove --frames 2000 --seed 0     programs of frames, against the plain ones
     python -m tests.prove --mutants 1000 --seed 0    broken schedules against `verify`
 
 A case is one interleaving of one plan of one model: two or four forwards and backwards, or steps of
@@ -17,6 +18,9 @@ most of the time.
 Of ranks, 2 to 4 are simulated in this process (`tests.rank_subject`, `tests.interconnect`). Each
 has data, a plan and an adversarial device of its own, and they meet in their collectives. With
 `--cases`, there are a tenth as many cases of ranks, unless `--ranks` says how many.
+
+Programs of frames are user code around what Dynamo captures (`tests.frames`, which has a command
+of its own). With `--cases`, there are a tenth as many, unless `--frames` says how many.
 
 A mutant is a schedule of `tests.originals` with one or two edits: `tests.mutants` says which, and
 decides by interleavings whether it is harmful. As many mutants again are of updates and of the
@@ -45,6 +49,7 @@ from megacompile import schedules
 from megacompile.ir.schedule import Schedule
 from megacompile.verify.proof import hazards
 from tests import adversary, loops, mutants_step, rank_subject
+from tests.frames import command as frames
 from tests.loops import Loop
 from tests.mutants import Harm, Truth, Verdict, mutate
 from tests.nets import Choice, Net
@@ -268,6 +273,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.prove", description=__doc__)
     parser.add_argument("--cases", type=int, default=0)
     parser.add_argument("--ranks", type=int, help="cases of ranks; default: a tenth of --cases")
+    parser.add_argument("--frames", type=int, help="programs; default: a tenth of --cases")
     parser.add_argument("--mutants", type=int, default=0)
     parser.add_argument("--schedules", type=int, default=320, help="that are mutated")
     parser.add_argument("--interleavings", type=int, default=8, help="of a model and plan")
@@ -295,6 +301,11 @@ def main(argv: list[str] | None = None) -> int:
         counts = prove_ranks(ranks, args.seed, args.interleavings, shrink=args.shrink)
         print("\n".join([*counts.found, f"ranks: {counts}"]))
         failed |= counts.mismatches > 0
+    programs = args.cases // 10 if args.frames is None else args.frames
+    if programs:
+        of_frames = frames.prove(args.seed, range(programs), tell=True)
+        print(f"frames: {of_frames}")
+        failed |= of_frames.mismatches > 0
     if args.mutants:
         third = args.schedules // 3
         originals = ran(third, args.seed) + planned(third, args.seed)

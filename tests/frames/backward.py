@@ -54,27 +54,27 @@ def outer_hook(rng: random.Random) -> Part:
     )
     early = rng.random() < 0.5
     register = {
-        "full backward": "model.p0.o.register_full_backward_hook(lambda m, _, g: write_p0(model, g[0]))",
-        "full backward pre": "model.p0.o.register_full_backward_pre_hook(lambda m, g: write_p0(model, g[0]))",
-        "parameter": "model.p0.o.weight.register_hook(lambda g: write_p0(model, g))",
+        "full backward": "o.register_full_backward_hook(lambda m, _, g: write_p0(model, g[0]))",
+        "full backward pre": (
+            "o.register_full_backward_pre_hook(lambda m, g: write_p0(model, g[0]))"
+        ),
+        "parameter": "o.weight.register_hook(lambda g: write_p0(model, g))",
         "post accumulate": (
-            "model.p0.o.weight.register_post_accumulate_grad_hook(lambda p: write_p0(model, p.grad))"
+            "o.weight.register_post_accumulate_grad_hook(lambda p: write_p0(model, p.grad))"
         ),
         "forward": (
-            "model.p0.o.register_forward_hook("
+            "o.register_forward_hook("
             "lambda m, _, y: y.register_hook(lambda g: write_p0(model, g)) and None)"
         ),
     }[kind]
-    trained = "model.p0.o.weight.requires_grad" in register
+    register = f"model.p0.{register}"
     before = f"""
         def write_p0(model, g):
             seen = model.p0.seen
             {write}
     """
-    top = module(
-        "self.o = nn.Linear(4, 4)\n" + SEEN, "return torch.tanh(self.o(x))", before=before
-    )
-    guard = "" if trained else "if model.p0.o.weight.requires_grad:\n    "
+    top = module("self.o = nn.Linear(4, 4)\n" + SEEN, "return torch.tanh(self.o(x))", before=before)
+    guard = "if model.p0.o.weight.requires_grad:\n    "
     lines = {"prepare" if early else "setup": guard + register}
     features = (kind, what, "before megacompile" if early else "")
     return Part(features, top=top, behind='see("p0.seen", model.p0.seen)', **lines)

@@ -135,7 +135,14 @@ def _differences(wanted: Seen, got: Seen, rtol: float) -> list[str]:
     names = [*dict.fromkeys([*wanted.values, *got.values])]
     missing = object()
     pairs = ((n, wanted.values.get(n, missing), got.values.get(n, missing)) for n in names)
-    return [name for name, a, b in pairs if not _equal(a, b, rtol)]
+    return [f"{name}{_distance(a, b)}" for name, a, b in pairs if not _equal(a, b, rtol)]
+
+
+def _distance(a: Any, b: Any) -> str:
+    """How far apart numbers are, in a few digits."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.numel():
+        return f" (by {(a.double() - b.double()).abs().max().item():.1g})"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -167,7 +174,8 @@ def _judge(path: Path, case: Case, setting: Setting) -> Verdict:
         differ = _differences(wanted, got, setting.rtol)
         if wanted.raised is not None and not differ:
             return Verdict("raises too")
-        early = [name for name in differ if name in got.values]
+        shown = {name: value for name, value in wanted.values.items() if name in got.values}
+        early = _differences(Seen(shown), got, setting.rtol)
         if isinstance(got.raised, MegacompileError) and not early:
             return Verdict("refused", error)
         return Verdict("mismatch", f"raises, unlike the plain program:\n{got.trace}")

@@ -185,7 +185,11 @@ def optimizer(rng: random.Random) -> Part:
         top += "\n\n" + LOOKAHEAD.format(hooks=hooks if kind == "wrapper with dicts" else "pass")
     trip = "optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))"
     if kind == "new optimizer":
-        trip = "states = optimizer.state_dict()\noptimizer = make_optimizer(model)\noptimizer.load_state_dict(states)"
+        trip = (
+            "states = optimizer.state_dict()\n"
+            "optimizer = make_optimizer(model)\n"
+            "optimizer.load_state_dict(states)"
+        )
     stepped = (
         "" if kind.startswith("wrapper") else "if step == 0:\n" + textwrap.indent(trip, "    ")
     )

@@ -1,0 +1,152 @@
+"""A few programs of frames, and that the draw sees what it is there to see.
+
+`python -m tests.frames` does more.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import nn
+
+from tests.draws import drawn
+from tests.frames import command, judge
+from tests.frames.case import Case, Options
+from tests.frames.parts import KINDS
+
+Part = tuple[str, int]
+
+
+def part(kind: str, *features: str) -> Part:
+    """A part of that kind which has these features."""
+    for seed in range(2000):
+        found = KINDS[kind](random.Random(seed)).features
+        if all(feature in found for feature in features):
+            return kind, seed
+    raise AssertionError(f"{kind} never has {features}")
+
+
+@pytest.mark.parametrize("numbers", drawn([range(0, 6)], [range(6, 60)]), ids=str)
+def test_programs_equal_the_plain_ones(numbers: range) -> None:
+    counts = command.prove(0, numbers)
+    assert counts.mismatches == 0, "\n".join(text for _, _, text in counts.found.values())
+    assert counts.cases == len(numbers)
+
+
+def test_every_part_runs_plain(tmp_path: Path) -> None:
+    """Only what is changed between a forward and its backward raises."""
+    raised = set()
+    for kind in KINDS:
+        for seed in range(8):
+            path = tmp_path / f"{kind.replace(' ', '_')}_{seed}.py"
+            path.write_text(Case(((kind, seed),)).text())
+            error = judge.plain(path, judge.EAGER).raised
+            assert error is None or "modified by an inplace operation" in str(error), path
+            assert error is None or judge.plain(path, judge.EAGER, now=False).raised is None
+            raised |= {kind} if error else set()
+    assert raised == {"changed"}
+
+
+def test_a_program_depends_on_its_own_parts_alone() -> None:
+    one, other = part("alias"), part("asks")
+    alone, both = Case((one,)).text(), Case((one, other)).text()
+    assert set(alone.splitlines()[1:]) <= set(both.splitlines())
+    assert command.numbered(3, 17) == command.numbered(3, 17) != command.numbered(3, 18)
+
+
+# Planted faults, in place of `megacompile()`.
+
+
+def plain_model(model: Any, **_: object) -> Any:
+    return model
+
+
+def another_model(model: Any, **_: object) -> None:
+    """Its tensors get other memory."""
+    for value in [*model.parameters(), *model.buffers()]:
+        value.data = value.data.clone()
+
+
+def copied_input(model: Any, **_: object) -> None:
+    """It does not see that an input changes."""
+    model.register_forward_pre_hook(lambda m, args: (args[0].clone(), *args[1:]))
+
+
+def no_hooks(model: Any, **_: object) -> None:
+    """Gradients reach no hook of a tensor."""
+    for value in model.modules():
+        if hasattr(value, "note"):
+            value.note = lambda g: None
+
+
+def bits(model: Any, **_: object) -> None:
+    """It rounds otherwise."""
+    model.register_forward_hook(lambda m, args, out: (out[0] * (1 + 2e-7), out[1]))
+
+
+def raises(model: nn.Module, **_: object) -> None:
+    raise RuntimeError("planted")
+
+
+FAULTS = {
+    plain_model: (),
+    another_model: (part("alias", "detach", "read"),),
+    no_hooks: (part("hook in the forward", "adds to a buffer"),),
+    bits: (part("helper"),),
+    raises: (part("optimizer"),),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault: Any) -> None:
+    parts = FAULTS[fault]
+    others = (part("kept view", "of a parameter", "made in the forward"), part("asks", "shape"))
+    case = Case((others[0], *parts, others[1]), rows=(3, 2, 4), options=Options(lookahead=1))
+    with mock.patch.object(judge, "megacompile", fault):
+        verdict = judge.judge(case)
+        assert verdict.kind == ("mismatch" if parts else "equal"), verdict
+        if parts:
+            small = judge.shrink(case, judge.EAGER)
+            assert judge.judge(small).kind == "mismatch"
+            assert small.size[:2] == (1, 0)
+
+
+def test_a_change_that_nobody_sees_is_right_or_a_mismatch() -> None:
+    case = Case((part("changed", "input", "read by a product"),))
+    with mock.patch.object(judge, "megacompile", plain_model):
+        assert judge.judge(case).kind == "raises too"
+    with mock.patch.object(judge, "megacompile", copied_input):
+        assert judge.judge(case).kind == "not seen"
+    case = Case((part("changed", "buffer", "read by a product"),))
+    with mock.patch.object(judge, "megacompile", raises):
+        assert judge.judge(case).kind == "mismatch"
+
+
+def test_a_warning_of_an_alias_is_enough() -> None:
+    def warns(model: Any, **_: object) -> None:
+        another_model(model)
+        judge.warnings.warn("p0.o.weight shares its memory with another tensor", stacklevel=1)
+
+    with mock.patch.object(judge, "megacompile", warns):
+        for how in ("read", "written"):
+            assert judge.judge(Case((part("alias", "detach", how),))).kind == "warned"
+        assert judge.judge(Case((part("kept view", "made in __init__"),))).kind == "mismatch"
+
+
+def test_mismatches_are_counted_by_what_they_have() -> None:
+    one = Case((part("alias", "detach", "read"),))
+    more = Case((*one.parts, part("asks", "shape")))
+    counts, other = command.Counts(), command.Counts()
+    with mock.patch.object(judge, "megacompile", another_model):
+        counts.add(7, more, judge.EAGER)
+        counts.add(8, one, judge.EAGER)
+        other.add(2, one, judge.EAGER)
+    counts.join(other)
+    (((label,), (at, count, text)),) = counts.found.items()
+    assert label == "alias (detach, read)" and (at, count) == (2, 3)
+    assert "torch.optim" in text and "alias p0" in text
+    assert f"{3:10} {2:12}   {label}" in str(counts)
