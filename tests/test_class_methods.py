@@ -71,7 +71,7 @@ def test_a_method_that_is_patched_after_a_call_is_called(
     x = torch.randn(2, WIDTH)
 
     def assert_equal() -> Tensor:
-        outputs = []
+        outputs: list[Tensor] = []
         for each in (plain, streamed):
             y = each(x)
             y.square().mean().backward()

@@ -329,16 +329,19 @@ def test_forward_hooks_are_where_torch_keeps_them() -> None:
 class Mark:
     """An attribute that no copy is to have."""
 
+    def __call__(self) -> None:
+        """Nothing."""
+
 
 def test_attributes_that_copies_leave_out() -> None:
     compat.leave_out_of_copies(Mark)
     layer = nn.LSTM(2, 2)  # whose `__getstate__` is its own
     for module in (nn.Linear(2, 2), layer):
-        module.mark, module.kept = Mark(), [Mark]  # type: ignore[assignment]
-        module._compiled_call_impl = Mark()  # type: ignore[assignment]
+        vars(module).update(mark=Mark(), kept=[Mark])
+        compat.set_compiled_call(module, Mark())
         copies = copy.copy(module), copy.deepcopy(module), pickle.loads(pickle.dumps(module))
         for each in copies:
             assert not hasattr(each, "mark") and each.kept == [Mark]
-            assert each._compiled_call_impl is None
+            assert compat.compiled_call(each) is None
         assert isinstance(module.mark, Mark), "the module itself has it"
-        assert isinstance(module._compiled_call_impl, Mark)
+        assert isinstance(compat.compiled_call(module), Mark)

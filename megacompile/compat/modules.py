@@ -163,7 +163,7 @@ def leave_out_of_copies(*kinds: type) -> None:  # torch 2.11 to 2.15
     """
     new = [kind for kind in kinds if kind not in _LEFT_OUT]
     if not _LEFT_OUT:
-        torch.nn.Module.__reduce_ex__ = _reduce_ex  # type: ignore[method-assign]
+        torch.nn.Module.__reduce_ex__ = _reduce_ex  # type: ignore[method-assign, assignment]
     _LEFT_OUT.extend(new)
 
 

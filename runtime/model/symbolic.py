@@ -87,7 +87,7 @@ class SymbolicInputs:
             key: what an input is known by; True: its sizes are symbols.
         """
         return tuple(
-            type(arg) if k in self._numbers else key(arg, k in self._sized)
+            (type(arg),) if k in self._numbers else key(arg, k in self._sized)
             for k, arg in enumerate(args)
         )
 
