@@ -55,6 +55,7 @@ from megacompile.passes.schedule.update_graph import insert_update_graph
 from megacompile.passes.schedule.update_in_backward import insert_updates
 from megacompile.passes.stages.partition import partition
 from megacompile.passes.stages.templates import TemplateCache, trace_templates
+from megacompile.passes.stages.writes import find_writes, has_own_backwards
 from megacompile.passes.stages.units import UNIT_LIMIT_BYTES, find_units
 
 CPU = torch.device("cpu")
@@ -134,7 +135,11 @@ class Captured:
 
     def partition(self) -> Schedule:
         """The stages of the graph."""
-        return partition(self.capture, self.units)
+        stages = partition(self.capture, self.units)
+        if not has_own_backwards(stages):
+            return stages
+        lowering = Lowering.EAGER
+        return find_writes(stages, ambient=self.capture.ambient, cache={}, lowering=lowering)
 
     def templates(self, cache: TemplateCache | None = None, *, output: int = 0) -> Schedule:
         """The stages with their templates; output `output` gets a gradient, if it can."""
