@@ -51,6 +51,36 @@ def test_changes_in_place_become_values() -> None:
     assert torch.equal(tensor, torch.ones(2)) and compat.from_functional(3) == 3
 
 
+def test_a_value_is_exchanged_behind_autograds_back() -> None:
+    """Views have the new value too, and to autograd nothing was changed."""
+    tensor, new = torch.ones(2), torch.full((2,), 3.0)
+    with compat.functional_mode():
+        wrapped = compat.to_functional(tensor)
+        view, version = wrapped[1:], compat.version(wrapped)
+        compat.set_functional_value(wrapped, compat.to_functional(new))
+        now = compat.from_functional(view)
+        unchanged = compat.version(wrapped) == version
+        view.add_(1)
+        after = compat.from_functional(wrapped)
+    assert now.tolist() == [3] and after.tolist() == [3, 4] and unchanged
+    assert tensor.tolist() == [1, 1]
+
+
+def test_what_a_backward_draws_is_drawn_there() -> None:
+    def function(primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Any:
+        with compat.functional_mode():
+            x, tangent = map(compat.to_functional, (*primals, *tangents))
+            y = x * torch.rand(2)
+            with compat.drawing_in_backward():
+                grad = tangent * torch.rand(2)
+            return list(map(compat.from_functional, (y, grad)))
+
+    joint = compat.trace(function, [torch.ones(2)], [torch.ones(2)], {})
+    forward, backward = compat.split_joint(joint, outputs=1, static_primals=())
+    drawn = [targets(part).count(aten.rand.default) for part in (forward, backward)]
+    assert drawn == [1, 1]
+
+
 def test_operators_with_effects_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="side effects"), compat.functional_mode():
         torch.ops.aten._print("x")

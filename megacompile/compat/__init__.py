@@ -247,6 +247,7 @@ from megacompile.compat.tensors import (
 )
 from megacompile.compat.tracing import (
     UNTRACEABLE,
+    drawing_in_backward,
     eager_decompositions,
     fake_mode,
     flatten_signature,
@@ -344,6 +345,7 @@ __all__ = [
     "described_inputs",
     "distributed",
     "dynamo_options",
+    "drawing_in_backward",
     "eager_decompositions",
     "evaluated",
     "exchange_memory",

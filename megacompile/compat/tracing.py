@@ -22,9 +22,9 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from megacompile.compat.operators import CUDNN_BATCH_NORM
+from megacompile.compat.operators import CUDNN_BATCH_NORM, is_random
 from megacompile.compat.symbols import expression_of
 
 Tensors = Sequence[torch.Tensor]
@@ -103,6 +103,22 @@ def to_functional(value: Any) -> Any:  # torch 2.11 to 2.15
 def from_functional(tensor: Any) -> Any:  # torch 2.11 to 2.15
     """The value of a wrapped tensor, another object after each change; anything else as it is."""
     return from_fun(tensor) if isinstance(tensor, FunctionalTensor) else tensor
+
+
+@contextmanager
+def drawing_in_backward() -> Iterator[None]:  # torch 2.11 to 2.15
+    """What `trace` sees drawn at random for its duration is drawn in the backward.
+
+    The partitioner takes what depends on no tangent for a part of the forward. There it would be
+    drawn before what later stages draw, and once where a graph is retained.
+    """
+    mode = get_proxy_mode()
+    graph = None if mode is None else mode.tracer.graph
+    before = set() if graph is None else set(graph.nodes)
+    yield
+    for node in () if graph is None else graph.nodes:
+        if node not in before and is_random(node):
+            node.meta["partitioner_tag"] = "must_be_in_backward"
 
 
 def set_functional_value(tensor: Any, value: Any) -> None:  # torch 2.11 to 2.15

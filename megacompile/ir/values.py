@@ -55,7 +55,7 @@ def inputs_behind(schedule: Schedule) -> dict[str, str]:
         items = dict(ops.items(call))
         for k, primal in enumerate(stage.mutated, start=len(stage.outputs)):
             source, new = args[stage.primals[primal].index], items.get(k)
-            if new is not None and source.name in found:
+            if new is not None and source is not None and source.name in found:
                 found[new.name] = found[source.name]
     return found
 

@@ -170,8 +170,8 @@ def _writes_of_backward(view: View) -> Iterator[Hazard]:
         if call is None or not stage.traced.live:
             continue
         sources: Any = call.args[2]
-        refs = _arg_refs(stage, stage.traced.live)
-        names = [behind.get(sources[ref.index].name, "") for ref in refs]
+        given = [sources[ref.index] for ref in _arg_refs(stage, stage.traced.live)]
+        names = ["" if source is None else behind.get(source.name, "") for source in given]
         for name, got in zip(names, args[6] if len(args) > 6 else (), strict=False):
             if got is not left.get(name) or name in wanted.values():
                 message = (

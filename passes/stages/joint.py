@@ -223,7 +223,8 @@ def runs_by_samples(stage: Stage) -> bool:
     """
     template = stage.traced
     changes = template.mutated or template.live
-    return template.has_backward and not template.random and not changes
+    draws = template.random or template.joint is not None and bool(_random(template.joint))
+    return template.has_backward and not draws and not changes
 
 
 def _are_cut(graphs: Mapping[Code, fx.GraphModule], tokens: Tokens | None) -> bool:
