@@ -55,8 +55,8 @@ from megacompile.passes.schedule.update_graph import insert_update_graph
 from megacompile.passes.schedule.update_in_backward import insert_updates
 from megacompile.passes.stages.partition import partition
 from megacompile.passes.stages.templates import TemplateCache, trace_templates
-from megacompile.passes.stages.writes import find_writes, has_own_backwards
 from megacompile.passes.stages.units import UNIT_LIMIT_BYTES, find_units
+from megacompile.passes.stages.writes import find_writes, has_own_backwards
 
 CPU = torch.device("cpu")
 Pass = Callable[[Schedule], Schedule]

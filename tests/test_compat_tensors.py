@@ -288,7 +288,9 @@ def test_whose_code_a_captured_graph_calls() -> None:
     ours = [torch.relu, torch.nn.functional.linear, aten.mm.default, aten.mm, len, torch.sin]
     assert all(map(compat.is_torchs, ours))
     higher = torch.ops.higher_order.autograd_function_apply
-    assert not any(map(compat.is_torchs, (higher, Mine.apply, test_whose_code_a_captured_graph_calls)))
+    assert not any(
+        map(compat.is_torchs, (higher, Mine.apply, test_whose_code_a_captured_graph_calls))
+    )
 
 
 def test_what_an_operator_writes() -> None:

@@ -35,7 +35,9 @@ class _Gradients:
 
     of_value: dict[fx.Node, fx.Node] = field(default_factory=dict)
     of_bucket: dict[int, fx.Node] = field(default_factory=dict)
-    live: dict[str, fx.Node] = field(default_factory=dict)  # inputs as the backwards so far left them
+    live: dict[str, fx.Node] = field(
+        default_factory=dict
+    )  # inputs as the backwards so far left them
 
 
 def differentiate(schedule: Schedule) -> Schedule:

@@ -321,9 +321,7 @@ class _Tracer:
         self.written = self._written(inputs, outputs, before)
         return values, [*(g for _, g in pairs), *(inputs[i] for i in self.written)]
 
-    def _written(
-        self, inputs: list[Any], outputs: list[Any], before: list[Any]
-    ) -> tuple[int, ...]:
+    def _written(self, inputs: list[Any], outputs: list[Any], before: list[Any]) -> tuple[int, ...]:
         """The primals that the backward has changed in place: a hook in it, or an
         `autograd.Function`.
 
@@ -332,7 +330,9 @@ class _Tracer:
                 input of the model.
         """
         now = [compat.from_functional(t) for t in (*inputs, *outputs)]
-        changed = [k for k, (old, new) in enumerate(zip(before, now, strict=True)) if old is not new]
+        changed = [
+            k for k, (old, new) in enumerate(zip(before, now, strict=True)) if old is not new
+        ]
         written = tuple(k for k in changed if k < len(inputs))
         memory = {compat.storage_key(inputs[i]) for i in written}
         for k in changed:
