@@ -6,18 +6,30 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megacompile import megacompile
 from megacompile.errors import BackwardError, ModelError
 from megacompile.runtime.model.methods import HostApply
 from megacompile.runtime.params.proxies import StreamedParameter
 from tests.inside import buckets, streamed
-from tests.zoo import Stack, batch, batchnorm, differences, equal, loss_of, stack, step, twins
+from tests.zoo import (
+    Stack,
+    assert_same,
+    batch,
+    batchnorm,
+    differences,
+    equal,
+    loss_of,
+    stack,
+    step,
+    twins,
+)
 
 
 def places(model: Any) -> dict[str, int]:
@@ -172,6 +184,114 @@ def test_a_flat_buffer_made_before_is_told_of() -> None:
     with pytest.warns(UserWarning, match=r"Stack.embed.weight shares .*\(2 parameters"):
         twins(model)
     del flat
+
+
+MADE_BEFORE: dict[str, Callable[[Any], Any]] = {
+    "a state dict": lambda model: model.state_dict(),
+    "detached": lambda model: [p.detach() for p in model.parameters()],
+    ".data": lambda model: [p.data for p in model.parameters()],
+    "views": lambda model: [p.detach()[:1] for p in model.parameters()],
+    "numpy": lambda model: [p.detach().numpy() for p in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("kind", MADE_BEFORE)
+def test_other_names_that_were_made_before_are_told_of(kind: str) -> None:
+    model: Any = stack()[0]
+    others = MADE_BEFORE[kind](model)
+    with pytest.warns(UserWarning, match=r"Stack.embed.weight shares .*\(22 parameters"):
+        megacompile(model, device="cpu", progress=False)
+    del others
+
+
+def test_an_attribute_that_is_a_view_is_named() -> None:
+    model: Any = stack()[0]
+    model.layers[1].flat = model.layers[1].up.weight.detach().view(-1)
+    match = r"up.weight shares its memory with another tensor \(Stack.layers.1.flat\)"
+    with pytest.warns(UserWarning, match=match):
+        megacompile(model, device="cpu", progress=False)
+
+
+def trained_before(model: Any) -> Any:
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss = model(**batch())
+    loss.backward()
+    optimizer.step()
+    return optimizer, model(**batch())  # whose autograd graph has saved views of the weights
+
+
+SILENT: dict[str, Callable[[Any], Any]] = {
+    "an optimizer and a graph": trained_before,
+    "loaded": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict())),
+    "assigned": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
+    "tied": lambda model: setattr(model.layers[0].up, "weight", model.layers[1].up.weight),
+    "an average": lambda model: torch.optim.swa_utils.AveragedModel(model),
+    "a spectral norm": lambda model: torch.nn.utils.spectral_norm(model.layers[0].up),
+}
+
+
+@pytest.mark.parametrize("kind", SILENT)
+@pytest.mark.filterwarnings("error:megacompile")
+def test_what_is_no_other_name_is_not_told_of(kind: str) -> None:
+    model: Any = stack()[0]
+    held = SILENT[kind](model)
+    megacompile(model, device="cpu", progress=False)
+    del held
+
+
+class Keeps(nn.Module):
+    """Keeps, or hands to code behind a graph break, a view of a weight."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor], *, keep: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.view, self.keep = view, keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        view = self.view(self.layer.weight)
+        if self.keep:
+            self.kept = view
+        hidden = self.layer(x)
+        torch._dynamo.graph_break()
+        return (hidden * view.sum()).square().sum()
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "t": lambda weight: weight.detach().t(),
+    "detach": lambda weight: weight.detach(),
+    "row": lambda weight: weight.detach()[0],
+    "view": lambda weight: weight.view(-1),
+}
+
+
+def trains(model: nn.Module, params: Iterable[nn.Parameter]) -> None:
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    for _ in range(2):
+        loss = model(torch.ones(2, 4))
+        loss.backward()  # and the loss lives until the next one
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_a_view_that_the_forward_keeps_is_told_of(kind: str) -> None:
+    _, model = twins(Keeps(VIEWS[kind], keep=True))
+    with pytest.warns(UserWarning, match="a view of parameter 'layer.weight'") as said:
+        trains(model, model.parameters())
+    assert len([w for w in said if "a view of parameter" in str(w.message)]) == 1
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+@pytest.mark.filterwarnings("error:megacompile")
+def test_a_view_that_is_gone_or_frozen_is_not(kind: str) -> None:
+    plain, model = twins(Keeps(VIEWS[kind], keep=False))
+    for each in (plain, model):
+        trains(each, each.parameters())
+    assert_same(plain, model)
+    frozen = Keeps(VIEWS[kind], keep=True)
+    frozen.layer.weight.requires_grad_(False)
+    _, model = twins(frozen)
+    trains(model, [model.layer.bias])
 
 
 def test_data_that_nobody_else_holds_is_taken_over_in_silence(

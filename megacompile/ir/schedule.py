@@ -103,6 +103,8 @@ class Schedule:
     # forward placeholders that a backward changes in place; its placeholders of the same names are
     # their memory as it is then, and what reads them as the forward did takes a snapshot
     written: tuple[str, ...] = ()
+    # (output, parameter) of outputs that are views of parameters to the user, and copies here
+    views: tuple[tuple[int, str], ...] = ()
     defers: bool = False  # its gradients are not summed over replicas: a later backward does that
 
     @property

@@ -10,7 +10,7 @@ are opened again in each, and so is what chooses kernels (`sdpa_kernel`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -326,7 +326,17 @@ class _Builder:
             tuple(stages),
             symbols=self.values.symbols,
             recorded=tuple(sources[node].name for node in recorded),
+            views=tuple(self._views(results_of_all)),
         )
+
+    def _views(self, outputs: Sequence[Any]) -> Iterator[tuple[int, str]]:
+        """The outputs that are views of trained parameters, and the parameters' names."""
+        items = self.inputs.items()
+        params = [n for n, item in items if isinstance(item, ParamInput) and item.requires_grad]
+        named = {key: self._param(n) for n in params for key in self.values.storages[n]}
+        for k, node in enumerate(outputs):
+            if isinstance(node, fx.Node):
+                yield from ((k, named[key]) for key in self.values.storages[node] & named.keys())
 
     def _is_recorded(self, node: fx.Node) -> bool:
         """Does autograd record how an input is changed in place?

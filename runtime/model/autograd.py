@@ -49,7 +49,10 @@ def run(program: Program, args: Sequence[Any]) -> list[Any]:
 
     for position, k in program.recorded:
         _record(args[position], by_node[program.outputs[k]])
-    return [value(node) for node in program.outputs[: len(program.outputs) - len(program.recorded)]]
+    count = len(program.outputs) - len(program.recorded)
+    outputs = [value(node) for node in program.outputs[:count]]
+    program.hand(outputs)
+    return outputs
 
 
 def _record(tensor: torch.Tensor, new: torch.Tensor) -> None:

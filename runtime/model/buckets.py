@@ -111,7 +111,7 @@ class ModelBuckets:
         self.alone = threading.RLock()  # the swap and the slots serve one call at a time
         self.notice = EagerNotice()
         self._aliases = AliasNotice()
-        self._aliases.of_parts(model)
+        self._aliases.of_model(model)
         if ranks is not None:
             made = sharding.shard(model, ranks, filled=contents is not None)
             if contents is not None:

@@ -148,6 +148,8 @@ class Call:
                 of_params, of_proxies = run.for_autograd()
             finally:
                 self.machine.run = None
+        if self.saved_values is None:
+            self.inputs_by_name = {}  # whoever holds the loss holds this call
         self.program.ran_backward = True
         self._handed[compat.backward_id()] = of_params
         found = {self.program.inputs[name]: gradient for name, gradient in of_inputs.items()}

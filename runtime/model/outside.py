@@ -1,4 +1,4 @@
-"""Gradients that no schedule has computed: code used parameters outside of every call.
+"""Uses of parameters that no schedule sees: gradients from code outside of every call, and views.
 
 A call of a module in the model is scheduled (`parts`). Its methods, and parameters that a loss
 reads, are not: they compute where the parameter lies. Nobody sees them, but their gradients.
@@ -66,4 +66,27 @@ class OutsideNotice:
             f"computed, {name!r} first: code outside of every call used them, where they lie "
             f"(slower, same numbers; said once); write {call}, not .forward(...) nor the parameter "
             "itself, or move that code into a module's forward"
+        )
+
+
+class ViewNotice:
+    """Says once of a model that a view of a parameter, which a forward has kept, is a copy."""
+
+    def __init__(self) -> None:
+        self.said = False
+
+    def say(self, model: nn.Module, graphs: Iterable[CapturedGraph]) -> None:
+        """At a step: say it, if there is one. What a forward did not keep is gone by now."""
+        if self.said:
+            return
+        programs = [p for graph in graphs for p in graph.programs.values() if p is not None]
+        views = (view for program in programs for view in program.views)
+        name = next((name for view, name in views if view() is not None), None)
+        if name is None:
+            return
+        self.said = True
+        notices.warn(
+            f"megacompile: the forward of {type(model).__name__} has kept a view of parameter "
+            f"{name!r}, or returned it, and it is a copy: this step changes the parameter, not the "
+            f"copy (said once); read model.get_parameter({name!r}) where the view is used"
         )

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from megacompile import compat, log, progress
 from megacompile.beside import compile_pool
@@ -74,6 +77,7 @@ class Program:
         self.tangents = expected_tangents(self.stages)
         self.ran_backward = False
         self.said_hooked = False  # that an output has a hook
+        self.views: list[tuple[weakref.ref[torch.Tensor], str]] = []  # of parameters: see `hand`
 
     def _meta(self, output: int) -> TensorMeta:
         meta = self.outputs[output].meta["value"]
@@ -89,6 +93,12 @@ class Program:
     def tensor_outputs(self) -> list[int]:
         """Positions of the outputs that stages compute, each value once."""
         return computed_outputs(self.outputs)
+
+    def hand(self, outputs: Sequence[Any]) -> None:
+        """Remember the outputs of its last call that should be views of parameters."""
+        views = self.stages.views
+        if views:
+            self.views = [(weakref.ref(outputs[k]), name) for k, name in views]
 
     def differentiable(self, output: int) -> bool:
         """Does a graph output require grad? (Also under `no_grad`, if the graph enables it.)"""

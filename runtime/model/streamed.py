@@ -36,7 +36,7 @@ from megacompile.runtime.model.class_methods import ClassMethods, State
 from megacompile.runtime.model.eager import EagerBlocks, EverNew
 from megacompile.runtime.model.input_hooks import InputHooks
 from megacompile.runtime.model.methods import Replacement
-from megacompile.runtime.model.outside import OutsideNotice
+from megacompile.runtime.model.outside import OutsideNotice, ViewNotice
 from megacompile.runtime.model.owners import register
 from megacompile.runtime.model.parts import Part, Parts
 from megacompile.runtime.model.plans import Compiler, MovesFirst
@@ -120,6 +120,7 @@ class StreamedModel:
         self._compiled: dict[State, Callable[..., Any]] = {}
         self.parts = Parts(model, self)
         self.outside = OutsideNotice(self.machine)
+        self._views = ViewNotice()
         self.machine.before_step = while_it_lives(self._before_step)
         bind_operators()
         self.called = False
@@ -382,6 +383,7 @@ class StreamedModel:
     def _before_step(self) -> None:
         """An optimizer's step begins."""
         self.buckets.before_step()
+        self._views.say(self.model, self.graphs)
         if not self.buckets.notice.used:
             self.outside.note(self.graphs)
             self.outside.say(self.model)
