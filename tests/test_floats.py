@@ -133,3 +133,26 @@ def test_what_inductor_asks_of_sizes_is_a_condition_of_the_trace() -> None:
     assert bool(asked.number(ROWS) < 10)
     traced_in.require_of(asked)
     assert traced_in.holds(0.7, 9) and not traced_in.holds(0.5, 10)
+
+
+def test_bools_and_ints_of_a_float_are_computed_ahead() -> None:
+    def chosen(x: Tensor, t: Any) -> list[Any]:
+        near, tenths = abs(t - 0.3) < 1e-6, torch.sym_int(t * 10)
+        return [x.mean() * near, x + tenths, x.long() + tenths, x > tenths, x.new_full((), near)]
+
+    module = traced(chosen, [X], {T: 0.3})
+    check_floats(module)
+    function = compiled(module)
+    for t in (0.3, 0.3 + 1e-7):
+        for k, (want, got) in enumerate(zip(chosen(X, t), function(X, t), strict=True)):
+            assert_as_plain(want, got, f"{k} of {t}")
+
+
+def test_an_int_of_a_size_by_way_of_a_float_is_a_size() -> None:
+    def part(x: Tensor, rows: Any) -> list[Any]:
+        return [x.new_ones((torch.sym_int(rows * 0.3),)) * (rows * 0.5)]
+
+    function = compiled(traced(part, [X], {ROWS: 9}))
+    for rows in (9, 6, 41):
+        (want,), (got,) = part(X, rows), function(X, rows)
+        assert_as_plain(want, got, str(rows))

@@ -135,3 +135,31 @@ def test_a_float_that_makes_a_size(caplog: pytest.LogCaptureFixture) -> None:
     symbols = schedules(streamed)[-1].symbols
     assert symbols is not None and len(symbols.planned) == 1
     assert len(schedules(streamed)) == 3
+
+
+class Compares(nn.Module):
+    """What it computes depends on comparisons of a float, and on ints that are made of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, t: float) -> Tensor:
+        y = self.first(x).tanh()
+        near = abs(t - 0.2) < 1e-6
+        y = self.second(y * int(t * 10) + (t > 0.25) * y.mean())
+        return y.square().mean() * bool(t) + near * y.sum() + max(t, 0.3) * y.mean()
+
+
+def test_comparisons_of_a_float() -> None:
+    """Each way that they can turn out is a program; no value is."""
+    torch.manual_seed(0)
+    plain, streamed = twins(Compares(), lowering="inductor", progress=False)
+    for t in (0.1, 0.2, 0.3, 0.4, 0.37, 0.2, 0.12, 0.5):
+        losses = [model(X, t) for model in (plain, streamed)]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(*losses)
+    assert_close_gradients(plain, streamed)
+    assert len(schedules(streamed)) <= 5

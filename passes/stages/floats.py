@@ -4,6 +4,9 @@
     after:  numbers:   x, t -> h = t / 2                   in Python, before each call
             the graph: x, h (a tensor without dimensions) -> y = x * h
 
+So do bools (`(t > 0.5) * x`), and ints that are made of floats. An int that is made of ints by way
+of a float (half of a size) comes as an int.
+
 [Note: as a number promotes] A tensor without dimensions may decide a dtype where a Python float
 does not: beside ints, or beside another tensor without dimensions. So an operator's operands are
 cast to what it computes in beside a number, and its result to what it gives there. An operator
@@ -62,6 +65,8 @@ _ASK_THE_NUMBER: dict[str, Callable[..., torch.Tensor]] = {
     "__rpow__": torch.pow,
     "lerp": torch.lerp,
 }
+_WIDEST = {torch.SymFloat: torch.float64, torch.SymInt: torch.int64, torch.SymBool: torch.bool}
+_LIKE = {torch.SymFloat: 1.0, torch.SymInt: 1, torch.SymBool: True}
 _COMPUTED_IN = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
@@ -69,16 +74,13 @@ def check_floats(joint: fx.GraphModule) -> None:
     """Raise where a traced graph does with a float what `compiled` knows no form for.
 
     Raises:
-        UntraceableSymbols: a float makes a size, or an operator wants it in a list.
+        UntraceableSymbols: a float makes a size, or an operator wants it in a list or as an int.
     """
     for node in joint.graph.nodes:
         sizes = [v for v in compat.leaves(_value(node)) if isinstance(v, torch.Tensor)]
         if any(_of_floats(TensorMeta.of(size).symbolic) for size in sizes):
             raise compat.UntraceableSymbols("a float that changes makes a size")
-        for source in _numbers_taken(node):
-            if not _is_float(source) and _of_floats(compat.expression_of(_value(source))[1]):
-                raise compat.UntraceableSymbols("a float that changes makes an int or a bool")
-        if any(map(_is_float, _numbers_taken(node))) and not _is_known(node):
+        if any(map(_comes_as_tensor, _numbers_taken(node))) and not _is_known(node):
             raise compat.UntraceableSymbols(f"{node.target} takes a float that changes")
 
 
@@ -108,24 +110,27 @@ class PowersOfTensors(TorchFunctionMode):
 def compiled(module: fx.GraphModule) -> Callable[..., Any]:
     """The code of a traced graph, by Inductor."""
     inputs = module.graph.find_nodes(op="placeholder")
-    floats = list(filter(_is_float, module.graph.nodes))
+    floats = list(filter(_comes_as_tensor, module.graph.nodes))
     if not floats:
         return compat.compile_inductor(module, list(map(_value, inputs)))
-    kept = [k for k, node in enumerate(inputs) if not _is_float(node)]
+    kept = [k for k, node in enumerate(inputs) if not _comes_as_tensor(node)]
     taking = _Taking(module.graph)
-    numbers = _numbers(module.graph, [node for node, _ in taking.floats])
-    dtypes = [dtype for _, dtype in taking.floats]
+    numbers = _numbers(module.graph, [node for node, _ in taking.numbers])
+    dtypes = [dtype for _, dtype in taking.numbers]
     traced = compat.fakes_of(_value(floats[0]))
     fakes = traced.without_floats()  # torch looks at those that are there
     with fakes:
         values = [_in(fakes, _value(inputs[k])) for k in kept]
-        values += [torch.empty((), dtype=dtype, device="cpu") for _, dtype in taking.floats]
+        values += [
+            torch.empty((), dtype=dtype, device="cpu") if dtype else _in(fakes, _value(node))
+            for node, dtype in taking.numbers
+        ]
     function = compat.compile_inductor(fx.GraphModule(module, taking.graph), values)
     traced.require_of(fakes)
 
     def run(*given: Any) -> Any:
         pairs = zip(numbers(*given), dtypes, strict=True)
-        made = (torch.tensor(number, dtype=dtype, device="cpu") for number, dtype in pairs)
+        made = (torch.tensor(n, dtype=dtype, device="cpu") if dtype else n for n, dtype in pairs)
         return function(*(given[k] for k in kept), *made)
 
     return run
@@ -156,10 +161,6 @@ def _value(node: fx.Node) -> Any:
     return node.meta.get(SYMBOLIC, node.meta.get("val"))
 
 
-def _is_float(node: fx.Node) -> bool:
-    return isinstance(_value(node), torch.SymFloat)
-
-
 def _numbers_taken(node: fx.Node) -> Iterable[fx.Node]:
     """The numbers that are operands of a node that computes tensors."""
     if node.op != "call_function" or compat.is_number(_value(node)):
@@ -167,8 +168,12 @@ def _numbers_taken(node: fx.Node) -> Iterable[fx.Node]:
     return [source for source in node.all_input_nodes if compat.is_number(_value(source))]
 
 
-def _floats_taken(node: fx.Node) -> Iterable[fx.Node]:
-    return filter(_is_float, _numbers_taken(node))
+def _comes_as_tensor(node: fx.Node) -> bool:
+    """Is a node's value a float, or a bool, or an int that is made of floats?"""
+    value = _value(node)
+    if isinstance(value, torch.SymInt):
+        return _of_floats(compat.expression_of(value)[1])
+    return isinstance(value, (torch.SymFloat, torch.SymBool))
 
 
 def _of_floats(expression: Any) -> bool:
@@ -181,13 +186,15 @@ def _is_known(node: fx.Node) -> bool:
 
 
 def _by_tensors(node: fx.Node) -> Any:
-    """The operator that takes tensors where this node takes floats; None where there is none."""
-    floats = [name for name, value in compat.arguments_of(node) if _is_a_float(value)]
-    return compat.taking_tensors(node.target, tuple(floats)) if floats else None
-
-
-def _is_a_float(value: Any) -> bool:
-    return isinstance(value, fx.Node) and _is_float(value)
+    """The operator that takes tensors where this node takes such numbers; None where there is
+    none."""
+    names = []
+    for name, value in compat.arguments_of(node):
+        if isinstance(value, fx.Node) and _comes_as_tensor(value):
+            names.append(name)
+        elif any(isinstance(v, fx.Node) and _comes_as_tensor(v) for v in compat.leaves(value)):
+            return None
+    return compat.taking_tensors(node.target, tuple(names)) if names else None
 
 
 def _numbers(graph: fx.Graph, taken: Sequence[fx.Node]) -> Callable[..., Sequence[float]]:
@@ -205,16 +212,21 @@ def _numbers(graph: fx.Graph, taken: Sequence[fx.Node]) -> Callable[..., Sequenc
 
 
 class _Taking:
-    """Copies a graph, with tensors for the floats that are taken."""
+    """Copies a graph, with tensors for the floats that are taken, and what is made of them."""
 
     def __init__(self, old: fx.Graph) -> None:
         self.graph = fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
-        self.floats: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}  # its last inputs
+        # its last inputs: a number, and the dtype of the tensor that it comes as
+        self.numbers: dict[tuple[fx.Node, torch.dtype | None], fx.Node] = {}
         for node in old.nodes:
-            if any(_floats_taken(node)):
+            if any(map(_comes_as_tensor, _numbers_taken(node))):
                 self.new[node] = self._with_tensors(node)
-            elif not _is_float(node):
+            elif _comes_as_tensor(node):
+                continue
+            elif compat.is_number(_value(node)) and not self.new.keys() >= set(node.all_input_nodes):
+                self.new[node] = self._number(node, None)
+            else:
                 self._copy(node)
                 if node.op == "placeholder":
                     self.last = self.new[node]
@@ -250,9 +262,10 @@ class _Taking:
         return self._cast(made, compute, _value(node).dtype)
 
     def _compared(self, node: fx.Node) -> fx.Node:
-        """A number is rounded to the dtype of what it is compared with; ints are made floats."""
+        """A number is rounded to the dtype of what it is compared with; beside a float, ints are
+        made floats."""
         compared: Any = node.args[0]
-        common = torch.result_type(_value(compared), 1.0)
+        common = torch.result_type(_value(compared), _LIKE[type(_value(node.args[1]))])
         operands = [self._operand(arg, common) for arg in node.args]
         return self._call(_target(_COMPARISONS, node), *operands)
 
@@ -260,7 +273,9 @@ class _Taking:
         """`torch.full` on the device: a tensor of the host spreads beside one only."""
         value = _value(node)
         size, number = node.args if node.target is aten.full.default else ((), node.args[0])
-        compute = torch.promote_types(_computed_in(value.dtype), torch.float32)
+        compute = value.dtype
+        if isinstance(_value(number), torch.SymFloat):
+            compute = torch.promote_types(_computed_in(value.dtype), torch.float32)
         sizes = fx.map_arg(size, self.new.__getitem__)
         ones = self._call(aten.full.default, sizes, 1, dtype=compute, device=value.device)
         made = self._call(aten.mul.Tensor, ones, self._operand(number, compute))
@@ -269,22 +284,25 @@ class _Taking:
     def _operand(self, old: Any, dtype: torch.dtype) -> Any:
         if not isinstance(old, fx.Node):
             return old
-        if _is_float(old):
-            return self._float(old, dtype)
+        if _comes_as_tensor(old):
+            return self._number(old, dtype)
         if compat.is_number(_value(old)):
             return self.new[old]
         return self._cast(self.new[old], _value(old).dtype, dtype)
 
     def _as_it_is(self, old: fx.Node) -> fx.Node:
-        return self._float(old, torch.float64) if _is_float(old) else self.new[old]
+        if not _comes_as_tensor(old):
+            return self.new[old]
+        return self._number(old, _WIDEST[type(_value(old))])
 
-    def _float(self, old: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """An input for a float: rounded to a dtype as a number is that meets such a tensor."""
-        if (old, dtype) not in self.floats:
+    def _number(self, old: fx.Node, dtype: torch.dtype | None) -> fx.Node:
+        """An input for a number: rounded to a dtype as a number is that meets such a tensor; or an
+        int as it is."""
+        if (old, dtype) not in self.numbers:
             with self.graph.inserting_after(self.last):
-                self.last = self.graph.placeholder(f"float_{len(self.floats)}")
-            self.floats[old, dtype] = self.last
-        return self.floats[old, dtype]
+                self.last = self.graph.placeholder(f"number_{len(self.numbers)}")
+            self.numbers[old, dtype] = self.last
+        return self.numbers[old, dtype]
 
     def _cast(self, new: fx.Node, given: torch.dtype, wanted: torch.dtype) -> fx.Node:
         if given == wanted:
