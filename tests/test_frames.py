@@ -73,7 +73,11 @@ def another_model(model: Any, **_: object) -> None:
 
 def copied_input(model: Any, **_: object) -> None:
     """It does not see that an input changes."""
-    model.register_forward_pre_hook(lambda m, args: (args[0].clone(), *args[1:]))
+
+    def copies(_: Any, args: Any, inputs: dict[str, Any]) -> Any:
+        return args, {name: value.clone() for name, value in inputs.items()}
+
+    model.register_forward_pre_hook(copies, with_kwargs=True)
 
 
 def no_hooks(model: Any, **_: object) -> None:
@@ -96,7 +100,7 @@ FAULTS = {
     plain_model: (),
     another_model: (part("alias", "detach", "read"),),
     no_hooks: (part("hook in the forward", "adds to a buffer"),),
-    bits: (part("helper"),),
+    bits: (part("helper", "in a loop"),),
     raises: (part("optimizer"),),
 }
 

@@ -4,10 +4,11 @@
     python -m tests.frames --cases 200 --jobs 12 --lowering inductor --device cuda
     python -m tests.frames --seed 0 --only 17        one case: its program, and how it differs
 
-A case is a program in a file of its own, made of one to three parts (`tests.frames_parts`), and the
+A case is a program in a file of its own, made of one to three parts (`tests.frames.parts`), and the
 options of `megacompile()`. It trains a small model for a few steps. It runs plain and streamed, in
 the same process. All that it shows, losses, outputs, gradients, parameters, buffers and where it
-raises, must be equal in every bit, with Inductor but for rounding.
+raises, must be equal in every bit; but for rounding with Inductor, and where two captured graphs
+use one parameter.
 
 Three things are not mismatches. They are counted:
 

@@ -34,8 +34,7 @@ class Net(nn.Module):
 {inits}
         self.head = nn.Linear(4, 2)
 {frozen}
-    def forward(self, x, k=0, t=None):
-        x0 = x
+    def forward(self, x, k=0, t=None{inputs}):
         x = torch.tanh(self.first(x))
 {calls}
         y = torch.tanh(x)
@@ -68,7 +67,7 @@ def train(model, kept, see, now):
             x = torch.randn(rows, 4).to(DEVICE)
             t = torch.arange(rows + 1, device=DEVICE) % 3
 {aheads}
-            loss, y = model(x, step % {indices}, t)
+            loss, y = model(x, step % {indices}, t{given})
             see("loss", loss)
             see("y", y)
 {betweens}
@@ -115,6 +114,11 @@ class Case:
         return self.frozen in ("", "first", *(f"p{i}" for i in range(len(self.parts))))
 
     @property
+    def rounds(self) -> bool:
+        """May a gradient be summed in another order than in the plain program?"""
+        return any(part.rounds for part in self.made())
+
+    @property
     def size(self) -> tuple[int, int, int]:
         """What makes it smaller: fewer parts, then fewer options, then fewer steps."""
         rows = tuple(dict.fromkeys(self.rows))  # of equal steps any number is as simple
@@ -157,6 +161,8 @@ class Case:
             tops="\n\n\n".join(part.top for part in parts),
             inits=lines("init", 2),
             frozen=frozen,
+            inputs="".join(f", {part.inputs}=None" for part in parts if part.inputs),
+            given="".join(f", {part.inputs}={part.inputs}" for part in parts if part.inputs),
             calls=lines("call", 2),
             methods="\n" + lines("methods", 1) + "\n" if any(p.methods for p in parts) else "",
             seed=self.seed,
@@ -181,8 +187,8 @@ def _values(data: Options | Case) -> list[object]:
 
 
 def _named(part: Part, i: int) -> Part:
-    texts = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
-    del texts["features"]
+    values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+    texts = {name: value for name, value in values.items() if isinstance(value, str)}
     names = {k: v.replace("p0", f"p{i}").replace("P0", f"P{i}") for k, v in texts.items()}
     return dataclasses.replace(part, **names)
 

@@ -169,23 +169,24 @@ def judge(case: Case, setting: Setting = EAGER, folder: str | None = None) -> Ve
 def _judge(path: Path, case: Case, setting: Setting) -> Verdict:
     wanted = plain(path, setting)
     got = streamed(path, setting, case.options)
+    rtol = max(setting.rtol, 1e-5 * case.rounds)
     if got.raised is not None:
         error = f"{type(got.raised).__name__}: {got.raised}"
-        differ = _differences(wanted, got, setting.rtol)
+        differ = _differences(wanted, got, rtol)
         if wanted.raised is not None and not differ:
             return Verdict("raises too")
         shown = {name: value for name, value in wanted.values.items() if name in got.values}
-        early = _differences(Seen(shown), got, setting.rtol)
+        early = _differences(Seen(shown), got, rtol)
         if isinstance(got.raised, MegacompileError) and not early:
             return Verdict("refused", error)
         return Verdict("mismatch", f"raises, unlike the plain program:\n{got.trace}")
     if wanted.raised is not None:
         later = plain(path, setting, now=False)
-        if later.raised is None and not _differences(later, got, setting.rtol):
+        if later.raised is None and not _differences(later, got, rtol):
             return Verdict("not seen")
         why = f"does not raise {type(wanted.raised).__name__} ({wanted.raised}), and is not right: "
-        return Verdict("mismatch", why + ", ".join(_differences(later, got, setting.rtol)[:6]))
-    if differ := _differences(wanted, got, setting.rtol):
+        return Verdict("mismatch", why + ", ".join(_differences(later, got, rtol)[:6]))
+    if differ := _differences(wanted, got, rtol):
         if said := _warned_of_aliases(case, differ, got):
             return Verdict("warned", said)
         return Verdict("mismatch", f"{len(differ)} differ: {', '.join(differ[:6])}")

@@ -25,6 +25,7 @@ class Part:
     top: str = ""  # of the module
     init: str = "self.p0 = P0()"  # in the model's `__init__`
     call: str = "x = self.p0(x, k, t)"  # in its `forward`
+    inputs: str = ""  # another argument of the call
     methods: str = ""  # of the model's class
     prepare: str = ""  # before `megacompile()`; fills `kept`
     setup: str = ""  # after it
@@ -34,6 +35,7 @@ class Part:
     behind: str = ""  # each backward
     stepped: str = ""  # after each step of the optimizer
     end: str = ""
+    rounds: bool = False  # may a gradient be summed in another order than in the plain program?
 
 
 def module(init: str, forward: str, *, before: str = "", more: str = "") -> str:

@@ -49,7 +49,9 @@ def helper(rng: random.Random) -> Part:
         self.ws = nn.ParameterList(nn.Parameter(torch.randn(4, n) / 4) for n in widths)
     """
     features = (pick, f"{name} {where}" if name else "", "one shape" if same else "several shapes")
-    return Part(features, top=module(init, uses[pick], before=function))
+    top = module(init, uses[pick], before=function)
+    # Two graphs may read one parameter: docs/limits.md, "The order of additions".
+    return Part(features, top=top, rounds=pick == "by an index" and name != "")
 
 
 def exchanged(rng: random.Random) -> Part:
@@ -70,7 +72,7 @@ def exchanged(rng: random.Random) -> Part:
         def p0_mid(self, x):
             return x * 1.5
 
-        def p0_other(self, x, k=0, t=None):
+        def p0_other(self, x, k=0, t=None, **_):
             return self.head(self.first(x)).square().mean(), x * 1.0
     """
     before = """

@@ -89,27 +89,39 @@ def alias(rng: random.Random) -> Part:
     )
 
 
+READS = {  # what is changed: how the forward reads it (`t` is an input), and the change
+    "input": ("t", "p0_z.mul_(0.5)"),
+    "view of the input": ("t[:, 1:2]", "p0_z.mul_(0.5)"),
+    "batch buffer": ("t", "p0_batch.zero_()"),
+    "labels": ("t[1:].view(-1)", "p0_ids.zero_()"),
+    "output": ("t", "y.detach().mul_(0.5)"),
+    "buffer": ("self.scale", "model.p0.scale.mul_(0.5)"),
+    "view of a buffer": ("self.scale.view(2, 2).t().flatten()", "model.p0.scale.mul_(0.5)"),
+    "slice of a buffer": ("self.scale[1:2]", "model.p0.scale.mul_(0.5)"),
+    "kept tensor": ("self.kept", "model.p0.kept.mul_(0.5)"),
+    "view of a kept tensor": ("self.kept[1:2]", "model.p0.kept.mul_(0.5)"),
+    "parameter": ("self.gain", "model.p0.gain.detach().mul_(0.5)"),
+    "view of a parameter": ("self.gain[1:2]", "model.p0.gain.detach().mul_(0.5)"),
+}
+USES = {
+    "product": "h * v",
+    "function": "Times_p0.apply(h, v)",
+    "matrix product": "h @ v.expand(len(x), 4).t() @ h",
+    "sum": "h + v",
+}
+OF_LABELS = {  # whole numbers
+    "product": "h + F.cross_entropy(h, v)",
+    "function": "h + F.embedding(v, self.table)",
+    "matrix product": "h + h.gather(1, v.unsqueeze(1))",
+    "sum": "h + v.unsqueeze(1)",
+}
+
+
 def changed(rng: random.Random) -> Part:
-    """What a forward read is changed in place before its backward."""
+    """A tensor that a forward read is changed in place before its backward."""
     name, line = drawn_break(rng, none=4)
-    what = rng.choice(
-        ("input", "batch buffer", "labels", "output", "buffer", "view of a buffer", "parameter")
-        + ("view of a parameter", "view of the input")
-    )
-    saved = rng.choice(("product", "function", "sum"))
-    read = {
-        "labels": "t[1:].view(-1).float().unsqueeze(1)",
-        "buffer": "self.scale",
-        "view of a buffer": "self.scale.view(2, 2).reshape(-1)",
-        "parameter": "self.gain",
-        "view of a parameter": "self.gain.view(2, 2).t().flatten()",
-        "view of the input": "t[:, 1:2]",
-    }.get(what, "t")
-    uses = {
-        "product": "h * v",
-        "function": "Times_p0.apply(h, v)",
-        "sum": "h + v",
-    }
+    what, (read, between) = rng.choice(list(READS.items()))
+    use = rng.choice(list(USES))
     before = """
         class Times_p0(torch.autograd.Function):
             @staticmethod
@@ -125,36 +137,26 @@ def changed(rng: random.Random) -> Part:
     init = """
         self.o = nn.Linear(4, 4)
         self.register_buffer("scale", torch.linspace(0.5, 1.5, 4))
+        self.kept = torch.linspace(0.5, 1.5, 4, device=DEVICE)
         self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 4))
+        self.table = nn.Parameter(torch.randn(3, 4))
     """
     forward = f"""
         h = torch.sin(self.o(x))
         v = {read}
         {line}
-        return {uses[saved]}
+        return {(OF_LABELS if what == "labels" else USES)[use]}
     """
-    between = {
-        "input": "x.mul_(0.5)",
-        "batch buffer": "p0_batch.zero_()",
-        "labels": "p0_ids.zero_()",
-        "output": "y.detach().mul_(0.5)",
-        "buffer": "model.p0.scale.mul_(0.5)",
-        "view of a buffer": "model.p0.scale.mul_(0.5)",
-        "parameter": "model.p0.gain.detach().mul_(0.5)",
-        "view of a parameter": "model.p0.gain.detach().mul_(0.5)",
-        "view of the input": "x.mul_(0.5)",
-    }[what]
     ahead = {
-        "batch buffer": "p0_batch[: len(x)].copy_(x)\nx = p0_batch[: len(x)]",
-        "labels": "p0_ids = torch.arange(len(x) + 1, device=DEVICE) % 3\nt = p0_ids",
-    }.get(what, "")
-    setup = "p0_batch = torch.zeros(16, 4, device=DEVICE)" if what == "batch buffer" else ""
-    given = "t" if what == "labels" else "x0"
+        "batch buffer": "p0_batch[: len(x)].copy_(x)\np0_z = p0_batch[: len(x)]",
+        "labels": "p0_ids = torch.arange(len(x) + 1, device=DEVICE) % 3\np0_z = p0_ids",
+    }.get(what, "p0_z = torch.randn(rows, 4).to(DEVICE)")
     return Part(
-        (what, f"read by a {saved}", name),
+        (what, f"read by a {use}", name),
         top=module(init, forward, before=before),
-        call=f"x = self.p0(x, k, {given})",
-        setup=setup,
+        call="x = self.p0(x, k, p0_z)",
+        inputs="p0_z",
+        setup="p0_batch = torch.zeros(16, 4, device=DEVICE)" if what == "batch buffer" else "",
         ahead=ahead,
         between=between,
     )
