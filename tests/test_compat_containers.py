@@ -76,7 +76,8 @@ def copied(m: Any, x: Tensor) -> Tensor:
 
 
 def longest(m: Any, x: Tensor) -> Tensor:
-    return x * m.last.maxlen
+    found: Tensor = x * m.last.maxlen
+    return found
 
 
 def to_end(m: Any, x: Tensor) -> Tensor:
@@ -97,7 +98,8 @@ def to_end_unseen(m: Any, x: Tensor) -> Tensor:
 def in_turn(m: Any, x: Tensor) -> Tensor:
     name, value = m.named.popitem(last=False)
     m.named[name] = value
-    return x * value
+    found: Tensor = x * value
+    return found
 
 
 def cache(m: Any, x: Tensor) -> Tensor:

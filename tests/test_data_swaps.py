@@ -96,6 +96,7 @@ def to_backup(model: nn.Module, backup: list[Tensor]) -> None:
     backup[:] = [p.data.clone() for p in model.parameters()]
     with torch.no_grad():
         for p in model.parameters():
+            assert p.grad is not None
             p.add_(0.05 * p.grad)
     model.zero_grad()
     model(torch.ones(3, 4)).square().sum().backward()

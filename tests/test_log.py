@@ -31,7 +31,7 @@ def levels() -> dict[str, int]:
 
 
 def train() -> torch.nn.Module:
-    model: torch.nn.Module = twins(stack()[0])[1]
+    model: torch.nn.Module = twins(stack()[0], progress=False)[1]
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, stack()[1])
     optimizer.step()

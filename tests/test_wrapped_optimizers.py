@@ -179,7 +179,10 @@ class Trac(Wrapper):
         if "trac" not in self.state:
             self.state["trac"] = [p.clone() for p in self.params]
         pairs = list(zip(self.params, self.state["trac"], strict=True))
-        inner = sum(torch.dot((p - began).flatten(), p.grad.flatten()) for p, began in pairs)
+        inner = torch.zeros(())
+        for p, began in pairs:
+            assert p.grad is not None
+            inner += torch.dot((p - began).flatten(), p.grad.flatten())
         for p, began in pairs:
             way = p - began
             p.copy_(began)

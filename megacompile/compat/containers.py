@@ -12,7 +12,7 @@ from torch._dynamo.variables import ConstantVariable, dicts, lists, user_defined
 from torch._dynamo.variables.builder import VariableBuilder
 
 
-class _Longest(ConstantVariable):  # type: ignore[misc]  # torch 2.11 to 2.15
+class _Longest(ConstantVariable):  # torch 2.11 to 2.15
     """The `maxlen` of a deque that a frame was given.
 
     Dynamo refuses to write such a deque back unless this is None. It writes back what is in it at

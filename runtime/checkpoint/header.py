@@ -140,7 +140,9 @@ def _table(value: Any, what: str) -> dict[str, Any]:
 def _described(name: str, said: Any) -> Described:
     """One entry of a header."""
     found = _table(said, f"tensor {name!r}")
-    dtype, shape, offsets = (found.get(key) for key in ("dtype", "shape", "data_offsets"))
+    dtype: Any = found.get("dtype")
+    shape: Any = found.get("shape")
+    offsets: Any = found.get("data_offsets")
     if not isinstance(dtype, str):
         raise TypeError(f"tensor {name!r} has dtype {_short(dtype)}; needed a name")
     if not _are_sizes(shape):
