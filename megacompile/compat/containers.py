@@ -1,4 +1,4 @@
-"""Containers in Dynamo: what it gets wrong of a `deque` with a `maxlen`, and of an `OrderedDict`."""
+"""Containers in Dynamo: a `deque` with a `maxlen`, and the order of an `OrderedDict`."""
 
 from __future__ import annotations
 
