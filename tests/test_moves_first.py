@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -80,6 +81,19 @@ def test_the_first_call_has_them_where_they_belong() -> None:
     plain(torch.ones(4, 8) + torch.arange(8))
     assert all(map(torch.equal, losses, run(plain, 3)))
     assert all(map(torch.equal, plain.state_dict().values(), model.state_dict().values()))
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_another_name_of_what_moves_is_told_of(*, held: bool) -> None:
+    model = make(Net)
+    state = model.state_dict() if held else None
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run(model, 2)
+    assert all(residents(model))
+    found = [w for w in said if "layers.0.weight shares its memory" in str(w.message)]
+    assert len(found) == held
+    del state
 
 
 _stages_of = Pipeline._stages_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -277,7 +277,13 @@ class ModelBuckets:
             if moving and why:
                 self._stay(why)
             else:
+                self._aliases.of_moving(self.model, self._aliased(moving))
                 self._move(wanted)
+
+    def _aliased(self, keys: Iterable[int]) -> Iterator[nn.Parameter]:
+        """Parameters of buckets whose memory others have names for."""
+        for bucket in (self.machine.buckets[key] for key in keys):
+            yield from (p for i, p in enumerate(bucket.params) if bucket.aliased(i))
 
     def _stay(self, why: str) -> None:
         """Leave the buckets where they are for good, whatever the plan says of them."""

@@ -39,6 +39,10 @@ class AliasNotice:
         """
         self(model, [param for param in params if _is_part(param)])
 
+    def of_moving(self, model: nn.Module, params: Iterable[nn.Parameter]) -> None:
+        """Say so of parameters that others have names for, and whose bucket is about to move."""
+        self._say(model, list(params), {})
+
     def __call__(self, model: nn.Module, params: Iterable[nn.Parameter]) -> None:
         """Say so of those of these parameters that share their memory."""
         self._say(model, [] if self.said else _shared(params), {})
