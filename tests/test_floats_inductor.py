@@ -163,3 +163,27 @@ def test_comparisons_of_a_float() -> None:
         torch.testing.assert_close(*losses)
     assert_close_gradients(plain, streamed)
     assert len(schedules(streamed)) <= 5
+
+
+class Added(nn.Module):
+    """Its backward takes no float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, t: float) -> Tensor:
+        y = self.linear(x)
+        return torch.where(y > t, y, t).mean() + int(t * 10)
+
+
+def test_a_backward_that_takes_no_float(compilations: list[Any]) -> None:
+    torch.manual_seed(0)
+    plain, streamed = twins(Added(), lowering="inductor", progress=False)
+    for t in (0.1, 0.2, 0.3, 0.4, 0.37):
+        losses = [model(X, t) for model in (plain, streamed)]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(*losses)
+    assert_close_gradients(plain, streamed)
+    assert len(schedules(streamed)) == 2

@@ -159,3 +159,8 @@ def put_last(handle: Any) -> None:  # torch 2.11 to 2.15
     hooks = handle.hooks_dict_ref()
     if hooks is not None and handle.id in hooks:
         hooks.move_to_end(handle.id)
+
+
+def is_overwritten(error: RuntimeError) -> bool:  # torch 2.11 to 2.15
+    """Does a backward refuse because what it needs was changed in place?"""
+    return "has been modified by an inplace operation" in str(error)

@@ -58,6 +58,13 @@ def transforms(module: fx.GraphModule) -> str | None:  # torch 2.11 to 2.15
     return None
 
 
+def has_while_loop(module: fx.GraphModule) -> bool:  # torch 2.11 to 2.15
+    """Is there a `while_loop` in a captured graph? Its fake kernel makes symbols of its own."""
+    loop = torch.ops.higher_order.while_loop
+    graphs = [inner.graph for inner in module.modules() if isinstance(inner, fx.GraphModule)]
+    return any(graph.find_nodes(op="call_function", target=loop) for graph in graphs)
+
+
 def _with_checkpoints(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
     """A graph and the bodies of its checkpoints, which are inlined."""
     yield module

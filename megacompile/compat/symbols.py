@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._sympy.interp import sympy_interp
@@ -175,6 +175,11 @@ class SymbolicFakes:  # torch 2.11 to 2.15
             if symbol not in self.fixed and not self.env.replace(made).free_symbols:
                 self.fixed[symbol] = self._asked.get(made) or where()
 
+    @property
+    def has_floats(self) -> bool:
+        """Is a symbol a float?"""
+        return not all(symbol.is_integer for symbol in self.hints)
+
     def without_floats(self) -> SymbolicFakes:
         """Another mode, of the symbols that are ints."""
         return SymbolicFakes({s: hint for s, hint in self.hints.items() if s.is_integer})
@@ -236,9 +241,20 @@ def expression_of(number: Any) -> tuple[Any, Any]:  # torch 2.11 to 2.15
     return fakes_of(number).described(number)
 
 
-def fakes_of(number: Any) -> SymbolicFakes:  # torch 2.11 to 2.15
-    """The mode that a SymInt or SymFloat is of."""
-    return _BY_ENV[number.node.shape_env]
+def fakes_of(value: Any) -> SymbolicFakes:  # torch 2.11 to 2.15
+    """The mode that a SymInt, SymFloat or SymBool is of."""
+    return _BY_ENV[value.node.shape_env]
+
+
+def fakes_in(values: Iterable[Any]) -> SymbolicFakes | None:  # torch 2.11 to 2.15
+    """The mode that some of these fake tensors and numbers are of."""
+    for value in values:
+        env = value.node.shape_env if is_number(value) else None
+        if isinstance(value, FakeTensor):
+            env = value.fake_mode.shape_env
+        if env is not None and env in _BY_ENV:
+            return _BY_ENV[env]
+    return None
 
 
 def evaluated(expression: Any, values: _Values) -> Any:  # torch 2.11 to 2.15

@@ -110,14 +110,13 @@ class PowersOfTensors(TorchFunctionMode):
 def compiled(module: fx.GraphModule) -> Callable[..., Any]:
     """The code of a traced graph, by Inductor."""
     inputs = module.graph.find_nodes(op="placeholder")
-    floats = list(filter(_comes_as_tensor, module.graph.nodes))
-    if not floats:
+    traced = compat.fakes_in(map(_value, inputs))
+    if traced is None or not (traced.has_floats or any(map(_comes_as_tensor, module.graph.nodes))):
         return compat.compile_inductor(module, list(map(_value, inputs)))
     kept = [k for k, node in enumerate(inputs) if not _comes_as_tensor(node)]
     taking = _Taking(module.graph)
     numbers = _numbers(module.graph, [node for node, _ in taking.numbers])
     dtypes = [dtype for _, dtype in taking.numbers]
-    traced = compat.fakes_of(_value(floats[0]))
     fakes = traced.without_floats()  # torch looks at those that are there
     with fakes:
         values = [_in(fakes, _value(inputs[k])) for k in kept]
@@ -224,7 +223,9 @@ class _Taking:
                 self.new[node] = self._with_tensors(node)
             elif _comes_as_tensor(node):
                 continue
-            elif compat.is_number(_value(node)) and not self.new.keys() >= set(node.all_input_nodes):
+            elif compat.is_number(_value(node)) and not self.new.keys() >= set(
+                node.all_input_nodes
+            ):
                 self.new[node] = self._number(node, None)
             else:
                 self._copy(node)

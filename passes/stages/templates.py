@@ -313,9 +313,14 @@ class _Tracer:
         ]
         sources = [i for i, p in enumerate(self.stage.metas) if p.requires_grad]
         with self.ambient.apply(autocast=False), compat.drawing_in_backward():
-            found = torch.autograd.grad(
-                ends, [primals[i] for i in sources], tangents, allow_unused=True
-            )
+            try:
+                found = torch.autograd.grad(
+                    ends, [primals[i] for i in sources], tangents, allow_unused=True
+                )
+            except RuntimeError as error:
+                if compat.is_overwritten(error):  # plain torch raises it in the backward alone
+                    raise NotImplementedError(str(error).partition(" Hint:")[0]) from error
+                raise
         pairs = [(i, g) for i, g in zip(sources, found, strict=True) if g is not None]
         self.gradients = tuple(i for i, _ in pairs)
         self.written = self._written(inputs, outputs, before)

@@ -377,5 +377,7 @@ class CapturedGraph:
         """A program for calls with these inputs, with stages and no schedule yet."""
         if transform := compat.transforms(self.module):
             raise UnsupportedGraphError(f"it uses torch.func ({transform})")
+        if compat.has_while_loop(self.module):
+            raise UnsupportedGraphError("it uses while_loop")
         capture = Capture(self.name, self.module, kinds(), self.machine.device, ambient, overlaps)
         return Program(capture, self.plans, self.machine)
