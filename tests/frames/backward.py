@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import textwrap
+from typing import Any
 
 from tests.frames.part import Part, drawn_break, module
 
@@ -75,7 +76,7 @@ def outer_hook(rng: random.Random) -> Part:
     """
     top = module("self.o = nn.Linear(4, 4)\n" + SEEN, "return torch.tanh(self.o(x))", before=before)
     guard = "if model.p0.o.weight.requires_grad:\n    "
-    lines = {"prepare" if early else "setup": guard + register}
+    lines: dict[str, Any] = {"prepare" if early else "setup": guard + register}
     features = (kind, what, "before megacompile" if early else "")
     return Part(features, top=top, behind='see("p0.seen", model.p0.seen)', **lines)
 

@@ -6,6 +6,7 @@ import dataclasses
 import random
 import textwrap
 from dataclasses import dataclass
+from typing import Any
 
 from tests.frames.part import Part
 from tests.frames.parts import KINDS
@@ -189,7 +190,9 @@ def _values(data: Options | Case) -> list[object]:
 def _named(part: Part, i: int) -> Part:
     values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
     texts = {name: value for name, value in values.items() if isinstance(value, str)}
-    names = {k: v.replace("p0", f"p{i}").replace("P0", f"P{i}") for k, v in texts.items()}
+    names: dict[str, Any] = {
+        k: v.replace("p0", f"p{i}").replace("P0", f"P{i}") for k, v in texts.items()
+    }
     return dataclasses.replace(part, **names)
 
 
