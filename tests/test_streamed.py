@@ -253,7 +253,8 @@ class Keeps(nn.Module):
             self.kept = view
         hidden = self.layer(x)
         torch._dynamo.graph_break()
-        return (hidden * view.sum()).square().sum()
+        loss: Tensor = (hidden * view.sum()).square().sum()
+        return loss
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
