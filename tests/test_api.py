@@ -238,6 +238,7 @@ def test_print_shows_what_ran(
         return plain(run, op)
 
     monkeypatch.setattr(executor, "_ranged", noted)
+    monkeypatch.setattr(compat, "profiler_enabled", lambda: True)
     _, model = twins(stack()[0])
     step(model, batch())
     (schedule,) = schedules(model)

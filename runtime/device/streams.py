@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -72,13 +72,13 @@ class Streams:
                 Stream.COMM: torch.cuda.Stream(device),
             }
 
-    @contextmanager
-    def run(self) -> Iterator[None]:
+    def run(self) -> AbstractContextManager[None]:
         """For its duration, compute is the caller's current stream."""
         self._deferred.clear()  # of a run that failed
-        if self.device.type != "cuda":
-            yield
-            return
+        return self._run() if self._copies else nullcontext()
+
+    @contextmanager
+    def _run(self) -> Iterator[None]:
         with torch.cuda.device(self.device):
             self._compute = torch.cuda.current_stream(self.device)
             yield
@@ -86,10 +86,12 @@ class Streams:
 
     def issue(self, stream: Stream, waits: Iterable[Handle], work: Callable[[], Any]) -> Handle:
         """Run `work` on `stream` behind `waits`."""
-        waits = tuple(waits)
-        if self.device.type != "cuda":
-            _settle(waits)
+        if not self._copies:  # no CUDA
+            for handle in waits:
+                if handle.host is not None:
+                    handle.host.settle()
             return Handle(work(), stream)
+        waits = tuple(waits)
         self._issue_ready()
         if self._must_wait(stream, waits):
             handle = Handle(None, stream, deferred=True)

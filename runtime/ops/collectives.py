@@ -41,7 +41,7 @@ class CollectiveOps(OpGroup):
 
         waits = handles(after)
         if fresh:  # nobody needs the token of the copy to the host
-            waits = iter([handle for handle in waits if handle.value is not work])
+            waits = [handle for handle in waits if handle.value is not work]
         copied = self._issue(Stream.H2D, tuple(waits), copy)
         if fresh:
             machine.alive.append((fresh, copied))

@@ -70,20 +70,35 @@ class Executor:
         self._collectives = {n: Collectives.of(g, n, schedule.name) for n, g in kinds}
         self._bound = {name: BoundOps(schedule, machine) for name in schedule.graphs}
         self._run = {name: self._compile(name) for name in schedule.graphs}
+        self._looked_at: dict[str, Callable[[list[Any]], Any]] = {}  # made when they are wanted
         self._tuned = False  # has a backward run, in which kernels are tuned?
 
+    def _function(self, name: str) -> Callable[[list[Any]], Any]:
+        """A graph's code; where somebody records or profiles, with ops that tell of themselves."""
+        if self._bound[name].recording is None and not compat.profiler_enabled():
+            return self._run[name]
+        if name not in self._looked_at:
+            self._looked_at[name] = self._with_ops(name, self._ops_that_tell(name))
+        return self._looked_at[name]
+
     def _compile(self, name: str) -> Callable[[list[Any]], Any]:
-        source = python.graph_code(self.schedule, name)
+        bound = self._bound[name]
+        return self._with_ops(name, {op.name: getattr(bound, op.name) for op in ops.OPS.values()})
+
+    def _ops_that_tell(self, name: str) -> dict[str, Callable[..., Any]]:
+        """The ops of a graph, as ranges of `torch.profiler`, and in the record of a trace."""
+        bound = self._bound[name]
+        tell = {op.name: _ranged(getattr(bound, op.name), op) for op in ops.OPS.values()}
+        issue = [op.name for op in ops.OPS.values() if op.issues]
+        return tell | {op: _recorded(bound, tell[op]) for op in issue}
+
+    def _with_ops(self, name: str, each: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
+        """A graph's code, in which these are the ops, by their names."""
+        bound, source = self._bound[name], python.graph_code(self.schedule, name)
         filename = f"<megacompile {self.schedule.name} {name} {id(self)}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
         weakref.finalize(self, linecache.cache.pop, filename, None)
-        bound = self._bound[name]
-        namespace: dict[str, Any] = {
-            op.name: _ranged(getattr(bound, op.name), op) for op in ops.OPS.values()
-        }
-        namespace |= {
-            op.name: _recorded(bound, namespace[op.name]) for op in ops.OPS.values() if op.issues
-        }
+        namespace: dict[str, Any] = {**each}
         namespace |= {"wait": bound.wait, **python.names(self.schedule)}
         exec(compile(source, filename, "exec"), namespace)
         function: Callable[[list[Any]], Any] = namespace[f"run_{name}"]
@@ -163,7 +178,7 @@ class Executor:
             bound.recording = None if tracer is None else tracer.run(self.schedule, "update")
             bound.in_step, bound.parts = True, parts
             try:
-                self._run["update"](taken)
+                self._function("update")(taken)
             except BaseException as error:
                 machine.give_up(error)
                 raise
@@ -211,7 +226,7 @@ class Executor:
             recording = None if tracer is None else tracer.run(self.schedule, name)
             self._bound[name].recording = recording
             try:
-                return self._run[name](taken)
+                return self._function(name)(taken)
             except BaseException as error:
                 machine.give_up(error)
                 raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,13 +41,16 @@ class OpGroup:
 
     def _issue_many(self, waits: Any, work: Callable[[], Sequence[Any]]) -> tuple[Handle, ...]:
         whole = self._issue(Stream.COMPUTE, waits, work)
-        return tuple(Handle(value, Stream.COMPUTE, whole.event) for value in whole.value)
+        event = whole.event
+        return tuple([Handle(value, Stream.COMPUTE, event) for value in whole.value])
 
 
-def handles(values: Any) -> Iterator[Handle]:
+def handles(values: Any) -> list[Handle]:
     """The handles in nested tuples."""
+    found: list[Handle] = []
     for value in values:
         if isinstance(value, Handle):
-            yield value
-        elif isinstance(value, tuple):
-            yield from handles(value)
+            found.append(value)
+        elif value and isinstance(value, tuple):
+            found += handles(value)
+    return found
