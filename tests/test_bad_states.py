@@ -17,6 +17,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
 
 from megacompile import megacompile
 from megacompile.errors import OptimizerError
+from megacompile.runtime.updates import refusals
 from tests import inside, zoo
 from tests.training import groups, take_steps
 
@@ -220,3 +221,34 @@ def test_nesterov_without_momentum() -> None:
         take_steps(each, optimizer, 2, start=2)
     for want, got in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.allclose(want, got, rtol=1e-5, atol=1e-7)
+
+
+def test_what_went_well_is_not_rehearsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own step runs on stand-ins where something has changed since: an option, a state."""
+    torch.manual_seed(0)
+    model = megacompile(nn.Linear(4, 4), device="cpu", lowering="eager", progress=False)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    rehearsed: list[float] = []
+    plain = refusals._rehearse
+
+    def noted(where: str, optimizer: Optimizer, update: Any, step: Any) -> None:
+        rehearsed.append(step.group["lr"])
+        plain(where, optimizer, update, step)
+
+    monkeypatch.setattr(refusals, "_rehearse", noted)
+
+    def take_a_step() -> int:
+        before = len(rehearsed)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return len(rehearsed) - before
+
+    assert [take_a_step() for _ in range(4)] == [2, 2, 0, 0], "without states, then with some"
+    optimizer.param_groups[0]["lr"] = 1e-3
+    assert [take_a_step() for _ in range(2)] == [2, 0], "a weight and a bias"
+    optimizer.param_groups[0]["lr"] = torch.tensor(1e-3)
+    assert [take_a_step() for _ in range(2)] == [2, 2], "a tensor may change unseen"
+    optimizer.param_groups[0]["lr"] = "fast"
+    with pytest.raises(OptimizerError, match="lr"):
+        take_a_step()

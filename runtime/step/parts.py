@@ -56,10 +56,21 @@ class Parts:
         self.machine = machine
         self.options = options
 
-    def part(self, optimizer: Optimizer, bucket: HostBucket, trained: list[Trained]) -> BucketPart:
-        """The part of a step that is over some parameters of a bucket."""
+    def part(
+        self,
+        optimizer: Optimizer,
+        bucket: HostBucket,
+        trained: list[Trained],
+        options: dict[int, dict[str, Any]],
+    ) -> BucketPart:
+        """The part of a step that is over some parameters of a bucket.
+
+        Args:
+            options: of the groups that the step has met, as torch.optim's own step takes them, by
+                the group's id.
+        """
         with self._waits(optimizer, bucket, trained):
-            update = self._update(optimizer, bucket, trained)
+            update = self._update(optimizer, bucket, trained, options)
         offer = bucket.pending.take_offer()
         assert offer is None or isinstance(offer, DeviceUpdate)
         part = BucketPart(update, update.way, trained, [], [], aliased=False, first=[], left=None)
@@ -110,11 +121,17 @@ class Parts:
             parts = map(compat.local, (*mine, gradient))
             if bucket.aliased(each.at) or any(map(is_shared, parts)):
                 part.aliased = True
-            if update.way is UpdatePath.STOCK and _has_tensors(each.group):
-                part.aliased = True  # see float64 in for_update
+        if update.way is UpdatePath.STOCK and any(
+            map(_has_tensors, {id(step.group): step.group for step in update.steps}.values())
+        ):
+            part.aliased = True  # see float64 in for_update
 
     def _update(
-        self, optimizer: Optimizer, bucket: HostBucket, trained: Sequence[Trained]
+        self,
+        optimizer: Optimizer,
+        bucket: HostBucket,
+        trained: Sequence[Trained],
+        options: dict[int, dict[str, Any]],
     ) -> BucketUpdate:
         way = self._way(optimizer, bucket, trained)
         pin = way is UpdatePath.STOCK_ON_DEVICE or self.machine.in_backward is not None
@@ -134,6 +151,8 @@ class Parts:
             taken = theirs.detach() if foreign or ours is None else ours
             scale = who.scale if isinstance(who, HostGradient) else 1.0
             step = self._step(optimizer, bucket, each, taken, scale, groups)
+            if groups is None:
+                step.group = _options(each.group, options)
             step.factor = _factor(who, gradient, way)
             step.intact = (
                 not foreign and who is not None and who.version == compat.version(gradient)
@@ -296,7 +315,7 @@ class Parts:
             index=i,
             grad=gradient,
             scale=scale,
-            group={} if rule else {k: _snapshot(v) for k, v in group.items() if k != "params"},
+            group={},
             states=for_update(optimizer, bucket, i, state, names if rule else None),
         )
         if groups is not None:
@@ -357,10 +376,17 @@ def _factor(
     return who.factor
 
 
-def _has_tensors(group: dict[str, Any]) -> bool:
+def _has_tensors(options: dict[str, Any]) -> bool:
     """Is an option a tensor, such as a tensor lr?"""
-    return any(isinstance(value, torch.Tensor) for value in group.values())
+    return any(issubclass(kind, torch.Tensor) for kind in set(map(type, options.values())))
 
 
-def _snapshot(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+def _options(group: dict[str, Any], known: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """A group's options, as they are when its first step is prepared."""
+    if id(group) not in known:
+        known[id(group)] = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+    return known[id(group)]

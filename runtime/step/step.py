@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,7 +57,7 @@ from megacompile.runtime.updates.compiled import compiled
 from megacompile.runtime.updates.flight import Flight
 from megacompile.runtime.updates.in_backward import PrepareSteps
 from megacompile.runtime.updates.part import BucketPart
-from megacompile.runtime.updates.refusals import check, check_shared, rehearse
+from megacompile.runtime.updates.refusals import Rehearsals, check, check_shared
 from megacompile.runtime.updates.update import ParamUpdate, UpdatePath
 
 _RESTS = 16  # graphs for what no schedule's update makes; those made longest ago go
@@ -101,6 +102,7 @@ class Updates:
         self._rests: dict[tuple[tuple[Bucket, bool], ...], Executor] = {}
         self._said: set[str] = set()
         self.ways: dict[str, UpdatePath] = {}  # by the bucket's name, of the last step
+        self._rehearsals = Rehearsals()
         self._foreseen = False
         self._made_ahead: set[int] = set()  # keys of buckets
         self._prepared: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have stepped
@@ -226,13 +228,15 @@ class Updates:
         prepared = PreparedStep(self, optimizer, [], [])
         try:
             ready: dict[object, bool] = {}
-            rehearsed: set[object] = set()
+            rehearsals = self._rehearsals.of_step()
+            options: dict[int, dict[str, Any]] = {}
             for key in self._in_order(found):
-                part = self._parts.part(optimizer, self.machine.buckets[key], found[key])
+                bucket = self.machine.buckets[key]
+                part = self._parts.part(optimizer, bucket, found[key], options)
                 prepared.parts.append(part)
-                with line("preparing the update", self._shows):
+                with nullcontext() if self.ways else line("preparing the update", self._shows):
                     part.update.prepare(ready)
-                rehearse(where, optimizer, part.update, part.trained, rehearsed)
+                rehearsals.rehearse(where, optimizer, part.update, part.trained)
                 if self._parts.helps and part.update.suits_chunks():
                     part.update.on_device = True
                     part.update.bucket.states.lock(optimizer)

@@ -213,54 +213,95 @@ def _refuse_state(where: str, param: str, state: str, wrong: str) -> None:
     )
 
 
-def rehearse(
-    where: str,
-    optimizer: Optimizer,
-    update: BucketUpdate,
-    trained: Sequence[Trained],
-    done: set[object],
-) -> None:
-    """Run torch.optim's own step on stand-ins, where the update is to be made by it.
+class Rehearsals:
+    """Runs torch.optim's own step on stand-ins, where an update is to be made by it.
 
-    Args:
-        where: what was called.
-        optimizer: whose step it is.
-        update: is ready to be made.
-        trained: its parameters, in the order of its steps.
-        done: the kinds of parameters that this step has rehearsed.
-
-    Raises:
-        OptimizerError: that step raised, and why.
+    It is not run again where nothing has changed since it went well: the class, the options, and
+    what the parameter, its gradient and its states look like.
     """
-    if update.way not in OWN_CODE:
-        return
-    for step, each in zip(update.steps, trained, strict=True):
-        value = update.bucket.values[step.index]
-        states = tuple((name, _kind(state)) for name, state in step.states.items())
-        kind = (id(each.group), value.dtype, step.grad.dtype, value.dim(), states)
-        if kind in done:
-            continue
-        done.add(kind)
-        standin = ParamUpdate(
-            index=0,
-            grad=_stand_in(step.grad),
-            scale=1.0,
-            group={k: _on_host(v) for k, v in step.group.items()},
-            states={
-                name: _on_host(state) if name == "step" else _stand_in(state)
-                for name, state in step.states.items()
-            },
-        )
-        try:
-            with torch.no_grad():
-                run_stock(type(optimizer), [standin], {0: _stand_in(value)})
-        except _ERRORS as error:
-            name = update.bucket.layout.params[step.index].name
-            raise OptimizerError(
-                f"{where}: torch.optim's own step refuses parameter {name!r} with "
-                f"{type(error).__name__}: {error}; nothing was updated: correct the options of its "
-                "parameter group, or its state, and call it again"
-            ) from error
+
+    def __init__(self) -> None:
+        self._well: set[object] = set()  # what went well
+        self._of_step: set[object] = set()  # the kinds of parameters that this step has asked for
+
+    def of_step(self) -> Rehearsals:
+        """A step begins."""
+        self._of_step.clear()
+        if len(self._well) > _REMEMBERED:
+            self._well.clear()
+        return self
+
+    def rehearse(
+        self, where: str, optimizer: Optimizer, update: BucketUpdate, trained: Sequence[Trained]
+    ) -> None:
+        """Rehearse an update.
+
+        Args:
+            where: what was called.
+            optimizer: whose step it is.
+            update: is ready to be made.
+            trained: its parameters, in the order of its steps.
+
+        Raises:
+            OptimizerError: that step raised, and why.
+        """
+        if update.way not in OWN_CODE:
+            return
+        for step, each in zip(update.steps, trained, strict=True):
+            value = update.bucket.values[step.index]
+            states = tuple([(name, _kind(state)) for name, state in step.states.items()])
+            looks = (value.dtype, step.grad.dtype, value.dim(), states)
+            kind = (id(each.group), looks)
+            if kind in self._of_step:
+                continue
+            self._of_step.add(kind)
+            options = _frozen(step.group)
+            known = (type(optimizer), options, looks)
+            if options is not None and known in self._well:
+                continue
+            _rehearse(where, optimizer, update, step)
+            if options is not None:
+                self._well.add(known)
+
+
+def _frozen(options: Mapping[str, Any]) -> object:
+    """Options as a key; None where a value may change and stay the same object."""
+    values = [item for value in options.values() for item in _items(value)]
+    if not _CONSTANTS.issuperset(map(type, values)):
+        return None
+    return tuple([(name, type(value), repr(value)) for name, value in options.items()])
+
+
+def _items(value: Any) -> Sequence[Any]:
+    return value if type(value) is tuple else (value,)
+
+
+_CONSTANTS = frozenset((bool, int, float, str, type(None)))
+_REMEMBERED = 256
+
+
+def _rehearse(where: str, optimizer: Optimizer, update: BucketUpdate, step: ParamUpdate) -> None:
+    value = update.bucket.values[step.index]
+    standin = ParamUpdate(
+        index=0,
+        grad=_stand_in(step.grad),
+        scale=1.0,
+        group={k: _on_host(v) for k, v in step.group.items()},
+        states={
+            name: _on_host(state) if name == "step" else _stand_in(state)
+            for name, state in step.states.items()
+        },
+    )
+    try:
+        with torch.no_grad():
+            run_stock(type(optimizer), [standin], {0: _stand_in(value)})
+    except _ERRORS as error:
+        name = update.bucket.layout.params[step.index].name
+        raise OptimizerError(
+            f"{where}: torch.optim's own step refuses parameter {name!r} with "
+            f"{type(error).__name__}: {error}; nothing was updated: correct the options of its "
+            "parameter group, or its state, and call it again"
+        ) from error
 
 
 def _kind(state: Any) -> object:
