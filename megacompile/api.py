@@ -264,7 +264,7 @@ def _made(
         return model
     if ranks is not None:
         check_alike(ranks.told(options.of_all_ranks))
-    refuse_nested(model)
+    refuse_nested(model, compat.modules_of(model))
     refuse_shared(model)
     if options.optimizer is not None:
         check_optimizer(model, options.optimizer)

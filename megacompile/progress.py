@@ -147,5 +147,7 @@ def phase(what: str) -> Iterator[None]:
 
 def _line() -> _Line | None:
     """The innermost line of this thread; None: it has none, as threads that work beside it."""
+    if not _lines:
+        return None
     mine = threading.get_ident()
     return next((line for line in reversed(_lines) if line.thread == mine), None)

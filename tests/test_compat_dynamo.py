@@ -244,6 +244,19 @@ def test_options_are_known_and_come_back() -> None:
     assert compat.dynamo_options() == before
 
 
+def test_dynamo_reads_the_options_that_are_set() -> None:
+    config: Any = torch._dynamo.config
+    before, plain, known = compat.dynamo_options(), config.get_config_copy(), config.get_hash()
+    compat.set_dynamo_options(compat.CALL_OPTIONS)
+    try:
+        assert {name: getattr(config, name) for name in compat.CALL_OPTIONS} == compat.CALL_OPTIONS
+        assert config.get_config_copy() == {**plain, **compat.CALL_OPTIONS}
+        assert config.get_hash() != known
+    finally:
+        compat.set_dynamo_options(before)
+    assert config.get_config_copy() == plain and config.get_hash() == known
+
+
 def test_options_are_those_of_a_thread() -> None:
     before, seen = compat.dynamo_options(), list[bool]()
     other = {name: not value for name, value in before.items()}

@@ -135,6 +135,21 @@ def test_modules_are_found_once_and_in_torchs_order() -> None:
     assert compat.modules_of(model) == list(model.modules())
 
 
+def test_what_modules_hold_is_found_at_once() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Tanh())
+    model[2].register_forward_hook(print)
+    compat.set_compiled_call(model[0], print)
+    modules = compat.modules_of(model)
+    assert compat.compiled_calls(modules) == [None, print, None, None]
+    for found, each in (
+        (compat.holders_of_parameters(modules), compat.parameters_of),
+        (compat.holders_of_buffers(modules), compat.buffers_of),
+        (compat.holders_of_forward_hooks(modules), compat.forward_hooks_of),
+    ):
+        held: list[Any] = [holder for m in modules if (holder := each(m))]  # type: ignore[operator]
+        assert len(found) == len(held) and all(a is b for a, b in zip(found, held, strict=True))
+
+
 def test_calls_of_a_frame_run_hooks() -> None:
     model, seen = nn.Linear(2, 2), []
     model.register_forward_hook(lambda *_: seen.append(1))

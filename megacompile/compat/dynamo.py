@@ -10,6 +10,7 @@ import types
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -68,14 +69,42 @@ def compile_lock() -> AbstractContextManager[object]:  # torch 2.11 to 2.15
 
 
 def dynamo_options() -> dict[str, Any]:  # torch 2.11 to 2.15
-    """What Dynamo's options are now, of those that `CALL_OPTIONS` sets."""
+    """What Dynamo's options are now, of those that `CALL_OPTIONS` sets; as they are kept, where
+    that is known."""
+    if _OPTIONS:
+        return {name: variable.get() for name, variable in _OPTIONS.items()}
     return {name: getattr(torch._dynamo.config, name) for name in CALL_OPTIONS}
 
 
 def set_dynamo_options(options: Mapping[str, Any]) -> None:  # torch 2.11 to 2.15
     """Set what `dynamo_options` gave (since torch 2.12, for this thread)."""
+    if not _OPTIONS:
+        for name, value in options.items():
+            setattr(torch._dynamo.config, name, value)
+        return
     for name, value in options.items():
-        setattr(torch._dynamo.config, name, value)
+        _OPTIONS[name].set(value)
+    config: Any = torch._dynamo.config
+    config._hash_dirty_var.set(True)
+    config._get_dict_dirty_keys_var.set(None)  # all of them
+
+
+def _kept_options() -> dict[str, Any]:  # torch 2.11 to 2.15
+    """What keeps the options of `CALL_OPTIONS`: setting each by its name takes as long as the
+    guards of a small model. Nothing where torch keeps them in another way."""
+    config: Any = torch._dynamo.config
+    names = ("_hash_dirty_var", "_get_dict_dirty_keys_var")
+    if not all(isinstance(getattr(config, name, None), ContextVar) for name in names):
+        return {}
+    entries = [config._config[name] for name in CALL_OPTIONS]
+    others = ("alias", "hide", "deprecated")  # what setting one by its name looks at
+    if any(getattr(entry, name, None) for entry in entries for name in others):
+        return {}
+    kept = {name: entry.user_override for name, entry in zip(CALL_OPTIONS, entries, strict=True)}
+    return kept if all(isinstance(each, ContextVar) for each in kept.values()) else {}
+
+
+_OPTIONS = _kept_options()
 
 
 def without_collecting() -> AbstractContextManager[object]:  # torch 2.11 to 2.15

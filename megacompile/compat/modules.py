@@ -6,7 +6,7 @@ import functools
 import itertools
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -77,15 +77,43 @@ def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:  # torch 2.11 t
     A call of a model asks for them, so it is the host's time in every step.
     """
     found: dict[int, torch.nn.Module] = {}
-    stack = [model]
+    stack: list[Any] = [model]
     while stack:
         module = stack.pop()
         if module is None or id(module) in found:
             continue
         found[id(module)] = module
-        if module._modules:
-            stack.extend(reversed(module._modules.values()))  # type: ignore[arg-type]
+        if children := module._modules:
+            stack.extend(reversed(children.values()))
     return list(found.values())
+
+
+def compiled_calls(
+    modules: Iterable[torch.nn.Module],
+) -> list[Callable[..., Any] | None]:  # torch 2.11 to 2.15
+    """`compiled_call` of each."""
+    return [module._compiled_call_impl for module in modules]
+
+
+def holders_of_parameters(
+    modules: Iterable[torch.nn.Module],
+) -> list[dict[str, torch.nn.Parameter | None]]:  # torch 2.11 to 2.15
+    """The dicts of the modules that have parameters of their own, as `parameters_of` gives them."""
+    return [holder for module in modules if (holder := module._parameters)]
+
+
+def holders_of_buffers(
+    modules: Iterable[torch.nn.Module],
+) -> list[dict[str, torch.Tensor | None]]:  # torch 2.11 to 2.15
+    """The dicts of the modules that have buffers."""
+    return [holder for module in modules if (holder := module._buffers)]
+
+
+def holders_of_forward_hooks(
+    modules: Iterable[torch.nn.Module],
+) -> list[dict[int, Callable[..., Any]]]:  # torch 2.11 to 2.15
+    """The dicts of the modules that have forward hooks."""
+    return [holder for module in modules if (holder := module._forward_hooks)]
 
 
 def parameters_of(

@@ -49,7 +49,14 @@ def is_sharded(tensor: object) -> bool:  # torch 2.11 to 2.15
 
 def local(tensor: Any) -> Any:  # torch 2.11 to 2.15
     """This rank's part of a tensor, without asking a guard; any other value as it is."""
-    return _LOCAL[0].__get__(tensor) if is_sharded(tensor) else tensor
+    if not _DTENSOR or not isinstance(tensor, _DTENSOR[0]):
+        return tensor
+    return _LOCAL[0].__get__(tensor)
+
+
+def locals_of(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:  # torch 2.11 to 2.15
+    """`local` of each."""
+    return [local(tensor) for tensor in tensors] if _DTENSOR else tensors
 
 
 def set_local(tensor: torch.Tensor, part: torch.Tensor) -> None:  # torch 2.11 to 2.15

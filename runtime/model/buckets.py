@@ -436,26 +436,30 @@ class ModelBuckets:
         now = self.plans.placement
         self._take_over(now.resident, stored=now.weights_on_disk)
 
-    def refresh(self, fits: bool) -> None:
+    def refresh(self, fits: bool, modules: Sequence[nn.Module]) -> None:
         """Bring the buckets up to date at the beginning of a call.
 
         Args:
+            modules: all of the model's.
             fits: the modules have the same parameters as at the last call.
 
         Raises:
             ModelError: the model cannot be streamed as it is now.
         """
-        if not fits or any(bucket.replaced() for bucket in self.machine.buckets.values()):
+        if not fits or any([bucket.is_replaced() for bucket in self.machine.buckets.values()]):
             self._adopt(fits)
         if self.machine.gradients.outdated():
             self.machine.gradients.bind(self.machine.buckets)
             self._make_proxies()
         for bucket in self.machine.buckets.values():
-            if not bucket.pending.busy():
-                bucket.pending.settle()
-            bucket.pending.check()  # who restores it may read it, and not train with it
-            bucket.refresh()
-        self.buffers_to(self.options.device)
+            pending = bucket.pending
+            if pending.in_flight is not None and pending.in_flight.done():
+                pending.settle()
+            if pending.torn is not None:
+                pending.check()  # who restores it may read it, and not train with it
+            if bucket.has_copy:
+                bucket.refresh()
+        self.buffers_to(self.options.device, modules)
 
     def follow_plans(self) -> None:
         """Move what the plans want elsewhere, unless something around the call forbids it."""
@@ -522,12 +526,12 @@ class ModelBuckets:
         if left:
             self.moved()
 
-    def buffers_to(self, device: torch.device) -> None:
-        """Move the model's buffers that are elsewhere."""
+    def buffers_to(self, device: torch.device, modules: Sequence[nn.Module] = ()) -> None:
+        """Move the model's buffers that are elsewhere; `modules` are all of its, where known."""
         places = [
-            (compat.buffers_of(module), name, buffer)
-            for module in compat.modules_of(self.model)
-            for name, buffer in compat.buffers_of(module).items()
+            (holder, name, buffer)
+            for holder in compat.holders_of_buffers(modules or compat.modules_of(self.model))
+            for name, buffer in holder.items()
             if buffer is not None and buffer.device != device
         ]
         if not places:

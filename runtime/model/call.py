@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -75,7 +76,7 @@ class Call:
             token = Gate.apply(self, group, token, *params)  # type: ignore[no-untyped-call]
         return token
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @compat.opaque
     def gradients_for(self, places: Sequence[ParamId]) -> list[torch.Tensor | None]:
         """What a gate hands over; nobody holds it afterwards."""
         number = compat.backward_id()
@@ -120,7 +121,7 @@ class Call:
         self.generation = self.machine.slots.generation
         return outputs
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @compat.opaque
     def backward(
         self, node: object, given: Sequence[torch.Tensor | None]
     ) -> dict[int, torch.Tensor]:
@@ -143,7 +144,7 @@ class Call:
             self._check(tuple(tangents))
             self.machine.run = run = self._prepare(node)
             try:
-                with line("running the first backward", self._shows):
+                with self._line():
                     of_inputs = self._attempts(tangents)
                 of_params, of_proxies = run.for_autograd()
             finally:
@@ -155,10 +156,11 @@ class Call:
         found = {self.program.inputs[name]: gradient for name, gradient in of_inputs.items()}
         return found | {self.positions[place]: g for place, g in of_proxies.items()}
 
-    @property
-    def _shows(self) -> bool | None:
-        """Is there a line that says what is waited for? In the first backward of the first step."""
-        return False if self.program.ran_backward else self.machine.progress
+    def _line(self) -> AbstractContextManager[None]:
+        """Says what is waited for, in the first backward."""
+        if self.program.ran_backward:
+            return nullcontext()
+        return line("running the first backward", self.machine.progress)
 
     def _prepare(self, node: object) -> Run:
         """Find out who wants the parameters' gradients in this backward, and who else is there."""

@@ -51,15 +51,23 @@ def _is_packed(arg: Any) -> bool:
     return all(isinstance(part, StreamedParameter) for part in taken_apart(arg)[1])
 
 
-def _taken_apart(args: Sequence[Any]) -> tuple[Any, ...]:
+def _taken_apart(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments with what packed parameters are made of in their places."""
+    if _PLAIN.issuperset(map(type, args)):
+        return args
     parts = [taken_apart(arg)[1] if _is_packed(arg) else [arg] for arg in args]
     return tuple(part for each in parts for part in each)
 
 
-def _fetched(arg: Any) -> Any:
-    """A view of a parameter that eager code made, on the device; anything else as it is."""
-    return arg.clone() if isinstance(arg, StreamedParameter) and arg.is_view else arg
+_PLAIN = frozenset((StreamedParameter, torch.Tensor, torch.nn.Parameter, int, float, bool))
+
+
+def _fetched(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Views of parameters that eager code made, on the device; anything else as it is."""
+    views = [isinstance(arg, StreamedParameter) and arg.is_view for arg in args]
+    if True not in views:
+        return args
+    return tuple(arg.clone() if view else arg for arg, view in zip(args, views, strict=True))
 
 
 _REFUSED = object()  # among a kind's keys: no more programs with symbols are tried
@@ -149,7 +157,7 @@ class CapturedGraph:
             self._called.clear()
             self._kinds.clear()
             self.stale = False
-        given = whole = tuple(map(_fetched, args))
+        given = whole = _fetched(args)
         if self.symbolic:
             whole = self.symbolic[0].plain(whole)
         args = _taken_apart(whole)

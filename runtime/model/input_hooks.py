@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,12 +33,11 @@ class InputHooks:
         self.device = device
         self._hook: Any = None
 
-    def swap_in(self, model: nn.Module, undos: Undos) -> None:
+    def swap_in(self, modules: Iterable[nn.Module], undos: Undos) -> None:
         """Until the undos run, what Dynamo captures is in the place of such hooks."""
         found = [
             (hooks, key, hook)
-            for module in compat.modules_of(model)
-            for hooks in (compat.forward_hooks_of(module),)
+            for hooks in compat.holders_of_forward_hooks(modules)
             for key, hook in hooks.items()
             if _is_ours(hook)
         ]

@@ -7,6 +7,7 @@ the forward has changed something in place already (a BatchNorm statistic) it is
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,9 +63,9 @@ class Before:
     versions: tuple[int, ...]  # of the buffers
 
     @staticmethod
-    def of(model: nn.Module, device: torch.device) -> Before:
-        """As it is now."""
-        return Before(device, random_state(device), _versions(model))
+    def of(modules: Iterable[nn.Module], device: torch.device) -> Before:
+        """As it is now, of all modules of a model."""
+        return Before(device, random_state(device), _versions(modules))
 
     def restore(self, model: nn.Module, ran_out: str) -> None:
         """Set the random generators back.
@@ -72,7 +73,7 @@ class Before:
         Raises:
             DeviceMemoryError: the forward has changed a buffer.
         """
-        if _versions(model) != self.versions:
+        if _versions(compat.modules_of(model)) != self.versions:
             raise DeviceMemoryError(
                 f"megacompile(): device memory ran out in the forward ({ran_out}), which has "
                 "changed a buffer by then (running statistics?) and cannot be repeated; let the "
@@ -81,8 +82,8 @@ class Before:
         set_random_state(self.device, self.random)
 
 
-def _versions(model: nn.Module) -> tuple[int, ...]:
-    buffers = [held for m in compat.modules_of(model) if (held := compat.buffers_of(m))]
+def _versions(modules: Iterable[nn.Module]) -> tuple[int, ...]:
+    buffers = compat.holders_of_buffers(modules)
     return tuple(compat.version(b) for held in buffers for b in held.values() if b is not None)
 
 

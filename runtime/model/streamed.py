@@ -190,24 +190,30 @@ class StreamedModel:
         undos.append(self.buckets.notice.forget)
         self.released.check()
         self.called = True
-        stand_ins = undone(functools.partial(self._adopt, undos))
+        modules = compat.modules_of(self.model)
+        stand_ins = undone(functools.partial(self._adopt, modules, undos))
         if compat.in_transform() and not compat.given_to_functional_call():
             self._refuse("torch.func")
         args, kwargs = inputs.moved(args, kwargs, self._to_device)
-        run = functools.partial(self._run, stand_ins, args, kwargs)
+        run = functools.partial(self._run, stand_ins, modules, args, kwargs)
         # ranks that share the model would have to agree on what they capture
         infers = not torch.is_grad_enabled() and self.machine.ranks is None
         if self.eager.depth or (infers and not self._ever_new.is_due(compiled)):
             with self.buckets.notice.asked_for():
                 return undone(functools.partial(run, compat.uncompiled(compiled)))
         before = sum(self._made())
-        result = self._captured(run, compiled)
+        result = self._captured(run, compiled, modules)
         if infers:
             self._ever_new.note(compiled, sum(self._made()) - before)
         return result
 
-    def _captured(self, run: Callable[..., Any], compiled: Callable[..., Any]) -> Any:
-        before = shortage.Before.of(self.model, self.options.device)
+    def _captured(
+        self,
+        run: Callable[..., Any],
+        compiled: Callable[..., Any],
+        modules: Sequence[nn.Module],
+    ) -> Any:
+        before = shortage.Before.of(modules, self.options.device)
         if self.graphs:
             made, start_s = self._made(), time.perf_counter()
             result = self._until_done(run, compiled, before)
@@ -297,6 +303,7 @@ class StreamedModel:
     def _run(
         self,
         stand_ins: StandIns,
+        modules: Sequence[nn.Module],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         call: Callable[..., Any],
@@ -304,7 +311,7 @@ class StreamedModel:
     ) -> Any:
         undos.append(functools.partial(compat.set_dynamo_options, compat.dynamo_options()))
         compat.set_dynamo_options(compat.CALL_OPTIONS)
-        self._input_hooks.swap_in(self.model, undos)
+        self._input_hooks.swap_in(modules, undos)
         four_bit.swap_in(undos)
         instead.swap_in(undos)
         stand_ins.put_in(self._stand_in, undos)
@@ -411,20 +418,20 @@ class StreamedModel:
         """The captured graphs whose programs are those that ran last."""
         return [graph for graph in self.graphs if not graph.stale] or self.graphs
 
-    def _adopt(self, of_call: Undos, undos: Undos) -> StandIns:
+    def _adopt(self, modules: Sequence[nn.Module], of_call: Undos, undos: Undos) -> StandIns:
         """Take over what has changed; gives what stands in for parameters until the call ends."""
         use_unguarded(undos)
         with compat.outside_inference_mode(), compat.on_host():
-            refuse_nested(self.model)
+            refuse_nested(self.model, modules)
             buckets = self.buckets
             stand_ins = StandIns()
-            fits = buckets.proxies.fits(self.model)
+            fits = buckets.proxies.fits(self.model, modules)
             if not fits and not self._is_in_a_call():
                 buckets.proxies.put_back()  # what a call that was broken off twice has left
                 stand_ins = buckets.proxies.stand_ins(self.model)
                 stand_ins.take_out(of_call)
-                fits = buckets.proxies.fits(self.model)
-            buckets.refresh(fits)
+                fits = buckets.proxies.fits(self.model, modules)
+            buckets.refresh(fits, modules)
             self.updates.check()
         if not fits:
             self.parts.put_in()
@@ -459,14 +466,17 @@ class StreamedModel:
         return weakly(graph.__call__)
 
 
-def refuse_nested(model: nn.Module) -> None:
+def refuse_nested(model: nn.Module, modules: Sequence[nn.Module]) -> None:
     """Raise if a module inside of the model is megacompiled too: a parameter has one owner.
+
+    Args:
+        modules: all of the model's, itself first.
 
     Raises:
         ModelError: with the name of that module.
     """
-    calls = map(compat.compiled_call, compat.modules_of(model)[1:])
-    if not any(isinstance(call, StreamedModel) for call in calls):
+    calls = compat.compiled_calls(modules)[1:]
+    if not any(issubclass(kind, StreamedModel) for kind in set(map(type, calls))):
         return
     for name, module in model.named_modules():
         if module is not model and isinstance(compat.compiled_call(module), StreamedModel):

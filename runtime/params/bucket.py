@@ -235,12 +235,16 @@ class HostBucket:
         """Parameters whose storage the user replaced, and their places here."""
         return [(self.params[i], self.values[i]) for i in self._replaced()]
 
+    def is_replaced(self) -> bool:
+        """Did the user replace some? The quick look, for every call."""
+        return bool(self._replaced())
+
     def _replaced(self) -> list[int]:
+        homes, strides = self.homes, self._strides
         return [
             i
-            for i, param in enumerate(self.params)
-            if (part := compat.local(param)).data_ptr() != self.homes[i]
-            or part.stride() != self._strides[i]
+            for i, part in enumerate(compat.locals_of(self.params))
+            if part.data_ptr() != homes[i] or part.stride() != strides[i]
         ]
 
     def left_to_others(self) -> bool:

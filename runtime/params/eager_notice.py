@@ -76,6 +76,11 @@ class EagerNotice:
             self.cause = _cause(frames, compat.uncaptured() > self._uncaptured)
         self._params.add(id(param))
 
+    @property
+    def has_used_any(self) -> bool:
+        """Has eager code ever used a parameter?"""
+        return bool(self._ever)
+
     def has_used(self, param: torch.Tensor) -> bool:
         """Has eager code ever used a parameter, as far as is known?"""
         return id(param) in self._ever or id(None) in self._ever

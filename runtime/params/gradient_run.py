@@ -68,6 +68,8 @@ class Uses:
     ) -> Uses:
         """Those of the parameters that a captured graph trains; the arguments are `Run`'s."""
         found = Uses(frozenset(proxies), observed)
+        others = frozenset().union(*[each.others for each in users])
+        several = frozenset().union(*[each.several for each in users])
         for place in places:
             if not gradients.param(place).requires_grad:  # frozen since the forward
                 found.unwanted.add(place)
@@ -81,9 +83,9 @@ class Uses:
             elif end.hooked:
                 found.hooked.add(place)
             key = id(end.param)
-            if not users or any(key in each.others for each in users):
+            if not users or key in others:
                 found.shared.add(place)
-            elif any(key in each.several for each in users):
+            elif key in several:
                 found.several.add(place)
         return found
 

@@ -16,7 +16,7 @@ its memory to other libraries are wrapped (`compat.ask_before_export`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -129,6 +129,13 @@ def release(tensor: torch.Tensor) -> None:
     if type(tensor) in _PLAIN:
         tensor.__class__ = _PLAIN[type(tensor)]
         del tensor.guard  # type: ignore[attr-defined]
+
+
+def release_from(guarded: Iterable[tuple[torch.Tensor, Guard]]) -> None:
+    """Release those of these tensors that the guards beside them still guard."""
+    for tensor, by in guarded:
+        if isinstance(tensor, _Guarded) and tensor.guard is by:
+            release(tensor)
 
 
 def opened(tensor: Any) -> None:

@@ -20,7 +20,7 @@ from megacompile.runtime.device import forks
 from megacompile.runtime.device.shared_weights import Rows, await_weights
 from megacompile.runtime.device.streams import Handle, Host
 from megacompile.runtime.params.bucket_guards import Offered, Wait
-from megacompile.runtime.params.guards import guard, guard_of, release
+from megacompile.runtime.params.guards import guard, guard_of, release, release_from
 from megacompile.runtime.params.streamed_copy import StreamedCopy
 from megacompile.runtime.params.torn import Left, Torn
 
@@ -251,9 +251,7 @@ class Pending:
             self._release(guarded)
 
     def _release(self, guarded: Sequence[tuple[torch.Tensor, Wait]]) -> None:
-        for tensor, by in guarded:
-            if guard_of(tensor) is by:
-                release(tensor)
+        release_from(guarded)
         self.copy.watch()
 
     # What is offered to the next step.

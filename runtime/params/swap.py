@@ -68,7 +68,7 @@ class Proxies:
         self._shared = {id(leaf) for _, _, param, leaf in places if param is not leaf}
         for holder, name, param, leaf in places:
             self.sites.append(Site(holder, name, param, self._in_place_of(param, leaf)))
-        self._found = _found(model)
+        self._found = _found(model, compat.modules_of(model))
         self._columns = self._by_column()
 
     def _by_column(self) -> tuple[tuple[Any, ...], ...]:
@@ -95,13 +95,16 @@ class Proxies:
         proxy.tell = self.notice
         return proxy
 
-    def fits(self, model: nn.Module) -> bool:
+    def fits(self, model: nn.Module, modules: Sequence[nn.Module] = ()) -> bool:
         """Do the same modules have the same parameters, by the same names, as when these were made?
 
         Not so behind a rename (pruning, a parametrization), or where another module has a parameter
         now (an adapter around its layer, a conversion): its old holder is not called any more.
+
+        Args:
+            modules: all of the model's, where they are known.
         """
-        return _same(_found(model), self._found)
+        return _same(_found(model, modules or compat.modules_of(model)), self._found)
 
     def of(self, param: torch.Tensor) -> StreamedParameter | None:
         """The proxy of a parameter; None for any other tensor."""
@@ -134,12 +137,12 @@ class Proxies:
         be one, and autograd would add their gradients in another order.
         """
         use_unguarded(undos)
-        used = self.notice.has_used
+        used = self.notice.has_used if self.notice.has_used_any else None
         stale = {
-            id(site.param): site.param
-            for site in self.sites
-            if site.proxy.requires_grad != site.param.requires_grad
-            or (site.param.requires_grad and used(site.param))
+            id(param): param
+            for _, _, param, proxy in self.sites
+            if proxy.requires_grad != param.requires_grad
+            or (used is not None and param.requires_grad and used(param))
         }
         for param in stale.values():
             if is_wrapper(param):
@@ -194,12 +197,12 @@ def _places(
                         yield member.attributes, member.key, member.tensor, member.leaf
 
 
-def _found(model: nn.Module) -> tuple[list[Any], ...]:
+def _found(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[list[Any], ...]:
     """Where tensors are: holders, how many each has, their names, what packed ones have; and they.
 
     In as little time as may be: a call of a model asks for it.
     """
-    holders = [holder for m in compat.modules_of(model) if (holder := compat.parameters_of(m))]
+    holders = compat.holders_of_parameters(modules)
     names = [*chain.from_iterable(holders)]
     params = [*chain.from_iterable(map(dict.values, holders))]
     packed = list(_packed(model)) if any_packed(params) else []
