@@ -31,12 +31,13 @@ class UNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = self.first(x).relu()
         low = self.down(wide).tanh()
-        return self.last(torch.cat([wide, self.up(low, wide)], 1)).square().mean()
+        out: Tensor = self.last(torch.cat([wide, self.up(low, wide)], 1))
+        return out.square().mean()
 
 
 def turned(low: Tensor, wide: Tensor) -> Tensor:
     theta = low.mean((2, 3))[:, :3, None].transpose(1, 2) * torch.ones(2, 1)
-    grid = F.affine_grid(theta, wide.shape, align_corners=False)
+    grid = F.affine_grid(theta, list(wide.shape), align_corners=False)
     return F.grid_sample(low, grid, align_corners=False)
 
 
@@ -50,6 +51,7 @@ SIZES = [(8, 8), (12, 16), (16, 20), (20, 12), (24, 40), (10, 10)]
 
 def assert_same(model: nn.Module, shapes: Sequence[Sequence[int]]) -> nn.Module:
     """Train the model and its twin on these shapes; gives the twin."""
+    streamed: nn.Module
     plain, streamed = twins(model)
     for shape in shapes:
         x = torch.linspace(-1, 1, torch.Size(shape).numel()).sin().view(*shape)
@@ -123,7 +125,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[tuple[int, ...]]]] = {
             nn.Conv3d(WIDTH, WIDTH, 3, padding=1),
             up(scale_factor=2),
             up(scale_factor=2, mode="trilinear"),
-            lambda x: F.affine_grid(x.mean((3, 4))[:, :3, :4], x.shape, align_corners=True),
+            lambda x: F.affine_grid(x.mean((3, 4))[:, :3, :4], list(x.shape), align_corners=True),
         ),
         [(2, WIDTH, 4, n, n + 1) for n in (4, 6, 9, 10)],
     ),

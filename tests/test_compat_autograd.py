@@ -200,3 +200,12 @@ def test_hooks_change_places() -> None:
     assert order == [2, 1, 3, 0]
     hooks[3].remove()
     compat.put_last(hooks[3])  # of what is gone
+
+
+def test_what_was_changed_in_place() -> None:
+    y = leaf().exp()
+    y.mul_(2)
+    with pytest.raises(RuntimeError) as caught:
+        y.sum().backward()
+    assert compat.is_overwritten(caught.value)
+    assert not compat.is_overwritten(RuntimeError("out of memory"))

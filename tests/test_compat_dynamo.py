@@ -518,3 +518,33 @@ def test_a_function_within_its_callers_has_no_frame_of_its_own() -> None:
     assert [n.target for n in graph.graph.nodes if n.op == "call_method"] == ["sin", "sin"]
     torch.compiler.reset()
     assert len(captured(_twice, torch.ones(2))) == 1  # of `_once` alone, the second time from it
+
+
+def test_a_function_with_sizes_is_captured_as_another() -> None:
+    """Where a size is a symbol; and not with arguments that the other has not."""
+
+    def spaced(start: float, end: float, steps: int) -> torch.Tensor:
+        return torch.arange(steps) * (end - start)
+
+    handlers = torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers()
+    ours = handlers.pop(torch.linspace, None)
+    captured: list[str] = []
+
+    def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Any:
+        captured.append(str(module.graph))
+        return module
+
+    try:
+        compat.capture_sized_as(torch.linspace, spaced, lambda: True)
+        for options in ({}, {"dtype": torch.float64}):
+            function = torch.compile(
+                lambda x, options=options: torch.linspace(0, 1, x.shape[0], **options),
+                backend=backend,
+            )
+            for rows in (4, 6):
+                function(torch.ones(rows))
+    finally:
+        handlers.pop(torch.linspace, None)
+        if ours is not None:
+            handlers[torch.linspace] = ours
+    assert ["torch.arange" in graph for graph in captured] == [False, True, False, False]

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacompile import compat
+from megacompile.compat import composites
 
 ROWS = sympy.Symbol("n0", integer=True, positive=True)
 
@@ -92,3 +93,57 @@ def test_what_is_stated_of_a_size_is_known() -> None:
     assert fakes.holds(7, 7) and not fakes.holds(7, 8)
     with pytest.raises(RuntimeError):
         compat.check(False)
+
+
+def test_ints_by_way_of_a_float_are_computed() -> None:
+    fakes = compat.SymbolicFakes({ROWS: 9})
+    _, expression = compat.expression_of(torch.sym_int(fakes.number(ROWS) * 0.3))
+    assert compat.evaluated(expression, {ROWS: 20}) == 6
+    graph = fx.Graph()
+    graph.output(compat.reified(graph, expression, {ROWS: graph.placeholder("n")}))
+    assert fx.GraphModule({}, graph)(20) == 6
+
+
+def test_a_scaled_image_keeps_its_symbols() -> None:
+    """Each operator that scales gives what its C++ gives for numbers."""
+    fakes = compat.SymbolicFakes({ROWS: 9})
+    aten = torch.ops.aten
+    names = [n for n in dir(aten) if "upsample" in n and "vec" in getattr(aten, n).overloads()]
+    assert len(names) >= 12
+    for name in names:
+        operator = getattr(aten, name).vec
+        dims = next(int(c) for c in name if c in "123")
+        corners = [False] if "align_corners" in str(operator._schema) else []
+        for scale in (2.0, 1.5, 0.3):
+            scales = [scale] * dims
+            want = operator(torch.zeros(1, 1, *[9] * dims), None, *corners, scales).shape
+            with fakes:
+                x = torch.zeros((1, 1, *[fakes.number(ROWS)] * dims))
+                got = operator(x, None, *corners, scales)
+            assert [compat.expression_of(n)[0] for n in got.shape] == list(want), name
+            assert compat.expression_of(got.shape[2])[1].free_symbols == {ROWS}, name
+    assert fakes.holds(20)
+
+
+def test_without_our_mode_cpp_scales() -> None:
+    """torch.export turns on the key of our kernels, too."""
+    x = torch.arange(6.0).view(1, 1, 2, 3)
+    want = torch.nn.functional.interpolate(x, scale_factor=1.5)
+    with composites.symbolic_composites():
+        got = torch.nn.functional.interpolate(x, scale_factor=1.5)
+    assert torch.equal(got, want)
+
+
+def test_who_asks_for_a_symbol_is_noted() -> None:
+    fakes = compat.SymbolicFakes({ROWS: 12})
+    assert compat.fakes_in([3, torch.zeros(2)]) is None
+    with fakes:
+        assert compat.fakes_in([3, torch.zeros(2)]) is fakes
+    half = fakes.number(ROWS) // 2
+    fakes.note_fixed(lambda: "nobody")
+    assert int(half) == 6
+    fakes.note_fixed(lambda: "the first")
+    assert fakes.number(ROWS) == 12
+    fakes.note_fixed(lambda: "the second")
+    assert fakes.fixed == {ROWS: "the first"}
+    assert not fakes.has_floats

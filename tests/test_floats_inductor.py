@@ -149,7 +149,8 @@ class Compares(nn.Module):
         y = self.first(x).tanh()
         near = abs(t - 0.2) < 1e-6
         y = self.second(y * int(t * 10) + (t > 0.25) * y.mean())
-        return y.square().mean() * bool(t) + near * y.sum() + max(t, 0.3) * y.mean()
+        loss: Tensor = y.square().mean() * bool(t) + near * y.sum() + max(t, 0.3) * y.mean()
+        return loss
 
 
 def test_comparisons_of_a_float() -> None:

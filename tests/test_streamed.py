@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops import while_loop
 
 from megacompile import megacompile
 from megacompile.errors import BackwardError, ModelError
@@ -19,6 +20,7 @@ from megacompile.runtime.model.methods import HostApply
 from megacompile.runtime.params.proxies import StreamedParameter
 from tests.inside import buckets, streamed
 from tests.zoo import (
+    WIDTH,
     Stack,
     assert_same,
     batch,
@@ -484,3 +486,53 @@ def test_a_weight_that_the_forward_changes_too_late_is_an_error() -> None:
         plain(batch()["x"]).backward()
     with pytest.raises(BackwardError, match="'layers.1.weight' was changed in place between"):
         model(batch()["x"]).backward()
+
+
+class Overwrites(nn.Module):
+    """The forward is right, and no backward can be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).exp()
+        y.mul_(2)
+        result: Tensor = self.last(y).square().mean()
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:megacompile. .* eager mode")
+def test_a_backward_that_is_impossible_is_refused_in_the_backward() -> None:
+    plain, model = twins(Overwrites())
+    losses = [each(batch()["x"]) for each in (plain, model)]
+    assert equal(*losses)
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+class Loops(nn.Module):
+    """Halves what a layer gives until it is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first(x)
+        (y,) = while_loop(lambda y: y.abs().max() > 0.01, lambda y: (y * 0.5,), (first.detach(),))
+        result: Tensor = self.last(first + y).square().mean()
+        return result
+
+
+def test_a_while_loop_has_the_plain_numbers() -> None:
+    plain, model = twins(Loops())
+    with pytest.warns(UserWarning, match="is not scheduled.*it uses while_loop"):
+        losses = [each(batch()["x"]) for each in (plain, model)]
+    assert equal(*losses)
+    for loss in losses:
+        loss.backward()
+    assert differences(plain, model) == []

@@ -91,7 +91,9 @@ def define_fakes(wanted: Callable[[Any], bool]) -> None:  # torch 2.11 to 2.15
         wanted: is it said in this FakeTensorMode?
     """
     names = [name for name in dir(aten) if "upsample" in name and name.endswith("_backward")]
-    kernels = {getattr(aten, name).default: _gradient_of_upsample for name in names}
+    kernels: dict[Any, Callable[..., Any]] = {
+        getattr(aten, name).default: _gradient_of_upsample for name in names
+    }
     for name in ("hardshrink_backward", "softshrink_backward"):
         kernels[getattr(aten, name).default] = _gradient_of_shrink
 

@@ -266,13 +266,15 @@ class _Taking:
         """A number is rounded to the dtype of what it is compared with; beside a float, ints are
         made floats."""
         compared: Any = node.args[0]
-        common = torch.result_type(_value(compared), _LIKE[type(_value(node.args[1]))])
+        number: Any = node.args[1]
+        common = torch.result_type(_value(compared), _LIKE[type(_value(number))])
         operands = [self._operand(arg, common) for arg in node.args]
         return self._call(_target(_COMPARISONS, node), *operands)
 
     def _filled(self, node: fx.Node) -> fx.Node:
         """`torch.full` on the device: a tensor of the host spreads beside one only."""
         value = _value(node)
+        number: Any
         size, number = node.args if node.target is aten.full.default else ((), node.args[0])
         compute = value.dtype
         if isinstance(_value(number), torch.SymFloat):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -14,7 +16,7 @@ from megacompile.runtime.params.undo import Undos, exchange
 
 _HERE = threading.local()  # its `on`: is a model called on this thread?
 
-_SIZED = {
+_SIZED: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.nn.functional.affine_grid: affine_grid,
     torch.linspace: linspace,
     torch.nn.functional.max_pool1d: max_pool1d,
