@@ -37,7 +37,7 @@ class Layer(nn.Module):
         self.register_buffer("seen", torch.zeros(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.linear(x) * (1 + self.amax)
+        hidden: Tensor = self.linear(x) * (1 + self.amax)
         if hidden.requires_grad:
             hidden.register_hook(self.hook)
         return hidden.tanh()
@@ -85,7 +85,8 @@ class PartOfABuffer(Layer):
     """Through a view that the forward has made."""
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden, first = self.linear(x) * (1 + self.seen.sum()), self.seen[0]
+        hidden: Tensor = self.linear(x) * (1 + self.seen.sum())
+        first = self.seen[0]
 
         def hook(grad: Tensor) -> Tensor:
             first.copy_(grad.abs().amax())
@@ -124,7 +125,7 @@ class Attribute(Layer):
 
 class FunctionLayer(Layer):
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = Changes.apply(self.linear(x).tanh(), self.amax, self.seen)
+        y: Tensor = CHANGES(self.linear(x).tanh(), self.amax, self.seen)
         return y * (1 + self.amax)
 
 
@@ -143,6 +144,9 @@ class Changes(torch.autograd.Function):
         seen[0].add_(1)
         ctx.amax.copy_(grad.abs().amax() * seen.sum())
         return grad * 2 / seen.sum(), None, None
+
+
+CHANGES: Any = Changes.apply
 
 
 @torch.library.custom_op("megacompile_tests::note", mutates_args={"amax"})
@@ -176,9 +180,7 @@ class Delayed(Layer):
         with torch.no_grad():
             scaled_by(of.history_x, of.scale_x, x)
             scaled_by(of.history_w, of.scale_w, self.linear.weight)
-        y: Tensor = Product.apply(
-            x, self.linear.weight, of.scale_x, of.scale_w, of.history_g, of.scale_g
-        )
+        y: Tensor = PRODUCT(x, self.linear.weight, of.scale_x, of.scale_w, of.history_g, of.scale_g)
         return (y + self.linear.bias).tanh()
 
 
@@ -198,6 +200,9 @@ class Product(torch.autograd.Function):
         scaled_by(ctx.history, ctx.scale, grad)
         grad = cast(grad, ctx.scale)
         return grad @ w, grad.t() @ x, None, None, None, None
+
+
+PRODUCT: Any = Product.apply
 
 
 def scaled_by(history: Tensor, scale: Tensor, tensor: Tensor) -> None:
@@ -407,7 +412,7 @@ def test_a_buffer_that_layers_share() -> None:
 def test_an_input_of_the_model() -> None:
     class Gives(Notes):
         def forward(self, x: Tensor, into: Tensor) -> Tensor:  # type: ignore[override]
-            hidden = self.linear(x)
+            hidden: Tensor = self.linear(x)
             hidden.register_hook(lambda grad: into.add_(grad).sum() and None)
             return hidden.tanh()
 
