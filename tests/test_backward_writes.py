@@ -125,7 +125,8 @@ class Attribute(Layer):
 
 class FunctionLayer(Layer):
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = CHANGES(self.linear(x).tanh(), self.amax, self.seen)
+        kind: Any = Changes
+        y: Tensor = kind.apply(self.linear(x).tanh(), self.amax, self.seen)
         return y * (1 + self.amax)
 
 
@@ -144,9 +145,6 @@ class Changes(torch.autograd.Function):
         seen[0].add_(1)
         ctx.amax.copy_(grad.abs().amax() * seen.sum())
         return grad * 2 / seen.sum(), None, None
-
-
-CHANGES: Any = Changes.apply
 
 
 @torch.library.custom_op("megacompile_tests::note", mutates_args={"amax"})
@@ -180,7 +178,10 @@ class Delayed(Layer):
         with torch.no_grad():
             scaled_by(of.history_x, of.scale_x, x)
             scaled_by(of.history_w, of.scale_w, self.linear.weight)
-        y: Tensor = PRODUCT(x, self.linear.weight, of.scale_x, of.scale_w, of.history_g, of.scale_g)
+        kind: Any = Product
+        y: Tensor = kind.apply(
+            x, self.linear.weight, of.scale_x, of.scale_w, of.history_g, of.scale_g
+        )
         return (y + self.linear.bias).tanh()
 
 
@@ -200,9 +201,6 @@ class Product(torch.autograd.Function):
         scaled_by(ctx.history, ctx.scale, grad)
         grad = cast(grad, ctx.scale)
         return grad @ w, grad.t() @ x, None, None, None, None
-
-
-PRODUCT: Any = Product.apply
 
 
 def scaled_by(history: Tensor, scale: Tensor, tensor: Tensor) -> None:
