@@ -114,3 +114,39 @@ def test_an_output_that_nobody_reads_changes_statistics_too() -> None:
     for model in (plain, streamed):
         model(torch.linspace(-1, 1, 12).reshape(3, 4)).backward()
     assert_same(plain, streamed)
+
+
+class SomeEager(nn.Module):
+    """(3, 4) -> (3, 4)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor, eager: bool) -> Tensor:
+        return uncaptured(self, x) if eager else self.plainly(x)
+
+    def plainly(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.linear(x)).relu()
+        return y
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def uncaptured(model: SomeEager, x: Tensor) -> Tensor:
+    return model.plainly(x)
+
+
+@pytest.mark.filterwarnings("ignore:megacompile")  # one is not captured
+@pytest.mark.parametrize("first_is_eager", [True, False])
+def test_captured_and_eager_forwards_before_one_backward(first_is_eager: bool) -> None:
+    """The eager one has saved the statistics, and the captured one counts no version of them."""
+    torch.manual_seed(0)
+    plain = SomeEager()
+    streamed = megacompile(copy.deepcopy(plain), device="cpu", lowering="eager")
+    x = torch.randn(3, 4)
+    for model in (plain, streamed):
+        outputs = [model(x, eager) for eager in (first_is_eager, not first_is_eager)]
+        (outputs[0].square() + outputs[1]).mean().backward()
+    assert_same(plain, streamed)
+    statistics = (plain.norm.running_mean, streamed.norm.running_mean)
+    assert len({value._version for value in statistics if value is not None}) == 1

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.errors import ModelError
+from tests.inside import streamed
 
 WIDTH, WORDS, LAYERS, LENGTH = 8, 17, 3, 16
 
@@ -126,7 +127,7 @@ def test_a_model_that_was_never_called_is_sampled_from() -> None:
     with torch.no_grad(), megacompile.eager(model):
         assert model.sample() == plain.sample()
         assert torch.equal(model(torch.arange(4)[None]), plain(torch.arange(4)[None]))
-    assert model._compiled_call_impl.graphs == []
+    assert streamed(model).graphs == []
 
 
 def test_gradients_in_a_block_are_those_of_the_plain_model() -> None:
@@ -148,11 +149,11 @@ def test_proxies_are_not_made_anew_behind_a_block_without_gradients() -> None:
     _, model = nets()
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer)
-    before = [proxy for _, proxy in model._compiled_call_impl.buckets.proxies.pairs()]
+    before = [proxy for _, proxy in streamed(model).buckets.proxies.pairs()]
     with torch.no_grad(), megacompile.eager(model):
         model.sample()
     train(model, optimizer)
-    after = [proxy for _, proxy in model._compiled_call_impl.buckets.proxies.pairs()]
+    after = [proxy for _, proxy in streamed(model).buckets.proxies.pairs()]
     assert all(a is b for a, b in zip(before, after, strict=True))
 
 
@@ -167,7 +168,7 @@ def test_modules_and_methods_in_a_block() -> None:
         assert torch.equal(model.layers[2](hidden), plain.layers[2](hidden))
         twin = copy.deepcopy(model)
         assert torch.equal(twin(tokens), plain(tokens))
-    assert model._compiled_call_impl.graphs == []
+    assert streamed(model).graphs == []
     with pytest.raises(ModelError, match=r"eager\(\): Net is not megacompiled"):
         megacompile.eager(twin).__enter__()
 
@@ -175,7 +176,7 @@ def test_modules_and_methods_in_a_block() -> None:
 def test_blocks_are_nested_and_end_with_an_exception() -> None:
     _, model = nets()
     tokens = torch.arange(4)[None]
-    graphs = model._compiled_call_impl.graphs
+    graphs = streamed(model).graphs
     with torch.no_grad():
         with megacompile.eager(model):
             with megacompile.eager(model):
@@ -198,11 +199,11 @@ def test_another_thread_is_captured_meanwhile() -> None:
         thread = threading.Thread(target=lambda: outputs.append(model(tokens).detach()))
         thread.start()
         thread.join()
-        captured = len(model._compiled_call_impl.graphs)
+        captured = len(streamed(model).graphs)
         assert captured
         assert torch.equal(model(tokens), plain(tokens))
     assert torch.equal(outputs[0], plain(tokens))
-    assert len(model._compiled_call_impl.graphs) == captured
+    assert len(streamed(model).graphs) == captured
 
 
 def test_what_is_given_to_eager_is_checked() -> None:

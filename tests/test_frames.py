@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -133,7 +134,7 @@ def test_a_change_that_nobody_sees_is_right_or_a_mismatch() -> None:
 def test_a_warning_of_an_alias_is_enough() -> None:
     def warns(model: Any, **_: object) -> None:
         another_model(model)
-        judge.warnings.warn("p0.o.weight shares its memory with another tensor", stacklevel=1)
+        warnings.warn("p0.o.weight shares its memory with another tensor", stacklevel=1)
 
     with mock.patch.object(judge, "megacompile", warns):
         for how in ("read", "written"):

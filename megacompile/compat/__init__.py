@@ -150,6 +150,7 @@ from megacompile.compat.modules import (
 )
 from megacompile.compat.operators import (
     CHOOSES_KERNELS,
+    COUNT_NO_VERSION,
     CUDNN_BATCH_NORM,
     FOREACH_ADD,
     FOREACH_MUL,
@@ -280,6 +281,7 @@ __all__ = [
     "CHECKPOINT",
     "CHECKPOINT_OPTIONS",
     "CHOOSES_KERNELS",
+    "COUNT_NO_VERSION",
     "COMPILED_CALL",
     "CROSS_ENTROPY_LOSS",
     "CUDNN_BATCH_NORM",

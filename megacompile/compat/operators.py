@@ -61,6 +61,9 @@ def is_mutable(func: Any) -> bool:  # torch 2.11 to 2.15
     return bool(func._schema.is_mutable)
 
 
+# Of what changes an argument in place, what leaves its version as it is.
+COUNT_NO_VERSION = (torch.nn.functional.batch_norm, torch.batch_norm)  # torch 2.11 to 2.15
+
 # Calls that Dynamo puts into graphs, by which operators are taken apart otherwise from there on.
 CHOOSES_KERNELS = (  # torch 2.11 to 2.15
     torch.nn.attention._sdpa_kernel,

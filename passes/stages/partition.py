@@ -312,7 +312,8 @@ class _Builder:
                 env[node] = add_item(graph, call, k, f"y{stage.index}_{k}")
             for node in chunk.changed:
                 if last_change.get(node) == stage.index:
-                    ops.call(graph, ops.assign, sources[node], env[node], after=())
+                    counted = () if self._is_counted(node) else (False,)
+                    ops.call(graph, ops.assign, sources[node], env[node], *counted, after=())
         recorded = [node for node in last_change if self._is_recorded(node)]
         new_values = [env[node] for node in recorded]
         env |= {node: sources[node] for node in recorded}  # an output that is the input itself
@@ -338,6 +339,16 @@ class _Builder:
             if isinstance(node, fx.Node):
                 yield from ((k, named[key]) for key in self.values.storages[node] & named.keys())
 
+    def _changes(self, node: fx.Node) -> list[fx.Node]:
+        """What changes an input in place."""
+        keys = self.values.storages[node]
+        return [n for n in self.nodes if self.values.mutates[n] & keys]
+
+    def _is_counted(self, node: fx.Node) -> bool:
+        """Does torch count a version where an input is changed in place? Batch norm has the
+        statistics written by its kernel, and a backward that saved them goes on."""
+        return any(n.target not in compat.COUNT_NO_VERSION for n in self._changes(node))
+
     def _is_recorded(self, node: fx.Node) -> bool:
         """Does autograd record how an input is changed in place?
 
@@ -346,8 +357,7 @@ class _Builder:
         """
         if not self._meta(node, len(self.nodes)).requires_grad:
             return False
-        keys = self.values.storages[node]
-        changes = [n for n in self.nodes if self.values.mutates[n] & keys]
+        changes = self._changes(node)
         grad = self.capture.ambient.grad_enabled
         if not grad or not any(self.regions.grad[self.position[n]] for n in changes):
             return False

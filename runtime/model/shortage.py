@@ -18,6 +18,7 @@ from megacompile import compat, notices
 from megacompile.errors import DeviceMemoryError
 from megacompile.runtime.device.random import Random, random_state, set_random_state
 from megacompile.runtime.device.slots import DeviceSlots
+from megacompile.runtime.ops.machine import Machine
 
 
 class StepsDown(Protocol):
@@ -61,19 +62,22 @@ class Before:
     device: torch.device
     random: Random
     versions: tuple[int, ...]  # of the buffers
+    assigned: int  # by schedules: a BatchNorm statistic counts no version
 
     @staticmethod
-    def of(modules: Iterable[nn.Module], device: torch.device) -> Before:
+    def of(modules: Iterable[nn.Module], machine: Machine) -> Before:
         """As it is now, of all modules of a model."""
-        return Before(device, random_state(device), _versions(modules))
+        device = machine.device
+        return Before(device, random_state(device), _versions(modules), machine.assigned)
 
-    def restore(self, model: nn.Module, ran_out: str) -> None:
+    def restore(self, model: nn.Module, machine: Machine, ran_out: str) -> None:
         """Set the random generators back.
 
         Raises:
             DeviceMemoryError: the forward has changed a buffer.
         """
-        if _versions(compat.modules_of(model)) != self.versions:
+        now = _versions(compat.modules_of(model)), machine.assigned
+        if now != (self.versions, self.assigned):
             raise DeviceMemoryError(
                 f"megacompile(): device memory ran out in the forward ({ran_out}), which has "
                 "changed a buffer by then (running statistics?) and cannot be repeated; let the "

@@ -213,7 +213,7 @@ class StreamedModel:
         compiled: Callable[..., Any],
         modules: Sequence[nn.Module],
     ) -> Any:
-        before = shortage.Before.of(modules, self.options.device)
+        before = shortage.Before.of(modules, self.machine)
         if self.graphs:
             made, start_s = self._made(), time.perf_counter()
             result = self._until_done(run, compiled, before)
@@ -262,7 +262,7 @@ class StreamedModel:
             if ran_out:
                 self._step_down(before, ran_out)
             else:
-                before.restore(self.model, "no memory")
+                before.restore(self.model, self.machine, "no memory")
                 self.buckets.move_if_wanted()
                 self._plan_anew()
         return self._in_eager_mode(run, compiled, attempts, failed)
@@ -376,7 +376,7 @@ class StreamedModel:
 
     def _step_down(self, before: shortage.Before, ran_out: str) -> None:
         """After a forward that ran out of device memory: a plan that needs less, from the start."""
-        before.restore(self.model, ran_out)
+        before.restore(self.model, self.machine, ran_out)
         compiler = self.buckets.plans.compiler
         shortage.step_down(compiler, self.machine.slots, ran_out, "the forward")
         self._plan_anew()

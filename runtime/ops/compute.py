@@ -27,9 +27,16 @@ class ComputeOps(OpGroup):
     def snapshot(self, tensor: Handle) -> Handle:
         return self._issue(Stream.COMPUTE, (tensor,), lambda: tensor.value.clone())
 
-    def assign(self, tensor: Handle, value: Handle, *, after: tuple[Any, ...] = ()) -> Handle:
-        waits = (tensor, value, after)
-        return self._issue(Stream.COMPUTE, waits, lambda: tensor.value.copy_(value.value))
+    def assign(
+        self, tensor: Handle, value: Handle, counted: bool = True, *, after: tuple[Any, ...] = ()
+    ) -> Handle:
+        def run() -> torch.Tensor:
+            target: torch.Tensor = tensor.value
+            (target if counted else target.data).copy_(value.value)
+            return target
+
+        self.machine.assigned += 1
+        return self._issue(Stream.COMPUTE, (tensor, value, after), run)
 
     def forward(self, stage: Stage, weights: Any, args: Any, saving: bool) -> tuple[Handle, ...]:
         code = stage.traced.code[Code.FORWARD_SAVING if saving else Code.FORWARD]

@@ -63,6 +63,7 @@ class Machine:
     """The executors whose backwards ran since the last step, the last one first."""
     stepped: bool = False  # is that step over?
     steps: int = 0  # of optimizers over its parameters, that have begun
+    assigned: int = 0  # new values of inputs that schedules change in place, so far
     labels: dict[int, str] = field(default_factory=dict)  # of buckets by key, in some schedule
     deferred: DeferredFrees = field(default_factory=DeferredFrees)
     staging: Staging | None = field(init=False)  # of states that lie on a disk

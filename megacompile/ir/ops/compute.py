@@ -67,9 +67,12 @@ def forward(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], savin
     show=Show.ACTION,
     traffic=of_value(times=2),
 )
-def assign(tensor: Any, value: Any, *, after: tuple[Any, ...] = ()) -> Any:
+def assign(tensor: Any, value: Any, counted: bool = True, *, after: tuple[Any, ...] = ()) -> Any:
     """Write a new value into an input that a stage changes in place: its forward (a BatchNorm
-    statistic) or its backward (a hook that notes the largest gradient)."""
+    statistic) or its backward (a hook that notes the largest gradient).
+
+    `counted=False`: the tensor's version stays, as the operators that change it leave it.
+    """
     unbound(assign)
 
 
