@@ -164,10 +164,7 @@ class P0Lookahead(torch.optim.Optimizer):
                 p.data.copy_(slow)
         return loss
 
-    def zero_grad(self, set_to_none=True):
-        self.base.zero_grad(set_to_none)
-
-    def state_dict(self):
+{own}    def state_dict(self):
         return self.base.state_dict()
 
     def load_state_dict(self, state):
@@ -183,8 +180,14 @@ def optimizer(rng: random.Random) -> Part:
     top = module("self.o = nn.Linear(4, 4)", "return torch.tanh(self.o(x))")
     wraps = "wrapper" in kind
     hooks = "self._optimizer_step_pre_hooks = {}\n        self._optimizer_step_post_hooks = {}"
-    if wraps:
-        top += "\n\n" + LOOKAHEAD.format(hooks=hooks if kind == "wrapper with dicts" else "pass")
+    own = """    def zero_grad(self, set_to_none=True):
+        self.base.zero_grad(set_to_none)
+
+"""
+    if kind == "wrapper with dicts":  # torch's own `zero_grad()` lets `step()` call hooks
+        top += "\n\n" + LOOKAHEAD.format(hooks=hooks, own="")
+    elif wraps:
+        top += "\n\n" + LOOKAHEAD.format(hooks="pass", own=own)
     trip = "optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))"
     if kind == "new optimizer":
         trip = (
