@@ -13,8 +13,8 @@ use one parameter.
 Three things are not mismatches. They are counted:
 
 - refused: a `MegacompileError` where the plain program goes on;
-- warned: what differs is an alias that was made before `megacompile()`, or comes from a write to
-  it, and a warning says so;
+- warned: what differs is another name for a parameter's memory (made before `megacompile()`, or
+  kept by a module), or comes from it, and a warning says so;
 - not seen: the plain program raises because a tensor was changed between a forward and its
   backward, and the streamed one does as the plain program without that change.
 

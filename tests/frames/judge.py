@@ -196,9 +196,12 @@ def _judge(path: Path, case: Case, setting: Setting) -> Verdict:
 def _warned_of_aliases(case: Case, differ: list[str], got: Seen) -> str:
     """The warning, if an alias explains what differs."""
     read = all(" alias " in name for name in differ)
-    written = any("alias" in label and "written" in label for label in case.labels())
+    used = any(
+        ("alias" in label and "written" in label) or label.startswith("kept view (of a parameter")
+        for label in case.labels()
+    )
     of_aliases = (text for text in got.warned if ALIASED.search(text))
-    return next(of_aliases, "") if read or written else ""
+    return next(of_aliases, "") if read or used else ""
 
 
 def _smaller(case: Case) -> Iterator[Case]:
