@@ -55,7 +55,7 @@ FAST := $(wildcard tests/test_compat*.py) $(patsubst %,tests/test_%.py, \
 	captured numbers gradients shared_gradients step eviction proxies torch_compile)
 # Where other packages are skipped if they are not there; test_ecosystem needs a GPU.
 LOOPS := $(patsubst %,tests/test_%.py, \
-	examples float8 quantized_bases micro_steps what_is_streamed released ecosystem \
+	adapters examples float8 quantized_bases micro_steps what_is_streamed released ecosystem \
 	torchrun torchrun_saves train_lm trainer_flags)
 
 ifdef PY

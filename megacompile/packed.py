@@ -195,7 +195,7 @@ class _Kind(enum.Enum):
 @functools.cache
 def _kind(cls: type) -> _Kind:
     package = cls.__module__.partition(".")[0]
-    if package in (__name__.partition(".")[0], "torch"):
+    if hasattr(cls, "stands_for") or package in (__name__.partition(".")[0], "torch"):
         return _Kind.ORDINARY  # guarded parameters and proxies; what torch wraps is no weight
     if compat.is_wrapper_class(cls):
         return _Kind.WRAPPER

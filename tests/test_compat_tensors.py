@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.tensor import TensorVariable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megacompile import compat
+from megacompile.runtime.params.proxies import StreamedParameter
 from tests.quantized import Int8, Packed
 
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -464,3 +468,25 @@ def test_autocast_is_left_for_a_while() -> None:
             assert (a @ b).dtype == torch.float32
             assert not torch.is_autocast_enabled("cpu")
         assert (a @ b).dtype == torch.bfloat16
+
+
+def test_dynamo_asks_classes_where_they_are_shown() -> None:
+    """Of torch: the methods that `show_classes` wraps, and the names of the sources of keys."""
+    compat.show_classes(StreamedParameter)
+    for cls, names in (
+        (TensorVariable, ("python_type", "var_getattr", "call_method")),
+        (BuiltinVariable, ("call_type",)),
+        (VariableBuilder, ("wrap_tensor",)),
+    ):
+        for name in names:
+            assert hasattr(vars(cls)[name], "__wrapped__"), name
+    assert hasattr(torch._dynamo.source, "ConstDictKeySource")
+    assert hasattr(torch._dynamo.source, "NonSerializableSetGetItemSource")
+
+
+def test_a_storage_begins_where_its_tensor_does() -> None:
+    whole = torch.arange(12.0)
+    part = whole[2:8].view(2, 3).t()
+    storage = compat.own_storage(part)
+    assert (storage.data_ptr(), storage.nbytes()) == (part.data_ptr(), 24)
+    assert compat.own_storage(torch.empty(0, 3)).nbytes() == 0

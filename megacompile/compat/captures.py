@@ -107,6 +107,12 @@ def is_of_user(frame: types.FrameType) -> bool:  # torch 2.11 to 2.15
     return package not in ("torch", "megacompile")
 
 
+def is_asked_by_user() -> bool:  # torch 2.11 to 2.15
+    """Is the caller called by a user's code, or by a method in Python that a user has called?"""
+    frame = sys._getframe(2)
+    return is_of_user(frame) or frame.f_globals.get("__name__") == "torch._tensor"
+
+
 def is_called_first(code: types.CodeType) -> bool:  # torch 2.11 to 2.15
     """Has a call of this code come here without a line of a user, but for captured ones?
 

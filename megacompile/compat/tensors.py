@@ -120,8 +120,33 @@ def set_torch_function_state(state: Any) -> None:  # torch 2.11 to 2.15
 NO_SUBCLASSES = _C._TorchFunctionState.SUBCLASSES_DISABLED  # torch 2.11 to 2.15
 
 
-def ask_before_export(ask: Callable[[Any], None]) -> None:  # torch 2.11 to 2.15
-    """Call `ask` with each tensor whose memory is exported by DLPack's C functions.
+def compares(func: Any) -> bool:  # torch 2.11 to 2.15
+    """Is an operator that of `a == b` of two tensors?"""
+    return func is torch.ops.aten.eq.Tensor
+
+
+STATIC_INPUT = "_dynamo_static_input_type"  # where Dynamo notes it of a tensor: torch 2.11 to 2.15
+
+
+def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage:  # torch 2.11 to 2.15
+    """A storage that begins where a tensor does, in the same memory: the tensor must outlive it."""
+    count = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if not tensor.numel():
+        return torch.UntypedStorage(0, device=tensor.device)
+    size = count * tensor.element_size()
+    made: Any = torch._C._construct_storage_from_data_pointer(
+        tensor.data_ptr(), tensor.device, size
+    )
+    return made  # type: ignore[no-any-return]
+
+
+def converts_itself(cls: type[torch.Tensor]) -> bool:  # torch 2.11 to 2.15
+    """Has a class of parameters a `to` of its own?"""
+    return cls.to is not torch.Tensor.to
+
+
+def ask_before_export(ask: Callable[[Any], Any]) -> None:  # torch 2.11 to 2.15
+    """Let DLPack's C functions export what `ask` returns for a tensor; None: the tensor itself.
 
     They take a tensor subclass for a plain tensor. Code that has imported one of them by its name
     before megacompile was imported calls it as it is.
@@ -136,8 +161,8 @@ def ask_before_export(ask: Callable[[Any], None]) -> None:  # torch 2.11 to 2.15
 
         @functools.wraps(stock)
         def export(tensor: Any, *args: Any, stock: Any = stock, **kwargs: Any) -> Any:
-            ask(tensor)
-            return stock(tensor, *args, **kwargs)
+            found = ask(tensor)
+            return stock(tensor if found is None else found, *args, **kwargs)
 
         setattr(module, name, export)
 

@@ -92,6 +92,7 @@ class StreamedModel:
         compat.quiet_within(StreamedModel._run.__code__)
         compat.convert_in_place(StreamedParameter)
         compat.leave_out_of_copies(StreamedModel, Part, Replacement)
+        compat.show_classes(StreamedParameter)
         self.graphs: list[CapturedGraph] = []
         self.buckets = ModelBuckets(
             model, options, divide, compiler, while_it_lives(self._plan_anew), contents, room

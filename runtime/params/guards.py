@@ -36,7 +36,7 @@ class Guard(Protocol):
         """The result of a function, without a look at the data; `NotImplemented` to decline."""
 
 
-class _Absent:
+class Absent:
     """An attribute that a class does not have, though its bases do."""
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
@@ -47,7 +47,7 @@ class _Guarded:
     """What the two subclasses share."""
 
     guard: Guard
-    __dlpack_c_exchange_api__ = _Absent()  # which exports the memory without a call of Python
+    __dlpack_c_exchange_api__ = Absent()  # which exports the memory without a call of Python
 
     @classmethod
     @compat.opaque
@@ -114,8 +114,23 @@ def guard_dtensors() -> None:
     _PLAIN[GuardedDTensor] = dtensor
 
 
+def _guardable(cls: type) -> None:
+    """Let parameters of a class of their own be guarded too."""
+    if cls not in _CLASSES and cls not in _PLAIN:
+        names = {"__module__": cls.__module__}
+        _CLASSES[cls] = type(f"Guarded{cls.__name__}", (_Guarded, cls), names)
+        _PLAIN[_CLASSES[cls]] = cls
+
+
+def unguarded_class(cls: type) -> type:
+    """The class of a tensor when it is not guarded."""
+    return _PLAIN.get(cls, cls)
+
+
 def guard(tensor: torch.Tensor, by: Guard) -> bool:
     """Ask `by` before any use of `tensor`; False for a subclass that cannot be guarded."""
+    if issubclass(type(tensor), nn.Parameter) and not compat.is_wrapper_class(type(tensor)):
+        _guardable(type(tensor))
     if type(tensor) not in _CLASSES and type(tensor) not in _PLAIN:
         return False
     tensor.guard = by  # type: ignore[attr-defined]
@@ -138,12 +153,13 @@ def release_from(guarded: Iterable[tuple[torch.Tensor, Guard]]) -> None:
             release(tensor)
 
 
-def opened(tensor: Any) -> None:
-    """Ask the guard of a tensor, if it has one, as any use of it would."""
+def opened(tensor: Any) -> Any:
+    """The tensor. Its guard is asked, if it has one, as any use of it would."""
     if isinstance(tensor, _Guarded):
         assert isinstance(tensor, torch.Tensor)
         with unguarded():
             tensor.guard.open(tensor)
+    return tensor
 
 
 def guard_of(tensor: torch.Tensor | None) -> Guard | None:

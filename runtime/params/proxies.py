@@ -17,12 +17,20 @@ from torch import nn
 from megacompile import compat
 from megacompile.errors import ModelError
 from megacompile.runtime.device import ranks
-from megacompile.runtime.params.guards import GuardedParameter
+from megacompile.runtime.params.guards import unguarded_class
+from megacompile.runtime.params.looks import ParameterLooks, Same, in_memory, parameter_of
 
 
-class StreamedParameter(torch.Tensor):
-    """A traceable wrapper: shape, strides and dtype of `host`, on `device`."""
+class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
+    """A traceable wrapper: shape, strides and dtype of `host`, on `device`.
 
+    Its own attributes are slots: its `__dict__` is the parameter's.
+    """
+
+    __slots__ = (
+        *("host", "root", "param", "is_view", "tell", "settle", "wrote", "part"),
+        *("base", "copied", "_is_param", compat.STATIC_INPUT),
+    )
     host: torch.Tensor
     root: torch.Tensor  # the host tensor of the parameter that it is, or is a view of
     param: torch.Tensor | None  # that parameter, or part of a packed one
@@ -31,6 +39,9 @@ class StreamedParameter(torch.Tensor):
     settle: Callable[[], None]  # waits until `host` may be read
     wrote: Callable[[], None]  # called when eager code has written to `host`
     part: torch.Tensor | None  # where several ranks share it: what this one has; `host` is on meta
+    base: StreamedParameter | None  # that it is a view of
+    copied: torch.Tensor | None  # on the device, for those who asked for a pointer
+    _is_param: bool
 
     @staticmethod
     def __new__(
@@ -38,7 +49,7 @@ class StreamedParameter(torch.Tensor):
     ) -> StreamedParameter:
         self: StreamedParameter = compat.wrapper(cls, host, device)
         self.host = self.root = host
-        self.param = self.part = None
+        self.param = self.part = self.base = self.copied = None
         self.is_view = view
         self.tell, self.settle, self.wrote = _to_nobody, _nothing, _nothing
         self._is_param = not view  # isinstance(self, nn.Parameter)
@@ -49,7 +60,9 @@ class StreamedParameter(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         del tensor_contents
-        return f"{type(self).__name__}({self.host!r}, device={str(self.device)!r})"
+        return f"StreamedParameter({self.host!r}, device={str(self.device)!r})"
+
+    __hash__ = ParameterLooks.__hash__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """As of a parameter on the device: a copy there, that nobody streams."""
@@ -77,30 +90,12 @@ class StreamedParameter(torch.Tensor):
         """Write a new value to the host; of several ranks, each its own part."""
         if self.part is None:
             self.host.copy_(value)
-            return
-        assert self.param is not None
-        self.part.copy_(compat.local(compat.distributed(value, self.param)))
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.clone().numpy(force=force)
-
-    @property
-    def is_leaf(self) -> bool:  # type: ignore[override]
-        """As the parameter, though a link joins them.
-
-        What Dynamo makes of inputs that are no leaves is never freed (seen on torch 2.13).
-        """
-        return super().is_leaf if self.param is None or self.is_view else True
-
-    @property
-    def grad_dtype(self) -> torch.dtype | None:
-        """As of a leaf: torch would not say it of another tensor."""
-        like_a_leaf = self.param is not None and not self.is_view
-        return self.dtype if like_a_leaf else super().grad_dtype
-
-    @grad_dtype.setter
-    def grad_dtype(self, value: torch.dtype | None) -> None:
-        _SET_GRAD_DTYPE(self, value)
+        else:
+            assert self.param is not None
+            self.part.copy_(compat.local(compat.distributed(value, self.param)))
+        base = self if self.base is None else self.base
+        if base.copied is not None:
+            base.copied.copy_(base.fetched())
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -118,14 +113,6 @@ class StreamedParameter(torch.Tensor):
             _SET_GRAD(self, value)
         else:
             self.param.grad = None if value is None else value.to(self.param.device)
-
-    def requires_grad_(self, requires_grad: bool = True) -> StreamedParameter:
-        """Freeze or train the parameter, from the next use on."""
-        if self.param is None or self.is_view:
-            super().requires_grad_(requires_grad)
-        else:
-            self.param.requires_grad_(requires_grad)
-        return self
 
     @property
     def data(self) -> torch.Tensor:
@@ -176,6 +163,9 @@ class StreamedParameter(torch.Tensor):
                 fetched[id(value)] = (value, value.fetched())
             return fetched[id(value)][1]
 
+        if compat.compares(func) and parameter_of(args[0]) is parameter_of(args[1]):
+            value = fetch(args[0] if isinstance(args[0], StreamedParameter) else args[1])
+            return func(value, value).as_subclass(Same)
         given, given_kwargs = compat.tree_map(fetch, (args, kwargs))
         result = func(*given, **given_kwargs)
         if compat.is_mutable(func):  # in-place on a parameter: the host tensor is the parameter
@@ -189,22 +179,35 @@ class StreamedParameter(torch.Tensor):
         return result
 
 
+class StreamedView(StreamedParameter):
+    """What stands in for a plain tensor: a view of a parameter, or a part of a packed one."""
+
+    __slots__ = ()
+    stands_for = torch.Tensor
+
+
+def _named(proxy: type[StreamedParameter]) -> type[StreamedParameter]:
+    """The class, which is called as what it stands for: `type(p).__name__` is asked for too."""
+    for name in ("__module__", "__name__", "__qualname__"):
+        setattr(proxy, name, getattr(proxy.stands_for, name))
+    return proxy
+
+
 @functools.cache
 def proxy_class(cls: type) -> type[StreamedParameter]:
     """What stands in for parameters of a class: `isinstance` says the same of it.
 
-    For a class of its own, as bitsandbytes has, it has that class's properties too.
+    For a class of its own, as bitsandbytes has, it has that class's methods and properties too.
     """
-    plain = cls in (torch.Tensor, nn.Parameter) or cls.__module__ == GuardedParameter.__module__
-    if plain or not issubclass(cls, nn.Parameter):
+    cls = unguarded_class(cls)
+    if cls is torch.Tensor:
+        return StreamedView
+    if cls is nn.Parameter or not issubclass(cls, nn.Parameter):
         return StreamedParameter
-    names = {"__module__": StreamedParameter.__module__}
-    return type(f"Streamed{cls.__name__}", (StreamedParameter, cls), names)
-
-
-def has_attributes(param: torch.Tensor) -> bool:
-    """Has a parameter attributes of its class, which its proxy has to have?"""
-    return proxy_class(type(param)) is not StreamedParameter
+    content: dict[str, Any] = {"__slots__": (), "stands_for": cls}
+    if compat.converts_itself(cls):
+        content["to"] = torch.Tensor.to  # itself, where nothing changes
+    return _named(type(cls.__name__, (StreamedParameter, cls), content))
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
@@ -225,8 +228,9 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     def proxy(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        view = StreamedParameter(value, bases[0].device, view=True)
         base = bases[0]
+        view = StreamedView(value, base.device, view=True)
+        view.base = base if base.base is None else base.base
         view.root, view.param, view.tell = base.root, base.param, base.tell
         view.settle, view.wrote = base.settle, base.wrote
         return view
@@ -245,8 +249,6 @@ def _copied(value: Any) -> Any:
 
 _GRAD: Any = torch.Tensor.grad
 _SET_GRAD: Callable[[torch.Tensor, torch.Tensor | None], None] = _GRAD.__set__
-_GRAD_DTYPE: Any = torch.Tensor.grad_dtype
-_SET_GRAD_DTYPE: Callable[[torch.Tensor, torch.dtype | None], None] = _GRAD_DTYPE.__set__
 
 
 def _nothing() -> None:
@@ -274,3 +276,8 @@ class Link(torch.autograd.Function):
         if gradient is not None and compat.is_sharded(ctx.param):
             return ranks.averaged(gradient, ctx.param), None
         return None if gradient is None else gradient.to(ctx.param.device), None
+
+
+for _class in (StreamedParameter, StreamedView):
+    _named(_class)
+compat.ask_before_export(in_memory)

@@ -13,10 +13,10 @@ from torch import nn
 from megacompile import compat
 from megacompile.packed import any_packed, is_wrapper, members
 from megacompile.runtime.params.eager_notice import EagerNotice
+from megacompile.runtime.params.looks import is_trained, link_of
 from megacompile.runtime.params.proxies import (
     Link,
     StreamedParameter,
-    has_attributes,
     proxy_class,
 )
 from megacompile.runtime.params.stand_ins import StandIns
@@ -64,8 +64,6 @@ class Proxies:
         self._made: dict[int, StreamedParameter] = {}  # by the leaf's id
         self._stand_ins: dict[int, torch.Tensor] = {}  # for wrappers, by their id
         places = list(_places(model))
-        # a proxy that stands in for a plain tensor too is of no class of its own
-        self._shared = {id(leaf) for _, _, param, leaf in places if param is not leaf}
         for holder, name, param, leaf in places:
             self.sites.append(Site(holder, name, param, self._in_place_of(param, leaf)))
         self._found = _found(model, compat.modules_of(model))
@@ -73,13 +71,18 @@ class Proxies:
 
     def _by_column(self) -> tuple[tuple[Any, ...], ...]:
         """Holders, names, parameters and proxies."""
-        self._classed = [(s.proxy, s.param) for s in self.sites if has_attributes(s.param)]
+        proxies = {id(s.proxy): s.proxy for s in self.sites}
+        self._pairs: list[tuple[Any, Any]] = [
+            (proxy, proxy.param)
+            for proxy in proxies.values()
+            if isinstance(proxy, StreamedParameter)
+        ]
         return tuple(zip(*self.sites, strict=True)) or ((),) * len(Site._fields)
 
     def _in_place_of(self, param: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
         """What takes the place of a parameter, whose data are those of `leaf`."""
         if not is_wrapper(param):
-            return self._known(leaf)
+            return self._known(leaf)  # of the parameter's class, in a plain tensor's place too
         if id(param) not in self._stand_ins:
             self._stand_ins[id(param)] = stand_in(param, self.device, self._known)
         return self._stand_ins[id(param)]
@@ -90,8 +93,7 @@ class Proxies:
         return self._made[id(leaf)]
 
     def _proxy_of(self, param: torch.Tensor) -> StreamedParameter:
-        made = StreamedParameter if id(param) in self._shared else proxy_class(type(param))
-        proxy = _make(param, self.device, self.source(param), made)
+        proxy = _make(param, self.device, self.source(param), proxy_class(type(param)))
         proxy.tell = self.notice
         return proxy
 
@@ -119,6 +121,7 @@ class Proxies:
         self._made.clear()
         self._stand_ins.clear()
         self._found = ()
+        self._pairs = []
         self._columns = ((),) * len(Site._fields)
 
     def swap_in(self, undos: Undos) -> None:
@@ -126,8 +129,9 @@ class Proxies:
         undone(self._follow)
         undos.append(self.put_back)
         holders, names, params, proxies = self._columns
-        for proxy, param in self._classed:
-            vars(proxy).update(vars(param))
+        for proxy, param in self._pairs:
+            if proxy.__dict__ is not param.__dict__:
+                proxy.__dict__ = param.__dict__
         exchange(holders, names, params, proxies)
 
     def _follow(self, undos: Undos) -> None:
@@ -141,7 +145,7 @@ class Proxies:
         stale = {
             id(param): param
             for _, _, param, proxy in self.sites
-            if proxy.requires_grad != param.requires_grad
+            if is_trained(proxy) != param.requires_grad
             or (used is not None and param.requires_grad and used(param))
         }
         for param in stale.values():
@@ -159,6 +163,9 @@ class Proxies:
         """The model's parameters are themselves again, where the forward did not replace them."""
         holders, names, params, proxies = self._columns
         exchange(holders, names, proxies, params)
+        if self.notice.used:
+            for proxy, _ in self._pairs:
+                proxy.copied = None
 
     def stand_ins(self, model: nn.Module) -> StandIns:
         """What takes the place of parameters for the time of a `torch.func.functional_call`."""
@@ -254,6 +261,5 @@ def _make(
         return make()
     with torch.enable_grad():
         linked: StreamedParameter = Link.apply(param, make)  # type: ignore[no-untyped-call]
-    assert linked.grad_fn is not None
-    compat.run_soon(linked.grad_fn)
+    compat.run_soon(link_of(linked))
     return linked

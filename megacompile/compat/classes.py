@@ -1,0 +1,134 @@
+"""Dynamo, asked what a tensor is: its class, that class's own methods, its id, its version."""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+import torch
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.source import AttrSource
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.tensor import TensorVariable
+
+_POINTERS = ("data_ptr", "untyped_storage", "storage", "numpy", "__dlpack__")
+_KEYS = ("ConstDictKeySource", "NonSerializableSetGetItemSource")  # sources of keys
+_shown: list[type[torch.Tensor]] = []
+
+
+def show_classes(kind: type[torch.Tensor]) -> None:  # torch 2.11 to 2.15
+    """Let captured code see tensors of this class, and of its subclasses, as what they stand for.
+
+    Args:
+        kind: whose `stands_for` is the class that captured code sees, and whose `param` is what it
+            asks the id of.
+    """
+    if not _shown:
+        _patch()
+    if kind not in _shown:
+        _shown.append(kind)
+
+
+def _patch() -> None:
+    variable: Any = TensorVariable
+    builtin: Any = BuiltinVariable
+    python_type, call_method = variable.python_type, variable.call_method
+    var_getattr, call_type = variable.var_getattr, builtin.call_type
+
+    @functools.wraps(python_type)
+    def shown_type(self: Any) -> type:
+        cls: type = python_type(self)
+        return cls.stands_for if _is_shown(cls) else cls  # type: ignore[attr-defined]
+
+    @functools.wraps(call_type)
+    def shown_call_type(self: Any, tx: Any, obj: Any) -> Any:
+        if not (isinstance(obj, TensorVariable) and _is_shown(obj.class_type)):
+            return call_type(self, tx, obj)
+        source = obj.source and AttrSource(obj.source, "__class__")  # the type itself is another
+        return VariableTracker.build(tx, obj.python_type(), source)
+
+    @functools.wraps(var_getattr)
+    def shown_getattr(self: Any, tx: Any, name: str) -> Any:
+        if not _is_shown(self.class_type):
+            return var_getattr(self, tx, name)
+        if name in _POINTERS:
+            _leave(self, name, "in captured code a parameter has no memory")
+        if name == "_version":
+            _leave(self, name, "an update counts, and it is known in eager code alone")
+        own: Any = _of_own_class(self.class_type, name)
+        if isinstance(own, property):
+            return _function(own.fget).call_function(tx, [self], {})
+        if own is not None and not isinstance(own, types.FunctionType):
+            _leave(self, name, "it is an attribute of the class")
+        return var_getattr(self, tx, name)
+
+    @functools.wraps(call_method)
+    def shown_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name in _POINTERS and _is_shown(self.class_type):
+            _leave(self, name, "in captured code a parameter has no memory")
+        own = _of_own_class(self.class_type, name) if _is_shown(self.class_type) else None
+        if name == "to" and "to" in vars(self.class_type) and len(args) == 1 and not kwargs:
+            if args[0].is_python_constant() and args[0].as_python_constant() == self.device:
+                return self  # it may be put into the parameter's place
+        if own is None:
+            return call_method(self, tx, name, args, kwargs)
+        if not isinstance(own, types.FunctionType):
+            _leave(self, name, "it is no method of one parameter")
+        return _function(own).call_function(tx, [self, *args], kwargs)
+
+    builder: Any = VariableBuilder
+    wrap_tensor = builder.wrap_tensor
+
+    @functools.wraps(wrap_tensor)
+    def shown_tensor(self: Any, value: Any) -> Any:
+        if type(self.source).__name__ in _KEYS and isinstance(value, torch.nn.Parameter):
+            _leave(self.source.name, "", "it is a key of a dict or set, where another one may be")
+        return wrap_tensor(self, value)
+
+    builder.wrap_tensor = shown_tensor
+    variable.python_type, variable.call_method = shown_type, shown_method
+    variable.var_getattr, builtin.call_type = shown_getattr, shown_call_type
+    if hasattr(variable, "get_id"):  # since torch 2.13
+        get_id = variable.get_id
+
+        @functools.wraps(get_id)
+        def shown_id(self: Any, tx: Any) -> Any:
+            if not self.source or not _is_shown(self.class_type):
+                return get_id(self, tx)
+            value = tx.output.resolve_source_value(self.source)
+            return id(value if value.param is None or value.is_view else value.param)
+
+        variable.get_id = shown_id
+
+
+_function: Any = UserFunctionVariable
+
+
+def _is_shown(cls: type) -> bool:
+    return issubclass(cls, tuple(_shown))
+
+
+def _of_own_class(cls: type, name: str) -> Any:
+    """What a class of parameters of its own has by that name; None where torch's is meant."""
+    of = next((base for base in cls.__mro__ if name in vars(base)), None)
+    own = (
+        of is not None
+        and of is not cls
+        and issubclass(of, torch.nn.Parameter)
+        and of is not torch.nn.Parameter
+    )
+    return vars(of)[name] if own else None
+
+
+def _leave(variable: Any, name: str, why: str) -> None:
+    """Break the graph."""
+    unimplemented(
+        gb_type="An attribute of a parameter",
+        context=f"{variable} {name}",
+        explanation=f"`{name}` of a parameter is not captured: {why}.",
+        hints=[],
+    )

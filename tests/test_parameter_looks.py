@@ -1,0 +1,186 @@
+"""A forward that asks what a parameter is gets the parameter's own answers: the plain model's bits.
+
+Captured, and in eager code behind a graph break.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megacompile import megacompile
+
+pytestmark = pytest.mark.filterwarnings("ignore:megacompile. .* runs in eager mode")
+
+
+class Own(nn.Parameter):
+    """A class of parameters with a method and a property."""
+
+    def scaled(self) -> Tensor:
+        return self * 2
+
+    @property
+    def total(self) -> Tensor:
+        return self.sum()
+
+
+class Layer(nn.Module):
+    """A product that is multiplied by what `ask` finds out about the weight."""
+
+    def __init__(self, ask: Ask, breaks: bool, kind: type[nn.Parameter]) -> None:
+        super().__init__()
+        self.weight = kind(torch.randn(8, 8))
+        self.frozen = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+        self.tied = self.weight
+        self.weight.infshape = 3  # type: ignore[attr-defined]
+        self.table = {self.weight: 3.0}
+        self.ids = {id(self.weight): 3.0}
+        self.ask = torch.compiler.disable(ask) if breaks else ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.ask(self)
+        factor = found / 100 if isinstance(found, Tensor) else float(found) / 4
+        return torch.tanh(x @ self.weight.t() * factor + x @ self.frozen * 0.3)
+
+
+Ask = Callable[[Any], Any]
+
+
+def counts(layer: Layer) -> int:
+    """Calls, in an attribute of the parameter."""
+    weight: Any = layer.weight
+    weight.seen = getattr(weight, "seen", 0) + 1
+    return int(weight.seen)
+
+
+def read(address: int) -> float:
+    """A number of a frozen weight, through ctypes."""
+    assert address
+    return (ctypes.c_float * 4).from_address(address)[1]
+
+
+def hooked(layer: Any) -> int:
+    if not hasattr(layer, "handle"):
+        layer.handle = layer.weight.register_hook(lambda gradient: gradient * 3)
+    return 1
+
+
+def hooked_behind(layer: Any) -> int:
+    if not hasattr(layer, "handle"):
+        layer.handle = layer.weight.register_post_accumulate_grad_hook(triple)
+    return 1
+
+
+def triple(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(3)
+
+
+def thawed(layer: Layer) -> int:
+    layer.frozen.requires_grad = True
+    return 1 + layer.frozen.requires_grad
+
+
+def written(layer: Layer) -> int:
+    layer.frozen.detach().numpy()[0, 0] = 5.0
+    return 1
+
+
+def copied(layer: Layer) -> Tensor:
+    other = copy.copy(layer.weight)
+    assert other.requires_grad and other.is_leaf and isinstance(other, nn.Parameter)
+    return other.detach().sum()
+
+
+ASKS: dict[str, Ask] = {
+    "class": lambda m: 1 + (m.weight.__class__ is nn.Parameter),
+    "class's name": lambda m: 1 + (m.weight.__class__.__name__ == "Parameter"),
+    "type's name": lambda m: 1 + (type(m.weight).__name__ == "Parameter"),
+    "type's module": lambda m: 1 + type(m.weight).__module__.startswith("torch.nn"),
+    "isinstance": lambda m: 1 + isinstance(m.weight, nn.Parameter),
+    "attribute": lambda m: m.weight.infshape,
+    "hasattr": lambda m: 1 + hasattr(m.weight, "infshape"),
+    "vars": lambda m: 1 + ("infshape" in vars(m.weight)),
+    "attribute set": counts,
+    "data_ptr": lambda m: read(m.frozen.data_ptr()),
+    "storage": lambda m: read(m.frozen.untyped_storage().data_ptr()),
+    "storage's size": lambda m: m.weight.untyped_storage().nbytes() / 64,
+    "numpy": lambda m: float(m.frozen.numpy()[0, 1]),
+    "numpy written": written,
+    "another pointer": lambda m: 1 + (m.weight.data_ptr() == m.frozen.data_ptr()),
+    "a tie's pointer": lambda m: 1 + (m.weight.data_ptr() == m.tied.data_ptr()),
+    "tie": lambda m: 1 + (m.weight is m.tied),
+    "grad_fn": lambda m: 1 + (m.weight.grad_fn is None),
+    "is_leaf": lambda m: 1 + m.weight.is_leaf,
+    "requires_grad": lambda m: 1 + (m.weight.requires_grad and not m.frozen.requires_grad),
+    "requires_grad set": thawed,
+    "key": lambda m: m.table.get(m.weight, 7.0),
+    "in": lambda m: 1 + (m.weight in m.table),
+    "copy": copied,
+    "version": lambda m: m.weight._version + 1,
+    "hook": hooked,
+    "hook behind": hooked_behind,
+}
+IN_CAPTURED_CODE: dict[str, Ask] = {  # `type` and `id` ask no one
+    "type": lambda m: 1 + (type(m.weight) is nn.Parameter),
+    "types": lambda m: 1 + (type(m.weight) in (nn.Parameter, nn.Linear)),
+    "type of data": lambda m: 1 + (type(m.weight.data) is Tensor),
+    "id": lambda m: m.ids.get(id(m.weight), 7.0),
+}
+OF_OWN_CLASS: dict[str, Ask] = {
+    "isinstance": lambda m: 1 + isinstance(m.weight, Own),
+    "class's name": lambda m: 1 + (m.weight.__class__.__name__ == "Own"),
+    "method": lambda m: m.weight.scaled().detach().sum(),
+    "property": lambda m: m.weight.total.detach(),
+}
+
+
+def trained(model: nn.Module) -> list[Tensor | None]:
+    """Losses, gradients, and the parameters after some steps."""
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    generator = torch.Generator().manual_seed(1)
+    found: list[Tensor | None] = []
+    for _ in range(3):
+        loss = model(torch.randn(4, 8, generator=generator)).square().mean()
+        loss.backward()
+        found.append(loss.detach().clone())
+        found += [None if p.grad is None else p.grad.clone() for p in params]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found + [p.detach().clone() for p in params]
+
+
+def compare(ask: Ask, breaks: bool, kind: type[nn.Parameter] = nn.Parameter) -> None:
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(Layer(ask, breaks, kind), Layer(ask, breaks, kind))
+
+    plain, streamed = net(), megacompile(net(), lowering="eager")
+    for a, b in zip(trained(plain), trained(streamed), strict=True):
+        assert (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+    seen = [getattr(p, "seen", None) for p in plain.parameters()]
+    assert [getattr(p, "seen", None) for p in streamed.parameters()] == seen
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["captured", "eager code"])
+@pytest.mark.parametrize("name", ASKS)
+def test_answers_are_the_parameters(name: str, breaks: bool) -> None:
+    compare(ASKS[name], breaks)
+
+
+@pytest.mark.parametrize("name", IN_CAPTURED_CODE)
+def test_what_only_captured_code_is_told(name: str) -> None:
+    compare(IN_CAPTURED_CODE[name], breaks=False)
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["captured", "eager code"])
+@pytest.mark.parametrize("name", OF_OWN_CLASS)
+def test_a_class_of_its_own_has_its_methods(name: str, breaks: bool) -> None:
+    compare(OF_OWN_CLASS[name], breaks, Own)
