@@ -69,7 +69,8 @@ class Machine(Layout):
 
         return run, Tensor(made)
 
-    def _assign(self, target: Any, value: Any) -> tuple[Run, Value]:
+    def _assign(self, target: Any, value: Any, counted: bool = True) -> tuple[Run, Value]:
+        del counted
         into, source = self.tensor(target), self.tensor(value)
 
         return self._copies([(into, source)]), Tensor(into)

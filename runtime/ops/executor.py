@@ -265,8 +265,8 @@ def _constants(graph: fx.Graph) -> dict[str, torch.Tensor]:
     calls = ops.nodes_of(graph, ops.forward, ops.recompute, ops.rerun, ops.backward)
     codes = {(ops.arguments(call)[0].traced, ops.code_of(call)) for call in calls}
     found: dict[str, torch.Tensor] = {}
-    for template, code in codes:
-        module = template.graphs[code]
+    modules = (template.graphs[code] for template, code in codes if code in template.graphs)
+    for module in modules:
         for node in module.graph.find_nodes(op="get_attr"):
             value = operator.attrgetter(str(node.target))(module)
             if isinstance(value, torch.Tensor):
