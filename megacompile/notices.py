@@ -9,8 +9,8 @@ Where ranks share a model, one of them says what is the same in all; other warni
 from __future__ import annotations
 
 import enum
-import inspect
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,14 +67,7 @@ def warn(text: str, whose: Whose = Whose.ALL) -> None:
             return
         if whose is Whose.RANK:
             text = f"rank {_rank.number}: {text}"
-    here = inspect.currentframe()
-    assert here is not None
-    frame: FrameType = here
-    while _is_passed(frame):
-        if frame.f_back is None:
-            frame = here
-            break
-        frame = frame.f_back
+    frame = _users_frame() or sys._getframe()
     warnings.warn_explicit(
         text,
         UserWarning,
@@ -83,6 +76,14 @@ def warn(text: str, whose: Whose = Whose.ALL) -> None:
         module=frame.f_globals.get("__name__"),
         registry=frame.f_globals.setdefault("__warningregistry__", {}),
     )
+    del frame  # it may be this one: a frame that names itself keeps what its callers have alive
+
+
+def _users_frame() -> FrameType | None:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and _is_passed(frame):
+        frame = frame.f_back
+    return frame
 
 
 def _is_passed(frame: FrameType) -> bool:

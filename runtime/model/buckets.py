@@ -283,6 +283,7 @@ class ModelBuckets:
     def _aliased(self, keys: Iterable[int]) -> Iterator[nn.Parameter]:
         """Parameters of buckets whose memory others have names for."""
         for bucket in (self.machine.buckets[key] for key in keys):
+            bucket.pending.settle()  # an update in flight holds the memory too
             yield from (p for i, p in enumerate(bucket.params) if bucket.aliased(i))
 
     def _stay(self, why: str) -> None:
