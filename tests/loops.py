@@ -356,6 +356,8 @@ def loops(draw: st.DrawFn, net: Net, choice: Choice, features: tuple[str, ...]) 
             loop = dataclasses.replace(loop, interrupt=draw(st.integers(0, 2**16)))
     if loop.threads and loop.hooks:  # what they see depends on who comes first
         loop = dataclasses.replace(loop, hooks=())
+    if "noted" in net.kinds:  # its hook reads what the backward before has written
+        loop = dataclasses.replace(loop, threads=False)
     if loop.tie:  # parameters move to other buckets, which a view does not: megacompile says so
         loop = dataclasses.replace(loop, view=-1)
     return loop
