@@ -10,11 +10,12 @@ the same process. All that it shows, losses, outputs, gradients, parameters, buf
 raises, must be equal in every bit; but for rounding with Inductor, and where two captured graphs
 use one parameter.
 
-Three things are not mismatches. They are counted:
+Four things are not mismatches. They are counted:
 
 - refused: a `MegacompileError` where the plain program goes on;
 - warned: what differs is another name for a parameter's memory (made before `megacompile()`, or
   kept by a module), or comes from it, and a warning says so;
+- a known limit: docs/limits.md says that it differs (`judge.LIMITS`);
 - not seen: the plain program raises because a tensor was changed between a forward and its
   backward, and the streamed one does as the plain program without that change.
 
