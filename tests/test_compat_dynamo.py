@@ -548,3 +548,36 @@ def test_a_function_with_sizes_is_captured_as_another() -> None:
         if ours is not None:
             handlers[torch.linspace] = ours
     assert ["torch.arange" in graph for graph in captured] == [False, True, False, False]
+
+
+def test_a_while_loop_is_found() -> None:
+    def counted(x: Tensor) -> Tensor:
+        loop: Any = torch._higher_order_ops.while_loop
+        y: Tensor = loop(lambda i: i.sum() < 3, lambda i: (i + 1,), (x,))[0]
+        return y
+
+    (module,) = captured(counted, torch.zeros(1))
+    assert compat.has_while_loop(module)
+    (module,) = captured(torch.sin, torch.ones(2))
+    assert not compat.has_while_loop(module)
+
+
+def test_whose_code_asks() -> None:
+    def asked() -> bool:
+        return compat.is_asked_by_user()
+
+    def user() -> bool:
+        return asked()
+
+    assert user()
+    assert not eval("asked()", {"asked": asked, "__name__": "torch.nn.modules.linear"})
+
+
+def test_optimizers_that_take_hooks() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+    optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.1)
+    assert compat.takes_hooks(optimizer)
+    assert not compat.takes_hooks(Wrapper(optimizer))

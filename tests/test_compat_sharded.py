@@ -173,3 +173,8 @@ def test_a_part_behind_the_beginning_of_its_memory_is_copied(mesh: DeviceMesh) -
         assert compat.local(first).data_ptr() != compat.local(source).data_ptr()
         assert first.full_tensor().equal(torch.arange(2.0, 8.0).view(3, 2))
     assert compat.use_dtensor() is DTensor
+
+
+def test_the_parts_of_plain_tensors_are_these() -> None:
+    tensors = [torch.ones(2), torch.zeros(3)]
+    assert all(a is b for a, b in zip(compat.locals_of(tensors), tensors, strict=True))

@@ -129,7 +129,7 @@ def test_without_our_mode_cpp_scales() -> None:
     """torch.export turns on the key of our kernels, too."""
     x = torch.arange(6.0).view(1, 1, 2, 3)
     want = torch.nn.functional.interpolate(x, scale_factor=1.5)
-    with composites.symbolic_composites():
+    with composites._symbolic_composites():
         got = torch.nn.functional.interpolate(x, scale_factor=1.5)
     assert torch.equal(got, want)
 

@@ -490,3 +490,43 @@ def test_a_storage_begins_where_its_tensor_does() -> None:
     storage = compat.own_storage(part)
     assert (storage.data_ptr(), storage.nbytes()) == (part.data_ptr(), 24)
     assert compat.own_storage(torch.empty(0, 3)).nbytes() == 0
+
+
+def test_what_counts_no_version() -> None:
+    mean, variance = torch.zeros(4), torch.ones(4)
+    x, versions = torch.randn(3, 4) + 1, (mean._version, variance._version)
+    assert set(compat.COUNT_NO_VERSION) == {nn.functional.batch_norm, torch.batch_norm}
+    nn.functional.batch_norm(x, mean, variance, training=True)
+    assert mean.any()
+    torch.batch_norm(x, None, None, mean, variance, True, 0.1, 1e-5, False)
+    assert (mean._version, variance._version) == versions
+
+
+def test_a_comparison_of_tensors_is_found() -> None:
+    found = []
+
+    class Noted(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            found.append(compat.compares(func))
+            return func(*args, **(kwargs or {}))
+
+    with Noted():  # type: ignore[no-untyped-call]
+        _ = torch.ones(2) == torch.ones(2)
+    assert found[-1] and not compat.compares(torch.ops.aten.add.Tensor)
+
+
+def test_where_dynamo_notes_a_static_input() -> None:
+    tensor = torch.zeros(2)
+    torch._dynamo.mark_static_address(tensor)
+    assert hasattr(tensor, compat.STATIC_INPUT)
+
+
+def test_a_class_of_parameters_with_a_conversion_of_its_own() -> None:
+    class Own(nn.Parameter):
+        def to(self, *args: Any, **kwargs: Any) -> Any:
+            return self
+
+    assert compat.converts_itself(Own)
+    assert not compat.converts_itself(nn.Parameter)

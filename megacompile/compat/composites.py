@@ -25,19 +25,19 @@ from torch._subclasses.fake_impls import register_op_impl
 _KEY = DispatchKey.PreDispatch
 _KEYS = DispatchKeySet(_KEY)
 _LIBRARY = torch.library.Library("aten", "IMPL")
-aten = torch.ops.aten
+_aten = torch.ops.aten
 
 
-def symbolic_composites() -> Any:  # torch 2.11 to 2.15
+def _symbolic_composites() -> Any:  # torch 2.11 to 2.15
     """A context in which sizes stay symbols in the operators that this file takes apart."""
     guard: Any = torch._C._IncludeDispatchKeyGuard
     return guard(_KEY)
 
 
-def define(wanted: Callable[[], bool]) -> None:  # torch 2.11 to 2.15
+def _define(wanted: Callable[[], bool]) -> None:  # torch 2.11 to 2.15
     """Register the kernels. `wanted` is asked at each call, on its thread."""
-    for name in dir(aten):
-        packet = getattr(aten, name)
+    for name in dir(_aten):
+        packet = getattr(_aten, name)
         if "upsample" in name and "vec" in getattr(packet, "overloads", list)():
             _put(packet.vec, _upsample(packet.default), wanted)
 
@@ -84,18 +84,18 @@ def _gradient_of_shrink(grad: Any, x: Any, *_: Any) -> Any:
     return torch.empty_like(torch.broadcast_tensors(x, grad)[0])
 
 
-def define_fakes(wanted: Callable[[Any], bool]) -> None:  # torch 2.11 to 2.15
+def _define_fakes(wanted: Callable[[Any], bool]) -> None:  # torch 2.11 to 2.15
     """Say what some operators give for fake tensors with symbols, for which torch says nothing.
 
     Args:
         wanted: is it said in this FakeTensorMode?
     """
-    names = [name for name in dir(aten) if "upsample" in name and name.endswith("_backward")]
+    names = [name for name in dir(_aten) if "upsample" in name and name.endswith("_backward")]
     kernels: dict[Any, Callable[..., Any]] = {
-        getattr(aten, name).default: _gradient_of_upsample for name in names
+        getattr(_aten, name).default: _gradient_of_upsample for name in names
     }
     for name in ("hardshrink_backward", "softshrink_backward"):
-        kernels[getattr(aten, name).default] = _gradient_of_shrink
+        kernels[getattr(_aten, name).default] = _gradient_of_shrink
 
     def run(mode: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
         if not wanted(mode):

@@ -124,7 +124,7 @@ class SymbolicFakes:  # torch 2.11 to 2.15
         stack.enter_context(self.mode)
         kernels: Any = _FakeKernels
         stack.enter_context(kernels())
-        stack.enter_context(composites.symbolic_composites())
+        stack.enter_context(composites._symbolic_composites())
         self._stack.append((stack, _ACTIVE.set(self)))
         return self
 
@@ -299,5 +299,5 @@ def is_number(value: Any) -> bool:  # torch 2.11 to 2.15
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-composites.define(lambda: symbols_now() is not None)
-composites.define_fakes(lambda mode: mode.shape_env in _BY_ENV)
+composites._define(lambda: symbols_now() is not None)
+composites._define_fakes(lambda mode: mode.shape_env in _BY_ENV)
