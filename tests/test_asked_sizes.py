@@ -144,7 +144,7 @@ def test_the_line_that_asks_is_said(
     how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As where nothing is known of what C++ takes apart."""
-    monkeypatch.setattr(composites, "symbolic_composites", contextlib.nullcontext)
+    monkeypatch.setattr(composites, "_symbolic_composites", contextlib.nullcontext)
     streamed = twins(UNet(UPS[how]))[1]
     with warnings.catch_warnings(record=True) as caught, caplog.at_level("INFO", "megacompile"):
         warnings.simplefilter("always")

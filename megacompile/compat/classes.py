@@ -7,6 +7,7 @@ import types
 from typing import Any
 
 import torch
+from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables.base import VariableTracker
@@ -31,6 +32,18 @@ def show_classes(kind: type[torch.Tensor]) -> None:  # torch 2.11 to 2.15
         _patch()
     if kind not in _shown:
         _shown.append(kind)
+        for base in kind.__mro__:
+            if (base.__module__ or "").partition(".")[0] == "megacompile":
+                _leave_alone(base)
+
+
+def _leave_alone(base: type) -> None:
+    """Eager code asks a tensor of this class: its methods are nothing to capture by themselves."""
+    for member in vars(base).values():
+        functions = [member.fget, member.fset] if isinstance(member, property) else [member]
+        for function in functions:
+            if isinstance(function, types.FunctionType):
+                skip_code(function.__code__)
 
 
 def _patch() -> None:

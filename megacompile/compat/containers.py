@@ -56,6 +56,7 @@ def follow_containers() -> None:  # torch 2.11 to 2.15
 
     wrap_listlike.follows = True  # type: ignore[attr-defined]
     VariableBuilder.wrap_listlike = wrap_listlike  # type: ignore[method-assign]
+    VariableBuilder._type_dispatch_impl.cache_clear()  # it may hold the stock function already
     for module in (dicts, user_defined):
         for kind in {vars(module).get(name) for name in _DICTS} - {None}:
             if "call_method" in vars(kind):
