@@ -116,8 +116,10 @@ class Call:
                 for name, value in self.inputs_by_name.items()
             }
         )
-        written = executor.schedule.written
-        self.shared = shared(self.saved_values, before, outputs, written) if saves else []
+        if saves:
+            changed = {name for name, k in self.program.inputs.items() if k in self.program.changed}
+            written = executor.schedule.written
+            self.shared = shared(self.saved_values, before, outputs, changed, written)
         self.generation = self.machine.slots.generation
         return outputs
 

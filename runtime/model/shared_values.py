@@ -5,14 +5,17 @@ a buffer, whatever tensor the model reads), an output, or a constant of a stage'
 of that tensor is noted, as autograd notes that of what it saves. It is not the saved value that is
 asked: a view that compiled code makes counts versions of its own.
 
-Versions of inputs are those from before the forward: a change that it makes itself counts too.
+Versions of inputs that the forward changes are those from before it: a change that it makes itself
+counts too. Another input may count its versions together with such a one, as a view of the same
+tensor, and has no element of it (those that do are views of one base): it has the version of the
+forward's end.
 What is copied (to the host, to a disk, or ahead of such a change) is the backward's own, and right
 whatever becomes of the original.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,9 +46,10 @@ def sources(inputs: Mapping[str, Any], constants: Mapping[str, torch.Tensor]) ->
 
 def shared(
     saved_values: dict[str, Any],
-    before: Iterable[Source],
+    before: Sequence[Source],
     outputs: Iterable[Any],
-    written: Sequence[str] = (),
+    changed: Collection[str] = (),
+    written: Collection[str] = (),
 ) -> list[Source]:
     """The sources that a backward needs as they are, after its forward.
 
@@ -54,6 +58,7 @@ def shared(
 
     Args:
         before: from ahead of the forward.
+        changed: the inputs that the forward changes in place.
         written: the saved values that backwards change in place; they are memory as it is then.
     """
     after = [
@@ -61,23 +66,35 @@ def shared(
         for tensor in outputs
         if isinstance(tensor, torch.Tensor)
     ]
+    before = [
+        source
+        if source.what.removeprefix("input ") in changed
+        else source._replace(version=_version(source.tensor))
+        for source in before
+    ]
     by_memory: dict[int, list[Source]] = {}
     for source in (*before, *after):
         by_memory.setdefault(_memory(source.tensor), []).append(source)
     by_memory.pop(0, None)  # of tensors without elements
+    inputs = {source.what.removeprefix("input "): source for source in before}
     found: dict[int, set[str]] = {}
+    themselves: set[str] = set()  # inputs that are saved, as they are
     for name, value in saved_values.items():
         if not isinstance(value, torch.Tensor) or name in written:
             continue
         if (memory := _memory(value)) in by_memory:
             saved_values[name] = value.detach()
-            found.setdefault(memory, set()).add(name)
-    return [
-        source._replace(names=source.names | found.get(memory, set()))
-        for memory, group in by_memory.items()
-        for source in group
-        if memory in found or source.names
-    ]
+            if name in inputs:
+                themselves.add(name)
+            else:
+                found.setdefault(memory, set()).add(name)
+    kept: list[Source] = []
+    for memory, group in by_memory.items():
+        for source in group:
+            own = {source.what.removeprefix("input ")} & themselves
+            if names := source.names | found.get(memory, set()) | own:
+                kept.append(source._replace(names=frozenset(names)))
+    return kept
 
 
 def changed(among: Iterable[Source], needed: Callable[[], Iterable[str]]) -> Source | None:
