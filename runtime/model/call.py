@@ -117,9 +117,13 @@ class Call:
             }
         )
         if saves:
-            changed = {name for name, k in self.program.inputs.items() if k in self.program.changed}
-            written = executor.schedule.written
-            self.shared = shared(self.saved_values, before, outputs, changed, written)
+            self.shared = shared(
+                self.saved_values,
+                before,
+                outputs,
+                changed=self.program.changed_names,
+                written=executor.schedule.written,
+            )
         self.generation = self.machine.slots.generation
         return outputs
 

@@ -65,6 +65,7 @@ class Program:
         self.inputs = inputs_of(self.stages.forward)  # positions, by the name in the schedule
         # the inputs that it changes in place, in forward or backward, bases among them
         names = (*(str(node.args[0]) for node in changes), *self.stages.written)
+        self.changed_names = frozenset(names)
         self.changed = frozenset(self.inputs[name] for name in names)
         # the inputs whose change autograd records, and the outputs that are their new values
         first = len(self.outputs) - len(stages.recorded)

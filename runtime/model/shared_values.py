@@ -30,12 +30,13 @@ class Source(NamedTuple):
     tensor: torch.Tensor
     version: int
     names: frozenset[str]  # of what a backward needs in its memory
+    input: str = ""  # its name in the schedule, of an input
 
 
 def sources(inputs: Mapping[str, Any], constants: Mapping[str, torch.Tensor]) -> list[Source]:
     """The tensors that a forward is about to read."""
     found = [
-        Source(f"input {name}", value, _version(value), frozenset())
+        Source(f"input {name}", value, _version(value), frozenset(), name)
         for name, value in inputs.items()
         if isinstance(value, torch.Tensor)
     ]
@@ -67,16 +68,16 @@ def shared(
         if isinstance(tensor, torch.Tensor)
     ]
     before = [
-        source
-        if source.what.removeprefix("input ") in changed
-        else source._replace(version=_version(source.tensor))
+        source._replace(version=_version(source.tensor))
+        if source.input and source.input not in changed
+        else source
         for source in before
     ]
     by_memory: dict[int, list[Source]] = {}
     for source in (*before, *after):
         by_memory.setdefault(_memory(source.tensor), []).append(source)
     by_memory.pop(0, None)  # of tensors without elements
-    inputs = {source.what.removeprefix("input "): source for source in before}
+    inputs = {source.input for source in before}
     found: dict[int, set[str]] = {}
     themselves: set[str] = set()  # inputs that are saved, as they are
     for name, value in saved_values.items():
@@ -91,7 +92,7 @@ def shared(
     kept: list[Source] = []
     for memory, group in by_memory.items():
         for source in group:
-            own = {source.what.removeprefix("input ")} & themselves
+            own = {source.input} & themselves
             if names := source.names | found.get(memory, set()) | own:
                 kept.append(source._replace(names=frozenset(names)))
     return kept
