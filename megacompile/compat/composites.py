@@ -14,6 +14,7 @@ alone (`torch.export` uses it too, without our mode: there the C++ runs).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from torch._subclasses.fake_impls import register_op_impl
 
 _KEY = DispatchKey.PreDispatch
 _KEYS = DispatchKeySet(_KEY)
+_AUTOCAST = (DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA)
+_UPSAMPLING = ("aten::upsample_", "aten::_upsample_")
 _LIBRARY = torch.library.Library("aten", "IMPL")
 _aten = torch.ops.aten
 
@@ -36,19 +39,73 @@ def _symbolic_composites() -> Any:  # torch 2.11 to 2.15
 
 def _define(wanted: Callable[[], bool]) -> None:  # torch 2.11 to 2.15
     """Register the kernels. `wanted` is asked at each call, on its thread."""
-    for name in dir(_aten):
-        packet = getattr(_aten, name)
-        if "upsample" in name and "vec" in getattr(packet, "overloads", list)():
+    _put(_aten.matmul.default, _matmul, wanted)
+    for name in _upsampling():
+        if name.endswith(".vec"):
+            packet = getattr(_aten, name.removesuffix(".vec"))
             _put(packet.vec, _upsample(packet.default), wanted)
 
 
+def _upsampling() -> list[str]:
+    """The names of the operators for upsampling, and of their backwards, with their overloads."""
+    names: list[str] = torch._C._dispatch_get_all_op_names()
+    return [name.removeprefix("aten::") for name in names if name.startswith(_UPSAMPLING)]
+
+
 def _put(operator: Any, kernel: Callable[..., Any], wanted: Callable[[], bool]) -> None:
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if not wanted() or any(map(keys.has, _AUTOCAST)):  # which casts, and calls the operator
+            return operator.redispatch(keys.remove(_KEY), *args, **kwargs)
         exclude: Any = torch._C._ExcludeDispatchKeyGuard
         with exclude(_KEYS):
-            return (kernel if wanted() else operator)(*args, **kwargs)
+            return kernel(*args, **kwargs)
 
-    _LIBRARY.impl(operator.name().removeprefix("aten::"), run, _KEY.name)
+    name = operator.name().removeprefix("aten::")
+    _LIBRARY.impl(name, run, _KEY.name, with_keyset=True)
+
+
+def _matmul(a: Any, b: Any) -> Any:
+    """LinearAlgebra.cpp: `_matmul_impl`. Up to torch 2.12 it asks for the sizes."""
+    if a.dim() <= 2 and b.dim() <= 2:
+        return _aten.matmul.default(a, b)  # no size is asked for
+    if a.dim() >= b.dim() and _folds(a, b):
+        return _folded(a, b)
+    if a.dim() < b.dim() and _folds(b.mT, a):
+        product = _folded(b.mT, a.t() if a.dim() == 2 else a)
+        return product.mT.contiguous() if a.dim() == 2 else product
+    if a.dim() == b.dim() == 3 and a.shape[0] != b.shape[0]:
+        if a.shape[0] == 1:
+            return _matmul(a.squeeze(0), b)
+        if b.shape[0] == 1:
+            return _matmul(a, b.squeeze(0))
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    count = math.prod(batch)
+    rows, columns = a.shape[-2:][:-1], b.shape[-2:][1:]  # nothing of a vector
+    left = a.expand(*batch, *(rows or [1]), a.shape[-1]).reshape(count, *(rows or [1]), a.shape[-1])
+    right = b.expand(*batch, *b.shape[-2:]).reshape(count, *b.shape[-2:])
+    if not columns:
+        product = left.bmm(right.unsqueeze(2)).squeeze(-1)
+    else:
+        product = left.bmm(right)
+    return _aten._unsafe_view.default(product, [*batch, *rows, *columns])
+
+
+def _folds(many: Any, one: Any) -> bool:
+    """`should_fold`: is a batch of matrices multiplied as the rows of a single one?"""
+    if many.dim() < 3 or one.dim() > 2:
+        return False
+    if one.requires_grad:
+        return True
+    strides, sizes = many.stride(), many.shape
+    return all(strides[i] == strides[i + 1] * sizes[i + 1] for i in range(many.dim() - 2))
+
+
+def _folded(a: Any, b: Any) -> Any:
+    """The product of a batch of matrices, as the rows of one, with a matrix or a vector."""
+    rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
+    if b.dim() == 2:
+        return _aten._unsafe_view.default(rows.mm(b), [*a.shape[:-1], b.shape[1]])
+    return _aten._unsafe_view.default(rows.mv(b), [*a.shape[:-1]])
 
 
 def _upsample(operator: Any) -> Callable[..., Any]:
@@ -90,7 +147,7 @@ def _define_fakes(wanted: Callable[[Any], bool]) -> None:  # torch 2.11 to 2.15
     Args:
         wanted: is it said in this FakeTensorMode?
     """
-    names = [name for name in dir(_aten) if "upsample" in name and name.endswith("_backward")]
+    names = [name for name in _upsampling() if name.endswith("_backward")]
     kernels: dict[Any, Callable[..., Any]] = {
         getattr(_aten, name).default: _gradient_of_upsample for name in names
     }
