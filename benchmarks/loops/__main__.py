@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [
         loop
         for loop in LOOPS.values()
-        if re.search(args.only, loop.name) and (args.list == "all" or loop.first == (args.list == "first"))
+        if re.search(args.only, loop.name)
+        and (args.list == "all" or loop.first == (args.list == "first"))
     ]
     engines = [Engine(name) for name in args.engines.split(",")]
     lines: list[str] = []

@@ -296,13 +296,22 @@ LOOPS = [
     ),
     vision("resnet-last", "resnet", residual, **SECOND),
     vision("swin-last", "swin", windows, **SECOND),
-    vision("segformer-last", "segformer", segformer, segments, "AutoModelForSemanticSegmentation", **SECOND),
+    vision(
+        "segformer-last",
+        "segformer",
+        segformer,
+        segments,
+        "AutoModelForSemanticSegmentation",
+        **SECOND,
+    ),
     of_timm("efficientnet-last", "efficientnet_b0", "efficientnet_lite0"),
     of_timm("mobilenet-last", "mobilenetv3_large_100", "mobilenetv3_small_050"),
     Loop(
         "wav2vec2-varying",
         Family.SPEECH,
-        supervised(functools.partial(pretrained, "wav2vec2", wav2vec2, head="AutoModelForCTC"), waves),
+        supervised(
+            functools.partial(pretrained, "wav2vec2", wav2vec2, head="AutoModelForCTC"), waves
+        ),
         drops=True,
         **SECOND,
     ),

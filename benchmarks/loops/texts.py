@@ -148,9 +148,7 @@ def accumulated(build: Callable[[Size], nn.Module], micro: int = 3) -> Callable[
         model = session.prepare(build(session.size).train())
         optimizer = optimizer_of(model)
         for k in range(session.steps):
-            batches = [
-                session.move(padded(session.size, micro * k + i)) for i in range(micro)
-            ]
+            batches = [session.move(padded(session.size, micro * k + i)) for i in range(micro)]
             count = sum((batch["labels"] != IGNORED).sum() for batch in batches)
             losses = []
             for batch in batches:
