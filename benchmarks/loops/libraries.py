@@ -6,11 +6,10 @@ import importlib
 import tempfile
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from benchmarks.loops.loop import Engine, Family, Loop, Session, Size, supervised
+from benchmarks.loops.loop import Family, Loop, Session, Size, supervised
 from benchmarks.loops.texts import IGNORED, LLAMA, SECOND, ids, padded, varying
 
 

@@ -160,8 +160,10 @@ from megacompile.compat.operators import (
     FOREACH_UNSCALE,
     FOREACH_ZERO,
     SCALED_MM,
+    CustomOperator,
     arguments_of,
     changes_metadata,
+    custom_operator,
     gives_views,
     is_mutable,
     is_random,
@@ -278,6 +280,8 @@ from megacompile.compat.tracing import (
 )
 
 __all__ = [
+    "CustomOperator",
+    "custom_operator",
     "ALL_GATHER",
     "APPLY",
     "CACHE_VARIABLES",

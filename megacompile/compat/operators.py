@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch._library.custom_ops import OPDEFS
 from torch.utils import _pytree
 
 
@@ -47,6 +49,68 @@ def is_torchs(target: Any) -> bool:  # torch 2.11 to 2.15
     if isinstance(getattr(target, "__self__", None), type):
         target = target.__self__  # `apply` of an `autograd.Function`
     return (getattr(target, "__module__", None) or "").partition(".")[0] in _TORCHS
+
+
+@dataclass(frozen=True)
+class CustomOperator:  # torch 2.11 to 2.15
+    """An operator of `torch.library.custom_op` with a backward in Python.
+
+    Each of its inputs and outputs is a tensor or no tensor at all: a list has none.
+    """
+
+    operator: Any
+    backward: Callable[..., Any]  # (ctx, *gradients of outputs) -> gradients of inputs
+    setup: Callable[..., Any] | None
+
+    @property
+    def inputs(self) -> list[str]:
+        """As its schema writes them, without the mark in front of those that are named."""
+        text = str(self.operator._schema).partition("(")[2].rpartition(") ->")[0]
+        return [item for item in text.split(", ") if item != "*"]
+
+    def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """All arguments of a call, in the order of the schema."""
+        return [
+            args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
+            for i, argument in enumerate(self.operator._schema.arguments)
+        ]
+
+    def call(self, arguments: Sequence[Any]) -> Any:
+        """Call the operator with `arguments`."""
+        return self.operator(*self.placed(arguments), **self._named(arguments))
+
+    def set_up(self, ctx: Any, arguments: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Let `ctx` keep what the backward needs."""
+        if self.setup is None:
+            return
+        named = self._named(arguments)
+        output = tuple(outputs) if len(self.operator._schema.returns) > 1 else outputs[0]
+        also = {"keyword_only_inputs": named} if named else {}
+        self.setup(ctx=ctx, inputs=tuple(self.placed(arguments)), output=output, **also)
+
+    def placed(self, values: Sequence[Any]) -> list[Any]:
+        """The values of those arguments that need not be named."""
+        pairs = zip(self.operator._schema.arguments, values, strict=True)
+        return [value for argument, value in pairs if not argument.kwarg_only]
+
+    def _named(self, values: Sequence[Any]) -> dict[str, Any]:
+        pairs = zip(self.operator._schema.arguments, values, strict=True)
+        return {argument.name: value for argument, value in pairs if argument.kwarg_only}
+
+
+def custom_operator(target: Any) -> CustomOperator | None:  # torch 2.11 to 2.15
+    """What a node calls, if it is a `CustomOperator`."""
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, "default", None)
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return None
+    known = OPDEFS.get(target.name())
+    if known is None or known._backward_fn is None:
+        return None
+    types = [str(item.type) for item in (*target._schema.arguments, *target._schema.returns)]
+    if any("Tensor" in kind and "List" in kind for kind in types):
+        return None
+    return CustomOperator(target, known._backward_fn, known._setup_context_fn)
 
 
 def is_random(node: fx.Node) -> bool:  # torch 2.11 to 2.15

@@ -86,7 +86,8 @@ class SymbolicFakes:  # torch 2.11 to 2.15
 
     def __init__(self, hints: _Values) -> None:  # torch 2.11 to 2.15
         self.hints = dict(hints)
-        self.env = ShapeEnv()
+        # what depends on data is no size: the trace ends there, as it does without symbols
+        self.env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.mode.cache_enabled = False  # few operations come twice: it takes longer than they do
         self._theirs: dict[Any, Any] = {}

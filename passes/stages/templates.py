@@ -33,6 +33,7 @@ from megacompile.ir.symbols import Values
 from megacompile.ir.tensors import TensorMeta, any_size
 from megacompile.options import Lowering
 from megacompile.passes.stages.canonical import graph_key
+from megacompile.passes.stages.custom import with_whole_backwards
 from megacompile.passes.stages.floats import PowersOfTensors, check_floats
 from megacompile.passes.stages.indices import computes_indices
 from megacompile.passes.stages.joint import Takes, as_gradient, split
@@ -197,6 +198,7 @@ class _Tracer:
         lowering: Lowering,
     ) -> None:
         self.stage = stage
+        self.module = stage.module
         self.params = params
         self.takes = takes
         self.ambient = ambient
@@ -206,7 +208,14 @@ class _Tracer:
         self.planned = numbers_of(stage.metas)
 
     def template(self, index: int) -> Template:
-        joint = self._trace_symbolic() if self.planned else self._trace()
+        try:
+            joint = self._trace_symbolic() if self.planned else self._trace()
+        except compat.UNTRACEABLE:
+            whole = with_whole_backwards(self.module)
+            if whole is None:
+                raise
+            self.module = whole
+            joint = self._trace_symbolic() if self.planned else self._trace()
         return split(
             self.stage, joint, self.takes, self.gradients, index=index, written=self.written
         )
@@ -293,7 +302,7 @@ class _Tracer:
         for i in self.stage.mutated:  # a value of its own, so that the old one stays readable
             inputs[i] = primals[i].clone()
         held = {compat.storage_key(p) for p in primals[: self.params]}
-        outputs = list(self.stage.module(*inputs))
+        outputs = list(self.module(*inputs))
         for k, (tensor, meta) in enumerate(zip(outputs, self.stage.outputs, strict=True)):
             if compat.storage_key(tensor) in held:  # no view of a slot may leave the stage
                 with torch.enable_grad():  # under no_grad too, a parameter as it is requires grad
