@@ -143,6 +143,16 @@ class Overlap:
 
 
 @dataclass(frozen=True, slots=True)
+class InputView:
+    """An output of a captured graph that is a view of an input: where its elements are."""
+
+    shape: tuple[int | Number, ...]
+    stride: tuple[int | Number, ...]
+    offset: int | Number  # of the first one, in elements from the input's first one
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Capture:
     """A captured torch-level graph with one kind of input bound to each placeholder."""
 

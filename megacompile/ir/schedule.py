@@ -20,6 +20,7 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir.buckets import Bucket, Slot
+from megacompile.ir.capture import InputView
 from megacompile.ir.stages import Stage, Template
 from megacompile.ir.symbols import Symbols
 
@@ -105,6 +106,8 @@ class Schedule:
     written: tuple[str, ...] = ()
     # (output, parameter) of outputs that are views of parameters to the user, and copies here
     views: tuple[tuple[int, str], ...] = ()
+    # (output, where it lies) of outputs that are views of inputs; the forward returns the inputs
+    input_views: tuple[tuple[int, InputView], ...] = ()
     defers: bool = False  # its gradients are not summed over replicas: a later backward does that
 
     @property

@@ -32,6 +32,7 @@ from megacompile.passes.capture.inline import inline_checkpoints
 from megacompile.passes.capture.propagate import Values, propagate
 from megacompile.passes.capture.rebase import VIEW_OF_BASE
 from megacompile.passes.edit import add_item
+from megacompile.passes.stages.input_views import views_of_inputs
 from megacompile.passes.stages.segments import (
     Segment,
     compute_nodes,
@@ -96,6 +97,7 @@ class _Builder:
             if isinstance(item, NumberInput)
         }
         self.regions = _regions(self.capture, self.nodes)
+        self.views = views_of_inputs(self.capture, self.values)
         self._refuse_changed_parameters()
 
     def _refuse_changed_parameters(self) -> None:
@@ -328,6 +330,11 @@ class _Builder:
             symbols=self.values.symbols,
             recorded=tuple(sources[node].name for node in recorded),
             views=tuple(self._views(results_of_all)),
+            input_views=tuple(
+                (k, self.views[node][1])
+                for k, node in enumerate(results_of_all)
+                if node in self.views
+            ),
         )
 
     def _views(self, outputs: Sequence[Any]) -> Iterator[tuple[int, str]]:
@@ -385,6 +392,8 @@ class _Builder:
             unseen = not self._meta(node, len(self.nodes)).requires_grad
             if unseen or env[origin] is sources[origin]:
                 return sources[origin]
+        if node in self.views:  # the call makes the view of it
+            return sources[self.views[node][0]]
         if node in env:
             return env[node]
         item = self.inputs.get(node)

@@ -51,8 +51,25 @@ def run(program: Program, args: Sequence[Any]) -> list[Any]:
         _record(args[position], by_node[program.outputs[k]])
     count = len(program.outputs) - len(program.recorded)
     outputs = [value(node) for node in program.outputs[:count]]
+    for k, view in program.stages.input_views:
+        shape, stride, offset = program.number((view.shape, view.stride, view.offset), args)
+        outputs[k] = _view(outputs[k], shape, stride, offset, requires_grad=view.requires_grad)
     program.hand(outputs)
     return outputs
+
+
+def _view(
+    tensor: torch.Tensor,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+    *,
+    requires_grad: bool,
+) -> torch.Tensor:
+    """A view of an input, `offset` elements behind its first one."""
+    base = tensor if requires_grad or not tensor.requires_grad else tensor.detach()
+    with torch.enable_grad():  # what `no_grad` lets be made must not be changed in place without
+        return base.as_strided(shape, stride, base.storage_offset() + offset)
 
 
 def _record(tensor: torch.Tensor, new: torch.Tensor) -> None:

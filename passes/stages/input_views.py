@@ -1,0 +1,93 @@
+"""The outputs of a captured graph that are views of its inputs.
+
+    before: v = scale[:2]; scale.mul_(0.9); return v
+    after:  0F ASSIGN, and the output is `scale`, of which the call makes the view again
+
+A stage's code gives new values of what it changes in place, and views of these: copies to the user,
+who would not see what the input becomes. So where an input is changed, or no gradient flows through
+the view, the output is a view of the input's own memory. (AOTAutograd makes output aliases again
+from their bases.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from megacompile import compat
+from megacompile.ir import ops
+from megacompile.ir.capture import Capture, InputView, TensorInput
+from megacompile.ir.symbols import Number, symbols_in
+from megacompile.passes.capture.interpret import Interpreter
+from megacompile.passes.capture.propagate import Values
+from megacompile.passes.stages.segments import placeholders
+
+
+def views_of_inputs(capture: Capture, values: Values) -> dict[fx.Node, tuple[fx.Node, InputView]]:
+    """The input that an output is a view of, and where it lies in it, by the output's node."""
+    items = zip(placeholders(capture), capture.inputs, strict=True)
+    tensors = [node for node, item in items if isinstance(item, TensorInput)]
+    holders = {key: node for node in tensors for key in values.storages[node]}
+    changed = frozenset().union(*values.mutates.values())
+    wanted: dict[fx.Node, fx.Node] = {}
+    for node in ops.returned(capture.module.graph):
+        if not isinstance(node, fx.Node) or not values.is_tensor(node):
+            continue
+        keys = values.storages[node] & holders.keys()
+        if values.origin(node) in tensors or len(keys) != 1:
+            continue
+        if values.of[node].requires_grad and changed.isdisjoint(keys):
+            continue  # its gradient is a part of that of the input, in the order of the graph
+        wanted[node] = holders[next(iter(keys))]
+    return dict(_laid_out(capture, values, wanted)) if wanted else {}
+
+
+def _laid_out(
+    capture: Capture, values: Values, wanted: dict[fx.Node, fx.Node]
+) -> Iterator[tuple[fx.Node, tuple[fx.Node, InputView]]]:
+    """Run what makes the views, on fake tensors that are changed in place as real ones are: of an
+    input with gaps, functionalization gives a new value without."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {n: graph.node_copy(n) for n in placeholders(capture)}
+
+    def copied(node: fx.Node) -> fx.Node:
+        node = values.origin(node)
+        if node not in env:
+            for source in node.all_input_nodes:
+                copied(source)
+            env[node] = graph.node_copy(node, copied)
+        return env[node]
+
+    made = {node: copied(node) for node in wanted}
+    graph.output(tuple(made.values()))
+    alone = replace(capture, module=compat.graph_module(capture.module, graph))
+    interpreter = Interpreter(alone, type(values)())
+    with capture.ambient.apply(), compat.keeping_nesting(), interpreter.fakes, torch.no_grad():
+        interpreter.constants = interpreter.fake_constants()
+        try:
+            interpreter.run(*map(interpreter.fake_input, capture.inputs))
+        except compat.UNTRACEABLE:
+            return  # they stay what the stages give
+        for node, source in wanted.items():
+            value, base = (interpreter.env[n] for n in (made[node], env[source]))
+            if compat.storage_key(value) == compat.storage_key(base) and _is_plain(value, base):
+                yield node, (source, _view(value, values.of[node].requires_grad))
+
+
+def _is_plain(value: torch.Tensor, base: torch.Tensor) -> bool:
+    """Does where its elements are say all of a view?"""
+    return value.dtype == base.dtype and not value.is_conj() and not value.is_neg()
+
+
+def _view(value: torch.Tensor, requires_grad: bool) -> InputView:
+    shape, stride = tuple(map(_number, value.shape)), tuple(map(_number, value.stride()))
+    return InputView(shape, stride, _number(value.storage_offset()), requires_grad)
+
+
+def _number(value: Any) -> Any:
+    planned, expression = compat.expression_of(value)
+    return Number(expression, planned) if symbols_in(expression) else planned
