@@ -71,7 +71,7 @@ def test_what_a_backward_draws_is_drawn_there() -> None:
         with compat.functional_mode():
             x, tangent = map(compat.to_functional, (*primals, *tangents))
             y = x * torch.rand(2)
-            with compat.drawing_in_backward():
+            with compat.in_backward():
                 grad = tangent * torch.rand(2)
             return list(map(compat.from_functional, (y, grad)))
 

@@ -187,7 +187,8 @@ def leaves(tree: Any) -> list[Any]:  # torch 2.11 to 2.15
 
 def gives_views(func: Any) -> bool:  # torch 2.11 to 2.15
     """Is an ATen operator's result a view of its input, that shares memory with it?"""
-    aliases = [result.alias_info for result in func._schema.returns]
+    schema = getattr(func, "_schema", None)
+    aliases = [] if schema is None else [result.alias_info for result in schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 

@@ -105,9 +105,12 @@ def from_functional(tensor: Any) -> Any:  # torch 2.11 to 2.15
     return from_fun(tensor) if isinstance(tensor, FunctionalTensor) else tensor
 
 
+_OF_BACKWARD = "megacompile.of_backward"  # in a node's meta
+
+
 @contextmanager
-def drawing_in_backward() -> Iterator[None]:  # torch 2.11 to 2.15
-    """What `trace` sees drawn at random for its duration is drawn in the backward.
+def in_backward() -> Iterator[None]:  # torch 2.11 to 2.15
+    """What `trace` sees for its duration is of the backward; what it sees drawn is drawn there.
 
     The partitioner takes what depends on no tangent for a part of the forward. There it would be
     drawn before what later stages draw, and once where a graph is retained.
@@ -117,8 +120,15 @@ def drawing_in_backward() -> Iterator[None]:  # torch 2.11 to 2.15
     before = set() if graph is None else set(graph.nodes)
     yield
     for node in () if graph is None else graph.nodes:
-        if node not in before and is_random(node):
-            node.meta["partitioner_tag"] = "must_be_in_backward"
+        if node not in before:
+            node.meta[_OF_BACKWARD] = True
+            if is_random(node):
+                node.meta["partitioner_tag"] = "must_be_in_backward"
+
+
+def is_of_backward(node: fx.Node) -> bool:  # torch 2.11 to 2.15
+    """Did `trace` see a node `in_backward`?"""
+    return _OF_BACKWARD in node.meta
 
 
 def set_functional_value(tensor: Any, value: Any) -> None:  # torch 2.11 to 2.15

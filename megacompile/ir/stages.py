@@ -91,6 +91,8 @@ class Template:
     saved_fraction: float = 1.0  # the share of the saved tensors that it was split for
     tiles: int = 1  # in which its tokenwise pieces run
     samples: bool = False  # these are of whole samples, and all of it runs in them
+    # primals and saved tensors whose memory autograd itself would keep for the backward
+    kept: frozenset[int | SavedRef] = frozenset()
 
     @property
     def has_backward(self) -> bool:

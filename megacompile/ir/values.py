@@ -12,6 +12,7 @@ from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Value, effects
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import ArgRef, SavedRef
 from megacompile.ir.tensors import TensorMeta
 
 
@@ -58,6 +59,23 @@ def inputs_behind(schedule: Schedule) -> dict[str, str]:
             if new is not None and source is not None and source.name in found:
                 found[new.name] = found[source.name]
     return found
+
+
+def borrowed(schedule: Schedule) -> frozenset[str]:
+    """The names of the forward's values that autograd itself would not keep for a backward: what
+    stages take and give, of which this schedule's backward may make again what autograd keeps."""
+    found: set[str] = set()
+    kept: set[str] = set()
+    for call in ops.nodes_of(schedule.forward, ops.forward):
+        stage, _, args, _ = ops.arguments(call)
+        for i, ref in enumerate(stage.primals):
+            if isinstance(ref, ArgRef) and args[ref.index] is not None:
+                (kept if i in stage.traced.kept else found).add(args[ref.index].name)
+        for k, item in ops.items(call):
+            if k >= stage.result_count:
+                own = SavedRef(k - stage.result_count) in stage.traced.kept
+                (kept if own else found).add(item.name)
+    return frozenset(found - kept)
 
 
 def reads(node: fx.Node) -> list[fx.Node]:

@@ -20,6 +20,7 @@ gradient accumulation, layer by layer: a bucket is fetched once for all micro-ba
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -141,7 +142,34 @@ def split(
         tangent_strides=_tangent_strides(takes, list(planned)),
         live=stage.live if backward is not None else (),
         written=written,
+        kept=frozenset() if backward is None else _kept(stage, joint, saved),
     )
+
+
+def _kept(
+    stage: Stage, joint: fx.GraphModule, saved: Sequence[fx.Node]
+) -> frozenset[int | SavedRef]:
+    """The primals and saved tensors whose memory autograd itself would keep: what was traced in the
+    backward reads them, or views of them. The partitioner may keep a primal instead, and make of it
+    again what autograd keeps."""
+    nodes = (node for node in joint.graph.nodes if compat.is_of_backward(node))
+    read = {_root(source).name for node in nodes for source in node.all_input_nodes}
+    names = [f"primals_{i}" for i in range(1, len(stage.primals) + 1)]
+    others = set(names) - read
+    primals = [i for i, name in enumerate(names) if name in read]
+    refs = [SavedRef(i) for i, node in enumerate(saved) if _root(node).name not in others]
+    return frozenset((*primals, *refs))
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """What a value is a view of, through views of views; any other value itself."""
+    while node.op == "call_function":
+        source = node.all_input_nodes[0] if node.all_input_nodes else node
+        maker = source if node.target is operator.getitem else node
+        if not compat.gives_views(maker.target):
+            break
+        node = source
+    return node
 
 
 def _codes(

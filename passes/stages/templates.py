@@ -321,7 +321,7 @@ class _Tracer:
             primals[k] for k in self.takes.partial_gradients
         ]
         sources = [i for i, p in enumerate(self.stage.metas) if p.requires_grad]
-        with self.ambient.apply(autocast=False), compat.drawing_in_backward():
+        with self.ambient.apply(autocast=False), compat.in_backward():
             try:
                 found = torch.autograd.grad(
                     ends, [primals[i] for i in sources], tangents, allow_unused=True

@@ -122,6 +122,7 @@ class Call:
                 before,
                 outputs,
                 changed=self.program.changed_names,
+                borrowed=executor.borrowed,
                 written=executor.schedule.written,
             )
         self.generation = self.machine.slots.generation

@@ -10,7 +10,8 @@ counts too. Another input may count its versions together with such a one, as a 
 tensor, and has no element of it (those that do are views of one base): it has the version of the
 forward's end.
 What is copied (to the host, to a disk, or ahead of such a change) is the backward's own, and right
-whatever becomes of the original.
+whatever becomes of the original. So is what the plain model's backward would not keep: of a mask,
+of which only a copy is used, or of what a recompute begins with. It is copied where it is small.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megacompile import compat
+
+SMALL_BYTES = 2**20  # too little to be noticed in a plan of the memory
 
 
 class Source(NamedTuple):
@@ -50,6 +53,7 @@ def shared(
     before: Sequence[Source],
     outputs: Iterable[Any],
     changed: Collection[str] = (),
+    borrowed: Collection[str] = (),
     written: Collection[str] = (),
 ) -> list[Source]:
     """The sources that a backward needs as they are, after its forward.
@@ -60,6 +64,7 @@ def shared(
     Args:
         before: from ahead of the forward.
         changed: the inputs that the forward changes in place.
+        borrowed: saved values that the plain model's backward would not keep, and so does not miss.
         written: the saved values that backwards change in place; they are memory as it is then.
     """
     after = [
@@ -80,10 +85,14 @@ def shared(
     inputs = {source.input for source in before}
     found: dict[int, set[str]] = {}
     themselves: set[str] = set()  # inputs that are saved, as they are
+    intact = [m for m, g in by_memory.items() if not any(s.input in changed for s in g)]
     for name, value in saved_values.items():
         if not isinstance(value, torch.Tensor) or name in written:
             continue
         if (memory := _memory(value)) in by_memory:
+            if name in borrowed and memory in intact and value.nbytes <= SMALL_BYTES:
+                saved_values[name] = value.detach().clone()
+                continue
             saved_values[name] = value.detach()
             if name in inputs:
                 themselves.add(name)

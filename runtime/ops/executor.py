@@ -25,7 +25,7 @@ from megacompile.ir.inputs import elsewhere, tangents
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import Token, token_of
-from megacompile.ir.values import left_of
+from megacompile.ir.values import borrowed, left_of
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.bound import BoundOps
 from megacompile.runtime.ops.machine import Machine
@@ -50,6 +50,7 @@ class Executor:
             for name, graph in schedule.graphs.items()
         }
         self.elsewhere = elsewhere(schedule.forward)
+        self.borrowed = borrowed(schedule)
         self.tangents = {} if schedule.backward is None else tangents(schedule.backward)
         self._constants = {name: _constants(graph) for name, graph in schedule.graphs.items()}
         self._left = list(left_of(schedule))
