@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megacompile import compat
-from megacompile.errors import ModelError
+from megacompile.errors import BackwardError, ModelError
 from megacompile.runtime.device import ranks
 from megacompile.runtime.params.guards import unguarded_class
 from megacompile.runtime.params.looks import ParameterLooks, Same, in_memory, parameter_of
@@ -29,7 +29,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
 
     __slots__ = (
         *("host", "root", "param", "is_view", "tell", "settle", "wrote", "part"),
-        *("base", "copied", "_is_param", compat.STATIC_INPUT),
+        *("base", "copied", "seen", "_is_param", compat.STATIC_INPUT),
     )
     host: torch.Tensor
     root: torch.Tensor  # the host tensor of the parameter that it is, or is a view of
@@ -41,6 +41,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
     part: torch.Tensor | None  # where several ranks share it: what this one has; `host` is on meta
     base: StreamedParameter | None  # that it is a view of
     copied: torch.Tensor | None  # on the device, for those who asked for a pointer
+    seen: int  # the version of `root` that a forward fetched last; -1: none has
     _is_param: bool
 
     @staticmethod
@@ -50,7 +51,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
         self: StreamedParameter = compat.wrapper(cls, host, device)
         self.host = self.root = host
         self.param = self.part = self.base = self.copied = None
-        self.is_view = view
+        self.is_view, self.seen = view, -1
         self.tell, self.settle, self.wrote = _to_nobody, _nothing, _nothing
         self._is_param = not view  # isinstance(self, nn.Parameter)
         return self
@@ -85,6 +86,26 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
             return self.host.to(self.device, copy=True)
         assert self.param is not None
         return ranks.whole(self.param, self.part.to(self.device))
+
+    def check_version(self) -> None:
+        """Let autograd know, and raise where it has saved this for a backward, that the parameter
+        was changed in place: the proxy counts versions of its own.
+
+        Raises:
+            BackwardError: a backward fetches what a forward has fetched with other values.
+        """
+        version, before = compat.version(self.root), self.seen
+        if before in (-1, version):
+            self.seen = version
+        elif compat.backward_id() == -1:
+            self.seen = version
+            torch.autograd.graph.increment_version(self)
+        else:
+            raise BackwardError(
+                f"a parameter of shape {tuple(self.shape)} was changed in place since the forward, "
+                "which used it in code that Dynamo did not capture and whose backward needs it as "
+                "it was; call backward() before optimizer.step()"
+            )
 
     def store(self, value: torch.Tensor) -> None:
         """Write a new value to the host; of several ranks, each its own part."""
@@ -160,6 +181,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
             if id(value) not in fetched:
                 value.tell(value.param)
                 value.settle()
+                value.check_version()
                 fetched[id(value)] = (value, value.fetched())
             return fetched[id(value)][1]
 
