@@ -58,6 +58,16 @@ def transforms(module: fx.GraphModule) -> str | None:  # torch 2.11 to 2.15
     return None
 
 
+def put_inputs_first(module: fx.GraphModule) -> None:  # torch 2.11 to 2.15
+    """Move the placeholders of a captured graph to its front, in their order. Torch 2.11 puts that
+    of a size where an `autograd.Function` needed it last."""
+    nodes = list(module.graph.nodes)
+    first = next((k for k, node in enumerate(nodes) if node.op != "placeholder"), len(nodes))
+    for node in nodes[first:]:
+        if node.op == "placeholder":
+            nodes[first].prepend(node)
+
+
 def has_while_loop(module: fx.GraphModule) -> bool:  # torch 2.11 to 2.15
     """Is there a `while_loop` in a captured graph? Its fake kernel makes symbols of its own."""
     loop = torch.ops.higher_order.while_loop

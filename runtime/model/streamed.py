@@ -449,6 +449,7 @@ class StreamedModel:
     def _capture(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend: one more captured graph."""
         del examples
+        compat.put_inputs_first(module)
         self._methods.find()
         name = printable(type(self.model).__name__)
         if self.graphs:
