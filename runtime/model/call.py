@@ -357,9 +357,12 @@ class Call:
                 f"{name}: parameters were replaced between the forward and its backward, and "
                 "taken over by another call; call backward() before that"
             )
+        read = None if self.machine.in_backward is not None else self._wanted(tangents)
         for proxy, version in self.param_versions:
             if compat.version(proxy.root) != version:
                 bucket, index = self.machine.place(proxy)
+                if read is not None and (bucket.key, index) not in read.read_in_backward:
+                    continue
                 raise BackwardError(
                     f"{name}: parameter {bucket.params[index].name!r} was changed in place between "
                     "the forward and its backward; call backward() before optimizer.step()"

@@ -11,7 +11,7 @@ import linecache
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,9 +20,11 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir import ops
+from megacompile.ir.buckets import ParamId
 from megacompile.ir.collectives import Collectives
 from megacompile.ir.inputs import elsewhere, tangents
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import ParamRef
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import Token, token_of
 from megacompile.ir.values import borrowed, left_of
@@ -113,6 +115,14 @@ class Executor:
         """The tensors that are part of the code that graphs run; without names, that all run."""
         every = (self._constants[name] for name in names or self._constants)
         return {name: tensor for found in every for name, tensor in found.items()}
+
+    @functools.cached_property
+    def read_in_backward(self) -> frozenset[ParamId]:
+        """The parameters that the backward reads, and those that it leaves on the device."""
+        backward, plan = self.schedule.backward, self.schedule.plan
+        read = set() if backward is None else set(_read(backward))
+        left = [b for b in self.schedule.buckets if b.key in plan.device_update]
+        return frozenset(read | {(b.key, i) for b in left for i in range(len(b.params))})
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """Run the forward; gives outputs and the saved values, by name.
@@ -252,6 +262,19 @@ class Executor:
             return self.machine.buckets[token.bucket.key].pending.last_write(token.part)
         value = inputs.pop(name)
         return value if isinstance(value, Handle) else Handle(value, Stream.COMPUTE)
+
+
+def _read(graph: fx.Graph) -> Iterator[ParamId]:
+    """The parameters that the code of a backward reads."""
+    for call in ops.nodes_of(graph, ops.recompute, ops.rerun, ops.backward):
+        stage = ops.arguments(call)[0]
+        primals = {
+            ops.recompute: stage.traced.recompute_primals,
+            ops.backward: stage.traced.backward_primals,
+        }.get(call.target, range(len(stage.primals)))
+        for ref in (stage.primals[i] for i in primals):
+            if isinstance(ref, ParamRef):
+                yield stage.buckets[ref.bucket].key, ref.param
 
 
 def _filled(graph: fx.Graph) -> list[int]:

@@ -100,13 +100,16 @@ def quickly() -> Iterator[None]:
 def prove(seed: int, numbers: range, setting: Setting = EAGER, *, tell: bool = False) -> Counts:
     """Run the cases of these numbers."""
     counts = Counts()
-    with quickly():
+    with quickly(), contextlib.ExitStack() as stack:
         for number in numbers:
             known = set(counts.found)
             counts.add(number, numbered(seed, number, setting), setting)
             for key in set(counts.found) - known if tell else ():
                 print(f"--- case {number}\n{counts.found[key][2]}", flush=True)
             gc.collect()
+            if not gc.get_freeze_count():  # what torch has made by now stays, and is much to look through
+                gc.freeze()
+                stack.callback(gc.unfreeze)
     return counts
 
 
