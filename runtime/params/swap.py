@@ -12,6 +12,7 @@ from torch import nn
 
 from megacompile import compat
 from megacompile.packed import any_packed, is_wrapper, members
+from megacompile.runtime.params.containers import Containers
 from megacompile.runtime.params.eager_notice import EagerNotice
 from megacompile.runtime.params.looks import is_trained, link_of
 from megacompile.runtime.params.proxies import (
@@ -66,7 +67,9 @@ class Proxies:
         places = list(_places(model))
         for holder, name, param, leaf in places:
             self.sites.append(Site(holder, name, param, self._in_place_of(param, leaf)))
-        self._found = _found(model, compat.modules_of(model))
+        modules = compat.modules_of(model)
+        self._found = _found(model, modules)
+        self._containers = Containers(modules, self.of)
         self._columns = self._by_column()
 
     def _by_column(self) -> tuple[tuple[Any, ...], ...]:
@@ -120,6 +123,7 @@ class Proxies:
         self.sites.clear()
         self._made.clear()
         self._stand_ins.clear()
+        self._containers = Containers((), self.of)
         self._found = ()
         self._pairs = []
         self._columns = ((),) * len(Site._fields)
@@ -133,6 +137,7 @@ class Proxies:
             if proxy.__dict__ is not param.__dict__:
                 proxy.__dict__ = param.__dict__
         exchange(holders, names, params, proxies)
+        self._containers.swap_in()
 
     def _follow(self, undos: Undos) -> None:
         """Make the proxies anew of parameters that were frozen, or trained, since.
@@ -161,6 +166,7 @@ class Proxies:
 
     def put_back(self) -> None:
         """The model's parameters are themselves again, where the forward did not replace them."""
+        self._containers.put_back()
         holders, names, params, proxies = self._columns
         exchange(holders, names, proxies, params)
         if self.notice.used:

@@ -107,7 +107,9 @@ def prove(seed: int, numbers: range, setting: Setting = EAGER, *, tell: bool = F
             for key in set(counts.found) - known if tell else ():
                 print(f"--- case {number}\n{counts.found[key][2]}", flush=True)
             gc.collect()
-            if not gc.get_freeze_count():  # what torch has made by now stays, and is much to look through
+            if (
+                not gc.get_freeze_count()
+            ):  # what torch has made by now stays, and is much to look through
                 gc.freeze()
                 stack.callback(gc.unfreeze)
     return counts

@@ -28,7 +28,6 @@ from tests.frames.case import Case, Options
 
 # Features of a part of which docs/limits.md says that the streamed program differs.
 LIMITS = (
-    ("asks", "identity"),
     ("asks", "type is, in eager code"),
 )
 ALIASED = re.compile(r"shares? (its |their )?memory|alias|view|another name|other tensor")
