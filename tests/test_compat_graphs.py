@@ -117,3 +117,19 @@ def test_a_copied_node_is_as_one_that_the_graph_copies() -> None:
             for n in theirs.nodes
         ]
         assert [len(n.users) for n in ours.nodes] == [len(n.users) for n in theirs.nodes]
+
+
+def test_inputs_are_put_first() -> None:
+    """Torch 2.11 writes such graphs."""
+    graph = fx.Graph()
+    first = graph.placeholder("first")
+    total = graph.call_function(operator.add, (first, first))
+    late = graph.placeholder("late")
+    total.args = (first, late)
+    graph.output(total)
+    module = fx.GraphModule(nn.Module(), graph)
+    compat.put_inputs_first(module)
+    compat.put_inputs_first(module)
+    assert [node.name for node in module.graph.nodes] == ["first", "late", "add", "output"]
+    module.graph.lint()
+    assert fx.Interpreter(module).run(1, 2) == 3

@@ -77,6 +77,8 @@ def test_what_a_backward_draws_is_drawn_there() -> None:
 
     joint = compat.trace(function, [torch.ones(2)], [torch.ones(2)], {})
     forward, backward = compat.split_joint(joint, outputs=1, static_primals=())
+    of_backward = [n.name for n in joint.graph.nodes if compat.is_of_backward(n)]
+    assert of_backward == ["rand_1", "mul_1"]
     drawn = [targets(part).count(aten.rand.default) for part in (forward, backward)]
     assert drawn == [1, 1]
 

@@ -156,3 +156,16 @@ def test_mismatches_are_counted_by_what_they_have() -> None:
     assert label == "alias (detach, read)" and (at, count) == (2, 3)
     assert "torch.optim" in text and "alias p0" in text
     assert f"{3:10} {2:12}   {label}" in str(counts)
+
+
+def test_a_case_that_raises_may_differ_by_an_alias_too() -> None:
+    case = Case((part("alias", "detach", "read"), part("changed", "input", "read by a product")))
+
+    def warns(model: Any, **_: object) -> None:
+        another_model(model)
+        warnings.warn("p0.o.weight shares its memory with another tensor", stacklevel=1)
+
+    with mock.patch.object(judge, "megacompile", warns):
+        assert judge.judge(case).kind == "warned"
+    with mock.patch.object(judge, "megacompile", another_model):
+        assert judge.judge(case).kind == "mismatch"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -140,3 +142,91 @@ def test_a_parameter_is_an_output_after_all(grad: bool) -> None:
         for output in outputs:
             output.sum().backward()
         assert_same(plain, streamed)
+
+
+class Keeper(nn.Module):
+    """Keeps a view of a buffer, of a batch or of a value, which the same graph changes in place."""
+
+    scale: Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 6))
+        self.kind = kind
+        self.kept: Any = None
+
+    def forward(self, x: Tensor, batch: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        torch._dynamo.graph_break()
+        if self.kept is None or self.kind != "a buffer":
+            self.kept = {
+                "a buffer": lambda: self.scale.view(2, 3).t()[1:],
+                "a batch with gaps": lambda: batch.t()[1:],
+                "a view behind the change": lambda: batch.mul_(0.5)[1:, :2],
+                "a value": lambda: hidden.view(-1)[2:],
+                "a detached value": lambda: hidden.detach().t(),
+                "overlapping inputs": lambda: self.scale[1:3],
+            }[self.kind]()
+        self.scale.mul_(0.9)
+        batch.add_(1)
+        hidden.mul_(batch)
+        total: Tensor = (hidden * self.scale[:4]).sum()
+        return total
+
+
+KINDS = ("a buffer", "a batch with gaps", "a view behind the change", "a value", "a detached value")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_view_of_what_the_graph_changes_follows_it(kind: str, dynamic: bool | None) -> None:
+    torch.manual_seed(0)
+    models = twins(Keeper(kind), dynamic=dynamic)
+    for rows in (3, 3, 5, 4):
+        shown = []
+        for model in models:
+            x = torch.linspace(-1, 1, 4 * rows).view(rows, 4)
+            batch = torch.arange(10.0 * rows).view(rows, 10)[:, 1:9:2]
+            loss = model(x, batch)
+            (loss + model.kept.square().sum()).backward()
+            with torch.no_grad():
+                model.kept.detach().mul_(0.5)
+            shown.append([loss.detach(), model.kept.detach(), batch, *model.buffers()])
+        assert all(map(equal, *shown))
+        assert_same(*models)
+
+
+def test_a_view_of_inputs_that_overlap_follows_them() -> None:
+    torch.manual_seed(0)
+    models = twins(Keeper("overlapping inputs"))
+    shown = []
+    for model in models:
+        for _ in range(3):
+            batch = model.scale[None, :4]
+            loss = model(torch.ones(2, 4), batch)
+            loss.backward()
+        shown.append([loss.detach(), model.kept, model.scale])
+    assert all(map(equal, *shown))
+
+
+def test_a_view_of_what_a_backward_writes_follows_it() -> None:
+    class Written(Keeper):
+        def note(self, gradient: Tensor) -> None:
+            self.scale.add_(gradient.sum())
+
+        def forward(self, x: Tensor, batch: Tensor) -> Tensor:
+            hidden = torch.tanh(self.layer(x))
+            hidden.register_hook(self.note)
+            if self.kept is None:
+                self.kept = self.scale[:4]
+            total: Tensor = (hidden * self.kept * self.scale[2:]).sum()
+            return total
+
+    torch.manual_seed(0)
+    models = twins(Written(""))
+    for _ in range(3):
+        for model in models:
+            model(torch.ones(2, 4), torch.ones(2, 4)).backward()
+        assert equal(*(model.kept for model in models))
+        assert_same(*models)

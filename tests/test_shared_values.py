@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megacompile import BackwardError, megacompile
+from megacompile.runtime.model import shared_values
 from tests.zoo import assert_same
 
 WIDE = torch.randn(8, 8)  # a tensor that the models read without having it
@@ -152,6 +155,26 @@ ACCEPTED = {
         lambda net, x, other: (net.body(x) @ other.t()).sum(),
         lambda net, x, other, out: other.data.mul_(2),
     ),
+    "what a copy is made of": Case(
+        lambda net, x, other: (net.body(x) * other.t().flatten().view(8, 8)).sum(), refill
+    ),
+    "what is cast": Case(
+        lambda net, x, other: (net.body(x) * other.double().float()).sum(), refill
+    ),
+    "what is repeated": Case(
+        lambda net, x, other: (net.body(x) @ other[:1].repeat(8, 1)).sum(), refill
+    ),
+    "what a nonlinear layer is behind": Case(
+        lambda net, x, other: torch.tanh(net.body(x) + other).sum(), refill
+    ),
+    "a bias": Case(
+        lambda net, x, other: net.body(x).square().sum(),
+        lambda net, x, other, out: net.blocks[0].first.bias.detach().mul_(2),
+    ),
+    "the first weight": Case(
+        lambda net, x, other: net.blocks[0].second(net.blocks[0].first(x).exp()).sum(),
+        lambda net, x, other, out: net.blocks[0].first.weight.detach().mul_(2),
+    ),
     "another tensor": Case(
         lambda net, x, other: (net.body(x) @ other.t()).sum(),
         lambda net, x, other, out: (net.scale.mul_(2), WIDE.neg_()),
@@ -192,10 +215,59 @@ def test_what_autograd_refuses(name: str, activations: str) -> None:
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_what_autograd_accepts(name: str) -> None:
-    plain, streamed = pair(ACCEPTED[name])
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_what_autograd_accepts(name: str, activations: str) -> None:
+    if (name, activations) == ("a bias", "recompute"):
+        pytest.skip("a recompute reads the bias: the backward is refused")
+    plain, streamed = pair(ACCEPTED[name], activations=activations)
     assert not run(plain, ACCEPTED[name]) and not run(streamed, ACCEPTED[name])
     assert_same(plain, streamed)
+
+
+def test_what_is_large_is_not_copied_for_a_backward() -> None:
+    """Autograd accepts the change; a copy of the tensor would be in no plan."""
+    case = ACCEPTED["what is cast"]
+    with mock.patch.object(shared_values, "SMALL_BYTES", 16):
+        assert "a copy (.clone())" in run(pair(case)[1], case)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_parameter_that_code_in_eager_mode_has_saved(frozen: bool) -> None:
+    """A product, a view and a function of autograd save it, a sum does not."""
+
+    class Times(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(weight)
+            return x * weight
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            (weight,) = ctx.saved_tensors
+            return gradients[0] * weight, None
+
+    uses: dict[str, Callable[[Tensor, Tensor], Any]] = {
+        "product": lambda x, weight: x * weight,
+        "view": lambda x, weight: x * weight[1:2],
+        "function": Times.apply,
+        "sum": lambda x, weight: x + weight,
+    }
+    eagerly = torch.compiler.disable(lambda name, x, weight: uses[name](x, weight))
+    for name in uses:
+        case = Case(
+            lambda net, x, other, name=name: eagerly(name, net.body(x), net.gain).sum(),
+            lambda net, x, other, out: net.gain.detach().mul_(2),
+        )
+        torch.manual_seed(0)
+        plain = Net(case.use)
+        plain.gain = nn.Parameter(torch.randn(8), requires_grad=not frozen)
+        streamed = copy.deepcopy(plain)
+        megacompile(streamed, device="cpu", progress=False, lowering="eager")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "megacompile")
+            assert [bool(run(net, case)) for net in (plain, streamed)] == [name != "sum"] * 2
+        if name == "sum":
+            assert_same(plain, streamed)
 
 
 def test_compiled_views_count_versions_of_their_own() -> None:

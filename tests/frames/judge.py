@@ -27,9 +27,7 @@ from tests import adversary
 from tests.frames.case import Case, Options
 
 # Features of a part of which docs/limits.md says that the streamed program differs.
-LIMITS = (
-    ("asks", "type is, in eager code"),
-)
+LIMITS = (("asks", "type is, in eager code"),)
 ALIASED = re.compile(r"shares? (its |their )?memory|alias|view|another name|other tensor")
 
 
