@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile import megacompile
+from tests.zoo import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:megacompile. .* runs in eager mode")
 
@@ -184,3 +185,54 @@ def test_what_only_captured_code_is_told(name: str) -> None:
 @pytest.mark.parametrize("name", OF_OWN_CLASS)
 def test_a_class_of_its_own_has_its_methods(name: str, breaks: bool) -> None:
     compare(OF_OWN_CLASS[name], breaks, Own)
+
+
+class Held(nn.Module):
+    """Keeps its parameters in containers of its own, and computes with what is in them."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.listed = [self.first.weight]
+        self.pair = (self.first.weight, 3)
+        self.nested = {"first": self.first.weight, "all": [self.last.weight, {"b": self.last.bias}]}
+        self.ask = torch.compiler.disable(self.answers) if breaks else self.answers
+
+    def answers(self, weight: Tensor) -> list[bool]:
+        every: Any = self.nested["all"]
+        return [
+            self.listed[0] is weight,
+            self.pair[0] is weight,
+            self.nested["first"] is weight,
+            every[0] is self.last.weight,
+            every[1]["b"] is self.last.bias,
+            every[0] is weight,
+        ]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[bool]]:
+        found = self.ask(self.first.weight)
+        every: Any = self.nested["all"]
+        x = torch.tanh(x @ self.listed[-1].t() + every[1]["b"])
+        return self.last(x).square().sum(), found
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_containers_of_a_module_hold_what_it_holds(breaks: bool) -> None:
+    torch.manual_seed(0)
+    plain = Held(breaks)
+    streamed = Held(breaks)
+    streamed.load_state_dict(plain.state_dict())
+    megacompile(streamed, device="cpu", lowering="eager", progress=False)
+    for _ in range(2):
+        for net in (plain, streamed):
+            loss, found = net(torch.ones(2, 4))
+            assert found == [True] * 5 + [False]
+            loss.backward()
+            first = net.first.weight
+            assert net.listed[0] is net.pair[0] is net.nested["first"] is first
+            assert all(each is first for each in net.listed)
+            net.listed.append(first)  # the next call has one more
+        assert_same(plain, streamed)
+    with pytest.raises(RuntimeError, match="shape"):
+        streamed(torch.ones(2, 5))
+    assert streamed.listed[0] is streamed.pair[0] is streamed.first.weight

@@ -29,7 +29,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
 
     __slots__ = (
         *("host", "root", "param", "is_view", "tell", "settle", "wrote", "part"),
-        *("base", "copied", "seen", "_is_param", compat.STATIC_INPUT),
+        *("base", "copied", "fetched_version", "_is_param", compat.STATIC_INPUT),
     )
     host: torch.Tensor
     root: torch.Tensor  # the host tensor of the parameter that it is, or is a view of
@@ -41,7 +41,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
     part: torch.Tensor | None  # where several ranks share it: what this one has; `host` is on meta
     base: StreamedParameter | None  # that it is a view of
     copied: torch.Tensor | None  # on the device, for those who asked for a pointer
-    seen: int  # the version of `root` that a forward fetched last; -1: none has
+    fetched_version: int  # of `root`, when a forward fetched it last; -1: none has
     _is_param: bool
 
     @staticmethod
@@ -51,7 +51,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
         self: StreamedParameter = compat.wrapper(cls, host, device)
         self.host = self.root = host
         self.param = self.part = self.base = self.copied = None
-        self.is_view, self.seen = view, -1
+        self.is_view, self.fetched_version = view, -1
         self.tell, self.settle, self.wrote = _to_nobody, _nothing, _nothing
         self._is_param = not view  # isinstance(self, nn.Parameter)
         return self
@@ -94,11 +94,11 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
         Raises:
             BackwardError: a backward fetches what a forward has fetched with other values.
         """
-        version, before = compat.version(self.root), self.seen
+        version, before = compat.version(self.root), self.fetched_version
         if before in (-1, version):
-            self.seen = version
+            self.fetched_version = version
         elif compat.backward_id() == -1:
-            self.seen = version
+            self.fetched_version = version
             torch.autograd.graph.increment_version(self)
         else:
             raise BackwardError(
