@@ -187,7 +187,8 @@ class Executor:
             taken = [self._taken(key, token, given) for key, token in self._inputs["update"]]
             tracer = machine.tracer
             bound.recording = None if tracer is None else tracer.run(self.schedule, "update")
-            bound.in_step, bound.parts = True, parts
+            bound.in_step, bound.parts, bound.residents = True, parts, []
+            bound.resident_parts = sum(p.op is ops.update_resident for p in parts.values())
             try:
                 self._function("update")(taken)
             except BaseException as error:

@@ -12,6 +12,7 @@ from megacompile.runtime.ops.group import OpGroup, handles
 from megacompile.runtime.params.pending import InFlight
 from megacompile.runtime.updates.device_buffers import note_changes
 from megacompile.runtime.updates.flight import Flight
+from megacompile.runtime.updates.update import update_residents
 
 
 class UpdateOps(OpGroup):
@@ -43,12 +44,20 @@ class UpdateOps(OpGroup):
         return Handle(flight, Stream.HOST, host=host.pending)
 
     def update_resident(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
+        """The last one of a graph updates the buckets of all of them, in one launch. In between
+        nobody takes them: the compute stream is in order."""
         part = self.parts.get(bucket.key)
         if part is None:
             return Handle(None, Stream.COMPUTE)
-        update = part.update
-        handle = self._issue(Stream.COMPUTE, (after,), update)
-        note_changes(update.bucket, [step.index for step in update.steps])
+        self.residents.append((part.update, after))
+        if len(self.residents) < self.resident_parts:
+            return Handle(None, Stream.COMPUTE)
+        updates = [update for update, _ in self.residents]
+        waits = tuple(each for _, each in self.residents)
+        self.residents = []
+        handle = self._issue(Stream.COMPUTE, waits, lambda: update_residents(updates))
+        for update in updates:
+            note_changes(update.bucket, [step.index for step in update.steps])
         return handle
 
     def update_in_place(

@@ -8,7 +8,7 @@
     TORCH            the rule's twin as it is: what FUSED cannot do, without a C++ compiler; and
                      COMPILED until it is compiled (see `compiled`)
     ON_DEVICE        not here: by `on_device`, of what the backward left on the device
-    RESIDENT         the rule's kernel, on a bucket that lives on the device
+    RESIDENT         the rule's kernel, on buckets that live on the device (`update_residents`)
     BACKWARD         not here: by `in_backward` and its kernels, on the device
 
 Host memory bandwidth is the limit of all of them: AdamW with bf16 parameters and gradients and
@@ -18,7 +18,7 @@ float32 moments reads 12 bytes a parameter and writes 10.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -159,8 +159,6 @@ class BucketUpdate:
         with torch.no_grad():
             if self.way in OWN_CODE:
                 self._stock()
-            elif self.way is UpdatePath.RESIDENT:
-                self._by_kernel()
             else:
                 self._by_rules()
 
@@ -232,15 +230,15 @@ class BucketUpdate:
             else:
                 apply(run.rule, run.update)
 
-    def _by_kernel(self) -> None:
-        by_rule: dict[OptimizerRule, list[Update]] = {}
+    def for_kernel(self) -> list[tuple[OptimizerRule, Update]]:
+        """What a kernel takes to update a bucket that lives on the device."""
+        found = []
         for step in self.steps:
             assert step.rule is not None
             update = self._of(step, _dense)
             if update.param.numel():
-                by_rule.setdefault(step.rule, []).append(update)
-        for rule, updates in by_rule.items():
-            update_bucket(rule, updates)
+                found.append((step.rule, update))
+        return found
 
     def _runs(self) -> list[_Run]:
         """The updates, neighbours with the same hyperparameters as one: a call costs more than
@@ -317,6 +315,18 @@ class BucketUpdate:
         if name == "step" or not isinstance(value, torch.Tensor):
             return value
         return value.to(self.device, non_blocking=True)
+
+
+def update_residents(updates: Iterable[BucketUpdate]) -> None:
+    """Update buckets that live on the device: one launch of a rule's kernel for all of them. To
+    launch one takes the host longer than the device needs for a layer's bucket."""
+    by_rule: dict[OptimizerRule, list[Update]] = {}
+    for each in updates:
+        for rule, update in each.for_kernel():
+            by_rule.setdefault(rule, []).append(update)
+    with torch.no_grad():
+        for rule, together in by_rule.items():
+            update_bucket(rule, together)
 
 
 def run_stock(
