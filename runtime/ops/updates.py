@@ -49,15 +49,16 @@ class UpdateOps(OpGroup):
         part = self.parts.get(bucket.key)
         if part is None:
             return Handle(None, Stream.COMPUTE)
-        self.residents.append((part.update, after))
+        self.residents.append((part, after))
         if len(self.residents) < self.resident_parts:
             return Handle(None, Stream.COMPUTE)
-        updates = [update for update, _ in self.residents]
+        parts = [part for part, _ in self.residents]
         waits = tuple(each for _, each in self.residents)
         self.residents = []
+        updates = [part.update for part in parts]
         handle = self._issue(Stream.COMPUTE, waits, lambda: update_residents(updates))
-        for update in updates:
-            note_changes(update.bucket, [step.index for step in update.steps])
+        for part in parts:
+            note_changes(part.update.bucket, [each.at for each in part.trained])
         return handle
 
     def update_in_place(

@@ -52,6 +52,7 @@ from megacompile.runtime.params.optimizer_states import (
 from megacompile.runtime.params.torn import Left
 from megacompile.runtime.params.unsummed import refuse_unsummed, unsummed
 from megacompile.runtime.step import hooks
+from megacompile.runtime.step.alike import Alike
 from megacompile.runtime.step.parts import Parts
 from megacompile.runtime.updates.compiled import compiled
 from megacompile.runtime.updates.flight import Flight
@@ -106,6 +107,7 @@ class Updates:
         self._foreseen = False
         self._made_ahead: set[int] = set()  # keys of buckets
         self._prepared: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have stepped
+        self._alike: weakref.WeakKeyDictionary[Optimizer, Alike] = weakref.WeakKeyDictionary()
         hooks.tell(self)
         if options.state_dtype is not None:
             reference = weakref.ref(self)
@@ -205,6 +207,9 @@ class Updates:
         updates = self.machine.in_backward
         if updates is not None and updates.optimizer is not optimizer:
             updates.refuse(optimizer, self.machine.gradients.place, self.machine.buckets)
+        alike = self._prepare_alike(optimizer)
+        if alike is not None:
+            return alike
         found = self._to_update(optimizer)
         if not found:
             return None
@@ -244,7 +249,24 @@ class Updates:
             prepared.drop()
             raise
         prepared.gradients = [(t.param, t.param.grad) for t in trained if t.param.grad is not None]
+        found_now = Alike.of(optimizer, prepared.parts)
+        if found_now is not None:
+            self._alike[optimizer] = found_now
         return prepared
+
+    def _prepare_alike(self, optimizer: Optimizer) -> PreparedStep | None:
+        """The step, where it is like the one before."""
+        before = self._alike.pop(optimizer, None)
+        if before is None or self.machine.in_backward is not None:
+            return None
+        self.settle()
+        where = f"{type(optimizer).__name__}.step()"
+        step = before.again(where, optimizer, self.machine.buckets)
+        if step is None:
+            return None
+        self._alike[optimizer] = before
+        gradients = list(zip(step.params, step.gradients, strict=True))
+        return PreparedStep(self, optimizer, step.parts(optimizer), gradients)
 
     def _refuse_unsummed(self, optimizer: Optimizer) -> None:
         """Raise where a gradient lacks its sum over replicas: alike in all ranks."""

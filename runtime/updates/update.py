@@ -18,7 +18,7 @@ float32 moments reads 12 bytes a parameter and writes 10.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -138,6 +138,7 @@ class BucketUpdate:
     steps: list[ParamUpdate] = field(default_factory=list)
     runs: list[_Run] = field(default_factory=list)  # from `prepare` until the update runs
     on_device: bool = False  # may the device make it, of memory on the host?
+    alike: Callable[[Sequence[BucketUpdate]], None] | None = None  # makes it, with those like it
     _values: dict[int, torch.Tensor] = field(default_factory=dict)  # of parameters from a disk
 
     @property
@@ -317,9 +318,12 @@ class BucketUpdate:
         return value.to(self.device, non_blocking=True)
 
 
-def update_residents(updates: Iterable[BucketUpdate]) -> None:
+def update_residents(updates: Sequence[BucketUpdate]) -> None:
     """Update buckets that live on the device: one launch of a rule's kernel for all of them. To
     launch one takes the host longer than the device needs for a layer's bucket."""
+    if updates[0].alike is not None:  # a step like the one before, of all of them
+        updates[0].alike(updates)
+        return
     by_rule: dict[OptimizerRule, list[Update]] = {}
     for each in updates:
         for rule, update in each.for_kernel():

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megacompile.runtime.optim.kernels.table import describe
+from torch import Tensor
+
+from megacompile.runtime.optim.kernels.table import Known, describe, renewed
 from megacompile.runtime.optim.rule import OptimizerRule
 from megacompile.runtime.optim.twin import apply
 from megacompile.runtime.optim.update import Update
@@ -29,3 +31,24 @@ def update_bucket(rule: OptimizerRule, updates: Sequence[Update]) -> None:
     for i, update in enumerate(updates):
         describe(i, rule, update)  # refuses what the kernels refuse
         apply(rule, update)
+
+
+def update_known(
+    rule: OptimizerRule,
+    parameters: Sequence[Known],
+    gradients: Sequence[Tensor],
+    factors: Sequence[Tensor] | None,
+    hypers: Sequence[Sequence[float]],
+) -> None:
+    """Update parameters on a CUDA device of which only the gradients, their factors and the scalars
+    are new; see `renewed`."""
+    from megacompile.runtime.optim.kernels.update import BLOCK, run
+
+    addresses = [gradient.data_ptr() for gradient in gradients]
+    of_factors = None if factors is None else [factor.data_ptr() for factor in factors]
+    device = gradients[0].device
+    new = (
+        renewed(each, addresses, of_factors, hypers, block=BLOCK, device=device)
+        for each in parameters
+    )
+    run(rule, new, device)

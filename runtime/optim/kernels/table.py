@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -54,6 +54,57 @@ class Launch(NamedTuple):
     blocks: Tensor  # (programs, 2) int32
     table: Tensor  # (params, columns) int64
     hyper: Tensor  # (params, columns) fp32 or fp64
+
+
+class Known(NamedTuple):
+    """Parameters of which only the gradients, their factors and the scalars are new in a step."""
+
+    signature: Signature
+    numels: tuple[int, ...]
+    table: array[int]  # the rows, flat
+    positions: tuple[int, ...]  # of the parameters, among those that are described
+
+
+def known(described: Mapping[int, tuple[Signature, list[int]]]) -> list[Known]:
+    """What `describe` gave of parameters, by their positions, together for each signature."""
+    groups: dict[Signature, list[int]] = {}
+    for position, (signature, _) in described.items():
+        groups.setdefault(signature, []).append(position)
+    found = []
+    for signature, positions in groups.items():
+        rows = [described[position][1] for position in positions]
+        table = array("q", [value for row in rows for value in row])
+        numels = tuple([row[NUMEL] for row in rows])
+        found.append(Known(signature, numels, table, tuple(positions)))
+    return found
+
+
+def renewed(
+    known: Known,
+    gradients: Sequence[int],
+    factors: Sequence[int] | None,
+    hypers: Sequence[Sequence[float]],
+    *,
+    block: int,
+    device: torch.device,
+) -> Launch:
+    """A launch for other gradients of known parameters, each given by the position.
+
+    Args:
+        known: the parameters; its table is changed.
+        gradients: addresses, as aligned as those before.
+        factors: addresses of what the gradients are multiplied by; None: of nothing.
+        hypers: the scalars.
+    """
+    table, positions = known.table, known.positions
+    columns = len(table) // len(positions)
+    of_factors = [factors[k] for k in positions] if factors else [0] * len(positions)
+    table[GRAD::columns] = array("q", [gradients[k] for k in positions])
+    table[columns - 1 :: columns] = array("q", of_factors)
+    signature = known.signature._replace(scaled=factors is not None)
+    blocks = program_blocks(known.numels, block, device)
+    packed = _pack(table, [hypers[k] for k in positions], math_dtype(signature.param), device)
+    return Launch(signature, blocks, *packed)
 
 
 def launches(rule: OptimizerRule, updates: Sequence[Update], *, block: int) -> Iterator[Launch]:
@@ -159,16 +210,25 @@ def pack(
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """The table and the scalars on a device, both at 16 bytes' alignment."""
-    table = array("q", [value for row in rows for value in row])
+    return _pack(array("q", [value for row in rows for value in row]), hypers, dtype, device)
+
+
+def _pack(
+    table: array[int],
+    hypers: Sequence[Sequence[float]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    kind = "d" if dtype == torch.float64 else "f"
+    as_bytes = {each: array(kind, each).tobytes() for each in set(map(tuple, hypers))}
+    scalars = b"".join([as_bytes[tuple(each)] for each in hypers])
     numel = len(table)
-    table.extend([0] * (numel % 2))
-    scalars = array("d" if dtype == torch.float64 else "f", [v for row in hypers for v in row])
-    packed = bytearray(table.tobytes() + scalars.tobytes())
+    packed = bytearray(table.tobytes() + bytes(numel % 2 * 8) + scalars)
     packed.extend(bytes(-len(packed) % 8))
     staged = torch.frombuffer(packed, dtype=torch.int64)
     if device.type == "cuda":
         from megacompile.runtime.optim.kernels.fetch import fetch
 
         staged = fetch(staged, device)
-    hyper = staged[len(table) :].view(dtype)[: len(scalars)]
-    return staged[:numel].view(len(rows), -1), hyper.view(len(rows), -1)
+    hyper = staged[numel + numel % 2 :].view(dtype)[: len(scalars) // dtype.itemsize]
+    return staged[:numel].view(len(hypers), -1), hyper.view(len(hypers), -1)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from megacompile.runtime.optim import blockwise
 from megacompile.runtime.optim.kernels import table as layout
 from megacompile.runtime.optim.kernels.blockwise import load, load_state, pointers, store_state
 from megacompile.runtime.optim.kernels.rounding import round_nearest, round_to
-from megacompile.runtime.optim.kernels.table import Signature, launches
+from megacompile.runtime.optim.kernels.table import Launch, Signature, launches
 from megacompile.runtime.optim.rule import MAX_MOMENTS, OptimizerRule
 from megacompile.runtime.optim.update import Update
 
@@ -55,12 +55,17 @@ def launch(rule: OptimizerRule, updates: Sequence[Update], *, block: int = BLOCK
     `block` elements, a multiple of 256 by a power of two, go to a program. Raises ValueError for a
     tensor that is not contiguous or has another size or dtype than needed.
     """
-    if not updates:
-        return
-    device = updates[0].grad.device
+    if updates:
+        run(rule, launches(rule, updates, block=block), updates[0].grad.device, block=block)
+
+
+def run(
+    rule: OptimizerRule, each: Iterable[Launch], device: torch.device, *, block: int = BLOCK
+) -> None:
+    """Launch the kernel of a rule."""
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         maps = blockwise.tables(device)
-        for signature, blocks, table, hyper in launches(rule, updates, block=block):
+        for signature, blocks, table, hyper in each:
             _update[(len(blocks),)](
                 blocks,
                 table,
