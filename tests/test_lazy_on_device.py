@@ -14,6 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from megacompile import megacompile, updates
 from megacompile.errors import BackwardError
+from megacompile.runtime.params import backward_pass
 from megacompile.runtime.params.backward_pass import BackwardPass
 from megacompile.runtime.params.guards import guard_of
 from megacompile.runtime.params.lazy_on_device import DeviceGradient
@@ -23,6 +24,11 @@ from tests.zoo import equal
 
 SHAPES = [(4, 3), (5,), (), (2, 2, 2)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.fixture(autouse=True)
+def _small_gradients_note_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward_pass, "LEAST_FOLDED", 0)
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

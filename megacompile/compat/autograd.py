@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +72,14 @@ def accumulates_into(node: Node) -> bool | None:  # torch 2.11 to 2.15
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # it refuses to say of a leaf that autograd.grad() was called for
         return None
+
+
+def accumulates_into_all(nodes: Iterable[Node]) -> bool:  # torch 2.11 to 2.15
+    """Inside a backward: will it run all of these AccumulateGrad nodes?"""
+    try:
+        return all(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError:
+        return False
 
 
 @dataclass(eq=False, slots=True)

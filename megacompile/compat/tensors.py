@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -90,6 +91,16 @@ def post_accumulate_hooks(
 def gradient_hooks(param: torch.Tensor) -> bool:  # torch 2.11 to 2.15
     """Did the user `register_hook` on a parameter?"""
     return bool(param._backward_hooks)
+
+
+def any_hooked(params: Sequence[torch.Tensor]) -> bool:  # torch 2.11 to 2.15
+    """Have any parameters a hook of the user's that sees their gradient: `gradient_hooks`, or
+    `post_accumulate_hooks`?"""
+    return any(map(_BEFORE, params)) or any(map(_BEHIND, params))
+
+
+_BEFORE = operator.attrgetter("_backward_hooks")
+_BEHIND = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 def without_torch_function() -> AbstractContextManager[None]:  # torch 2.11 to 2.15

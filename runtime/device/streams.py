@@ -3,7 +3,7 @@
 Every op gives a `Handle`: its value, its stream, and the event recorded right after it. An op
 that takes a handle of another stream waits for that event first. That is the whole of the
 synchronisation: the edges of the graph, and nothing else. On the CPU ops run in program order and
-events are absent.
+events are absent. So they are where a graph has no other stream than compute: nobody waits.
 
 A handle of what threads of the host do (`host`) has no event: who takes it waits on the host.
 
@@ -63,6 +63,7 @@ class Streams:
         self._copies: dict[Stream, torch.cuda.Stream] = {}
         self._compute: torch.cuda.Stream | None = None
         self._deferred: deque[_Deferred] = deque()  # on the h2d and comm streams
+        self.alone = False  # is compute the only stream of the graph that runs? Set by who runs it
         if device.type == "cuda":
             # h2d overlaps weights with compute, d2h gradients: one each way, full duplex
             self._copies = {
@@ -138,10 +139,16 @@ class Streams:
         compute = handle.stream is Stream.COMPUTE
         with nullcontext() if compute else torch.cuda.stream(queue):
             handle.value = work()
-        handle.event = torch.cuda.Event()
-        handle.event.record(queue)
         handle.deferred = False
+        if not (compute and self.alone):
+            self.mark(handle)
         return handle
+
+    def mark(self, handle: Handle) -> None:
+        """Let a handle of what was issued last have an event, for who waits in another graph."""
+        if self._copies and handle.event is None and not handle.deferred:
+            handle.event = torch.cuda.Event()
+            handle.event.record(self._queue(handle.stream))
 
     def _issue_ready(self) -> None:
         """Issue what was put off and need not wait any more."""

@@ -68,7 +68,7 @@ class Call:
         """The gates; each parameter has one of its own where a hook waits for a gradient."""
         gradients = self.machine.gradients
         groups = [self.places]
-        if any(gradients.end(place).hooked for place in self.places):
+        if gradients.ends(self.places).hooked:
             groups = [(place,) for place in self.places]
         token = torch.empty(0, device=self.machine.device)  # which says whose stream it is
         for group in groups:
@@ -101,7 +101,8 @@ class Call:
             return computed
         self.machine.pending.add(self)
         self.buckets = self.machine.gradients.buckets
-        self.param_versions = [(proxy, compat.version(proxy.root)) for _, proxy in self.streamed]
+        self._roots = [proxy.root for _, proxy in self.streamed]
+        self.param_versions = list(map(compat.version, self._roots))
         return computed
 
     def _compute(self) -> list[Any]:
@@ -357,16 +358,8 @@ class Call:
                 f"{name}: parameters were replaced between the forward and its backward, and "
                 "taken over by another call; call backward() before that"
             )
-        read = None if self.machine.in_backward is not None else self._wanted(tangents)
-        for proxy, version in self.param_versions:
-            if compat.version(proxy.root) != version:
-                bucket, index = self.machine.place(proxy)
-                if read is not None and (bucket.key, index) not in read.read_in_backward:
-                    continue
-                raise BackwardError(
-                    f"{name}: parameter {bucket.params[index].name!r} was changed in place between "
-                    "the forward and its backward; call backward() before optimizer.step()"
-                )
+        if list(map(compat.version, self._roots)) != self.param_versions:
+            self._check_parameters(tangents)
         source = changed(self.shared, lambda: self._needed(tangents))
         if source is not None:
             raise BackwardError(
@@ -374,6 +367,19 @@ class Call:
                 "since the forward, whose backward needs it as it was; change a copy (.clone()), "
                 "or call backward() before"
             )
+
+    def _check_parameters(self, tangents: tuple[int, ...]) -> None:
+        """Raise where one that this backward reads was changed since the forward."""
+        read = None if self.machine.in_backward is not None else self._wanted(tangents)
+        for (_, proxy), version in zip(self.streamed, self.param_versions, strict=True):
+            bucket, index = self.machine.place(proxy)
+            unread = read is not None and (bucket.key, index) not in read.read_in_backward
+            if compat.version(proxy.root) != version and not unread:
+                raise BackwardError(
+                    f"{self.program.capture.name}: parameter {bucket.params[index].name!r} was "
+                    "changed in place between the forward and its backward; call backward() before "
+                    "optimizer.step()"
+                )
 
     def _needed(self, tangents: tuple[int, ...]) -> Iterator[str]:
         """The names of what this backward takes: not all that a backward may is saved for any."""

@@ -57,6 +57,7 @@ class Executor:
         self._constants = {name: _constants(graph) for name, graph in schedule.graphs.items()}
         self._left = list(left_of(schedule))
         self._fills = {name: _filled(graph) for name, graph in schedule.graphs.items()}
+        self._alone = {n: not ops.nodes_that(g, _copies) for n, g in schedule.graphs.items()}
         stay = schedule.reused if schedule.backward is None else ()
         self._stay_from = min((i for i, _ in stay), default=None)
         self._stays = [(i, b.key) for i, b in stay if i in self._fills["forward"]]
@@ -72,6 +73,8 @@ class Executor:
         self._copies_whole = {n for n, g in kinds if ops.nodes_that(g, lambda op: op.of_all)}
         self._collectives = {n: Collectives.of(g, n, schedule.name) for n, g in kinds}
         self._bound = {name: BoundOps(schedule, machine) for name in schedule.graphs}
+        for name, constants in self._constants.items():
+            self._bound[name].constants = frozenset(map(id, constants.values()))
         self._run = {name: self._compile(name) for name in schedule.graphs}
         self._looked_at: dict[str, Callable[[list[Any]], Any]] = {}  # made when they are wanted
         self._tuned = False  # has a backward run, in which kernels are tuned?
@@ -184,6 +187,7 @@ class Executor:
         given = dict(zip(self.schedule.left, _flat(map(values.get, self._left)), strict=True))
         bound, machine = self._bound["update"], self.machine
         with machine.streams.run():
+            machine.streams.alone = self._alone["update"]
             taken = [self._taken(key, token, given) for key, token in self._inputs["update"]]
             tracer = machine.tracer
             bound.recording = None if tracer is None else tracer.run(self.schedule, "update")
@@ -225,6 +229,7 @@ class Executor:
         # code that was traced in an autocast has its casts
         quiet = compat.without_autocast()
         with agreed, copied, machine.streams.run(), torch.no_grad(), quiet, compat.on_host():
+            machine.streams.alone = self._alone[name]
             machine.slots.trim(len(self.schedule.slots))
             machine.slots.require(self.schedule.slots)
             if self._stay_from is not None:
@@ -276,6 +281,11 @@ def _read(graph: fx.Graph) -> Iterator[ParamId]:
         for ref in (stage.primals[i] for i in primals):
             if isinstance(ref, ParamRef):
                 yield stage.buckets[ref.bucket].key, ref.param
+
+
+def _copies(op: ops.Op) -> bool:
+    """Does an op run beside those of the compute stream?"""
+    return op.stream is not Stream.COMPUTE
 
 
 def _filled(graph: fx.Graph) -> list[int]:

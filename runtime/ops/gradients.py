@@ -65,18 +65,18 @@ class GradientOps(OpGroup):
             orders = (compat.FOREACH_NORM(tensors, k, torch.float32) for k in kinds)
             return torch.stack([torch.stack(found) for found in orders])
 
-        return self._issue(Stream.COMPUTE, (gradients,), norms)
+        handle = self._issue(Stream.COMPUTE, (gradients,), norms)
+        self.machine.streams.mark(handle)  # who asks for them waits
+        return handle
 
     def keep_grad(self, bucket: Bucket, gradients: Handle) -> Handle:
         run = self.machine.current_run()
 
         def keep() -> None:
-            key, group = gradients.value
-            for i, gradient in group.items():
-                if not run.drops(key, i):
-                    run.keep(key, i, gradient)
+            run.keep_all(*gradients.value)
 
         handle = self._issue(Stream.COMPUTE, (gradients,), keep)
+        self.machine.streams.mark(handle)  # a later graph may fetch them to add to
         self.machine.buckets[bucket.key].pending.gradients_copied = handle.event
         return handle
 

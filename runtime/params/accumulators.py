@@ -9,8 +9,9 @@ other users of the parameter in the same backward (a penalty, a tied head outsid
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,6 +27,11 @@ class Accumulator:
         self.param = param
         self.node = compat.accumulator_of(param)
         self._before, self._behind = compat.hooks_of(self.node)
+
+    @property
+    def hooks(self) -> tuple[dict[int, Any], dict[int, Any]]:
+        """Those of Python on the node; the dicts follow what is registered."""
+        return self._before, self._behind
 
     @property
     def hooked_node(self) -> bool:
@@ -47,6 +53,34 @@ class Accumulator:
     def runs(self) -> bool | None:
         """Inside a backward: see `compat.accumulates_into`."""
         return compat.accumulates_into(self.node)
+
+
+class Accumulators:
+    """The AccumulateGrad nodes of several parameters, which are asked together: in each step, of
+    each parameter."""
+
+    def __init__(self, ends: Sequence[Accumulator]) -> None:
+        self.params = [end.param for end in ends]
+        self.nodes: list[object] = [end.node for end in ends]
+        self._hooks = [hooks for end in ends for hooks in end.hooks]
+
+    @property
+    def hooked(self) -> bool:
+        """Will a hook of any kind see a gradient of theirs?"""
+        return any(self._hooks) or compat.any_hooked(self.params)
+
+    @property
+    def all_run(self) -> bool:
+        """Inside a backward: does it accumulate into all of them, as far as is known of each?"""
+        trained = all(map(_TRAINED, self.params))
+        return trained and compat.accumulates_into_all(self.nodes)  # type: ignore[arg-type]
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Their `p.grad`."""
+        return [param.grad for param in self.params]
+
+
+_TRAINED = attrgetter("requires_grad")
 
 
 @dataclass(frozen=True, slots=True)

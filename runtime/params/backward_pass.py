@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Iterable, Mapping
+from itertools import chain
+from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -26,6 +30,9 @@ from megacompile.runtime.params.guards import guard_of
 from megacompile.runtime.params.lazy import HostGradient
 from megacompile.runtime.params.lazy_on_device import DeviceGradient
 from megacompile.runtime.params.unsummed import leave_unsummed, note_sum, sum_late
+
+LEAST_FOLDED = 4 * 2**20  # bytes of a gradient on average: to scale fewer takes a GPU less time
+# than the host needs to guard the gradient
 
 
 class BackwardPass:
@@ -93,8 +100,9 @@ class BackwardPass:
         for (key, i), norms in self.updated.items():
             norm = None if norms is None else functools.partial(self._l2, norms, i)
             consume(self.buckets[key].params[i], self.buckets[key].layout.params[i].name, norm)
-        for place in sorted(self.taken):
-            self._settle_down(place)
+        if self.replaced or not self._all_lie_there():
+            for place in sorted(self.taken):
+                self._settle_down(place)
         self._sum()
         self._serve(lazy)
         if self.folds:
@@ -121,6 +129,20 @@ class BackwardPass:
     def _leave_unsummed(self) -> None:
         for key, i in self.unsummed:
             leave_unsummed(self.buckets[key].params[i], self.buckets[key].layout.params[i].name)
+
+    def _all_lie_there(self) -> bool:
+        """Does each `p.grad` lie in its place? The quick look, for all parameters in every step."""
+        if self.ranks is not None:
+            return False
+        buckets = self.buckets
+        theirs: list[Any] = [buckets[key].params[i].grad for key, i in self.taken]
+        ours: list[Any] = [buckets[key].grads.get(i) for key, i in self.taken]
+        if not {torch.Tensor}.issuperset(map(type, chain(theirs, ours))):
+            return False
+        if not {torch.strided}.issuperset(map(attrgetter("layout"), theirs)):
+            return False
+        address = torch.Tensor.data_ptr
+        return all(map(operator.eq, map(address, theirs), map(address, ours)))
 
     def _settle_down(self, place: ParamId) -> None:
         """Let `p.grad` be the tensor that it was, or adopt a sum that autograd has made."""
@@ -198,6 +220,10 @@ class BackwardPass:
 
     def _note_factors(self) -> None:
         """Let the gradients that stay on the device note a factor."""
+        resident = [bucket for bucket in self.buckets.values() if bucket.resident is not None]
+        size_bytes = sum(bucket.layout.size_bytes for bucket in resident)
+        if size_bytes < LEAST_FOLDED * sum(len(bucket.params) for bucket in resident):
+            return
         for key, i in self.taken - self.watched:
             bucket = self.buckets[key]
             if bucket.resident is None or not lies_in_bucket(bucket, i):

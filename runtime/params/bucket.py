@@ -308,6 +308,11 @@ class HostBucket:
         self.grads[index] = torch.empty_like(like, dtype=self.grad_dtype or like.dtype)
         return self.grads[index]
 
+    def keep_grads(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """The same as `keep_grad`, of several."""
+        for index, gradient in gradients.items():
+            self.keep_grad(index, gradient)
+
     def keep_grad(self, index: int, gradient: torch.Tensor) -> None:
         """Let a gradient be that of a bucket that lives on the device: where nobody else has its
         memory, in that; else a copy."""
@@ -319,7 +324,7 @@ class HostBucket:
             and compat.storage_users(gradient) == 1
         )
         if mine:
-            self.grads[index] = gradient.detach()  # one name more: who else has it copies
+            self.grads[index] = gradient
         else:
             self.make_grad(index).copy_(gradient)
 

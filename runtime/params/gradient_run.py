@@ -60,7 +60,7 @@ class Uses:
     @staticmethod
     def of(
         gradients: Gradients,
-        places: Iterable[ParamId],
+        places: tuple[ParamId, ...],
         users: Sequence[Users],
         proxies: Collection[ParamId],
         *,
@@ -70,6 +70,9 @@ class Uses:
         found = Uses(frozenset(proxies), observed)
         others = frozenset().union(*[each.others for each in users])
         several = frozenset().union(*[each.several for each in users])
+        ends = gradients.ends(places)
+        if users and not others and not several and not ends.hooked and ends.all_run:
+            return found
         for place in places:
             if not gradients.param(place).requires_grad:  # frozen since the forward
                 found.unwanted.add(place)
@@ -108,7 +111,7 @@ class Run:
     def __init__(
         self,
         gradients: Gradients,
-        places: Iterable[ParamId],
+        places: tuple[ParamId, ...],
         users: Sequence[Users],
         *,
         proxies: Collection[ParamId] = (),
@@ -123,6 +126,7 @@ class Run:
         self._sent: set[int] = set()  # buckets that are on their way
         self._kept: set[ParamId] = set()  # by buckets that live on the device
         self._done: set[ParamId] = set()  # by an attempt that ran out of memory
+        self.all_first = False  # do all go there, and does nobody look before the end?
 
     def start(self, wanted: Mapping[int, Sequence[int]]) -> bool:
         """Prepare memory for gradients; True if there are some already to add to on the device.
@@ -130,6 +134,12 @@ class Run:
         Called in a backward, before its schedule runs.
         """
         places = [(key, i) for key, params in wanted.items() for i in params]
+        self.all_first = False
+        if self._are_first(places):
+            self._of.prepare(wanted, self.uses.unwanted, self.backward, fresh=True)
+            self.goes = dict.fromkeys(places, Goes.FIRST)
+            self.all_first = True
+            return False
         self._of.prepare(wanted, self.uses.unwanted, self.backward)
         for place in places:
             if place not in self._done:
@@ -140,6 +150,17 @@ class Run:
         more = {place[0] for place in places if self.goes[place] is Goes.MORE}
         self.backward.await_copies(more & self.backward.copies.keys())  # before they are fetched
         return any(self.goes[place] in _ADDS for place in places)
+
+    def _are_first(self, places: Sequence[ParamId]) -> bool:
+        """Is there no gradient yet, and nobody else who has a part in one, or looks at one? The
+        quick look, for every parameter in every step."""
+        uses = self.uses
+        if self.uses.exceptions or uses.proxies or uses.observed or uses.shared or self._done:
+            return False
+        if self._of.several_passes or not self.backward.autograd_has.keys().isdisjoint(places):
+            return False
+        gradients = self._of.ends(tuple(places)).gradients()
+        return {type(None)}.issuperset(map(type, gradients))
 
     def may_defer(self) -> bool:
         """May the sum over replicas wait for a later backward? Not where somebody else has a part
@@ -248,6 +269,16 @@ class Run:
             self.apart[place] = torch.empty_like(like, dtype=bucket.grad_dtype, device=device)
         return self.apart[place]
 
+    def keep_all(self, key: int, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Let a bucket that lives on the device have its gradients, by index."""
+        if self.all_first:
+            self._of.buckets[key].keep_grads(gradients)
+            self._kept.update([(key, i) for i in gradients])
+            return
+        for i, gradient in gradients.items():
+            if not self.drops(key, i):
+                self.keep(key, i, gradient)
+
     def keep(self, key: int, index: int, gradient: torch.Tensor) -> None:
         """Let a bucket that lives on the device have a gradient."""
         if self.goes[key, index] is Goes.FIRST:
@@ -279,6 +310,8 @@ class Run:
 
         A tensor among it is held by nobody else, so that autograd may take it as it is.
         """
+        if self.all_first and not (self._of.several_passes or self.backward.updated):
+            return self._first_for_autograd(), {}
         if self._of.several_passes or any(self._is_read(*item) for item in self.goes.items()):
             self.backward.await_copies(self.backward.copies)
             self._of.streams.synchronize(Stream.D2H)
@@ -297,6 +330,18 @@ class Run:
                 of_params[place] = self._as_gradient(place, memory.detach())
         of_proxies, self.apart = self.apart, {}
         return of_params, of_proxies
+
+    def _first_for_autograd(self) -> dict[ParamId, torch.Tensor]:
+        """The same where all of them are the first ones, and nobody looks."""
+        backward, buckets = self.backward, self._of.buckets
+        memory = {place: buckets[place[0]].grads[place[1]] for place in self.goes}
+        backward.autograd_has |= memory
+        backward.taken.update(memory)
+        backward.fresh.update(memory)
+        given = {place: tensor.detach() for place, tensor in memory.items()}
+        if self._of.ranks is None:
+            return given
+        return {place: self._as_gradient(place, tensor) for place, tensor in given.items()}
 
     def _as_gradient(self, place: ParamId, memory: torch.Tensor) -> torch.Tensor:
         """What autograd gets for a parameter: where that is a DTensor, one over this memory."""

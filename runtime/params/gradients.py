@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterable, Mapping, Sequence, Set
 
@@ -13,7 +14,7 @@ from megacompile.ir.buckets import ParamId
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.streams import Streams
-from megacompile.runtime.params.accumulators import Accumulator
+from megacompile.runtime.params.accumulators import Accumulator, Accumulators
 from megacompile.runtime.params.backward_pass import (
     BackwardPass,
     lies_in_bucket,
@@ -40,6 +41,7 @@ class Gradients:
         self.buckets: dict[int, HostBucket] = {}
         self._places: dict[int, ParamId] = {}  # id(parameter) -> place
         self._ends: dict[ParamId, Accumulator] = {}
+        self._together: dict[tuple[ParamId, ...], Accumulators] = {}  # of these, for each graph
         self._passes: dict[int, BackwardPass] = {}  # those that run, by autograd's number
         self._followed = False  # did a parameter get another AccumulateGrad node?
 
@@ -47,6 +49,7 @@ class Gradients:
         """Use these buckets from now on."""
         self.buckets = dict(buckets)
         self._ends.clear()  # a parameter that has moved to another device has another
+        self._together.clear()
         self._followed = False
         self._places = {
             id(param): (key, i)
@@ -68,12 +71,21 @@ class Gradients:
             self._ends[place] = Accumulator(self.param(place))
         return self._ends[place]
 
-    def follow(self, places: Iterable[ParamId], nodes: Iterable[object]) -> bool:
+    def ends(self, places: tuple[ParamId, ...]) -> Accumulators:
+        """Those of several parameters."""
+        found = self._together.get(places)
+        if found is None:
+            found = self._together[places] = Accumulators([self.end(place) for place in places])
+        return found
+
+    def follow(self, places: tuple[ParamId, ...], nodes: Sequence[object]) -> bool:
         """Let these be the AccumulateGrad nodes of parameters; were they others before?
 
         A parameter has another one when its data were of another dtype for a while, or were
         exchanged in place (`p.set_()`).
         """
+        if all(map(operator.is_, self.ends(places).nodes, nodes)):
+            return False
         stale = [
             place
             for place, node in zip(places, nodes, strict=True)
@@ -81,6 +93,7 @@ class Gradients:
         ]
         for place in stale:
             del self._ends[place]
+        self._together.clear()
         self._followed |= bool(stale)
         return bool(stale)
 
@@ -134,7 +147,12 @@ class Gradients:
         return any(place in backward.autograd_has for backward in passes)
 
     def prepare(
-        self, wanted: Mapping[int, Sequence[int]], unwanted: Set[ParamId], backward: BackwardPass
+        self,
+        wanted: Mapping[int, Sequence[int]],
+        unwanted: Set[ParamId],
+        backward: BackwardPass,
+        *,
+        fresh: bool = False,
     ) -> None:
         """Get memory for these gradients, whose `p.grad` are plain tensors from now on.
 
@@ -144,6 +162,7 @@ class Gradients:
             wanted: parameters' indices, by their bucket's key.
             unwanted: those of them that autograd does not ask for.
             backward: that they are of.
+            fresh: none of them has a `p.grad`.
         """
         for key, params in wanted.items():
             bucket = self.buckets[key]
@@ -151,13 +170,14 @@ class Gradients:
             bucket.pending.withdraw()
             if any((key, i) not in unwanted for i in params):
                 backward.norms.pop(key, None)
-            for i in params:
+            for i in () if fresh else params:
                 _open(bucket.params[i].grad)
             if bucket.resident is not None:
                 self._forget(key, bucket)
             elif not bucket.grads.keys() >= set(params) or self._held_by_user(key, bucket):
                 self._renew(key, bucket)
-        self._part([(key, i) for key, params in wanted.items() for i in params])
+        if not fresh:
+            self._part([(key, i) for key, params in wanted.items() for i in params])
 
     def bring_in(self, place: ParamId) -> bool:
         """Copy a gradient of the user's into its place in the bucket; False if there is none."""
@@ -185,6 +205,10 @@ class Gradients:
                 self._forget(key, bucket)
 
     def _forget(self, key: int, bucket: HostBucket) -> None:
+        now = [param.grad for param in bucket.params]
+        if not self._passes and {type(None)}.issuperset(map(type, now)):
+            bucket.grads.clear()
+            return
         for i in [i for i in bucket.grads if not self.is_busy((key, i))]:
             if is_gone(bucket.params[i].grad) or not self.is_ours((key, i)):
                 del bucket.grads[i]
