@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megacompile import compat
 from megacompile.ir.stages import ArgRef, Code, ParamRef, SavedRef, Stage, Template
 from megacompile.ir.stream import Stream
 from megacompile.ir.tensors import TensorMeta
@@ -154,8 +155,9 @@ class ComputeOps(OpGroup):
         for primal, gradient in zip(stage.traced.gradients, found, strict=True):
             ref = stage.primals[primal]
             if isinstance(ref, ParamRef):
-                # a name of its own: it may be a tangent, or another gradient (see `keep_grad`)
-                if id(gradient) in taken:
+                # a name of its own: it may be a tangent, or another gradient (see `keep_grad`); a view
+                # has what it is a view of
+                if id(gradient) in taken or compat.base_of(gradient) is not None:
                     gradient = gradient.detach()
                 taken.add(id(gradient))
                 merged[stage.buckets[ref.bucket].key][ref.param] = gradient
