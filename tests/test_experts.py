@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megacompile import megacompile
+from megacompile import compat, megacompile
 from megacompile.cli.target import LossAlone
 from megacompile.cost.experts import active_parameters
 from megacompile.cost.fusion import analyse
@@ -23,6 +24,7 @@ from megacompile.ir.stages import Code
 from megacompile.plan.abstract import abstract_options, abstract_programs
 from tests import inside
 from tests.test_cost import found, traced
+from tests.zoo import equal
 
 ROWS, EXPERTS, WIDTH, INNER = 64, 4, 32, 48
 OFFSETS = torch.tensor([16, 16, 40, 64], dtype=torch.int32)  # the second expert has no row
@@ -73,6 +75,60 @@ def test_what_stands_in_for_it_costs_as_much(dtype: torch.dtype) -> None:
         for function, count in ((forward, 2), (backward, 3))
     ]
     assert counts == [2 * ROWS * WIDTH * INNER, 4 * ROWS * WIDTH * INNER]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_operator_for_it_is_the_eager_one(dtype: torch.dtype, transposed: bool) -> None:
+    """In every bit, and so are its gradients, of which the operator says how they lie."""
+    torch.manual_seed(0)
+    shape = (EXPERTS, INNER, WIDTH) if transposed else (EXPERTS, WIDTH, INNER)
+    x, weight = torch.randn(ROWS, WIDTH, dtype=dtype), torch.randn(shape, dtype=dtype)
+    up = torch.randn(ROWS, INNER, dtype=dtype)
+    found = []
+    product = torch.ops.megacompile.grouped_mm
+    for run in (
+        lambda a, b: functional.grouped_mm(a, b, offs=OFFSETS),
+        lambda a, b: product(a, b, OFFSETS),
+    ):
+        a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        result = run(a, b.transpose(-2, -1) if transposed else b)
+        result.backward(up)
+        found.append((result.detach(), a.grad, b.grad))
+    assert all(map(equal, *found))
+    view = weight.transpose(-2, -1) if transposed else weight
+    torch.library.opcheck(product.default, (x, view, OFFSETS), test_utils="test_faketensor")
+    back = torch.ops.megacompile.grouped_mm_backward.default
+    torch.library.opcheck(back, (up, x, view, OFFSETS), test_utils="test_faketensor")
+
+
+def test_what_transformers_captures_for_it_is_replaced() -> None:
+    pytest.importorskip("transformers.integrations.moe")
+    fallback = torch.ops.transformers.grouped_mm_fallback
+    ours = torch.ops.megacompile.grouped_mm.default
+    cpu = torch.device("cpu")
+    for target in (fallback, fallback.default):
+        assert compat.eager_grouped_mm(target, cpu) is ours
+    for target in (torch.add, torch.ops.aten.mm.default, ours, "method"):
+        assert compat.eager_grouped_mm(target, cpu) is None
+
+
+def test_experts_in_float32_are_scheduled() -> None:
+    """Without a warning that all of it runs in eager mode, and bitwise as the plain model."""
+    torch.manual_seed(0)
+    plain = mixtral()
+    model = copy.deepcopy(plain)
+    megacompile(model, device="cpu", lowering="eager", progress=False)
+    ids = torch.randint(128, (2, 16), generator=torch.Generator().manual_seed(0))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="megacompile")
+        losses = [each(input_ids=ids, labels=ids).loss for each in (plain, model)]
+        for loss in losses:
+            loss.backward()
+    assert torch.equal(*losses)
+    for want, got in zip(plain.parameters(), model.parameters(), strict=True):
+        assert want.grad is not None and got.grad is not None
+        assert torch.equal(want.grad, got.grad)
 
 
 # --- a model of experts beside a dense one

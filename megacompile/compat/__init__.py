@@ -109,6 +109,7 @@ from megacompile.compat.dynamo import (
     within_callers,
     without_collecting,
 )
+from megacompile.compat.experts import eager_grouped_mm
 from megacompile.compat.graphs import (
     copy_graph,
     copy_node,
@@ -377,6 +378,7 @@ __all__ = [
     "is_of_backward",
     "dynamo_options",
     "eager_decompositions",
+    "eager_grouped_mm",
     "evaluated",
     "exchange_memory",
     "expression_of",

@@ -23,6 +23,7 @@ from megacompile.ir.stages import Code, Template
 from megacompile.options import Head, Lowering
 from megacompile.passes.capture.causal import use_causal_attention
 from megacompile.passes.capture.chunk import STOOD_BACK, chunk_head
+from megacompile.passes.capture.experts import take_grouped_products
 from megacompile.passes.capture.losses import widen_losses
 from megacompile.passes.capture.numbers import take_numbers
 from megacompile.passes.capture.rebase import rebase_overlaps
@@ -99,6 +100,7 @@ class Pipeline:
                 ("unpack", lambda given: (unpack(given), ())),
                 ("numbers", lambda given: (take_numbers(given), ())),
                 ("vmaps", lambda given: (fold_vmaps(given), ())),
+                ("experts", lambda given: (take_grouped_products(given, options.device), ())),
                 ("rebase", lambda given: (rebase_overlaps(given), ())),
                 ("causal", causal),
                 *self._loss_passes(),

@@ -155,8 +155,8 @@ class ComputeOps(OpGroup):
         for primal, gradient in zip(stage.traced.gradients, found, strict=True):
             ref = stage.primals[primal]
             if isinstance(ref, ParamRef):
-                # a name of its own: it may be a tangent, or another gradient (see `keep_grad`); a view
-                # has what it is a view of
+                # a name of its own: it may be a tangent, or another gradient (see `keep_grad`), and
+                # a view holds what it is a view of
                 if id(gradient) in taken or compat.base_of(gradient) is not None:
                     gradient = gradient.detach()
                 taken.add(id(gradient))
