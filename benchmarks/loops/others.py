@@ -50,7 +50,7 @@ def transformer(size: Size) -> dict[str, Any]:
     return {
         "hidden_size": 384 if small else 32,
         "intermediate_size": 1536 if small else 64,
-        "num_hidden_layers": 12 if small else 2,
+        "num_hidden_layers": 12 if small else size.layers,
         "num_attention_heads": 6 if small else 4,
         "image_size": size.pixels,
         "patch_size": 16 if small else 8,

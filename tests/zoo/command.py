@@ -14,7 +14,7 @@ from multiprocessing import get_context
 
 import torch
 
-from tests.zoo import table
+from tests.zoo import lengths, table
 from tests.zoo.catalogue import ENTRIES
 from tests.zoo.compare import Result, compare
 from tests.zoo.entry import Entry, Family
@@ -62,11 +62,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write docs/zoo.md")
     parser.add_argument("--gpu", action="store_true", help="with Inductor on a GPU: that column")
     parser.add_argument("--tiles", type=int, default=1, help="so many; the page is left alone")
+    parser.add_argument(
+        "--lengths", action="store_true", help="count captures while sizes change; no page"
+    )
     options = parser.parse_args(arguments)
     for package in PACKAGES:
         if not is_installed(package):
             print(f"{package} is not installed: its models are skipped")
     chosen = {n: e for n, e in ENTRIES.items() if e.is_there and re.search(options.only, n)}
+    if options.lengths:
+        return _count_all(chosen, options.jobs)
     results, failed = _compare_all(chosen, options.jobs, gpu=options.gpu, tiles=options.tiles)
     if options.tiles > 1:
         print(f"{len(results)} models compared in {options.tiles} tiles, {len(failed)} failed")
@@ -128,6 +133,23 @@ def _compare_all(
             )
             failed += [name] if wrong else []
     return results, failed
+
+
+def _count_all(chosen: dict[str, Entry], jobs: int) -> int:
+    """Print the captures of each entry of transformers while sizes change; gives the exit code."""
+    names = [name for name, entry in chosen.items() if entry.needs == "transformers"]
+    more, failed = 0, 0
+    context = get_context("spawn")
+    with context.Pool(jobs, maxtasksperchild=PER_PROCESS) as pool:
+        for name, result in pool.imap_unordered(lengths.counted, names, chunksize=1):
+            if isinstance(result, str):
+                failed += 1
+                print(f"{name}: FAILED\n{result}", flush=True)
+                continue
+            more += result.is_more or not result.equal
+            print(result.line(), *(f"    {why}" for why in result.why), sep="\n", flush=True)
+    print(f"{len(names)} models: {more} capture more than torch.compile or differ, {failed} failed")
+    return 1 if more or failed else 0
 
 
 def _page(rows: dict[str, table.Row], written: dict[str, table.Row], versions: str) -> str:
