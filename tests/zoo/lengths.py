@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.loops.loop import Engine, Family, Loop, Size, supervised
+from benchmarks.loops.loop import Engine, Family, Loop, supervised
 from benchmarks.loops.measure import run
 from tests.zoo.catalogue import ENTRIES
 from tests.zoo.compare import loss_of
