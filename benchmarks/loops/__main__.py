@@ -75,7 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print(of: Iterable[Record]) -> None:
-    print(table(rows(of)))
+    every = list(of)
+    print(table(rows(every)))
+    for record in every:
+        for reason, count in record.reasons().items():
+            print(f"{record.loop}: {count} x {reason}")
 
 
 def _run(name: str, engine: Engine, args: argparse.Namespace, note: Any) -> str:

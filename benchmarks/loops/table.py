@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from benchmarks.loops.catalogue import LOOPS
 from benchmarks.loops.loop import Engine
 
 LATE = 4  # the last steps, whose median is a late step
+_TELLING = ("its own code", "eager mode")  # of what is said, what makes programs
+_VALUE = re.compile(r"as \S+ did")
 
 
 @dataclass(slots=True)
@@ -45,6 +48,16 @@ class Record:
         """Where captures were made, in a line."""
         programs = f", programs {self.by_step('programs')}" if self.engine is Engine.OURS else ""
         return f"graphs {self.by_step('graphs')}{programs}"
+
+    def reasons(self) -> dict[str, int]:
+        """Why code was made for some sizes alone, or not at all, and how often this was said."""
+        found: dict[str, int] = {}
+        for step in self.steps:
+            for line in step["why"]:
+                if any(word in line for word in _TELLING):
+                    text = _VALUE.sub("as N did", line)
+                    found[text] = found.get(text, 0) + 1
+        return found
 
     def late_s(self) -> float:
         """Seconds of a late step."""
