@@ -42,13 +42,13 @@ def trainer(session: Session) -> None:
     size = session.size
     losses: list[Any] = []
 
-    class Noting(library.Trainer):  # type: ignore[misc, name-defined]
+    class Noting(library.Trainer):  # type: ignore[misc]
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             loss = super().training_step(*args, **kwargs)
             losses.append(loss.detach())
             return loss
 
-    class Callback(library.TrainerCallback):  # type: ignore[misc, name-defined]
+    class Callback(library.TrainerCallback):  # type: ignore[misc]
         def on_evaluate(self, *args: Any, metrics: dict[str, float], **kwargs: Any) -> None:
             losses.append(metrics["eval_loss"])
 

@@ -17,6 +17,9 @@ from torch._dynamo.utils import counters
 from benchmarks.loops.loop import SIZES, Engine, Loop, Session
 
 
+_RECOMPILES = "torch._dynamo.guards.__recompiles"
+
+
 @dataclass(slots=True)
 class Step:
     """What one step of the loop took."""
@@ -96,28 +99,28 @@ def shortened(text: str) -> str:
 
 @contextlib.contextmanager
 def _logged() -> Iterator[_Log]:
+    """What is captured again, as Dynamo's `TORCH_LOGS=recompiles` says it, and what we say."""
     handler = _Log()
-    dynamo: Any = torch._logging.getArtifactLogger("torch._dynamo.guards", "recompiles")
-    torch._logging.set_logs(recompiles=True)
-    ours = logging.getLogger("megacompile.capture")
-    levels = ours.level, dynamo.propagate
-    ours.setLevel(logging.INFO)
-    dynamo.propagate = False
-    others = list(dynamo.handlers)
-    for other in others:
-        dynamo.removeHandler(other)
-    for logger in (dynamo, ours):
+    artifacts: set[str] = torch._logging._internal.log_state.artifact_names
+    was_on = "recompiles" in artifacts
+    artifacts.add("recompiles")  # set_logs() would give every logger of torch other handlers
+    loggers = {_RECOMPILES: logging.DEBUG, "megacompile.capture": logging.INFO}
+    before = {}
+    for name, level in loggers.items():
+        logger = logging.getLogger(name)
+        before[logger] = logger.level, logger.propagate
+        logger.setLevel(level)
+        logger.propagate = False
         logger.addHandler(handler)
     try:
         yield handler
     finally:
-        for logger in (dynamo, ours):
+        if not was_on:
+            artifacts.discard("recompiles")
+        for logger, (level, propagate) in before.items():
             logger.removeHandler(handler)
-        for other in others:
-            dynamo.addHandler(other)
-        dynamo.propagate = levels[1]
-        ours.setLevel(levels[0])
-        torch._logging.set_logs()
+            logger.setLevel(level)
+            logger.propagate = propagate
 
 
 def run(

@@ -61,7 +61,8 @@ class Record:
 
     def late_s(self) -> float:
         """Seconds of a late step."""
-        return statistics.median(step["time_s"] for step in self.steps[-LATE:])
+        times: list[float] = [step["time_s"] for step in self.steps[-LATE:]]
+        return statistics.median(times)
 
 
 def records(lines: Sequence[str]) -> list[Record]:
