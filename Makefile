@@ -9,7 +9,7 @@
 #                 it runs within them or is refused (Linux; some 5 minutes of one core)
 #   make matrix   a fast part of the tests, on every version of torch that is supported
 #   make zoo      models of transformers, torchvision, timm and diffusers against the plain ones;
-#                 ARGS="--only t5", ARGS=--write (docs/zoo.md)
+#                 ARGS="--only t5", ARGS=--write (docs/zoo.md), ARGS=--lengths (captures while sizes change)
 #   make examples  the loops in examples/ with and without the one line, and the tests that need
 #                 Accelerate, PEFT, TRL, Lightning, bitsandbytes or torchao, which `make test` skips
 #   make lint     ruff and mypy --strict
@@ -50,13 +50,14 @@ ARGS ?=
 
 # The versions stand in pyproject.toml and in compat/ too: tests/test_compat.py compares them.
 MATRIX ?= 2.11 2.12 2.13 2.14 2.15
-# Torch's private APIs, capture, numbers, gradients, the update: what a new version of torch breaks.
+# Torch's private APIs, capture, numbers, gradients, the update, loops over real models: what a new
+# version of torch breaks.
 FAST := $(wildcard tests/test_compat*.py) $(patsubst %,tests/test_%.py, \
-	captured numbers gradients shared_gradients step eviction proxies torch_compile)
+	captured numbers gradients shared_gradients step eviction proxies torch_compile real_loops)
 # Where other packages are skipped if they are not there; test_ecosystem needs a GPU.
 LOOPS := $(patsubst %,tests/test_%.py, \
 	adapters examples float8 quantized_bases micro_steps what_is_streamed released ecosystem \
-	torchrun torchrun_saves train_lm trainer_flags)
+	torchrun torchrun_saves train_lm trainer_flags real_loops)
 
 ifdef PY
 INSTALLED :=

@@ -6,15 +6,21 @@ step, the last batch of an epoch is smaller, calls in eval mode come between the
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.loops.__main__ import main
 from benchmarks.loops.catalogue import LOOPS
 from benchmarks.loops.loop import Engine
-from benchmarks.loops.measure import Measured, run
+from benchmarks.loops.measure import Measured, Step, run
+from benchmarks.loops.table import records, rows
+from benchmarks.peers.outcome import Outcome, Status
 from tests.draws import drawn
 from tests.zoo import equal
 
@@ -25,11 +31,9 @@ FAST = (
     "llama-eval",
     "llama-lora",
     "bert-varying",
-    "roberta-classes",
     "t5-varying",
     "qwen3-moe-varying",
     "vit-last",
-    "resnet-last",
     "whisper-labels",
     "gru-varying",
 )
@@ -68,6 +72,42 @@ def test_few_captures_and_the_same_bits(name: str) -> None:
     pairs = zip(plain.model.named_parameters(), ours.model.parameters(), strict=True)
     assert [key for (key, a), b in pairs if not equal(a.detach(), b.detach())] == []
     assert_few_captures(ours, compiled)
+
+
+def line(engine: Engine, index: int, loss: float, graphs: int = 0) -> str:
+    """What a process writes of a step."""
+    step = Step(index, 0.5 / (1 + index), [loss], graphs, graphs, graphs)
+    return json.dumps({"loop": "llama", "engine": engine, "step": dataclasses.asdict(step)})
+
+
+def test_a_table_of_what_processes_wrote() -> None:
+    ended = Outcome(Status.TIMED_OUT, "more than 3 s").as_json()
+    lines = [
+        json.dumps({"environment": {"torch": "2.11"}}),
+        *(line(Engine.PLAIN, i, 2.0) for i in range(3)),
+        line(Engine.OURS, 0, 3.0, graphs=9),  # of an earlier run
+        *(line(Engine.OURS, i, 2.0 + 0.02 * i, graphs=int(i < 2)) for i in range(3)),
+        json.dumps({"loop": "llama", "engine": Engine.OURS, "outcome": ended}),
+    ]
+    plain, ours = rows(records(lines))
+    assert plain == {
+        **{"loop": "llama", "engine": "plain", "first, s": "0.50", "late, s": "0.2500"},
+        **{"all, s": "0.9", "end": "?"},
+    }
+    assert ours["by step"] == "1 1 ." and ours["graphs"] == ours["programs"] == 2
+    assert ours["steps with captures"] == "2, last 1"
+    assert ours["losses off"] == "2e-02"
+    assert ours["end"] == "timed out: more than 3 s"
+
+
+@pytest.mark.thorough
+def test_each_loop_is_a_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--only", "^gru", "--steps", "2", "--engines", "plain,ours", "--size", "least"]
+    assert main([*arguments, "--device", "cpu", "--out", str(tmp_path / "out.jsonl")]) == 0
+    printed = capsys.readouterr().out
+    assert "| gru-varying | ours |" in printed and "0e+00" in printed
+    assert main(["--table", str(tmp_path / "out.jsonl")]) == 0
+    assert "| gru-varying | ours |" in capsys.readouterr().out
 
 
 @pytest.mark.gpu

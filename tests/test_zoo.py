@@ -18,7 +18,8 @@ from tests.zoo import command, table
 from tests.zoo.catalogue import ENTRIES
 from tests.zoo.command import faults, tolerance
 from tests.zoo.compare import Result, Worst, compare, error
-from tests.zoo.entry import Entry, Family, Rounding, floats
+from tests.zoo.entry import BATCH, Entry, Family, Rounding, floats
+from tests.zoo.lengths import Counted, resized
 
 FAST = (
     "llama (eager)",
@@ -141,6 +142,33 @@ def test_faults() -> None:
     (fault,) = faults(ENTRY, BROKEN)
     assert fault == "1 graph breaks, 99 % streamed, and no `note` says why"
     assert faults(replace(ENTRY, note="it branches"), BROKEN) == []
+
+
+def test_more_captures_than_those_of_torch_compile_are_found() -> None:
+    fine = Counted("llama", [1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 0, 0, 0], True, ())
+    assert not fine.is_more and "MORE" not in fine.line()
+    for more in ({"graphs": [1, 1, 1, 0, 0]}, {"programs": [1, 1, 0, 0, 1]}):
+        assert replace(fine, **more).is_more  # type: ignore[arg-type]
+    assert not replace(fine, programs=[1, 1, 0, 0, 1], theirs=[1, 1, 0, 0, 1]).is_more
+
+
+def test_inputs_get_other_sizes() -> None:
+    grid = torch.tensor([[1, 4, 4]] * BATCH)
+    call = {
+        "input_ids": torch.arange(8).view(BATCH, 4),
+        "pixel_values": torch.arange(8.0).view(2 * BATCH, 2),
+        "image_grid_thw": grid,
+        "labels": [{"boxes": torch.ones(1)}] * BATCH,
+    }
+    sized = resized(call, 3, 2)
+    assert sized["input_ids"].tolist() == [
+        [0, 1, 2, 3, 3, 3],
+        [4, 5, 6, 7, 7, 7],
+        [0, 1, 2, 3, 3, 3],
+    ]
+    assert sized["pixel_values"][:, 0].tolist() == [0, 2, 4, 6, 0, 2]
+    assert sized["image_grid_thw"].tolist() == [[1, 4, 4]] * 3
+    assert len(sized["labels"]) == 3
 
 
 class Wrong(nn.Module):

@@ -16,7 +16,6 @@ from torch._dynamo.utils import counters
 
 from benchmarks.loops.loop import SIZES, Engine, Loop, Session
 
-
 _RECOMPILES = "torch._dynamo.guards.__recompiles"
 
 
