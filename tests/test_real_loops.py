@@ -121,5 +121,5 @@ def test_few_captures_with_inductor(name: str) -> None:
         plain = run(loop, Engine.PLAIN, **options)
         ours = run(loop, Engine.OURS, lowering="inductor", **options)
     for mine, theirs in zip(plain.losses, ours.losses, strict=True):
-        assert theirs == pytest.approx(mine, rel=1e-3)
+        assert theirs == pytest.approx(mine, rel=1e-2)
     assert_few_captures(ours, run(loop, Engine.COMPILE, **options))

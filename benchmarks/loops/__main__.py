@@ -97,6 +97,8 @@ def _run(name: str, engine: Engine, args: argparse.Namespace, note: Any) -> str:
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     if args.device == "cpu":
         environment["OMP_NUM_THREADS"] = "1"
+    else:
+        environment.setdefault("CUDA_VISIBLE_DEVICES", "0")  # Trainer takes all that it sees
     with tempfile.TemporaryDirectory() as folder:
         follower = _Follower(Path(folder) / "events", name, engine, note)
         with follower:
