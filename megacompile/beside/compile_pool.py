@@ -1,15 +1,20 @@
 """Processes beside this one that compile stages, so that Inductor's caches on disk have them.
 
-Inductor compiles one graph after the other in a process: a minute of Python for the few graphs of a
-large model, beside which most cores are idle. Here several processes compile a graph each, and this
-one takes what they have made from the caches, within a few hundredths of a second for each. What
-they have not begun yet it compiles itself.
+Inductor compiles one graph after the other in a process: a minute of Python for the graphs of a
+model, beside which most cores are idle. Here several processes compile a graph each, and this one
+takes what they have made from the caches, within a few hundredths of a second for each.
 
-MEGACOMPILE_COMPILE_PROCESSES=4 says how many; without it there are none. They start while the model
-is captured, because they import torch for seconds, and end when the graphs of the first plan have
-code: a graph on a GPU makes them take device memory, which belongs to the first step. Where
-anything is unusual (no caches, a graph or options that cannot be sent, a process that ends or takes
-too long), this process compiles, as it would have done.
+    compiling   this process wants the code now: it compiles what no process has begun, and waits
+    submit      this process does something else until all of it is in the caches
+
+The first processes start while a model is captured, because they import torch for seconds, and end
+when the graphs of its first plan have code: a graph on a GPU makes them take device memory, which
+belongs to the first step. Those that start later load no kernel, and take none. Where anything is
+unusual (no caches, a graph or options that cannot be sent, a process that ends or takes too long),
+this process compiles, as it would have done.
+
+MEGACOMPILE_COMPILE_PROCESSES=4 says how many; 0: none. Without it there are some on a machine with
+a GPU and many cores.
 """
 
 from __future__ import annotations
@@ -22,9 +27,10 @@ import queue
 import subprocess
 import sys
 import threading
-from collections import deque
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -33,25 +39,76 @@ from torch import fx
 from megacompile import compat, log
 from megacompile.beside.process import Process, end_with_the_pipe
 from megacompile.errors import OptionError
+from megacompile.host_memory import available_bytes
+from megacompile.ir.symbols import Number
+from megacompile.ir.tensors import Meta, TensorMeta
 from megacompile.runtime.device import forks
 from megacompile.runtime.device.background import fulfil
 
 VARIABLE = "MEGACOMPILE_COMPILE_PROCESSES"
+_MOST = 8  # processes, where nobody says how many
+_PROCESS_BYTES = 2 * 2**30  # of host memory, with the processes that compile its kernels
+_SHARE = 8  # they take no more than one of so many parts of what is free
 _THREADS = 4  # of each of them, for kernels
 _PATIENCE_S = 300.0  # with one graph
+_IDLE_S = 20.0  # behind the last graph
 _READY = "ready"  # for a job, the last of which is done
 
-Graph = tuple[fx.GraphModule, Sequence[torch.Tensor]]  # and its inputs, which are fake
 Take = Callable[[fx.GraphModule], None]
+
+
+class Graph(NamedTuple):
+    """A graph that is to be compiled."""
+
+    part: fx.GraphModule  # of a template, which it is compiled for
+    module: fx.GraphModule  # what Inductor gets
+    inputs: Sequence[torch.Tensor]  # fake
 
 
 class Job(NamedTuple):
     """A graph that a process is asked to compile."""
 
     graph: bytes  # see `compat.packed_graph`
+    symbolic: bytes  # its inputs, where they have symbols; see `_described`
     settings: bytes  # see `compat.compile_settings`
     caches: dict[str, str]  # variables that say where they are
     cpu_threads: int  # that code for the CPU is made for
+    loads: bool  # may the process load kernels, which takes device memory?
+
+
+class Jobs:
+    """Graphs that the processes of a pool are asked to compile."""
+
+    def __init__(self, pool: CompilePool) -> None:
+        self.pool = pool
+        self.futures: dict[fx.GraphModule, Future[None]] = {}  # by `Graph.part`
+        self._until_s = time.monotonic() + _PATIENCE_S
+
+    def take(self, part: fx.GraphModule) -> None:
+        """Called before a graph is compiled here: wait for the process that compiles it, if one
+        has begun."""
+        future = self.futures.pop(part, None)
+        if future is None or future.cancel():
+            return
+        try:
+            error = future.exception(_PATIENCE_S)
+        except TimeoutError:
+            error = TimeoutError(f"it takes more than {_PATIENCE_S:g} s")
+        if error is None:
+            _compiled[0] += 1
+        else:
+            log.logger("compile").info("no process compiled a graph: %s", error)
+
+    def done(self) -> bool:
+        """Has each graph been compiled, or can it not be?"""
+        if all(future.done() for future in self.futures.values()):
+            return True
+        return self.pool.is_over or time.monotonic() > self._until_s
+
+    def withdraw(self) -> None:
+        """Ask for nothing more that no process has begun."""
+        for future in self.futures.values():
+            future.cancel()
 
 
 class CompilePool:
@@ -65,55 +122,67 @@ class CompilePool:
 
     def __init__(self, count: int, device: int | None, threads: int) -> None:
         request = pickle.dumps((device, threads))
+        self._jobs: queue.SimpleQueue[tuple[Future[None], Job] | None] = queue.SimpleQueue()
         self._processes = [
             Process(__name__, request, sees_gpus=device is not None, answers=True)
             for _ in range(count)
         ]
+        self._works = False
+        self.kept = False  # are there jobs that nobody waits for?
         forks.tell(self)
 
-    @contextlib.contextmanager
-    def compiling(self, graphs: Sequence[Graph]) -> Iterator[Take]:
+    def submit(self, graphs: Iterator[Graph], *, loads: bool) -> Jobs:
         """Let them compile graphs, in this order.
 
-        Yields a function to be called before a graph is compiled here: it waits for the process
-        that compiles it, if one has begun.
+        Args:
+            loads: they may take device memory.
         """
-        jobs: deque[tuple[Future[None], Job]] = deque()
-        futures: dict[fx.GraphModule, Future[None]] = {}
-        for module, inputs in graphs:
-            job = _job(module, inputs)
+        settings = functools.cache(compat.compile_settings)
+        jobs = Jobs(self)
+        self._work()
+        for graph in graphs:
+            job = _job(graph, settings, loads)
             if job is not None:
-                futures[module] = Future()
-                jobs.append((futures[module], job))
+                future = jobs.futures[graph.part] = Future()
+                self._jobs.put((future, job))
+        return jobs
+
+    def _work(self) -> None:
+        if self._works:
+            return
+        self._works = True
         for process in self._processes:
             threading.Thread(
-                target=_work, args=(process, jobs), name="megacompile-compile", daemon=True
+                target=self._serve, args=(process,), name="megacompile-compile", daemon=True
             ).start()
 
-        def take(module: fx.GraphModule) -> None:
-            future = futures.get(module)
-            if future is None or future.cancel():
-                return
+    def _serve(self, process: Process) -> None:
+        """Give one process job after job."""
+        if process.hear() != _READY:
+            return
+        while True:
             try:
-                error = future.exception(_PATIENCE_S)
-            except TimeoutError:
-                error = TimeoutError(f"it takes more than {_PATIENCE_S:g} s")
-            if error is None:
-                _compiled[0] += 1
-            else:
-                log.logger("compile").info("no process compiled a graph: %s", error)
+                item = self._jobs.get(timeout=_IDLE_S if self.kept else None)
+            except queue.Empty:
+                break
+            if item is None:
+                break
+            future, job = item
+            fulfil(future, functools.partial(_carry_out, process, job))
+            if process.status is not None:
+                return
+        process.stop()
 
-        try:
-            yield take
-        finally:
-            while jobs:
-                with contextlib.suppress(IndexError):
-                    jobs.popleft()[0].cancel()
+    @property
+    def is_over(self) -> bool:
+        """Have all of its processes ended?"""
+        return all(process.status is not None for process in self._processes)
 
     def stop(self) -> None:
         """End them, and give their memory back."""
         while self._processes:
             self._processes.pop().stop()
+            self._jobs.put(None)
 
     def before_fork(self) -> None:
         """Nothing: what compiles is no thread."""
@@ -124,27 +193,31 @@ class CompilePool:
             self._processes.clear()
 
 
-def _job(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Job | None:
+def _job(graph: Graph, settings: Callable[[], bytes], loads: bool) -> Job | None:
     """What a process is asked to do; None where that cannot be said."""
     try:
-        graph, settings = compat.packed_graph(module, inputs), compat.compile_settings()
+        symbolic = _described(graph.inputs)
+        packed = compat.packed_graph(graph.module, () if symbolic else graph.inputs)
+        given = settings()
     except Exception as error:  # whatever somebody's classes raise when they are pickled
         log.logger("compile").info("a graph is compiled here, since it cannot be sent: %s", error)
         return None
     caches = {name: os.environ[name] for name in compat.CACHE_VARIABLES if name in os.environ}
-    return Job(graph, settings, caches, torch.get_num_threads())
+    return Job(packed, symbolic, given, caches, torch.get_num_threads(), loads)
 
 
-def _work(process: Process, jobs: deque[tuple[Future[None], Job]]) -> None:
-    """Give one process job after job."""
-    if process.hear() != _READY:
-        return
-    while jobs:
-        try:
-            future, job = jobs.popleft()
-        except IndexError:  # another one was faster
-            return
-        fulfil(future, functools.partial(_carry_out, process, job))
+def _described(inputs: Sequence[torch.Tensor]) -> bytes:
+    """The inputs, with what their symbols stand for; b"" where there are none."""
+    fakes = compat.fakes_in(inputs)
+    if fakes is None:
+        return b""
+    metas = [
+        replace(TensorMeta.of(value), requires_grad=False)
+        if isinstance(value, torch.Tensor)
+        else Number(compat.expression_of(value)[1], compat.expression_of(value)[0])
+        for value in inputs
+    ]
+    return pickle.dumps((fakes.hints, metas))
 
 
 def _carry_out(process: Process, job: Job) -> None:
@@ -186,7 +259,24 @@ def _compile(job: Job, device: int | None, threads: int) -> None:
     torch.set_num_threads(job.cpu_threads)
     if device is not None:
         torch.cuda.set_device(device)
-    compat.compile_inductor(*compat.unpacked_graph(job.graph))
+    with contextlib.nullcontext() if job.loads else compat.kernels_stay_on_disk():
+        module, inputs = compat.unpacked_graph(job.graph)
+        compat.compile_inductor(module, _made(job.symbolic) if job.symbolic else inputs)
+
+
+def _made(symbolic: bytes) -> list[torch.Tensor]:
+    """The inputs that `_described` has described."""
+    hints, metas = pickle.loads(symbolic)
+    fakes = compat.SymbolicFakes(hints)
+
+    def value(meta: Meta) -> torch.Tensor:
+        if isinstance(meta, TensorMeta):
+            return meta.empty()
+        number: torch.Tensor = fakes.number(meta.expression)
+        return number
+
+    with fakes:
+        return [value(meta) for meta in metas]
 
 
 # The pool of this process.
@@ -201,22 +291,37 @@ def compiled() -> int:
 
 
 def start(device: torch.device) -> None:
-    """Start as many processes for a model's first graphs as the environment says.
+    """Start processes for a model's first graphs.
 
     Raises:
-        OptionError: it says something else.
+        OptionError: the environment says something else than a number of them.
     """
     global _pool
     stop()
-    value = os.environ.get(VARIABLE, "") or "0"
-    if not value.isdecimal():
-        raise OptionError(f"{VARIABLE}={value}: needed a number of processes, such as 4, or 0")
-    if int(value) and compat.compiles_in_processes() and sys.executable:
+    count = _count(device)
+    if count and compat.compiles_in_processes() and sys.executable:
         index = (device.index or 0) if device.type == "cuda" else None
         try:
-            _pool = CompilePool(int(value), index, _THREADS)
+            _pool = CompilePool(count, index, _THREADS)
         except (OSError, subprocess.SubprocessError) as error:
             log.logger("compile").info("no processes compile stages: %s", error)
+
+
+def _count(device: torch.device) -> int:
+    """As many as the environment says; else as many as cores and free memory allow."""
+    value = os.environ.get(VARIABLE, "")
+    if value:
+        if not value.isdecimal():
+            raise OptionError(f"{VARIABLE}={value}: needed a number of processes, such as 4, or 0")
+        return int(value)
+    if device.type != "cuda":
+        return 0
+    beside = os.environ.get("LOCAL_WORLD_SIZE", "")  # ranks on this machine, as torchrun says
+    ranks = max(1, int(beside)) if beside.isdecimal() else 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    by_memory = available_bytes() // _SHARE // _PROCESS_BYTES
+    count = min(_MOST, (cores or 1) // 2 // ranks, by_memory // ranks)
+    return count if count > 1 else 0  # one alone is as fast as this process
 
 
 def stop() -> None:
@@ -228,19 +333,36 @@ def stop() -> None:
 
 
 @contextlib.contextmanager
-def compiling(graphs: Callable[[], Sequence[Graph]]) -> Iterator[Take]:
+def compiling(graphs: Callable[[], Iterator[Graph]]) -> Iterator[Take]:
     """Let the processes that there are compile graphs, and end them behind that.
 
-    Yields what `CompilePool.compiling` does.
+    Yields `Jobs.take`.
 
     Args:
         graphs: called if there are processes.
     """
-    if _pool is None:
-        yield lambda module: None
+    pool = _pool
+    if pool is None or pool.is_over:
+        yield lambda part: None
         return
+    jobs = None
     try:
-        with _pool.compiling(graphs()) as take:
-            yield take
+        jobs = pool.submit(graphs(), loads=not pool.kept)
+        yield jobs.take
     finally:
-        stop()
+        if not pool.kept:
+            stop()
+        elif jobs is not None:
+            jobs.withdraw()
+
+
+def submit(graphs: Callable[[], Iterator[Graph]], device: torch.device) -> Jobs | None:
+    """Let processes compile graphs, while this one goes on; None where there can be none."""
+    if not compat.compiles_without_device():
+        return None
+    if _pool is None or _pool.is_over:
+        start(device)
+    if _pool is None:
+        return None
+    _pool.kept = True
+    return _pool.submit(graphs(), loads=False)

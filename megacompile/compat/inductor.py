@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import async_compile, compile_fx, cpp_builder, cpu_vec_isa
 from torch._inductor import config as inductor_config
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._graph_pickler import GraphPickler, Options
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -127,12 +129,17 @@ def _untraced(*, inference_compiler: Callable[..., Any], **_: Any) -> Callable[.
 def packed_graph(module: fx.GraphModule, inputs: Tensors) -> bytes:  # torch 2.11 to 2.15
     """What `compile_inductor` takes, for another process; `unpacked_graph` gives it there.
 
-    Of what is noted about nodes, their values go along. The rest may hold nodes, which cannot.
+    What is noted about nodes stays: it may hold nodes, and their values are found again.
+
+    Args:
+        inputs: (): the other process makes them; none of them has symbols.
 
     Raises:
         Exception: of any kind; not all that a graph may hold can be pickled.
     """
-    options = Options(ops_filter=None, node_metadata_key_filter=lambda key: key == "val")
+    if any("unbacked_bindings" in node.meta for node in module.graph.nodes):
+        raise ValueError("a size of it is known when it has run")
+    options = Options(ops_filter=None, node_metadata_key_filter=lambda key: False)
     return GraphPickler.dumps((module, list(inputs)), options)
 
 
@@ -166,6 +173,25 @@ def start_compile_workers() -> None:  # torch 2.11 to 2.15
     other in this process.
     """
     async_compile.maybe_warm_pool()
+
+
+def compiles_without_device() -> bool:  # torch 2.11 to 2.15
+    """Can code be made where no kernel can be loaded? Not where kernels are timed for it."""
+    return not (inductor_config.max_autotune or inductor_config.max_autotune_gemm)
+
+
+@contextmanager
+def kernels_stay_on_disk() -> Iterator[None]:  # torch 2.11 to 2.15
+    """Compile Triton kernels, and load none: a process that loads one takes device memory."""
+
+    def nothing(self: Any) -> None:
+        del self
+
+    with (
+        mock.patch.object(CachingAutotuner, "_make_launchers", nothing),
+        mock.patch.object(CachingAutotuner, "_dynamic_scale_rblock", nothing),
+    ):
+        yield
 
 
 def has_cpp_compiler() -> bool:  # torch 2.11 to 2.15

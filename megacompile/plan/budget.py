@@ -44,6 +44,10 @@ class Budget:
         self._needed_bytes = max(self._needed_bytes, peak_bytes)
         self._problems = [*self._problems[-(_REMEMBERED - 1) :], problem]
 
+    def holds(self, more_bytes: int, peak_bytes: int) -> bool:
+        """Is there room for what takes so much more than was planned, with this peak?"""
+        return max(self._needed_bytes + more_bytes, peak_bytes) <= self.size_bytes()
+
     def step_down(self) -> str:
         """Nine tenths of what the largest plan needs; says so, or "" where that changes nothing."""
         if not self._needed_bytes or not self.setting.options.plans:

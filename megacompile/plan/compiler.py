@@ -12,8 +12,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from megacompile import log
 from megacompile.cost.hardware import Hardware
+from megacompile.cost.memory import device_memory
 from megacompile.cost.ranks import Agreed
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.capture import Capture, Variant
@@ -21,8 +24,9 @@ from megacompile.ir.placement import Placement
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.symbols import Values
 from megacompile.mesh_options import PlannedMesh
-from megacompile.options import Options
+from megacompile.options import Lowering, Options
 from megacompile.passes.schedule.update_graph import rest_of
+from megacompile.passes.stages.lower import CodeToCome
 from megacompile.passes.stages.resize import resize
 from megacompile.passes.stages.templates import TemplateCache
 from megacompile.plan.budget import Budget
@@ -71,6 +75,9 @@ class PassCompiler:
         self.budget = Budget(self.setting, budget_bytes)
         self.chooser = Chooser(self.setting, self.pipeline, self.budget, disk_budget_bytes)
         self._last: tuple[Schedule, Variant, Schedule] | None = None  # `_differentiated`
+        self._to_come = CodeToCome()
+        self._lowered = False  # is there code already?
+        self._waits = False  # was memory too short for code that is not compiled?
 
     def other(
         self,
@@ -118,9 +125,38 @@ class PassCompiler:
 
     def lower(self, schedule: Schedule) -> Schedule:
         """What `plan` gave, with code."""
-        schedule = self.pipeline.lowered(schedule)
+        goes_on = self._lowered and self._may_run_uncompiled(schedule)
+        schedule = self.pipeline.lowered(schedule, self._to_come if goes_on else None)
+        self._lowered = True
         log.schedule_made(schedule)
         return schedule
+
+    def _may_run_uncompiled(self, schedule: Schedule) -> bool:
+        """May a step run a schedule before its code is compiled?
+
+        Not where numbers must be the same in each run, nor where operators that are not fused need
+        more device memory than the plans leave.
+        """
+        options = self.setting.options
+        if options.lowering is Lowering.EAGER or options.ranks > 1 or self._waits:
+            return False
+        if torch.are_deterministic_algorithms_enabled():
+            return False
+        if options.device.type != "cuda":
+            return True
+        peaks = [
+            device_memory([schedule], optimizer=self.setting.cost(), fused=fused).peak.total_bytes
+            for fused in (True, False)
+        ]
+        return self.budget.holds(peaks[1] - peaks[0], peaks[1])
+
+    def code_is_ready(self) -> bool:
+        """Is code compiled by now that schedules ran without?"""
+        return bool(self._to_come) and self._to_come.is_ready()
+
+    def take_code(self) -> None:
+        """Let schedules run code that is compiled by now. No backward may be to come."""
+        self._to_come.take()
 
     def choose(
         self, stages: Schedule, capture: Capture, variant: Variant, placement: Placement
@@ -215,6 +251,10 @@ class PassCompiler:
 
     def step_down(self) -> str:
         """Plan with less device memory from now on; says how, or "" where that changes nothing."""
+        if self._to_come:
+            self._waits = True
+            self.take_code()
+            return "operators are fused"
         return self.chooser.step_down()
 
     def needs(self) -> str:

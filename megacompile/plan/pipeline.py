@@ -52,7 +52,7 @@ from megacompile.passes.schedule.split import split_stages, stages_by_samples, s
 from megacompile.passes.schedule.tokens import insert_tokens
 from megacompile.passes.schedule.update_graph import insert_update_graph
 from megacompile.passes.schedule.update_in_backward import insert_updates
-from megacompile.passes.stages.lower import lower
+from megacompile.passes.stages.lower import CodeToCome, lower
 from megacompile.passes.stages.partition import partition
 from megacompile.passes.stages.strides import settle_strides
 from megacompile.passes.stages.templates import TemplateCache, trace_templates
@@ -342,9 +342,16 @@ class Pipeline:
         stored = None if every else choice.weights_on_disk
         return [("disk_weights", functools.partial(insert_disk_weights, stored=stored))]
 
-    def lowered(self, schedule: Schedule) -> Schedule:
-        """With code for its templates."""
+    def lowered(self, schedule: Schedule, to_come: CodeToCome | None = None) -> Schedule:
+        """With code for its templates.
+
+        Args:
+            to_come: nobody waits for code that is compiled, if that can be.
+        """
         lowering = self.setting.options.lowering
+        device = self.setting.options.device
+        if to_come is not None and to_come.lower(schedule, device):
+            return timed("lower", schedule, lambda: schedule)
         return timed(
             "lower",
             schedule,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -107,12 +107,26 @@ class PowersOfTensors(TorchFunctionMode):
         return made.to(dtype)
 
 
+class Prepared(NamedTuple):
+    """What Inductor compiles for a traced graph, and what is around that."""
+
+    module: fx.GraphModule
+    values: Sequence[Any]  # its inputs, fake
+    wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]  # its code -> the graph's
+
+
 def compiled(module: fx.GraphModule) -> Callable[..., Any]:
     """The code of a traced graph, by Inductor."""
+    graph, values, wrapped = prepared(module)
+    return wrapped(compat.compile_inductor(graph, values))
+
+
+def prepared(module: fx.GraphModule) -> Prepared:
+    """What `compiled` compiles."""
     inputs = module.graph.find_nodes(op="placeholder")
     traced = compat.fakes_in(map(_value, inputs))
     if traced is None or not (traced.has_floats or any(map(_comes_as_tensor, module.graph.nodes))):
-        return compat.compile_inductor(module, list(map(_value, inputs)))
+        return Prepared(module, list(map(_value, inputs)), lambda function: function)
     kept = [k for k, node in enumerate(inputs) if not _comes_as_tensor(node)]
     taking = _Taking(module.graph)
     numbers = _numbers(module.graph, [node for node, _ in taking.numbers])
@@ -124,29 +138,20 @@ def compiled(module: fx.GraphModule) -> Callable[..., Any]:
             torch.empty((), dtype=dtype, device="cpu") if dtype else _in(fakes, _value(node))
             for node, dtype in taking.numbers
         ]
-    function = compat.compile_inductor(fx.GraphModule(module, taking.graph), values)
-    traced.require_of(fakes)
 
-    def run(*given: Any) -> Any:
-        pairs = zip(numbers(*given), dtypes, strict=True)
-        made = (torch.tensor(n, dtype=dtype, device="cpu") if dtype else n for n, dtype in pairs)
-        return function(*(given[k] for k in kept), *made)
+    def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+        traced.require_of(fakes)
 
-    return run
+        def run(*given: Any) -> Any:
+            pairs = zip(numbers(*given), dtypes, strict=True)
+            made = (
+                torch.tensor(n, dtype=dtype, device="cpu") if dtype else n for n, dtype in pairs
+            )
+            return function(*(given[k] for k in kept), *made)
 
+        return run
 
-def fixed_inputs(module: fx.GraphModule) -> list[torch.Tensor] | None:
-    """What `compiled` compiles a traced graph for, fake; None where something of it changes from
-    call to call, or there is nothing to compile."""
-    values = [_value(node) for node in module.graph.find_nodes(op="placeholder")]
-    every = [_value(node) for node in module.graph.nodes if node.op == "call_function"]
-    numbers = (v for value in (*values, *every) for v in compat.leaves(value))
-    changes = any(compat.is_number(v) or _has_symbols(v) for v in numbers)
-    return None if changes or not every else values
-
-
-def _has_symbols(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and bool(TensorMeta.of(value).symbolic)
+    return Prepared(fx.GraphModule(module, taking.graph), values, wrapped)
 
 
 def _in(fakes: compat.SymbolicFakes, value: Any) -> Any:

@@ -35,6 +35,12 @@ class Compiler(Protocol):
     def lower(self, schedule: Schedule) -> Schedule:
         """What `plan` gave, with code."""
 
+    def code_is_ready(self) -> bool:
+        """Is code compiled by now that schedules ran without?"""
+
+    def take_code(self) -> None:
+        """Let schedules run code that is compiled by now. No backward may be to come."""
+
     def wants(self, placement: Placement) -> Placement:
         """Where the plans made so far want the buckets, which are as `placement` says."""
 

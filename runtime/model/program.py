@@ -31,6 +31,20 @@ VARIANTS = 256  # schedules of a program; those that were built first go
 
 
 @contextlib.contextmanager
+def compiling(name: str, machine: Machine) -> Iterator[None]:
+    """Around what is compiled for a schedule: counts it, and says how long it took."""
+    before, start = compat.cache_counts(), time.perf_counter()
+    beside = compile_pool.compiled()
+    with _stages_own_ambient():
+        yield
+    found, made = compat.cache_counts().since(before)
+    time_s, beside = time.perf_counter() - start, compile_pool.compiled() - beside
+    log.compiled(name, found, made, time_s, beside)
+    if found or made:
+        machine.code.add(found=found, made=made, time_s=time_s, beside=beside)
+
+
+@contextlib.contextmanager
 def _stages_own_ambient() -> Iterator[None]:
     """Saved tensors hooks around the call are not the stages'; no other thread traces meanwhile."""
     with (
@@ -133,15 +147,9 @@ class Program:
                 self.executors.pop(next(iter(self.executors)))
             if variant not in self._planned:
                 self.plan(variant)
-            before, start = compat.cache_counts(), time.perf_counter()
-            beside = compile_pool.compiled()
-            with _stages_own_ambient():
-                schedule = self.plans.compiler.lower(self._planned.pop(variant))
-            found, made = compat.cache_counts().since(before)
-            time_s, beside = time.perf_counter() - start, compile_pool.compiled() - beside
-            log.compiled(schedule.name, found, made, time_s, beside)
-            if found or made:
-                self.machine.code.add(found=found, made=made, time_s=time_s, beside=beside)
+            schedule = self._planned.pop(variant)
+            with compiling(schedule.name, self.machine):
+                schedule = self.plans.compiler.lower(schedule)
             progress.now("running the first step")
             self.executors[variant] = Executor(schedule, self.machine)
             self._note_code(schedule)

@@ -40,6 +40,7 @@ from megacompile.runtime.model.outside import OutsideNotice, ViewNotice
 from megacompile.runtime.model.owners import register
 from megacompile.runtime.model.parts import Part, Parts
 from megacompile.runtime.model.plans import Compiler, MovesFirst
+from megacompile.runtime.model.program import compiling
 from megacompile.runtime.model.released import Released
 from megacompile.runtime.model.tiers import HostRoom
 from megacompile.runtime.model.weakly import weakly, while_it_lives
@@ -216,6 +217,10 @@ class StreamedModel:
     ) -> Any:
         before = shortage.Before.of(modules, self.machine)
         if self.graphs:
+            compiler = self.buckets.plans.compiler
+            if compiler.code_is_ready() and not self.machine.pending:
+                with compiling("code that was waited for", self.machine):
+                    compiler.take_code()
             made, start_s = self._made(), time.perf_counter()
             result = self._until_done(run, compiled, before)
             self._note_made(compiled, made, time.perf_counter() - start_s)
