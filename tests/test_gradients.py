@@ -47,7 +47,7 @@ class Model:
         """What a backward schedule does: add to the gradients so far, and offload. Gives what
         autograd gets."""
         wanted = {key: tuple(found) for key, found in new.items()}
-        places = [(key, i) for key, found in new.items() for i in found]
+        places = tuple((key, i) for key, found in new.items() for i in found)
         users = [users_of(call, (Graph,), Link) for call in compat.backward_calls()[-1:]]
         run = Run(self.gradients, places, users)
         accumulate = run.start(wanted)
