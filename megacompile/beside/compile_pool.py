@@ -41,7 +41,7 @@ from megacompile.beside.process import Process, end_with_the_pipe
 from megacompile.errors import OptionError
 from megacompile.host_memory import available_bytes
 from megacompile.ir.symbols import Number
-from megacompile.ir.tensors import Meta, TensorMeta
+from megacompile.ir.tensors import TensorMeta
 from megacompile.runtime.device import forks
 from megacompile.runtime.device.background import fulfil
 
@@ -69,7 +69,7 @@ class Job(NamedTuple):
     """A graph that a process is asked to compile."""
 
     graph: bytes  # see `compat.packed_graph`
-    symbolic: bytes  # its inputs, where they have symbols; see `_described`
+    inputs: bytes  # see `_described`
     settings: bytes  # see `compat.compile_settings`
     caches: dict[str, str]  # variables that say where they are
     cpu_threads: int  # that code for the CPU is made for
@@ -196,28 +196,27 @@ class CompilePool:
 def _job(graph: Graph, settings: Callable[[], bytes], loads: bool) -> Job | None:
     """What a process is asked to do; None where that cannot be said."""
     try:
-        symbolic = _described(graph.inputs)
-        packed = compat.packed_graph(graph.module, () if symbolic else graph.inputs)
+        packed, inputs = compat.packed_graph(graph.module), _described(graph.inputs)
         given = settings()
     except Exception as error:  # whatever somebody's classes raise when they are pickled
         log.logger("compile").info("a graph is compiled here, since it cannot be sent: %s", error)
         return None
     caches = {name: os.environ[name] for name in compat.CACHE_VARIABLES if name in os.environ}
-    return Job(packed, symbolic, given, caches, torch.get_num_threads(), loads)
+    return Job(packed, inputs, given, caches, torch.get_num_threads(), loads)
 
 
 def _described(inputs: Sequence[torch.Tensor]) -> bytes:
-    """The inputs, with what their symbols stand for; b"" where there are none."""
+    """What the inputs look like, and the values that their symbols were traced for."""
     fakes = compat.fakes_in(inputs)
-    if fakes is None:
-        return b""
     metas = [
         replace(TensorMeta.of(value), requires_grad=False)
         if isinstance(value, torch.Tensor)
         else Number(compat.expression_of(value)[1], compat.expression_of(value)[0])
+        if compat.is_number(value)
+        else value
         for value in inputs
     ]
-    return pickle.dumps((fakes.hints, metas))
+    return pickle.dumps(({} if fakes is None else fakes.hints, metas))
 
 
 def _carry_out(process: Process, job: Job) -> None:
@@ -257,26 +256,24 @@ def _compile(job: Job, device: int | None, threads: int) -> None:
     compat.use_compile_settings(job.settings)
     compat.use_compile_threads(threads)
     torch.set_num_threads(job.cpu_threads)
-    if device is not None:
+    if device is not None and (device or job.loads):
         torch.cuda.set_device(device)
-    with contextlib.nullcontext() if job.loads else compat.kernels_stay_on_disk():
-        module, inputs = compat.unpacked_graph(job.graph)
-        compat.compile_inductor(module, _made(job.symbolic) if job.symbolic else inputs)
+    with contextlib.nullcontext() if job.loads else compat.without_device_memory():
+        compat.compile_inductor(compat.unpacked_graph(job.graph), _made(job.inputs))
 
 
-def _made(symbolic: bytes) -> list[torch.Tensor]:
+def _made(inputs: bytes) -> list[torch.Tensor]:
     """The inputs that `_described` has described."""
-    hints, metas = pickle.loads(symbolic)
+    hints, metas = pickle.loads(inputs)
+    if not hints:
+        with compat.fake_mode():
+            return [meta.empty() if isinstance(meta, TensorMeta) else meta for meta in metas]
     fakes = compat.SymbolicFakes(hints)
-
-    def value(meta: Meta) -> torch.Tensor:
-        if isinstance(meta, TensorMeta):
-            return meta.empty()
-        number: torch.Tensor = fakes.number(meta.expression)
-        return number
-
     with fakes:
-        return [value(meta) for meta in metas]
+        return [
+            meta.empty() if isinstance(meta, TensorMeta) else fakes.number(meta.expression)
+            for meta in metas
+        ]
 
 
 # The pool of this process.

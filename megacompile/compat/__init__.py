@@ -124,7 +124,6 @@ from megacompile.compat.inductor import (
     compiles_without_device,
     has_cpp_compiler,
     inductor_decompositions,
-    kernels_stay_on_disk,
     mark_must_recompute,
     mark_must_save,
     packed_graph,
@@ -134,6 +133,7 @@ from megacompile.compat.inductor import (
     use_compile_threads,
     use_vector_isas,
     vector_isas,
+    without_device_memory,
 )
 from megacompile.compat.modules import (
     APPLY,
@@ -440,7 +440,6 @@ __all__ = [
     "keeping_nesting",
     "keeps_graph",
     "kernel_of",
-    "kernels_stay_on_disk",
     "kernel_switches",
     "leave_out_of_copies",
     "leaves",
@@ -529,6 +528,7 @@ __all__ = [
     "within_callers",
     "without_autocast",
     "without_collecting",
+    "without_device_memory",
     "without_saved_tensors_hooks",
     "without_sources",
     "without_torch_compile",

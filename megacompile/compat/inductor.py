@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from torch._inductor import async_compile, compile_fx, cpp_builder, cpu_vec_isa
 from torch._inductor import config as inductor_config
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._graph_pickler import GraphPickler, Options
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -27,6 +29,8 @@ from megacompile.compat.devices import without_autocast
 from megacompile.compat.graphs import copy_graph
 
 Tensors = Sequence[torch.Tensor]
+
+_AOT: Any = getattr(compile_fx, "dynamo_common", compile_fx)  # where it looks `aot_autograd` up
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:  # torch 2.11 to 2.15
@@ -86,16 +90,16 @@ def compile_inductor(
     if modes and modes[0].shape_env is None:
         modes[0].shape_env = ShapeEnv()
     context = TracingContext(modes[0]) if modes else None
-    straight = _needs_no_tracing(module)
     with tracing(context), counted(), without_autocast():  # the graph has its casts
-        if not straight:
+        if not _needs_no_tracing(module):
             compiled: Callable[..., Any] = torch._inductor.compile(module, list(inputs))
             return compiled
-        with mock.patch.object(compile_fx, "aot_autograd", _untraced):
-            boxed: Any = torch._inductor.compile(
-                fx.GraphModule(module, copy_graph(module.graph)), list(inputs)
-            )
-    return lambda *given: boxed(list(given))
+        handed_on: list[fx.GraphModule] = []
+        stand_in = functools.partial(_untraced, handed_on)
+        with mock.patch.object(_AOT, "aot_autograd", stand_in):
+            copy = fx.GraphModule(module, copy_graph(module.graph))
+            boxed: Any = torch._inductor.compile(copy, list(inputs))
+    return (lambda *given: boxed(list(given))) if handed_on else boxed
 
 
 def _needs_no_tracing(module: fx.GraphModule) -> bool:
@@ -114,10 +118,13 @@ def _is_functional(target: Any) -> bool:
     return not isinstance(target, torch._ops.HigherOrderOperator)  # else what numbers are made of
 
 
-def _untraced(*, inference_compiler: Callable[..., Any], **_: Any) -> Callable[..., Any]:
-    """Stand in for `aot_autograd`: hand the graph on, whose values are those of the inputs' mode."""
+def _untraced(
+    handed_on: list[fx.GraphModule], *, inference_compiler: Callable[..., Any], **_: Any
+) -> Callable[..., Any]:
+    """Stand in for `aot_autograd`: hand the graph on, with values of the inputs' mode."""
 
     def compile_it(module: fx.GraphModule, inputs: Tensors) -> Any:
+        handed_on.append(module)
         module.graph.eliminate_dead_code()
         with torch.no_grad():
             compile_fx.fake_tensor_prop(module, inputs, force_allow_non_fake_inputs=True)
@@ -126,13 +133,10 @@ def _untraced(*, inference_compiler: Callable[..., Any], **_: Any) -> Callable[.
     return compile_it
 
 
-def packed_graph(module: fx.GraphModule, inputs: Tensors) -> bytes:  # torch 2.11 to 2.15
-    """What `compile_inductor` takes, for another process; `unpacked_graph` gives it there.
+def packed_graph(module: fx.GraphModule) -> bytes:  # torch 2.11 to 2.15
+    """A graph that `compile_inductor` takes, for another process; `unpacked_graph` gives it there.
 
     What is noted about nodes stays: it may hold nodes, and their values are found again.
-
-    Args:
-        inputs: (): the other process makes them; none of them has symbols.
 
     Raises:
         Exception: of any kind; not all that a graph may hold can be pickled.
@@ -140,15 +144,13 @@ def packed_graph(module: fx.GraphModule, inputs: Tensors) -> bytes:  # torch 2.1
     if any("unbacked_bindings" in node.meta for node in module.graph.nodes):
         raise ValueError("a size of it is known when it has run")
     options = Options(ops_filter=None, node_metadata_key_filter=lambda key: False)
-    return GraphPickler.dumps((module, list(inputs)), options)
+    return GraphPickler.dumps(fx.GraphModule(module, copy_graph(module.graph)), options)
 
 
-def unpacked_graph(given: bytes) -> tuple[fx.GraphModule, Tensors]:  # torch 2.11 to 2.15
-    """A graph and its inputs, which are fake."""
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    packed: Any = GraphPickler.loads(given, mode)
-    module, inputs = packed
-    return module, inputs
+def unpacked_graph(given: bytes) -> fx.GraphModule:  # torch 2.11 to 2.15
+    """A graph, without the values of its nodes."""
+    module: Any = GraphPickler.loads(given, FakeTensorMode(shape_env=ShapeEnv()))
+    return module
 
 
 def use_compile_threads(count: int) -> None:  # torch 2.11 to 2.15
@@ -181,13 +183,15 @@ def compiles_without_device() -> bool:  # torch 2.11 to 2.15
 
 
 @contextmanager
-def kernels_stay_on_disk() -> Iterator[None]:  # torch 2.11 to 2.15
-    """Compile Triton kernels, and load none: a process that loads one takes device memory."""
+def without_device_memory() -> Iterator[None]:  # torch 2.11 to 2.15
+    """Compile for a GPU without a context on it: kernels stay on disk, fake tensors are no reason
+    for a context."""
 
-    def nothing(self: Any) -> None:
-        del self
+    def nothing(_: Any) -> None:
+        pass
 
     with (
+        mock.patch.object(fake_tensor, "init_gpu_context", nothing),
         mock.patch.object(CachingAutotuner, "_make_launchers", nothing),
         mock.patch.object(CachingAutotuner, "_dynamic_scale_rblock", nothing),
     ):

@@ -26,7 +26,6 @@ from megacompile.ir.symbols import Values
 from megacompile.mesh_options import PlannedMesh
 from megacompile.options import Lowering, Options
 from megacompile.passes.schedule.update_graph import rest_of
-from megacompile.passes.stages.lower import CodeToCome
 from megacompile.passes.stages.resize import resize
 from megacompile.passes.stages.templates import TemplateCache
 from megacompile.plan.budget import Budget
@@ -75,7 +74,6 @@ class PassCompiler:
         self.budget = Budget(self.setting, budget_bytes)
         self.chooser = Chooser(self.setting, self.pipeline, self.budget, disk_budget_bytes)
         self._last: tuple[Schedule, Variant, Schedule] | None = None  # `_differentiated`
-        self._to_come = CodeToCome()
         self._lowered = False  # is there code already?
         self._waits = False  # was memory too short for code that is not compiled?
 
@@ -125,8 +123,8 @@ class PassCompiler:
 
     def lower(self, schedule: Schedule) -> Schedule:
         """What `plan` gave, with code."""
-        goes_on = self._lowered and self._may_run_uncompiled(schedule)
-        schedule = self.pipeline.lowered(schedule, self._to_come if goes_on else None)
+        waits = not (self._lowered and self._may_run_uncompiled(schedule))
+        schedule = self.pipeline.lowered(schedule, waits=waits)
         self._lowered = True
         log.schedule_made(schedule)
         return schedule
@@ -152,11 +150,15 @@ class PassCompiler:
 
     def code_is_ready(self) -> bool:
         """Is code compiled by now that schedules ran without?"""
-        return bool(self._to_come) and self._to_come.is_ready()
+        return self.pipeline.to_come.is_ready()
 
-    def take_code(self) -> None:
-        """Let schedules run code that is compiled by now. No backward may be to come."""
-        self._to_come.take()
+    def load_code(self, patience_s: float) -> bool:
+        """Load it, for so long. Is all of it loaded?"""
+        return self.pipeline.to_come.load(patience_s)
+
+    def use_code(self) -> None:
+        """Let schedules run it. No backward may be to come."""
+        self.pipeline.to_come.use()
 
     def choose(
         self, stages: Schedule, capture: Capture, variant: Variant, placement: Placement
@@ -251,10 +253,11 @@ class PassCompiler:
 
     def step_down(self) -> str:
         """Plan with less device memory from now on; says how, or "" where that changes nothing."""
-        if self._to_come:
+        if self.pipeline.to_come:
             self._waits = True
-            self.take_code()
-            return "operators are fused"
+            self.pipeline.to_come.load()
+            self.pipeline.to_come.use()
+            return "stages run compiled code"
         return self.chooser.step_down()
 
     def needs(self) -> str:

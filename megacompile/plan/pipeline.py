@@ -80,6 +80,7 @@ class Pipeline:
         self.setting = setting
         self.units = units
         self.templates: TemplateCache = {} if templates is None else templates
+        self.to_come = CodeToCome(setting.options.device)
         self._partitioned: list[tuple[Capture, Schedule]] = []  # the last ones
 
     def partition(self, capture: Capture) -> Schedule:
@@ -342,20 +343,23 @@ class Pipeline:
         stored = None if every else choice.weights_on_disk
         return [("disk_weights", functools.partial(insert_disk_weights, stored=stored))]
 
-    def lowered(self, schedule: Schedule, to_come: CodeToCome | None = None) -> Schedule:
+    def lowered(self, schedule: Schedule, *, waits: bool = True) -> Schedule:
         """With code for its templates.
 
         Args:
-            to_come: nobody waits for code that is compiled, if that can be.
+            waits: for code to be compiled.
         """
         lowering = self.setting.options.lowering
-        device = self.setting.options.device
-        if to_come is not None and to_come.lower(schedule, device):
-            return timed("lower", schedule, lambda: schedule)
         return timed(
             "lower",
             schedule,
-            lambda: lower(schedule, lowering=lowering, progress=self._progress),
+            lambda: lower(
+                schedule,
+                lowering=lowering,
+                progress=self._progress,
+                to_come=self.to_come,
+                waits=waits,
+            ),
         )
 
     def _progress(

@@ -7,6 +7,8 @@ it with TorchInductor, once for all stages that share a template.
 from __future__ import annotations
 
 import functools
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -26,74 +28,126 @@ from megacompile.passes.stages.floats import compiled, prepared
 from megacompile.passes.stages.layout import with_strides
 from megacompile.passes.stages.lower_pieces import lower_pieces
 
-Wanted = Sequence[tuple[Template, Code]]
-Progress = Callable[[Iterable[tuple[Template, Code]], int], Iterable[tuple[Template, Code]]]
+Wanted = tuple[Template, Code]
+Progress = Callable[[Iterable[Wanted], int], Iterable[Wanted]]
 Function = Callable[..., Sequence[torch.Tensor | None]]
 
 
-def lower(schedule: Schedule, *, lowering: Lowering, progress: Progress) -> Schedule:
+def lower(
+    schedule: Schedule,
+    *,
+    lowering: Lowering,
+    progress: Progress,
+    to_come: CodeToCome | None = None,
+    waits: bool = True,
+) -> Schedule:
     """The same schedule; its templates' `code` holds everything that its nodes run.
 
     With Inductor, processes beside this one compile graphs too, where there are any: the largest
     first, and this one begins with the smallest.
+
+    Args:
+        to_come: code that is being compiled.
+        waits: else stages run uncompiled until their code is there, if processes can compile it.
     """
     wanted = _wanted(schedule)
     if lowering is Lowering.EAGER:
-        _compile(wanted, lowering, lambda part: None, progress)
+        for template, code in progress(wanted, len(wanted)):
+            template.code[code] = _lowered(template.graphs[code], direct)
         return schedule
+    if to_come is not None:
+        wanted = to_come.without(wanted, waits=waits)
     with compile_pool.compiling(functools.partial(_graphs, wanted)) as take:
-        _compile(wanted, lowering, take, progress)
+        for template, code in progress(wanted, len(wanted)):
+            template.code[code] = _compiled(template.graphs[code], take)
     return schedule
 
 
 class CodeToCome:
     """Code that processes beside this one compile while stages run their ATen graphs.
 
-    All of it is taken at once, between a backward and the next forward: a recompute must draw the
-    random numbers that its forward has drawn.
+    What belongs to a schedule is used at once, between a backward and the next forward: a recompute
+    must draw the random numbers that its forward has drawn. It is loaded before, a few graphs in
+    each call.
+
+    Args:
+        device: that it is compiled for.
     """
 
-    def __init__(self) -> None:
-        self._batches: list[tuple[compile_pool.Jobs, Wanted]] = []
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._batches: list[tuple[compile_pool.Jobs | None, list[Wanted]]] = []
+        self._loaded: dict[Wanted, LoweredFn] = {}
+        self._uncompiled: dict[int, Template] = {}  # by the id of its code, which copies share
+        self._failed: set[int] = set()  # those that stay so
 
     def __bool__(self) -> bool:
         return bool(self._batches)
 
-    def lower(self, schedule: Schedule, device: torch.device) -> bool:
-        """As the pass does, with code that runs at once; False where none can come."""
-        wanted = _wanted(schedule)
-        graphs = functools.partial(_graphs, wanted)
-        jobs = compile_pool.submit(graphs, device) if wanted else None
-        if jobs is None:
-            return False
+    def without(self, wanted: Sequence[Wanted], *, waits: bool) -> list[Wanted]:
+        """Let stages run uncompiled, and give what is to be compiled at once.
+
+        A template that draws random numbers runs all of its code in one way.
+        """
+        now, later = [], []
         for template, code in wanted:
+            is_uncompiled = id(template.code) in self._uncompiled
+            may_wait = waits or (template.random and template.code)
+            (now if may_wait and not is_uncompiled else later).append((template, code))
+        jobs = (
+            compile_pool.submit(functools.partial(_graphs, later), self.device) if later else None
+        )
+        if jobs is None and not any(id(t.code) in self._uncompiled for t, _ in later):
+            return list(wanted)
+        for template, code in later:
             template.code[code] = _lowered(template.graphs[code], _uncompiled)
-        self._batches.append((jobs, wanted))
-        return True
+            self._uncompiled[id(template.code)] = template
+        self._batches.append((jobs, later))
+        return now
 
     def is_ready(self) -> bool:
-        """Is all of it compiled, as far as it can be?"""
-        return all(jobs.done() for jobs, _ in self._batches)
+        """Is a schedule's code compiled, as far as it can be?"""
+        return bool(self._batches) and all(jobs is None or jobs.done() for jobs, _ in self._batches)
 
-    def take(self) -> None:
-        """Let it run from now on. What is not compiled yet is waited for."""
-        while self._batches:
-            jobs, wanted = self._batches.pop()
-            try:
-                _compile(wanted, Lowering.INDUCTOR, jobs.take, lambda work, total: work)
-            except Exception as error:  # of Inductor's: training goes on without its code
-                log.logger("compile").warning("stages stay uncompiled: %s", error)
-            finally:
-                jobs.withdraw()
+    def load(self, patience_s: float = math.inf) -> bool:
+        """Load code for so long; is all of it loaded? It waits for what is not compiled yet. A
+        template of which a graph cannot be compiled keeps the code that it has."""
+        end_s = time.monotonic() + patience_s
+        for jobs, wanted in self._batches:
+            while wanted:
+                if time.monotonic() >= end_s:
+                    return False
+                template, code = wanted.pop()
+                take = _take_nothing if jobs is None else jobs.take
+                try:
+                    self._loaded[template, code] = _compiled(template.graphs[code], take)
+                except Exception as error:  # of Inductor's
+                    log.logger("compile").warning("a stage stays uncompiled: %s", error)
+                    self._failed.add(id(template.code))
+        return True
+
+    def use(self) -> None:
+        """Let what is loaded run from now on. No backward may be to come."""
+        for (template, code), function in self._loaded.items():
+            if id(template.code) not in self._failed:
+                template.code[code] = function
+        self._batches.clear()
+        self._loaded.clear()
+        for key in self._uncompiled.keys() - self._failed:
+            del self._uncompiled[key]
 
 
-def _wanted(schedule: Schedule) -> Wanted:
+def _take_nothing(part: fx.GraphModule) -> None:
+    del part
+
+
+def _wanted(schedule: Schedule) -> list[Wanted]:
     """The code that a schedule runs and its templates do not have: the smallest first."""
     wanted = [item for item in dict.fromkeys(_runs(schedule)) if item[1] not in item[0].code]
     return sorted(wanted, key=lambda item: len(item[0].graphs[item[1]].graph.nodes))
 
 
-def _graphs(wanted: Wanted) -> Iterator[compile_pool.Graph]:
+def _graphs(wanted: Sequence[Wanted]) -> Iterator[compile_pool.Graph]:
     """What Inductor compiles for it, with the inputs: the largest first."""
     modules = [template.graphs[code] for template, code in reversed(wanted)]
     for part in dict.fromkeys(part for module in modules for part in _parts(module)):
@@ -102,25 +156,18 @@ def _graphs(wanted: Wanted) -> Iterator[compile_pool.Graph]:
             yield compile_pool.Graph(part, graph, values)
 
 
-def _compile(
-    wanted: Wanted, lowering: Lowering, take: compile_pool.Take, progress: Progress
-) -> None:
-    """Give templates their code.
+def _compiled(module: fx.GraphModule, take: compile_pool.Take) -> LoweredFn:
+    """The code of a template's graph.
 
     Args:
         take: called before a graph is compiled here.
     """
-    made: dict[tuple[Template, Code], LoweredFn] = {}
-    for template, code in progress(wanted, len(wanted)):
-        module = template.graphs[code]
-        for part in _parts(module):
-            take(part)
-        made[template, code] = _lowered(module, lambda part: _function(part, lowering))
-    for (template, code), function in made.items():
-        template.code[code] = function
+    for part in _parts(module):
+        take(part)
+    return _lowered(module, _function)
 
 
-def _runs(schedule: Schedule) -> Iterable[tuple[Template, Code]]:
+def _runs(schedule: Schedule) -> Iterable[Wanted]:
     for graph in schedule.graphs.values():
         for node in ops.nodes_that(graph, lambda op: op.code is not None):
             yield ops.arguments(node)[0].traced, ops.code_of(node)
@@ -136,16 +183,16 @@ def _parts(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
             yield tile.module
 
 
-def _lowered(module: fx.GraphModule, function_of: Callable[[fx.GraphModule], Function]) -> LoweredFn:
+def _lowered(
+    module: fx.GraphModule, function_of: Callable[[fx.GraphModule], Function]
+) -> LoweredFn:
     pieces = pieces_of(module.graph)
     function = lower_pieces(module, function_of) if pieces else function_of(module)
     return lambda inputs: function(*inputs)
 
 
-def _function(module: fx.GraphModule, lowering: Lowering) -> Function:
-    """The code of a graph of ATen operators."""
-    if lowering is Lowering.EAGER:
-        return direct(module)
+def _function(module: fx.GraphModule) -> Function:
+    """The code of a graph of ATen operators, by Inductor."""
     if any(node.op == "call_function" for node in module.graph.nodes):
         return with_strides(compiled(module), _metas(module))
     forward: Function = module.forward

@@ -38,8 +38,11 @@ class Compiler(Protocol):
     def code_is_ready(self) -> bool:
         """Is code compiled by now that schedules ran without?"""
 
-    def take_code(self) -> None:
-        """Let schedules run code that is compiled by now. No backward may be to come."""
+    def load_code(self, patience_s: float) -> bool:
+        """Load it, for so long. Is all of it loaded?"""
+
+    def use_code(self) -> None:
+        """Let schedules run it. No backward may be to come."""
 
     def wants(self, placement: Placement) -> Placement:
         """Where the plans made so far want the buckets, which are as `placement` says."""

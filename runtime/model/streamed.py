@@ -57,6 +57,8 @@ from megacompile.runtime.updates.compiled import count_kernels
 from megacompile.runtime.updates.in_backward import InBackward
 from megacompile.text import printable
 
+_LOADING_S = 1.0  # of a call, for code that was compiled meanwhile
+
 
 class StreamedModel:
     """Stands behind a model's `__call__`; kept in `model._compiled_call_impl`.
@@ -217,16 +219,22 @@ class StreamedModel:
     ) -> Any:
         before = shortage.Before.of(modules, self.machine)
         if self.graphs:
-            compiler = self.buckets.plans.compiler
-            if compiler.code_is_ready() and not self.machine.pending:
-                with compiling("code that was waited for", self.machine):
-                    compiler.take_code()
+            self._use_code()
             made, start_s = self._made(), time.perf_counter()
             result = self._until_done(run, compiled, before)
             self._note_made(compiled, made, time.perf_counter() - start_s)
             return result
         with line("capturing the model", self.options.progress):
             return self._until_done(run, compiled, before)
+
+    def _use_code(self) -> None:
+        """Use the code that was compiled meanwhile, once all of it is loaded."""
+        compiler = self.buckets.plans.compiler
+        if compiler.code_is_ready() and not self.machine.pending:
+            with compiling("the stages that ran uncompiled", self.machine):
+                loaded = compiler.load_code(_LOADING_S)
+            if loaded:
+                compiler.use_code()
 
     def _made(self) -> list[int]:
         """How many programs were made for each captured graph."""
