@@ -1,4 +1,4 @@
-"""Training goes on while code is compiled: stages run their ATen graphs, then what Inductor made."""
+"""Training goes on while code is compiled: stages run their ATen graphs until it is there."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch._subclasses import fake_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megacompile import compat
@@ -267,10 +270,32 @@ def test_a_graph_is_the_same_in_another_process() -> None:
         return torch.sin(x) + 1
 
     module = make_fx(function, tracing_mode="fake")(torch.ones(3))
+    other = compat.unpacked_graph(compat.packed_graph(module))
+    assert list(map(str, other.graph.nodes)) == list(map(str, module.graph.nodes))
+    assert "torch.ops.aten.sin.default(x_1)" in other.code
     (x,) = module.graph.find_nodes(op="placeholder")
-    other, (y,) = compat.unpacked_graph(compat.packed_graph(module, [x.meta["val"]]))
-    assert other.code == module.code
-    assert (y.shape, y.dtype, y.device) == ((3,), torch.float32, torch.device("cpu"))
+    x.meta["unbacked_bindings"] = {}
+    with pytest.raises(ValueError, match="known when it has run"):
+        compat.packed_graph(module)
+
+
+def test_code_is_made_without_device_memory() -> None:
+    """Nothing is loaded, and no fake tensor is a reason for a context."""
+    config = torch._inductor.config
+    assert compat.compiles_without_device()
+    for name in ("max_autotune", "max_autotune_gemm"):
+        with config.patch({name: True}):
+            assert not compat.compiles_without_device()
+    stock = CachingAutotuner.precompile, fake_tensor.init_gpu_context
+    with compat.without_device_memory():
+        fake_tensor.init_gpu_context(torch.device("cuda:99"))
+        kernel = mock.Mock(spec=CachingAutotuner)
+        CachingAutotuner._make_launchers(kernel)
+        CachingAutotuner._dynamic_scale_rblock(kernel)
+        assert not kernel.mock_calls
+    assert (CachingAutotuner.precompile, fake_tensor.init_gpu_context) == stock
+    for name in ("_make_launchers", "_dynamic_scale_rblock"):
+        assert f"self.{name}()" in inspect.getsource(CachingAutotuner.precompile)
 
 
 def test_who_compiles_kernels() -> None:

@@ -20,6 +20,7 @@ from megacompile.beside import compile_pool
 from megacompile.beside.compile_pool import CompilePool
 from megacompile.errors import HostMemoryError, OptionError
 from megacompile.runtime.model.streamed import StreamedModel
+from tests import inside
 from tests.test_cpp_process import process_is_alive
 from tests.test_fork import in_child
 from tests.zoo import equal
@@ -97,6 +98,28 @@ def test_stages_are_compiled_elsewhere_and_found_here(
     with torch._inductor.config.patch(force_disable_caches=True):
         expected = gradients(compiled())
     assert all(map(equal, found, expected))
+
+
+@needs_compiler
+@pytest.mark.usefixtures("patient")
+def test_a_later_program_is_compiled_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its symbols, while it runs without its code; then the code is found here."""
+    model = megacompile(
+        nn.Sequential(nn.Linear(4, 4)), device="cpu", lowering="inductor", progress=False
+    )
+    ones = torch.ones(6, 4)
+    model(ones[:4]).sum().backward()
+    monkeypatch.setenv(compile_pool.VARIABLE, "1")
+    before = compat.cache_counts()
+    model(ones[:6]).sum().backward()
+    assert compat.cache_counts() == before, "nobody compiles here"
+    to_come = inside.streamed(model).buckets.plans.compiler.pipeline.to_come  # type: ignore
+    assert to_come.load()
+    to_come.use()
+    counts = compat.cache_counts().since(before)
+    assert counts.made == 0 and counts.found == 2
+    model(ones[:5]).sum().backward()
+    assert compat.cache_counts().since(before) == counts
 
 
 @needs_compiler
@@ -237,7 +260,7 @@ def test_no_processes_are_started(why: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_as_many_are_started_as_somebody_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(compile_pool, "CompilePool", lambda *given: made.append(given))
+    monkeypatch.setattr(compile_pool, "CompilePool", lambda *given, loads: made.append(given))
     monkeypatch.setenv(compile_pool.VARIABLE, "3")
     with torch._inductor.config.patch(compile_threads=8):
         compile_pool.start(torch.device("cuda", 1))

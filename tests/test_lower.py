@@ -152,7 +152,7 @@ def test_results_have_the_strides_that_they_were_traced_with(
     padded = [torch.nn.functional.pad(t, (0, 4))[:, : t.shape[1]] for t in traced[:2]]
     given = [*padded, *traced[2:]]
     monkeypatch.setattr(code, "compiled", lambda module: lambda *inputs: given)
-    found = code._lower(module, Lowering.INDUCTOR)([x])
+    found = code._lowered(module, code._function)([x])
     for plain, result, before in zip(traced[:4], found, given, strict=False):
         assert plain is not None and before is not None and result is not None
         assert torch.equal(plain, result) and plain.stride() == result.stride()
@@ -165,4 +165,4 @@ def test_strides_of_what_has_one_element_do_not_matter(monkeypatch: pytest.Monke
     module = compat.trace(lambda primals, _: [primals[0] * 2], [x], [], {})
     given = torch.empty_strided((1, 4), (64, 1))
     monkeypatch.setattr(code, "compiled", lambda module: lambda *inputs: [given])
-    assert code._lower(module, Lowering.INDUCTOR)([x])[0] is given
+    assert code._lowered(module, code._function)([x])[0] is given

@@ -28,7 +28,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import NamedTuple
@@ -51,6 +51,7 @@ _PROCESS_BYTES = 2 * 2**30  # of host memory, with the processes that compile it
 _SHARE = 8  # they take no more than one of so many parts of what is free
 _THREADS = 4  # of each of them, for kernels
 _PATIENCE_S = 300.0  # with one graph
+_MANY = 8  # graphs: for fewer, no process is started that nobody has started before
 _IDLE_S = 20.0  # behind the last graph
 _READY = "ready"  # for a job, the last of which is done
 
@@ -118,9 +119,10 @@ class CompilePool:
         count: of processes.
         device: index of the GPU that they compile for; None: the CPU.
         threads: of each, for kernels.
+        loads: they may take device memory.
     """
 
-    def __init__(self, count: int, device: int | None, threads: int) -> None:
+    def __init__(self, count: int, device: int | None, threads: int, *, loads: bool) -> None:
         request = pickle.dumps((device, threads))
         self._jobs: queue.SimpleQueue[tuple[Future[None], Job] | None] = queue.SimpleQueue()
         self._processes = [
@@ -128,20 +130,17 @@ class CompilePool:
             for _ in range(count)
         ]
         self._works = False
+        self._loads = loads
         self.kept = False  # are there jobs that nobody waits for?
         forks.tell(self)
 
-    def submit(self, graphs: Iterator[Graph], *, loads: bool) -> Jobs:
-        """Let them compile graphs, in this order.
-
-        Args:
-            loads: they may take device memory.
-        """
+    def submit(self, graphs: Iterable[Graph]) -> Jobs:
+        """Let them compile graphs, in this order."""
         settings = functools.cache(compat.compile_settings)
         jobs = Jobs(self)
         self._work()
         for graph in graphs:
-            job = _job(graph, settings, loads)
+            job = _job(graph, settings, self._loads)
             if job is not None:
                 future = jobs.futures[graph.part] = Future()
                 self._jobs.put((future, job))
@@ -158,9 +157,8 @@ class CompilePool:
 
     def _serve(self, process: Process) -> None:
         """Give one process job after job."""
-        if process.hear() != _READY:
-            return
-        while True:
+        works = process.hear() == _READY
+        while works:
             try:
                 item = self._jobs.get(timeout=_IDLE_S if self.kept else None)
             except queue.Empty:
@@ -169,9 +167,18 @@ class CompilePool:
                 break
             future, job = item
             fulfil(future, functools.partial(_carry_out, process, job))
-            if process.status is not None:
-                return
+            works = process.status is None
         process.stop()
+        if self.is_over:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Nobody compiles what is still asked for."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = self._jobs.get_nowait()
+                if item is not None:
+                    fulfil(item[0], _no_process)
 
     @property
     def is_over(self) -> bool:
@@ -191,6 +198,10 @@ class CompilePool:
         """They work for the parent; the child compiles for itself."""
         if in_child:
             self._processes.clear()
+
+
+def _no_process() -> None:
+    raise RuntimeError("the processes have ended")
 
 
 def _job(graph: Graph, settings: Callable[[], bytes], loads: bool) -> Job | None:
@@ -287,19 +298,24 @@ def compiled() -> int:
     return _compiled[0]
 
 
-def start(device: torch.device) -> None:
-    """Start processes for a model's first graphs.
+def start(device: torch.device, *, loads: bool = True) -> None:
+    """Start processes, where there are none.
+
+    Args:
+        loads: they may take device memory: it is for a model's first graphs.
 
     Raises:
         OptionError: the environment says something else than a number of them.
     """
     global _pool
-    stop()
+    if _pool is not None and not _pool.is_over:
+        return
+    _pool = None
     count = _count(device)
     if count and compat.compiles_in_processes() and sys.executable:
         index = (device.index or 0) if device.type == "cuda" else None
         try:
-            _pool = CompilePool(count, index, _THREADS)
+            _pool = CompilePool(count, index, _THREADS, loads=loads)
         except (OSError, subprocess.SubprocessError) as error:
             log.logger("compile").info("no processes compile stages: %s", error)
 
@@ -330,21 +346,27 @@ def stop() -> None:
 
 
 @contextlib.contextmanager
-def compiling(graphs: Callable[[], Iterator[Graph]]) -> Iterator[Take]:
-    """Let the processes that there are compile graphs, and end them behind that.
+def compiling(
+    graphs: Callable[[], Iterable[Graph]], count: int, device: torch.device
+) -> Iterator[Take]:
+    """Let processes compile graphs, and end them behind that. Where there are none, some are
+    started for many graphs.
 
     Yields `Jobs.take`.
 
     Args:
         graphs: called if there are processes.
+        count: of graphs.
     """
+    if count >= _MANY:
+        start(device, loads=False)
     pool = _pool
     if pool is None or pool.is_over:
         yield lambda part: None
         return
     jobs = None
     try:
-        jobs = pool.submit(graphs(), loads=not pool.kept)
+        jobs = pool.submit(graphs())
         yield jobs.take
     finally:
         if not pool.kept:
@@ -353,13 +375,12 @@ def compiling(graphs: Callable[[], Iterator[Graph]]) -> Iterator[Take]:
             jobs.withdraw()
 
 
-def submit(graphs: Callable[[], Iterator[Graph]], device: torch.device) -> Jobs | None:
+def submit(graphs: Callable[[], Iterable[Graph]], device: torch.device) -> Jobs | None:
     """Let processes compile graphs, while this one goes on; None where there can be none."""
     if not compat.compiles_without_device():
         return None
-    if _pool is None or _pool.is_over:
-        start(device)
+    start(device, loads=False)
     if _pool is None:
         return None
     _pool.kept = True
-    return _pool.submit(graphs(), loads=False)
+    return _pool.submit(graphs())

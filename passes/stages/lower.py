@@ -50,14 +50,17 @@ def lower(
         to_come: code that is being compiled.
         waits: else stages run uncompiled until their code is there, if processes can compile it.
     """
-    wanted = _wanted(schedule)
+    wanted = [item for item in dict.fromkeys(_runs(schedule)) if item[1] not in item[0].code]
     if lowering is Lowering.EAGER:
         for template, code in progress(wanted, len(wanted)):
             template.code[code] = _lowered(template.graphs[code], direct)
         return schedule
-    if to_come is not None:
-        wanted = to_come.without(wanted, waits=waits)
-    with compile_pool.compiling(functools.partial(_graphs, wanted)) as take:
+    wanted.sort(key=lambda item: len(item[0].graphs[item[1]].graph.nodes))
+    if to_come is None:
+        to_come = CodeToCome(torch.device("cpu"))
+    wanted = to_come.without(wanted, waits=waits)
+    graphs = functools.partial(_graphs, wanted)
+    with compile_pool.compiling(graphs, len(wanted), to_come.device) as take:
         for template, code in progress(wanted, len(wanted)):
             template.code[code] = _compiled(template.graphs[code], take)
     return schedule
@@ -103,6 +106,11 @@ class CodeToCome:
             template.code[code] = _lowered(template.graphs[code], _uncompiled)
             self._uncompiled[id(template.code)] = template
         self._batches.append((jobs, later))
+        if later:
+            text = (
+                "%d graphs are compiled beside the training, which runs them uncompiled meanwhile"
+            )
+            log.logger("compile").info(text, len(later))
         return now
 
     def is_ready(self) -> bool:
@@ -139,12 +147,6 @@ class CodeToCome:
 
 def _take_nothing(part: fx.GraphModule) -> None:
     del part
-
-
-def _wanted(schedule: Schedule) -> list[Wanted]:
-    """The code that a schedule runs and its templates do not have: the smallest first."""
-    wanted = [item for item in dict.fromkeys(_runs(schedule)) if item[1] not in item[0].code]
-    return sorted(wanted, key=lambda item: len(item[0].graphs[item[1]].graph.nodes))
 
 
 def _graphs(wanted: Sequence[Wanted]) -> Iterator[compile_pool.Graph]:
