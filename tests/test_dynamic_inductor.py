@@ -29,13 +29,13 @@ class Small(nn.Module):
 
 def test_lengths_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[object] = []
-    make = lower._lower
+    make = lower._compiled
 
     def noted(*given: Any) -> Any:
         compiled.append(given)
         return make(*given)
 
-    monkeypatch.setattr(lower, "_lower", noted)
+    monkeypatch.setattr(lower, "_compiled", noted)
     plain, streamed = twins(Small(), lowering="inductor", progress=False)
     counts = []
     for rows in (4, 6, 9, 33, 5):

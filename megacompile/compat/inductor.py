@@ -149,7 +149,8 @@ def packed_graph(module: fx.GraphModule) -> bytes:  # torch 2.11 to 2.15
 
 def unpacked_graph(given: bytes) -> fx.GraphModule:  # torch 2.11 to 2.15
     """A graph, without the values of its nodes."""
-    module: Any = GraphPickler.loads(given, FakeTensorMode(shape_env=ShapeEnv()))
+    module = GraphPickler.loads(given, FakeTensorMode(shape_env=ShapeEnv()))
+    assert isinstance(module, fx.GraphModule)
     return module
 
 

@@ -92,7 +92,8 @@ class CodeToCome:
 
         A template that draws random numbers runs all of its code in one way.
         """
-        now, later = [], []
+        now: list[Wanted] = []
+        later: list[Wanted] = []
         for template, code in wanted:
             is_uncompiled = id(template.code) in self._uncompiled
             may_wait = waits or (template.random and template.code)
