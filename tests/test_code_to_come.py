@@ -233,3 +233,24 @@ def test_unfused_operators_must_fit_beside_what_is_planned() -> None:
     budget = Budget(SimpleNamespace(options=SimpleNamespace(gpu_memory=100)))  # type: ignore
     budget._needed_bytes = 80
     assert budget.holds(20, 90) and not budget.holds(21, 90) and not budget.holds(20, 101)
+
+
+def test_what_needs_the_strides_that_were_traced_waits(pool: Pool) -> None:
+    """Kernels may give others: a view of them is a copy, and `as_strided` would read elsewhere."""
+    x = torch.ones(2, 3)
+    graph = torch.fx.Graph()
+    view = graph.call_function(torch.ops.aten.view.default, (graph.placeholder("x"), [6]))
+    graph.output((view,))
+    module = torch.fx.GraphModule({}, graph)
+    with pytest.raises(RuntimeError, match="view size"):
+        direct(module)(x.t().contiguous().t())
+    (found,) = direct(module, any_strides=True)(x.t().contiguous().t())
+    assert found is not None and torch.equal(found, x.view(6))
+
+    to_come = CodeToCome(torch.device("cpu"))
+    strided = template(random=False)
+    for node in strided.graphs[Code.FORWARD].graph.find_nodes(
+        op="call_function", target=torch.ops.aten.neg.default
+    ):
+        node.target = torch.ops.aten.as_strided.default
+    assert to_come.without([(strided, Code.BACKWARD)], waits=False) == [(strided, Code.BACKWARD)]

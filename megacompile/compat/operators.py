@@ -19,6 +19,11 @@ def operator_name(target: Any) -> str:  # torch 2.11 to 2.15
     return str(getattr(target, "_opname", ""))
 
 
+def is_higher_order(target: Any) -> bool:  # torch 2.11 to 2.15
+    """Does a node call an operator that is given graphs: a loop, flex attention?"""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
 def kernel_of(target: Any) -> Any:  # torch 2.11 to 2.15
     """What an ATen operator calls: the same, without the Python function in front of it."""
     return target._op if isinstance(target, torch._ops.OpOverload) else target

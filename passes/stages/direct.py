@@ -27,9 +27,19 @@ _RESHAPES = {"view", "_unsafe_view"}
 _IDLE = _RESHAPES | {"expand", "alias", "detach"}  # where they change nothing
 
 
-def direct(module: fx.GraphModule) -> Callable[..., Sequence[torch.Tensor | None]]:
-    """The function of an ATen graph, which is left as it is."""
+def direct(
+    module: fx.GraphModule, *, any_strides: bool = False
+) -> Callable[..., Sequence[torch.Tensor | None]]:
+    """The function of an ATen graph, which is left as it is.
+
+    Args:
+        any_strides: kernels may give other strides than the graph was traced with, so that a view
+            may be a copy.
+    """
     graph = without_idle_views(module.graph)
+    for node in graph.nodes if any_strides else ():
+        if _reshapes(node):
+            node.target = torch.ops.aten.reshape.default
     written = graph.python_code("self")
     namespace = dict(written.globals)
 

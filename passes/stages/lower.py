@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from megacompile import log
+from megacompile import compat, log
 from megacompile.beside import compile_pool
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
@@ -96,8 +96,9 @@ class CodeToCome:
         later: list[Wanted] = []
         for template, code in wanted:
             is_uncompiled = id(template.code) in self._uncompiled
-            may_wait = waits or (template.random and template.code)
-            (now if may_wait and not is_uncompiled else later).append((template, code))
+            must_wait = waits or (template.random and template.code)
+            must_wait = must_wait or not _runs_uncompiled(template)
+            (now if must_wait and not is_uncompiled else later).append((template, code))
         jobs = (
             compile_pool.submit(functools.partial(_graphs, later), self.device) if later else None
         )
@@ -204,7 +205,18 @@ def _function(module: fx.GraphModule) -> Function:
 
 def _uncompiled(module: fx.GraphModule) -> Function:
     """What runs until Inductor's code is there: results have the strides that this will give."""
-    return with_strides(direct(module), _metas(module))
+    return with_strides(direct(module, any_strides=True), _metas(module))
+
+
+def _runs_uncompiled(template: Template) -> bool:
+    """Can its graphs run with the strides that kernels give, and in memory that is known?"""
+    modules = (part for graph in template.graphs.values() for part in _parts(graph))
+    nodes = (node for module in modules for node in module.graph.nodes)
+    return not any(
+        compat.is_higher_order(node.target) or "as_strided" in compat.operator_name(node.target)
+        for node in nodes
+        if node.op == "call_function"
+    )
 
 
 def _metas(module: fx.GraphModule) -> list[TensorMeta | None]:
