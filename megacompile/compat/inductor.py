@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 from unittest import mock
 
@@ -31,6 +32,7 @@ from megacompile.compat.graphs import copy_graph
 Tensors = Sequence[torch.Tensor]
 
 _AOT: Any = getattr(compile_fx, "dynamo_common", compile_fx)  # where it looks `aot_autograd` up
+_HANDED_ON: ContextVar[list[fx.GraphModule] | None] = ContextVar("handed_on", default=None)
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:  # torch 2.11 to 2.15
@@ -95,10 +97,13 @@ def compile_inductor(
             compiled: Callable[..., Any] = torch._inductor.compile(module, list(inputs))
             return compiled
         handed_on: list[fx.GraphModule] = []
-        stand_in = functools.partial(_untraced, handed_on)
-        with mock.patch.object(_AOT, "aot_autograd", stand_in):
+        _hand_graphs_on()
+        token = _HANDED_ON.set(handed_on)
+        try:
             copy = fx.GraphModule(module, copy_graph(module.graph))
             boxed: Any = torch._inductor.compile(copy, list(inputs))
+        finally:
+            _HANDED_ON.reset(token)
     return (lambda *given: boxed(list(given))) if handed_on else boxed
 
 
@@ -116,6 +121,18 @@ def _is_functional(target: Any) -> bool:
     if isinstance(target, torch._ops.OpOverload):
         return not target._schema.is_mutable
     return not isinstance(target, torch._ops.HigherOrderOperator)  # else what numbers are made of
+
+
+@functools.cache
+def _hand_graphs_on() -> None:
+    """Let `aot_autograd` hand on the graphs of `compile_inductor`; other threads get torch's."""
+    stock = _AOT.aot_autograd
+
+    def aot_autograd(**named: Any) -> Any:
+        handed_on = _HANDED_ON.get()
+        return stock(**named) if handed_on is None else _untraced(handed_on, **named)
+
+    _AOT.aot_autograd = aot_autograd
 
 
 def _untraced(
