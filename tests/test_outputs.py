@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -160,14 +161,15 @@ class Keeper(nn.Module):
         hidden = self.layer(x)
         torch._dynamo.graph_break()
         if self.kept is None or self.kind != "a buffer":
-            self.kept = {
+            views: dict[str, Callable[[], Tensor]] = {
                 "a buffer": lambda: self.scale.view(2, 3).t()[1:],
                 "a batch with gaps": lambda: batch.t()[1:],
                 "a view behind the change": lambda: batch.mul_(0.5)[1:, :2],
                 "a value": lambda: hidden.view(-1)[2:],
                 "a detached value": lambda: hidden.detach().t(),
                 "overlapping inputs": lambda: self.scale[1:3],
-            }[self.kind]()
+            }
+            self.kept = views[self.kind]()
         self.scale.mul_(0.9)
         batch.add_(1)
         hidden.mul_(batch)

@@ -58,6 +58,11 @@ class Net(nn.Module):
         self.attribute = torch.randn(8, 8)
         self.use = use
 
+    def two_layers(self, x: Tensor) -> Tensor:
+        block: Any = self.blocks[0]
+        result: Tensor = block.second(block.first(x).exp())
+        return result
+
     def body(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
@@ -172,7 +177,7 @@ ACCEPTED = {
         lambda net, x, other, out: net.blocks[0].first.bias.detach().mul_(2),
     ),
     "the first weight": Case(
-        lambda net, x, other: net.blocks[0].second(net.blocks[0].first(x).exp()).sum(),
+        lambda net, x, other: net.two_layers(x).sum(),
         lambda net, x, other, out: net.blocks[0].first.weight.detach().mul_(2),
     ),
     "another tensor": Case(
@@ -254,10 +259,11 @@ def test_a_parameter_that_code_in_eager_mode_has_saved(frozen: bool) -> None:
     }
     eagerly = torch.compiler.disable(lambda name, x, weight: uses[name](x, weight))
     for name in uses:
-        case = Case(
-            lambda net, x, other, name=name: eagerly(name, net.body(x), net.gain).sum(),
-            lambda net, x, other, out: net.gain.detach().mul_(2),
-        )
+
+        def use(net: Any, x: Tensor, other: Tensor, name: str = name) -> Any:
+            return eagerly(name, net.body(x), net.gain).sum()
+
+        case = Case(use, lambda net, x, other, out: net.gain.detach().mul_(2))
         torch.manual_seed(0)
         plain = Net(case.use)
         plain.gain = nn.Parameter(torch.randn(8), requires_grad=not frozen)

@@ -274,10 +274,11 @@ def _read(graph: fx.Graph) -> Iterator[ParamId]:
     """The parameters that the code of a backward reads."""
     for call in ops.nodes_of(graph, ops.recompute, ops.rerun, ops.backward):
         stage = ops.arguments(call)[0]
-        primals = {
-            ops.recompute: stage.traced.recompute_primals,
-            ops.backward: stage.traced.backward_primals,
-        }.get(call.target, range(len(stage.primals)))
+        primals: Sequence[int] = range(len(stage.primals))
+        if call.target is ops.recompute:
+            primals = stage.traced.recompute_primals
+        elif call.target is ops.backward:
+            primals = stage.traced.backward_primals
         for ref in (stage.primals[i] for i in primals):
             if isinstance(ref, ParamRef):
                 yield stage.buckets[ref.bucket].key, ref.param

@@ -187,9 +187,9 @@ def _judge(path: Path, case: Case, setting: Setting) -> Verdict:
         differ = _differences(later, got, rtol)
         if later.raised is None and not differ:
             return Verdict("not seen")
-        known = _explained(case, differ, got)
-        if later.raised is None and known.kind != "mismatch":
-            return known
+        explained = _explained(case, differ, got)
+        if later.raised is None and explained.kind != "mismatch":
+            return explained
         why = f"does not raise {type(wanted.raised).__name__} ({wanted.raised}), and is not right: "
         return Verdict("mismatch", why + ", ".join(differ[:6]))
     return _explained(case, differ, got) if differ else Verdict("equal")
