@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import linecache
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from megacompile import compat
+from megacompile.compat import inductor
 
 aten = torch.ops.aten
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -213,6 +215,47 @@ def test_inductor_compiles_graphs() -> None:
     code = compat.compile_inductor(module, [fake])
     (found,) = code(torch.ones(8))
     assert torch.allclose(found, torch.ones(8).sin() + 1)
+
+
+@pytest.fixture
+def anew() -> Iterator[None]:
+    """What hands graphs on is made anew, around whatever stands for `aot_autograd` then."""
+    inductor._hand_graphs_on.cache_clear()
+    yield
+    inductor._hand_graphs_on.cache_clear()
+
+
+@pytest.mark.usefixtures("anew")
+def test_functional_graphs_are_not_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are: AOTAutograd is asked. Inductor gets values of the mode of its inputs."""
+    asked: list[fx.GraphModule] = []
+    given: list[tuple[fx.GraphModule, Any]] = []
+
+    def aot_autograd(**_: Any) -> Any:
+        return lambda module, inputs: asked.append(module)
+
+    def inner(module: fx.GraphModule, inputs: Any, **_: Any) -> Any:
+        given.append((module, inputs))
+        return lambda inputs: [len(inputs)]
+
+    monkeypatch.setattr(inductor._AOT, "aot_autograd", aot_autograd)
+    compile_fx = functools.partial(torch._inductor.compile_fx.compile_fx, inner_compile=inner)
+    monkeypatch.setattr(torch._inductor, "compile", compile_fx)
+    module = fx.symbolic_trace(lambda x: (aten.add.Tensor(aten.sin.default(x), 1),))
+    changing = fx.symbolic_trace(lambda x: (aten.add_.Tensor(aten.sin.default(x), 1),))
+    with compat.fake_mode():
+        fake: Any = torch.ones(8)
+    assert compat.compile_inductor(module, [fake])(torch.ones(8)) == [1]
+    assert not asked
+    ((handed, (value,)),) = given
+    assert handed is not module and not any("val" in node.meta for node in module.graph.nodes)
+    (sine,) = handed.graph.find_nodes(op="call_function", target=aten.sin.default)
+    (mode,) = {each.fake_mode for each in (sine.meta["val"], value, fake)}
+    assert isinstance(mode, FakeTensorMode)
+    compat.compile_inductor(changing, [fake])
+    with torch._inductor.config.patch(freezing=True):
+        compat.compile_inductor(module, [fake])
+    assert len(asked) == 2 and len(given) == 1
 
 
 def test_inductors_decompositions() -> None:
