@@ -33,14 +33,19 @@ def saved_value(graph: fx.Graph, value: fx.Node) -> fx.Node:
     assigns = [n for n in value.users if n.target is ops.assign and n.args[0] is value]
     if not assigns and not value.meta.get("written"):
         return value
-    for user in value.users:
-        if user.target is ops.snapshot:
-            return user
+    there = value_that_is_saved(value)
+    if there is not value:
+        return there
     body = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(assigns[0] if assigns else body):
         copy = ops.call(graph, ops.snapshot, value, name=f"{value.name}_old")
     copy.meta["value"] = value.meta.get("value")
     return copy
+
+
+def value_that_is_saved(value: fx.Node) -> fx.Node:
+    """The snapshot of a value, where there is one already; else itself."""
+    return next((user for user in value.users if user.target is ops.snapshot), value)
 
 
 class Placeholders:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megacompile import compat, megacompile
+from megacompile import compat, megacompile, schedules
+from megacompile.ir import ops
 from tests.zoo import assert_close, assert_same, twins
 
 cudnn_batch_norm: Any = torch.cudnn_batch_norm
@@ -69,6 +70,43 @@ def test_batch_norm_here_is_bitwise() -> None:
     plain, streamed = twins(net(nn.BatchNorm2d))
     assert all(map(torch.equal, train(plain), train(streamed)))
     assert_same(plain, streamed)
+
+
+class Pair(nn.Module):
+    """Gives what two stages of it compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net(nn.BatchNorm2d)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        half = self.layers[1](self.layers[0](x))
+        return half, self.layers[2](half)
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_no_backward_takes_statistics(lowering: str) -> None:
+    """So no copy of them is made, and a backward for other outputs than was guessed is right."""
+    torch.manual_seed(0)
+    plain = Pair()
+    streamed: Any = copy.deepcopy(plain)
+    megacompile(streamed, device="cpu", lowering=lowering, progress=False)
+    for model in (plain, streamed):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for which in (1, 1, 0, 1):
+            generator = torch.Generator().manual_seed(which)
+            model(torch.randn(4, 4, 6, 6, generator=generator))[which].square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, a), b in zip(
+        plain.state_dict().items(), streamed.state_dict().values(), strict=True
+    ):
+        assert torch.allclose(a, b, atol=1e-5), name
+    copied = [ops.nodes_of(s.forward, ops.snapshot) for s in schedules(streamed)]
+    changed = [ops.nodes_of(s.forward, ops.assign) for s in schedules(streamed)]
+    assert len(changed[0]) == 9  # three of each layer
+    # torch's operator in one piece takes running means and variances, whether it needs them or not
+    assert len(copied[0]) == (0 if lowering == "inductor" else 6)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from megacompile.ir.buckets import Bucket
 from megacompile.ir.inputs import live_of, tangent_of
 from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.stages import ArgRef, ParamRef, Stage, Template
+from megacompile.ir.stages import ArgRef, Code, ParamRef, Stage, Template
 from megacompile.ir.values import inputs_behind
 from megacompile.passes.edit import add_item, saved_value, set_saved_values
 
@@ -103,12 +103,43 @@ def _boundary(graph: fx.Graph, call: fx.Node, stage: Stage) -> list[str]:
     if not any(meta.requires_grad for meta in metas):
         return []
     args = ops.arguments(call)[2]
-    names = [saved_value(graph, arg).name for arg in args]
+    unread = _unread(stage, [k for k, meta in enumerate(metas) if meta.requires_grad])
+    names = [saved_value(graph, arg).name for k, arg in enumerate(args) if k not in unread]
     if stage.traced.random:
         with graph.inserting_before(call):
             ops.call(graph, ops.save_rng, stage, name=f"rng{stage.index}")
         names.append(f"rng{stage.index}")
     return names
+
+
+def _unread(stage: Stage, results: Sequence[int]) -> set[int]:
+    """Arguments that a stage changes in place, and that no backward of these results can take: what
+    they give is their new value alone, as BatchNorm's statistics do.
+
+    A recompute that draws random numbers runs all of the forward.
+    """
+    template = stage.traced
+    if template.random or Code.FORWARD not in template.graphs:
+        return set()
+    graph = template.graphs[Code.FORWARD].graph
+    outputs: Any = graph.output_node().args[0]
+    seen: set[fx.Node] = set()
+    todo = [outputs[k] for k in results if isinstance(outputs[k], fx.Node)]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo += node.all_input_nodes
+    placeholders = graph.find_nodes(op="placeholder")
+    changed = [i for i in stage.mutated if placeholders[i] not in seen and i not in stage.live]
+    refs = [stage.primals[i] for i in changed]
+    found = {ref.index for ref in refs if isinstance(ref, ArgRef)}
+    read = {
+        ref.index
+        for ref, node in zip(stage.primals, placeholders, strict=True)
+        if isinstance(ref, ArgRef) and node in seen
+    }
+    return found - read
 
 
 def _save(graph: fx.Graph, call: fx.Node, stage: Stage) -> None:

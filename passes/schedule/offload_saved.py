@@ -35,7 +35,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, Stage
 from megacompile.ir.tensors import TensorMeta
 from megacompile.ir.values import producer
-from megacompile.passes.edit import saved_value, set_saved_values
+from megacompile.passes.edit import set_saved_values, value_that_is_saved
 from megacompile.passes.schedule.offload_grad import last_item
 from megacompile.passes.schedule.prefetch import uses
 
@@ -112,7 +112,7 @@ def takers_of(schedule: Schedule, saved_values: set[fx.Node]) -> dict[fx.Node, l
         count = stage.result_count
         if not any(meta.requires_grad for meta in call.meta["value"][:count]):
             continue  # no backward, whatever outputs get a gradient
-        found = [saved_value(graph, arg) for arg in ops.arguments(call)[2]]
+        found = [value_that_is_saved(arg) for arg in ops.arguments(call)[2]]
         found += [item for k, item in ops.items(call) if k >= count]  # its saved tensors
         for value in dict.fromkeys(found):
             if value in saved_values:
