@@ -95,6 +95,24 @@ def test_what_a_backward_accumulates_into() -> None:
     assert seen == [[True, True], [True, False], [False, None]]
 
 
+def test_it_accumulates_into_all_of_some() -> None:
+    a, b, c = leaf(), leaf(), leaf()
+    nodes = [compat.accumulator_of(each) for each in (a, b, c)]
+    seen: list[list[bool]] = []
+
+    def product() -> Tensor:
+        found = a * b
+        found.register_hook(
+            lambda _: seen.append([compat.accumulates_into_all(nodes[:n]) for n in (0, 1, 2, 3)])
+        )
+        return found.sum()
+
+    product().backward()
+    product().backward(inputs=[a])
+    torch.autograd.grad(product(), [a])
+    assert seen == [[True, True, True, False], [True, True, False, False], [True] + 3 * [False]]
+
+
 def test_backward_calls_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (torch.autograd, torch.autograd.graph):
         stock = inspect.unwrap(module._engine_run_backward)

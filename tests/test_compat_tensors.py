@@ -159,11 +159,17 @@ def test_what_overwrites_all_of_a_tensor() -> None:
 def test_hooks_of_a_parameter() -> None:
     param = torch.nn.Parameter(torch.zeros(2))
     assert not compat.gradient_hooks(param) and compat.post_accumulate_hooks(param) == []
+    assert not compat.any_hooked([param])
     param.register_hook(lambda gradient: None)
     assert compat.gradient_hooks(param) and compat.post_accumulate_hooks(param) == []
 
+    assert compat.any_hooked([torch.nn.Parameter(torch.zeros(2)), param])
+
     def hook(param: Tensor) -> None: ...
 
+    another = torch.nn.Parameter(torch.zeros(2))
+    another.register_post_accumulate_grad_hook(hook)
+    assert compat.any_hooked([another])
     handle = param.register_post_accumulate_grad_hook(hook)
     assert compat.post_accumulate_hooks(param) == [hook]
     handle.remove()
