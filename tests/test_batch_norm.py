@@ -77,7 +77,7 @@ class Pair(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = net(nn.BatchNorm2d)
+        self.layers: Any = net(nn.BatchNorm2d)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         half = self.layers[1](self.layers[0](x))

@@ -107,9 +107,11 @@ def test_what_transformers_captures_for_it_is_replaced() -> None:
     fallback = torch.ops.transformers.grouped_mm_fallback
     ours = torch.ops.megacompile.grouped_mm.default
     cpu = torch.device("cpu")
-    for target in (fallback, fallback.default):
+    captured: list[Any] = [fallback, fallback.default]
+    for target in captured:
         assert compat.eager_grouped_mm(target, cpu) is ours
-    for target in (torch.add, torch.ops.aten.mm.default, ours, "method"):
+    others: list[Any] = [torch.add, torch.ops.aten.mm.default, ours, "method"]
+    for target in others:
         assert compat.eager_grouped_mm(target, cpu) is None
 
 

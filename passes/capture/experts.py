@@ -8,6 +8,8 @@ See `megacompile.compat.experts`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -26,7 +28,7 @@ def take_grouped_products(capture: Capture, device: torch.device) -> Capture:
     return own
 
 
-def _others(graph: fx.Graph, device: torch.device) -> list[tuple[fx.Node, object]]:
+def _others(graph: fx.Graph, device: torch.device) -> list[tuple[fx.Node, Any]]:
     calls = [node for node in graph.nodes if node.op == "call_function"]
     each = [(node, compat.eager_grouped_mm(node.target, device)) for node in calls]
     return [(node, target) for node, target in each if target is not None]

@@ -60,7 +60,7 @@ class Uses:
     @staticmethod
     def of(
         gradients: Gradients,
-        places: tuple[ParamId, ...],
+        places: Iterable[ParamId],
         users: Sequence[Users],
         proxies: Collection[ParamId],
         *,
@@ -70,6 +70,7 @@ class Uses:
         found = Uses(frozenset(proxies), observed)
         others = frozenset().union(*[each.others for each in users])
         several = frozenset().union(*[each.several for each in users])
+        places = tuple(places)
         ends = gradients.ends(places)
         if users and not others and not several and not ends.hooked and ends.all_run:
             return found
@@ -111,7 +112,7 @@ class Run:
     def __init__(
         self,
         gradients: Gradients,
-        places: tuple[ParamId, ...],
+        places: Iterable[ParamId],
         users: Sequence[Users],
         *,
         proxies: Collection[ParamId] = (),
