@@ -43,7 +43,7 @@ def _whole(custom: compat.CustomOperator) -> Callable[..., Any]:
         _BACKWARDS[custom.operator] = _define(custom)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return _Call.apply(custom, *custom.arguments(args, kwargs))
+        return _Call.apply(custom, *custom.arguments(args, kwargs))  # type: ignore[no-untyped-call]
 
     return call
 
