@@ -311,7 +311,7 @@ class Run:
 
         A tensor among it is held by nobody else, so that autograd may take it as it is.
         """
-        if self.all_first and not (self._of.several_passes or self.backward.updated):
+        if self._are_still_first():
             return self._first_for_autograd(), {}
         if self._of.several_passes or any(self._is_read(*item) for item in self.goes.items()):
             self.backward.await_copies(self.backward.copies)
@@ -331,6 +331,13 @@ class Run:
                 of_params[place] = self._as_gradient(place, memory.detach())
         of_proxies, self.apart = self.apart, {}
         return of_params, of_proxies
+
+    def _are_still_first(self) -> bool:
+        """Has nobody made a `p.grad` meanwhile, as another thread may?"""
+        if not self.all_first or self._of.several_passes or self.backward.updated:
+            return False
+        gradients = self._of.ends(tuple(self.goes)).gradients()
+        return {type(None)}.issuperset(map(type, gradients))
 
     def _first_for_autograd(self) -> dict[ParamId, torch.Tensor]:
         """The same where all of them are the first ones, and nobody looks."""
