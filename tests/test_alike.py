@@ -168,7 +168,9 @@ def test_a_step_that_is_alike_is_the_step(
 
 
 @pytest.mark.parametrize(
-    "make", [lambda p: SGD(p, lr=0.1), lambda p: SGD(p, lr=0.1, momentum=0.9), Adam], ids=str
+    "make",
+    [lambda p: SGD(p, lr=0.1), lambda p: SGD(p, lr=0.1, momentum=0.9), Adam],
+    ids=["sgd", "momentum", "adam"],
 )
 def test_of_other_rules(make: Any, seen: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = streamed(), streamed()
