@@ -206,6 +206,14 @@ def fixed_sizes(name: str, fixed: Mapping[int | float, str]) -> str:
     return f"each value of a size gets its own code: {', '.join(wheres)}" if wheres else ""
 
 
+def other_way(name: str, broken: str) -> str:
+    """Tell which relation of the sizes another program relies on; gives why this one was made."""
+    if not broken:
+        return ""
+    logger("capture").info("%s: other sizes need code of their own: %s", name, broken)
+    return f"other sizes need code of their own: {broken}"
+
+
 def compiled(name: str, found: int, made: int, time_s: float, beside: int = 0) -> None:
     """A schedule has its code.
 

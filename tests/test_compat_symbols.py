@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -125,6 +127,54 @@ def test_a_scaled_image_keeps_its_symbols() -> None:
     assert fakes.holds(20)
 
 
+MATRICES = [(3,), (4, 3), (1, 3), (2, 4, 3), (1, 4, 3), (5, 1, 4, 3), (2, 1, 3)]
+OTHERS = [(3,), (3, 6), (3, 1), (2, 3, 6), (1, 3, 6), (1, 2, 3, 6), (2, 3, 1)]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("trained", [(False, False), (True, False), (False, True), (True, True)])
+def test_a_product_of_matrices_is_taken_apart_as_in_cpp(
+    trained: tuple[bool, bool], autocast: bool
+) -> None:
+    """Node by node, forward and backward, whatever the numbers of dimensions."""
+
+    def product(tensors: Sequence[Any], _: Sequence[Any]) -> list[Any]:
+        with compat.functional_mode():
+            a, b = map(compat.to_functional, tensors)
+            turned = a.transpose(0, 1).contiguous().transpose(0, 1) if a.dim() > 2 else a
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                found = [torch.matmul(a, b), torch.matmul(turned, b)]
+            sources = [x for x in (a, b) if x.requires_grad]
+            grads = torch.autograd.grad(sum(x.sum() for x in found), sources) if sources else ()
+            return list(map(compat.from_functional, (*found, *grads)))
+
+    def traced(fakes: Any, shapes: Sequence[Any]) -> str:
+        with fakes:
+            given = [
+                torch.zeros(shape, requires_grad=wanted)
+                for shape, wanted in zip(shapes, trained, strict=True)
+            ]
+            graph = compat.trace(product, given, [], compat.eager_decompositions())
+        graph.graph.eliminate_dead_code()
+        return str(graph.code)
+
+    for a, b in itertools.product(MATRICES, OTHERS):
+        want = traced(compat.fake_mode(), (a, b))
+        symbolic = compat.SymbolicFakes({})
+        assert traced(symbolic, (a, b)) == want, (a, b)
+
+
+def test_a_product_of_matrices_keeps_its_symbols() -> None:
+    fakes = compat.SymbolicFakes({ROWS: 9})
+    with fakes:
+        n = fakes.number(ROWS)
+        got = torch.matmul(torch.zeros(2, 4, n, 3), torch.zeros(2, 4, 3, n))
+        torch.nn.functional.linear(torch.zeros(2, n, 3), torch.zeros(5, 3, requires_grad=True))
+        torch.matmul(torch.zeros(2, 3, 1), torch.zeros(2, 1, n))
+    assert compat.expression_of(got.shape[3])[1] == ROWS
+    assert fakes.holds(20)
+
+
 def test_without_our_mode_cpp_scales() -> None:
     """torch.export turns on the key of our kernels, too."""
     x = torch.arange(6.0).view(1, 1, 2, 3)
@@ -132,6 +182,18 @@ def test_without_our_mode_cpp_scales() -> None:
     with composites._symbolic_composites():
         got = torch.nn.functional.interpolate(x, scale_factor=1.5)
     assert torch.equal(got, want)
+
+
+def test_who_relies_on_a_relation_is_noted() -> None:
+    fakes = compat.SymbolicFakes({ROWS: 12})
+    with fakes:
+        assert fakes.number(ROWS) % 4 == 0
+        fakes.note_fixed(lambda: "the first")
+        assert fakes.number(ROWS) < 100
+        fakes.note_fixed(lambda: "the second")
+    assert fakes.broken([16]) == ""
+    assert fakes.broken([18]).startswith("the first relies on ") and "n0" in fakes.broken([18])
+    assert fakes.broken([200]).startswith("the second relies on ")
 
 
 def test_who_asks_for_a_symbol_is_noted() -> None:

@@ -102,6 +102,7 @@ class SymbolicFakes:  # torch 2.11 to 2.15
         self._holds: Callable[..., bool] = bool
         self.fixed: dict[sympy.Symbol, str] = {}  # those that one value is known of, and who asked
         self._noted = 0  # guards that `fixed` knows of
+        self._made: list[tuple[Any, str]] = []  # these, and who asked
         self._asked: dict[Any, str] = {}  # who asked first what a function of a symbol is
 
     def _add(self, symbol: sympy.Symbol, hint: _Value) -> None:
@@ -168,6 +169,7 @@ class SymbolicFakes:  # torch 2.11 to 2.15
         if not new:
             return
         self._noted += len(new)
+        self._made.extend((guard.expr, where()) for guard in new)
         for guard in new:
             if isinstance(guard.expr, sympy.Eq) and any(side.is_number for side in guard.expr.args):
                 for made in guard.expr.free_symbols:
@@ -175,6 +177,14 @@ class SymbolicFakes:  # torch 2.11 to 2.15
         for symbol, made in self._theirs.items():
             if symbol not in self.fixed and not self.env.replace(made).free_symbols:
                 self.fixed[symbol] = self._asked.get(made) or where()
+
+    def broken(self, values: Sequence[_Value]) -> str:
+        """What was asked of the symbols, and has another answer for these values of them."""
+        for expression, where in self._made:
+            ours = expression.xreplace(self._ours)
+            if not _is_true(ours, dict(zip(self.hints, values, strict=True))):
+                return f"{where} relies on {ours}"
+        return ""
 
     @property
     def has_floats(self) -> bool:
@@ -264,6 +274,12 @@ def evaluated(expression: Any, values: _Values) -> Any:  # torch 2.11 to 2.15
         return expression
     found = expression.xreplace({symbol: sympy.sympify(v) for symbol, v in values.items()})
     return int(found) if expression.is_integer else float(found)
+
+
+def _is_true(condition: Any, values: _Values) -> bool:
+    """Is a relation true? One that sympy cannot decide may be."""
+    found = condition.xreplace({symbol: sympy.sympify(v) for symbol, v in values.items()})
+    return found is not sympy.false
 
 
 def as_function(

@@ -212,9 +212,14 @@ class CapturedGraph:
             return None
         kind = (ambient, *symbolic.kind(self._key, whole))
         keys = self._kinds.setdefault(kind, [])
+        broken = ""
         for key in keys:
             program = self.programs.get(key)
-            if program is not None and program.serves(values):
+            if program is None:
+                continue
+            if not program.serves(values):
+                broken = broken or program.broken(values)
+            else:
                 self._note_call(key)
                 if not covers(program, values):
                     self.programs[key] = program = larger(program, values)
@@ -223,7 +228,7 @@ class CapturedGraph:
         if _REFUSED in keys:
             return None
         with old_objects_left_out():
-            return self._build_with_symbols(symbolic, ambient, args, whole, kind)
+            return self._build_with_symbols(symbolic, ambient, args, whole, kind, broken)
 
     def _build_with_symbols(
         self,
@@ -232,7 +237,13 @@ class CapturedGraph:
         args: Sequence[Any],
         whole: Sequence[Any],
         kind: Hashable,
+        broken: str,
     ) -> Program | None:
+        """A new program.
+
+        Args:
+            broken: what of the newest one does not hold for this call.
+        """
         keys = self._kinds[kind]
         try:
             program = self._divided(ambient, lambda: symbolic.inputs(self._input, whole))
@@ -252,7 +263,8 @@ class CapturedGraph:
             return None
         self._built += 1
         self.made += 1
-        self.why_made = log.fixed_sizes(self.name, program.fixed()) or _OTHER
+        fixed = log.fixed_sizes(self.name, program.fixed())
+        self.why_made = fixed or log.other_way(self.name, broken) or _OTHER
         key = (kind, self._built)
         keys.insert(0, key)
         self.programs[key] = program

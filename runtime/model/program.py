@@ -183,6 +183,13 @@ class Program:
             fakes.holds(*[values[k] for k in positions]) for fakes, positions in self._fakes.items()
         )
 
+    def broken(self, values: Sequence[int | float]) -> str:
+        """Who asked for what is another way for these values; "" where it all holds."""
+        each = (
+            fakes.broken([values[k] for k in positions]) for fakes, positions in self._fakes.items()
+        )
+        return next(filter(None, each), "")
+
     def fixed(self) -> dict[int | float, str]:
         """The values of symbols that its code is right for alone, and who asks for them."""
         asked: dict[int | float, str] = {}
