@@ -157,9 +157,7 @@ class ComputeOps(OpGroup):
             if isinstance(ref, ParamRef):
                 # a name of its own: it may be a tangent, or another gradient (see `keep_grad`), and
                 # a view holds what it is a view of
-                if id(gradient) in taken or compat.base_of(gradient) is not None:
-                    gradient = gradient.detach()
-                taken.add(id(gradient))
+                gradient = gradient.detach()
                 merged[stage.buckets[ref.bucket].key][ref.param] = gradient
         return [*of_args, *merged.items(), *written]
 

@@ -324,7 +324,7 @@ class HostBucket:
             and compat.storage_users(gradient) == 1
         )
         if mine:
-            self.grads[index] = gradient
+            self.grads[index] = gradient.detach()  # one name more: who else has it copies
         else:
             self.make_grad(index).copy_(gradient)
 
