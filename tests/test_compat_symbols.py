@@ -127,11 +127,11 @@ def test_a_scaled_image_keeps_its_symbols() -> None:
     assert fakes.holds(20)
 
 
-MATRICES = [(3,), (4, 3), (1, 3), (2, 4, 3), (1, 4, 3), (5, 1, 4, 3), (2, 1, 3)]
-OTHERS = [(3,), (3, 6), (3, 1), (2, 3, 6), (1, 3, 6), (1, 2, 3, 6), (2, 3, 1)]
+MATRICES = [(3,), (4, 3), (2, 4, 3), (1, 4, 3), (5, 1, 4, 3)]
+OTHERS = [(3,), (3, 6), (2, 3, 6), (1, 2, 3, 6)]
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("trained", [(False, False), (True, False), (False, True), (True, True)])
 def test_a_product_of_matrices_is_taken_apart_as_in_cpp(
     trained: tuple[bool, bool], autocast: bool
