@@ -25,7 +25,7 @@ from tests import inside
 from tests.zoo import WIDTH, batch, equal, stack, step, tied, twins
 
 PASSES = [
-    *("unpack", "numbers", "vmaps", "rebase", "causal", "chunk"),
+    *("unpack", "numbers", "vmaps", "experts", "rebase", "causal", "chunk"),
     "partition",
     "strides",
     "templates",
@@ -181,7 +181,7 @@ def test_the_history_has_every_pass(accumulating: Schedule) -> None:
     assert [record.name for record in history] == PASSES
     assert all(record.time_s >= 0 for record in history)
     assert sum(record.time_s for record in history) > 0
-    captured, made = history[:6], history[6:]
+    captured, made = history[:7], history[7:]
     assert captured[0].before.split(), "the captured graph"
     assert made[0].before == "", "partition starts from nothing"
     for earlier, later in [
