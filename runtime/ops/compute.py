@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from megacompile import compat
 from megacompile.ir.stages import ArgRef, Code, ParamRef, SavedRef, Stage, Template
 from megacompile.ir.stream import Stream
 from megacompile.ir.tensors import TensorMeta

@@ -31,7 +31,6 @@ class Containers:
     def __init__(
         self, modules: Iterable[nn.Module], proxy_of: Callable[[Any], StreamedParameter | None]
     ) -> None:
-        self._proxy_of = proxy_of
         self._places: list[tuple[Any, Any]] = []  # (container, key): what is there is exchanged
         self._tuples: dict[int, tuple[Any, Any]] = {}  # by its id, one with proxies: it, the real
         seen: set[int] = set()
@@ -40,9 +39,16 @@ class Containers:
             own = [name for name in attributes if name not in _OWN]
             self._places += _places(attributes, own, seen, lambda x: proxy_of(x) is not None)
 
-    def swap_in(self) -> None:
-        """Put proxies in the places of parameters."""
-        self._exchange(self._inside)
+    def swap_in(self, proxy_of: Callable[[Any], StreamedParameter | None]) -> None:
+        """Put proxies in the places of parameters. The function is not kept: it is of who keeps
+        this object, and a cycle of the two would keep a bucket's memory until it is collected."""
+
+        def inside(value: Any) -> Any:
+            proxy = proxy_of(value)
+            return value if proxy is None else proxy
+
+        if self._places:
+            self._exchange(inside)
 
     def put_back(self) -> None:
         """Put the parameters in the places of proxies."""
@@ -73,10 +79,6 @@ class Containers:
             return value
         self._tuples[id(made)] = made, value
         return made
-
-    def _inside(self, value: Any) -> Any:
-        proxy = self._proxy_of(value)
-        return value if proxy is None else proxy
 
 
 def _outside(value: Any) -> Any:

@@ -137,7 +137,7 @@ class Proxies:
             if proxy.__dict__ is not param.__dict__:
                 proxy.__dict__ = param.__dict__
         exchange(holders, names, params, proxies)
-        self._containers.swap_in()
+        self._containers.swap_in(self.of)
 
     def _follow(self, undos: Undos) -> None:
         """Make the proxies anew of parameters that were frozen, or trained, since.
