@@ -581,3 +581,17 @@ def test_optimizers_that_take_hooks() -> None:
     optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.1)
     assert compat.takes_hooks(optimizer)
     assert not compat.takes_hooks(Wrapper(optimizer))
+
+
+def test_captures_are_counted_and_their_reasons_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    compiled = torch.compile(double, backend="eager", dynamic=False)
+    graphs, frames = compat.captured_so_far()
+    with compat.logging_captures() as name, caplog.at_level("DEBUG", name):
+        for n in (3, 4):
+            compiled(torch.ones(n))
+    assert compat.captured_so_far() == (graphs + 2, frames + 2)
+    (said,) = [r.getMessage() for r in caplog.records if r.name == name]
+    assert "double" in said and "size mismatch" in said

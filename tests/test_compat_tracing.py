@@ -295,3 +295,32 @@ def test_vector_instructions_are_tried_in_one_process_of_several() -> None:
     if names:
         script = code.format(names=names[1:], found=names[1:])
         assert subprocess.run([sys.executable, "-c", script]).returncode == 3
+
+
+def test_custom_operators_with_a_backward_in_python() -> None:
+    schema = "(Tensor x, int n, *, float scale=2.0) -> Tensor"
+
+    def scaled(x: torch.Tensor, n: int, scale: float) -> torch.Tensor:
+        return x * n * scale
+
+    name = "megacompile_tests::scaled"
+    made = torch.library.custom_op(name, scaled, mutates_args=(), schema=schema)
+    assert compat.custom_operator(torch.ops.megacompile_tests.scaled) is None, "no backward yet"
+    made.register_autograd(lambda ctx, grad: (grad, None), setup_context=lambda ctx, **given: None)
+    found = compat.custom_operator(torch.ops.megacompile_tests.scaled)
+    assert isinstance(found, compat.CustomOperator)
+    assert found.inputs == ["Tensor x", "int n", "float scale=2."]
+    arguments = found.arguments((torch.ones(2), 3), {})
+    assert arguments[1:] == [3, 2.0]
+    assert found.call(arguments).tolist() == [6.0, 6.0]
+    assert found.placed(["x", "n", "scale"]) == ["x", "n"]
+    assert compat.custom_operator(torch.ops.aten.mm.default) is None
+
+
+def test_operators_of_higher_order() -> None:
+    assert compat.is_higher_order(torch.ops.higher_order.cond)
+    assert not compat.is_higher_order(torch.ops.aten.mm.default)
+
+
+def test_products_of_experts() -> None:
+    assert compat.eager_grouped_mm(torch.ops.aten.mm.default, torch.device("cpu")) is None

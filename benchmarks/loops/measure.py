@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 from benchmarks.loops.loop import SIZES, Engine, Loop, Session
-
-_RECOMPILES = "torch._dynamo.guards.__recompiles"
+from megacompile import compat
 
 
 @dataclass(slots=True)
@@ -68,15 +66,14 @@ class _Counts:
     @staticmethod
     def now(model: nn.Module | None, engine: Engine) -> _Counts:
         programs = compiled = 0
-        if engine is Engine.OURS and getattr(model, "_compiled_call_impl", None) is not None:
+        if engine is Engine.OURS and model is not None and compat.compiled_call(model):
             from megacompile.runtime.model.lookup import streamed_model
 
-            assert model is not None
             streamed = streamed_model(model, "benchmarks.loops")
             programs = sum(graph.made for graph in streamed.graphs)
             compiled = streamed.machine.code.found + streamed.machine.code.made
-        graphs = counters["stats"]["unique_graphs"]
-        return _Counts(graphs, counters["frames"]["total"], programs, compiled)
+        graphs, frames = compat.captured_so_far()
+        return _Counts(graphs, frames, programs, compiled)
 
 
 class _Log(logging.Handler):
@@ -100,26 +97,21 @@ def shortened(text: str) -> str:
 def _logged() -> Iterator[_Log]:
     """What is captured again, as Dynamo's `TORCH_LOGS=recompiles` says it, and what we say."""
     handler = _Log()
-    artifacts: set[str] = torch._logging._internal.log_state.artifact_names
-    was_on = "recompiles" in artifacts
-    artifacts.add("recompiles")  # set_logs() would give every logger of torch other handlers
-    loggers = {_RECOMPILES: logging.DEBUG, "megacompile.capture": logging.INFO}
     before = {}
-    for name, level in loggers.items():
-        logger = logging.getLogger(name)
-        before[logger] = logger.level, logger.propagate
-        logger.setLevel(level)
-        logger.propagate = False
-        logger.addHandler(handler)
-    try:
-        yield handler
-    finally:
-        if not was_on:
-            artifacts.discard("recompiles")
-        for logger, (level, propagate) in before.items():
-            logger.removeHandler(handler)
+    with compat.logging_captures() as recompiles:
+        for name, level in {recompiles: logging.DEBUG, "megacompile.capture": logging.INFO}.items():
+            logger = logging.getLogger(name)
+            before[logger] = logger.level, logger.propagate
             logger.setLevel(level)
-            logger.propagate = propagate
+            logger.propagate = False
+            logger.addHandler(handler)
+        try:
+            yield handler
+        finally:
+            for logger, (level, propagate) in before.items():
+                logger.removeHandler(handler)
+                logger.setLevel(level)
+                logger.propagate = propagate
 
 
 def run(

@@ -97,11 +97,13 @@ from megacompile.compat.dynamo import (
     CAPTURE_ERRORS,
     capture_dropout_as,
     capture_sized_as,
+    captured_so_far,
     compile_lock,
     compiled_function,
     dynamo_options,
     forget_compiled,
     forget_missing,
+    logging_captures,
     opaque,
     set_dynamo_options,
     tracer_around,
@@ -288,6 +290,8 @@ from megacompile.compat.tracing import (
 )
 
 __all__ = [
+    "captured_so_far",
+    "logging_captures",
     "CustomOperator",
     "custom_operator",
     "ALL_GATHER",

@@ -8,8 +8,8 @@ import inspect
 import re
 import types
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ import torch
 from torch._dynamo import convert_frame
 from torch._dynamo.eval_frame import cached_backends, skip_code
 from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
+from torch._dynamo.utils import counters
 from torch._dynamo.variables.builder import SourcelessBuilder
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
@@ -230,6 +231,27 @@ def _constant(variable: Any, default: bool) -> Any:
     if variable is None:
         return default
     return variable.as_python_constant() if variable.is_python_constant() else None
+
+
+def captured_so_far() -> tuple[int, int]:  # torch 2.11 to 2.15
+    """Graphs that Dynamo has captured in this process, and frames that it has looked at."""
+    return counters["stats"]["unique_graphs"], counters["frames"]["total"]
+
+
+@contextmanager
+def logging_captures() -> Iterator[str]:  # torch 2.11 to 2.15
+    """For its duration Dynamo logs at DEBUG why it captures code again; gives the logger's name.
+
+    `torch._logging.set_logs()` would give all of torch's loggers other handlers.
+    """
+    artifacts: set[str] = torch._logging._internal.log_state.artifact_names
+    was_on = "recompiles" in artifacts
+    artifacts.add("recompiles")
+    try:
+        yield "torch._dynamo.guards.__recompiles"
+    finally:
+        if not was_on:
+            artifacts.discard("recompiles")
 
 
 def tracer_around() -> str:  # torch 2.11 to 2.15
