@@ -300,7 +300,7 @@ def test_vector_instructions_are_tried_in_one_process_of_several() -> None:
 def test_custom_operators_with_a_backward_in_python() -> None:
     schema = "(Tensor x, int n, *, float scale=2.0) -> Tensor"
 
-    def scaled(x: torch.Tensor, n: int, scale: float) -> torch.Tensor:
+    def scaled(x: torch.Tensor, n: int, scale: float = 2.0) -> torch.Tensor:
         return x * n * scale
 
     name = "megacompile_tests::scaled"
@@ -309,7 +309,7 @@ def test_custom_operators_with_a_backward_in_python() -> None:
     made.register_autograd(lambda ctx, grad: (grad, None), setup_context=lambda ctx, **given: None)
     found = compat.custom_operator(torch.ops.megacompile_tests.scaled)
     assert isinstance(found, compat.CustomOperator)
-    assert found.inputs == ["Tensor x", "int n", "float scale=2."]
+    assert found.inputs == ["Tensor x", "int n", "float scale"]
     arguments = found.arguments((torch.ones(2), 3), {})
     assert arguments[1:] == [3, 2.0]
     assert found.call(arguments).tolist() == [6.0, 6.0]

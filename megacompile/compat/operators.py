@@ -69,9 +69,12 @@ class CustomOperator:  # torch 2.11 to 2.15
 
     @property
     def inputs(self) -> list[str]:
-        """As its schema writes them, without the mark in front of those that are named."""
-        text = str(self.operator._schema).partition("(")[2].rpartition(") ->")[0]
-        return [item for item in text.split(", ") if item != "*"]
+        """As its schema writes them, without the mark in front of those that are named, and without
+        defaults: the dispatcher leaves out arguments that are equal to theirs."""
+        names = [item.name for item in self.operator._schema.arguments]
+        text = str(self.operator._schema)
+        found = [re.search(rf"[^\s,(]+ {re.escape(name)}(?=[=,)])", text) for name in names]
+        return [item.group() for item in found if item is not None]
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """All arguments of a call, in the order of the schema."""
