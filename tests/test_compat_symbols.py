@@ -145,7 +145,7 @@ def test_a_product_of_matrices_is_taken_apart_as_in_cpp(
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 found = [torch.matmul(a, b), torch.matmul(turned, b)]
             sources = [x for x in (a, b) if x.requires_grad]
-            grads = torch.autograd.grad(sum(x.sum() for x in found), sources) if sources else ()
+            grads = torch.autograd.grad([x.sum() for x in found], sources) if sources else ()
             return list(map(compat.from_functional, (*found, *grads)))
 
     def traced(fakes: Any, shapes: Sequence[Any]) -> str:
