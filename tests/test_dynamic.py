@@ -267,6 +267,33 @@ def test_code_that_asks_for_a_size() -> None:
         assert equal(plain(x), streamed(x))
 
 
+class Shifted(nn.Module):
+    """What encoder-decoders do with labels: they write to whole rows but one column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        shifted = ids.new_zeros(ids.shape)
+        shifted[:, 1:] = ids[:, :-1].clone()
+        shifted[:, 0] = 2
+        found: Tensor = self.embed(shifted).square().sum()
+        return found
+
+
+def test_writes_to_a_whole_dimension() -> None:
+    plain, streamed = twins(Shifted())
+    for rows, length in ((2, 4), (3, 5), (3, 6), (2, 7), (4, 8)):
+        ids = torch.arange(rows * length).view(rows, length) % 16
+        losses = [model(ids) for model in (plain, streamed)]
+        for loss in losses:
+            loss.backward()
+        assert equal(*losses)
+    assert differences(plain, streamed) == []
+    assert captures(streamed) == 2
+
+
 def test_what_cannot_be_traced_with_symbols_is_traced_for_each_size(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

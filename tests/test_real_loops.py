@@ -50,16 +50,6 @@ def chosen(name: str) -> Any:
     return loop
 
 
-@pytest.fixture
-def known(request: pytest.FixtureRequest) -> None:
-    """Marks the loops that are captured anew for each length today."""
-    if request.getfixturevalue("name") in ("qwen3-moe-varying", "mixtral-mask"):
-        importlib.import_module("transformers.integrations.moe")
-        if not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward"):
-            reason = "in float32, the backward of transformers' experts loops over data: refused"
-            request.applymarker(pytest.mark.xfail(strict=True, reason=f"{reason} for each length"))
-
-
 def assert_few_captures(ours: Measured, theirs: Measured) -> None:
     """No more graphs than torch.compile has, and no more late than it has."""
     graphs, programs = ours.graphs, [step.programs for step in ours.steps]
@@ -73,7 +63,6 @@ def assert_few_captures(ours: Measured, theirs: Measured) -> None:
 
 @pytest.mark.parametrize("name", drawn(FAST, [name for name in LOOPS if name not in FAST]))
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.usefixtures("known")
 def test_few_captures_and_the_same_bits(name: str) -> None:
     loop = chosen(name)
     plain, compiled, ours = (
@@ -127,7 +116,6 @@ def test_each_loop_is_a_process(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_GPU)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.usefixtures("known")
 def test_few_captures_with_inductor(name: str) -> None:
     """Losses are equal but for rounding, and for the dropout that Inductor draws."""
     loop = chosen(name)

@@ -27,6 +27,7 @@ from megacompile.ir.tensors import TensorMeta
 _FLOAT = "megacompile.float"  # in a node's meta: the float that stands as a tensor
 _OTHER_NAMES = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 _SLICES = (torch.ops.aten.slice.Tensor, torch.ops.aten.slice_backward.default)
+_SCATTER = torch.ops.aten.slice_scatter.default
 SYMBOLIC = "megacompile.symbolic"  # in a node's meta: its value with symbols
 
 
@@ -194,18 +195,21 @@ def _work(graph: fx.Graph) -> list[fx.Node]:
         node
         for node in graph.nodes
         if node.op == "placeholder"
-        or not (compat.is_number(node.meta.get("val")) or _is_other_name(node))
+        or not (compat.is_number(node.meta.get("val")) or _named(node) is not None)
     ]
 
 
-def _is_other_name(node: fx.Node) -> bool:
-    """Has a value the same elements in the same order as what it is made from?
+def _named(node: fx.Node) -> fx.Node | None:
+    """What a node gives another name: it has the same elements in the same order.
 
-    A slice of all of a dimension, and its backward, are traced or not, as the size is known.
+    A slice of all of a dimension, its backward, and writing to it, are traced or not, as the size
+    is known.
     """
-    if node.target in _SLICES:
-        return bool(_looks(node.meta["val"]) == _looks(node.all_input_nodes[0].meta["val"]))
-    return node.target in _OTHER_NAMES
+    if node.target in _SLICES or node.target is _SCATTER:
+        source = node.args[1 if node.target is _SCATTER else 0]
+        assert isinstance(source, fx.Node)
+        return source if _looks(node.meta["val"]) == _looks(source.meta["val"]) else None
+    return node.all_input_nodes[0] if node.target in _OTHER_NAMES else None
 
 
 def _taken(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
@@ -215,8 +219,8 @@ def _taken(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
         number = source.meta.get("val")
         if compat.is_number(number):
             return compat.expression_of(number)[0]
-        while _is_other_name(source):
-            source = source.all_input_nodes[0]
+        while (named := _named(source)) is not None:
+            source = named
         return names[source]
 
     return repr(fx.map_arg((node.args, node.kwargs), value))
