@@ -393,6 +393,15 @@ def test_inputs_that_no_stage_can_take(make: Callable[[], Any], reason: str) -> 
         assert graph(value)[0] is value
 
 
+def test_an_unsupported_graph_is_not_tried_for_each_size() -> None:
+    graph = captured(Compiler(UnsupportedGraphError("no kernel for aten.odd")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for n in range(2, 22):
+            assert equal(graph(torch.ones(n))[0], torch.full((n,), 2.0))
+    assert graph.made == 6  # the calls 1, 2, 3, 5, 9 and 17
+
+
 def identity() -> fx.Graph:
     graph = fx.Graph()
     graph.output((graph.placeholder("x"),))

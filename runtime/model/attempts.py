@@ -1,6 +1,6 @@
-"""Whether Dynamo is asked to trace a call, where it could not trace the calls before.
+"""Whether a call is traced, or its graph scheduled, where that failed for the calls before.
 
-A trace that fails takes as long as one that does not, and most often the next one fails too.
+What fails takes as long as what does not, and most often the next one fails too.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ _MOST = 256  # calls between two tries
 
 
 class Attempts:
-    """Of one captured function: all calls at first, then every second, fourth, ... one."""
+    """Of one captured function or graph: all calls at first, then every second, fourth, ... one."""
 
     def __init__(self) -> None:
-        self.why_not = ""  # Dynamo could not trace the last call that was tried
+        self.why_not = ""  # the last call that was tried failed
         self._failed = 0  # in a row
         self._wait = 0  # calls until the next try
 
@@ -25,11 +25,11 @@ class Attempts:
         return True
 
     def traced(self) -> None:
-        """The call needed no trace, or it succeeded."""
+        """The call needed no attempt, or it succeeded."""
         self._failed = self._wait = 0
 
     def failed(self, why: str) -> None:
-        """Dynamo could not trace the call, and without it the call succeeded."""
+        """It failed, and without it the call succeeded."""
         self.why_not = why
         self._failed += 1
         if self._failed >= _FIRST:

@@ -29,6 +29,7 @@ from megacompile.ir.capture import (
 from megacompile.ir.constants import constant_key
 from megacompile.ir.tensors import TensorMeta, kind_of
 from megacompile.packed import is_wrapper, taken_apart
+from megacompile.runtime.model.attempts import Attempts
 from megacompile.runtime.model.plans import MovesFirst, Plans
 from megacompile.runtime.model.program import Program
 from megacompile.runtime.model.symbolic import (
@@ -147,6 +148,7 @@ class CapturedGraph:
         self._built = 0  # programs with symbols
         self.made = 0  # programs, with those that were given up
         self.why_made = _OTHER  # the newest one
+        self._attempts = Attempts()  # to make a program: sizes are seldom why there is none
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         if self.current_plans() is not self.plans:  # buckets were laid out anew
@@ -185,6 +187,8 @@ class CapturedGraph:
         """
         key = self._call_key(ambient, args, whole)
         if key not in self.programs and self._worth_a_program(ambient, key):
+            if not self._attempts.is_due():
+                return None
             with old_objects_left_out():
                 program = self._build(ambient, args, whole)
             self.made += 1
@@ -359,7 +363,9 @@ class CapturedGraph:
                 f"megacompile: {self.name} is not scheduled and runs in eager mode, fetching "
                 f"{self._share(args)} at each use (slower, same numbers): {error}"
             )
+            self._attempts.failed(str(error))
             return None
+        self._attempts.traced()
         return program
 
     def _plan(self, program: Program) -> None:
