@@ -267,6 +267,32 @@ def test_code_that_asks_for_a_size() -> None:
         assert equal(plain(x), streamed(x))
 
 
+class Pooled(nn.Module):
+    """A norm whose backward gives other strides than its fake kernel says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.pool = nn.AdaptiveAvgPool1d(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.pool(self.norm(self.first(x)).transpose(1, 2)).square().sum()
+        return found
+
+
+def test_strides_are_those_of_kernels() -> None:
+    plain, streamed = twins(Pooled())
+    for rows in (3, 2, 4, 5):
+        x = torch.linspace(-1, 1, rows * 6 * WIDTH).view(rows, 6, WIDTH)
+        losses = [model(x) for model in (plain, streamed)]
+        for loss in losses:
+            loss.backward()
+        assert equal(*losses)
+    assert differences(plain, streamed) == []
+    assert captures(streamed) == 2
+
+
 class Shifted(nn.Module):
     """What encoder-decoders do with labels: they write to whole rows but one column."""
 

@@ -2,46 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from megacompile.compat.symbols import UntraceableSymbols, expression_of
+from megacompile.compat.symbols import UntraceableSymbols, expression_of, symbols_now
 
 _CANNOT_RUN = (RuntimeError, IndexError, ValueError, ArithmeticError, TypeError)
 
 
-class _RealStrides(TorchDispatchMode):
-    """See `real_strides`."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        kwargs = kwargs or {}
-        found = func(*args, **kwargs)
-        if not _makes_tensors(func):
-            return found
-        flat, spec = tree_flatten(found)
-        if not any(isinstance(value, FakeTensor) and value.dim() > 1 for value in flat):
-            return found
-        real = _run(func, args, kwargs)
-        if real is None or len(real) != len(flat):
-            return found
-        return tree_unflatten([_with_strides(f, r) for f, r in zip(flat, real, strict=True)], spec)
-
-
-def real_strides() -> AbstractContextManager[Any]:  # torch 2.11 to 2.15
-    """A mode that runs each operator on zeros too, at the hints' sizes, for the strides it gives.
+@contextmanager
+def real_strides() -> Iterator[None]:  # torch 2.11 to 2.15
+    """Run each operator on zeros too, at the hints' sizes, for the strides it gives.
 
     A few kernels give other strides than their fake kernels say. What cannot run on zeros keeps
     what the fake kernel says. To be entered inside of `SymbolicFakes`.
     """
-    mode: AbstractContextManager[Any] = _RealStrides()  # type: ignore[no-untyped-call]
-    return mode
+    fakes = symbols_now()
+    assert fakes is not None
+    fakes.mode.settle = _settled
+    try:
+        yield
+    finally:
+        fakes.mode.settle = None
+
+
+def _settled(func: Any, args: Any, kwargs: Any, found: Any) -> Any:
+    """What an operator gave, with the strides that its kernel gives."""
+    if not _makes_tensors(func):
+        return found
+    flat, spec = tree_flatten(found)
+    if not any(isinstance(value, FakeTensor) and value.dim() > 1 for value in flat):
+        return found
+    real = _run(func, args, kwargs)
+    if real is None or len(real) != len(flat):
+        return found
+    fakes = symbols_now()
+    assert fakes is not None
+    with fakes.mode:
+        settled = [_with_strides(f, r) for f, r in zip(flat, real, strict=True)]
+    return tree_unflatten(settled, spec)
 
 
 def _makes_tensors(func: Any) -> bool:

@@ -77,6 +77,16 @@ class UntraceableSymbols(Exception):  # torch 2.11 to 2.15
     """A graph that cannot be traced with these symbols, and may be with numbers."""
 
 
+class _Fakes(FakeTensorMode):
+    """Lets `real_strides` see what the fake kernels give, below whatever records it."""
+
+    settle: Callable[[Any, Any, Any, Any], Any] | None = None
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().dispatch(func, types, args, kwargs)
+        return found if self.settle is None else self.settle(func, args, kwargs or {}, found)
+
+
 class SymbolicFakes:  # torch 2.11 to 2.15
     """A mode in which tensors have no data, and sizes that are expressions of symbols.
 
@@ -88,7 +98,7 @@ class SymbolicFakes:  # torch 2.11 to 2.15
         self.hints = dict(hints)
         # what depends on data is no size: the trace ends there, as it does without symbols
         self.env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
-        self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+        self.mode = _Fakes(shape_env=self.env, allow_non_fake_inputs=True)
         self.mode.cache_enabled = False  # few operations come twice: it takes longer than they do
         self._theirs: dict[Any, Any] = {}
         self._ours: dict[Any, Any] = {}
