@@ -214,11 +214,17 @@ def test_anywhere_else_in_a_step() -> None:
     interrupt = Interrupted()
     interrupt(lambda: model(**batch()), 0)
     count = interrupt.seen
+    stopped = 0
     for at in range(1, count + 1, 61):
-        with pytest.raises(KeyboardInterrupt):
+        try:
             interrupt(lambda: model(**batch()), at)
+        except KeyboardInterrupt:
+            stopped += 1
+        else:  # caches have made it shorter than the first one
+            assert interrupt.seen < at
         assert_whole(model, params, interrupt.place)
         assert state() == before, interrupt.place
+    assert stopped > 5
     model.zero_grad()
     step(model, batch())
     assert differences(plain, model) == []
