@@ -220,8 +220,8 @@ def test_anywhere_else_in_a_step() -> None:
             interrupt(lambda: model(**batch()), at)
         except KeyboardInterrupt:
             stopped += 1
-        else:  # caches have made it shorter than the first one
-            assert interrupt.seen < at
+        else:  # it is shorter than the first; or what a weak reference calls, which raises nothing
+            assert interrupt.seen < at or "device/live.py" in interrupt.place
         assert_whole(model, params, interrupt.place)
         assert state() == before, interrupt.place
     assert stopped > 5
