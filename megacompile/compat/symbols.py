@@ -111,8 +111,7 @@ class SymbolicFakes:  # torch 2.11 to 2.15
         self._guards = -1  # how many there were when `holds` was made
         self._holds: Callable[..., bool] = bool
         self.fixed: dict[sympy.Symbol, str] = {}  # those that one value is known of, and who asked
-        self._noted = 0  # guards that `fixed` knows of
-        self._made: list[tuple[Any, str]] = []  # these, and who asked
+        self._noted: list[tuple[Any, str]] = []  # what guards that `fixed` knows of say, who asked
         self._asked: dict[Any, str] = {}  # who asked first what a function of a symbol is
 
     def _add(self, symbol: sympy.Symbol, hint: _Value) -> None:
@@ -175,22 +174,22 @@ class SymbolicFakes:  # torch 2.11 to 2.15
 
     def note_fixed(self, where: Callable[[], str]) -> None:
         """Note which symbols have got one value alone by what was traced since the last note."""
-        new = self.env.guards[self._noted :]
+        new = self.env.guards[len(self._noted) :]
         if not new:
             return
-        self._noted += len(new)
-        self._made.extend((guard.expr, where()) for guard in new)
+        asks = where()
+        self._noted += [(guard.expr, asks) for guard in new]
         for guard in new:
             if isinstance(guard.expr, sympy.Eq) and any(side.is_number for side in guard.expr.args):
                 for made in guard.expr.free_symbols:
-                    self._asked.setdefault(made, where())
+                    self._asked.setdefault(made, asks)
         for symbol, made in self._theirs.items():
             if symbol not in self.fixed and not self.env.replace(made).free_symbols:
-                self.fixed[symbol] = self._asked.get(made) or where()
+                self.fixed[symbol] = self._asked.get(made) or asks
 
     def broken(self, values: Sequence[_Value]) -> str:
         """What was asked of the symbols, and has another answer for these values of them."""
-        for expression, where in self._made:
+        for expression, where in self._noted:
             ours = expression.xreplace(self._ours)
             if not _is_true(ours, dict(zip(self.hints, values, strict=True))):
                 return f"{where} relies on {ours}"

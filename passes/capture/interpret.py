@@ -149,6 +149,12 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return []
 
 
+def number_of(value: Any) -> Any:
+    """A number that changes from call to call as a `Number`, any other as it is."""
+    planned, expression = compat.expression_of(value)
+    return Number(expression, planned) if symbols_in(expression) else planned
+
+
 def _describe(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return TensorMeta.of(value)
@@ -161,8 +167,7 @@ def _describe(value: Any) -> Any:
     if isinstance(value, torch.SymBool):
         return bool(value)  # decided, under a condition on the symbols
     if compat.is_number(value):
-        planned, expression = compat.expression_of(value)
-        return Number(expression, planned) if symbols_in(expression) else planned
+        return number_of(value)
     if isinstance(value, slice):
         return slice(*map(_describe, (value.start, value.stop, value.step)))
     return value

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -21,8 +20,7 @@ from torch import fx
 from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.capture import Capture, InputView, TensorInput
-from megacompile.ir.symbols import Number, symbols_in
-from megacompile.passes.capture.interpret import Interpreter
+from megacompile.passes.capture.interpret import Interpreter, number_of
 from megacompile.passes.capture.propagate import Values
 from megacompile.passes.stages.segments import placeholders
 
@@ -84,10 +82,5 @@ def _is_plain(value: torch.Tensor, base: torch.Tensor) -> bool:
 
 
 def _view(value: torch.Tensor, requires_grad: bool) -> InputView:
-    shape, stride = tuple(map(_number, value.shape)), tuple(map(_number, value.stride()))
-    return InputView(shape, stride, _number(value.storage_offset()), requires_grad)
-
-
-def _number(value: Any) -> Any:
-    planned, expression = compat.expression_of(value)
-    return Number(expression, planned) if symbols_in(expression) else planned
+    shape, stride = tuple(map(number_of, value.shape)), tuple(map(number_of, value.stride()))
+    return InputView(shape, stride, number_of(value.storage_offset()), requires_grad)

@@ -119,27 +119,17 @@ class ComputeOps(OpGroup):
             looks = anomaly.wanted(self.machine.detect_anomaly)
             given = list(inputs) if looks else ()
             inputs += [handle.value for handle in live]
-            taken = {*self.constants, *map(id, inputs)}
             found = template.code[Code.BACKWARD](inputs)
             if looks:
                 anomaly.check(stage, given, found, inf=self.machine.detect_anomaly)
-            return self._sort(stage, found, groups, taken)
+            return self._sort(stage, found, groups)
 
         return self._issue_many((weights, args, saved, tangents, partial_gradients, live), run)
 
     @staticmethod
-    def _sort(
-        stage: Stage, found: Sequence[Any], groups: dict[int, Group], taken: set[int]
-    ) -> list[Any]:
+    def _sort(stage: Stage, found: Sequence[Any], groups: dict[int, Group]) -> list[Any]:
         """Gradients of args, then one group a bucket: (key, {parameter: gradient}), then what the
-        backward writes.
-
-        Args:
-            stage: whose backward it was.
-            found: what its code gave.
-            groups: the gradients so far.
-            taken: ids of the tensors that the code took, and of its constants.
-        """
+        backward writes."""
         of_args: list[Any] = []
         count = len(stage.traced.gradients)
         found, written = found[:count], found[count:]
@@ -149,15 +139,13 @@ class ComputeOps(OpGroup):
                 of_args.append(gradient)
             else:
                 groups.setdefault(stage.buckets[ref.bucket].key, {})
-        taken.update(map(id, of_args), map(id, written))
         merged = {bucket.key: dict(groups[bucket.key]) for bucket in stage.gradient_buckets}
         for primal, gradient in zip(stage.traced.gradients, found, strict=True):
             ref = stage.primals[primal]
             if isinstance(ref, ParamRef):
                 # a name of its own: it may be a tangent, or another gradient (see `keep_grad`), and
                 # a view holds what it is a view of
-                gradient = gradient.detach()
-                merged[stage.buckets[ref.bucket].key][ref.param] = gradient
+                merged[stage.buckets[ref.bucket].key][ref.param] = gradient.detach()
         return [*of_args, *merged.items(), *written]
 
 

@@ -73,8 +73,6 @@ class Executor:
         self._copies_whole = {n for n, g in kinds if ops.nodes_that(g, lambda op: op.of_all)}
         self._collectives = {n: Collectives.of(g, n, schedule.name) for n, g in kinds}
         self._bound = {name: BoundOps(schedule, machine) for name in schedule.graphs}
-        for name, constants in self._constants.items():
-            self._bound[name].constants = frozenset(map(id, constants.values()))
         self._run = {name: self._compile(name) for name in schedule.graphs}
         self._looked_at: dict[str, Callable[[list[Any]], Any]] = {}  # made when they are wanted
         self._tuned = False  # has a backward run, in which kernels are tuned?

@@ -24,7 +24,6 @@ class OpGroup:
     def __init__(self, schedule: Schedule, machine: Machine) -> None:
         self.machine = machine
         self.gradient_params = schedule.gradient_params
-        self.constants: frozenset[int] = frozenset()  # ids of the tensors that are part of code
         self.recording: Recording | None = None  # of the run that is on
         self.in_step = False  # is it the graph of `optimizer.step()`?
         self.parts: Mapping[int, BucketPart] = {}  # of the step that is on, by the bucket's key

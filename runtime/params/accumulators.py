@@ -75,9 +75,10 @@ class Accumulators:
         trained = all(map(_TRAINED, self.params))
         return trained and compat.accumulates_into_all(self.nodes)  # type: ignore[arg-type]
 
-    def gradients(self) -> list[torch.Tensor | None]:
-        """Their `p.grad`."""
-        return [param.grad for param in self.params]
+    @property
+    def without_gradients(self) -> bool:
+        """Has none of the parameters a `p.grad`?"""
+        return all(param.grad is None for param in self.params)
 
 
 _TRAINED = attrgetter("requires_grad")

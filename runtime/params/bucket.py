@@ -308,11 +308,6 @@ class HostBucket:
         self.grads[index] = torch.empty_like(like, dtype=self.grad_dtype or like.dtype)
         return self.grads[index]
 
-    def keep_grads(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """The same as `keep_grad`, of several."""
-        for index, gradient in gradients.items():
-            self.keep_grad(index, gradient)
-
     def keep_grad(self, index: int, gradient: torch.Tensor) -> None:
         """Let a gradient be that of a bucket that lives on the device: where nobody else has its
         memory, in that; else a copy."""

@@ -156,12 +156,11 @@ class Run:
         """Is there no gradient yet, and nobody else who has a part in one, or looks at one? The
         quick look, for every parameter in every step."""
         uses = self.uses
-        if self.uses.exceptions or uses.proxies or uses.observed or uses.shared or self._done:
+        if uses.exceptions or uses.proxies or uses.observed or uses.shared or self._done:
             return False
         if self._of.several_passes or not self.backward.autograd_has.keys().isdisjoint(places):
             return False
-        gradients = self._of.ends(tuple(places)).gradients()
-        return {type(None)}.issuperset(map(type, gradients))
+        return self._of.ends(tuple(places)).without_gradients
 
     def may_defer(self) -> bool:
         """May the sum over replicas wait for a later backward? Not where somebody else has a part
@@ -273,7 +272,8 @@ class Run:
     def keep_all(self, key: int, gradients: Mapping[int, torch.Tensor]) -> None:
         """Let a bucket that lives on the device have its gradients, by index."""
         if self.all_first:
-            self._of.buckets[key].keep_grads(gradients)
+            for i, gradient in gradients.items():
+                self._of.buckets[key].keep_grad(i, gradient)
             self._kept.update([(key, i) for i in gradients])
             return
         for i, gradient in gradients.items():
@@ -336,8 +336,7 @@ class Run:
         """Has nobody made a `p.grad` meanwhile, as another thread may?"""
         if not self.all_first or self._of.several_passes or self.backward.updated:
             return False
-        gradients = self._of.ends(tuple(self.goes)).gradients()
-        return {type(None)}.issuperset(map(type, gradients))
+        return self._of.ends(tuple(self.goes)).without_gradients
 
     def _first_for_autograd(self) -> dict[ParamId, torch.Tensor]:
         """The same where all of them are the first ones, and nobody looks."""
