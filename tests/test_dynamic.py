@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from math import prod
 from typing import Any
 
 import pytest
@@ -267,6 +268,18 @@ def test_code_that_asks_for_a_size() -> None:
         assert equal(plain(x), streamed(x))
 
 
+def assert_two_captures(model: nn.Module, inputs: Iterable[Tensor]) -> None:
+    """Train a twin of the model on losses of these inputs, with the same bits."""
+    plain, streamed = twins(model)
+    for x in inputs:
+        losses = [each(x) for each in (plain, streamed)]
+        for loss in losses:
+            loss.backward()
+        assert equal(*losses)
+    assert differences(plain, streamed) == []
+    assert captures(streamed) == 2
+
+
 class Pooled(nn.Module):
     """A norm whose backward gives other strides than its fake kernel says."""
 
@@ -282,15 +295,8 @@ class Pooled(nn.Module):
 
 
 def test_strides_are_those_of_kernels() -> None:
-    plain, streamed = twins(Pooled())
-    for rows in (3, 2, 4, 5):
-        x = torch.linspace(-1, 1, rows * 6 * WIDTH).view(rows, 6, WIDTH)
-        losses = [model(x) for model in (plain, streamed)]
-        for loss in losses:
-            loss.backward()
-        assert equal(*losses)
-    assert differences(plain, streamed) == []
-    assert captures(streamed) == 2
+    sizes = [(rows, 6, WIDTH) for rows in (3, 2, 4, 5)]
+    assert_two_captures(Pooled(), [torch.linspace(-1, 1, prod(n)).view(n) for n in sizes])
 
 
 class Shifted(nn.Module):
@@ -309,15 +315,8 @@ class Shifted(nn.Module):
 
 
 def test_writes_to_a_whole_dimension() -> None:
-    plain, streamed = twins(Shifted())
-    for rows, length in ((2, 4), (3, 5), (3, 6), (2, 7), (4, 8)):
-        ids = torch.arange(rows * length).view(rows, length) % 16
-        losses = [model(ids) for model in (plain, streamed)]
-        for loss in losses:
-            loss.backward()
-        assert equal(*losses)
-    assert differences(plain, streamed) == []
-    assert captures(streamed) == 2
+    sizes = [(2, 4), (3, 5), (3, 6), (2, 7), (4, 8)]
+    assert_two_captures(Shifted(), [torch.arange(prod(n)).view(n) % 16 for n in sizes])
 
 
 def test_what_cannot_be_traced_with_symbols_is_traced_for_each_size(
