@@ -410,7 +410,8 @@ def test_a_part_cannot_be_prepared(make: Any, config: str, monkeypatch: pytest.M
     def loop(model: Any, optimizer: Optimizer) -> None:
         for i in (5, 6):
             backward(model, i)
-            if inside.is_streamed(model):
+            # a step over resident buckets that is like the one before is not prepared
+            if inside.is_streamed(model) and not (config == "resident" and i == 6):
                 parts.clear()
                 before = looked_at(model, optimizer)
                 with monkeypatch.context() as planted, pytest.raises(Planted):
