@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import logging
 import os
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from tests.gate import Gate
 
 # What asserts for the tests says why, as they do.
-pytest.register_assert_rewrite("tests.faults", "tests.gate", "tests.training", "tests.zoo")
+pytest.register_assert_rewrite("tests.schedule_faults", "tests.gate", "tests.training", "tests.zoo")
 torch.set_num_threads(1)  # the models are small: threads cost more than they gain
 # Each process that compiles would build and load a library for each set of vector instructions that
 # the CPU reports, and trust none: half a minute. Inductor reads it when it is first imported.
@@ -45,6 +46,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if there < count:
             needed = "a CUDA device" if count == 1 else f"{count} CUDA devices"
             item.add_marker(pytest.mark.skip(reason=f"needs {needed}"))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the time of each tier: a folder of tests (`tests/README.md`)."""
+    seconds: collections.Counter[str] = collections.Counter()
+    cases: collections.Counter[str] = collections.Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                folder = report.nodeid.partition("::")[0].split("/")[1:-1]
+                tier = folder[0] if folder else "tests"
+                seconds[tier] += report.duration
+                cases[tier] += report.when == "call"
+    for tier, time_s in seconds.most_common():
+        terminalreporter.write_line(f"{tier:10} {cases[tier]:6} tests {time_s:8.1f} s of one core")
 
 
 @pytest.fixture(autouse=True, scope="session")

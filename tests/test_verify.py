@@ -22,7 +22,7 @@ from tests import (
     test_verify_updates,
     test_verify_values,
 )
-from tests.faults import (
+from tests.schedule_faults import (
     ADDING,
     CHANGING,
     EVERYTHING,

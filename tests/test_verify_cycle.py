@@ -12,7 +12,7 @@ from megacompile.ir import ops
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tokens import Token
-from tests.faults import (
+from tests.schedule_faults import (
     ADDING,
     CHANGING,
     INFERENCE,

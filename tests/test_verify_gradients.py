@@ -7,7 +7,7 @@ import pytest
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.verify.proof import HazardKind, hazards
-from tests.faults import (
+from tests.schedule_faults import (
     ADDING,
     NORMS,
     PLAIN,

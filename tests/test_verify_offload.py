@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megacompile.ir.schedule import Schedule
-from tests.faults import (
+from tests.schedule_faults import (
     KEPT_THERE,
     OFFLOADING,
     Edit,

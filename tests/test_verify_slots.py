@@ -8,7 +8,7 @@ import pytest
 
 from megacompile.ir.buckets import Slot
 from megacompile.ir.schedule import Schedule
-from tests.faults import (
+from tests.schedule_faults import (
     ADDING,
     HOLDING,
     INFERENCE,

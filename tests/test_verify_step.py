@@ -12,7 +12,7 @@ from torch import fx
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
-from tests.faults import (
+from tests.schedule_faults import (
     PLAIN,
     SHARED,
     STEPPING,

@@ -9,7 +9,7 @@ import pytest
 
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
-from tests.faults import (
+from tests.schedule_faults import (
     CHANGING,
     INFERENCE,
     KEEPING,
