@@ -156,9 +156,9 @@ def capture_dropout_as(
     Args:
         wanted: asked at each capture, on its thread.
     """
-    signature = inspect.signature(torch.nn.functional.dropout)
 
     def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        signature = inspect.signature(torch.nn.functional.dropout)
         given = signature.bind(*args, **kwargs).arguments
         rate, training, inplace = (given.get(name) for name in ("p", "training", "inplace"))
         if not wanted() or not isinstance(rate, SymNodeVariable):
@@ -179,13 +179,12 @@ def capture_sized_as(
         instead: takes the same arguments; where it has no parameter for one, `stock` is captured.
         wanted: asked at each capture, on its thread.
     """
-    signature = inspect.signature(instead)
 
     def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not wanted() or not any(map(_has_symbols, (*args, *kwargs.values()))):
             return None
         try:
-            signature.bind(*args, **kwargs)
+            inspect.signature(instead).bind(*args, **kwargs)
         except TypeError:
             return None
         return list(args), kwargs
