@@ -10,8 +10,7 @@ too; the plan says how much that is, and `of the host` is without it. glibc keep
 freed, in an arena for each thread; that is counted apart. The most is of RSS, read every 5 ms, with
 what glibc keeps (MALLOC_MMAP_THRESHOLD_=65536 in the environment: it keeps little).
 
-Cases: `exact` (default options on the CPU), `whole` (whole copies instead of gathers),
-`in-backward` (`optimizer=`).
+Cases: `exact` (default options on the CPU), `in-backward` (`optimizer=`).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from benchmarks.process_memory import shared_bytes
 from benchmarks.report import publish
 from megacompile import explain, megacompile
 
-CASES = ("exact", "whole", "in-backward")
+CASES = ("exact", "in-backward")
 _ROWS = 8
 _MIB = 2**20
 
@@ -121,8 +120,6 @@ def _train(
     options: dict[str, Any] = {"device": "cpu", "progress": False, "mesh": mesh}
     if case == "in-backward":
         options["optimizer"] = torch.optim.AdamW(model.parameters())
-    if case == "whole" and mesh is not None:
-        options["whole_buckets"] = True
     model = megacompile(model, **options)
     gc.collect()
     built()

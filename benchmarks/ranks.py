@@ -7,10 +7,9 @@ The first command shares the model among the ranks, the second is one GPU alone.
 of all ranks together. Host memory is what all processes have in RAM at the end, shared pages once.
 
 Cases: `planned` (default options), `streamed` (no parameter stays on the GPU, everything is
-recomputed), `whole` (the same with whole copies instead of gathers), `in-backward` (8-bit moments),
-`fsdp2` (`fully_shard` on each layer, resident, each layer compiled, activation checkpointing where
-`--checkpoint` says so), `deepspeed` (ZeRO-3 with parameters and optimizer on the CPU, as in
-`benchmarks.peers`; its packages may be in `--wheels`).
+recomputed), `in-backward` (8-bit moments), `fsdp2` (`fully_shard` on each layer, resident, each
+layer compiled, activation checkpointing where `--checkpoint` says so), `deepspeed` (ZeRO-3 with
+parameters and optimizer on the CPU, as in `benchmarks.peers`; its packages may be in `--wheels`).
 
 `--shape` takes layers of larger models. Where no GPU holds one, the time of the first step includes
 the writing of its values.
@@ -62,7 +61,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "120b": SHAPE_120B,
 }
 LATE = {"72b", "120b"}  # no GPU holds them: they get their values where they are streamed from
-CASES = ("planned", "streamed", "whole", "in-backward", "fsdp2", "deepspeed")
+CASES = ("planned", "streamed", "in-backward", "fsdp2", "deepspeed")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -165,10 +164,8 @@ def _ours(
     options: dict[str, Any] = {"state_dtype": torch.float32, "progress": False, "mesh": mesh}
     options["host_memory"] = args.host_memory
     whole = Loss(model)
-    if case in ("streamed", "whole"):
+    if case == "streamed":
         options |= {"resident": 0, "activations": "recompute"}
-    if mesh is not None and case in ("streamed", "whole"):
-        options["whole_buckets"] = case == "whole"
     if case == "in-backward":
         options |= {"state_dtype": "int8"}
         options["optimizer"] = torch.optim.AdamW(whole.parameters(), lr=1e-5)

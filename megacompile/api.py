@@ -9,7 +9,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -23,16 +23,14 @@ from megacompile.errors import ModelError, OptionError, OptionTypeError
 from megacompile.host_memory import budget_bytes, check_host_memory, free_bytes
 from megacompile.ir.collectives import Collectives
 from megacompile.mesh_options import check_alike
-from megacompile.options import Activations, Head, Lowering, Options
+from megacompile.options import Activations, Head, Lowering, Options, refuse_removed
 from megacompile.passes.stages.units import find_units
 from megacompile.plan.compiler import PassCompiler
-from megacompile.plan.setting import Meet
 from megacompile.progress import line
 from megacompile.runtime.checkpoint.checkpoint import Checkpoint as Checkpoint
 from megacompile.runtime.checkpoint.contents import Contents, on_meta
 from megacompile.runtime.checkpoint.save import save as save
 from megacompile.runtime.device.ranks import Ranks
-from megacompile.runtime.device.shared_buffers import why_not_shared
 from megacompile.runtime.model.buckets import ranks_that_share
 from megacompile.runtime.model.methods import replace_methods
 from megacompile.runtime.model.owners import refuse_shared
@@ -82,7 +80,7 @@ def megacompile(
     checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
     dynamic: bool | None = None,
     mesh: DeviceMesh | None = None,
-    whole_buckets: bool | None = None,
+    **removed: Any,
 ) -> M:
     """Keep a model's parameters and gradients in host memory and stream them through a device.
 
@@ -186,11 +184,8 @@ def megacompile(
             DTensors, other objects than before: make the optimizer afterwards (one that has not
             stepped gets the new ones). Of two dimensions the last one shards, and the first one
             replicates.
-        whole_buckets: how weights come to each of these ranks. False: it copies its rows to its
-            GPU, and the GPUs exchange them. True: it copies all rows, from host memory that the
-            ranks of a host map together; the ranks that shard must be on one host, and what lives
-            on the device is exchanged all the same. Default: whichever is predicted to be faster.
-            On the CPU results are bitwise equal.
+        removed: no option. One that there was in an earlier version is an error that says what to
+            do instead.
 
     Raises:
         ModelError: the argument is no module, its parameters cannot be streamed, or another
@@ -215,6 +210,7 @@ def megacompile(
             optimizer.zero_grad()
     """
     log.configure()
+    refuse_removed(removed)
     if isinstance(model, nn.Module):
         model = cast("M", compat.without_torch_compile(model))
     options = Options.resolve(
@@ -242,7 +238,6 @@ def megacompile(
         activations=activations,
         dynamic=dynamic,
         mesh=mesh,
-        whole_buckets=whole_buckets,
     )
     if isinstance(model, nn.Module) and compat.compiled_call(model) is not None:
         return _made(model, options, checkpoint, None)  # there is nothing to make
@@ -364,10 +359,9 @@ def _compiler(
     with line("", options.progress):  # which says what is measured
         disks = agree_disks(ranks.mesh, options.disk, ranks.told, measured=cuda)
         agreed = agree(ranks.mesh, options.device, ranks.told, disks)
-    meet = _meet(ranks, options, planned=agreed is not None)
     disk = disks.get(ranks.mesh.get_rank())
     disk_bytes = None if disk is None else disk.share_bytes
-    made = functools.partial(made, agreed=agreed, meet=meet, disk_bytes=disk_bytes)
+    made = functools.partial(made, agreed=agreed, disk_bytes=disk_bytes)
     if not all(ranks.told(options.plans)):
         return made
     said = [size for both in ranks.told((options.host_memory, host_bytes)) for size in both if size]
@@ -380,28 +374,6 @@ def _least(ranks: Ranks, size_bytes: int) -> int:
     what = Collectives("plan", ("how much device memory each may use",), "device-memory")
     sizes: list[int] = ranks.said(what, size_bytes)
     return min(sizes)
-
-
-def _meet(ranks: Ranks, options: Options, *, planned: bool) -> Meet | None:
-    """Lets ranks choose together between gathers and whole copies; None where there is no choice.
-
-    Args:
-        planned: rates of all ranks are known.
-
-    Raises:
-        OptionError: whole copies were asked for, and cannot be.
-    """
-    wanted = options.whole_buckets
-    if options.ranks == 1 or wanted is False or not (wanted or (planned and options.plans)):
-        return None
-    why_not = why_not_shared(ranks)
-    if why_not and wanted:
-        raise OptionError(
-            f"megacompile(): got whole_buckets=True, and {why_not}; leave it out, and buckets are "
-            "gathered"
-        )
-    what = Collectives("plan", ("what a step takes with whole buckets",), "whole-buckets")
-    return None if why_not else functools.partial(ranks.said, what)
 
 
 def _device_bytes(options: Options) -> int:

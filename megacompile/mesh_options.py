@@ -63,21 +63,13 @@ def check_alike(said: Sequence[Mapping[str, str]]) -> None:
 _MADE = 'init_device_mesh("{kind}", (world_size,)), after torch.distributed.init_process_group()'
 
 
-def checked(
-    mesh: Any, device: torch.device, *, disk_weights: bool | None, whole_buckets: bool | None = None
-) -> DeviceMesh | None:
+def checked(mesh: Any, device: torch.device, *, disk_weights: bool | None) -> DeviceMesh | None:
     """A mesh whose last dimension shards, and whose first one, of two, replicates.
 
     Raises:
-        OptionError: it has more dimensions, is of other devices, or stands with `disk_weights`; or
-            `whole_buckets` stands without it.
+        OptionError: it has more dimensions, is of other devices, or stands with `disk_weights`.
         OptionTypeError: it is no mesh.
     """
-    if mesh is None and whole_buckets is not None:
-        raise OptionError(
-            f"megacompile(): got whole_buckets={whole_buckets} without mesh=, and one process has "
-            "whole buckets anyway; leave it out, or give mesh="
-        )
     if mesh is None:
         return None
     made = _MADE.format(kind=device.type)

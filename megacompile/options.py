@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -90,8 +90,6 @@ class Options:
             recomputed.
         dynamic: whether sizes are symbols: from the start, never, or once they have changed (None).
         mesh: the ranks that share the model. Default: this process alone.
-        whole_buckets: each rank copies whole buckets from memory that all ranks of its host map,
-            instead of its part, and gathers nothing. Default: where the plan finds it faster.
     """
 
     device: torch.device
@@ -118,7 +116,6 @@ class Options:
     activations: Activations = Activations.AUTO
     dynamic: bool | None = None
     mesh: DeviceMesh | mesh_options.PlannedMesh | None = None
-    whole_buckets: bool | None = None
 
     @property
     def ranks(self) -> int:
@@ -212,7 +209,6 @@ class Options:
         activations: Activations | str = Activations.AUTO,
         dynamic: bool | None = None,
         mesh: DeviceMesh | None = None,
-        whole_buckets: bool | None = None,
     ) -> Options:
         """Validate what the user gave and fill in the rest.
 
@@ -225,7 +221,6 @@ class Options:
         progress, dynamic = _open_flag("progress", progress), _open_flag("dynamic", dynamic)
         disk_weights = _open_flag("disk_weights", disk_weights)
         disk_saved = _open_flag("disk_saved", disk_saved)
-        whole_buckets = _open_flag("whole_buckets", whole_buckets)
         resolved_lowering = _lowering(lowering, resolved_device)
         device_update = _share("device_update", device_update)
         if device_update:
@@ -259,10 +254,7 @@ class Options:
             detect_anomaly=_flag("detect_anomaly", detect_anomaly),
             activations=waits,
             dynamic=dynamic,
-            mesh=mesh_options.checked(
-                mesh, resolved_device, disk_weights=disk_weights, whole_buckets=whole_buckets
-            ),
-            whole_buckets=whole_buckets,
+            mesh=mesh_options.checked(mesh, resolved_device, disk_weights=disk_weights),
         )
 
     @property
@@ -295,8 +287,25 @@ _OF_ALL_RANKS = (
     "head",
     "tiles",
     "dynamic",
-    "whole_buckets",
 )
+
+
+_REMOVED = {"whole_buckets": "leave it out; ranks gather their parts of a bucket on the GPUs"}
+
+
+def refuse_removed(given: Mapping[str, object]) -> None:
+    """Raise for options that `megacompile()` does not have.
+
+    Args:
+        given: by name.
+
+    Raises:
+        OptionTypeError: there are any; one of an earlier version is told what to do instead.
+    """
+    for name in given:
+        if name in _REMOVED:
+            raise OptionTypeError(f"megacompile(): {name}= was removed; {_REMOVED[name]}")
+        raise OptionTypeError(f"megacompile() got an unexpected keyword argument {name!r}")
 
 
 def _as_given(name: str, value: Any) -> str:

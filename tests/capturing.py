@@ -200,7 +200,6 @@ def after_templates(
     disk_saved: bool = False,
     on_disk: frozenset[int] = frozenset(),
     rank: int = 0,
-    whole: frozenset[int] = frozenset(),
     defers: bool = False,
     delays: bool = False,
 ) -> dict[str, Pass]:
@@ -208,7 +207,7 @@ def after_templates(
 
     With `update` the gradients are not offloaded. `norms` sends their norms along, or alone.
     `device_update` is the share of the parameters that the step updates on the device; not of the
-    buckets of `on_disk`, whose states lie on a disk. Each rank copies those of `whole` whole. With
+    buckets of `on_disk`, whose states lie on a disk. With
     `defers`, a later backward sums over replicas; with `delays`, the next stage computes during
     sums over ranks.
     """
@@ -252,7 +251,6 @@ def after_templates(
             rerun=rerun,
             on_disk=on_disk,
             saved_on_host=saved_on_host,
-            whole=whole,
         ),
         "split": functools.partial(split_stages, cache={} if cache is None else cache),
         "recompute": insert_recompute,

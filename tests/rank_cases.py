@@ -186,7 +186,6 @@ ON_GPUS: dict[str, Mode] = {  # of two: each way by which parts come and gradien
     "8 bits, in the backward, on a disk": TWO["8 bits, in the backward, on a disk"],
     "adapters": Mode(Adapted),
     "odd shapes, accumulating": Mode(Odd, micro=2),
-    "whole buckets": Mode(options={"whole_buckets": True}),
     "compiled": Mode(options={"lowering": "inductor"}, dtype=torch.float64, tolerance=1e-12),
 }
 

@@ -37,7 +37,7 @@ def run(mesh: Any) -> dict[str, Any]:
     if rank == 1:
         one_has_a_buffer.register_buffer("late", torch.ones(3))
     beside = nn.Sequential(nn.Linear(4, 4), other_buffers)
-    others = {"state_dtype": "int8", "lookahead": 3, "whole_buckets": False, "lowering": "inductor"}
+    others = {"state_dtype": "int8", "lookahead": 3, "lowering": "inductor"}
     return {
         "other options": {
             name: said_by(lambda: _with(mesh, {name: value} if rank else {}))  # noqa: B023

@@ -39,7 +39,6 @@ from megacompile.cost import ranks as cost_ranks
 from megacompile.runtime.device import rank_faults, ranks
 from megacompile.runtime.device.ranks import Ranks, whole
 from megacompile.runtime.model.whole_states import Saving
-from megacompile.runtime.updates.update import BucketUpdate
 from megacompile.tracing import perfetto, rank_steps
 
 MOST_S = 120.0  # a rank that has not ended by then is killed
@@ -62,12 +61,12 @@ class Net(nn.Module):
 class Loop:
     """A training loop of one rank, to be spoilt."""
 
-    def __init__(self, rank: int, world: int, kind: str, *, whole_buckets: bool = False) -> None:
+    def __init__(self, rank: int, world: int, kind: str) -> None:
         self.rank, self.world = rank, world
         self.device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
         self.mesh = init_device_mesh(kind, (world,))
         torch.manual_seed(0)
-        self.model = self.megacompile(Net(), whole_buckets=whole_buckets, resident=0)
+        self.model = self.megacompile(Net(), resident=0)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
 
     def megacompile(self, model: nn.Module, **options: Any) -> Any:
@@ -139,30 +138,6 @@ def is_killed(loop: Loop, odd: bool) -> None:
     if odd:
         os.kill(os.getpid(), signal.SIGKILL)
     loop.steps(2)
-
-
-def is_killed_in_an_update(loop: Loop, odd: bool) -> None:
-    """The others copy whole buckets, and wait for the update of its rows."""
-    if odd:
-
-        def killed(update: BucketUpdate) -> None:
-            time.sleep(5)  # until all ranks are in the next forward
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        BucketUpdate.__call__ = killed  # type: ignore[assignment, method-assign]
-    loop.steps(2, clip=False)
-
-
-def fails_in_an_update(loop: Loop, odd: bool) -> None:
-    """The same, and it raises that."""
-    if odd:
-
-        def failing(update: BucketUpdate) -> None:
-            time.sleep(3)
-            raise ValueError("bad update")
-
-        BucketUpdate.__call__ = failing  # type: ignore[assignment, method-assign]
-    loop.steps(2, clip=False)
 
 
 def rank_0_is_killed(loop: Loop, odd: bool) -> None:
@@ -421,15 +396,12 @@ def raises_before_buffers(loop: Loop, odd: bool) -> None:
 
 
 CASES: dict[str, tuple[Callable[[Loop, bool], None], int, dict[str, Any]]] = {
-    # function, ranks, options: timeout_s of the process group, silent_s, whole_buckets
+    # function, ranks, options: timeout_s of the process group, silent_s
     "raises_between": (raises_between, 2, {}),
     "raises_in_a_graph": (raises_in_a_graph, 2, {}),
     "skips_a_step": (skips_a_step, 2, {}),
     "raises_in_a_backward": (raises_in_a_backward, 2, {}),
     "is_killed": (is_killed, 3, {}),
-    "is_killed_with_whole_buckets": (is_killed, 3, {"whole_buckets": True}),
-    "is_killed_in_an_update": (is_killed_in_an_update, 3, {"whole_buckets": True}),
-    "fails_in_an_update": (fails_in_an_update, 2, {"whole_buckets": True}),
     "is_killed_with_the_store": (rank_0_is_killed, 2, {}),
     "is_stopped": (is_stopped, 2, {"silent_s": 6}),
     "is_idle": (is_idle, 2, {"timeout_s": 6}),
@@ -485,7 +457,7 @@ def run_rank(case: str, rank: int, port: int, result: Path, kind: str) -> None:
     began_s = time.monotonic()
     facts: dict[str, Any] = {"error": "", "kind": ""}
     try:
-        loop = Loop(rank, world, kind, whole_buckets=options.get("whole_buckets", False))
+        loop = Loop(rank, world, kind)
         loop.steps(1)
         began_s = time.monotonic()
         function(loop, odd)

@@ -45,7 +45,7 @@ def test_defaults_on_a_gpu(two_gpus: None) -> None:
 def test_options_are_those_of_the_front_door() -> None:
     """An option that `megacompile()` takes is an option, with the same default, and no other is."""
     taken = dict(inspect.signature(megacompile).parameters)
-    del taken["model"], taken["checkpoint"]  # what it is about, and its values
+    del taken["model"], taken["checkpoint"], taken["removed"]  # no options
     resolved = dict(inspect.signature(Options.resolve).parameters)
     assert {n: p.default for n, p in taken.items()} == {n: p.default for n, p in resolved.items()}
     assert list(resolved) == [field.name for field in dataclasses.fields(Options)]
@@ -98,7 +98,6 @@ def test_options_are_frozen(no_cuda: None) -> None:
         ({"activations": "selective"}, "activations", Activations.SELECTIVE),
         ({"activations": "recompute"}, "activations", Activations.RECOMPUTE),
         ({"activations": Activations.OFFLOAD}, "activations", Activations.OFFLOAD),
-        ({"whole_buckets": None}, "whole_buckets", None),
         ({"progress": None}, "progress", None),
         ({"progress": True}, "progress", True),
         ({"progress": False}, "progress", False),

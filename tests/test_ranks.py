@@ -36,7 +36,7 @@ def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     assert not failed, "\n".join(failed)
     for said in (each["refusals"] for each in ranks):
         refused = said["other options"]
-        for name, there in ("state_dtype", "int8"), ("lookahead", "3"), ("whole_buckets", "False"):
+        for name, there in ("state_dtype", "int8"), ("lookahead", "3"):
             assert f"OptionError: megacompile(): option {name!r} is " in refused[name]
             assert f" in rank 0 and {there} in rank 1; ranks that share a model" in refused[name]
         assert "'lowering' is eager in rank 0 and inductor in rank 1" in refused["lowering"]

@@ -4,7 +4,6 @@ do together."""
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,35 +57,6 @@ def test_waits_stay_with_the_copy() -> None:
     after: Any = part.kwargs["after"]
     assert [node.name for node in after] == [reader.name]
     assert not any("after" in n.kwargs for n in ops.nodes_of(schedule.forward, ops.all_gather))
-
-
-def copied(line: str, *keys: int, **stubs: Any) -> Schedule:
-    schedule = parse(line, ranks=2, **stubs)
-    plan = replace(schedule.plan, whole=frozenset(keys))
-    return apply(insert_all_gather, replace(schedule, plan=plan))
-
-
-def test_buckets_that_the_plan_says_are_copied_whole() -> None:
-    schedule = copied("0PREFETCH@0 1PREFETCH@1 0F 1F | 1B 0PREFETCH@0 0RECOMPUTE 0B", 0)
-    assert text(schedule) == (
-        "0PREFETCH_WHOLE@0 1PREFETCH_SHARD@1 1ALL_GATHER@1 0F 1F | "
-        "1B 0PREFETCH_WHOLE@0 0RECOMPUTE 0B"
-    )
-
-
-UPDATING = "0F 1F | 1FETCH_STATE 1PREFETCH@0 1B 1REDUCE_SCATTER {}1UPDATE 1OFFLOAD_STATE 0B"
-
-
-def test_what_is_read_behind_the_sum_of_its_gradients_is_gathered() -> None:
-    """Another rank may have taken part in the sum, and updated its rows, by then."""
-    found = {}
-    for stage in ("", "1PREFETCH@1 0RECOMPUTE "):
-        schedule = parse(UPDATING.format(stage), ranks=2, reads={0: "0 1"} if stage else {})
-        plan = replace(schedule.plan, whole=frozenset({1}))
-        assert schedule.backward is not None
-        found[stage] = text(apply(insert_all_gather, replace(schedule, plan=plan)))
-    assert "1PREFETCH_WHOLE@0 1B 1REDUCE_SCATTER 1UPDATE" in found[""]
-    assert "WHOLE" not in found["1PREFETCH@1 0RECOMPUTE "]
 
 
 @pytest.mark.parametrize("insert", [gathered, reduced])

@@ -18,7 +18,6 @@ from megacompile.ir.buckets import Slot
 from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
-from megacompile.ir.tokens import token_of
 from megacompile.ir.values import producer
 from megacompile.verify.hazard import HazardKind
 from megacompile.verify.proof import hazards
@@ -314,74 +313,3 @@ def test_a_backward_that_leaves_the_sum_to_a_later_one_only_keeps() -> None:
 def test_a_rank_that_leaves_the_sum_to_a_later_backward_is_reported() -> None:
     with pytest.raises(ScheduleError, match=r"collective . is 4ALL_REDUCE of 'head' .* in rank 0"):
         verify_ranks([doubled(0), doubled(1, defers=True)])
-
-
-# Whole copies.
-
-EVERY = frozenset(range(5))
-WHOLE: list[dict[str, Any]] = [
-    {},
-    {"reuse": True, "accumulate": True},
-    {"lookahead": 1, "slots": 2},
-    {"update": True, "slots": 4},
-    {"norms": True, "device_update": 0.5},
-    {"resident": frozenset({1})},
-]
-
-
-@pytest.mark.parametrize("options", WHOLE, ids=str)
-def test_whole_copies_are_right(options: dict[str, Any]) -> None:
-    schedules = [built(rank, ranks=3, whole=EVERY, **options) for rank in range(3)]
-    copies = ops.nodes_of(schedules[0].forward, ops.prefetch_whole)
-    assert len(copies) == 5 - len(options.get("resident", ()))
-    for schedule in schedules:
-        assert hazards(schedule) == []
-    verify_ranks(schedules)
-
-
-@pytest.mark.parametrize("options", WHOLE, ids=str)
-def test_a_whole_copy_that_waits_for_no_update_is_reported(options: dict[str, Any]) -> None:
-    """Its token stands for the last writes of all ranks. In a backward the forward has waited."""
-    count = len(ops.nodes_of(built(whole=EVERY, **options).forward, ops.prefetch_whole))
-    for k in range(count):
-        mutant = built(whole=EVERY, **options)
-        copy = ops.nodes_of(mutant.forward, ops.prefetch_whole)[k]
-        after: Any = copy.kwargs["after"]
-        kept = tuple(node for node in after if token_of(node) is None)
-        assert len(kept) < len(after)
-        copy.kwargs = {"after": kept}
-        kinds = {hazard.kind for hazard in hazards(mutant)}
-        assert HazardKind.READ_TOO_EARLY in kinds, (k, after)
-
-
-def test_a_rank_that_copies_other_buckets_whole_is_reported() -> None:
-    others = [EVERY, EVERY - {2}, frozenset[int]()]
-    for whole in others[1:]:
-        with pytest.raises(ScheduleError, match="collective . is .*PREFETCH_WHOLE.* in rank 0"):
-            verify_ranks([built(0, whole=EVERY), built(1, whole=whole)])
-
-
-def test_a_whole_copy_of_what_ranks_do_not_map_is_reported() -> None:
-    mutant = built(whole=EVERY)
-    mutant = replace(mutant, plan=replace(mutant.plan, whole=EVERY - {1}))
-    found = [h for h in hazards(mutant) if h.kind is HazardKind.WRONG_WEIGHTS]
-    assert found and all("but ranks do not map it" in str(hazard) for hazard in found)
-
-
-def test_a_copy_that_no_collective_parts_from_an_update_is_reported() -> None:
-    """The sum of a bucket's gradients comes ahead of a copy of its weights."""
-    mutant = built(whole=EVERY, update=True, slots=4)
-    assert mutant.backward is not None
-    copies = ops.nodes_of(mutant.backward, ops.prefetch_whole)
-    tried = 0
-    for mean in ops.nodes_of(mutant.backward, ops.reduce_scatter):
-        bucket = ops.arguments(mean)[0]
-        copy = next((n for n in copies if ops.arguments(n)[0].key == bucket.key), None)
-        if copy is None:
-            continue
-        late = mutant.backward.output_node().prev
-        late.append(copy)
-        tried += 1
-        found = [h for h in hazards(mutant) if "other ranks may be at" in str(h)]
-        assert found and found[0].kind is HazardKind.UPDATED_TOO_EARLY
-    assert tried

@@ -99,7 +99,7 @@ class _Graph:
         It was made on the compute stream, behind which the forward begins.
         """
         plan = self.schedule.plan
-        on_device = keys - plan.weights_on_disk - plan.whole
+        on_device = keys - plan.weights_on_disk
         for item in self.items:
             if item.reads_weights in on_device:
                 item.takes = []

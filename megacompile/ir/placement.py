@@ -19,7 +19,6 @@ class Placement:
     on_disk: frozenset[int] = frozenset()  # of those whose states lie on the disk, if streamed
     weights_on_disk: frozenset[int] = frozenset()  # the same of parameters
     accumulates: bool = False  # may a forward find gradients there, of a backward before it?
-    whole: frozenset[int] = frozenset()  # of those that each rank of a host copies whole
     stays: str = ""  # why no bucket may go elsewhere; "": they may
 
 

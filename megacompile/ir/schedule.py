@@ -53,7 +53,6 @@ class Plan:
     weights_on_disk: frozenset[int] = frozenset()  # buckets (keys) whose parameters lie on a disk
     weight_sets: int = 0  # host buffers that prefetches copy these parameters from
     new_weight_sets: int = 0  # host buffers in which updates leave them, until they are written
-    whole: frozenset[int] = frozenset()  # buckets (keys) that each rank copies whole
 
 
 @dataclass(frozen=True, slots=True)

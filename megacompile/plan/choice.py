@@ -22,7 +22,6 @@ class Choice:
     saved_on_host: int = 0  # other stages that are kept, with their saved tensors on the host
     halves: bool = False  # all kept stages but the last keep half, and compute the rest again
     tiles: int = 1  # in which what acts on each token alone runs
-    whole: frozenset[int] = frozenset()  # of buckets that ranks copy whole if streamed: keys
     weights_on_disk: frozenset[int] = frozenset()  # of those streamed, whose parameters do: keys
     stay: int = 0  # streamed buckets that keep their slots between forwards without a backward
 
@@ -41,7 +40,6 @@ class Choice:
             more_slots=where.more_slots,
             state_lookahead=where.state_lookahead,
             state_delay=where.state_delay,
-            whole=where.whole,
         )
 
     def __str__(self) -> str:

@@ -26,7 +26,6 @@ from megacompile.ir.stages import Stage
 from megacompile.options import Activations, Lowering
 from megacompile.plan.budget import Budget
 from megacompile.plan.choice import Choice
-from megacompile.plan.copying import pick
 from megacompile.plan.drafts import Drafts
 from megacompile.plan.fit import TOLERANCE, TRIED, device_short, refusal
 from megacompile.plan.nearest import nearest
@@ -123,8 +122,6 @@ class Chooser:
         self._sought: dict[_Stages, Problem] = {}  # the last that a search was made for
         self._nearest: dict[_Stages, Choice] = {}  # what lacks the least, where nothing fits
         self._elsewhere: dict[_Stages, Choice] = {}  # what was found for other budgets
-        self.whole: frozenset[int] | None = None  # buckets that ranks copy whole; None: not decided
-        self._why_whole: tuple[str, ...] = ()
 
     def choose(
         self, stages: Schedule, schedule: Schedule, variant: Variant, placement: Placement
@@ -165,8 +162,6 @@ class Chooser:
 
     def wants(self, placement: Placement) -> Placement:
         """Where plans want the buckets, which are as `placement` says."""
-        if self.whole is not None:
-            placement = replace(placement, whole=self.whole)
         if self._wanted is None:
             return placement
         wants = replace(placement, resident=self._wanted.resident, on_disk=self._wanted.on_disk)
@@ -184,43 +179,33 @@ class Chooser:
         wanted = placement if self._wanted is None else self._wanted
         problem = self._problem(stages, schedule, variant, placement, wanted, open_to)
         before = self._found_before(stages, problem)
-        problem, found, why = self._search(stages, problem, before, weights=bool(open_to.weights))
+        problem, found = self._search(stages, problem, before, weights=bool(open_to.weights))
         self._trained |= schedule.gradient_params
         self.budget.note(problem, found.peak_bytes)
-        decides = bool(open_to.residents or open_to.states or why) or found is before
+        decides = bool(open_to.residents or open_to.states) or found is before
         self._planned.pop(stages.stages, None)
         self._planned[stages.stages] = _Planned(problem, found, decides)
         if open_to.residents or open_to.states:
             self._decided |= open_to.residents
             self._stored |= open_to.states
             self._wanted = open_to.decided(wanted, found.choice)
-        self._why_whole = self._why_whole or why
         return PlanChoice(found.choice, self._reasons(problem, found, placement))
 
     def _search(
         self, stages: Schedule, problem: Problem, before: SearchResult | None, *, weights: bool
-    ) -> tuple[Problem, SearchResult, tuple[str, ...]]:
+    ) -> tuple[Problem, SearchResult]:
         """The first of these that there is: what was found before, what a search finds, with
         parameters on the disk (`weights`: where they may go there), as if no other graph were
         there, with fewer states in host memory, the smallest plan.
 
         Returns:
-            what was sought in the end, what was found, and why ranks copy buckets whole, or do not,
-            if that was decided here.
+            what was sought in the end, and what was found.
         """
         found = before
-        why: tuple[str, ...] = ()
         anew = functools.partial(self._searches.near, near=self._elsewhere.get(stages.stages))
         if found is None:
             self._sought[stages.stages] = problem
             found = anew(problem)
-        if self.whole is None and self.setting.meet is not None:
-            asked_whole = bool(self.setting.options.whole_buckets)
-            self.whole, found, why = pick(
-                problem, found, self._searches.everywhere, self.setting.meet, wanted=asked_whole
-            )
-            problem = problem.copying(self.whole)
-            self._sought[stages.stages] = problem
         if weights and before is None:
             problem, found = search_with_weights(problem, found, anew)
         if found is None and problem.others:  # no bucket can go where they are, too
@@ -230,13 +215,13 @@ class Chooser:
             found = self._searches.with_fewer_states(problem)
         if found is None:
             found = self._too_small(stages, problem)
-        return problem, found, why
+        return problem, found
 
     def _reasons(
         self, problem: Problem, found: SearchResult, placement: Placement
     ) -> tuple[str, ...]:
         """What the plan says of itself."""
-        reasons = (*found.reasons, *self._why_whole)
+        reasons = found.reasons
         if words := pageable_words(problem.hardware, problem.host_bytes(found.choice)):
             reasons = (*reasons, words)
         if placement.stays and self.setting.options.resident is None:
@@ -248,7 +233,7 @@ class Chooser:
         own = frozenset(bucket.key for bucket in schedule.buckets)
         none = frozenset[int]()
         stay = options.resident is not None or placement.stays
-        residents = none if stay else own - self._decided - (self.whole or none)
+        residents = none if stay else own - self._decided
         states = none if options.disk is None else own - self._stored
         move = options.may_store_weights and not placement.stays
         return _Open(residents, states, states if move else none)
@@ -275,8 +260,6 @@ class Chooser:
             storable=open_to.states,
             others=self._others(stages, own),
         )
-        if self.whole:
-            problem = problem.copying(self.whole)
         if (known := self._sought.get(stages.stages)) is not None:
             problem.learn(known)
         return problem

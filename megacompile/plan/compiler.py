@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -23,7 +22,6 @@ from megacompile.ir.capture import Capture, Variant
 from megacompile.ir.placement import Placement
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.symbols import Values
-from megacompile.mesh_options import PlannedMesh
 from megacompile.options import Lowering, Options
 from megacompile.passes.schedule.update_graph import rest_of
 from megacompile.passes.stages.resize import resize
@@ -31,7 +29,7 @@ from megacompile.passes.stages.templates import TemplateCache
 from megacompile.plan.budget import Budget
 from megacompile.plan.chooser import Chooser
 from megacompile.plan.pipeline import Pipeline
-from megacompile.plan.setting import Meet, Setting
+from megacompile.plan.setting import Setting
 from megacompile.verify.proof import verify
 
 
@@ -46,7 +44,6 @@ class PassCompiler:
         host_bytes: host memory that the model may take. None: what the user said, or not known.
         templates: code that was traced already.
         agreed: the rates of the ranks that share the model.
-        meet: see `Setting`. Default: where ranks are only planned for, what the first one says.
         disk_bytes: this rank's part of a disk that ranks share.
         least: see `Setting`.
         disk_budget_bytes: of the disk. None: what the user said, or what is free.
@@ -62,14 +59,11 @@ class PassCompiler:
         host_bytes: int | None = None,
         templates: TemplateCache | None = None,
         agreed: Agreed | None = None,
-        meet: Meet | None = None,
         disk_bytes: int | None = None,
         disk_budget_bytes: int | None = None,
         least: Callable[[int], int] | None = None,
     ) -> None:
-        if isinstance(options.mesh, PlannedMesh) and options.whole_buckets is not False:
-            meet = _alone
-        self.setting = Setting(options, hardware, host_bytes, agreed, meet, disk_bytes, least)
+        self.setting = Setting(options, hardware, host_bytes, agreed, disk_bytes, least)
         self.pipeline = Pipeline(self.setting, units, templates)
         self.budget = Budget(self.setting, budget_bytes)
         self.chooser = Chooser(self.setting, self.pipeline, self.budget, disk_budget_bytes)
@@ -107,7 +101,6 @@ class PassCompiler:
             disk_bytes=self.setting.disk_bytes,
             disk_budget_bytes=disk_budget_bytes or self.chooser.disk_budget_bytes(),
         )
-        made.chooser.whole = self.chooser.whole  # ranks have agreed on that
         if same:
             made._last = self._last
             made.chooser.learn(self.chooser)
@@ -204,7 +197,6 @@ class PassCompiler:
             resident=placement.resident,
             on_disk=placement.on_disk,
             weights_on_disk=placement.weights_on_disk,
-            whole=placement.whole,
         )
         schedule = self.pipeline.planned(schedule, variant, choice, reasons, draft=draft)
         if not draft:
@@ -263,8 +255,3 @@ class PassCompiler:
     def needs(self) -> str:
         """What the least demanding plan needs of device memory, as a table; "" if not known."""
         return self.budget.needs()
-
-
-def _alone(said: Any) -> list[Any]:
-    """What ranks say that are only planned for: all are alike."""
-    return [said]

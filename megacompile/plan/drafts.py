@@ -27,7 +27,6 @@ class Drafts:
         variant: of the schedules.
         tiles: in which what acts on each token alone runs, whatever a choice says; None: as it
             says.
-        whole: keys of the buckets that ranks copy whole, whatever a choice says.
     """
 
     def __init__(
@@ -36,24 +35,18 @@ class Drafts:
         graphs: Schedule,
         variant: Variant,
         tiles: int | None = None,
-        whole: frozenset[int] = frozenset(),
     ) -> None:
         self.pipeline = pipeline
         self.graphs = graphs
         self.variant = variant
         self.tiles = tiles
         self._bundled: Schedule | None = None  # `graphs` in these tiles, as drafts begin with it
-        self.whole = whole
         self._saving: dict[Choice, Schedule] = {}  # the last ones in which something waits
         self._waiting: dict[Choice, list[tuple[int, int]]] = {}
 
     def in_tiles(self, tiles: int) -> Drafts:
         """The same, in so many tiles."""
-        return Drafts(self.pipeline, self.graphs, self.variant, tiles, self.whole)
-
-    def copying(self, whole: frozenset[int]) -> Drafts:
-        """The same, where ranks copy these buckets whole, if they are streamed."""
-        return Drafts(self.pipeline, self.graphs, self.variant, self.tiles, whole)
+        return Drafts(self.pipeline, self.graphs, self.variant, tiles)
 
     @property
     def cut(self) -> bool:
@@ -93,7 +86,7 @@ class Drafts:
 
     def _as_here(self, choice: Choice) -> Choice:
         tiles = choice.tiles if self.tiles is None else self.tiles
-        return replace(choice, tiles=tiles, whole=self.whole)
+        return replace(choice, tiles=tiles)
 
     def _with_plan(self, choice: Choice) -> Schedule:
         if self._bundled is None:

@@ -273,7 +273,6 @@ class Pipeline:
             tiles=tiles,
             cut=cut,
             samples=stages_by_samples(schedule, alone, tiles, self.templates),
-            whole=choice.whole,
         )
 
     def _gradient_passes(self, choice: Choice, variant: Variant) -> list[SchedulePass]:

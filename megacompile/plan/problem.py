@@ -127,10 +127,6 @@ class Problem:
         """The same, where what acts on each token alone runs in so many tiles."""
         return replace(self, drafts=self.drafts.in_tiles(tiles))
 
-    def copying(self, whole: frozenset[int]) -> Problem:
-        """The same, where ranks copy these buckets whole, if they are streamed."""
-        return replace(self, drafts=self.drafts.copying(whole))
-
     def schedule(self, choice: Choice) -> Schedule:
         """The draft of a choice."""
         if choice not in self._built:
@@ -187,10 +183,7 @@ class Problem:
         of their costs where it differs in its budgets alone."""
         self.drafts.learn(other.drafts)
         mine, its = (
-            (
-                *(p.resident, p.optimizer, p.fused, p.others, p.accumulates, p.gradients_stay),
-                p.drafts.whole,
-            )
+            (p.resident, p.optimizer, p.fused, p.others, p.accumulates, p.gradients_stay)
             for p in (self, other)
         )
         machines = (replace(each.hardware, host_bytes=None) for each in (self, other))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from megacompile import compat
 from megacompile.cost.hardware import H200, Hardware
@@ -19,8 +18,6 @@ _MARGIN = 0.05  # of free device memory, for what is not planned: fragmentation,
 _MARGIN_BYTES = 4 * 2**30  # at most: most of that does not grow with the memory
 _ASSUMED = H200.replace(name="NVIDIA H200 (assumed: not measured here)")
 
-Meet = Callable[[Any], list[Any]]  # from what this rank says to what each says, in their order
-
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -33,8 +30,6 @@ class Setting:
             known, or that of `hardware`.
         agreed: the rates of the ranks that share the model; None: it has no ranks, or they are not
             known.
-        meet: lets ranks that may copy whole buckets choose together: gives what each of them says.
-            None: buckets are gathered.
         disk_bytes: of the disk, the part of one of the ranks that share it. None: nobody shares it.
         least: gives the least that a rank says, of bytes, where ranks plan together.
     """
@@ -43,7 +38,6 @@ class Setting:
     hardware: Hardware | None = None
     host_bytes: int | None = None
     agreed: Agreed | None = None
-    meet: Meet | None = None
     disk_bytes: int | None = None
     least: Callable[[int], int] | None = None
 

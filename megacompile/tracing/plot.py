@@ -22,7 +22,6 @@ from megacompile.tracing.timeline import COMM, DEVICE, HOST, Span, Timeline
 _COLOURS = {  # distinct for readers with any kind of colour vision (Okabe and Ito, 2008), and tints
     "prefetch": "#56B4E9",
     "prefetch_shard": "#56B4E9",
-    "prefetch_whole": "#56B4E9",
     "all_gather": "#5A6FA8",
     "reduce_scatter": "#8E6C8A",
     "all_reduce": "#6F4E6B",

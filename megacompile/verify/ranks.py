@@ -11,12 +11,6 @@ Then nothing waits for ever. Of each rank, program order is an order in which al
 run, because edges that point backward are hazards. Ranks of the same sequence meet at each
 collective in turn: their program orders joined there are an order in which all ops of all ranks can
 run.
-
-[Note: whole copies] `prefetch_whole` copies what other ranks write. Its token stands for the last
-writes of all ranks, by earlier graphs (`runtime.device.shared_weights`), and a rank leaves a graph
-when all ranks have made their copies of it. So only writes of the same graph are left: a collective
-must come in between. No rank waits for another one in the middle of a copy, but which buckets are
-copied whole is one sequence with the collectives: ranks agree on both.
 """
 
 from __future__ import annotations
@@ -30,7 +24,7 @@ from megacompile.errors import ScheduleError
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.collectives import Collectives, first_difference
-from megacompile.ir.ops import Op, Part, Value
+from megacompile.ir.ops import Op, Value
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.values import kind_of, label
@@ -108,39 +102,8 @@ def _gathers_in_place(view: View) -> Iterator[Hazard]:
             yield view.hazard(HazardKind.WRONG_WEIGHTS, node, part, message)
 
 
-def _copies_whole(view: View) -> Iterator[Hazard]:
-    """A whole copy is of a bucket that lies in memory of all ranks, and no rank overwrites it
-    meanwhile; see [Note: whole copies]."""
-    copies = view.that(lambda op: op.of_all)
-    if not copies:
-        return
-    writes = view.that(lambda op: Part.WEIGHTS in op.writes)
-    before = view.order.before
-    # replicas are on other hosts: theirs says nothing of the ranks that map the bucket
-    sums = view.that(lambda op: _is_collective(op) and not op.of_replicas)
-    for copy in copies:
-        bucket: Bucket = ops.arguments(copy)[0]
-        if bucket.key not in view.schedule.plan.whole:
-            message = (
-                f"{label(copy)} copies bucket {bucket.label} whole, but ranks do not map it; "
-                "gather it, or let the plan have it in `whole`"
-            )
-            yield view.hazard(HazardKind.WRONG_WEIGHTS, copy, None, message)
-        for write in writes:
-            if ops.arguments(write)[0].key != bucket.key:
-                continue
-            between = (s for s in sums if before(copy, s) and before(s, write))
-            if next(between, None) is None:
-                message = (
-                    f"other ranks may be at {label(write)} while {label(copy)} reads what they "
-                    "write: no collective comes behind the copy and before the write; gather the "
-                    "bucket"
-                )
-                yield view.hazard(HazardKind.UPDATED_TOO_EARLY, copy, write, message)
-
-
 def _place(bucket: Bucket, slot: Slot) -> tuple[int, int]:
     return bucket.key, slot.index
 
 
-CHECKS: tuple[Check, ...] = (_gathers_in_place, _copies_whole)
+CHECKS: tuple[Check, ...] = (_gathers_in_place,)

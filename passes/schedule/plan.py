@@ -37,7 +37,6 @@ def make_plan(
     tiles: int = 1,
     cut: frozenset[int] = frozenset(),
     samples: frozenset[int] = frozenset(),
-    whole: frozenset[int] = frozenset(),
 ) -> Schedule:
     """The schedule with its plan.
 
@@ -67,19 +66,16 @@ def make_plan(
         cut: the stages that have something to run in so many tiles; see `stages_in_tiles`.
         samples: those of them that can run in tiles as a whole; see `stages_by_samples`. Where
             they are recomputed, they do.
-        whole: keys of the buckets that each of several ranks copies whole, where they are streamed.
     """
     so_far = schedule.plan.reasons
     in_tiles = tuple((index, tiles) for index in sorted(cut))
     so_far += _tiles(schedule, tiles, cut)
     keys = frozenset(bucket.key for bucket in schedule.buckets)
     here = resident & keys
-    whole = (whole & keys) - here
-    so_far += _whole(schedule, whole)
     if schedule.backward is None:
         slots, why = _stay(schedule, here, stay)
         reasons = (*so_far, "every stage is recomputed", *_residents(schedule, here), *why)
-        plan = Plan(reasons=reasons, resident=here, stay=slots, tiles=in_tiles, whole=whole)
+        plan = Plan(reasons=reasons, resident=here, stay=slots, tiles=in_tiles)
         return replace(schedule, plan=plan)
     kept, reason = _keep(schedule, keep, activations)
     count = len(schedule.stages) if activations == "offload" else offload
@@ -117,7 +113,6 @@ def make_plan(
         samples=by_samples,
         state_delay=state_delay,
         saved_delay=_apart(away),
-        whole=whole,
     )
     return replace(schedule, plan=plan)
 
@@ -160,15 +155,6 @@ def _residents(schedule: Schedule, resident: frozenset[int]) -> tuple[str, ...]:
     return (
         f"{len(resident)} of {len(schedule.buckets)} buckets live on the device "
         f"({format_bytes(size)} of parameters)",
-    )
-
-
-def _whole(schedule: Schedule, whole: frozenset[int]) -> tuple[str, ...]:
-    if not whole:
-        return ()
-    return (
-        f"each rank copies {len(whole)} of {len(schedule.buckets)} buckets whole, from memory that "
-        "all ranks of its host map; the others are gathered",
     )
 
 

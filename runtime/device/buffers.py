@@ -41,7 +41,6 @@ class HostBuffer(mmap.mmap):
 
     _address: int = 0  # where it was asked to be page-locked
     locked: bool = False
-    is_shared: bool = False  # by several processes, which map all of it, each for its part
     _at: int | None = None  # its place in the file of shared memory
     _node: numa.Node | None = None  # near which it is page-locked
 
@@ -174,15 +173,12 @@ class SharedFile:
     once; a lock could stay locked behind Ctrl-C (see `runtime.device.background`). The file grows
     by a write: `ftruncate` with a number that is no longer the largest would cut off what others
     have taken meanwhile.
-
-    Args:
-        fd: of a file that another process has made. Default: a new one.
     """
 
-    def __init__(self, fd: int | None = None) -> None:
+    def __init__(self) -> None:
         self.fd: int | None = None
         try:
-            self.fd = os.memfd_create("megacompile") if fd is None else fd
+            self.fd = os.memfd_create("megacompile")
             weakref.finalize(self, os.close, self.fd).atexit = False
             self._mmap = ctypes.CDLL(None, use_errno=True).mmap
         except (AttributeError, OSError):  # not Linux, or not allowed

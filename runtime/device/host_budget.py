@@ -46,12 +46,7 @@ class HostBudget:
     @property
     def locked_bytes(self) -> int:
         """Of those of them that are page-locked."""
-        live = [(reference(), reference) for reference in self._buffers.valuerefs()]
-        return sum(
-            self._sizes.get(reference.key, 0) if buffer.is_shared else len(buffer)
-            for buffer, reference in live
-            if buffer is not None and buffer.locked
-        )
+        return sum(len(buffer) for buffer in list(self._buffers.values()) if buffer.locked)
 
     def make(self, size_bytes: int, what: str, *, pin: bool, touch: bool = True) -> HostBuffer:
         """A buffer.
@@ -83,17 +78,6 @@ class HostBudget:
         with phase(_WAIT):
             return ahead.take(size_bytes, pin=pin)
 
-    def map(self, size_bytes: int, what: str, mapped: Callable[[], HostBuffer]) -> HostBuffer:
-        """A buffer of memory that other processes map too.
-
-        Args:
-            size_bytes: this process's part of it, which counts here.
-
-        Raises:
-            HostMemoryError: as `make`.
-        """
-        return self._counted(size_bytes, what, mapped)
-
     def make_ahead(self, wanted: Iterable[Wanted], what: str, device: torch.device) -> None:
         """Make buffers in the background, which `make` gives to whoever asks for such ones.
 
@@ -115,9 +99,6 @@ class HostBudget:
 
     def _new(self, size_bytes: int, what: str, *, pin: bool, touch: bool) -> HostBuffer:
         new = functools.partial(HostBuffer, size_bytes, pin=pin, touch=touch, node=self.node)
-        return self._counted(size_bytes, what, new)
-
-    def _counted(self, size_bytes: int, what: str, new: Callable[[], HostBuffer]) -> HostBuffer:
         key = next(self._next)
         self._sizes[key] = size_bytes  # before it is checked: other threads make buffers too
         try:

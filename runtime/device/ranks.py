@@ -218,12 +218,6 @@ class Ranks:
         with self.running(what), self.agreement.collective():
             return told(self.mesh, value)
 
-    def note_op(self) -> None:
-        """This rank comes to the next op of the graph, which is no collective, but of all ranks:
-        who waits there names it."""
-        count, entered, words = self.agreement.notes.position
-        self.agreement.notes.position = (count, entered + 1, words)
-
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """What raises in one rank raises in all of them: in the next `told` of the others, or where

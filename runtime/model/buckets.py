@@ -29,7 +29,6 @@ from megacompile.runtime.device import freed
 from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.ranks import Ranks
-from megacompile.runtime.device.shared_weights import SharedWeights
 from megacompile.runtime.device.slots import DeviceSlots
 from megacompile.runtime.device.streams import Streams
 from megacompile.runtime.model import sharding, tiers
@@ -143,7 +142,6 @@ class ModelBuckets:
         named = {x.name: cast(nn.Parameter, x.tensor) for x in packed.leaves(self.model)}
         before = bool(self.machine.buckets)
         self.machine.buckets.clear()
-        self.machine.shared_weights = None
         self.machine.trained.clear()  # their updates are of buckets that are gone
         self.machine.labels.clear()
         if self.options.resident is not None:
@@ -153,10 +151,8 @@ class ModelBuckets:
                 units, named, self.options, self.machine.disk, resident, room or HostRoom()
             )
             refuse_moves(self.model, self._goes_to(units, named, resident))
-        whole = self._copied_whole(units, resident)
-        self._share({unit.bucket.key: unit.bucket for unit in units if unit.bucket.key in whole})
         if contents is not None:
-            self._fill(units, named, contents, whole, stored)
+            self._fill(units, named, contents, stored)
         total = sum(unit.bucket.size_bytes for unit in units)
         filling = None
         if not before and contents is None and fills_later(named.values(), self.options.device):
@@ -171,7 +167,6 @@ class ModelBuckets:
                         unit.bucket,
                         params,
                         key in resident,
-                        key in whole,
                         stored=key in stored,
                         filling=filling,
                     )
@@ -186,32 +181,17 @@ class ModelBuckets:
         self.machine.gradients.bind(self.machine.buckets)
         self.machine.slots.forget()
         on_disk = frozenset(self.machine.buckets if self.machine.disk is not None else ())
-        placement = Placement(resident, on_disk, stored, whole=whole)
+        placement = Placement(resident, on_disk, stored)
         self.plans = Plans(self.make_compiler(units), placement)
         self._places.note(self.machine.buckets.values())
         self.buffers_to(self.options.device)
         self._make_proxies()
-
-    def _copied_whole(self, units: Sequence[Unit], resident: frozenset[int]) -> frozenset[int]:
-        """Keys of the buckets that each rank copies whole, where no plan decides that."""
-        several = self.machine.ranks is not None and self.machine.ranks.count > 1
-        if not several or not self.options.whole_buckets or self.options.plans:
-            return frozenset()
-        return frozenset(unit.bucket.key for unit in units) - resident
-
-    def _share(self, buckets: Mapping[int, Bucket]) -> None:
-        """Have memory for buckets that all ranks of this host map: a collective of all ranks."""
-        if buckets:
-            assert self.machine.ranks is not None
-            sizes = {key: bucket.size_bytes for key, bucket in buckets.items()}
-            self.machine.shared_weights = SharedWeights.of(self.machine.ranks, sizes)
 
     def _fill(
         self,
         units: Sequence[Unit],
         named: Mapping[str, nn.Parameter],
         contents: Contents,
-        whole: frozenset[int],
         stored: frozenset[int],
     ) -> None:
         """Make the buckets of a model that has no values yet, none on the device."""
@@ -219,9 +199,7 @@ class ModelBuckets:
         for unit in units:
             params = [named[place.name] for place in unit.bucket.params]
             key = unit.bucket.key
-            made[key] = self._bucket(
-                unit.bucket, params, False, key in whole, stored=key in stored, empty=True
-            )
+            made[key] = self._bucket(unit.bucket, params, False, stored=key in stored, empty=True)
         contents.fill(list(made.values()), self.options.progress)
         self.machine.buckets.update(made)
 
@@ -299,10 +277,6 @@ class ModelBuckets:
         Gradients move along; optimizer states when the next step finds them elsewhere.
         """
         self.machine.slots.forget()  # its memory is for buckets that come to the device
-        before = self.plans.placement.whole
-        assert before in (frozenset(), wanted.whole), "ranks choose once which buckets they map"
-        new = wanted.whole - before
-        self._share({key: self.machine.buckets[key].whole for key in sorted(new)})
         first = wanted.weights_on_disk  # these leave host memory
         with line("", self.options.progress):
             for key in sorted(self.machine.buckets, key=lambda key: key not in first):
@@ -310,7 +284,6 @@ class ModelBuckets:
                     self.move_bucket,
                     key,
                     key in wanted.resident,
-                    whole=key in wanted.whole,
                     stored=key in wanted.weights_on_disk,
                 )
                 undone(move)
@@ -339,22 +312,19 @@ class ModelBuckets:
         resident: bool,
         undos: Undos,
         *,
-        whole: bool = False,
         stored: bool = False,
         anew: bool = False,
     ) -> None:
-        """Let a bucket live on the device, or on the host, and there, with `whole`, in memory that
-        all ranks of it map, or, with `stored`, with its parameters on the disk; `moved` comes
-        behind the last one.
+        """Let a bucket live on the device, or on the host, and there, with `stored`, with its
+        parameters on the disk; `moved` comes behind the last one.
 
         Args:
             anew: it gets other memory where it lives there already.
         """
         old = self.machine.buckets[key]
-        shared = self.machine.shared_weights if whole else None
         stored = stored and not resident
-        here = (old.resident is not None, old.shared_weights, old.on_disk is not None)
-        if here == (resident, shared, stored) and not anew:
+        here = (old.resident is not None, old.on_disk is not None)
+        if here == (resident, stored) and not anew:
             return
         where = "device" if resident else "disk" if stored else "host"
         progress.now(f"moving parameters to the {where}")
@@ -362,9 +332,7 @@ class ModelBuckets:
         old.pending.withdraw()
         undos.append(functools.partial(_show_again, [(p, p.grad) for p in old.params]))
         gradients, lacking = self.machine.gradients.take(key)
-        self.machine.buckets[key] = self._bucket(
-            old.whole, old.params, resident, whole, stored=stored
-        )
+        self.machine.buckets[key] = self._bucket(old.whole, old.params, resident, stored=stored)
         self.machine.gradients.put(self.machine.buckets[key], gradients, lacking)
         for param in old.params:
             follow(param)
@@ -374,7 +342,6 @@ class ModelBuckets:
         layout: Bucket,
         params: Sequence[nn.Parameter],
         resident: bool,
-        whole: bool = False,
         *,
         stored: bool = False,
         empty: bool = False,
@@ -394,7 +361,6 @@ class ModelBuckets:
             filling=filling,
             budget=self._host_budget,
             rank=self.options.rank,
-            shared_weights=self.machine.shared_weights if whole else None,
         )
 
     def _source(self, param: torch.Tensor) -> Source:
@@ -510,15 +476,8 @@ class ModelBuckets:
 
     def _leave_to_others(self) -> None:
         """Give buckets other memory where somebody holds what a parameter has left: who has put
-        something else into `p.data` for a while (the average of an EMA) puts that back.
-
-        Memory that ranks map is theirs together: there it is overwritten.
-        """
-        left = [
-            key
-            for key, bucket in self.machine.buckets.items()
-            if bucket.shared_weights is None and bucket.left_to_others()
-        ]
+        something else into `p.data` for a while (the average of an EMA) puts that back."""
+        left = [key for key, bucket in self.machine.buckets.items() if bucket.left_to_others()]
         for key in left:
             old = self.machine.buckets[key]
             resident, stored = old.resident is not None, old.on_disk is not None

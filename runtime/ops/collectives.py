@@ -47,17 +47,6 @@ class CollectiveOps(OpGroup):
             machine.alive.append((fresh, copied))
         return copied
 
-    def prefetch_whole(self, bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Handle:
-        slots, host, ranks = self.machine.slots, self.machine.buckets[bucket.key], self._ranks
-        assert host.shared_weights is not None, "a whole copy of a bucket that ranks do not map"
-
-        def copy() -> Any:
-            slots.flat(slot, bucket).copy_(host.flat, non_blocking=True)
-            return slots.weights(slot, bucket)
-
-        ranks.note_op()
-        return self._issue(Stream.H2D, (after,), copy)
-
     def all_gather(self, bucket: Bucket, slot: Slot, shard: Handle) -> Handle:
         slots, ranks = self.machine.slots, self._ranks
 

@@ -70,7 +70,6 @@ class Executor:
             machine.weight_staging.prefetches.require(plan.weight_sets, size)
             machine.weight_staging.updates.require(plan.new_weight_sets, size)
         kinds = schedule.graphs.items() if machine.ranks is not None else ()
-        self._copies_whole = {n for n, g in kinds if ops.nodes_that(g, lambda op: op.of_all)}
         self._collectives = {n: Collectives.of(g, n, schedule.name) for n, g in kinds}
         self._bound = {name: BoundOps(schedule, machine) for name in schedule.graphs}
         self._run = {name: self._compile(name) for name in schedule.graphs}
@@ -223,10 +222,10 @@ class Executor:
 
     def _call(self, name: str, inputs: dict[str, Any]) -> Any:
         machine = self.machine
-        agreed, copied = self._agreed(name), self._copied(name)
         # code that was traced in an autocast has its casts
         quiet = compat.without_autocast()
-        with agreed, copied, machine.streams.run(), torch.no_grad(), quiet, compat.on_host():
+        running = machine.streams.run()
+        with self._agreed(name), running, torch.no_grad(), quiet, compat.on_host():
             machine.streams.alone = self._alone[name]
             machine.slots.trim(len(self.schedule.slots))
             machine.slots.require(self.schedule.slots)
@@ -250,15 +249,6 @@ class Executor:
         """For its duration all ranks run the same graph."""
         ranks = self.machine.ranks
         return nullcontext() if ranks is None else ranks.running(self._collectives[name])
-
-    def _copied(self, name: str) -> AbstractContextManager[None]:
-        """For its duration no rank changes what others copy, but where the graph says so."""
-        machine = self.machine
-        if name not in self._copies_whole:
-            return nullcontext()
-        assert machine.shared_weights is not None, "whole copies of buckets that ranks do not map"
-        done = functools.partial(machine.streams.synchronize, Stream.H2D)
-        return machine.shared_weights.copied(done)
 
     def _taken(self, name: str, token: Token | None, inputs: dict[str, Any]) -> Handle:
         """What a placeholder stands for now."""

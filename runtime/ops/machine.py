@@ -21,7 +21,6 @@ from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.live import Live
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.saved_on_disk import SavedDisk
-from megacompile.runtime.device.shared_weights import SharedWeights
 from megacompile.runtime.device.slots import DeviceSlots
 from megacompile.runtime.device.streams import Handle, Streams
 from megacompile.runtime.params.bucket import HostBucket
@@ -75,7 +74,6 @@ class Machine:
     host_budget: HostBudget = field(default_factory=HostBudget)  # makes all host buffers
     update_cores: frozenset[int] = frozenset()  # on which the host updates; none: on any
     ranks: Ranks | None = None  # the processes that share the model
-    shared_weights: SharedWeights | None = None  # memory that those of this host map
     seed: Callable[[], int] = torch.initial_seed  # of stochastic rounding
     detect_anomaly: bool = False  # is NaN or inf in a gradient an error?
     code: CodeCounts = field(default_factory=CodeCounts)  # of the schedules' stages

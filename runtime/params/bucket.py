@@ -20,8 +20,6 @@ from megacompile.ir.mirror import mirrored
 from megacompile.runtime.device.buffers import DeviceBuffer, HostBuffer
 from megacompile.runtime.device.disk_buffers import Disk, DiskBuffer
 from megacompile.runtime.device.host_budget import HostBudget
-from megacompile.runtime.device.shared_buffers import SharedBuffer
-from megacompile.runtime.device.shared_weights import Rows, SharedWeights
 from megacompile.runtime.params.fill import Fill, Filling
 from megacompile.runtime.params.guards import guard_of, release, unguarded
 from megacompile.runtime.params.pending import Pending
@@ -52,7 +50,6 @@ class HostBucket:
         empty: on the host, with memory that nobody has touched. Who fills it lets the parameters
             have it, and calls `filled`.
         filling: lets the values come in the background, where they can (see `fill`).
-        shared_weights: has what is streamed, of all ranks; each of them copies it whole.
         budget: makes its buffers on the host. Default: one without a limit.
     """
 
@@ -73,7 +70,6 @@ class HostBucket:
         empty: bool = False,
         filling: Filling | None = None,
         budget: HostBudget | None = None,
-        shared_weights: SharedWeights | None = None,
     ) -> None:
         self._budget = budget or HostBudget()
         self.resident = resident
@@ -91,13 +87,9 @@ class HostBucket:
         self.on_disk: DiskBuffer | None = None  # where the parameters lie, if on the disk
         if weights_on_disk and self.disk is not None:
             self.on_disk = self.disk.buffer(layout.size_bytes)
-        self.shared_weights = shared_weights
-        self._streamed_places = layout.params if shared_weights is None else whole.rows_of(rank)
-        rows = None if shared_weights is None else shared_weights.rows(whole.key)
-        buffer = self._streamed_lie_in = self._new_streamed(rows)
-        # (size_bytes,) uint8: of this rank's part, or of the whole bucket where all ranks map it
-        self.flat = buffer.bytes((layout if shared_weights is None else whole).size_bytes)
-        self.streamed = tuple(buffer.tensor(place) for place in self._streamed_places)
+        buffer = self._streamed_lie_in = self._new_streamed()
+        self.flat = buffer.bytes(layout.size_bytes)  # (size_bytes,) uint8: of this rank's part
+        self.streamed = tuple(buffer.tensor(place) for place in layout.params)
         self._memory: list[torch.Tensor] = []  # flat, uint8: of masters and gradients
         self._grad_memory: torch.Tensor | None = None  # that of them which holds the gradients
         self._buffer = buffer
@@ -108,7 +100,7 @@ class HostBucket:
         self.grads: dict[int, torch.Tensor] = {}
         self.states = StateMemory(self)
         self.copy = StreamedCopy(self)
-        self.pending = Pending(self.params, self.copy, rows, functools.partial(_owners, ref(self)))
+        self.pending = Pending(self.params, self.copy, functools.partial(_owners, ref(self)))
         for param in self.params:
             release(param)
         self._empty = empty
@@ -117,15 +109,10 @@ class HostBucket:
         elif not empty:
             self._take()
             self._settle_in()
-            if isinstance(buffer, SharedBuffer) and pin:
-                buffer.settle()  # this rank's rows have their pages already, near this rank
 
-    def _new_streamed(self, rows: Rows | None) -> HostBuffer | DeviceBuffer | DiskBuffer:
+    def _new_streamed(self) -> HostBuffer | DeviceBuffer | DiskBuffer:
         """Where what is streamed lies."""
-        if self.shared_weights is None or rows is None:
-            return self.on_disk or self.new_buffer(self.layout.size_bytes, pin=self.pin)
-        mapped = functools.partial(self.shared_weights.buffer, self.whole.key, rows.leave)
-        return self._budget.map(self.layout.size_bytes, self.layout.name, mapped)
+        return self.on_disk or self.new_buffer(self.layout.size_bytes, pin=self.pin)
 
     def _take(self) -> None:
         """Give the parameters, with their values, the bucket's memory."""
@@ -177,9 +164,7 @@ class HostBucket:
         self._empty = False
         self._settle_in()
         for buffer, pin in ((self._buffer, self.pin), (self._values_lie_in, self.pin_masters)):
-            if pin and isinstance(buffer, SharedBuffer):
-                buffer.settle()
-            elif pin and isinstance(buffer, HostBuffer):
+            if pin and isinstance(buffer, HostBuffer):
                 buffer.lock()
 
     def new_buffer(self, size_bytes: int, *, pin: bool) -> HostBuffer | DeviceBuffer:
@@ -205,12 +190,12 @@ class HostBucket:
         their places in it, and they. Packed ones have no masters: they are what is streamed."""
         named = zip(self.layout.params, self.params, strict=True)
         if all(place.dtype == param.dtype for place, param in named):
-            return buffer, self._streamed_places, self.streamed
+            return buffer, self.layout.params, self.streamed
         whole = [i for i, place in enumerate(self.layout.params) if not place.packed]
         masters, end = _places(self.layout, {i: self.params[i].dtype for i in whole})
         buffer = self.new_buffer(end, pin=self.pin_masters)
         self._memory.append(buffer.bytes(end))
-        places, values = list(self._streamed_places), list(self.streamed)
+        places, values = list(self.layout.params), list(self.streamed)
         for i, place in masters.items():
             places[i], values[i] = place, buffer.tensor(place)
         return buffer, places, tuple(values)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +16,6 @@ from megacompile.errors import OptimizerError
 from megacompile.ir.ops import Part
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device import forks
-from megacompile.runtime.device.shared_weights import Rows, await_weights
 from megacompile.runtime.device.streams import Handle, Host
 from megacompile.runtime.params.bucket_guards import Offered, Wait
 from megacompile.runtime.params.guards import guard, guard_of, release, release_from
@@ -58,7 +56,6 @@ class Pending:
     Args:
         params: the bucket's.
         copy: of them that is streamed, which is watched when nothing else guards them.
-        rows: tells the other ranks of work, where they copy the bucket whole.
         owners: gives the optimizers that have states of it.
     """
 
@@ -66,12 +63,10 @@ class Pending:
         self,
         params: Sequence[torch.nn.Parameter],
         copy: StreamedCopy,
-        rows: Rows | None = None,
         owners: Callable[[], Iterable[Any]] = tuple,
     ) -> None:
         self.params = params
         self.copy = copy
-        self.rows = rows
         self.owners = owners
         self.torn: Torn | None = None  # by an update that failed, and not loaded since
         self.restoring = False  # may what is torn be read, by who loads it?
@@ -94,8 +89,6 @@ class Pending:
         self._failed = False
         self.copy.changed()
         self.in_flight = work
-        if self.rows is not None:
-            self.rows.begin(work)
         self._guarded, self._updated = [], []
         self._guard(updated, states)
 
@@ -113,8 +106,6 @@ class Pending:
         if part is Part.GRADIENTS:
             return Handle(None, Stream.D2H, self.gradients_copied)
         work = self.in_flight
-        if part is Part.WEIGHTS and self.rows is not None:
-            return Handle(work, Stream.HOST, host=_OfAllRanks(self, self.rows))
         if work is None:
             return Handle(None, Stream.HOST)
         event = work.event(part)
@@ -133,8 +124,6 @@ class Pending:
             self.start(work, updated, states)
             return
         self.in_flight = work
-        if self.rows is not None:
-            self.rows.begin(work)
         self._guard(updated, states)
 
     def start_copies(
@@ -245,8 +234,6 @@ class Pending:
         if self.torn is None:
             self._guarded, self._updated = [], []
         work.fresh.clear()
-        if self.rows is not None:
-            self.rows.finish()
         if self.torn is None:
             self._release(guarded)
 
@@ -282,26 +269,3 @@ class Pending:
         offer = self.take_offer()
         if offer is not None:
             offer.drop()
-
-
-@dataclass(frozen=True, slots=True)
-class _OfAllRanks:
-    """The last writes of a bucket's weights, by all ranks: a `Host`."""
-
-    pending: Pending
-    rows: Rows
-
-    def busy(self) -> bool:
-        return self.rows.busy()
-
-    def settle(self) -> None:
-        """Raises what went wrong here, which is not over for the others then, or that another rank
-        has stopped."""
-        work = self.pending.in_flight
-        if work is not None:
-            await_weights(work)
-            if work.done():
-                self.pending.settle()
-            else:
-                self.rows.finish()
-        self.rows.settle()

@@ -248,8 +248,7 @@ class BucketUpdate:
         last = -2
         for step in self.steps:
             run = self._run(step)
-            # nobody without a gradient lies in between, and no rows of another rank
-            beside = runs and step.index == last + 1 and self.bucket.shared_weights is None
+            beside = runs and step.index == last + 1  # one without a gradient may lie in between
             last = step.index
             reach = runs[-1].reach(run) if beside else 0
             if reach:

@@ -44,7 +44,6 @@ their effects (`megacompile.ir.ops.op`): `megacompile.runtime.ops.bound` holds w
     update_in_place compute 3UPDATE           bucket, gradients, norms -> done; in the backward
     prefetch_shard h2d      3PREFETCH_SHARD@1 bucket, slot -> this rank's part of the weights
     all_gather     comm     3ALL_GATHER@1     bucket, slot, this rank's part -> weights
-    prefetch_whole h2d      3PREFETCH_WHOLE@1 bucket, slot -> weights, the parts of all ranks
     alloc_shard    compute  3ALLOC_SHARD      bucket -> a buffer for this rank's gradients
     reduce_scatter comm     3REDUCE_SCATTER   bucket, gradients, buffer -> their mean over ranks
     all_reduce     comm     3ALL_REDUCE       bucket, gradients -> their mean over replicas
@@ -71,7 +70,6 @@ from megacompile.ir.ops.collectives import (
     all_reduce,
     alloc_shard,
     prefetch_shard,
-    prefetch_whole,
     reduce_scatter,
     scattered,
 )
@@ -160,7 +158,6 @@ __all__ = [
     "op_of",
     "prefetch",
     "prefetch_shard",
-    "prefetch_whole",
     "read_saved",
     "read_state",
     "read_trained",

@@ -42,25 +42,6 @@ def all_gather(bucket: Bucket, slot: Slot, shard: Any) -> Any:
     unbound(all_gather)
 
 
-@op(
-    Stream.H2D,
-    by_slot,
-    gives=Value.WEIGHTS,
-    reads=(Part.WEIGHTS,),
-    slot=1,
-    fills_slot=True,
-    of_all=True,
-    copied=of_bucket,
-    copies=lambda node: 1,
-)
-def prefetch_whole(bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Any:
-    """Copy a bucket with the parts of all ranks, which lie in memory that all of them map.
-
-    `after` as of `prefetch`; the token of its weights stands for the last writes of all ranks.
-    """
-    unbound(prefetch_whole)
-
-
 @op(Stream.COMPUTE, by_subject, gives=Value.GRADIENT_BUFFER, owns=True, show=Show.QUIET)
 def alloc_shard(bucket: Bucket) -> Any:
     """Device memory for this rank's part of a bucket's gradients."""

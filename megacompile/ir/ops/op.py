@@ -101,7 +101,6 @@ class Op:
     lends: Part | None = None  # what it gives is that part of its bucket itself, where that lies
     once: bool = False  # there is one for each bucket
     to_backward: bool = False  # the forward returns what it gives
-    of_all: bool = False  # it touches what other ranks have: all of them issue it alike
 
     begins: bool = False  # it stands for everything that was queued before the schedule
     waits: bool = True  # its stream waits for what it names
@@ -123,7 +122,7 @@ class Op:
 
 def alike(op: Op) -> bool:
     """Do all ranks that share a model issue an op alike, in the same order?"""
-    return op.issues and (op.of_all or op.stream is Stream.COMM)
+    return op.issues and op.stream is Stream.COMM
 
 
 NO_OP = Op("", Stream.COMPUTE, lambda args: "", issues=False, show=Show.QUIET)
