@@ -12,7 +12,7 @@
 #                 ARGS="--only t5", ARGS=--write (docs/zoo.md), ARGS=--lengths (captures while sizes change)
 #   make examples  the loops in examples/ with and without the one line, and the tests that need
 #                 Accelerate, PEFT, TRL, Lightning, bitsandbytes or torchao, which `make test` skips
-#   make lint     ruff and mypy --strict
+#   make lint     ruff, mypy --strict and the check of docstrings (tests/prose.py)
 #   make bench    the benchmarks (an NVIDIA GPU), `make peers` first
 #   make peers    the same training steps by DeepSpeed, FSDP2, RoundPipe, torchao and PyTorch, into
 #                 benchmarks/results and docs/measured.md (an NVIDIA GPU, up to five hours);
@@ -132,6 +132,7 @@ examples: $(EXAMPLES_INSTALLED)
 lint: $(INSTALLED)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -m tests.prose
 	$(PY) -m mypy
 
 bench: peers

@@ -313,7 +313,8 @@ def _room(rows: Sequence[tuple[str, int]], options: Options) -> HostRoom:
 def _megacompiled(
     model: nn.Module, options: Options, checkpoint: str | os.PathLike[str] | Checkpoint | None
 ) -> bool:
-    """Whether it is already, as it is wanted. Raises where it cannot be, or is it otherwise."""
+    """Returns whether the model is megacompiled with these options already. Raises where it cannot
+    be, or is with others."""
     present = compat.compiled_call(model) if isinstance(model, nn.Module) else None
     if is_part(present):  # another model's: what has its parameters says more
         present = None
@@ -343,7 +344,8 @@ def _megacompiled(
 def _compiler(
     model: nn.Module, options: Options, ranks: Ranks | None
 ) -> functools.partial[PassCompiler]:
-    """What compiles captured graphs for this machine; over ranks, for what all of them have."""
+    """Builds the compiler of captured graphs for this machine; for ranks, with what all of them
+    have."""
     cuda = options.device.type == "cuda"
     share = 1 if ranks is None or not cuda else ranks_of_host(ranks.mesh)
     host_bytes = None
@@ -386,7 +388,7 @@ def _device_bytes(options: Options) -> int:
 def _contents(
     model: nn.Module, checkpoint: str | os.PathLike[str] | Checkpoint | None
 ) -> Contents | None:
-    """What fills a model; None where it has its values."""
+    """The contents that fill a model; None where it has its values."""
     if checkpoint is not None and not isinstance(checkpoint, (str, os.PathLike, Checkpoint)):
         raise OptionTypeError(
             f"megacompile(): option 'checkpoint' got {type(checkpoint).__name__}; needed a path "

@@ -1,4 +1,4 @@
-"""How much code was compiled in this process, how much came from caches, and how long it took."""
+"""Counts the code compiled in this process, the code taken from caches, and the time it took."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class CodeCounts:
-    """Of code of one kind: graphs, or kernels."""
+    """Counts of one kind of code: graphs, or kernels."""
 
     found: int = 0  # in caches, those of another process that compiled them meanwhile included
     beside: int = 0  # of these: compiled meanwhile by processes beside this one, for this one
@@ -23,7 +23,7 @@ class CodeCounts:
 
     @property
     def is_none(self) -> bool:
-        """Was nothing of this kind needed?"""
+        """True if no code of this kind was needed."""
         return not self.found and not self.made
 
 

@@ -34,7 +34,7 @@ def folder(value: Any) -> str | None:
 
 
 def size_bytes(value: Any, there: str | None) -> int | None:
-    """What may be taken there; None: what is free."""
+    """Bytes that may be taken on the disk; None: what is free."""
     if value is None:
         return None
     if there is None:

@@ -41,7 +41,7 @@ def old_objects_left_out(objects: int = _OBJECTS) -> Iterator[None]:
 
 
 def every_object() -> list[Any]:
-    """What the collector knows, with what `old_objects_left_out` leaves out."""
+    """The objects that the collector knows, and those that `old_objects_left_out` leaves out."""
     if not _LEFT_OUT:
         return gc.get_objects()
     gc.unfreeze()

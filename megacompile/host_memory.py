@@ -1,4 +1,4 @@
-"""How much host memory this process can still get, and the check that an allocation fits in it."""
+"""Host memory that this process can still get, and the check that an allocation fits in it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def too_small(rows: Sequence[tuple[str, int]], there_bytes: int) -> tuple[str, .
 
 
 def free_bytes(limit_bytes: int | None = None) -> int:
-    """What may be allocated: what is free, less a margin, and no more than the limit."""
+    """Bytes that may be allocated: what is free, less a margin, and no more than the limit."""
     there = max(available_bytes() - MARGIN_BYTES, 0)
     return there if limit_bytes is None else min(there, limit_bytes)
 
@@ -111,7 +111,7 @@ _FILES = {"inactive_file": "inactive_file", "total_inactive_file": "inactive_fil
 
 
 def _cgroups() -> list[dict[str, int]]:
-    """What each cgroup around this process says of memory: "max" (a limit), "current",
+    """Memory figures of each cgroup around this process: "max" (a limit), "current",
     "inactive_file"; bytes. A container sees its own at the root; a job of SLURM or a systemd unit
     is further down."""
     found = []
@@ -124,7 +124,7 @@ def _cgroups() -> list[dict[str, int]]:
 
 
 def _places() -> Iterator[tuple[str, PurePosixPath, dict[str, str]]]:
-    """Where the cgroup of this process is: below which folder, its path, and the names of files."""
+    """Location of the cgroup of this process: its root folder, its path, and the names of files."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -139,7 +139,8 @@ def _places() -> Iterator[tuple[str, PurePosixPath, dict[str, str]]]:
 
 
 def _said(place: Path, names: dict[str, str]) -> dict[str, int]:
-    """Of one cgroup; {} if it has no limit. Each new buffer asks, so no more files are read."""
+    """Figures of one cgroup; {} if it has no limit. Each new buffer asks, so no more files are
+    read."""
     found: dict[str, int] = {}
     for name in (*names, "memory.stat"):  # the limit comes first
         with contextlib.suppress(OSError):
@@ -153,7 +154,7 @@ def _said(place: Path, names: dict[str, str]) -> dict[str, int]:
 
 
 def _rlimits() -> list[tuple[int, int]]:
-    """What the system lets this process have (`ulimit -v`, `ulimit -d`), and what it has of it."""
+    """Limits of this process (`ulimit -v`, `ulimit -d`), and its use of each."""
     if resource is None:
         return []
     try:

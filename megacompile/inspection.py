@@ -119,7 +119,7 @@ def explain(
     hardware: Hardware | None = None,
     changes: bool = True,
 ) -> Explanation:
-    """What a megacompiled model's step does and why, on one screen.
+    """Explains the step of a megacompiled model on one screen: what it does, and why.
 
     It shows the stages; where every byte is, on the device and on the host; the plan and its
     reasons; how busy each stream is and what bounds the step; what would help, and by how much.

@@ -165,8 +165,8 @@ def schedule_made(schedule: Schedule) -> None:
 
 
 def host_budget(name: str, size_bytes: int, beside: Sequence[tuple[str, int]]) -> None:
-    """What a model may take of host memory where the user says nothing, and what is left to
-    processes beside this one: (what, bytes)."""
+    """Logs the host memory that a model may take where the user says nothing, and what is left to
+    processes next to this one: (what, bytes)."""
     left = "; ".join(f"{format_bytes(size)} for {what}" for what, size in beside)
     logger("memory").info(
         "%s: may take %s of host memory; left to processes beside it: %s",

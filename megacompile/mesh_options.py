@@ -26,7 +26,7 @@ class PlannedMesh:
         return 1 if self.replicas == 1 else 2
 
     def size(self, dim: int) -> int:
-        """How many there are of a dimension."""
+        """Number of ranks of a dimension."""
         return self.ranks if dim == self.ndim - 1 else self.replicas
 
     def get_local_rank(self, dim: int = 0) -> int:
@@ -36,7 +36,7 @@ class PlannedMesh:
 
 
 def is_first(mesh: object) -> bool:
-    """Is this process the first rank of a mesh, or the only process?"""
+    """True if this process is the first rank of a mesh, or the only process."""
     if not isinstance(mesh, DeviceMesh):
         return True
     return bool(mesh.get_rank() == int(mesh.mesh.flatten()[0]))

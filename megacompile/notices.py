@@ -21,7 +21,7 @@ _PASSED = frozenset(("megacompile", "torch", "contextlib", "functools", "threadi
 
 
 class Whose(enum.Enum):
-    """What a warning is about, where ranks share a model."""
+    """The subject of a warning, where ranks share a model."""
 
     ALL = "the model, or the program: the same in all ranks, and the first one says it"
     HOST = "a machine: its first rank says it"

@@ -99,7 +99,7 @@ def node_at(address: str, root: Path = _SYSFS) -> Node | None:
 
 
 def _siblings(cores: Collection[int], root: Path) -> int:
-    """How many hardware threads a core has."""
+    """Number of hardware threads of a core."""
     places = (root / f"devices/system/cpu/cpu{n}/topology/thread_siblings_list" for n in cores)
     try:
         return max(1, *(len(_cores(place.read_text())) for place in places))
@@ -150,7 +150,7 @@ def cores_of_updates(node: Node | None, threads: int, processes: int) -> frozens
 
 
 def bind(cores: Collection[int]) -> None:
-    """Let this thread run on these cores, and those that it starts; no cores: leave it."""
+    """Binds this thread to these cores, and those that it starts; no cores: leaves it."""
     if cores:
         with contextlib.suppress(OSError):  # others may have been taken away since
             os.sched_setaffinity(0, cores)
@@ -172,7 +172,7 @@ def bound(node: Node | None) -> Iterator[None]:
 
 
 def _has_policy() -> bool:
-    """Has somebody given this process a memory policy (`numactl --membind`, `--interleave`)?"""
+    """True if this process has a memory policy (`numactl --membind`, `--interleave`)."""
     mode = ctypes.c_int(_DEFAULT)
     nothing = ctypes.c_void_p(), ctypes.c_ulong(0), ctypes.c_void_p(), ctypes.c_ulong(0)
     error = _syscall()(_GET_MEMPOLICY, ctypes.byref(mode), *nothing)
@@ -208,7 +208,7 @@ def _say_refused(error: int) -> None:
 
 
 def _cores(text: str) -> frozenset[int]:
-    """Of "0-3,8" these: 0, 1, 2, 3, 8.
+    """Parses "0-3,8" to 0, 1, 2, 3, 8.
 
     Raises:
         ValueError: it is something else.

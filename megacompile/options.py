@@ -21,14 +21,14 @@ _E = TypeVar("_E", bound=enum.Enum)
 
 
 class Lowering(enum.Enum):
-    """How a stage's graph becomes code."""
+    """The way a stage's graph becomes code."""
 
     EAGER = "eager"  # the traced ATen graph, one kernel at a time: bitwise equal to the plain model
     INDUCTOR = "inductor"  # fused by TorchInductor: fast, equal within its own tolerance
 
 
 class Head(enum.Enum):
-    """How a language model's head and its loss are computed."""
+    """The way a language model's head and its loss are computed."""
 
     AUTO = "auto"  # in chunks with Inductor, where logits would take more than 1 GiB
     WHOLE = "whole"  # as the model has it
@@ -36,7 +36,7 @@ class Head(enum.Enum):
 
 
 class Activations(enum.Enum):
-    """Where the tensors wait that a stage's backward takes from its forward."""
+    """The place of the tensors that a stage's backward takes from its forward."""
 
     AUTO = "auto"  # what the plan finds best
     KEEP = "keep"  # saved tensors stay on the device
@@ -47,7 +47,7 @@ class Activations(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a user may choose. `resolve` fills in what was left open.
+    """The options of a user. `resolve` fills in what was left open.
 
     Attributes:
         device: where stages compute. Default: the current CUDA device, else the CPU.
@@ -119,7 +119,7 @@ class Options:
 
     @property
     def ranks(self) -> int:
-        """How many ranks have a part of each parameter.
+        """Number of ranks that have a part of each parameter.
 
         With several, plans choose nothing by themselves that collectives depend on: ranks whose
         inputs have other shapes, or that have other rates and budgets, must issue the same ones.
@@ -128,7 +128,7 @@ class Options:
 
     @property
     def replicas(self) -> int:
-        """How many ranks have the same part of each parameter (HSDP)."""
+        """Number of ranks that have the same part of each parameter (HSDP)."""
         return 1 if self.mesh is None or self.mesh.ndim == 1 else self.mesh.size(0)
 
     @property
@@ -143,7 +143,7 @@ class Options:
 
     @property
     def plans_device_update(self) -> bool:
-        """May the plan choose device updates, if `device_update` is left open?"""
+        """True if the plan may choose device updates, if `device_update` is left open."""
         return (
             self.lowering is Lowering.INDUCTOR
             and self.optimizer is None
@@ -153,7 +153,7 @@ class Options:
 
     @property
     def device_helps(self) -> bool:
-        """Does a GPU help the host with the updates that are no device updates?"""
+        """True if a GPU helps the host with the updates that are no device updates."""
         return (
             self.lowering is Lowering.INDUCTOR
             and self.optimizer is None
@@ -164,7 +164,7 @@ class Options:
 
     @property
     def may_store_weights(self) -> bool:
-        """May parameters go to the disk, if `disk_weights` is left open?"""
+        """True if parameters may go to the disk, if `disk_weights` is left open."""
         return (
             self.disk is not None
             and self.disk_weights is None
@@ -179,7 +179,7 @@ class Options:
 
     @property
     def updates_on_device(self) -> bool:
-        """May parameters of float32 masters be updated on the device?"""
+        """True if parameters of float32 masters may be updated on the device."""
         return self.optimizer is not None or bool(self.device_update) or self.device_helps
 
     @staticmethod

@@ -52,17 +52,17 @@ class Member:
 
 
 def is_wrapper(tensor: object) -> bool:
-    """Is it a tensor that only wraps others, which hold its data?"""
+    """True if it is a tensor that only wraps others, which hold its data."""
     return isinstance(tensor, torch.Tensor) and _kind(type(tensor)) is _Kind.WRAPPER
 
 
 def any_packed(params: Iterable[object]) -> bool:
-    """May any of these be a packed parameter?"""
+    """True if any of these may be a packed parameter."""
     return any(_kind(cls) is not _Kind.ORDINARY for cls in set(map(type, params)))
 
 
 def members(module: nn.Module, param: torch.Tensor) -> Sequence[Member]:
-    """What a parameter of `module` is made of; nothing where it is an ordinary one."""
+    """The tensors that a parameter of `module` is made of; empty for an ordinary one."""
     kind = _kind(type(param))
     if kind is _Kind.ORDINARY:
         return ()
@@ -102,7 +102,7 @@ def packed_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Par
 
 
 def settle(model: nn.Module) -> None:
-    """Let packed parameters be as they are between two calls, and share no tensor of their states.
+    """Normalises packed parameters between two calls, so that they share no tensor of their states.
 
     bitsandbytes moves the statistics of 8-bit weights from parameter to module in the first call,
     and exchanges 4-bit weights by others in the first call for inference on a CPU (which loses
@@ -121,7 +121,8 @@ def settle(model: nn.Module) -> None:
 
 
 def unshare(model: nn.Module) -> list[Member]:
-    """Let packed parameters share no tensor of their states; gives the members before copies."""
+    """Copies the tensors that packed parameters share in their states; returns the members before
+    the copies."""
     owner: dict[int, int] = {}  # tensor -> parameter
     shared: list[Member] = []
     for module, _, param in packed_parameters(model):
@@ -142,7 +143,7 @@ def twins(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def taken_apart(tensor: torch.Tensor) -> tuple[Wrapping, list[torch.Tensor]]:
-    """How a wrapper is put together, and the tensors that it is made of."""
+    """The way a wrapper is put together, and the tensors that it is made of."""
     names, context = compat.flatten_wrapper(tensor)
     inner: list[Wrapping | None] = []
     found: list[torch.Tensor] = []

@@ -18,7 +18,7 @@ from megacompile.text import format_bytes
 
 
 class PageLocks:
-    """What is locked, and what is not because the system refused it. By the address of buffers."""
+    """Page locks, and those that the system refused, by the address of buffers."""
 
     def __init__(self) -> None:
         self._locked: dict[int, int] = {}  # dictionaries, because several threads lock
@@ -28,17 +28,17 @@ class PageLocks:
 
     @property
     def locked_bytes(self) -> int:
-        """Of all buffers of this process that are locked now."""
+        """Bytes of all buffers of this process that are locked now."""
         return sum(list(self._locked.values()))
 
     @property
     def pageable_bytes(self) -> int:
-        """Of those that should be, and are not."""
+        """Bytes of those that should be locked, and are not."""
         return sum(list(self._pageable.values()))
 
     @property
     def limit_bytes(self) -> int | None:
-        """How much can be locked in all, as far as is known; None: nothing was refused yet."""
+        """Bytes that can be locked in all, as far as is known; None: nothing was refused yet."""
         return None if self._refused_bytes is None else self.locked_bytes
 
     def lock(self, address: int, size_bytes: int) -> bool:

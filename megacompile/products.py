@@ -34,8 +34,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool = False) -> 
 
 @functools.cache
 def _adds_to_wider(device: torch.device, dtype: torch.dtype) -> bool:
-    """Does addmm add a product of halves to a float32 matrix in place, or write it there, and get
-    it right?
+    """True if addmm adds a product of halves to a float32 matrix in place, or writes it there, and
+    gets it right.
 
     Documented for CUDA since torch 2.8; tried once, because not every backend has it.
     """

@@ -23,7 +23,7 @@ _LONG_S = 5.0  # off a terminal, shorter waits are not said
 
 @dataclass(slots=True)
 class _Line:
-    """What is waited for."""
+    """The work that is waited for."""
 
     is_shown: bool
     what: str = ""  # "": nothing
@@ -33,7 +33,7 @@ class _Line:
     thread: int = field(default_factory=threading.get_ident)  # whose waiting it tells of
 
     def now(self) -> str:
-        """What is waited for at this moment."""
+        """The work that is waited for at this moment."""
         return self.inside[-1] if self.inside else self.what
 
     def show(self) -> None:
@@ -115,7 +115,7 @@ def line(what: str, show: bool | None) -> Iterator[None]:
 
 
 def now(what: str) -> None:
-    """Let the line say something else, if this thread has one: "" is nothing."""
+    """Changes the text of the line, if this thread has one: "" is nothing."""
     current = _line()
     if current is None or current.what == what:
         return
@@ -128,8 +128,8 @@ def now(what: str) -> None:
 
 @contextmanager
 def phase(what: str) -> Iterator[None]:
-    """Let the line say something else inside of the block, if this thread has one. The time of what
-    it said before goes on, and phases of one name are logged as one."""
+    """Changes the text of the line inside of the block, if this thread has one. The time of what it
+    said before goes on, and phases of one name are logged as one."""
     current = _line()
     if current is None:
         yield

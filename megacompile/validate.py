@@ -1,4 +1,4 @@
-"""What a model must be for `megacompile()`, checked before anything is changed."""
+"""The requirements of `megacompile()` on a model, checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def host_rows(
     on_disk: bool = False,
     ranks: int = 1,
 ) -> list[tuple[str, int]]:
-    """What `megacompile()` will need of host memory beyond what the model holds there now.
+    """Bytes of host memory that `megacompile()` will need beyond what the model holds there now.
 
     Args:
         gradients: are there any?
@@ -179,6 +179,6 @@ def held_bytes(model: nn.Module) -> int:
 
 
 def _sizes(model: nn.Module) -> list[tuple[torch.Tensor, int]]:
-    """What a model's parameters are made of, each once, and its bytes."""
+    """The tensors that a model's parameters are made of, each once, and their bytes."""
     tensors = {id(leaf.tensor): leaf.tensor for leaf in leaves(model)}.values()
     return [(tensor, tensor.numel() * tensor.dtype.itemsize) for tensor in tensors]

@@ -23,7 +23,7 @@ def add_item(graph: fx.Graph, call: fx.Node, index: int, name: str) -> fx.Node:
 
 
 def saved_value(graph: fx.Graph, value: fx.Node) -> fx.Node:
-    """What the backward takes to have `value` as the forward read it.
+    """The value that the backward takes to have `value` as the forward read it.
 
     That is the value itself, or a snapshot where an input is changed in place, by a stage's
     backward too (`Schedule.written`):
@@ -70,7 +70,7 @@ class Placeholders:
         return self._by_name[source.name]
 
     def replace(self, placeholder: fx.Node, value: fx.Node) -> None:
-        """Let `value` be used instead; the placeholder goes."""
+        """Uses `value` instead of a placeholder, which it erases."""
         placeholder.replace_all_uses_with(value)
         self.graph.erase_node(placeholder)
         del self._by_name[str(placeholder.target)]

@@ -101,7 +101,7 @@ class Jobs:
             log.logger("compile").info("no process compiled a graph: %s", error)
 
     def done(self) -> bool:
-        """Has each graph been compiled, or can it not be?"""
+        """True if each graph is compiled, or cannot be."""
         if all(future.done() for future in self.futures.values()):
             return True
         return self.pool.is_over or time.monotonic() > self._until_s
@@ -135,7 +135,7 @@ class CompilePool:
         forks.tell(self)
 
     def submit(self, graphs: Iterable[Graph]) -> Jobs:
-        """Let them compile graphs, in this order."""
+        """Submits graphs to the workers, in this order."""
         settings = functools.cache(compat.compile_settings)
         jobs = Jobs(self)
         self._work()
@@ -182,7 +182,7 @@ class CompilePool:
 
     @property
     def is_over(self) -> bool:
-        """Have all of its processes ended?"""
+        """True if all of its processes have ended."""
         return all(process.status is not None for process in self._processes)
 
     def stop(self) -> None:
@@ -205,7 +205,7 @@ def _no_process() -> None:
 
 
 def _job(graph: Graph, settings: Callable[[], bytes], loads: bool) -> Job | None:
-    """What a process is asked to do; None where that cannot be said."""
+    """The request for a worker process; None where the graph cannot be sent."""
     try:
         packed, inputs = compat.packed_graph(graph.module), _described(graph.inputs)
         given = settings()
@@ -217,7 +217,7 @@ def _job(graph: Graph, settings: Callable[[], bytes], loads: bool) -> Job | None
 
 
 def _described(inputs: Sequence[torch.Tensor]) -> bytes:
-    """What the inputs look like, and the values that their symbols were traced for."""
+    """Bytes that describe the inputs, and the values that their symbols were traced for."""
     fakes = compat.fakes_in(inputs)
     metas = [
         replace(TensorMeta.of(value), requires_grad=False)
@@ -241,7 +241,7 @@ def _carry_out(process: Process, job: Job) -> None:
 
 
 def main(request: bytes) -> None:
-    """What a process does."""
+    """Entry point of a worker process."""
     device, threads = pickle.loads(request)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever else is printed
@@ -294,7 +294,7 @@ _compiled = [0]  # graphs, by processes for this one
 
 
 def compiled() -> int:
-    """How many graphs such processes have compiled so far that this one has asked for."""
+    """Number of graphs that worker processes have compiled so far for this process."""
     return _compiled[0]
 
 
@@ -349,8 +349,8 @@ def stop() -> None:
 def compiling(
     graphs: Callable[[], Iterable[Graph]], count: int, device: torch.device
 ) -> Iterator[Take]:
-    """Let processes compile graphs, and end them behind that. Where there are none, some are
-    started for many graphs.
+    """Compiles graphs in worker processes, which end afterwards. Where there are none, starts some
+    for many graphs.
 
     Yields `Jobs.take`.
 
@@ -376,7 +376,8 @@ def compiling(
 
 
 def submit(graphs: Callable[[], Iterable[Graph]], device: torch.device) -> Jobs | None:
-    """Let processes compile graphs, while this one goes on; None where there can be none."""
+    """Compiles graphs in worker processes, while this one goes on; None where no process can be
+    started."""
     if not compat.compiles_without_device():
         return None
     start(device, loads=False)

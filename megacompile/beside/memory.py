@@ -17,7 +17,8 @@ _UPDATE = 800 * _MIB  # Python that compiles the code of an update, and the C++ 
 
 
 def processes(options: Options) -> list[tuple[str, int]]:
-    """What may run beside a model on CUDA, and the host memory that it takes, bytes."""
+    """Processes that may run next to a model on CUDA, and the host memory that each takes,
+    bytes."""
     found: list[tuple[str, int]] = []
     if options.lowering is not Lowering.INDUCTOR:
         return found

@@ -65,7 +65,7 @@ class Process:
             pass  # it is over already, and its status says so
 
     def send(self, message: bytes) -> None:
-        """Let it read one more pickle.
+        """Sends one more pickle to the process.
 
         Raises:
             BrokenPipeError: it is over.

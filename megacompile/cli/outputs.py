@@ -1,4 +1,4 @@
-"""Where a trace goes to: what the commands that trace have in common."""
+"""Output options that all commands which trace share."""
 
 from __future__ import annotations
 

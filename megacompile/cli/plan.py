@@ -246,7 +246,7 @@ def device_memory(args: argparse.Namespace, there_bytes: int | None) -> int | No
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """What is said of a disk."""
+    """Options about a disk."""
 
     folder: str
     free_bytes: int

@@ -200,7 +200,7 @@ def _answer(args: argparse.Namespace, hardware: Hardware, batch: int) -> Answer:
 def _first(
     made: Target, options: Options, hardware: Hardware, *, on_disk: bool
 ) -> list[tuple[str, int]]:
-    """What `megacompile()` checks before it plans."""
+    """The checks of host memory that `megacompile()` makes before it plans."""
     return host_rows(
         made.model,
         gradients=options.optimizer is None,
@@ -255,7 +255,7 @@ def _programs(made: Target, options: Options, hardware: Hardware) -> list[Abstra
 
 
 def _schedules(programs: list[AbstractProgram]) -> list[Schedule]:
-    """Where memory is too small, the schedules that come nearest to what there is."""
+    """The schedules; where memory is too small, those that come nearest to fitting."""
     found: list[Schedule] = []
     for program in programs:
         reuse = program is programs[-1]

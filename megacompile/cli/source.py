@@ -1,4 +1,4 @@
-"""What the target of a command names: a config, or a function. torch is not needed to say that.
+"""Parses the target of a command: a config, or a function. Needs no torch.
 
 Nor is transformers, to say that it has no such model: importing it takes seconds, since it imports
 torch. Its list of model types is read as text.
@@ -162,6 +162,6 @@ def _config(file: Path) -> Config:
 
 
 def _others(folder: Path) -> str:
-    """What lies in a folder without a config that looks like a model."""
+    """Lists the files of a folder without a config that look like a model."""
     found = sorted({p.suffix for p in folder.glob("*") if p.suffix.lower() in _WEIGHTS})
     return f" (the folder has {', '.join(found)} files, which are weights alone)" if found else ""

@@ -29,7 +29,7 @@ class Target:
 
     @property
     def parameters(self) -> int:
-        """How many there are."""
+        """Number of parameters."""
         return sum(p.numel() for p in self.model.parameters())
 
 

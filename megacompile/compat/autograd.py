@@ -30,7 +30,7 @@ def without_saved_tensors_hooks() -> Iterator[None]:  # torch 2.11 to 2.15
 
 
 def keeps_graph() -> bool:  # torch 2.11 to 2.15
-    """Inside a backward: was it called with `retain_graph=True`?"""
+    """Inside a backward: true if it was called with `retain_graph=True`."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
@@ -63,7 +63,7 @@ def _no_hook(*gradients: Any) -> None:
 
 
 def accumulates_into(node: Node) -> bool | None:  # torch 2.11 to 2.15
-    """Inside a backward: will it run this AccumulateGrad node?
+    """Inside a backward: true if it will run this AccumulateGrad node.
 
     False where `autograd.grad()` or `backward(inputs=...)` were called without its parameter, None
     where `autograd.grad()` was called for it.
@@ -75,7 +75,7 @@ def accumulates_into(node: Node) -> bool | None:  # torch 2.11 to 2.15
 
 
 def accumulates_into_all(nodes: Iterable[Node]) -> bool:  # torch 2.11 to 2.15
-    """Inside a backward: will it run all of these AccumulateGrad nodes?"""
+    """Inside a backward: true if it will run all of these AccumulateGrad nodes."""
     try:
         return all(map(torch._C._will_engine_execute_node, nodes))
     except RuntimeError:
@@ -92,7 +92,7 @@ class BackwardCall:  # torch 2.11 to 2.15
 
 
 def note_backward_calls() -> None:  # torch 2.11 to 2.15
-    """Let `backward_calls` know of every call from now on."""
+    """Records every call of a backward from now on, for `backward_calls`."""
     stock = torch.autograd.graph._engine_run_backward
     if hasattr(stock, "noted"):
         return
@@ -136,12 +136,12 @@ def function_of(node: Node) -> type | None:  # torch 2.11 to 2.15
 
 
 def run_soon(node: Node) -> None:  # torch 2.11 to 2.15
-    """Let autograd run a node as soon as it can, as it does its AccumulateGrad nodes."""
+    """Makes autograd run a node as soon as it can, as it does its AccumulateGrad nodes."""
     node._set_sequence_nr(2**63 - 1)  # type: ignore[attr-defined]
 
 
 def in_compiled_autograd() -> bool:  # torch 2.11 to 2.15
-    """Inside a backward: does compiled autograd run it?"""
+    """Inside a backward: true if compiled autograd runs it."""
     return bool(torch._dynamo.compiled_autograd.in_compiled_autograd_region)
 
 
@@ -156,19 +156,19 @@ def backward_id() -> int:  # torch 2.11 to 2.15
 
 
 def put_first(handle: Any) -> None:  # torch 2.11 to 2.15
-    """Let a hook run before those that are registered in the same place."""
+    """Moves a hook ahead of those that are registered in the same place."""
     hooks = handle.hooks_dict_ref()
     assert hooks is not None, "the hooks of an object that is gone"
     hooks.move_to_end(handle.id, last=False)
 
 
 def put_last(handle: Any) -> None:  # torch 2.11 to 2.15
-    """Let a hook run behind those that are registered in the same place."""
+    """Moves a hook after those that are registered in the same place."""
     hooks = handle.hooks_dict_ref()
     if hooks is not None and handle.id in hooks:
         hooks.move_to_end(handle.id)
 
 
 def is_overwritten(error: RuntimeError) -> bool:  # torch 2.11 to 2.15
-    """Does a backward refuse because what it needs was changed in place?"""
+    """True if a backward refuses because a tensor that it needs was changed in place."""
     return "has been modified by an inplace operation" in str(error)

@@ -1,4 +1,4 @@
-"""Why Dynamo did not capture something: a graph break, a failed trace, a limit, a switch."""
+"""Reasons why Dynamo did not capture code: a graph break, a failed trace, a limit, a switch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LimitHit(NamedTuple):  # torch 2.11 to 2.15
 
 
 def note_uncaptured() -> None:  # torch 2.11 to 2.15
-    """Let `graph_breaks` and `limit_hits` know of every one from now on.
+    """Records every graph break and limit from now on, for `graph_breaks` and `limit_hits`.
 
     Dynamo has a list of its own for some graph breaks, but not for those that make it skip a whole
     function (in a loop, in `try`). A limit that is hit is only logged.
@@ -78,7 +78,7 @@ def note_uncaptured() -> None:  # torch 2.11 to 2.15
 
 
 def skip_untraced(within: types.CodeType) -> None:  # torch 2.11 to 2.15
-    """Let what Dynamo cannot trace run as it is, behind lines of a user that have run.
+    """Runs code that Dynamo cannot trace as it is, after lines of a user that have run.
 
     A call of which no line has run can begin again, without Dynamo; another one cannot. Its frame
     that could not be traced is skipped, as behind a graph break; `untraced` knows of it.
@@ -108,7 +108,7 @@ def skip_untraced(within: types.CodeType) -> None:  # torch 2.11 to 2.15
 
 
 def untraced_by(error: Exception) -> Untraced:  # torch 2.11 to 2.15
-    """Where and why Dynamo raised one of `CAPTURE_ERRORS`, on one line."""
+    """Returns where and why Dynamo raised one of `CAPTURE_ERRORS`, on one line."""
     text = str(error).strip()
     of_operator = re.search(r"with fake tensors: \w+ (.+?)\(\*.*: got (.+)", text)
     why = text.partition("\n")[0] if of_operator is None else ": ".join(of_operator.groups())
@@ -118,7 +118,7 @@ def untraced_by(error: Exception) -> Untraced:  # torch 2.11 to 2.15
 
 
 def untraced(code: types.CodeType) -> Untraced | None:  # torch 2.11 to 2.15
-    """What `skip_untraced` has skipped this code for the last time."""
+    """Returns what `skip_untraced` skipped last for this code."""
     found: tuple[int, Untraced | None] = _untraced.get(code, (0, None))
     return found[1]
 
@@ -148,7 +148,7 @@ def limit_hits() -> Iterable[LimitHit]:  # torch 2.11 to 2.15
 
 
 def uncaptured() -> int:  # torch 2.11 to 2.15
-    """How many graph breaks, limits and failed traces there were since `note_uncaptured`."""
+    """Number of graph breaks, limits and failed traces since `note_uncaptured`."""
     return _COUNT[0]
 
 
@@ -161,13 +161,13 @@ def why_captured_again(compiled: Callable[..., Any]) -> str:  # torch 2.11 to 2.
 
 
 def _capture_of(failure: str) -> int:
-    """Which capture of its function a guard belongs to that has failed, "0/3: ..."."""
+    """Index of the capture of its function that a failed guard belongs to, of "0/3: ..."."""
     number = re.match(r"\d+/(\d+)", failure)
     return int(number[1]) if number else -1
 
 
 def capture_is_off() -> str:  # torch 2.11 to 2.15
-    """What switches Dynamo off for the process; "" where it is on."""
+    """Returns what switches Dynamo off for the process; "" where it is on."""
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1" or torch._dynamo.config.disable:
         return "TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE"
     stance = getattr(torch._dynamo.eval_frame, "_stance", None)

@@ -29,7 +29,7 @@ def code_cache() -> Path | None:  # torch 2.11 to 2.15
 
 @functools.cache
 def settle_cache_keys() -> None:  # torch 2.11 to 2.15
-    """Let the keys of Inductor's caches not depend on what was imported first.
+    """Makes the keys of Inductor's caches independent of the order of imports.
 
     They are hashes of pickles. A `torch.memory_format` is pickled by its name, "in" the first of
     `sys.modules` that has `torch` among its names.
@@ -61,7 +61,7 @@ class CacheCounts(NamedTuple):  # torch 2.11 to 2.15
 
 
 def cache_counts() -> CacheCounts:  # torch 2.11 to 2.15
-    """Of everything that Inductor compiled so far; what `counted` has seen, without caches too."""
+    """Counts of all that Inductor compiled so far, and of what `counted` saw without caches."""
     of = counters["inductor"]
     made = of["fxgraph_cache_miss"] + of["fxgraph_cache_bypass"]
     return CacheCounts(of["fxgraph_cache_hit"], made + _uncounted[0])
@@ -112,7 +112,8 @@ _MATMUL = (
 
 
 def compile_settings() -> bytes:  # torch 2.11 to 2.15
-    """What the keys of caches hold of this process, for one that is to find or fill them.
+    """Settings of this process that are part of cache keys, for a process that finds or fills the
+    caches.
 
     The system is among it: a process that sees no GPU would have keys of its own.
     """

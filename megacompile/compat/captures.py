@@ -1,4 +1,4 @@
-"""What stands in a graph that Dynamo captured, and in its guards."""
+"""Inspects graphs that Dynamo captured, and their guards."""
 
 from __future__ import annotations
 
@@ -106,25 +106,25 @@ def module_calls(node: fx.Node) -> list[tuple[int, str]]:  # torch 2.11 to 2.15
 
 
 def is_of_capture(frame: types.FrameType) -> bool:  # torch 2.11 to 2.15
-    """Is a frame a graph's generated code, or Dynamo at work?"""
+    """True if a frame is a graph's generated code, or Dynamo at work."""
     generated = "eval_with_key" in frame.f_code.co_filename
     return generated or frame.f_globals.get("__name__") == "torch._dynamo.convert_frame"
 
 
 def is_of_user(frame: types.FrameType) -> bool:  # torch 2.11 to 2.15
-    """Is the code of a frame neither ours nor torch's?"""
+    """True if the code of a frame is neither ours nor torch's."""
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     return package not in ("torch", "megacompile")
 
 
 def is_asked_by_user() -> bool:  # torch 2.11 to 2.15
-    """Is the caller called by a user's code, or by a method in Python that a user has called?"""
+    """True if the caller is called by a user's code, or by a Python method that a user called."""
     frame = sys._getframe(2)
     return is_of_user(frame) or frame.f_globals.get("__name__") == "torch._tensor"
 
 
 def is_called_first(code: types.CodeType) -> bool:  # torch 2.11 to 2.15
-    """Has a call of this code come here without a line of a user, but for captured ones?
+    """True if a call of this code came here without a line of a user, except captured ones.
 
     What runs in a frame that Dynamo resumed has another graph before it.
     """
@@ -159,12 +159,13 @@ def is_raised_first(error: BaseException) -> bool:  # torch 2.11 to 2.15
 
 
 def _has_run(frame: types.FrameType) -> bool:
-    """Is a frame on a stack a sign that a line of a user has run, here or before a graph break?"""
+    """True if a frame on a stack shows that a line of a user has run, here or before a graph
+    break."""
     return is_of_user(frame) or _is_resumed(frame.f_code)
 
 
 def _is_resumed(code: types.CodeType) -> bool:
-    """Is this what Dynamo made of the lines behind a graph break?"""
+    """True if Dynamo made this code of the lines after a graph break."""
     return users_name(code.co_name) != code.co_name
 
 

@@ -22,7 +22,7 @@ _shown: list[type[torch.Tensor]] = []
 
 
 def show_classes(kind: type[torch.Tensor]) -> None:  # torch 2.11 to 2.15
-    """Let captured code see tensors of this class, and of its subclasses, as what they stand for.
+    """Makes captured code see tensors of this class and its subclasses as what they stand for.
 
     Args:
         kind: whose `stands_for` is the class that captured code sees, and whose `param` is what it
@@ -126,7 +126,8 @@ def _is_shown(cls: type) -> bool:
 
 
 def _of_own_class(cls: type, name: str) -> Any:
-    """What a class of parameters of its own has by that name; None where torch's is meant."""
+    """The attribute that a class of parameters defines itself by that name; None where torch's is
+    meant."""
     of = next((base for base in cls.__mro__ if name in vars(base)), None)
     own = (
         of is not None

@@ -91,7 +91,7 @@ def _matmul(a: Any, b: Any) -> Any:
 
 
 def _folds(many: Any, one: Any) -> bool:
-    """`should_fold`: is a batch of matrices multiplied as the rows of a single one?"""
+    """`should_fold`: true if a batch of matrices is multiplied as the rows of a single one."""
     if many.dim() < 3 or one.dim() > 2:
         return False
     if one.requires_grad:

@@ -24,7 +24,7 @@ class _Longest(ConstantVariable):  # torch 2.11 to 2.15
 
 
 def follow_containers() -> None:  # torch 2.11 to 2.15
-    """Let Dynamo trace two containers that come from outside of a frame as Python has them.
+    """Makes Dynamo trace two containers from outside of a frame as Python has them.
 
     It forgets the `maxlen` of a deque, which then has too many items, from the call on in which it
     is full. `OrderedDict.move_to_end` changes the order within the frame alone; `popitem` is traced
@@ -64,7 +64,7 @@ def follow_containers() -> None:  # torch 2.11 to 2.15
 
 
 def _follow_order(kind: Any) -> None:  # torch 2.11 to 2.15
-    """Let the methods of an OrderedDict that heed its order see, and leave, the one of Python."""
+    """Makes the ordered methods of an OrderedDict see, and keep, Python's order."""
     stock = kind.call_method
 
     @functools.wraps(stock)

@@ -1,4 +1,4 @@
-"""What Dynamo says of a graph's inputs: which are symbols, and which sizes follow from them."""
+"""Dynamo's description of a graph's inputs: which are symbols, and which sizes follow from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MARKS = ("_dynamo_", "_specialize_on")  # of what mark_dynamic and its like lea
 
 @dataclass(frozen=True, slots=True)
 class DescribedInput:  # torch 2.11 to 2.15
-    """What Dynamo says of a captured graph's input, in symbols of our own."""
+    """Dynamo's description of one input of a captured graph, in our own symbols."""
 
     number: sympy.Symbol | None = None  # the input is a number
     in_tensor: bool = False  # which comes as a tensor without dimensions
@@ -62,8 +62,8 @@ def described_inputs(module: fx.GraphModule) -> list[DescribedInput] | None:  # 
 
 
 def _is_float(node: fx.Node) -> bool:
-    """Is an input a Python float, which Dynamo makes a tensor of, and of which the graph takes the
-    number alone?"""
+    """True if an input is a Python float, which Dynamo makes a tensor of and the graph takes as a
+    number."""
     given = node.meta.get("grapharg")
     passed = bool(getattr(given, "pass_arg_as_tensor", False))
     return passed and all(user.op == "call_method" and user.target == "item" for user in node.users)

@@ -28,7 +28,8 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads th
 
 
 def use_expandable_segments() -> bool:  # torch 2.11 to 2.15
-    """Let segments of the CUDA allocator grow, for the process, where everybody can see it.
+    """Turns expandable segments of the CUDA allocator on, for the process, where everybody can see
+    it.
 
     Code that cannot do with it (vLLM's memory pools) asks the environment. So it is set there too,
     and not at all where the user set the allocator up, or where memory was taken from it already:
@@ -44,7 +45,7 @@ def use_expandable_segments() -> bool:  # torch 2.11 to 2.15
 
 
 def _has_allocated() -> bool:
-    """Was memory taken from the CUDA allocator, be it given back since?"""
+    """True if memory was ever taken from the CUDA allocator, even if it was given back since."""
     if not torch.cuda.is_initialized():
         return False
     devices = range(torch.cuda.device_count())
@@ -68,7 +69,7 @@ def give_pinned_cache_back(device: torch.device) -> None:  # torch 2.11 to 2.15
 
 
 def profiler_enabled() -> bool:  # torch 2.11 to 2.15
-    """Is `torch.profiler` recording in this process?"""
+    """True if `torch.profiler` is recording in this process."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 

@@ -70,8 +70,8 @@ def compile_lock() -> AbstractContextManager[object]:  # torch 2.11 to 2.15
 
 
 def dynamo_options() -> dict[str, Any]:  # torch 2.11 to 2.15
-    """What Dynamo's options are now, of those that `CALL_OPTIONS` sets; as they are kept, where
-    that is known."""
+    """Current values of Dynamo's options that `CALL_OPTIONS` sets, as they are stored where that is
+    known."""
     if _OPTIONS:
         return {name: variable.get() for name, variable in _OPTIONS.items()}
     return {name: getattr(torch._dynamo.config, name) for name in CALL_OPTIONS}
@@ -91,8 +91,8 @@ def set_dynamo_options(options: Mapping[str, Any]) -> None:  # torch 2.11 to 2.1
 
 
 def _kept_options() -> dict[str, Any]:  # torch 2.11 to 2.15
-    """What keeps the options of `CALL_OPTIONS`: setting each by its name takes as long as the
-    guards of a small model. Nothing where torch keeps them in another way."""
+    """The variables that store the options of `CALL_OPTIONS`. Setting each by its name takes as
+    long as the guards of a small model. Empty where torch stores them in another way."""
     config: Any = torch._dynamo.config
     names = ("_hash_dirty_var", "_get_dict_dirty_keys_var")
     if not all(isinstance(getattr(config, name, None), ContextVar) for name in names):
@@ -117,7 +117,7 @@ def without_collecting() -> AbstractContextManager[object]:  # torch 2.11 to 2.1
 def forget_compiled(
     code: types.CodeType, backend: Callable[..., Any]
 ) -> None:  # torch 2.11 to 2.15
-    """Let Dynamo forget what it made of a function that nobody has any more.
+    """Removes what Dynamo made of a function that no longer exists.
 
     Its guards have finalizers on what lives on (a class, a module); through them, it would keep the
     guards of every model that there ever was, and a reference to each backend.
@@ -138,7 +138,7 @@ def forget_compiled(
 
 
 def forget_missing() -> None:  # torch 2.11 to 2.15
-    """Let Dynamo forget what it evaluated guards of, where they are on what is not there.
+    """Removes Dynamo's guards of attributes that are missing.
 
     On torch 2.11, a guard on `not hasattr(module, "x")` raises when it is evaluated for a filter.
     That leaves the module in a table that every capture shares, for good.
@@ -151,7 +151,7 @@ def forget_missing() -> None:  # torch 2.11 to 2.15
 def capture_dropout_as(
     instead: Callable[..., Any], wanted: Callable[[], bool]
 ) -> None:  # torch 2.11 to 2.15
-    """Let Dynamo capture `instead(x, rate)` for `F.dropout` in training whose rate is a symbol.
+    """Makes Dynamo capture `instead(x, rate)` for `F.dropout` in training whose rate is a symbol.
 
     Args:
         wanted: asked at each capture, on its thread.
@@ -173,7 +173,7 @@ def capture_dropout_as(
 def capture_sized_as(
     stock: Callable[..., Any], instead: Callable[..., Any], wanted: Callable[[], bool]
 ) -> None:  # torch 2.11 to 2.15
-    """Let Dynamo capture another function where a number or a size that is given is a symbol.
+    """Makes Dynamo capture another function where a number or a size that is given is a symbol.
 
     Args:
         instead: takes the same arguments; where it has no parameter for one, `stock` is captured.
@@ -193,7 +193,7 @@ def capture_sized_as(
 
 
 def _has_symbols(variable: Any) -> bool:
-    """Is a variable of Dynamo's a symbol, or does it hold one, or has it a size that is one?"""
+    """True if a variable of Dynamo's is a symbol, holds one, or has a size that is one."""
     if isinstance(variable, BaseListVariable):
         return any(map(_has_symbols, variable.items))
     if isinstance(variable, TensorVariable):
@@ -207,7 +207,7 @@ def _capture_as(
     instead: Callable[..., Any],
     choose: Callable[[tuple[Any, ...], dict[str, Any]], Any],
 ) -> None:
-    """Let Dynamo capture another function.
+    """Makes Dynamo capture another function.
 
     Args:
         choose: gives its arguments, out of variables of Dynamo's; None: Dynamo goes on as ever.
@@ -254,7 +254,7 @@ def logging_captures() -> Iterator[str]:  # torch 2.11 to 2.15
 
 
 def tracer_around() -> str:  # torch 2.11 to 2.15
-    """What traces this call, where Dynamo does not; "" if nothing does."""
+    """Name of the tracer of this call, where it is not Dynamo; "" if nothing traces it."""
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"
     if torch.compiler.is_exporting():

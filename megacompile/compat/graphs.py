@@ -19,7 +19,7 @@ def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:  # torch 2
 
 
 def write_powers() -> None:  # torch 2.11 to 2.15
-    """Let FX write the base of a power in brackets, from now on and for good.
+    """Makes FX write the base of a power in brackets, from now on and for good.
 
     It writes `-1 ** x` for a base of -1, which Python reads as `-(1 ** x)`. So numbers of a graph
     whose Python runs are wrong, with `torch.compile(backend="eager")` too.

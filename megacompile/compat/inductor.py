@@ -108,7 +108,7 @@ def compile_inductor(
 
 
 def _needs_no_tracing(module: fx.GraphModule) -> bool:
-    """Is a graph what AOTAutograd would make of it: ATen operators that change nothing?"""
+    """True if a graph is what AOTAutograd would make of it: ATen operators that change nothing."""
     if inductor_config.freezing or inductor_config.triton.cudagraphs:
         return False
     values = (node for node in module.graph.nodes if node.op == "call_function")
@@ -125,7 +125,8 @@ def _is_functional(target: Any) -> bool:
 
 @functools.cache
 def _hand_graphs_on() -> None:
-    """Let `aot_autograd` hand on the graphs of `compile_inductor`; other threads get torch's."""
+    """Makes `aot_autograd` pass the graphs of `compile_inductor` through; other threads get
+    torch's."""
     stock = _AOT.aot_autograd
 
     def aot_autograd(**named: Any) -> Any:
@@ -172,22 +173,22 @@ def unpacked_graph(given: bytes) -> fx.GraphModule:  # torch 2.11 to 2.15
 
 
 def use_compile_threads(count: int) -> None:  # torch 2.11 to 2.15
-    """Let so many processes compile kernels for this one."""
+    """Sets the number of processes that compile kernels for this one."""
     inductor_config.compile_threads = count
 
 
 def compile_threads() -> int:  # torch 2.11 to 2.15
-    """How many processes compile kernels for this one; 1: it does so itself."""
+    """Number of processes that compile kernels for this one; 1: it does so itself."""
     return int(inductor_config.compile_threads or 1)
 
 
 def compiles_in_processes() -> bool:  # torch 2.11 to 2.15
-    """May other processes compile for this one?"""
+    """True if other processes may compile for this one."""
     return code_cache() is not None and inductor_config.compile_threads != 1
 
 
 def start_compile_workers() -> None:  # torch 2.11 to 2.15
-    """Let the processes start that Inductor compiles kernels in, unless the user has said no.
+    """Starts the processes in which Inductor compiles kernels, unless the user has said no.
 
     They take seconds to import torch. Until one is ready, Inductor compiles one kernel after the
     other in this process.
@@ -217,7 +218,7 @@ def without_device_memory() -> Iterator[None]:  # torch 2.11 to 2.15
 
 
 def has_cpp_compiler() -> bool:  # torch 2.11 to 2.15
-    """Can Inductor compile for the CPU here?"""
+    """True if Inductor can compile for the CPU here."""
     try:
         cpp_builder.get_cpp_compiler()
     except Exception:  # it raises errors of several kinds, by how it looked

@@ -1,4 +1,4 @@
-"""What torch keeps in a module and calls it by."""
+"""The parts of a module that torch calls it by."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _named: set[str] = set()  # those that there have been
 
 
 def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:  # torch 2.11 to 2.15
-    """What a call of a module calls instead, since `module.compile()` or `megacompile()`."""
+    """The function that a call of a module calls instead, since `module.compile()` or
+    `megacompile()`."""
     found: Callable[..., Any] | None = module._compiled_call_impl
     return found
 
@@ -64,7 +65,7 @@ def frame_of(model: torch.nn.Module, name: str) -> types.FunctionType:  # torch 
 
 
 def _forget_sizes(code: types.CodeType) -> None:  # torch 2.11 to 2.15
-    """Which sizes changed from call to call of a function of this file and name."""
+    """Forgets which sizes changed from call to call of a function of this file and name."""
     remembered = pgo.get_code_state()
     place = (code.co_filename, code.co_name)
     for key in [key for key in remembered if (key.filename, key.name) == place]:
@@ -132,7 +133,7 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:  # to
 
 
 def convert_in_place(kind: type[torch.Tensor]) -> None:  # torch 2.11 to 2.15
-    """Let `module.to(...)` and the like set the `data` of parameters of this class, as of others.
+    """Makes `module.to(...)` and the like set the `data` of parameters of this class, as of others.
 
     Where what comes out is a wrapper, torch exchanges the parameter for a detached copy, even where
     it comes out as it is: autograd would see none of its later uses. Dynamo captures torch's own.
@@ -174,7 +175,7 @@ def _convert(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool) -
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _is_exchanged(params: list[torch.nn.Parameter], fn: Callable[[Any], Any]) -> bool:
-    """Does torch have to exchange one of these, a DTensor that comes out as another one?"""
+    """True if torch has to exchange one of these: a DTensor that comes out as another one."""
     sharded = [(param, fn(param)) for param in params if is_sharded(param)]
     return any(p.dtype != to.dtype or p.device != to.device for p, to in sharded)
 
@@ -183,8 +184,7 @@ _CONVERTED_IN_PLACE: list[type[torch.Tensor]] = []
 
 
 def leave_out_of_copies(*kinds: type) -> None:  # torch 2.11 to 2.15
-    """Let copies and pickles of modules be without those of their attributes that are of these
-    classes.
+    """Leaves attributes of these classes out of copies and pickles of modules.
 
     torch leaves out `_compiled_call_impl` itself, but not where a class has a `__getstate__` of its
     own, as `nn.LSTM` has, and no method that was put into a module's `__dict__`.
@@ -221,7 +221,8 @@ def forward_hooks_of(
 
 
 def given_to_functional_call() -> dict[int, Any]:  # torch 2.11 to 2.15
-    """What the `torch.func.functional_call`s around this call have put into modules, by its id."""
+    """Tensors that the `torch.func.functional_call`s around this call have put into modules, by its
+    id."""
     code = stateless._functional_call.__code__
     found: dict[int, Any] = {}
     frame: types.FrameType | None = sys._getframe(1)

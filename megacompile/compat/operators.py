@@ -20,12 +20,12 @@ def operator_name(target: Any) -> str:  # torch 2.11 to 2.15
 
 
 def is_higher_order(target: Any) -> bool:  # torch 2.11 to 2.15
-    """Does a node call an operator that is given graphs: a loop, flex attention?"""
+    """True if a node calls an operator that is given graphs: a loop, flex attention."""
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
 def kernel_of(target: Any) -> Any:  # torch 2.11 to 2.15
-    """What an ATen operator calls: the same, without the Python function in front of it."""
+    """The function that an ATen operator calls, without the Python function in front of it."""
     return target._op if isinstance(target, torch._ops.OpOverload) else target
 
 
@@ -41,7 +41,8 @@ _TORCHS = ("", "torch", "_operator", "operator", "builtins", "math", "megacompil
 
 
 def is_torchs(target: Any) -> bool:  # torch 2.11 to 2.15
-    """Is what a captured graph calls torch's, or our own, so that its backward writes nothing?
+    """True if the target in a captured graph is torch's, or our own, so that its backward writes
+    nothing.
 
     A higher-order operator runs code of the user: of a hook, of an `autograd.Function`.
     """
@@ -88,7 +89,7 @@ class CustomOperator:  # torch 2.11 to 2.15
         return self.operator(*self.placed(arguments), **self._named(arguments))
 
     def set_up(self, ctx: Any, arguments: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Let `ctx` keep what the backward needs."""
+        """Stores in `ctx` what the backward needs."""
         if self.setup is None:
             return
         named = self._named(arguments)
@@ -107,7 +108,7 @@ class CustomOperator:  # torch 2.11 to 2.15
 
 
 def custom_operator(target: Any) -> CustomOperator | None:  # torch 2.11 to 2.15
-    """What a node calls, if it is a `CustomOperator`."""
+    """The `CustomOperator` that a node calls, if it is one."""
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = getattr(target, "default", None)
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
@@ -129,7 +130,7 @@ def is_random(node: fx.Node) -> bool:  # torch 2.11 to 2.15
 
 
 def is_mutable(func: Any) -> bool:  # torch 2.11 to 2.15
-    """Does an ATen operator change an argument in place?"""
+    """True if an ATen operator changes an argument in place."""
     return bool(func._schema.is_mutable)
 
 
@@ -165,7 +166,7 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
 
 
 def kernel_switches() -> tuple[Any, ...]:  # torch 2.11 to 2.15
-    """What the process has set that decides into which kernels torch takes operators apart:
+    """Settings of the process that decide into which kernels torch takes operators apart:
     attention, batch norm, recurrent layers."""
     found = (get() for get, _ in _SWITCHES)
     return tuple(tuple(value) if isinstance(value, list) else value for value in found)
@@ -194,14 +195,14 @@ def leaves(tree: Any) -> list[Any]:  # torch 2.11 to 2.15
 
 
 def gives_views(func: Any) -> bool:  # torch 2.11 to 2.15
-    """Is an ATen operator's result a view of its input, that shares memory with it?"""
+    """True if an ATen operator's result is a view of its input, that shares memory with it."""
     schema = getattr(func, "_schema", None)
     aliases = [] if schema is None else [result.alias_info for result in schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def changes_metadata(method: str) -> bool:  # torch 2.11 to 2.15
-    """Does a tensor's method change its shape or strides in place (`squeeze_`)?"""
+    """True if a tensor's method changes its shape or strides in place (`squeeze_`)."""
     if not method.endswith("_") or method.startswith("__"):
         return False
     packet = getattr(torch.ops.aten, method, None)
@@ -290,7 +291,7 @@ FOREACH_ADD = torch._foreach_add_  # torch 2.11 to 2.15
 
 
 def take_as_plain(kind: type) -> None:  # torch 2.11 to 2.15
-    """Let `clip_grad_norm_` call its functions for lists on tensors of a class too, as on plain
+    """Makes `clip_grad_norm_` call its functions for lists on tensors of a class too, as on plain
     ones. Else it calls one function for each tensor."""
     supported: list[Any] = torch.utils._foreach_utils._foreach_supported_types
     if kind not in supported:

@@ -15,7 +15,7 @@ from megacompile.compat.autograd import backward_id
 
 
 def notice_scaled_losses() -> None:  # torch 2.11 to 2.15
-    """Let `loss_is_scaled` know of every loss that a GradScaler scales from now on."""
+    """Records every loss that a GradScaler scales from now on, for `loss_is_scaled`."""
     stock = torch.amp.GradScaler.scale
     if hasattr(stock, "noticed"):
         return
@@ -37,7 +37,7 @@ def notice_scaled_losses() -> None:  # torch 2.11 to 2.15
 
 
 def loss_is_scaled() -> bool:  # torch 2.11 to 2.15
-    """Inside a backward: has it come through a loss that a GradScaler scaled?"""
+    """Inside a backward: true if it came through a loss that a GradScaler scaled."""
     return backward_id() in _SCALED
 
 
@@ -51,7 +51,7 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:  # torch 2.11 
 
 
 def takes_hooks(optimizer: torch.optim.Optimizer) -> bool:  # torch 2.11 to 2.15
-    """Can hooks be registered on an optimizer: has `Optimizer.__init__` run?
+    """True if hooks can be registered on an optimizer: `Optimizer.__init__` has run.
 
     Many wrappers (timm's Lookahead) do not call it. They make two dicts for the hooks of `step()`
     themselves, because `zero_grad()` lets `step()` call hooks; these are often plain dicts, which
@@ -70,7 +70,7 @@ _HOOKS = (
 
 
 def keep_state_dtypes(ours: Callable[[torch.Tensor], bool]) -> None:  # torch 2.11 to 2.15
-    """Let `Optimizer.load_state_dict` keep the dtype of states of the parameters that are `ours`.
+    """Makes `Optimizer.load_state_dict` keep the dtype of states of the parameters that are `ours`.
 
     It casts them to the parameter's: float32 moments of a bfloat16 parameter would lose bits.
     """

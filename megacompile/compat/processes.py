@@ -77,8 +77,8 @@ def ask_before_collectives(ask: Callable[[Any], None]) -> None:  # torch 2.11 to
 
 
 def send_no_parts(is_part: Callable[[Any], bool]) -> None:  # torch 2.11 to 2.15
-    """Let what makes ranks equal (`_broadcast_coalesced`: Lightning calls it before it evaluates)
-    leave out tensors of which each rank has another part; torch refuses them."""
+    """Makes the function that equalises ranks (`_broadcast_coalesced`: Lightning calls it before it
+    evaluates) leave out tensors of which each rank has another part; torch refuses them."""
     distributed: Any = torch.distributed
     stock = distributed._broadcast_coalesced
     if hasattr(stock, "sends_no_parts"):

@@ -33,7 +33,7 @@ def real_strides() -> Iterator[None]:  # torch 2.11 to 2.15
 
 
 def _settled(func: Any, args: Any, kwargs: Any, found: Any) -> Any:
-    """What an operator gave, with the strides that its kernel gives."""
+    """The results of an operator, with the strides that its kernel gives."""
     if not _makes_tensors(func):
         return found
     flat, spec = tree_flatten(found)
@@ -50,7 +50,7 @@ def _settled(func: Any, args: Any, kwargs: Any, found: Any) -> Any:
 
 
 def _makes_tensors(func: Any) -> bool:
-    """Are an operator's results memory of their own, and does it change nothing?"""
+    """True if an operator's results are memory of their own, and it changes nothing."""
     schema = getattr(func, "_schema", None)
     if schema is None or schema.is_mutable:
         return False

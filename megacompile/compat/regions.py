@@ -53,7 +53,7 @@ def sources_renamed_once() -> Iterator[None]:  # torch 2.11 to 2.15
 
 
 def has_hooks(module: torch.nn.Module) -> bool:  # torch 2.11 to 2.15
-    """Does anything but the module's own code run when it is called?"""
+    """True if anything but the module's own code runs when it is called."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, name) for name in names) or bool(module._compiled_call_impl)
 

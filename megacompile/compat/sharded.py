@@ -43,7 +43,7 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
 
 
 def is_sharded(tensor: object) -> bool:  # torch 2.11 to 2.15
-    """Is it a tensor of which this rank has a part?"""
+    """True if this rank has a part of the tensor."""
     return bool(_DTENSOR) and isinstance(tensor, _DTENSOR[0])
 
 
@@ -60,7 +60,7 @@ def locals_of(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:  # tor
 
 
 def set_local(tensor: torch.Tensor, part: torch.Tensor) -> None:  # torch 2.11 to 2.15
-    """Let a tensor have another part of this rank's, of the same shape; also on another device."""
+    """Gives a tensor another part of this rank's, of the same shape; also on another device."""
     if tensor.device != part.device:
         with torch.no_grad():
             tensor.data = like(tensor, part)

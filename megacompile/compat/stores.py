@@ -29,7 +29,7 @@ def store(prefix: str, *, timeout_s: float) -> Any:  # torch 2.11 to 2.15
 
 
 def group_timeout_s(group: Any, device: torch.device) -> tuple[float, bool]:  # torch 2.11 to 2.15
-    """How long a collective of a group may take, and whether that is what torch chose."""
+    """Time limit of a collective of a group, seconds, and whether torch chose it."""
     from torch.distributed import constants
 
     timeout = group._get_backend(device).options._timeout
@@ -38,7 +38,7 @@ def group_timeout_s(group: Any, device: torch.device) -> tuple[float, bool]:  # 
 
 
 def serve_the_host(group: Any, device: torch.device) -> None:  # torch 2.11 to 2.15
-    """Let a group's collectives take tensors on the host too, by gloo; all of its ranks call it.
+    """Makes a group's collectives take tensors on the host too, by gloo; all of its ranks call it.
 
     A group that torch makes without a name of a backend does; one of "nccl" does not, and DTensors
     whose parts lie on the host have none but their mesh's groups: in `full_tensor()`, in norms.

@@ -41,7 +41,7 @@ def check(condition: bool) -> None:  # torch 2.11 to 2.15
 
 
 class _Python(PythonReferenceAnalysis):
-    """What functions of symbols are in Python, for numbers, symbolic ones, and proxies of both.
+    """Python's functions of symbols, for numbers, symbolic ones, and proxies of both.
 
     torch's gives sympy's functions for some of them, or functions that ask a proxy for its value.
     """
@@ -78,7 +78,7 @@ class UntraceableSymbols(Exception):  # torch 2.11 to 2.15
 
 
 class _Fakes(FakeTensorMode):
-    """Lets `real_strides` see what the fake kernels give, below whatever records it."""
+    """Shows `real_strides` the results of fake kernels, below whatever records them."""
 
     settle: Callable[[Any, Any, Any, Any], Any] | None = None
 
@@ -162,13 +162,13 @@ class SymbolicFakes:  # torch 2.11 to 2.15
         return bool(self.env.evaluate_expr(sympy.Eq(mine, theirs)))
 
     def require(self, conditions: Iterable[Any]) -> None:
-        """Let what is traced be right only where these relations of our symbols are true."""
+        """Restricts the trace to values for which these relations of our symbols are true."""
         for condition in conditions:
             if not self.env.evaluate_expr(condition.xreplace(self._theirs)):
                 raise AssertionError(f"{condition} is not true for {self.hints}")
 
     def require_of(self, other: SymbolicFakes) -> None:
-        """Let what is traced be right only where what was traced in the other mode is."""
+        """Restricts the trace to values for which the trace of the other mode holds."""
         conditions = [guard.expr.xreplace(other._ours) for guard in other.env.guards]
         self.require(condition for condition in conditions if condition.free_symbols)
 
@@ -188,7 +188,8 @@ class SymbolicFakes:  # torch 2.11 to 2.15
                 self.fixed[symbol] = self._asked.get(made) or asks
 
     def broken(self, values: Sequence[_Value]) -> str:
-        """What was asked of the symbols, and has another answer for these values of them."""
+        """The relation that was asked of the symbols and has another answer for these values of
+        them."""
         for expression, where in self._noted:
             ours = expression.xreplace(self._ours)
             if not _is_true(ours, dict(zip(self.hints, values, strict=True))):
@@ -197,7 +198,7 @@ class SymbolicFakes:  # torch 2.11 to 2.15
 
     @property
     def has_floats(self) -> bool:
-        """Is a symbol a float?"""
+        """True if a symbol is a float."""
         return not all(symbol.is_integer for symbol in self.hints)
 
     def without_floats(self) -> SymbolicFakes:
@@ -205,7 +206,7 @@ class SymbolicFakes:  # torch 2.11 to 2.15
         return SymbolicFakes({s: hint for s, hint in self.hints.items() if s.is_integer})
 
     def described(self, number: Any) -> tuple[Any, Any]:
-        """What a SymInt or SymFloat is: for the hints, and in our symbols, where it has any."""
+        """Describes a SymInt or SymFloat: for the hints, and in our symbols, where it has any."""
         theirs = number.node.expr
         if theirs not in self._described:
             found = theirs.xreplace(self._ours)
@@ -216,7 +217,8 @@ class SymbolicFakes:  # torch 2.11 to 2.15
 
     @property
     def holds(self) -> Callable[..., bool]:
-        """Is what was traced so far right for these values of the symbols, in their order?"""
+        """A function that says if the trace so far is right for values of the symbols, in their
+        order."""
         if len(self.env.guards) != self._guards:
             self._guards = len(self.env.guards)
             self._holds = self._condition()
@@ -234,7 +236,7 @@ class SymbolicFakes:  # torch 2.11 to 2.15
 
 
 class _FakeKernels(TorchDispatchMode):
-    """Lets torch's Python dispatcher find fake kernels, which some operators have only there.
+    """Makes torch's Python dispatcher find fake kernels, which some operators have only there.
 
     It is off above: there it would take operators apart in other ways than C++ does.
     """
@@ -278,7 +280,7 @@ def fakes_in(values: Iterable[Any]) -> SymbolicFakes | None:  # torch 2.11 to 2.
 
 
 def evaluated(expression: Any, values: _Values) -> Any:  # torch 2.11 to 2.15
-    """What an expression is for these values of its symbols."""
+    """Value of an expression for these values of its symbols."""
     if not isinstance(expression, sympy.Basic):
         return expression
     found = expression.xreplace({symbol: sympy.sympify(v) for symbol, v in values.items()})
@@ -321,7 +323,7 @@ def reified(
 
 
 def is_number(value: Any) -> bool:  # torch 2.11 to 2.15
-    """Is what a traced node gives a symbolic number?"""
+    """True if a traced node gives a symbolic number."""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 

@@ -37,7 +37,7 @@ def wrapper(
 
 
 def is_wrapper_class(cls: type) -> bool:  # torch 2.11 to 2.15
-    """Are tensors of a class wrappers, which can be taken apart and put together again?"""
+    """True if tensors of a class are wrappers, which can be taken apart and put together again."""
     return issubclass(cls, torch.Tensor) and is_traceable_wrapper_subclass_type(cls)
 
 
@@ -65,14 +65,14 @@ def outside_inference_mode() -> AbstractContextManager[None]:  # torch 2.11 to 2
 
 
 def storage_users(tensor: torch.Tensor) -> int:  # torch 2.11 to 2.15
-    """How many tensors share this tensor's storage, itself included."""
+    """Number of tensors that share this tensor's storage, itself included."""
     storage = tensor.untyped_storage()
     # one user is `storage` itself
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def version(tensor: torch.Tensor) -> int:  # torch 2.11 to 2.15
-    """How often a tensor's memory was changed in place, by whatever of its views."""
+    """Number of times that a tensor's memory was changed in place, by any of its views."""
     return tensor._version
 
 
@@ -89,13 +89,13 @@ def post_accumulate_hooks(
 
 
 def gradient_hooks(param: torch.Tensor) -> bool:  # torch 2.11 to 2.15
-    """Did the user `register_hook` on a parameter?"""
+    """True if the user called `register_hook` on a parameter."""
     return bool(param._backward_hooks)
 
 
 def any_hooked(params: Sequence[torch.Tensor]) -> bool:  # torch 2.11 to 2.15
-    """Have any parameters a hook of the user's that sees their gradient: `gradient_hooks`, or
-    `post_accumulate_hooks`?"""
+    """True if any parameter has a hook of the user's that sees its gradient: `gradient_hooks`, or
+    `post_accumulate_hooks`."""
     return any(map(_BEFORE, params)) or any(map(_BEHIND, params))
 
 
@@ -118,7 +118,7 @@ _C: Any = torch._C  # its stubs leave these out
 
 
 def torch_function_state() -> Any:  # torch 2.11 to 2.15
-    """Whose `__torch_function__` this thread calls: for `set_torch_function_state`."""
+    """The state of this thread's `__torch_function__`, for `set_torch_function_state`."""
     return _C._get_torch_function_state()
 
 
@@ -132,7 +132,7 @@ NO_SUBCLASSES = _C._TorchFunctionState.SUBCLASSES_DISABLED  # torch 2.11 to 2.15
 
 
 def compares(func: Any) -> bool:  # torch 2.11 to 2.15
-    """Is an operator that of `a == b` of two tensors?"""
+    """True if an operator is that of `a == b` of two tensors."""
     return func is torch.ops.aten.eq.Tensor
 
 
@@ -152,12 +152,12 @@ def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage:  # torch 2.11 to 
 
 
 def converts_itself(cls: type[torch.Tensor]) -> bool:  # torch 2.11 to 2.15
-    """Has a class of parameters a `to` of its own?"""
+    """True if a class of parameters has a `to` of its own."""
     return cls.to is not torch.Tensor.to
 
 
 def ask_before_export(ask: Callable[[Any], Any]) -> None:  # torch 2.11 to 2.15
-    """Let DLPack's C functions export what `ask` returns for a tensor; None: the tensor itself.
+    """Makes DLPack's C functions export what `ask` returns for a tensor; None: the tensor itself.
 
     They take a tensor subclass for a plain tensor. Code that has imported one of them by its name
     before megacompile was imported calls it as it is.
@@ -213,17 +213,17 @@ OVERWRITING = _overwriting()  # torch 2.11 to 2.15
 
 
 def in_transform() -> bool:  # torch 2.11 to 2.15
-    """Is a transform of `torch.func` around this call?"""
+    """True if a transform of `torch.func` is around this call."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_of_transform(tensor: torch.Tensor) -> bool:  # torch 2.11 to 2.15
-    """Is a tensor one of a transform's own, which has no memory?"""
+    """True if a tensor is one of a transform's own, which has no memory."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def exchange_memory(a: torch.Tensor, b: torch.Tensor) -> None:  # torch 2.11 to 2.15
-    """Let each of two tensors be what the other is, device and all; they stay the objects they are.
+    """Exchanges two tensors, device and all; they stay the objects they are.
 
     `torch.utils.swap_tensors` does the same, and refuses tensors with weak references, as `nn.LSTM`
     has of its parameters.

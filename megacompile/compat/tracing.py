@@ -44,7 +44,8 @@ def fake_mode() -> FakeTensorMode:  # torch 2.11 to 2.15
 
 
 def _knowing_statistics(mode: Any, native: bool) -> Callable[..., Any]:
-    """What a functional mode does with operators, where cuDNN's batch norm changes its statistics.
+    """The handling of operators by a functional mode, where cuDNN's batch norm changes its
+    statistics.
 
     Its schema does not say so, and torch takes them for inputs alone: their new values would be
     nobody's.
@@ -110,7 +111,8 @@ _OF_BACKWARD = "megacompile.of_backward"  # in a node's meta
 
 @contextmanager
 def in_backward() -> Iterator[None]:  # torch 2.11 to 2.15
-    """What `trace` sees for its duration is of the backward; what it sees drawn is drawn there.
+    """Marks what `trace` sees for its duration as the backward's; random numbers are drawn there
+    too.
 
     The partitioner takes what depends on no tangent for a part of the forward. There it would be
     drawn before what later stages draw, and once where a graph is retained.
@@ -127,7 +129,7 @@ def in_backward() -> Iterator[None]:  # torch 2.11 to 2.15
 
 
 def is_of_backward(node: fx.Node) -> bool:  # torch 2.11 to 2.15
-    """Did `trace` see a node `in_backward`?"""
+    """True if `trace` saw a node `in_backward`."""
     return _OF_BACKWARD in node.meta
 
 
@@ -143,7 +145,7 @@ def set_functional_value(tensor: Any, value: Any) -> None:  # torch 2.11 to 2.15
 
 
 def has_known_data(tensor: torch.Tensor) -> bool:  # torch 2.11 to 2.15
-    """Does a fake tensor remember its elements, as one made of numbers does?"""
+    """True if a fake tensor remembers its elements, as one made of numbers does."""
     return getattr(from_functional(tensor), "constant", None) is not None
 
 
@@ -236,7 +238,7 @@ def _takes_all(size: Any, start: Any, end: Any, step: int) -> bool:
 
 
 def is_described() -> bool:  # torch 2.11 to 2.15
-    """Is the caller's property read for a fake tensor to be made like this one?"""
+    """True if the caller's property is read for a fake tensor to be made like this one."""
     return sys._getframe(2).f_code.co_name in ("safe_grad", "safe_has_grad")
 
 

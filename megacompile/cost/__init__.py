@@ -1,1 +1,1 @@
-"""What a schedule costs on a machine: seconds, bytes, memory."""
+"""The cost of a schedule on a machine: seconds, bytes, memory."""

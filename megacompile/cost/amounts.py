@@ -1,4 +1,5 @@
-"""How much work the ops of a schedule are on a machine: seconds of a compute, bytes of all else.
+"""The amount of work of each op of a schedule on a machine: seconds of a compute, bytes of all
+else.
 
 What takes time to set up counts as the bytes that could have been copied meanwhile.
 """
@@ -64,7 +65,7 @@ class Amounts:
         return self._seconds[key]
 
     def halves(self, node: fx.Node) -> list[float]:
-        """Of a copy of new parameters and states, which go one after the other."""
+        """Work of the copies of new parameters and of states, which go one after the other."""
         bucket: Bucket = ops.arguments(node)[0]
         params = self._param_bytes(bucket)
         if self.name == "update":
@@ -75,7 +76,7 @@ class Amounts:
         return [self._copy(params, count), self._copy(whole - params, 2 * count)]
 
     def _update(self, bucket: Bucket, queue: int) -> float:
-        """Of a step's update: by what the optimizer reads and writes, wherever that is."""
+        """Work of a step's update: by what the optimizer reads and writes, wherever that is."""
         update, hardware = self.sizes.get(bucket.key), self.hardware
         if update is None:
             return 0.0

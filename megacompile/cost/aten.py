@@ -1,4 +1,4 @@
-"""What an ATen node is, and how many operations it takes.
+"""The kind of an ATen node, and the number of operations it takes.
 
 Operations are counted as torch.utils.flop_counter does. Grouped products, of experts, are counted
 here: each row meets the matrix of its own expert alone. A library that is told that attention is
@@ -57,29 +57,30 @@ _CAST8_INSTRUCTIONS = 4
 
 
 def name_of(node: fx.Node) -> str:
-    """Of an overload packet, "mm"; of anything else as it prints itself."""
+    """Name of an overload packet, "mm"; of anything else as it prints itself."""
     return str(getattr(getattr(node.target, "overloadpacket", None), "__name__", node.target))
 
 
 def is_attention(node: fx.Node) -> bool:
-    """Of the forms (batch, heads, length, width): what others take is not known by their names."""
+    """True for attention of the forms (batch, heads, length, width): what others take is not known
+    by their names."""
     of_aten = getattr(node.target, "namespace", None) == "aten"
     return of_aten and "scaled_dot_product" in name_of(node)
 
 
 def is_product(node: fx.Node) -> bool:
-    """Is it a matrix product, or a convolution?"""
+    """True if it is a matrix product, or a convolution."""
     return getattr(node.target, "overloadpacket", None) in flop_registry or "mm" in name_of(node)
 
 
 def is_grouped(node: fx.Node) -> bool:
-    """Is it a product of groups of rows with a matrix each: `grouped_mm`, and what stands in for it
-    where there is no kernel (`transformers::grouped_mm_fallback`)?"""
+    """True if it is a product of groups of rows with a matrix each: `grouped_mm`, and what stands
+    in for it where there is no kernel (`transformers::grouped_mm_fallback`)."""
     return "grouped_mm" in name_of(node)
 
 
 def is_view(node: fx.Node) -> bool:
-    """Does it give memory that was there before?"""
+    """True if it gives memory that was there before."""
     return name_of(node) in _VIEWS or node.target is operator.getitem
 
 
@@ -109,7 +110,8 @@ def flops_of(node: fx.Node) -> int:
 
 
 def instructions_of(node: fx.Node) -> int:
-    """Of an elementwise node, or of a reduction: for all numbers that it takes or gives."""
+    """Operations of an elementwise node, or of a reduction: for all numbers that it takes or
+    gives."""
     sizes = (t.numel() for n in (node, *node.all_input_nodes) for t in tensors_of(n))
     return max(sizes, default=0) * _instructions_a_number(node)
 
@@ -139,8 +141,8 @@ def itemsize_of(node: fx.Node) -> int:
 
 
 def _grouped_flops(node: fx.Node) -> int:
-    """Of `a` (rows, k) and `b` (groups, k, n), or the forms of its backward: (groups, rows, k) with
-    (k, n), and (m, rows) with (rows, n), which gives (groups, m, n).
+    """Operations of `a` (rows, k) and `b` (groups, k, n), or the forms of its backward: (groups,
+    rows, k) with (k, n), and (m, rows) with (rows, n), which gives (groups, m, n).
 
     Rows of all groups together are as many as there are rows, however they are divided.
     """
@@ -151,8 +153,8 @@ def _grouped_flops(node: fx.Node) -> int:
 
 
 def _unregistered_flops(node: fx.Node) -> int:
-    """Of a product that the registry does not know, such as one with packed weights: each number
-    that it gives is a sum over the last dimension of what it takes first."""
+    """Operations of a product that the registry does not know, such as one with packed weights:
+    each number that it gives is a sum over the last dimension of what it takes first."""
     found = _operands(node)
     return 2 * found[-1].numel() * found[0].shape[-1] if found else 0
 
@@ -167,7 +169,8 @@ def _operands(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _attention_flops(node: fx.Node) -> int:
-    """Of the forms (batch, heads, length, width); backward: with the forward's products again."""
+    """Operations of attention of the forms (batch, heads, length, width); backward: with the
+    forward's products again."""
     query, key, value = (tuple(tensor.shape) for tensor in _attended(node))
     heads = (*query[:2],)
     key, value = (*heads, *key[2:]), (*heads, *value[2:])  # grouped heads are read, not saved
@@ -186,7 +189,7 @@ _HALF_RATE_LENGTH = 900  # of attention: between 1024 and 131072 tokens on an H2
 
 
 def reached_rate(node: fx.Node) -> float:
-    """Of the rate that attention gets with long sequences."""
+    """The share of the rate of long sequences that attention reaches."""
     length = int(_attended(node)[0].shape[-2])
     return length / (length + _HALF_RATE_LENGTH)
 
@@ -201,7 +204,7 @@ def workspace_bytes(node: fx.Node) -> int:
 
 
 def _logits_bytes(node: fx.Node) -> int:
-    """Of a chunk of a head, which are there for as long as it is computed."""
+    """Bytes of a chunk of a head's logits, which exist for as long as it is computed."""
     hidden, weight = (tensors_of(n)[0] for n in node.args[:2] if isinstance(n, fx.Node))
     at_most = dict(compat.arguments_of(node))["chunk_rows"]
     rows = min(equal_chunks(hidden.shape[0], at_most), hidden.shape[0])
@@ -209,7 +212,7 @@ def _logits_bytes(node: fx.Node) -> int:
 
 
 def unpacked_bytes(node: fx.Node) -> int:
-    """Of the weights that a product with packed ones makes of them, whole, before it begins.
+    """Bytes of the unpacked weights that a product with packed ones makes, whole, before it begins.
 
     It is a product (.., k) to (.., n) that the registry does not know, none of whose inputs has the
     n x k numbers of its weights: that of bitsandbytes, with more than 1536 rows.
@@ -236,18 +239,18 @@ def _is_backward(node: fx.Node) -> bool:
 
 
 def is_library(node: fx.Node) -> bool:
-    """Is it a call of a library, or a kernel that Inductor does not fuse?"""
+    """True if it is a call of a library, or a kernel that Inductor does not fuse."""
     return is_called(node) or scatters(node)
 
 
 def is_called(node: fx.Node) -> bool:
-    """Is it a call of a library, or of an operator of another package, which nobody looks into?"""
+    """True if it is a call of a library, or of an opaque operator of another package."""
     known = is_product(node) or is_attention(node) or name_of(node) in LIBRARY
     return known or getattr(node.target, "namespace", "aten") not in _FUSED
 
 
 def scatters(node: fx.Node) -> bool:
-    """Does it write into memory by an index, other than into a constant?
+    """True if it writes into memory by an index, other than into a constant.
 
     `scatter(full(...), index, value)` is a comparison with the index.
     """
@@ -263,14 +266,14 @@ def scatters(node: fx.Node) -> bool:
 
 
 def scattered_bytes(node: fx.Node) -> int:
-    """What a scatter writes by its index, if that is a tensor and no number."""
+    """Bytes that a scatter writes by its index, if that is a tensor and no number."""
     at = _SCATTERED.get(name_of(node))
     values = node.args[at] if at is not None and at < len(node.args) else None
     return bytes_of(tensors_of(values)) if isinstance(values, fx.Node) else 0
 
 
 def readers_of(node: fx.Node) -> Iterator[fx.Node]:
-    """Who reads a value, seen through views."""
+    """The readers of a value, seen through views."""
     for user in node.users:
         if user.op == "call_function" and is_view(user):
             yield from readers_of(user)
@@ -279,7 +282,7 @@ def readers_of(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def reduces_to_one(node: fx.Node) -> bool:
-    """Does a reduction make one number of more than a row?"""
+    """True if a reduction makes one number of more than a row."""
     if name_of(node) not in REDUCTIONS:
         return False
     source = node.args[0]
@@ -289,7 +292,7 @@ def reduces_to_one(node: fx.Node) -> bool:
 
 
 def reduces_long_rows(node: fx.Node) -> bool:
-    """Does a reduction take rows that are too long for a kernel to keep them?"""
+    """True if a reduction takes rows that are too long for a kernel to keep them."""
     if name_of(node) not in REDUCTIONS or reduces_to_one(node) or reduces_columns(node):
         return False
     source = node.args[0]
@@ -299,7 +302,7 @@ def reduces_long_rows(node: fx.Node) -> bool:
 
 
 def reduces_columns(node: fx.Node) -> bool:
-    """Does a reduction keep the last dimension, and so read memory across its rows?"""
+    """True if a reduction keeps the last dimension, and so reads memory across its rows."""
     dims = node.args[1] if len(node.args) > 1 else None
     if name_of(node) not in REDUCTIONS or not isinstance(dims, (list, tuple)):
         return False

@@ -1,4 +1,4 @@
-"""How much of a model one token passes: all of it but the experts that it does not choose.
+"""The share of a model that one token passes: all of it but the experts that it does not choose.
 
 A grouped product multiplies each row by the matrix of its expert: (rows, k) by (experts, k, n).
 So does a gather of a matrix for each row, `weight[expert_ids]`. Of such a parameter a token passes
@@ -21,7 +21,7 @@ _LEAST_DIMENSIONS = 3  # of a parameter with a matrix for each expert
 
 
 def active_parameters(schedules: Iterable[Schedule], parameters: int, tokens: int) -> int:
-    """How many of a model's parameters a token passes.
+    """Number of a model's parameters that a token passes.
 
     Args:
         schedules: of all its captured graphs.
@@ -64,7 +64,7 @@ def _expert_reads(stage: Stage) -> Iterator[tuple[ParamRef, int]]:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """What a value was before views and casts."""
+    """The value before views and casts."""
     while node.op == "call_function" and (is_view(node) or name_of(node) in _CASTS):
         before = node.args[0]
         if not isinstance(before, fx.Node):

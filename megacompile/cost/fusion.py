@@ -171,7 +171,7 @@ class _Walk:
             self.inlined[node] = inlined
 
     def _inlined_by(self, node: fx.Node) -> frozenset[fx.Node]:
-        """What whoever reads a node's inputs computes."""
+        """The nodes that whoever reads a node's inputs computes."""
         each = (self.inlined.get(source, frozenset()) for source in node.all_input_nodes)
         return frozenset().union(*each)
 
@@ -282,8 +282,8 @@ class _Walk:
         return max(peak, self._peak_of_kernels()) if self.fused else peak
 
     def _peak_in_order(self) -> int:
-        """Of realized nodes one after another; where they are fused, elementwise ones reuse what
-        they read."""
+        """Peak of realized nodes one after another; where they are fused, elementwise ones reuse
+        what they read."""
         last = self._last_uses([[op] for op in self.done])
         live = peak = 0
         for i, op in enumerate(self.done):
@@ -299,8 +299,8 @@ class _Walk:
         return peak
 
     def _peak_of_kernels(self) -> int:
-        """Of kernels one after another, as Inductor orders them: one that several nodes share has
-        all that they read, and all that they write, at once.
+        """Peak of kernels one after another, as Inductor orders them: one that several nodes share
+        has all that they read, and all that they write, at once.
 
             before: a, b -> y;  c, d -> z;  y * z -> x     at most y c d x
             after:  a, b, c, d -> y, z, x                  a b c d, of which two become y z, and x
@@ -320,7 +320,8 @@ class _Walk:
         return peak
 
     def _last_uses(self, groups: Sequence[Sequence[_Op]]) -> dict[int, int]:
-        """Where each buffer is written or read last; one that is returned stays to the end."""
+        """The last kernel that writes or reads each buffer; one that is returned stays to the
+        end."""
         last: dict[int, int] = {}
         for i, group in enumerate(groups):
             last.update({b: i for op in group for b in (*op.reads, *op.writes)})
@@ -350,8 +351,8 @@ class _Walk:
         return found
 
     def _reused(self, group: Sequence[_Op], dying: Collection[int]) -> set[int]:
-        """Which of the buffers that a kernel reads last it writes into: for each that one of its
-        nodes writes, one of equal size that no other of its nodes reads."""
+        """The buffers that a kernel reads last and writes into: for each that one of its nodes
+        writes, one of equal size that no other of its nodes reads."""
         if group[0].library:
             return set()
         readers = Counter(b for op in group for b in op.reads)
@@ -365,7 +366,7 @@ class _Walk:
 
 
 def _instructions(group: Sequence[_Op], moved: int) -> int:
-    """Of a kernel that is written for its nodes: see [Note: instructions]."""
+    """Operations of a kernel that is written for its nodes: see [Note: instructions]."""
     if group[0].library:
         return 0
     reduced = {b for op in group if op.inner and reduces_long_rows(op.node) for b in op.writes}

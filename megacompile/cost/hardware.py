@@ -1,4 +1,4 @@
-"""What a machine can do, in figures.
+"""The rates and sizes of a machine.
 
 Units: GB/s are 1e9 bytes a second, TFLOP/s 1e12 operations a second. `copy` rates are of
 page-locked memory; "both" is what each direction gets while the other runs too. `cost/known.py` has
@@ -18,7 +18,7 @@ ASSUMED_NETWORK_GB_S = 12.5
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What a schedule's time and its fit depend on."""
+    """The figures that a schedule's time and its fit depend on."""
 
     name: str
     h2d_gb_s: float  # alone
@@ -79,7 +79,8 @@ class Hardware:
 
     @property
     def replicas_gb_s(self) -> float:
-        """What one rank gets from those with the same rows, while all ranks of its host do.
+        """Bandwidth of one rank from those with the same rows, while all ranks of its host do the
+        same.
 
         These are on other hosts, as a rule. Where that was not measured and nobody has told it
         (`network_gb_s`), each rank is taken to have 100 Gbit/s.
@@ -106,7 +107,7 @@ class Hardware:
         return self.replace(**changes)
 
     def shared_by(self, ranks: int) -> Hardware:
-        """What one of several ranks on this host counts on: a GPU of its own, and a share of the
+        """The share of one of several ranks on this host: a GPU of its own, and a part of the
         host's memory, of what can be page-locked there, of its bandwidth, of the cores that update,
         and of its disk."""
         if ranks == 1:

@@ -1,4 +1,4 @@
-"""What a piece of code does on a device: kernels with their operations and bytes, and its memory.
+"""The work of a piece of code on a device: kernels with their operations and bytes, and its memory.
 
     kernel  ->  seconds: the largest of operations / rate, bytes / bandwidth, instructions / rate,
                 plus a launch
@@ -16,7 +16,7 @@ from megacompile.cost.hardware import Hardware
 
 
 class Kind(Enum):
-    """What limits a kernel."""
+    """The limit of a kernel."""
 
     PRODUCT = "product"  # the matrix units, or memory where it is thin
     ATTENTION = "attention"  # the matrix units, at a lower rate: softmax runs between
@@ -70,7 +70,7 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """What `megacompile.cost.fusion.analyse` finds in a graph."""
+    """The result of `megacompile.cost.fusion.analyse` for a graph."""
 
     kernels: tuple[Kernel, ...]
     peak_bytes: int  # the most that is allocated while it runs, what it returns included

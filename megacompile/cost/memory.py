@@ -1,4 +1,4 @@
-"""What a schedule holds on the device and on the host, by kind, over its program.
+"""Memory that a schedule holds on the device and on the host, by kind, over its program.
 
 Device memory is given and taken back in program order, when ops are issued: the allocator's blocks
 are reused along the compute stream, whatever the copies do. So the peak does not depend on time:
@@ -33,7 +33,7 @@ from megacompile.text import format_bytes
 
 
 class Kind(enum.Enum):
-    """What memory is used for."""
+    """Uses of memory."""
 
     SLOTS = "slots"
     INPUTS = "inputs and buffers"
@@ -194,7 +194,7 @@ class _Replay:
         return more
 
     def defer_from_before(self, schedule: Schedule) -> None:
-        """What the step before has deferred is live."""
+        """Adds what the step before has deferred."""
         for name, graph in schedule.graphs.items():
             for node in ops.nodes_that(graph, lambda op: op.frees is not None and not op.waits):
                 value = node.args[0]
@@ -245,7 +245,7 @@ class _Replay:
         return {name: left[name] for name in schedule.left}
 
     def update(self, schedule: Schedule, left: dict[str, _Block]) -> None:
-        """What a step makes of what its backward has left; all of it is deferred."""
+        """Adds what a step makes of what its backward has left; all of it is deferred."""
         assert schedule.update is not None
         for node in schedule.update.find_nodes(op="placeholder"):
             if node.name in left:
@@ -256,7 +256,8 @@ class _Replay:
         self._walk("update", schedule)
 
     def _copy_bytes(self, schedule: Schedule, updated: fx.Node) -> int:
-        """Of new parameters as they are streamed, where an update makes them beside the masters."""
+        """Bytes of new parameters as they are streamed, where an update makes them beside the
+        masters."""
         if self.cost.master_bytes is None or ops.effects(updated).fills is None:
             return 0
         bucket = largest_shard(ops.arguments(updated)[0])
@@ -374,7 +375,7 @@ class _Replay:
             self.live[block.kind] -= block.size_bytes
 
     def _drain(self) -> None:
-        """What the step before deferred goes."""
+        """Frees what the step before deferred."""
         for kind, size in self.before.items():
             self.live[kind] -= size
         self.before.clear()
@@ -391,8 +392,8 @@ _KINDS: dict[Value | None, Kind] = {
 
 
 def _places(call: fx.Node, stage: Stage, k: int) -> tuple[int, ...]:
-    """Where the graph of a call returns its result k: in several places where that is a bundle of
-    saved tensors, in none where it is a group of gradients."""
+    """The places where the graph of a call returns its result k: several where that is a bundle of
+    saved tensors, none where it is a group of gradients."""
     template, results = stage.traced, stage.result_count
     if call.target is ops.backward:
         of_args = [
@@ -508,5 +509,5 @@ def _waiting_bytes(schedule: Schedule) -> list[int]:
 
 
 def _passing_bytes(schedule: Schedule) -> int:
-    """Of the host buffers that saved tensors are in on their way to the disk and back."""
+    """Bytes of the host buffers that saved tensors are in on their way to the disk and back."""
     return 2 * schedule.plan.saved_sets * max(stored_saved_bytes(schedule), default=0)

@@ -1,4 +1,4 @@
-"""What ops cost: seconds of computes, bytes of copies.
+"""The cost of ops: seconds of computes, bytes of copies.
 
 A piece of a template takes the sum over its kernels (`megacompile.cost.fusion`). Its analysis is
 made once and kept with its graph, so that many schedules of one model can be simulated quickly.
@@ -46,7 +46,7 @@ def compute_s(template: Template, code: Code, hardware: Hardware, *, fused: bool
 
 
 def copies_of(node: fx.Node) -> int:
-    """How many copies an op issues: a bucket's parameters are one, its gradients one each."""
+    """Number of copies that an op issues: a bucket's parameters are one, its gradients one each."""
     copies = ops.effects(node).copies
     return 1 if copies is None else copies(node)
 

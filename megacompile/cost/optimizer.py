@@ -1,4 +1,4 @@
-"""What the optimizer adds to a step: bytes in host memory, and time on the CPU.
+"""The cost of the optimizer in a step: bytes in host memory, and time on the CPU.
 
     exact            the CPU updates bucket after bucket, in forward order, beside the next forward;
                      the device those that live there, and those of a device update

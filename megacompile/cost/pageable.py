@@ -1,4 +1,4 @@
-"""What copies take where not all of host memory can be page-locked.
+"""The time of copies where not all of host memory can be page-locked.
 
 A copy from or to pageable memory goes through a small locked buffer of the driver, at about half
 the rate. Which buffers are locked depends on the order in which they are made, so each copy is
@@ -26,13 +26,13 @@ def with_pageable(hardware: Hardware, host_bytes: int) -> Hardware:
 
 
 def pageable_bytes(hardware: Hardware, host_bytes: int) -> int:
-    """Of so much host memory, what the system is known not to lock."""
+    """Bytes of so much host memory that the system is known not to lock."""
     locked = hardware.locked_bytes
     return 0 if locked is None else max(0, host_bytes - locked)
 
 
 def pageable_words(hardware: Hardware, host_bytes: int) -> str:
-    """What a plan says of it; "" where all is locked, as far as is known."""
+    """The words of a plan about that; "" where all is locked, as far as is known."""
     pageable = pageable_bytes(hardware, host_bytes)
     if not pageable:
         return ""
@@ -45,7 +45,7 @@ def pageable_words(hardware: Hardware, host_bytes: int) -> str:
 
 
 def _rate_share(hardware: Hardware, host_bytes: int) -> float:
-    """Of the rate that copies have where all of host memory is locked."""
+    """The share of the rate that copies have where all of host memory is locked."""
     if not (pageable := pageable_bytes(hardware, host_bytes)):
         return 1.0
     share = pageable / host_bytes

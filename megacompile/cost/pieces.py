@@ -1,4 +1,4 @@
-"""What a graph of pieces does on a device: its pieces' kernels, tile by tile, and its memory.
+"""The work of a graph of pieces on a device: its pieces' kernels, tile by tile, and its memory.
 
 A tile's results are copied to where they belong in the whole; a product over tokens is added to a
 sum, which is read and written for each tile.
@@ -44,7 +44,7 @@ def _kernels(piece: Piece, found: dict[Tile, Analysis]) -> Iterator[Kernel]:
 
 
 def _joined(piece: Piece, tile: Tile, *, first: bool) -> Iterator[Kernel]:
-    """Of the loop over tiles: copies into the whole, and sums."""
+    """Kernels of the loop over tiles: copies into the whole, and sums."""
     made = iter(ops.returned(tile.module.graph))
     for (kind, _), meta in zip(piece.results, piece.metas, strict=True):
         name = f"{piece.__name__}_{kind.value}"

@@ -19,7 +19,7 @@ _FLOAT32 = 4.0  # bytes, of the states of small parameters, which are never in 8
 
 
 def flat_bytes(bucket: Bucket, indices: Iterable[int], item_of: Callable[[int], float]) -> int:
-    """Of a buffer with a tensor like each of some parameters.
+    """Bytes of a buffer with a tensor like each of some parameters.
 
     Args:
         item_of: the bytes of an element, by those of the parameter's as it is streamed.
@@ -29,7 +29,7 @@ def flat_bytes(bucket: Bucket, indices: Iterable[int], item_of: Callable[[int], 
 
 
 def state_bytes(bucket: Bucket, trained: Iterable[int], cost: OptimizerCost) -> list[int]:
-    """Of the buffers of each optimizer state, which there is one of for each parameter; of a rank.
+    """Bytes of the buffers of each optimizer state that every parameter has; of a rank.
 
     Args:
         bucket: what ranks have together.
@@ -81,7 +81,7 @@ def whole_pages(size_bytes: int) -> int:
 
 
 def _codes_bytes(numel: int) -> int:
-    """Of the codes and largest magnitudes of a parameter."""
+    """Bytes of the codes and largest magnitudes of a parameter."""
     return _rounded(numel, ALIGNMENT_BYTES) + _rounded(4 * absmax_numel(numel), ALIGNMENT_BYTES)
 
 

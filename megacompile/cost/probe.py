@@ -156,7 +156,7 @@ class _Probe:
         return lambda: a @ b
 
     def fp8_tflop_s(self, n: int) -> float | None:
-        """Of products with a scale for each operand; None where the device has no kernels.
+        """Rate of products with a scale for each operand; None where the device has no kernels.
 
         Of random numbers: equal ones take less power, and a GPU at its limit is faster with them.
         """
@@ -206,7 +206,7 @@ class _Probe:
         self._optimizers[0].step()
 
     def host_gb_s(self, update_s: float, h2d_gb_s: float) -> float:
-        """What the update and copies beside it move together."""
+        """Bandwidth of the update and of copies next to it, together."""
         if not self.cuda:
             return 0.0
         copies = max(1, round(update_s * h2d_gb_s * 1e9 / _COPY_BYTES))

@@ -57,7 +57,7 @@ class Queues:
 
     @property
     def uses_host(self) -> bool:
-        """Is there work for the host, or for who helps it?"""
+        """True if there is work for the host, or for the device that helps it."""
         return any(work.queue in (HOST, DEVICE) for work in self.works)
 
     def go(self) -> None:
@@ -113,8 +113,8 @@ class Queues:
                     missing[reader] -= 1
 
     def _next(self, k: int, queue: Iterable[int], device_left: float) -> int:
-        """Which update the host or the device would begin now, while the device has so much left to
-        do; -1: none."""
+        """Index of the update that the host or the device would begin now, while the device has so
+        much left to do; -1: none."""
         if k == DEVICE:
             return next((i for i in self._of_a_step(queue) if self.works[i].helped), -1)
         device_s = device_left * self._device_s
@@ -126,7 +126,7 @@ class Queues:
         return -1
 
     def _of_a_step(self, queue: Iterable[int]) -> Iterator[int]:
-        """Of what waits there the works of the first step."""
+        """Works of the first step that wait there."""
         step = -1
         for i in queue:
             if step not in (-1, self.works[i].step):

@@ -1,5 +1,5 @@
-"""What ranks that share a model can do together: the slowest of each rate, and the interconnect;
-where several have the same rows, what they get from one another.
+"""The rates of ranks that share a model: the slowest of each, and the interconnect; where several
+have the same rows, what they get from one another.
 
 Each rank measures its own GPU and its own updates, all at the same time: training gets what the
 links of a host give when all of its GPUs copy, and what its memory gives when all of its cores
@@ -42,7 +42,7 @@ Told = Callable[[Any], list[Any]]  # what each rank says, in the mesh's order
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all ranks plan with, and what each of them has."""
+    """The rates that all ranks plan with, and those that each of them has."""
 
     hardware: Hardware  # the slowest rates of all; of its host and its disk, a rank's share
     ranks: tuple[RankRates, ...]  # by number
@@ -58,18 +58,18 @@ class SharedDisk:
 
 
 def ranks_of_host(mesh: DeviceMesh) -> int:
-    """How many ranks there are on this host, as torchrun says; else all of the mesh."""
+    """Number of ranks on this host, as torchrun says; else all of the mesh."""
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(said) if said.isdigit() and int(said) else mesh.size()
 
 
 def host_of_rank() -> tuple[str, str]:
-    """What tells this rank's host from others: which machine of torchrun's, and its name."""
+    """Identity of this rank's host: the machine of torchrun's, and its name."""
     return os.environ.get("GROUP_RANK", ""), platform.node()
 
 
 def use_cores(mesh: DeviceMesh) -> None:
-    """Let this rank's work on the host have its share of the cores.
+    """Limits this rank's work on the host to its share of the cores.
 
     torchrun sets OMP_NUM_THREADS to 1 where the user has set nothing: updates on the host would
     take as many times longer as there are cores.
@@ -83,7 +83,7 @@ def use_cores(mesh: DeviceMesh) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _DiskOfRank:
-    """What a rank says of its folder."""
+    """The disk of one rank's folder."""
 
     rank: int  # of all processes
     host: tuple[str, str]
@@ -93,7 +93,7 @@ class _DiskOfRank:
 
     @property
     def disk(self) -> tuple[tuple[str, str], int | None]:
-        """What tells it from others: folders of many hosts may be on the same device."""
+        """Identity of the disk: folders of many hosts may be on the same device."""
         return self.host, self.device
 
 
@@ -177,7 +177,7 @@ def agree(
 
 
 def told(mesh: DeviceMesh, value: Any) -> list[Any]:
-    """What each rank of a mesh says, in their order: a collective of all of them."""
+    """Gathers a value from each rank of a mesh, in their order: a collective of all of them."""
     found = [value]
     for dim in reversed(range(mesh.ndim)):
         group = mesh.get_group(dim)

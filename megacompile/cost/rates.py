@@ -113,7 +113,7 @@ def load_disk(folder: str | os.PathLike[str], *, again: bool = False) -> DiskRat
 
 
 def disk_on_file(folder: str | os.PathLike[str]) -> DiskRates | None:
-    """What was measured of the disk that a folder is on; None: nothing that can be used."""
+    """The measured rates of the disk that a folder is on; None: none that can be used."""
     path = _disk_file(Path(folder))
     try:
         found = DiskRates(**json.loads(path.read_text())) if path and path.is_file() else None
@@ -126,7 +126,8 @@ def disk_on_file(folder: str | os.PathLike[str]) -> DiskRates | None:
 
 
 def _disk_file(folder: Path) -> Path | None:
-    """Of this machine and this device: folders of many machines may have the same name."""
+    """The file for this machine and this device: folders of many machines may have the same
+    name."""
     cache = _cache()
     try:
         device = os.stat(folder).st_dev
@@ -184,7 +185,7 @@ def _key(device: torch.device) -> str:
 
 
 def _cache() -> Path | None:
-    """Where rates are kept; None where there is no home directory."""
+    """The folder where rates are kept; None where there is no home directory."""
     root = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(root) if root else Path.home() / ".cache") / "megacompile"

@@ -106,7 +106,7 @@ class _Graph:
                 item.fresh = item.reads_weights not in plan.device_update
 
     def amounts(self, hardware: Hardware, *, fused: bool) -> list[float]:
-        """How much work each item is on a machine."""
+        """The amount of work of each item on a machine."""
         of = Amounts(self.schedule, self.name, hardware, fused=fused, sizes=self.sizes)
         return [
             0.0
@@ -118,7 +118,7 @@ class _Graph:
         ]
 
     def _give_stored(self, graph: fx.Graph) -> None:
-        """What is on its way to a disk when the forward returns."""
+        """Notes what is on its way to a disk when the forward returns."""
         for node in graph.nodes:
             if node.name in self._stored:
                 self.gives[id(self.schedule), node.name] = self._position[node]
@@ -172,7 +172,8 @@ class _Graph:
         return waits, takes
 
     def _key(self, source: fx.Node) -> Hashable:
-        """What of an earlier graph a placeholder stands for; None: nothing that is waited for."""
+        """The value of an earlier graph that a placeholder stands for; None: nothing that is waited
+        for."""
         if source.op != "placeholder":
             return None
         if (token := token_of(source)) is not None:
@@ -208,7 +209,7 @@ class _Graph:
 
 
 class Script:
-    """What the graphs of a step do, on any machine.
+    """The work of the graphs of a step, on any machine.
 
     Args:
         schedules: of one step: their forwards run in order, their backwards in the opposite one,

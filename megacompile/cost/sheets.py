@@ -24,7 +24,7 @@ class _Sheet:
     fp8_tflop_s: float | None = None  # dense, fp32 accumulation; None: it has none
 
     def hardware(self) -> Hardware:
-        """What to expect of it: the sheet times what the H200 reached of its own."""
+        """Expected rates: the sheet times the share that the H200 reached of its own."""
         link, both, product = 55.5 / 63.0, 50.8 / 63.0, 804.0 / 989.0
         made = Hardware(
             self.name,
@@ -47,7 +47,7 @@ class _Sheet:
         return made.with_interconnect(self._interconnect_gb_s())
 
     def _interconnect_gb_s(self) -> float:
-        """What a collective brings: of NVLink as much as on the H200 (450 GB/s each way)."""
+        """Bandwidth of a collective: of NVLink as much as on the H200 (450 GB/s each way)."""
         if self.nvlink_gb_s is not None:
             return self.nvlink_gb_s * H200.interconnect_gb_s / 450.0
         return self.pcie_gb_s * 50.8 / 63.0 / 2

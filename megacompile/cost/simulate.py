@@ -48,7 +48,7 @@ class Prediction:
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
-        """Of every step, in the order in which they end."""
+        """Events of every step, in the order in which they end."""
         return _events(self._run)
 
     @cached_property
@@ -63,7 +63,7 @@ class Prediction:
 
     @property
     def stop_s(self) -> float:
-        """Where the last step's period ends."""
+        """End of the last step's period, seconds."""
         return self.start_s + self.step_s
 
     def busy_s(self, stream: Stream) -> float:
@@ -75,7 +75,7 @@ class Prediction:
 
     @property
     def bound(self) -> Stream:
-        """What the step waits for most of its time."""
+        """The stream that the step waits for most of its time."""
         return max(Stream, key=lambda stream: self.critical_s.get(stream, 0.0))
 
     def device_bytes(self) -> list[tuple[float, int]]:

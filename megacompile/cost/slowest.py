@@ -1,4 +1,4 @@
-"""Which of several ranks is slow, and at what.
+"""The slow ones of several ranks, and what they are slow at.
 
     matrix products   655 652 610 657 TFLOP/s   ->   rank 2: 610, the others 655, the fastest 657
 
@@ -20,7 +20,7 @@ FELT = 0.03  # to be behind by less is noise: a rate is measured within seconds
 
 @dataclass(frozen=True, slots=True)
 class RankRates:
-    """What one rank has: a GPU of its own, and its host as a whole."""
+    """Rates of one rank: a GPU of its own, and its host as a whole."""
 
     rank: int  # of all processes
     host: str
@@ -83,7 +83,7 @@ class SlowRate:
 
 
 def slow_rates(ranks: Sequence[RankRates]) -> list[SlowRate]:
-    """Where ranks are behind by more than `FELT`, the most first."""
+    """Rates at which ranks are behind by more than `FELT`, the largest gap first."""
     found = [_slow(figure, ranks) for figure in FIGURES]
     slow = [each for each in found if each is not None and each.behind > FELT]
     return sorted(slow, key=lambda each: -each.behind)

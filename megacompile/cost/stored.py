@@ -1,4 +1,4 @@
-"""What optimizer states, parameters and saved tensors take on a disk."""
+"""Bytes of optimizer states, parameters and saved tensors on a disk."""
 
 from __future__ import annotations
 

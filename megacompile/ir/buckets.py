@@ -142,7 +142,7 @@ class Bucket:
 
 @functools.lru_cache(maxsize=4096)
 def largest_shard(bucket: Bucket) -> Bucket:
-    """What a rank has of a bucket, at most; the bucket itself where there is one rank."""
+    """The largest part of a bucket that a rank has; the bucket itself where there is one rank."""
     return bucket.shard(0)
 
 

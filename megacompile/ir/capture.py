@@ -36,7 +36,7 @@ class TensorInput:
 
 @dataclass(frozen=True, slots=True)
 class Wrapping:
-    """How a tensor of a wrapper subclass is put together from the tensors that it is made of.
+    """The way to rebuild a tensor of a wrapper subclass from the tensors that it is made of.
 
     It is called with them, and stands in graphs as the function that does it.
     """
@@ -183,7 +183,7 @@ class Capture:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What one schedule of a captured graph is built for."""
+    """The purpose that one schedule of a captured graph is built for."""
 
     tangents: tuple[int, ...]  # the outputs that get a gradient
     keep_last: bool  # False: saved tensors are computed again; the forward's are for other outputs

@@ -1,4 +1,4 @@
-"""How the memory of a schedule grows with its sizes."""
+"""The growth of a schedule's memory with its sizes."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def equal_chunks(rows: int, at_most: int) -> int:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums over rows and classes are computed in: float32, or float64 for float64."""
+    """Dtype of sums over rows and classes: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -81,7 +81,8 @@ torch.library.register_fake(OPERATOR, _fake)
 
 
 def _flops(hidden: tuple[int, int], weight: tuple[int, int], *rest: Any, **_: Any) -> int:
-    """Of the matrix products: for the logits, and for the gradients of hidden and weight."""
+    """Operations of the matrix products: for the logits, and for the gradients of hidden and
+    weight."""
     of_hidden, of_weight, _bias = rest[-GRADIENTS:]
     products: int = 1 + of_hidden + of_weight
     return 2 * hidden[0] * hidden[1] * weight[0] * products

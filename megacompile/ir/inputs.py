@@ -1,4 +1,4 @@
-"""What the placeholders of a schedule's graphs stand for: by explicit ids, never by their names.
+"""The meaning of the placeholders of a schedule's graphs: by explicit ids, never by their names.
 
 A forward's placeholder has the position of the captured graph's input, a backward's that of the
 output whose gradient it is. Tokens are in `megacompile.ir.tokens`; every other placeholder is a
@@ -38,7 +38,7 @@ def live_of(graph: fx.Graph, name: str) -> fx.Node:
 
 
 def is_live(node: fx.Node) -> bool:
-    """Is it a placeholder that stands for an input's memory, and not for a value?"""
+    """True if it is a placeholder that stands for an input's memory, and not for a value."""
     return "live" in node.meta
 
 

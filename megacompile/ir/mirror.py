@@ -1,4 +1,4 @@
-"""Where tensors like the parameters of a bucket lie in a buffer: masters, gradients, states.
+"""Places of tensors like the parameters of a bucket in a buffer: masters, gradients, states.
 
 Neighbours are as many elements apart as the parameters are, so that parameters, gradients and
 states of neighbours are spans of equal length, and one kernel call can update them. Behind a gap,

@@ -1,4 +1,4 @@
-"""Which outputs of a captured graph will get a gradient."""
+"""Outputs of a captured graph that will get a gradient."""
 
 from __future__ import annotations
 

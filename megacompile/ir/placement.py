@@ -1,4 +1,4 @@
-"""Where a model's buckets live: the runtime keeps it, and whoever makes plans is given it."""
+"""The placement of a model's buckets: the runtime keeps it, and plans are made for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ LARGE = 1.5  # times the median: what goes to the disk last, and lives on the de
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which buckets are on the device, with what, and whether that may change."""
+    """The buckets that are on the device, what else is there of them, and whether that may
+    change."""
 
     resident: frozenset[int] = frozenset()  # keys of the buckets that live on the device
     on_disk: frozenset[int] = frozenset()  # of those whose states lie on the disk, if streamed

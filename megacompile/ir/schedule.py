@@ -157,7 +157,7 @@ class Schedule:
         return str(VIEWS["table"](self))
 
     def diff(self, other: Schedule, *, code: bool = False) -> str:
-        """What `other` does differently: what it was made with, then a unified diff by stage.
+        """Returns the difference of `other`: what it was made with, then a unified diff by stage.
 
         With `code`, the Python is compared instead of the actions. "" where they do the same.
         """

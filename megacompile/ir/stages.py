@@ -105,7 +105,7 @@ class Template:
         return tuple(dict.fromkeys((*given, *(self.numbers if self.tangent_strides else ()))))
 
     def holds(self, values: Values) -> bool:
-        """Is the code right for these values of its symbols?"""
+        """True if the code is right for these values of its symbols."""
         if self.symbols is None:
             return True
         return self.symbols.condition()(*(values[symbol] for symbol in self.symbols.planned))
@@ -155,7 +155,8 @@ class Stage:
 
     @property
     def saved_values(self) -> tuple[TensorMeta | tuple[TensorMeta, ...], ...]:
-        """What its forward saves for its backward: a meta of each value, or those of a bundle."""
+        """Metas of the values that its forward saves for its backward; a tuple of metas for a
+        bundle."""
         saved = self.traced.saved
         if not self.bundles:
             return saved

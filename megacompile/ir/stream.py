@@ -27,10 +27,10 @@ class Stream(enum.Enum):
 
     @property
     def in_order(self) -> bool:
-        """Is an op done before the next one of its stream begins?"""
+        """True if an op is done before the next one of its stream begins."""
         return self.in_every_step or self is Stream.COMM
 
     @property
     def in_every_step(self) -> bool:
-        """Is it one of those that are shown when they are idle, too: computes and copies?"""
+        """True if the stream is shown when it is idle too: computes and copies."""
         return self in (Stream.COMPUTE, Stream.H2D, Stream.D2H)

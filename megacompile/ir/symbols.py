@@ -73,7 +73,8 @@ class Symbols:
     fakes: compat.SymbolicFakes  # that its values were found with
 
     def condition(self) -> Callable[..., bool]:
-        """Are the values that were found right for these values of the symbols, in their order?"""
+        """A function that says if the values found are right for values of the symbols, in their
+        order."""
         return self.fakes.holds
 
 
@@ -92,7 +93,7 @@ def symbols_in(value: Any) -> frozenset[sympy.Symbol]:
 
 
 def has_numbers(value: Any) -> bool:
-    """Is it a `Number`, or does it hold one?"""
+    """True if it is a `Number`, or holds one."""
     if isinstance(value, slice):
         value = (value.start, value.stop, value.step)
     if isinstance(value, (tuple, list)):
@@ -101,7 +102,7 @@ def has_numbers(value: Any) -> bool:
 
 
 def is_size(symbol: sympy.Symbol) -> bool:
-    """Is a symbol the size of a dimension?"""
+    """True if a symbol is the size of a dimension."""
     return bool(symbol.is_positive)
 
 

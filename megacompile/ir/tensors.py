@@ -1,4 +1,4 @@
-"""What tensors look like, without their data."""
+"""Descriptions of tensors, without their data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _contiguous(shape: Sequence[Any]) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """What a tensor looks like, without its data."""
+    """The description of a tensor, without its data."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -60,7 +60,7 @@ class TensorMeta:
 
     @property
     def overlaps_itself(self) -> bool:
-        """Do some of its elements share a place in memory?"""
+        """True if some of its elements share a place in memory."""
         end = 1  # behind what the smaller strides reach
         for stride, n in sorted(zip(self.stride, self.shape, strict=True)):
             if n > 1 and stride < end:
@@ -106,7 +106,7 @@ class TensorMeta:
 
 
 def is_dense(meta: TensorMeta, strides: tuple[int, ...]) -> bool:
-    """Does each element have a place of its own, with none between them?"""
+    """True if each element has a place of its own, with none between them."""
     expected = 1
     for stride, size in sorted(zip(strides, meta.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -141,7 +141,7 @@ def any_size(meta: M) -> M:
 
 
 def kind_of(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device, bool]:
-    """What a tensor of any size looks like: dtype, device, and does it require grad?"""
+    """Dtype, device and requires_grad of a tensor of any size."""
     return tensor.dtype, tensor.device, tensor.requires_grad and not _cut_off(tensor)
 
 

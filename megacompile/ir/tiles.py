@@ -22,14 +22,14 @@ from megacompile.ir.tensors import TensorMeta, dense
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Where the tokens are in a tensor: dimension `dim`, of size outer * tokens * inner."""
+    """The place of the tokens in a tensor: dimension `dim`, of size outer * tokens * inner."""
 
     dim: int
     outer: int = 1
     inner: int = 1
 
     def size(self, tokens: int) -> int:
-        """Of the dimension, with so many tokens."""
+        """Size of the dimension, with so many tokens."""
         return self.outer * tokens * self.inner
 
     def shape(self, shape: tuple[int, ...], tokens: int) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ class Axis:
 
 
 class Result(Enum):
-    """What becomes of a result of a tile."""
+    """The use of a result of a tile."""
 
     CUT = "cut"  # it is a part of the whole
     SUM = "sum"  # it is added to those of other tiles
@@ -97,16 +97,16 @@ class Piece:
 
     @property
     def is_whole(self) -> bool:
-        """Does it run once, over all tokens?"""
+        """True if it runs once, over all tokens."""
         return len(self.tiles) == 1 and self.tiles[0].tokens == self.tokens
 
     @property
     def count(self) -> int:
-        """How many tiles run."""
+        """Number of tiles that run."""
         return sum(1 for _ in self.spans())
 
     def spans(self) -> Iterator[tuple[int, Tile]]:
-        """Where each tile begins, and which it is."""
+        """The start of each tile, and the tile."""
         first, start = self.tiles[0], 0
         while start < self.tokens:
             length = min(first.tokens, self.tokens - start)

@@ -26,7 +26,7 @@ Place = tuple[int, Part]  # the key of a bucket, and a part of it
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What a placeholder stands for: the last write of a part of a bucket, by an earlier graph."""
+    """The last write of a part of a bucket by an earlier graph; a placeholder stands for it."""
 
     bucket: Bucket
     part: Part

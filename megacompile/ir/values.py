@@ -26,7 +26,7 @@ def producer(node: fx.Node) -> fx.Node:
 
 
 def owns(value: fx.Node) -> bool:
-    """Does a value name memory of the compute stream's allocator?"""
+    """True if a value names memory of the compute stream's allocator."""
     op = effects(producer(value))
     return op.owns and (op.count is None or value.target is operator.getitem)
 
@@ -125,8 +125,8 @@ def fetched_from(copies: Mapping[str, fx.Node], value: fx.Node) -> fx.Node:
 
 
 def left_of(schedule: Schedule) -> dict[int, tuple[fx.Node, fx.Node]]:
-    """What the backward leaves for the update, by the key of the bucket, in its order: gradients,
-    and parameters with states."""
+    """Values that the backward leaves for the update, by the key of the bucket, in its order:
+    gradients, and parameters with states."""
     if schedule.backward is None or not schedule.left:
         return {}
     by_name = {node.name: node for node in schedule.backward.nodes}
@@ -171,7 +171,7 @@ def groups(call: fx.Node) -> Iterator[tuple[int, Bucket]]:
 
 
 def kind_of(value: fx.Node) -> Value | None:
-    """What a value is: what its op gives; of a backward's results, gradients of a bucket."""
+    """The kind of a value, as its op gives it; of a backward's results, gradients of a bucket."""
     source = producer(value)
     if source is value:
         return effects(value).gives

@@ -81,11 +81,11 @@ class AbstractProgram:
 
     @property
     def compiler(self) -> PassCompiler:
-        """Who makes the plans of all programs of a model."""
+        """The planner of all programs of a model."""
         return self.plans.compiler
 
     def planned(self, *, accumulate: bool = False, reuse: bool = True) -> Planned:
-        """What `schedule` builds, for `megacompile.plan.alternatives`."""
+        """The alternatives to what `schedule` builds, for `megacompile.plan.alternatives`."""
         variant = Variant(
             tangents=expected_tangents(self.stages),
             keep_last=True,

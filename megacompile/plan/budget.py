@@ -12,7 +12,7 @@ _REMEMBERED = 8  # captured graphs: the one that can do with the least says how 
 
 
 class Budget:
-    """How much device memory plans may use.
+    """Device memory that plans may use.
 
     Args:
         setting: where the user says nothing, what is free when it is first asked for.
@@ -27,13 +27,13 @@ class Budget:
         self._problems: list[Problem] = []  # of the captured graphs, the last one last
 
     def size_bytes(self) -> int:
-        """What the user said, or what was free at first."""
+        """The user's limit, or what was free at first."""
         if self.limit_bytes is None:
             self.limit_bytes = self.setting.free_bytes()
         return self.limit_bytes
 
     def agree(self) -> None:
-        """Let it be the least that any of the ranks may use, which they say once, all at the same
+        """Takes the least that any of the ranks may use, which they say once, all at the same
         place: so their plans let the same buckets live on their devices."""
         if self.setting.least is not None and not self._is_of_all:
             self._is_of_all = True
@@ -45,7 +45,8 @@ class Budget:
         self._problems = [*self._problems[-(_REMEMBERED - 1) :], problem]
 
     def holds(self, more_bytes: int, peak_bytes: int) -> bool:
-        """Is there room for what takes so much more than was planned, with this peak?"""
+        """True if there is room for code that takes so much more than was planned, with this
+        peak."""
         return max(self._needed_bytes + more_bytes, peak_bytes) <= self.size_bytes()
 
     def step_down(self) -> str:
@@ -60,7 +61,7 @@ class Budget:
         return f"at most {format_bytes(self.limit_bytes)} of device memory"
 
     def needs(self) -> str:
-        """What of device memory the least demanding plan needs, as a table; "" if not known."""
+        """Device memory of the smallest feasible plan, as a table; "" if not known."""
         if not self._problems:
             return ""
         return table(self._problems[-1], self._problems[-1].floor().peak)

@@ -1,4 +1,5 @@
-"""What a plan is made from: what the search chooses, and the passes carry out."""
+"""The decisions that a plan is made from: the search chooses them, and the passes carry them
+out."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a plan is made from."""
+    """The decisions that a plan is made from."""
 
     keep: int = 1  # stages, counted from the last, whose saved tensors are kept
     resident: frozenset[int] = frozenset()  # bucket keys
@@ -27,8 +28,8 @@ class Choice:
 
     @property
     def computing(self) -> Choice:
-        """What of it makes a difference to what is computed, and to what is saved for that: not
-        where buckets live, who updates them, and when what of them comes and goes."""
+        """The part that changes what is computed, and what is saved for that: not where buckets
+        live, who updates them, and when they come and go."""
         where = Choice()
         return replace(
             self,

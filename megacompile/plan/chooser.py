@@ -45,21 +45,21 @@ _SHARE = 0.9  # of the budget, for forwards without a backward: a cache may grow
 
 
 class PlanChoice(NamedTuple):
-    """What a schedule is built from."""
+    """The decisions that a schedule is built from."""
 
     choice: Choice
     reasons: tuple[str, ...] = ()
 
 
 class _Open(NamedTuple):
-    """What a plan may decide about its buckets: keys of those that no plan has decided about."""
+    """Keys of the buckets that a plan may decide about: no plan has yet."""
 
     residents: frozenset[int]  # whether they live on the device
     states: frozenset[int]  # whether their states lie on the disk
     weights: frozenset[int]  # whether their parameters do
 
     def decided(self, wanted: Placement, choice: Choice) -> Placement:
-        """Where buckets are to be, with what a choice says of these."""
+        """The placement, with what a choice says of the open buckets."""
         return replace(
             wanted,
             resident=(wanted.resident - self.residents) | (choice.resident & self.residents),
@@ -71,7 +71,7 @@ class _Open(NamedTuple):
 
 @dataclass(frozen=True)
 class _Planned:
-    """What a captured graph was planned with last."""
+    """The last plan of a captured graph."""
 
     problem: Problem
     found: SearchResult
@@ -79,7 +79,7 @@ class _Planned:
 
     @cached_property
     def keys(self) -> frozenset[int]:
-        """Of its buckets."""
+        """Keys of its buckets."""
         return frozenset(bucket.key for bucket in self.problem.buckets)
 
     @cached_property
@@ -88,7 +88,7 @@ class _Planned:
         return self.problem.drafts.of(self.found.choice)
 
     def leaves_memory_for_gradients(self) -> bool:
-        """Does it fit too where a forward finds gradients of resident buckets?"""
+        """True if it fits too where a forward finds gradients of resident buckets."""
         problem = replace(self.problem, gradients_stay=True)
         return problem.peak_bytes(self.found.choice) <= problem.budget_bytes
 
@@ -126,7 +126,7 @@ class Chooser:
     def choose(
         self, stages: Schedule, schedule: Schedule, variant: Variant, placement: Placement
     ) -> PlanChoice:
-        """What the plan of these stages is made from; sought at the first call.
+        """The choice for these stages; sought at the first call.
 
         Args:
             stages: what `Pipeline.partition` gave.
@@ -161,7 +161,7 @@ class Chooser:
         return problem is None or problem.tiers.host_too_small
 
     def wants(self, placement: Placement) -> Placement:
-        """Where plans want the buckets, which are as `placement` says."""
+        """The placement that plans want for the buckets, which are as `placement` says."""
         if self._wanted is None:
             return placement
         wants = replace(placement, resident=self._wanted.resident, on_disk=self._wanted.on_disk)
@@ -220,7 +220,7 @@ class Chooser:
     def _reasons(
         self, problem: Problem, found: SearchResult, placement: Placement
     ) -> tuple[str, ...]:
-        """What the plan says of itself."""
+        """The reasons of the plan."""
         reasons = found.reasons
         if words := pageable_words(problem.hardware, problem.host_bytes(found.choice)):
             reasons = (*reasons, words)
@@ -247,7 +247,7 @@ class Chooser:
         wanted: Placement,
         open_to: _Open,
     ) -> Problem:
-        """What is sought, with what is known already of these stages."""
+        """The problem to solve, with what is known already of these stages."""
         own = frozenset(bucket.key for bucket in schedule.buckets)
         if placement.accumulates:
             variant = replace(variant, accumulate=True)  # which needs the most
@@ -338,13 +338,13 @@ class Chooser:
         return int(on_host), on_disk
 
     def disk_budget_bytes(self) -> int | None:
-        """Of the whole model, as it was when it was first asked for."""
+        """Memory of the whole model, as it was when it was first asked for."""
         if self._disk_bytes is None:
             self._disk_bytes = self.setting.disk_budget_bytes()
         return self._disk_bytes
 
     def _stay(self, schedule: Schedule, placement: Placement) -> int:
-        """How many streamed buckets stay in slots between forwards without a backward."""
+        """Number of streamed buckets that stay in slots between forwards without a backward."""
         options = self.setting.options
         if options.ranks > 1:
             return 0  # see `Options.ranks`
@@ -367,7 +367,7 @@ class Chooser:
         here: Placement | None = None,
         wanted: Placement | None = None,
     ) -> Problem:
-        """What a plan is sought for.
+        """The problem that a plan solves.
 
         Args:
             schedule: what `Pipeline.differentiated` gives.
@@ -400,7 +400,8 @@ class Chooser:
         )
 
     def _found_before(self, stages: Schedule, problem: Problem) -> SearchResult | None:
-        """What the same was planned with before its buckets were moved to where that wants them."""
+        """The choice that was made for the same before its buckets were moved to where it wants
+        them."""
         before = self._planned.get(stages.stages)
         if before is None or not before.decided or problem.undecided or problem.storable:
             return None

@@ -115,7 +115,7 @@ class PassCompiler:
         return resize(stages, values)
 
     def lower(self, schedule: Schedule) -> Schedule:
-        """What `plan` gave, with code."""
+        """Lowers what `plan` returned."""
         waits = not (self._lowered and self._may_run_uncompiled(schedule))
         schedule = self.pipeline.lowered(schedule, waits=waits)
         self._lowered = True
@@ -123,7 +123,7 @@ class PassCompiler:
         return schedule
 
     def _may_run_uncompiled(self, schedule: Schedule) -> bool:
-        """May a step run a schedule before its code is compiled?
+        """True if a step may run a schedule before its code is compiled.
 
         Not where numbers must be the same in each run, nor where operators that are not fused need
         more device memory than the plans leave.
@@ -142,15 +142,15 @@ class PassCompiler:
         return self.budget.holds(peaks[1] - peaks[0], peaks[1])
 
     def code_is_ready(self) -> bool:
-        """Is code compiled by now that schedules ran without?"""
+        """True if code is compiled by now that schedules ran without."""
         return self.pipeline.to_come.is_ready()
 
     def load_code(self, patience_s: float) -> bool:
-        """Load it, for so long. Is all of it loaded?"""
+        """Loads it, for so long. True if all of it is loaded."""
         return self.pipeline.to_come.load(patience_s)
 
     def use_code(self) -> None:
-        """Let schedules run it. No backward may be to come."""
+        """Runs the loaded code from now on. No backward may be to come."""
         self.pipeline.to_come.use()
 
     def choose(
@@ -225,7 +225,8 @@ class PassCompiler:
         return schedule
 
     def wants(self, placement: Placement) -> Placement:
-        """Where the plans made so far want the buckets, which are as `placement` says."""
+        """The placement that the plans made so far want for the buckets, which are as `placement`
+        says."""
         return self.chooser.wants(placement)
 
     def retain(self, stages: Collection[Schedule], schedules: Collection[Schedule]) -> None:
@@ -253,5 +254,5 @@ class PassCompiler:
         return self.chooser.step_down()
 
     def needs(self) -> str:
-        """What the least demanding plan needs of device memory, as a table; "" if not known."""
+        """Device memory of the smallest feasible plan, as a table; "" if not known."""
         return self.budget.needs()

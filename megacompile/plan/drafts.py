@@ -50,7 +50,7 @@ class Drafts:
 
     @property
     def cut(self) -> bool:
-        """Does anything run in tiles?"""
+        """True if anything runs in tiles."""
         return bool(self._with_plan(self._as_here(Choice())).plan.tiles)
 
     def of(self, choice: Choice) -> Schedule:

@@ -48,7 +48,7 @@ def equal_layers(model: nn.Module) -> list[tuple[nn.Module, ...]]:
 
 
 def _are_equal(layers: Sequence[nn.Module]) -> bool:
-    """Are layers built alike, with no module and no tensor that two of them have?"""
+    """True if layers are built alike, with no module and no tensor that two of them have."""
     forward = type(layers[0]).forward
     if not isinstance(forward, types.FunctionType) or forward.__module__.startswith("torch."):
         return False
@@ -200,7 +200,7 @@ def _take_apart(values: Any, spec: list[str], tensors: list[Any], constants: lis
 
 
 def _put_together(spec: list[str], leaves: list[Any]) -> tuple[Any, Any]:
-    """What `_take_apart` took apart. Dynamo traces this."""
+    """Puts together again what `_take_apart` took apart. Dynamo traces this."""
     tensors = [int(part[1:]) for part in spec[3:] if part[:1] == "t" and part[1:].isdigit()]
     places = [3, max(tensors) + 1 if tensors else 0]  # in the spec, among the constants
     args = _next(spec, leaves, places)
@@ -243,7 +243,7 @@ def inlined(
 
 
 def stand_ins(module: fx.GraphModule) -> Any:
-    """What a captured graph gives, as new tensors: nothing of it is run again.
+    """The results of a captured graph, as new tensors: nothing of it is run again.
 
     Raises:
         NotEqualError: it gives what Dynamo has no example of.

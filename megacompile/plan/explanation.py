@@ -1,4 +1,4 @@
-"""What a planned step does and why, on one screen: `megacompile.explain` and `plan`.
+"""Explains a planned step on one screen, what it does and why: `megacompile.explain` and `plan`.
 
 A terminal and a notebook get the sections of `megacompile.plan.sections`, a program a dictionary.
 """
@@ -56,7 +56,7 @@ def explanation(
     code: Mapping[str, CodeCounts] | None = None,
     moved: Moved | None = None,
 ) -> Explanation:
-    """What there is to say of a planned step.
+    """The explanation of a planned step.
 
     Args:
         now: the step.

@@ -1,4 +1,4 @@
-"""What an explanation of a planned step consists of."""
+"""The parts of the explanation of a planned step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megacompile.tracing.rank_steps import LastRank
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What needs what of a memory."""
+    """The needs of a memory, by user."""
 
     kinds: dict[str, int]
     needed_bytes: int
@@ -41,7 +41,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class DiskTraffic:
-    """What goes between host memory and a disk, which writes wear; bytes."""
+    """Traffic between host memory and a disk, which writes wear; bytes."""
 
     read_bytes: int  # in each step, by the plan
     written_bytes: int
@@ -65,7 +65,7 @@ class Busy:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Findings:
-    """What there is to say of a planned step."""
+    """The findings about a planned step."""
 
     model: str
     hardware: str
@@ -99,7 +99,7 @@ class Findings:
 
     @property
     def bound(self) -> str:
-        """What bounds the step: compute, h2d, d2h, host memory bandwidth, host update, disk or,
+        """The bound of the step: compute, h2d, d2h, host memory bandwidth, host update, disk or,
         where ranks share the model, interconnect or network (between those with the same part)."""
         return next(iter(self.bounds))
 

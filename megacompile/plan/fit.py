@@ -1,4 +1,4 @@
-"""Whether a step fits into its budgets, and what would make it fit: the same words everywhere."""
+"""The fit of a step into its budgets, and what would make it fit: the same words everywhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _SMALLER = (
 
 
 def why_not(now: Scenario) -> tuple[str, ...]:
-    """What is too small, and the smallest changes that would do; () where it fits or may fit."""
+    """The memory that is too small, and the smallest changes that would do; () where it fits or may
+    fit."""
     over = _device_over_bytes(now)
     if ahead := _first_too_small(now, over):
         return ahead
@@ -30,19 +31,19 @@ def why_not(now: Scenario) -> tuple[str, ...]:
 
 
 def is_tried(now: Scenario) -> bool:
-    """Is it only the device that is too small, and by so little that it is tried nevertheless?"""
+    """True if only the device is too small, and by so little that it is tried nevertheless."""
     most = TOLERANCE * (now.device_bytes or 0)
     little = 0 < _device_over_bytes(now) and now.device.peak.total_bytes <= most
     return little and not (_first_too_small(now, 0) or _too_small(now, 0))
 
 
 def device_short(needed_bytes: int, there_bytes: int | None) -> str:
-    """What is needed of the device, and what is available."""
+    """Bytes needed of the device, and bytes available."""
     return _short("device memory", needed_bytes, there_bytes)
 
 
 def device_more(over_bytes: int) -> tuple[str, ...]:
-    """What would do, where the device alone is too small."""
+    """Changes that would do, where the device alone is too small."""
     return *_more(device=over_bytes), _SMALLER
 
 
@@ -52,8 +53,8 @@ def _device_over_bytes(now: Scenario) -> int:
 
 
 def _first_too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:
-    """What `megacompile()` says ahead of any plan, where the parameters have no place on the host
-    before buckets may leave it, and what would do."""
+    """The error of `megacompile()` ahead of any plan, where the parameters have no place on the
+    host before buckets may leave it, with changes that would do."""
     there = now.host_bytes
     if there is None or not (lines := too_small(now.first, there)):
         return ()
@@ -95,12 +96,12 @@ def refusal(now: Scenario, device_needed_bytes: int) -> str:
 
 
 def _too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:
-    """What is missing of the host, or else of the disk, and what would do."""
+    """Bytes missing of the host, or else of the disk, with changes that would do."""
     return _host_too_small(now, device_over_bytes) or _disk_too_small(now, device_over_bytes)
 
 
 def _host_too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:
-    """What is missing, the optimizer's options up to the first that would do, and how much more
+    """Bytes missing, the optimizer's options up to the first that would do, and how much more
     memory would."""
     needed, there = sum(now.host().values()), now.host_bytes
     if there is None or needed <= there:
@@ -118,7 +119,7 @@ def _host_too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:
 
 
 def _instead(now: Scenario, there: int, device_over_bytes: int) -> list[str]:
-    """What would do without more host memory."""
+    """Changes that would do without more host memory."""
     lines: list[str] = []
     for name, size in now.host_with_less().items() if not device_over_bytes else ():
         fits = "would fit" if size <= there else "would not fit either"

@@ -67,7 +67,8 @@ def _by_residents_s(problem: Problem, best: Choice, step_s: float, size: float) 
 
 
 def _by_keeping(problem: Problem, best: Choice, size: float) -> tuple[int, float]:
-    """How many stages can be kept in `size` bytes, at most, and how many seconds that saves."""
+    """Number of stages that can be kept in `size` bytes, at most, and the seconds that this
+    saves."""
     again = problem.again(best)
     if again is None:
         return 0, 0.0

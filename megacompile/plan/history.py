@@ -36,7 +36,7 @@ def timed(
     function: Callable[[], Schedule],
     history: tuple[PassRecord, ...] = (),
 ) -> Schedule:
-    """What a pass makes, with a record of it.
+    """Runs a pass, with a record of it.
 
     Args:
         before: what it is made from; None where `history` alone comes before it.

@@ -18,7 +18,7 @@ DEVICE, HOST, DISK = "device memory", "host memory", "the disk"
 
 
 def nearest(problem: Problem) -> Choice:
-    """What lacks the fewest bytes, of all memories together."""
+    """The choice that lacks the fewest bytes, of all memories together."""
     return min(_candidates(problem), key=lambda choice: sum(lacking(problem, choice).values()))
 
 

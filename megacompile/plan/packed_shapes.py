@@ -1,4 +1,4 @@
-"""What stands in for a packed parameter of a class of its own where there are only shapes.
+"""Stand-ins for packed parameters of a class of its own where there are only shapes.
 
 Dynamo captures tensors of a foreign class only where they wrap others, and the code of that class
 asks for it and for its attributes. So this is of that class, and wraps a fake tensor.
@@ -60,5 +60,5 @@ class Shape(torch.Tensor):
 
 @functools.cache
 def shape_class(cls: type[torch.Tensor]) -> type[Shape]:
-    """What stands in for parameters of a class: `isinstance` says the same of it."""
+    """The stand-in for parameters of a class: `isinstance` says the same of it."""
     return type(f"Shape{cls.__name__}", (Shape, cls), {"__module__": __name__})

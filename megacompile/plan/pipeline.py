@@ -243,7 +243,7 @@ class Pipeline:
     def _plan_pass(
         self, schedule: Schedule, variant: Variant, choice: Choice
     ) -> functools.partial[Schedule]:
-        """What the choice and the options together say."""
+        """The plan pass, with what the choice and the options together say."""
         options = self.setting.options
         share = choice.device_update if options.device_update is None else options.device_update
         if variant.defers:
@@ -276,7 +276,7 @@ class Pipeline:
         )
 
     def _gradient_passes(self, choice: Choice, variant: Variant) -> list[SchedulePass]:
-        """What becomes of the gradients: they are offloaded, or updates are made of them."""
+        """The passes for gradients: they are offloaded, or updates are made of them."""
         options = self.setting.options
         cost = self.setting.cost()
         every = functools.partial(insert_all_reduce, defers=variant.defers)
@@ -314,7 +314,8 @@ class Pipeline:
         return [one] if self.setting.options.ranks > 1 else []
 
     def _saved_passes(self, choice: Choice) -> list[SchedulePass]:
-        """What waits on the host goes on to a disk: all of it, or as much as is chosen."""
+        """The passes that send what waits on the host on to a disk: all of it, or as much as is
+        chosen."""
         every = bool(self.setting.options.disk_saved)
         if not every and not choice.saved_on_disk:
             return []

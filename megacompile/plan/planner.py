@@ -154,7 +154,7 @@ def _add_grid(
 
 
 def _result(tries: Tries, best: Choice) -> SearchResult:
-    """Of a search that ends with this choice."""
+    """The result of a search that ends with this choice."""
     problem = tries.problem
     peak, step_s = problem.peak_bytes(best), problem.step_s(best)
     why = reasons(problem, best, step_s, tries.times, peak)

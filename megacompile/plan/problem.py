@@ -1,4 +1,5 @@
-"""What a plan is sought for: a captured graph, a machine, budgets; and what a choice costs there.
+"""The problem that a plan solves: a captured graph, a machine, budgets; and the cost of a choice
+there.
 
 Memory is found by walking the schedule of a choice, time by simulating it. Both are remembered.
 """
@@ -34,7 +35,7 @@ _STRAIGHT = 0.01  # by so much may the slopes differ of what is taken for a stra
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a plan is sought for.
+    """The problem that a plan solves.
 
     Args:
         drafts: makes schedules of choices.
@@ -143,8 +144,8 @@ class Problem:
         return self._computes_s.get(choice.computing, 0.0)
 
     def again(self, choice: Choice) -> tuple[float, float] | None:
-        """What one more kept stage saves of a step, seconds, and takes of the device, bytes: the
-        mean over all stages, and the most; None where that is not known of choices like this."""
+        """Seconds of a step that one more kept stage saves, the mean over all stages, and bytes of
+        the device that it takes, the most; None where that is not known of choices like this."""
         like = choice.computing
         none, every = (self._computes_s.get(replace(like, keep=n)) for n in (0, self.stages))
         known = self._known(self._streamed(choice))
@@ -226,7 +227,8 @@ class Problem:
         return self.peak_bytes(streamed) <= buffer
 
     def fits_host(self, choice: Choice) -> bool:
-        """Does it stay within the budgets of host memory and of the disk, where they are known?"""
+        """True if it stays within the budgets of host memory and of the disk, where they are
+        known."""
         return self.tiers.fit(choice)
 
     def host_bytes(self, choice: Choice) -> int:
@@ -249,7 +251,7 @@ class Problem:
         return self.budget_bytes - self.resident_bytes(new, gradients=self.gradients_stay)
 
     def resident_bytes(self, keys: Collection[int], *, gradients: bool) -> float:
-        """What buckets take that live on the device, with their gradients or without."""
+        """Bytes of buckets that live on the device, with their gradients or without."""
         return sum(
             self.optimizer.resident_bytes(
                 bucket, self.trained.get(bucket.key, ()), gradients=gradients
@@ -287,7 +289,7 @@ class Problem:
         return [*first[:count], *spread(rest, count - len(first))]
 
     def fewest_residents(self, like: Choice | None = None, *, disk: bool = True) -> int | None:
-        """How many buckets must live on the device for the others to fit elsewhere.
+        """Number of buckets that must live on the device for the others to fit elsewhere.
 
         Args:
             like: what is chosen otherwise.
@@ -309,17 +311,17 @@ class Problem:
         return None
 
     def fewest_offloaded(self, choice: Choice) -> int | None:
-        """How many of the first stages must have their inputs on the host, for a choice to fit on
-        the device; None where not even all of them are enough."""
+        """Number of the first stages that must have their inputs on the host, for a choice to fit
+        on the device; None where not even all of them are enough."""
         return _fewest(self.stages, lambda n: self._fits_device(replace(choice, offload=n)))
 
     def fewest_reruns(self, choice: Choice) -> int | None:
-        """How many stages must run again for what waits on the host to fit there; None where even
-        every other one is too few."""
+        """Number of stages that must run again for what waits on the host to fit there; None where
+        even every other one is too few."""
         return _fewest(self.reruns(1), lambda n: self.fits_host(replace(choice, rerun=n)))
 
     def reruns(self, row: int) -> int:
-        """How many stages run again, where `row` in a row do for each whose output is saved.
+        """Number of stages that run again, where `row` in a row do for each whose output is saved.
 
         0 where ranks share the model: see `Options.ranks`.
         """
@@ -327,8 +329,8 @@ class Problem:
         return 0 if shared else reruns(self.stages, row)
 
     def most_residents(self, like: Choice) -> int | None:
-        """How many buckets fit on the device, all else being as in `like`; None if not even zero
-        fit. Ignores the slots that they free, as `fits` does."""
+        """Number of buckets that fit on the device, all else being as in `like`; None if not even
+        zero fit. Ignores the slots that they free, as `fits` does."""
         for count in range(len(self.candidates), -1, -1):
             resident = self.with_residents(count).resident
             if self._fits_device(replace(like, resident=resident)):
@@ -398,7 +400,7 @@ class Problem:
         return least if fewer is None else most - fewer
 
     def most_on_host(self, choice: Choice) -> int:
-        """How many stages may be kept on the host, at most."""
+        """Number of stages that may be kept on the host, at most."""
         lookahead = self.drafts.pipeline.setting.options.lookahead
         graphs = self.drafts.graphs
         return len(stages_on_host(graphs, count=self.stages, keep=choice.keep, lookahead=lookahead))
@@ -434,12 +436,12 @@ def _fewest(most: int, fits: Callable[[int], bool]) -> int | None:
 
 
 def _slopes(known: Mapping[int, int]) -> list[float]:
-    """Of the intervals between what is known."""
+    """Slopes of the intervals between known points."""
     return [(known[b] - known[a]) / (b - a) for a, b in itertools.pairwise(sorted(known))]
 
 
 def _is_straight(known: Mapping[int, int], low: int, high: int) -> bool:
-    """Does what is known beside an interval say that a convex function is straight in it?"""
+    """True if the points next to an interval say that a convex function is straight in it."""
     at = sorted(known)
     i, k = at.index(low), at.index(high)
     steep = (known[high] - known[low]) / (high - low)
@@ -450,8 +452,8 @@ def _is_straight(known: Mapping[int, int], low: int, high: int) -> bool:
 
 
 def _with_a_slower_host(hardware: Hardware) -> Hardware:
-    """What updates on another day. Copies that are alone take as long as ever: a choice without
-    updates is not simulated twice."""
+    """Seconds of an update on another day. Copies that are alone take as long as ever: a choice
+    without updates is not simulated twice."""
     memory_gb_s = hardware.host_memory_gb_s
     copies_gb_s = min(memory_gb_s, hardware.h2d_both_gb_s + hardware.d2h_both_gb_s)
     return replace(

@@ -1,4 +1,4 @@
-"""What is said of a plan that was found, and of one that was not."""
+"""The words for a plan that was found, and for one that was not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megacompile.text import format_bytes
 def reasons(
     problem: Problem, best: Choice, step_s: float, tried: dict[Choice, float], peak: int
 ) -> tuple[str, ...]:
-    """Why this one: what it needs, what it takes, and the floor beside it."""
+    """The reasons for this plan: what it needs, what it takes, and the floor beside it."""
     budget = format_bytes(problem.budget_bytes)
     lines = [
         f"{best.keep} of {problem.stages} stages are kept and {len(best.resident)} of "
@@ -37,7 +37,7 @@ def reasons(
 
 
 def table(problem: Problem, peak: Moment) -> str:
-    """What needs how much of device memory, and what there is."""
+    """Device memory by user, and the memory that there is."""
     needed = sorted(peak.live_bytes.items(), key=lambda item: -item[1])
     rows = [(kind.value, size) for kind, size in needed if size]
     rows += [("needed", peak.total_bytes), ("available", problem.budget_bytes)]

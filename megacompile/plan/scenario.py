@@ -94,12 +94,12 @@ class Scenario:
 
     @property
     def ranks(self) -> int:
-        """How many share the model."""
+        """Number of ranks that share the model."""
         return max((b.ranks for schedule in self.schedules for b in schedule.buckets), default=1)
 
     @property
     def replicas(self) -> int:
-        """How many of them have the same part of it."""
+        """Number of them that have the same part of it."""
         return max((b.replicas for schedule in self.schedules for b in schedule.buckets), default=1)
 
     @property
@@ -137,7 +137,7 @@ class Scenario:
 
     @property
     def pageable_bytes(self) -> int:
-        """Of the host's, what the system will not lock, as far as is known."""
+        """Bytes of host memory that the system will not lock, as far as is known."""
         return pageable_bytes(self.hardware, sum(self.host().values()))
 
     @property
@@ -161,7 +161,7 @@ class Scenario:
         return found
 
     def fewest_stored_bytes(self, *, weights: bool = False) -> int | None:
-        """What would have to lie on a disk, however large, for the rest to fit on the host:
+        """Bytes that would have to lie on a disk, however large, for the rest to fit on the host:
         optimizer states, and saved tensors; None where even all of them are too few.
 
         Args:
@@ -243,7 +243,7 @@ class Scenario:
 
     @property
     def bound(self) -> str:
-        """What bounds the step most."""
+        """The resource that bounds the step most."""
         return next(iter(self.bounds()))
 
 
@@ -285,7 +285,7 @@ class Change:
 def changes(
     now: Scenario, rebuilt: Mapping[str, Callable[[], Scenario]] | None = None
 ) -> tuple[Change, ...]:
-    """What would help, most first.
+    """The changes that would help, the most first.
 
     Args:
         now: what is done.
@@ -303,8 +303,8 @@ def changes(
 def budgets(
     now: Scenario, more: Mapping[str, Callable[[], Scenario]] | None = None
 ) -> tuple[Change, ...]:
-    """What a tenth more would buy of each memory (`more`), of the disk's rate, and where the system
-    locks less than all of host memory, a tenth of that: with the plan that there is."""
+    """The gain of a tenth more of each memory (`more`), of the disk's rate, and where the system
+    locks less than all of host memory, of a tenth of that: with the plan that there is."""
     found = [_rebuilt(now, name, build) for name, build in (more or {}).items()]
     if short := now.pageable_bytes:
         size = min(short, -(-sum(now.host().values()) // 10))

@@ -29,7 +29,7 @@ _EXPLAINED = 0.02  # a resource that is responsible for less is left out
 
 
 def memory_rows(explained: Findings) -> list[list[str]]:
-    """Where every part lies: bytes of the device, of the host and, with one, of the disk. Where
+    """The place of every part: bytes of the device, of the host and, with one, of the disk. Where
     page-locked memory is known to be limited, it is one more of them."""
     tiers = {"device": explained.device, "host": explained.host}
     if explained.disk is not None:
@@ -86,7 +86,7 @@ def traced_waits_text(explained: Findings) -> str:
 
 
 def slowest_lines(explained: Findings) -> list[str]:
-    """Which ranks the others wait for, by rates and by a trace; [] where that makes little."""
+    """The ranks that the others wait for, by rates and by a trace; [] where that makes little."""
     several = len(explained.hosts) > 1
     found = [each.text(with_host=several) for each in explained.slow_ranks if each.matters]
     if explained.last_rank is not None and is_felt(explained.last_rank):
@@ -95,7 +95,7 @@ def slowest_lines(explained: Findings) -> list[str]:
 
 
 def title(explained: Findings) -> str:
-    """What is explained, on one line."""
+    """The title: what is explained, on one line."""
     count = sum(group.count for group in explained.stages)
     each = "" if explained.ranks == 1 else f"each of {_ranks_text(explained)} ranks' "
     return (
@@ -214,13 +214,13 @@ def _code_rows(explained: Findings) -> list[list[str]]:
 
 
 def change_lines(explained: Findings) -> list[str]:
-    """What would help, for a terminal."""
+    """The changes that would help, for a terminal."""
     (heading, rows), (_, notes) = _change_sections(explained)
     return [heading, *as_lines(rows), *as_lines(notes)]
 
 
 def budget_lines(explained: Findings) -> list[str]:
-    """What a tenth more of each budget would buy, for a terminal; [] where nobody asked."""
+    """The gain of a tenth more of each budget, for a terminal; [] where it was not asked for."""
     return [_TENTH, *as_lines(_budget_rows(explained)), ""] if explained.budgets else []
 
 

@@ -1,4 +1,5 @@
-"""What plans are made for: the options, and the machine whose rates and memory count."""
+"""The setting that plans are made for: the options, and the machine whose rates and memory
+count."""
 
 from __future__ import annotations
 
@@ -43,15 +44,15 @@ class Setting:
 
     @property
     def on_gpu(self) -> bool:
-        """Is what is planned for a GPU?"""
+        """True if plans are made for a GPU."""
         return self.options.device.type == "cuda" or self.hardware is not None
 
     def cost(self, *, states: int | None = None) -> OptimizerCost:
-        """Of an optimizer with `states` moments, under the options."""
+        """The cost of an optimizer with `states` moments, under the options."""
         return OptimizerCost.of(self.options, states=states, on_gpu=self.on_gpu)
 
     def rates(self) -> Hardware:
-        """Of the machine that is planned for."""
+        """The rates of the machine that is planned for."""
         if self.hardware is not None:
             return self.hardware
         if self.options.device.type == "cuda":
@@ -74,8 +75,8 @@ class Setting:
         return found if limit is None else min(limit, found or limit)
 
     def disk_budget_bytes(self) -> int | None:
-        """What optimizer states may take on the disk: what the user said, and what is free, of
-        which a rank has its part; None: there is no disk."""
+        """Bytes that optimizer states may take on the disk: what the user said, and what is free,
+        of which a rank has its part; None: there is no disk."""
         folder, limit = self.options.disk, self.options.disk_memory
         if folder is None:
             return None

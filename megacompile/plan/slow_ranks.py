@@ -27,7 +27,7 @@ class SlowRank:
 
     @property
     def matters(self) -> bool:
-        """Does the step wait for it?"""
+        """True if the step waits for it."""
         return self.shorter >= _SHORTER
 
     def text(self, *, with_host: bool) -> str:
@@ -42,7 +42,7 @@ class SlowRank:
 
 
 def slow_ranks(now: Scenario, ranks: Sequence[RankRates]) -> tuple[SlowRank, ...]:
-    """Where ranks are behind the others, what costs most first; the step is `now`."""
+    """The rates at which ranks are behind the others, the most costly first; the step is `now`."""
     found = []
     for rate in slow_rates(ranks):
         step_s = now.timeline(rate.at_median(now.hardware)).step_s
@@ -65,7 +65,7 @@ def last_text(last: LastRank, *, with_host: bool) -> str:
 
 
 def is_felt(last: LastRank) -> bool:
-    """Do the others wait long enough for it?"""
+    """True if the others wait long enough for it."""
     return last.waited_s > FELT * last.step_s
 
 

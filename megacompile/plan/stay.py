@@ -1,4 +1,4 @@
-"""How many buckets stay in slots of their own between forwards without a backward.
+"""Number of buckets that stay in slots of their own between forwards without a backward.
 
 Evaluation and generation read the same weights in every forward. What fits is fetched once.
 """

@@ -1,4 +1,4 @@
-"""What of a choice lies on the host and on the disk: which states, parameters and saved tensors go.
+"""The parts of a choice on the host and on the disk: which states, parameters and saved tensors go.
 
 States are faster on the host. So as few buckets as it takes have theirs on the disk: which, depends
 on when a step uses them.
@@ -54,7 +54,7 @@ def spread(buckets: Sequence[Bucket], count: int) -> list[Bucket]:
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Of one bucket that is streamed, bytes."""
+    """Bytes of one bucket that is streamed."""
 
     rest: int  # on the host, wherever states and parameters lie
     states: int
@@ -145,7 +145,7 @@ class Tiers:
         return self.waiting(choice) if waits else ()
 
     def fit(self, choice: Choice) -> bool:
-        """Does it stay within both budgets, as far as they are known?"""
+        """True if it stays within both budgets, as far as they are known."""
         if self.host_bytes is not None and self.of_host(choice) > self.host_bytes:
             self.host_too_small = True
             return False
@@ -268,14 +268,14 @@ class Tiers:
         return spread(pool, count)
 
     def _staged(self, on_disk: frozenset[int]) -> int:
-        """Of the sets of buffers that states from the disk come to."""
+        """Bytes of the sets of buffers that states from the disk come to."""
         if not on_disk:
             return 0
         largest = max((self._of(b).stored for b in self.buckets if b.key in on_disk), default=0)
         return largest * min(len(on_disk), self._plan.state_sets)
 
     def _staged_weights(self, choice: Choice) -> int:
-        """Of the buffers that parameters from the disk come to, and go there from."""
+        """Bytes of the buffers that parameters from the disk come to, and go there from."""
         if not (keys := self._weights(choice)):
             return 0
         sets = self._plan.weight_sets

@@ -58,7 +58,7 @@ def _instead(tiles: int, step_s: float) -> str:
 
 
 def _may_pay(problem: Problem, best: SearchResult, cut: Problem) -> bool:
-    """May more tiles save enough of a step?
+    """True if more tiles may save enough of a step.
 
     Args:
         problem: what `best` was found for.

@@ -63,12 +63,12 @@ class Tries:
 
     @property
     def counts(self) -> list[int]:
-        """Of new resident buckets, that were tried, those that do not fit among them."""
+        """The new resident buckets that were tried and do not fit among the others."""
         tried = {self.count(choice) for choice in (*self.times, self.best)}
         return sorted(tried | self.too_many | self.passed_over)
 
     def count(self, choice: Choice) -> int:
-        """How many buckets become resident."""
+        """Number of buckets that become resident."""
         return len(choice.resident - self.problem.resident)
 
     def add_everything(self, count: int) -> bool:
@@ -123,7 +123,7 @@ class Tries:
         return most_kept is not None
 
     def _prefer_others(self, choice: Choice) -> None:
-        """Let any choice win that is as fast: this one keeps more."""
+        """Prefers any choice that is as fast: this one keeps more."""
         self.times[choice] = self.times.pop(choice)
 
     def _most_that_fit(self, choice: Choice, keeps: range) -> Choice | None:
@@ -271,7 +271,7 @@ class Tries:
         return True
 
     def _is_in_vain(self, choice: Choice) -> bool:
-        """Do its computes alone take too long?"""
+        """True if its computes alone take too long."""
         return self.problem.least_s(choice) > self._enough_s(choice)
 
     def _enough_s(self, choice: Choice) -> float:
@@ -290,7 +290,7 @@ class Tries:
         return step_s if step_s > self._enough_s(choice) else problem.expected_s(choice)
 
     def surest(self) -> Choice:
-        """Of those that are as fast as the fastest the one with the most residents."""
+        """The choice with the most residents, of those as fast as the fastest."""
         least = min(self.times.values()) * (1 + _EQUAL)
         fast = [choice for choice, step_s in self.times.items() if step_s <= least]
         return max(fast, key=lambda choice: (len(choice.resident), -self.times[choice]))
@@ -329,12 +329,13 @@ class Tries:
         return self._fastest_since(before, halves)
 
     def _fastest_since(self, before: set[Choice], default: Choice) -> Choice:
-        """Of what was simulated since then; of equals the first, so that each run has the same."""
+        """The fastest choice that was simulated since then; of equals the first, so that each run
+        has the same."""
         new = (choice for choice in self.times if choice not in before)
         return min(new, key=self.times.__getitem__, default=default)
 
     def _time(self, choice: Choice) -> float:
-        """Of what was simulated; else infinite."""
+        """Seconds of a choice that was simulated; else infinite."""
         return self.times.get(choice, math.inf)
 
     def with_memory_freed(self, best: Choice, *, resident: bool) -> Choice:

@@ -1,4 +1,4 @@
-"""How two schedules differ, and what each pass did to one, as text.
+"""The differences of two schedules, and what each pass did to one, as text.
 
     --- GPT: 6 stages by lower
     +++ GPT: 6 stages by lower
@@ -51,7 +51,7 @@ def diff(before: Schedule, after: Schedule, *, code: bool = False, lines: int = 
 
 
 def differences(before: Schedule, after: Schedule) -> list[str]:
-    """What two schedules were made with, where that differs: "lookahead: 2 -> 1"."""
+    """The options and inputs in which two schedules differ: "lookahead: 2 -> 1"."""
     made_with: dict[str, Callable[[Schedule], object]] = {
         "stages": lambda s: len(s.stages),
         "passes": lambda s: ", ".join(record.name for record in s.history) or "none",
@@ -67,7 +67,8 @@ def differences(before: Schedule, after: Schedule) -> list[str]:
 
 
 def lookahead(schedule: Schedule) -> int:
-    """How many computes a forward issues, at most, between a prefetch and its first reader."""
+    """Number of computes that a forward issues, at most, between a prefetch and its first
+    reader."""
     graph = schedule.forward
     count, at = 0, {}
     for node in ops.nodes_of(graph):
@@ -82,7 +83,7 @@ def lookahead(schedule: Schedule) -> int:
 
 
 def passes(schedule: Schedule) -> str:
-    """What each pass took, and the nodes before and after it.
+    """Seconds of each pass, and the nodes before and after it.
 
     "actions" tells whether the pass changed what is issued: "+9" for nine more actions, "=" for the
     same ones.
@@ -127,7 +128,7 @@ def _left(schedule: Schedule) -> str:
 
 
 def _updates(schedule: Schedule) -> str:
-    """Where buckets are updated: "3 on the host, 1 on the device"; "none"."""
+    """Counts of the places where buckets are updated: "3 on the host, 1 on the device"; "none"."""
     count: Counter[str] = Counter()
     for name, graph in schedule.graphs.items():
         for node in ops.nodes_that(graph, lambda op: op.once):

@@ -157,7 +157,8 @@ def _edges(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, str]]:
 
 
 def _handed_over(schedule: Schedule, name: str) -> Iterator[tuple[str, fx.Node]]:
-    """Who takes a value of the graph before: the backward saved values, the update what is left."""
+    """The readers of a value of the graph before: the backward takes saved values, the update what
+    is left."""
     handed = {"backward": ("forward", schedule.saved_values), "update": ("backward", schedule.left)}
     before, value_names = handed.get(name, ("", ()))
     if not value_names:

@@ -1,4 +1,4 @@
-"""What stands above a schedule's Python."""
+"""The header above a schedule's Python."""
 
 from __future__ import annotations
 

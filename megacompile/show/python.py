@@ -156,7 +156,7 @@ def _unpacking(
 def _tokens(
     schedule: Schedule, nodes: Sequence[fx.Node], variables: Mapping[fx.Node, str]
 ) -> Iterator[str]:
-    """What tokens stand for: "weights_3: the last 3UPDATE"."""
+    """The meaning of tokens: "weights_3: the last 3UPDATE"."""
     writer = writers(schedule) if nodes else {}
     places = {node: token.place for node in nodes if (token := token_of(node))}
     for node, place in places.items():
@@ -197,7 +197,7 @@ def _call(node: fx.Node, variables: Mapping[fx.Node, str]) -> Iterator[_Line]:
 
 
 def _waits_to_free(node: fx.Node) -> tuple[fx.Node, ...] | None:
-    """What a `free` waits for; neighbours that wait for the same share a `del`."""
+    """The ops that a `free` waits for; neighbours that wait for the same share a `del`."""
     op = ops.effects(node)
     after: Any = node.kwargs.get("after", ())
     return tuple(after) if op.frees is not None and op.waits else None

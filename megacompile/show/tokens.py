@@ -1,4 +1,4 @@
-"""Which op a token stands for, as far as one schedule tells."""
+"""The op that a token stands for, as far as one schedule tells."""
 
 from __future__ import annotations
 

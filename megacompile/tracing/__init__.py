@@ -1,1 +1,1 @@
-"""What ran when, measured and predicted."""
+"""The times of ops, measured and predicted."""

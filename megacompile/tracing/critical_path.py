@@ -1,4 +1,4 @@
-"""What a measured step waited for: the way back from its end, over who let whom start.
+"""The ops that a measured step waited for: the way back from its end, over who let whom start.
 
 An op starts when the op before it on its stream is done and so is everything else that it waits
 for; the one that was done last is who it waited for. From the last op of a step back to its
@@ -141,7 +141,7 @@ def waited_s(chunks: Sequence[Chunk]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What a trace has of a model's steps; seconds of one step, by stream."""
+    """The figures that a trace has of a model's steps; seconds of one step, by stream."""
 
     step_s: float
     busy_s: Mapping[str, float]
@@ -226,7 +226,7 @@ class _Ops:
         return max(able, key=lambda i: self.spans[i].stop_s, default=-1)
 
     def blocker(self, at: int) -> int:
-        """Of those that a span waited for the one that ended last; -1: nobody."""
+        """The one that ended last of those that a span waited for; -1: none."""
         span = self.spans[at]
         able = [self.before[at], *self.waits.get(at, ())]
         if at in self.begins:
@@ -254,7 +254,7 @@ _Name = tuple[str, int]  # as printed, and which one of those that print alike
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """Whom the ops of a graph wait for, and whom ops of later graphs may wait for."""
+    """The ops that those of a graph wait for, and those that ops of later graphs may wait for."""
 
     waits: Mapping[_Name, Sequence[_Name]]  # of other streams of the graph
     takes: Mapping[_Name, Sequence[Hashable]]  # what earlier graphs gave
@@ -292,7 +292,7 @@ def edges(schedule: Schedule, graph_name: str) -> Edges:
 
 
 def _key(schedule: Schedule, value: fx.Node) -> Hashable:
-    """What a placeholder stands for: a token, or a value that an earlier graph has left."""
+    """The meaning of a placeholder: a token, or a value that an earlier graph has left."""
     token = token_of(value)
     return (id(schedule), value.name) if token is None else token.place
 

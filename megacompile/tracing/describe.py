@@ -1,4 +1,4 @@
-"""What is known of a schedule's ops before they run: for traces and predictions."""
+"""The facts about a schedule's ops that are known before they run: for traces and predictions."""
 
 from __future__ import annotations
 

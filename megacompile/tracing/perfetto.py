@@ -69,7 +69,8 @@ def document(measured: Timeline, predicted: Timeline | None = None) -> dict[str,
 
 
 def load(path: str | Path) -> tuple[Timeline, Timeline | None]:
-    """What `save` wrote: what was measured, and the prediction if there was one.
+    """The content of a file that `save` wrote: what was measured, and the prediction if there was
+    one.
 
     Its runs have no schedules.
 

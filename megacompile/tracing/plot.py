@@ -84,7 +84,7 @@ def draw(path: str | Path, measured: Timeline, predicted: Timeline | None = None
 
 
 def is_there() -> bool:
-    """Is matplotlib installed?"""
+    """True if matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -294,7 +294,7 @@ def _colour(kind: str) -> str:
 
 
 def _name(kind: str) -> str:
-    """Of a kind in the legend: an update is one, wherever it is made."""
+    """The kind in the legend: an update is one, wherever it is made."""
     return "update" if kind.startswith("update") else kind.replace("_", " ")
 
 

@@ -1,4 +1,4 @@
-"""Which of several ranks comes last, by what all of them have measured.
+"""Finds the rank that comes last, by what all of them have measured.
 
 Ranks meet in every collective, so the steps of all ranks take equally long. The rank that comes
 last waits for nobody: its critical path (`megacompile.tracing.critical_path`) has less time in
@@ -17,7 +17,7 @@ from megacompile.tracing.timeline import COMM, Timeline
 
 @dataclass(frozen=True, slots=True)
 class RankSteps:
-    """What a trace has of the steps of one rank; seconds."""
+    """The figures that a trace has of the steps of one rank; seconds."""
 
     rank: int  # of all processes
     host: str
@@ -42,7 +42,7 @@ class LastRank:
 
 
 def rank_steps(timeline: Timeline, model: str, rank: int, host: str) -> RankSteps | None:
-    """What one rank tells the others; None where the model did not run."""
+    """The figures that one rank sends to the others; None where the model did not run."""
     steps, within = traced_steps(timeline, model), period(timeline, model)
     if steps is None or within is None:
         return None
@@ -58,7 +58,7 @@ def rank_steps(timeline: Timeline, model: str, rank: int, host: str) -> RankStep
 
 
 def last_rank(ranks: Sequence[RankSteps]) -> LastRank | None:
-    """Who came last in most steps; None where there is nobody to compare."""
+    """The rank that came last in most steps; None where there is nothing to compare."""
     count = min((len(each.waited_s) for each in ranks), default=0)
     if len(ranks) < 2 or not count:
         return None

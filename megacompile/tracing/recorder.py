@@ -123,7 +123,7 @@ class Recording:
 
 
 class Tracer:
-    """What is recorded of one model, for every trace of it that is on."""
+    """The record of one model, for every trace of it that is on."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -250,7 +250,7 @@ class Trace:
 
     @property
     def measured(self) -> Timeline:
-        """What ran, so far or in all."""
+        """The timeline of what ran, so far or in all."""
         if self._measured is not None:
             return self._measured
         spans: list[Span] = []
@@ -290,7 +290,7 @@ class Trace:
 
     @property
     def predicted(self) -> Timeline | None:
-        """What the cost model says of each run, from where it began; None without rates.
+        """The prediction of the cost model for each run, from where it began; None without rates.
 
         The rates are those given to `trace()`, or on file for this machine
         (`python -m megacompile hardware` measures them).
@@ -339,7 +339,7 @@ class Trace:
                 perfetto.write(path, perfetto.together(documents, starts_s))
 
     def compare_ranks(self) -> dict[str, tuple[RankSteps, ...]]:
-        """What the steps of each rank took, by model, in the ranks' order.
+        """The steps of each rank, by model, in the ranks' order.
 
         All ranks that share the models call this, or `save()`, behind the block: a collective.
         `explain(model)` then says which rank the others wait for.
@@ -362,7 +362,7 @@ class Trace:
 
     @property
     def rank_steps(self) -> Mapping[str, tuple[RankSteps, ...]]:
-        """What `compare_ranks()` or `save()` found, by model; {}: nobody has called it."""
+        """The result of `compare_ranks()` or `save()`, by model; {}: neither was called."""
         return self._rank_steps
 
     def _compare(self, ranks: Any) -> dict[str, tuple[RankSteps, ...]]:

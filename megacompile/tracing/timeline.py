@@ -1,4 +1,4 @@
-"""What ran when: spans on lanes, measured or predicted, and what they add up to.
+"""Timelines: spans on lanes, measured or predicted, and their sums.
 
 A lane is a stream of the schedule (h2d, compute, d2h), or who updates host memory in
 `optimizer.step()`: the host, and the device, which helps it. Times are seconds on one axis that
@@ -30,7 +30,7 @@ _OPTIONAL = (COMM, *UPDATERS)
 
 @dataclass(frozen=True, slots=True)
 class OpInfo:
-    """What is known of an op before it runs."""
+    """The facts about an op that are known before it runs."""
 
     name: str  # as printed: "3F", "2PREFETCH@1"
     kind: str  # of the op: "forward", "prefetch"
@@ -203,7 +203,7 @@ def moved(timeline: Timeline, by_s: float) -> Timeline:
 
 
 def cut(timeline: Timeline, start_s: float, stop_s: float) -> Timeline:
-    """What ran between two times, which become 0 and their distance; spans end where it does."""
+    """The part between two times, which become 0 and their distance; spans end where it does."""
     spans = []
     for span in timeline.spans:
         if span.stop_s > start_s and span.start_s < stop_s:

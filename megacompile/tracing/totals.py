@@ -1,4 +1,4 @@
-"""What a timeline adds up to, measured beside predicted: as data, and as a table."""
+"""The sums of a timeline, measured beside predicted: as data, and as a table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megacompile.tracing.timeline import Timeline
 
 
 def totals(measured: Timeline, predicted: Timeline | None = None) -> dict[str, Any]:
-    """What both add up to, in types that JSON has: seconds and bytes."""
+    """The sums of both, in types that JSON has: seconds and bytes."""
     found: dict[str, Any] = {"measured": measured.to_dict(), "predicted": None}
     if predicted is not None:
         graphs = [
@@ -31,7 +31,7 @@ def totals(measured: Timeline, predicted: Timeline | None = None) -> dict[str, A
 
 
 def table(measured: Timeline, predicted: Timeline | None = None) -> str:
-    """What each stream did, and each kind of op; with a prediction, how far that was off."""
+    """The time of each stream, and of each kind of op; with a prediction, how far that was off."""
     if not measured.spans:
         return "nothing ran while the trace was on"
     blocks = [_head(measured), _streams(measured, predicted), _ops(measured)]

@@ -49,7 +49,7 @@ class Access:
     bit: int
 
     def named(self, reader: str) -> str:
-        """How a message of graph `reader` calls it."""
+        """The name of the access in a message of graph `reader`."""
         if self.node is None:
             return "an earlier schedule"
         where = "" if self.graph == reader else f" of the {self.graph}"
@@ -57,7 +57,7 @@ class Access:
 
 
 def hazards(views: list[View]) -> Iterator[Hazard]:
-    """What graphs do to one another."""
+    """Hazards between graphs."""
     cycle = _Cycle(views[0].schedule)
     by_name = {view.name: view for view in views}
     found: dict[tuple[object, ...], Hazard] = {}
@@ -163,7 +163,7 @@ class _Cycle:
             self._leave(view, done, bits)
 
     def _given(self, node: fx.Node) -> int:
-        """What is done when a placeholder's value is there."""
+        """The bits that are done when a placeholder's value is there."""
         token = token_of(node)
         if token is not None:
             return self.tokens.get(token.place, 0)
@@ -304,12 +304,12 @@ def _before(
 
 
 def _races(earlier: Access, access: Access, before: int) -> bool:
-    """Is an access of an earlier run not done when another one begins?"""
+    """True if an access of an earlier run is not done when another one begins."""
     return earlier.run != access.run and not before >> earlier.bit & 1
 
 
 def _token(bucket: Bucket, part: Part) -> str:
-    """What a placeholder for a part is called."""
+    """The name of a placeholder for a part."""
     return f"{part.value}_{bucket.label}"
 
 

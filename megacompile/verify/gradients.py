@@ -40,7 +40,8 @@ _PLACEHOLDERS = (Value.SAVED_ON_HOST, Value.SAVED_ON_DISK)  # in a backward
 
 
 def _arguments_match(view: View) -> Iterator[Hazard]:
-    """What an op takes is of the kind that it declares, of its own bucket, for it alone."""
+    """Checks that an op takes a value of the kind that it declares, of its own bucket, for it
+    alone."""
     for node in view.that(lambda op: op.takes):
         for takes in effects(node).takes:
             value = node.args[takes.at] if takes.at < len(node.args) else None
@@ -93,7 +94,7 @@ def _of(node: fx.Node) -> str:
 
 
 def _ends(value: fx.Node) -> list[fx.Node]:
-    """Who takes a value as its end."""
+    """The ops that take a value as its end."""
     return [user for user in value.users if _takes_to_end(user, value)]
 
 
@@ -143,8 +144,9 @@ def _averaged(view: View) -> Iterator[Hazard]:
 
 
 def _summed_over_replicas(view: View) -> Iterator[Hazard]:
-    """What is kept, measured or updated with is the mean over replicas, and nothing was added to it
-    since; where a later backward makes that, nothing is measured or updated with."""
+    """Checks that gradients which are kept, measured or updated with are the mean over replicas,
+    with nothing added since; where a later backward makes that, nothing is measured or updated
+    with."""
     for node in view.that(lambda op: op.takes):
         gradients = taken(node, Value.GRADIENTS)
         bucket: Any = node.args[0]

@@ -1,4 +1,4 @@
-"""What can be wrong with a schedule, and what a check is given."""
+"""The kinds of hazards of a schedule, and the view of it that a check is given."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def _slot(node: fx.Node) -> Slot:
 
 
 def _holds(op: Op) -> bool:
-    """Does it take what is in a slot already?"""
+    """True if it takes what is in a slot already."""
     return op.slot is not None and not op.fills_slot
 
 
@@ -250,7 +250,7 @@ def _after(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _assigns(view: View) -> Iterator[Hazard]:
-    """Who reads a value as it was is before the op that changes it."""
+    """Checks that the readers of a value as it was are before the op that changes it."""
     versions: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in view.graph.nodes:
         versions[memory(node)].append(node)

@@ -50,7 +50,7 @@ class Order:
                 last[step.stream] = before | 1 << self.position[step.node]
 
     def before(self, first: fx.Node, second: fx.Node) -> bool:
-        """Is `first` done when `second` starts, whatever the streams do?"""
+        """True if `first` is done when `second` starts, whatever the streams do."""
         return bool(self._before[producer(second)] >> self.position[producer(first)] & 1)
 
     def issued_before(self, first: fx.Node, second: fx.Node) -> bool:

@@ -137,7 +137,7 @@ def _arguments(view: View) -> Iterator[Hazard]:
 
 
 def _counts(node: fx.Node) -> Iterator[tuple[str, int, int]]:
-    """What a stage op takes: its name, its position in `args`, how many."""
+    """The values that a stage op takes: its name, its position in `args`, how many."""
     stage: Any = node.args[0]
     yield "weights", 1, len(stage.buckets)
     yield "args", 2, max(_arg_indices(stage.primals), default=-1) + 1
@@ -234,7 +234,7 @@ def _saved_values(views: list[View]) -> Iterator[Hazard]:
 
 
 def _sees_the_forward(view: View) -> Iterator[Hazard]:
-    """What runs in the backward takes the arguments and saved tensors of its stage's forward."""
+    """Checks that the backward takes the arguments and saved tensors of its stage's forward."""
     forwards = ops.calls_by_stage(view.schedule.forward, ops.forward)
     away = copied_away(view.schedule)
     for node in view.nodes(ops.recompute, ops.rerun, ops.backward):
@@ -269,7 +269,7 @@ def _same_arguments(
 
 
 def _is_made_again(arg: fx.Node, source: fx.Node) -> bool:
-    """Is `arg` of the backward the same output of a rerun as `source` is of the forward?"""
+    """True if `arg` of the backward is the same output of a rerun as `source` is of the forward."""
     again, call = producer(arg), producer(source)
     if again.target is not ops.rerun or call.target is not ops.forward:
         return False

@@ -47,7 +47,7 @@ def verify_ranks(schedules: Sequence[Schedule]) -> None:
 
 
 def hazards_of_ranks(schedules: Sequence[Schedule]) -> list[Hazard]:
-    """What is wrong between ranks: the first difference of each rank from rank 0, by graph."""
+    """Hazards between ranks: the first difference of each rank from rank 0, by graph."""
     first, *others = schedules
     return [
         hazard

@@ -29,7 +29,7 @@ from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 
 
 def _offloads_returned(view: View) -> Iterator[Hazard]:
-    """What goes to the host or to a disk is what the forward hands to the backward."""
+    """Checks that what goes to the host or to a disk is what the forward hands to the backward."""
     returned = set(view.graph.output_node().all_input_nodes)
     for node in view.that(lambda op: op.to_backward):
         if node not in returned and not _written(node):
@@ -41,7 +41,7 @@ def _offloads_returned(view: View) -> Iterator[Hazard]:
 
 
 def _fetches_match(view: View) -> Iterator[Hazard]:
-    """What is brought back, by way of a disk or not, is what the forward took away."""
+    """Checks that what is brought back, by way of a disk or not, is what the forward took away."""
     copies = copied_away(view.schedule)
     for node in view.that(lambda op: op.gives is Value.SAVED):
         on_host = taken(node, Value.SAVED_ON_HOST)
@@ -105,7 +105,7 @@ def _buffers(view: View) -> Iterator[Hazard]:
 
 
 def _written(copy: fx.Node) -> bool:
-    """Does a copy go on to a disk?"""
+    """True if a copy goes on to a disk."""
     return any(taken(user, Value.SAVED_ON_HOST) is copy for user in copy.users if _stores(user))
 
 

@@ -91,7 +91,7 @@ def left_taken(views: list[View]) -> Iterator[Hazard]:
 
 
 def _complete(gradients: fx.Node) -> bool:
-    """Are these the gradients that go to the host?"""
+    """True if these are the gradients that go to the host."""
     return any(Part.GRADIENTS in effects(user).writes for user in gradients.users)
 
 

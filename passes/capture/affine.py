@@ -54,7 +54,7 @@ class Unknown(Exception):
 
 @dataclass(slots=True)
 class Conditions:
-    """What is true of the symbols, for all their values or because it is asked for.
+    """Facts about the symbols: true for all their values, or asked for.
 
     Args:
         planned: the values that decide.
@@ -275,12 +275,12 @@ class Compared:
     shape: tuple[Any, ...]  # ints and expressions
 
     def constant(self) -> bool | None:
-        """What all elements are, if they are the same for all values of the symbols."""
+        """The value of all elements, if they are the same for all values of the symbols."""
         difference = self.left.plus(self.right, -1).constant
         return None if difference is None else bool(self.compare(difference, 0))
 
     def is_causal(self, conditions: Conditions) -> bool:
-        """Does a query, in the last dimension but one, see the keys up to its own?"""
+        """True if a query, in the last dimension but one, sees the keys up to its own."""
         found = self._seen()
         if found is None or len(found.steps) < 2:
             return False
@@ -291,7 +291,7 @@ class Compared:
         return conditions.decide(first >= 0) and conditions.decide(first < rows)
 
     def allows_all(self, conditions: Conditions) -> bool:
-        """Is it true everywhere?"""
+        """True if it holds everywhere."""
         found = self._seen()
         if found is None:
             return False
@@ -300,7 +300,7 @@ class Compared:
         return conditions.decide(sympy.sympify(least) >= 0)
 
     def _seen(self) -> Affine | None:
-        """What is not negative exactly where the comparison is true."""
+        """An expression that is not negative exactly where the comparison is true."""
         if self.compare in (operator.le, operator.lt):
             found = self.right.plus(self.left, -1)
         elif self.compare in (operator.ge, operator.gt):

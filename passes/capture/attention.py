@@ -25,7 +25,7 @@ def bound_of(node: fx.Node) -> dict[str, Any]:
 
 
 def set_mask(node: fx.Node, *, causal: bool) -> None:
-    """Let an attention have no mask."""
+    """Removes the mask of an attention."""
     bound = bound_of(node) | {"attn_mask": None, "is_causal": causal}
     node.args = tuple(bound.pop(name) for name in _ATTENTION[:3])
     node.kwargs = bound

@@ -1,4 +1,4 @@
-"""Let attention know that its mask is causal, instead of making the mask.
+"""Tells attention that its mask is causal, instead of making the mask.
 
     before: mask = (kv[None, :] <= q[:, None])        after: y = attention(..., is_causal=True)
             y = attention(..., attn_mask=mask)
@@ -57,7 +57,7 @@ SMALL_NUMEL = 2**22  # of what is computed
 
 
 class _Allows(Enum):
-    """What a mask of queries by keys, in its last two dimensions, lets attention see."""
+    """The keys that a mask of queries by keys, in its last two dimensions, lets attention see."""
 
     ALL = "everything"
     CAUSAL = "each query the keys up to its own"
@@ -113,7 +113,7 @@ def _erase_unused(graph: fx.Graph, masks: Sequence[fx.Node]) -> None:
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of the values of a captured graph, before it runs."""
+    """Facts about the values of a captured graph, before it runs."""
 
     capture: Capture
     values: Values
@@ -136,7 +136,7 @@ class _Known:
         return meta
 
     def attention(self, node: fx.Node, mask: fx.Node) -> _Allows | None:
-        """What its mask allows; None where that is not known, or nothing that it can be told."""
+        """The keys that its mask allows; None where that is not known, or cannot be expressed."""
         bound = bound_of(node)
         query, key = bound["query"], bound["key"]
         if not isinstance(query, fx.Node) or not isinstance(key, fx.Node):
@@ -193,7 +193,7 @@ class _Known:
         return self._allowed(node, meta) if isinstance(meta, TensorMeta) else _UNKNOWN
 
     def _formula(self, node: fx.Node, meta: TensorMeta) -> Any:
-        """What a value is whose size, or elements, change from call to call."""
+        """The value of a node whose size, or elements, change from call to call."""
         try:
             args: Any = fx.map_arg(node.args, self._as_formula)
             named = dict(fx.map_arg(node.kwargs, self._as_formula))
@@ -221,7 +221,7 @@ class _Known:
         return of_tensor(value) if isinstance(value, torch.Tensor) else value
 
     def _of_integers(self, node: fx.Node, meta: TensorMeta, args: Sequence[Any]) -> bool:
-        """Is it arithmetic of integers, or bools where they are only put elsewhere?"""
+        """True if it is arithmetic of integers, or bools where they are only put elsewhere."""
         metas = [self.values.of[source] for source in node.all_input_nodes]
         dtypes = [given.dtype for given in metas if isinstance(given, TensorMeta)]
         if not {meta.dtype, *dtypes} <= {torch.int64, torch.bool}:
@@ -239,7 +239,7 @@ class _Known:
         return placed and (dtypes[:1] == [torch.bool] or all(known[:1]))
 
     def _compared(self, compare: Any, left: Any, right: Any, meta: TensorMeta) -> Any:
-        """What a comparison is: one truth, or what it allows as a mask."""
+        """The value of a comparison: one truth, or the keys it allows as a mask."""
         if isinstance(left, _Allows) or isinstance(right, _Allows):
             return _UNKNOWN
         found = Compared(compare, as_affine(left), as_affine(right), _sizes(meta))
@@ -284,7 +284,7 @@ class _Known:
             return _UNKNOWN
 
     def _allowed(self, node: fx.Node, meta: TensorMeta) -> Any:
-        """What a large mask allows."""
+        """The keys that a large mask allows."""
         if len(meta.shape) < 2:
             return _UNKNOWN
         named = dict(node.kwargs)
@@ -322,7 +322,7 @@ class _Known:
         return _Allows.CAUSAL if _Allows.CAUSAL in sides else _Allows.ALL
 
     def _keeps(self, node: fx.Node, meta: TensorMeta) -> bool:
-        """Are the last two dimensions those of the mask that it takes?"""
+        """True if the last two dimensions are those of the mask that it takes."""
         before = self.meta(node.all_input_nodes[0])
         if meta.dtype is not torch.bool or _sizes(meta)[-2:] != _sizes(before)[-2:]:
             return False
@@ -341,7 +341,7 @@ def _sizes(meta: TensorMeta) -> tuple[Any, ...]:
 
 
 def _keeps_rows(index: Any, dims: int) -> bool:
-    """Does an index add leading dimensions at most?"""
+    """True if an index adds leading dimensions at most."""
     given = list(index) if isinstance(index, tuple) else [index]
     if not all(entry is None or entry is Ellipsis or entry == slice(None) for entry in given):
         return False
@@ -351,7 +351,8 @@ def _keeps_rows(index: Any, dims: int) -> bool:
 
 
 def _seen(value: Any, shape: Sequence[int]) -> Any:
-    """What a mask allows that was computed because it is small, and is a part of a larger one."""
+    """The keys that a mask allows which was computed because it is small, and is a part of a larger
+    one."""
     is_mask = isinstance(value, torch.Tensor) and value.dtype is torch.bool and value.dim() > 1
     if not is_mask or value.shape[-2:] != shape[-2:]:
         return value
@@ -360,7 +361,7 @@ def _seen(value: Any, shape: Sequence[int]) -> Any:
 
 
 def _look(mask: torch.Tensor) -> Any:
-    """What a mask that was computed allows."""
+    """The keys that a computed mask allows."""
     if bool(mask.all()):
         return _Allows.ALL
     square = torch.ones(mask.shape[-2:], dtype=torch.bool).tril()
@@ -368,7 +369,7 @@ def _look(mask: torch.Tensor) -> Any:
 
 
 def _compared(target: Any, left: Any, right: Any, shape: Sequence[int]) -> Any:
-    """What a comparison of a number for each key with one for each query allows."""
+    """The keys that a comparison of a number for each key with one for each query allows."""
     compare = COMPARES[target]
     if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
         return _UNKNOWN

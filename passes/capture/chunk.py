@@ -99,7 +99,7 @@ def chunk_head(
 
 
 class _Whole(Exception):
-    """Why a head is left as it is."""
+    """The reason why a head is left as it is."""
 
 
 def _conditions(found: FoundHead) -> list[Any]:
@@ -187,7 +187,7 @@ class _Finder:
         return bound
 
     def meta(self, node: Any) -> TensorMeta:
-        """What a tensor looks like."""
+        """The description of a tensor."""
         meta = self.values.of.get(node) if isinstance(node, fx.Node) else None
         if not isinstance(meta, TensorMeta):
             what = "it has no target that is a tensor" if node is None else f"{node} is no tensor"
@@ -224,7 +224,7 @@ class _Finder:
         return looks and (self.values.is_constant(user) or self.values.is_number(user))
 
     def _check_step(self, node: fx.Node, *, last: bool) -> None:
-        """Does a node between the head and its loss commute with the linear layer?"""
+        """True if a node between the head and its loss commutes with the linear layer."""
         source = _source(node)
         meta, before = self.meta(node), self.meta(source)
         if node.target in _CASTS:
@@ -254,7 +254,7 @@ class _Finder:
             raise _Whole(f"{node} takes a part of the classes")
 
     def _is_class_first(self, node: fx.Node) -> bool:
-        """Does it make (N, C, L) of (N, L, C), the layout that cross_entropy takes?"""
+        """True if it makes (N, C, L) of (N, L, C), the layout that cross_entropy takes."""
         given = self.literal((*node.args[1:], *node.kwargs.values()))
         order = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
         if len(self.meta(node).shape) != 3 or not all(type(d) is int for d in order):

@@ -54,17 +54,17 @@ class FoundHead:
 
     @property
     def logits_bytes(self) -> int:
-        """Of the rows that are planned for."""
+        """The number of rows that are planned for."""
         return self.rows * self.row_bytes
 
     @property
     def is_symbolic(self) -> bool:
-        """Does the number of rows change from call to call?"""
+        """True if the number of rows changes from call to call."""
         return isinstance(self.any_rows, sympy.Basic)
 
     @property
     def chunks(self) -> str:
-        """What a chunk is, in words."""
+        """The size of a chunk, in words."""
         return f"{'at most ' if self.is_symbolic else ''}{self.chunk_rows} tokens"
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Let products of experts be torch's own, as in an eager call of the model.
+"""Makes products of experts torch's own, as in an eager call of the model.
 
     before: transformers.grouped_mm_fallback(x, weight, offs)
     after:  megacompile.grouped_mm(x, weight, offs)

@@ -20,7 +20,7 @@ _CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.dev
 
 @dataclass(slots=True)
 class Values:
-    """What `propagate` learned of each node of a captured graph."""
+    """The facts that `propagate` found about each node of a captured graph."""
 
     of: dict[fx.Node, Any] = field(default_factory=dict)  # TensorMeta, constants, tuples of them
     storages: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
@@ -32,11 +32,11 @@ class Values:
     symbols: Symbols | None = None  # of the captured graph, where it has any
 
     def is_constant(self, node: fx.Node) -> bool:
-        """Can the node's value stand in the code as a literal?"""
+        """True if the node's value can stand in the code as a literal."""
         return _is_constant(self.of[node])
 
     def is_number(self, node: fx.Node) -> bool:
-        """Is the node's value a number that changes from call to call, or does it hold one?"""
+        """True if the node's value is a number that changes from call to call, or holds one."""
         value = self.of[node]
         return has_numbers(value) and _is_constant(value, numbers=True)
 
@@ -74,7 +74,7 @@ class Interpreter(fx.Interpreter):
         return self.meta_of(item).empty()
 
     def meta_of(self, item: ParamInput | TensorInput) -> TensorMeta:
-        """What an input that is a tensor looks like."""
+        """The description of an input that is a tensor."""
         if isinstance(item, TensorInput):
             return item.meta
         param = item.bucket.params[item.param]
@@ -88,7 +88,7 @@ class Interpreter(fx.Interpreter):
         return super().get_attr(target, args, kwargs)
 
     def value_of(self, node: fx.Node) -> Any:
-        """What a node gave."""
+        """The value of a node."""
         return self.env[node]
 
     def storage_of(self, tensor: torch.Tensor) -> int:

@@ -53,7 +53,7 @@ def widen_losses(
 
 
 def _is_loss(node: fx.Node, names: set[str]) -> bool:
-    """Is it one of torch's, whose dtype nobody has said?"""
+    """True if it is one of torch's whose dtype was not given."""
     method = isinstance(node.target, str)
     name = node.target if method else getattr(node.target, "__name__", "")
     if name not in names or node.op not in ("call_function", "call_method"):

@@ -1,4 +1,4 @@
-"""Let a head in chunks compute the gradients that its graph uses, and no others.
+"""Restricts a head in chunks to the gradients that its graph uses.
 
     before: (loss, dx, dw, db) = linear_cross_entropy(..., True, True, True); return loss
     after:  (loss, -, -, -) = linear_cross_entropy(..., False, False, False); return loss

@@ -1,4 +1,4 @@
-"""Let Python floats that change from call to call be numbers.
+"""Makes Python floats that change from call to call numbers.
 
     before: x0 (a tensor) -> t = x0.item(); y * t        after: x0 (a number) -> y * x0
 

@@ -1,4 +1,5 @@
-"""What every value of a captured graph is: its meta, whom it shares memory with, who changes it.
+"""Finds the value of every node of a captured graph: its meta, what shares its memory, what changes
+it.
 
 The captured graph runs once on fake tensors under functionalization, so nothing is computed and
 nothing of the user's is changed. What equal layers do is run once, and recalled for the others

@@ -1,4 +1,4 @@
-"""Let inputs that share memory be views of one base, where the graph changes one of them in place.
+"""Makes inputs that share memory views of one base, where the graph changes one of them in place.
 
     before: x0, x1 -> x1[x1 == 3] = 0; embed(x0)
     after:  x0, x1, x2 -> as_strided(x2, x1's)[...] = 0; embed(as_strided(x2, x0's))

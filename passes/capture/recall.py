@@ -34,7 +34,7 @@ _ATTRIBUTES = frozenset({"shape", "dtype", "device", "ndim"})
 
 
 class NotRecallableError(Exception):
-    """What is recalled does not hold in this graph."""
+    """Raised where what is recalled does not hold in this graph."""
 
 
 class _Run(Exception):
@@ -81,7 +81,7 @@ class _Constant:
 
 @dataclass(slots=True)
 class _Call:
-    """What an operation takes."""
+    """The arguments of an operation."""
 
     key: Hashable = None  # None: it is to be run
     taken: list[Any] = field(default_factory=list)  # tensors, made or not, each once
@@ -139,7 +139,7 @@ class Recalling(Interpreter):
         return value
 
     def _call(self, n: fx.Node) -> _Call:
-        """What a node takes, and a key that is equal where the same is done."""
+        """The arguments of a node, and a key that is equal where the same is done."""
         call = _Call()
         if n.op not in ("call_function", "call_method") or self._mode is None:
             return call
@@ -217,7 +217,7 @@ class Recalling(Interpreter):
         self._mode = None if compat.in_transform() else Ambient.current(self.capture.device)
 
     def _holds(self, n: fx.Node, call: _Call) -> bool:
-        """Is what was taken as it was before?"""
+        """True if the arguments are as they were before."""
         made = [value.made if isinstance(value, _Later) else value for value in call.taken]
         return not self.values.mutates[n] and all(
             tensor is not None and TensorMeta.of(tensor) == meta
@@ -225,7 +225,8 @@ class Recalling(Interpreter):
         )
 
     def _outcome(self, n: fx.Node, value: Any, call: _Call, path: tuple[int, ...]) -> Any:
-        """What an operation gave, for others of the same key; None where it must be run again."""
+        """The result of an operation, for others of the same key; None where it must be run
+        again."""
         if isinstance(value, torch.Tensor):
             return self._outcome_of(n, value, call, path)
         if type(value) in (tuple, list):
@@ -346,7 +347,7 @@ def _unmade(value: Any) -> Iterator[_Later]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Is a tensor all that its meta says, and no more?"""
+    """True if a tensor is all that its meta says, and no more."""
     return (
         tensor.layout is torch.strided
         and not tensor.is_complex()
@@ -357,7 +358,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    """Is it made of tensors, numbers and constants alone?"""
+    """True if it is made of tensors, numbers and constants alone."""
     if isinstance(value, (tuple, list)):
         return all(map(_is_data, value))
     return isinstance(value, torch.Tensor) or type(value) in _NUMBERS or _is_constant(value)
@@ -372,7 +373,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _looks(n: fx.Node) -> bool:
-    """Does a node look at what a tensor is, and not at its data?"""
+    """True if a node looks at what a tensor is, and not at its data."""
     if n.op == "call_method":
         return n.target in _LOOKS
     return n.target is getattr and len(n.args) > 1 and n.args[1] in _ATTRIBUTES

@@ -49,7 +49,7 @@ def insert_all_reduce(schedule: Schedule, *, defers: bool) -> Schedule:
 
 
 def _takes_part(op: ops.Op) -> bool:
-    """Does an op end the gradients of a bucket: does it leave them, or update with them?"""
+    """True if an op ends the gradients of a bucket: it leaves them, or updates with them."""
     if op.gives in (Value.GRADIENTS, Value.NORMS):
         return False
     return any(takes.kind is Value.GRADIENTS and takes.ends for takes in op.takes)

@@ -1,4 +1,4 @@
-"""Let a draft have one value where a stage saves several tensors.
+"""Bundles the tensors that a stage of a draft saves into one value.
 
     before: 1F gives y1 s1_0 s1_1 ... s1_13        after: 1F gives y1 s1_0
 

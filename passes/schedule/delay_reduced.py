@@ -1,4 +1,4 @@
-"""Let the next stage compute while ranks average the gradients of this one.
+"""Computes the next stage while ranks average the gradients of this one.
 
     before: 2B 2REDUCE_SCATTER 2NORM_GRAD 2OFFLOAD_GRAD 1RECOMPUTE 1B
     after:  2B 2REDUCE_SCATTER 1RECOMPUTE 1B 2NORM_GRAD 2OFFLOAD_GRAD

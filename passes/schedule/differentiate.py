@@ -143,7 +143,7 @@ def _unread(stage: Stage, results: Sequence[int]) -> set[int]:
 
 
 def _save(graph: fx.Graph, call: fx.Node, stage: Stage) -> None:
-    """Let a forward return its saved tensors after its outputs and new values."""
+    """Returns the saved tensors of a forward after its outputs and new values."""
     results = stage.result_count
     set_args(call, (*call.args[:3], True))
     saved = stage.saved_values

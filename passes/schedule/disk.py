@@ -137,7 +137,7 @@ def _touching(graph: fx.Graph, *, reads: bool) -> list[fx.Node]:
 
 
 def _begin_of(reader: fx.Node) -> fx.Node:
-    """What a read comes ahead of: the allocation of what is fetched into, or the reader."""
+    """The op ahead of which a read comes: the allocation of what is fetched into, or the reader."""
     buffer = reader.args[1] if len(reader.args) > 1 else None
     return buffer if isinstance(buffer, fx.Node) else reader
 

@@ -1,4 +1,4 @@
-"""Let saved tensors that wait on the host go on to a disk.
+"""Sends saved tensors that wait on the host on to a disk.
 
     before: 0F 1OFFLOAD_SAVED 1F
             1FETCH_SAVED 2B 1RECOMPUTE 1B

@@ -127,7 +127,7 @@ def _readers(node: fx.Node, users: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _fills_later(user: fx.Node, op: Op, node: fx.Node) -> bool:
-    """Does a copy or a collective bring something to memory, which is read as what it gives?"""
+    """True if a copy or a collective brings something to memory, which is read as what it gives."""
     if op.stream is Stream.COMPUTE:
         return False
     return op.stream is Stream.H2D or user.args[op.fills] is node  # type: ignore[index]
@@ -160,7 +160,7 @@ def _ends_of_items(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
 
 
 def _unordered(user: fx.Node, position: Mapping[fx.Node, int], last: int) -> bool:
-    """Is the user on another stream, with no compute that waits for it by then?"""
+    """True if the user is on another stream, with no compute that waits for it by then."""
     if ops.stream_of(user) is Stream.COMPUTE:
         return False
     if taken(user, Value.SAVED_ON_DISK) is not None:

@@ -52,5 +52,5 @@ def _have_norms(bucket: Bucket) -> bool:
 
 
 def _has_norms(param: Param) -> bool:
-    """Has a gradient like this an L2 norm and a largest value, in float32 as torch has?"""
+    """True if a gradient like this has an L2 norm and a largest value, in float32 as torch has."""
     return param.numel > 0 and param.dtype.is_floating_point and param.dtype.itemsize <= 4

@@ -83,7 +83,7 @@ def add_so_far(graph: fx.Graph, bucket: Bucket, call: fx.Node, group: fx.Node) -
 
 
 def _same_stage(node: fx.Node, call: fx.Node) -> bool:
-    """Is the node the recompute of the stage, or an item of it?"""
+    """True if the node is the recompute of the stage, or an item of it."""
     if node.target is ops.recompute:
         return node.args[0] is call.args[0]
     return bool(

@@ -1,4 +1,4 @@
-"""Let what a stage's backward takes from the forward wait on the host.
+"""Keeps what a stage's backward takes from the forward on the host in between.
 
     before: 0F 1F 2F 3F
             3B 2RECOMPUTE 2B 1RECOMPUTE 1B
@@ -83,7 +83,7 @@ def _waiting(schedule: Schedule) -> dict[fx.Node, Stage]:
 
 
 def _held_anyway(schedule: Schedule, staying: set[fx.Node]) -> Iterator[fx.Node]:
-    """What kept stages save that is in memory that one of `staying` is in too."""
+    """The saved values of kept stages that are in memory that one of `staying` is in too."""
     calls = ops.calls_by_stage(schedule.forward, ops.forward)
     for stage in schedule.stages:
         if stage.index not in schedule.plan.keep & schedule.plan.offload:

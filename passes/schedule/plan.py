@@ -221,7 +221,8 @@ def _offload(
 
 
 def reruns(stages: int, row: int) -> int:
-    """How many of so many stages run again, where `row` in a row do for each whose output is saved.
+    """Number of stages that run again, of so many, where `row` in a row do for each whose output is
+    saved.
 
     The first and the last do not: they give what all others read, and the loss.
     """

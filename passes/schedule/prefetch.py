@@ -148,7 +148,7 @@ _PREPARES = (
 
 
 def first_node(use: Use) -> fx.Node:
-    """Where to issue what is wanted before a use: ahead of what prepares it too."""
+    """The op ahead of which to issue what is wanted before a use: ahead of what prepares it too."""
     node = use.nodes[0]
     while node.prev.target in _PREPARES:
         node = node.prev

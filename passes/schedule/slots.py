@@ -163,14 +163,14 @@ def _is_free(
     position: Mapping[fx.Node, int],
     node: fx.Node,
 ) -> bool:
-    """Is the last reader of a slot's bucket issued before `node`?"""
+    """True if the last reader of a slot's bucket is issued before `node`."""
     if occupant is None:
         return True
     return all(position[reader] < position[node] for reader in readers[occupant])
 
 
 def _next_use(bucket: Bucket | None, upcoming: list[int]) -> int:
-    """How many prefetches until a bucket is wanted again; large for never."""
+    """Number of prefetches until a bucket is wanted again; large for never."""
     if bucket is None:
         return len(upcoming) + 1
     return upcoming.index(bucket.key) if bucket.key in upcoming else len(upcoming)

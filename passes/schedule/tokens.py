@@ -1,4 +1,4 @@
-"""Let graphs wait for one another: who touches a bucket on the host names who wrote it last.
+"""Orders graphs after one another: an op that touches a bucket on the host names its last writer.
 
     before: 3PREFETCH@1              after: 3PREFETCH@1 after=(weights_3)
 
@@ -48,7 +48,7 @@ def _wait(graph: fx.Graph) -> None:
 
 
 def _in_order(op: Op, part: Part) -> bool:
-    """Is an op behind the last write of a part of a resident bucket in any case?"""
+    """True if an op is in any case after the last write of a part of a resident bucket."""
     return op.stream is Stream.COMPUTE and part is not Part.GRADIENTS
 
 

@@ -72,7 +72,7 @@ class _Call(torch.autograd.Function):
 
 @dataclass
 class _Context:
-    """What the user's functions get for the `ctx` of an `autograd.Function`."""
+    """The `ctx` of an `autograd.Function`, as the user's functions see it."""
 
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[Any, ...] = ()
@@ -84,7 +84,7 @@ class _Context:
         """All gradients are given, whatever the user wants."""
 
     def mark_non_differentiable(self, *tensors: Any) -> None:
-        """What has no gradient gets none: its dtype says it."""
+        """Checks that what has no gradient gets none: its dtype says it."""
 
 
 def _define(custom: compat.CustomOperator) -> Any:

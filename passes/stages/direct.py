@@ -79,13 +79,13 @@ def without_idle_views(graph: fx.Graph) -> fx.Graph:
 
 
 def _reshapes(node: fx.Node) -> bool:
-    """Is it a view with other sizes, and not one as another dtype?"""
+    """True if it is a view with other sizes, and not one as another dtype."""
     sizes = isinstance(node.args[1], (list, tuple)) if len(node.args) > 1 else False
     return sizes and compat.operator_name(node.target) in _RESHAPES
 
 
 def _alike(node: fx.Node, source: fx.Node) -> bool:
-    """Has a view the sizes and strides of what it is of, whatever sizes may come?"""
+    """True if a view has the sizes and strides of what it is of, whatever sizes may come."""
     view, of = _value(node), _value(source)
     if not (isinstance(view, torch.Tensor) and isinstance(of, torch.Tensor)):
         return False
@@ -100,7 +100,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def _from_its_base(node: fx.Node) -> None:
-    """Let a view of a view be one of what that is of.
+    """Makes a view of a view one of what that is of.
 
     Where both are views, neither joins dimensions that do not lie behind one another.
     """

@@ -108,7 +108,7 @@ class PowersOfTensors(TorchFunctionMode):
 
 
 class Prepared(NamedTuple):
-    """What Inductor compiles for a traced graph, and what is around that."""
+    """The module that Inductor compiles for a traced graph, and the code around it."""
 
     module: fx.GraphModule
     values: Sequence[Any]  # its inputs, fake
@@ -122,7 +122,7 @@ def compiled(module: fx.GraphModule) -> Callable[..., Any]:
 
 
 def prepared(module: fx.GraphModule) -> Prepared:
-    """What `compiled` compiles."""
+    """The module that `compiled` compiles."""
     inputs = module.graph.find_nodes(op="placeholder")
     traced = compat.fakes_in(map(_value, inputs))
     if traced is None or not (traced.has_floats or any(map(_comes_as_tensor, module.graph.nodes))):
@@ -173,7 +173,7 @@ def _numbers_taken(node: fx.Node) -> Iterable[fx.Node]:
 
 
 def _comes_as_tensor(node: fx.Node) -> bool:
-    """Is a node's value a float, or a bool, or an int that is made of floats?"""
+    """True if a node's value is a float, or a bool, or an int that is made of floats."""
     value = _value(node)
     if isinstance(value, torch.SymInt):
         return _of_floats(compat.expression_of(value)[1])

@@ -1,4 +1,5 @@
-"""Which traced graphs must not run on zeros: those that could look up an index that is none.
+"""Finds traced graphs that must not run on zeros: those that could look up an index that does not
+exist.
 
     gather(x, 1, index)             index is 0: there is an element 0
     gather(x, 1, sum(mask) - 1)     is -1 on zeros
@@ -23,7 +24,7 @@ _SAME_VALUES |= {"constant_pad_nd"}  # with the index that a loss ignores
 
 
 def computes_indices(graph: fx.Graph) -> bool:
-    """Does an ATen graph use an index, or a probability, that it computes from its inputs?"""
+    """True if an ATen graph uses an index, or a probability, that it computes from its inputs."""
     given = set(graph.find_nodes(op="placeholder"))
     computed: set[fx.Node] = set()
     for node in graph.nodes:

@@ -77,7 +77,7 @@ def _laid_out(
 
 
 def _is_plain(value: torch.Tensor, base: torch.Tensor) -> bool:
-    """Does where its elements are say all of a view?"""
+    """True if the places of its elements say all of a view."""
     return value.dtype == base.dtype and not value.is_conj() and not value.is_neg()
 
 

@@ -55,7 +55,7 @@ _LEAST = 1e-6  # a saved_fraction of 0 would save the inputs alone, whatever is 
 
 @dataclass(frozen=True, slots=True)
 class Takes:
-    """What a stage's backward takes: which gradients, and what they look like."""
+    """The inputs of a stage's backward: which gradients, and their descriptions."""
 
     tangents: tuple[int, ...] = ()  # results of the stage
     partial_gradients: tuple[int, ...] = ()  # primals of the stage
@@ -63,8 +63,8 @@ class Takes:
 
 
 def as_gradient(meta: TensorMeta) -> TensorMeta:
-    """What the gradient of a graph's output looks like: as the output, but each element has a place
-    of its own, which those of `expand()` and `unfold()` have not."""
+    """The description of the gradient of a graph's output: as the output, but each element has a
+    place of its own, which those of `expand()` and `unfold()` have not."""
     return replace(meta.contiguous() if meta.overlaps_itself else meta, requires_grad=False)
 
 
@@ -162,7 +162,7 @@ def _kept(
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """What a value is a view of, through views of views; any other value itself."""
+    """The tensor that a value is a view of, through views of views; any other value itself."""
     while node.op == "call_function":
         source = node.all_input_nodes[0] if node.all_input_nodes else node
         maker = source if node.target is operator.getitem else node
@@ -175,7 +175,8 @@ def _root(node: fx.Node) -> fx.Node:
 def _codes(
     stage: Stage, forward: fx.GraphModule, backward: fx.GraphModule | None
 ) -> tuple[list[fx.Node], dict[Code, fx.GraphModule], tuple[int, ...]]:
-    """What the forward saves, the graph of each code, and the primals that a recompute reads."""
+    """The values that the forward saves, the graph of each code, and the primals that a recompute
+    reads."""
     results = stage.result_count
     returned = list(ops.returned(forward.graph))
     saved = [n for n in returned[results:] if n.op != "placeholder" and not _gives_number(n)]
@@ -211,7 +212,7 @@ def _gives_number(node: fx.Node) -> bool:
 
 
 def tokens_of(stage: Stage, tiles: int) -> Tokens | None:
-    """What of a stage's activations is cut: the first dimension, where it is divided evenly, or
+    """The dimension of a stage's activations that is cut: the first, where it is divided evenly, or
     else the largest. None where there is nothing to cut."""
     args = [
         meta
@@ -245,7 +246,7 @@ def _tiled(
 
 
 def runs_by_samples(stage: Stage) -> bool:
-    """May the whole stage run for some samples after others, forward and backward?
+    """True if the whole stage may run for some samples after others, forward and backward.
 
     Random numbers would be others, and a buffer that it changes would change with each tile.
     """
@@ -265,7 +266,7 @@ def _are_cut(graphs: Mapping[Code, fx.GraphModule], tokens: Tokens | None) -> bo
 
 
 def _computes(module: fx.GraphModule) -> bool:
-    """Is there a product of matrices in a graph, or attention?"""
+    """True if there is a product of matrices in a graph, or attention."""
     calls = (node for node in module.graph.nodes if node.op == "call_function")
     return any(aten.is_product(node) or aten.is_attention(node) for node in calls)
 

@@ -88,7 +88,7 @@ class CodeToCome:
         return bool(self._batches)
 
     def without(self, wanted: Sequence[Wanted], *, waits: bool) -> list[Wanted]:
-        """Let stages run uncompiled, and give what is to be compiled at once.
+        """Allows stages to run uncompiled, and returns what is to be compiled at once.
 
         A template that draws random numbers runs all of its code in one way.
         """
@@ -116,7 +116,7 @@ class CodeToCome:
         return now
 
     def is_ready(self) -> bool:
-        """Is a schedule's code compiled, as far as it can be?"""
+        """True if a schedule's code is compiled, as far as it can be."""
         return bool(self._batches) and all(jobs is None or jobs.done() for jobs, _ in self._batches)
 
     def load(self, patience_s: float = math.inf) -> bool:
@@ -137,7 +137,7 @@ class CodeToCome:
         return True
 
     def use(self) -> None:
-        """Let what is loaded run from now on. No backward may be to come."""
+        """Uses the loaded code from now on. No backward may be to come."""
         for (template, code), function in self._loaded.items():
             if id(template.code) not in self._failed:
                 template.code[code] = function
@@ -152,7 +152,7 @@ def _take_nothing(part: fx.GraphModule) -> None:
 
 
 def _graphs(wanted: Sequence[Wanted]) -> Iterator[compile_pool.Graph]:
-    """What Inductor compiles for it, with the inputs: the largest first."""
+    """Graphs that Inductor compiles for it, with the inputs: the largest first."""
     modules = [template.graphs[code] for template, code in reversed(wanted)]
     for part in dict.fromkeys(part for module in modules for part in _parts(module)):
         if any(node.op == "call_function" for node in part.graph.nodes):
@@ -204,12 +204,14 @@ def _function(module: fx.GraphModule) -> Function:
 
 
 def _uncompiled(module: fx.GraphModule) -> Function:
-    """What runs until Inductor's code is there: results have the strides that this will give."""
+    """The code that runs until Inductor's is there: results have the strides that this will
+    give."""
     return with_strides(direct(module, any_strides=True), _metas(module))
 
 
 def _runs_uncompiled(template: Template) -> bool:
-    """Can its graphs run with the strides that kernels give, and in memory that is known?"""
+    """True if its graphs can run with the strides that kernels give, and in memory that is
+    known."""
     modules = (part for graph in template.graphs.values() for part in _parts(graph))
     nodes = (node for module in modules for node in module.graph.nodes)
     return not any(
@@ -220,7 +222,7 @@ def _runs_uncompiled(template: Template) -> bool:
 
 
 def _metas(module: fx.GraphModule) -> list[TensorMeta | None]:
-    """Of what a graph gives; None for what is no tensor."""
+    """Metas of the results of a graph; None for what is no tensor."""
     results: Any = module.graph.output_node().args[0]
     values = [r.meta.get("val") if isinstance(r, fx.Node) else r for r in results]
     return [TensorMeta.of(v) if isinstance(v, torch.Tensor) else None for v in values]

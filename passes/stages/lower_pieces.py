@@ -49,7 +49,7 @@ def _function(piece: Piece, lower: Callable[[fx.GraphModule], Function]) -> Func
 
 
 def _loop(piece: Piece, functions: dict[Tile, Function]) -> Function:
-    """What runs tile after tile.
+    """The code that runs tile after tile.
 
     Results that are cut are written where they belong in the whole, so they lie in memory once and
     a tile more.

@@ -79,7 +79,7 @@ def _replace(node: fx.Node, value: Any) -> None:
 
 
 def floats_as_tensors(joint: fx.GraphModule) -> None:
-    """Let floats be tensors of one element, in place: the partitioner knows symbolic ints alone."""
+    """Makes floats tensors of one element, in place: the partitioner knows symbolic ints alone."""
     for node in joint.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.SymFloat):
@@ -168,7 +168,7 @@ def numbers_of(primals: Iterable[Any]) -> dict[sympy.Symbol, int | float]:
 
 
 def first_difference(symbolic: fx.GraphModule, plain: fx.GraphModule) -> str:
-    """Where a graph with symbols does other work than one without, for the sizes planned for.
+    """Finds where a graph with symbols does other work than one without, for the sizes planned for.
 
     "" where it does the same: the same operators, in the same order, of values with the same
     sizes and strides. Other names for a value are no operators.
@@ -200,7 +200,7 @@ def _work(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _named(node: fx.Node) -> fx.Node | None:
-    """What a node gives another name: it has the same elements in the same order.
+    """The value that a node gives another name: it has the same elements in the same order.
 
     A slice of all of a dimension, its backward, and writing to it, are traced or not, as the size
     is known.
@@ -227,7 +227,7 @@ def _taken(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
 
 
 def _looks(value: Any) -> Any:
-    """What a value looks like; no element is reached by the stride of a dimension of size 1."""
+    """The description of a value; no element is reached by the stride of a dimension of size 1."""
     if isinstance(value, torch.Tensor):
         meta = TensorMeta.of(value)
         sizes = zip(meta.shape, meta.stride, strict=True)

@@ -191,7 +191,7 @@ class _Builder:
         return any(self.position.get(user, beyond) >= stop for user in node.users)
 
     def _meta(self, node: fx.Node, at: int) -> TensorMeta:
-        """What a value is before position `at` of the node list."""
+        """The meta of a value before position `at` of the node list."""
         meta = self.values.of[node]
         assert isinstance(meta, TensorMeta), f"{node} is no tensor"
         change = self.values.requires_grad_after.get(node)
@@ -347,7 +347,7 @@ class _Builder:
                 yield from ((k, named[key]) for key in self.values.storages[node] & named.keys())
 
     def _changes(self, node: fx.Node) -> list[fx.Node]:
-        """What changes an input in place."""
+        """The nodes that change an input in place."""
         keys = self.values.storages[node]
         return [n for n in self.nodes if self.values.mutates[n] & keys]
 
@@ -357,7 +357,7 @@ class _Builder:
         return any(n.target not in compat.COUNT_NO_VERSION for n in self._changes(node))
 
     def _is_recorded(self, node: fx.Node) -> bool:
-        """Does autograd record how an input is changed in place?
+        """True if autograd records how an input is changed in place.
 
         Raises:
             UnsupportedGraphError: other inputs share its memory, and would need it recorded too.

@@ -60,7 +60,7 @@ def divide(graph: fx.Graph, found: Tokenwise) -> list[Members]:
 
 
 class _Division:
-    """Which node runs in which phase: even ones are whole, odd ones in tiles."""
+    """The phase that each node runs in: even ones are whole, odd ones in tiles."""
 
     def __init__(self, graph: fx.Graph, found: Tokenwise) -> None:
         self.found = found
@@ -104,14 +104,14 @@ class _Division:
         return least
 
     def stays(self, node: fx.Node, source: fx.Node) -> bool:
-        """Can a node take a tokenwise value in the tile that gives it?"""
+        """True if a node can take a tokenwise value in the tile that gives it."""
         act, given = self.found.acts[node], self.found.acts[source]
         if given.items:  # an item of a tuple
             return True
         return given.results[0][0] is Result.CUT and act.cuts.get(source) == given.axis
 
     def _delay(self) -> None:
-        """Let what is whole run as late as it can: it takes memory until it is read."""
+        """Runs whole nodes as late as they can: they take memory until they are read."""
         for node in reversed(list(self.phases)):
             if node in self.found.acts or _is_item(node):
                 continue
@@ -125,7 +125,7 @@ class _Division:
                 self.phases[one] = max(latest, self.phases[one])
 
     def _users(self, node: fx.Node, items: Iterable[fx.Node]) -> Iterator[fx.Node]:
-        """Who reads a value, through views that are made in each piece."""
+        """The readers of a value, through views that are made in each piece."""
         for user in node.users:
             if user in self.free:
                 yield from self._users(user, items)
@@ -174,7 +174,8 @@ class _Division:
         return list(made.values())
 
     def _read(self, node: fx.Node, own: set[fx.Node]) -> set[fx.Node]:
-        """What a node takes from outside of its piece, through views that the piece makes."""
+        """The values that a node takes from outside of its piece, through views that the piece
+        makes."""
         found: set[fx.Node] = set()
         for source in node.all_input_nodes:
             if source in self.free:
@@ -189,7 +190,8 @@ class _Division:
         return node not in acts or source not in acts or self.stays(node, source)
 
     def _again(self, node: fx.Node, source: fx.Node, phase: int) -> list[fx.Node]:
-        """What a later piece computes again, to have a value; empty where it reads it instead."""
+        """The nodes that a later piece computes again, to have a value; empty where it reads it
+        instead."""
         before = self.phases.get(source)
         if before is None or before % 2 == 0 or before == phase or not self.stays(node, source):
             return []
@@ -214,18 +216,18 @@ class _Division:
 
 
 def _is_item(node: fx.Node) -> bool:
-    """Is it one of a tuple's?"""
+    """True if it is one item of a tuple."""
     return node.target is operator.getitem and not isinstance(
         node.all_input_nodes[0].meta.get("val"), torch.Tensor
     )
 
 
 def is_product(node: fx.Node) -> bool:
-    """Is it a product of matrices that a tile may compute?"""
+    """True if it is a product of matrices that a tile may compute."""
     return compat.operator_name(node.target) in PRODUCTS
 
 
 def cut_of(act: Act | None, node: fx.Node) -> Axis | None:
-    """Where a node cuts an operand; None: it takes it whole."""
+    """The dimension in which a node cuts an operand; None: it takes it whole."""
     cuts: Mapping[fx.Node, Axis] = {} if act is None else act.cuts
     return cuts.get(node)

@@ -17,7 +17,7 @@ from megacompile.passes.stages.templates import with_stages
 
 
 def resize(stages: Schedule, values: Values) -> Schedule:
-    """What `partition` gave, planned for these values of all its symbols."""
+    """The result of `partition`, planned for these values of all its symbols."""
     assert stages.symbols is not None
     new = with_stages(
         stages,

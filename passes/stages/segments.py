@@ -201,7 +201,7 @@ def _merge_inseparable(
 def _opaque_spans(
     nodes: Sequence[fx.Node], position: dict[fx.Node, int], values: Values
 ) -> list[tuple[int, int]]:
-    """Where a value that is neither a tensor nor a literal lives, first to last position."""
+    """The range of a value that is neither a tensor nor a literal, first to last position."""
     spans = []
     for node in nodes:
         if values.is_tensor(node) or values.is_constant(node) or is_autocast(node):
@@ -217,7 +217,8 @@ def _opaque_spans(
 def _alias_spans(
     capture: Capture, position: dict[fx.Node, int], values: Values, segment_at: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Where memory that is changed in place is also reached through a view in another segment."""
+    """The range in which memory that is changed in place is also reached through a view in another
+    segment."""
     changed = {key for node in position for key in values.mutates[node]}
     spans = []
     for key in changed:

@@ -69,7 +69,7 @@ def _strides(stage: Stage, ambient: Ambient) -> Strides | None:
 
 
 def _is_settled_by_running(meta: object) -> bool:
-    """Is it a tensor on the CPU, of known size?"""
+    """True if it is a tensor on the CPU, of known size."""
     known = getattr(meta, "symbolic", None) is None
     return isinstance(meta, TensorMeta) and meta.device.type == "cpu" and known
 

@@ -76,7 +76,7 @@ def trace_templates(
 
 
 def cannot_write(stage: Stage, what: str) -> str:
-    """Why a stage whose backward changes `what` in place is not scheduled."""
+    """The reason why a stage whose backward changes `what` in place is not scheduled."""
     return (
         f"stage {stage.name!r}: a hook, or an autograd.Function, changes {what} in place in the "
         "backward, which is kept for buffers and inputs of the model alone; write it to a buffer "
@@ -85,7 +85,7 @@ def cannot_write(stage: Stage, what: str) -> str:
 
 
 class _Walk:
-    """Which values have a gradient, while stages are visited from last to first."""
+    """The values that have a gradient, while stages are visited from last to first."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.calls = ops.calls_by_stage(schedule.forward, ops.forward)

@@ -37,7 +37,7 @@ _SIZES = {"view": 1, "_unsafe_view": 1, "reshape": 1, "expand": 1, "full": 0, "z
 
 
 def tile_lengths(tokens: int, tiles: int) -> tuple[int, ...]:
-    """Of as few tiles as asked for, all equal but for the last: one length, or two."""
+    """The sizes of as few tiles as asked for, all equal but for the last: one length, or two."""
     length = -(-tokens // tiles)
     rest = tokens % length
     return (length, rest) if rest else (length,)
@@ -217,7 +217,7 @@ class _Part:
         return made
 
     def _resize(self, made: fx.Node, axis: Axis) -> None:
-        """Let the sizes that a view or a constant is given be those of the tile."""
+        """Gives views and constants the sizes of the tile."""
         assert self.length is not None
         at = _SIZES.get(_name(made))
         sizes: Any = made.args[at] if at is not None and len(made.args) > at else None
@@ -259,7 +259,7 @@ def _each(value: Any) -> Sequence[Any]:
 
 
 def _whole(value: Any) -> Any:
-    """What a node gives for all tokens, in this mode."""
+    """The value of a node for all tokens, in this mode."""
     if isinstance(value, torch.Tensor):
         return TensorMeta.of(value.detach()).empty()
     if isinstance(value, (tuple, list)):
@@ -268,14 +268,14 @@ def _whole(value: Any) -> Any:
 
 
 def _result(act: Act | None) -> tuple[Result, Axis | None]:
-    """Of a node that gives one tensor; in a whole piece, all of it."""
+    """The meta of a node that gives one tensor; in a whole piece, all of it."""
     return (Result.CUT, None) if act is None or act.items else act.results[0]
 
 
 def _laid_out(node: fx.Node, members: Members) -> TensorMeta:
-    """How a result lies in memory: as it did, or where it was a view with gaps and is put together
-    of tiles, without them. Its dimensions are in the same order, since attention gives what it
-    gives in that order."""
+    """The layout of a result: as it was, or where it was a view with gaps and is put together of
+    tiles, without them. Its dimensions are in the same order, since attention gives what it gives
+    in that order."""
     meta = replace(TensorMeta.of(node.meta["val"]), requires_grad=False)
     if not members.in_tiles or is_dense(meta, meta.stride):
         return meta

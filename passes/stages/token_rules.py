@@ -1,4 +1,4 @@
-"""How operators act on tokens: a rule for each that can run in tiles.
+"""The way operators act on tokens: a rule for each that can run in tiles.
 
     (node, the axes of operands, tokens) -> how it acts; None: not on each token alone
 
@@ -26,7 +26,7 @@ Axes = Mapping[fx.Node, Axis]
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """How a tokenwise node acts: which operands are cut, and what its results are."""
+    """The way a tokenwise node acts: which operands are cut, and what its results are."""
 
     cuts: Axes
     results: Kinds
@@ -34,12 +34,12 @@ class Act:
 
     @property
     def axis(self) -> Axis | None:
-        """Of the only result; None for a sum, and for a tuple."""
+        """The axis of the only result; None for a sum, and for a tuple."""
         return None if self.items else self.results[0][1]
 
 
 def shape_of(node: Any) -> tuple[int, ...] | None:
-    """Of a node that gives one tensor of known size."""
+    """The meta of a node that gives one tensor of known size."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     if not isinstance(value, torch.Tensor) or not all(type(n) is int for n in value.shape):
         return None
@@ -127,7 +127,7 @@ def _reshape(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
 
 
 def reshaped(axis: Axis, before: Sequence[int], after: Sequence[int]) -> Axis | None:
-    """Where tokens are after a reshape; None where it takes them apart."""
+    """The axis of tokens after a reshape; None where it takes them apart."""
     outer = math.prod(before[: axis.dim]) * axis.outer
     inner = math.prod(before[axis.dim + 1 :]) * axis.inner
     if 0 in before:
@@ -236,7 +236,7 @@ def _bmm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
 
 
 def _product(node: fx.Node, a: fx.Node, b: fx.Node, axes: Axes, sums: Result) -> Act | None:
-    """Of matrices in the last two dimensions, one or many."""
+    """The rule for matrices in the last two dimensions, one or many."""
     rank, left, right = _rank(a), axes.get(a), axes.get(b)
     rows, columns = rank - 2, rank - 1
     if a is b:

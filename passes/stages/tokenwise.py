@@ -1,4 +1,5 @@
-"""Which nodes of a traced graph act on each token alone, and where tokens are in what they give.
+"""Finds the nodes of a traced graph that act on each token alone, and the axis of tokens in their
+results.
 
     h = mm(x, w)           x (tokens, width): each row of h needs its own row of x, and all of w
     s = sum(h, [0])        a sum over tokens: the sum of the sums of tiles
@@ -33,7 +34,7 @@ from megacompile.passes.stages.token_rules import (
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Which dimension of a model's activations is cut.
+    """The dimension of a model's activations that is cut.
 
     Args:
         shape: of an activation.
@@ -50,7 +51,7 @@ class Tokens:
         return self.shape[self.dim]
 
     def axis_in(self, shape: Sequence[int]) -> Axis | None:
-        """Where tokens are likely to be in a tensor that comes from outside."""
+        """The likely axis of tokens in a tensor that comes from outside."""
         exact = [d for d, size in enumerate(shape) if size == self.count]
         if self.dim in exact:
             return Axis(self.dim)
@@ -64,7 +65,7 @@ class Tokens:
 
 @dataclass(slots=True)
 class Tokenwise:
-    """What is known of the nodes of a graph."""
+    """The facts about the nodes of a graph."""
 
     tokens: Tokens
     acts: dict[fx.Node, Act] = field(default_factory=dict)  # of the tokenwise ones
@@ -100,7 +101,7 @@ def find_tokenwise(
 
 
 def is_fill(node: fx.Node) -> bool:
-    """Does a node make a tensor of one value, out of nothing?"""
+    """True if a node makes a tensor of one value, out of nothing."""
     return name_of(node) in ("full", "zeros", "ones") and not node.all_input_nodes
 
 

@@ -130,7 +130,7 @@ def _has_repeats(module: nn.Module) -> bool:
 
 
 def _join_small(subtrees: Sequence[_Subtree]) -> list[_Subtree]:
-    """Let neighbours that are no layers share a bucket where one of them is tiny."""
+    """Joins neighbours that are no layers in one bucket where one of them is tiny."""
     joined: list[_Subtree] = []
     for subtree in subtrees:
         if joined and not subtree.repeated and not joined[-1].repeated:

@@ -38,7 +38,7 @@ from megacompile.passes.stages.templates import (
 
 
 def has_own_backwards(schedule: Schedule) -> bool:
-    """Has some stage a node whose backward may be code of the user's?"""
+    """True if some stage has a node whose backward may be code of the user's."""
     nodes = (node for stage in schedule.stages for node in stage.module.graph.nodes)
     return any(node.op == "call_function" and not compat.is_torchs(node.target) for node in nodes)
 

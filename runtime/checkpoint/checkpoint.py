@@ -1,4 +1,4 @@
-"""Which checkpoint a model gets its values from, and how its names are to be read."""
+"""The checkpoint that a model gets its values from, and the way its names are read."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ class Checkpoint:
 
     @staticmethod
     def of(given: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
-        """What a user gave as `checkpoint=`."""
+        """The user's `checkpoint=`."""
         return given if isinstance(given, Checkpoint) else Checkpoint(given)

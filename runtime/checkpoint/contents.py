@@ -1,4 +1,5 @@
-"""What fills a model's buckets when they are made: a checkpoint, its own initialisation, or both.
+"""The contents of a model's buckets when they are made: a checkpoint, its own initialisation, or
+both.
 
     match     names, shapes and dtypes against the files' headers: refused before anything is made
     move in   parameters and buffers get the memory of their buckets, untouched
@@ -123,7 +124,8 @@ class Contents:
         self.read = self.stored.keys() | self.computed.keys()
 
     def _rows(self, key: int, entry: Entry) -> Entry:
-        """What of a tensor of the checkpoint this rank reads: its rows lie side by side there."""
+        """The part of a tensor of the checkpoint that this rank reads: its rows lie side by side
+        there."""
         if self.ranks is None or key not in self.shared:
             return entry
         first, shape = self.ranks.rows(entry.shape)
@@ -212,7 +214,7 @@ class Contents:
                 _compare(reader, stored, again, there[id(stored.tensor)])
 
     def _part(self, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """What this rank has of a value."""
+        """The part of a value that this rank has."""
         if self.ranks is None or id(tensor) not in self.shared:
             return value
         first, shape = self.ranks.rows(tuple(value.shape))
@@ -234,7 +236,7 @@ class Contents:
 
 
 def on_meta(model: nn.Module) -> bool:
-    """Is any parameter or buffer of a model on meta?"""
+    """True if any parameter or buffer of a model is on meta."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 

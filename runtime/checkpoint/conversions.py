@@ -47,14 +47,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What becomes of the names of a checkpoint."""
+    """The conversions of a checkpoint's names."""
 
     renamed: dict[str, str]  # the model's name -> the checkpoint's
     groups: tuple[Group, ...]
 
 
 def conversion(model: nn.Module, checkpoint: Iterable[str]) -> Conversion | None:
-    """How transformers would read a checkpoint into a model; None where it does not know.
+    """The way transformers would read a checkpoint into a model; None where it does not know.
 
     Args:
         model: of transformers, or a wrapper around one.

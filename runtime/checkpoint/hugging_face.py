@@ -1,4 +1,5 @@
-"""What transformers' models say of themselves, by their attributes: nothing of it is imported."""
+"""The facts that transformers' models say of themselves, by their attributes: nothing of it is
+imported."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def pretrained(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Is a module a `PreTrainedModel`?"""
+    """True if a module is a `PreTrainedModel`."""
     needed = ("_init_weights", "initialize_weights", "tie_weights", "config")
     return all(hasattr(module, name) for name in needed)
 

@@ -71,7 +71,8 @@ def initialize(model: nn.Module, unset: Mapping[str, torch.Tensor]) -> None:
 
 
 def _take_back(model: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """What a name stands for now: a parameter is the one that it was, whatever code has set."""
+    """The tensor that a name stands for now: a parameter is the one that it was, whatever code has
+    set."""
     path, _, own = name.rpartition(".")
     module = model.get_submodule(path)
     if not isinstance(tensor, nn.Parameter):
@@ -102,7 +103,7 @@ def _visit(module: nn.Module, unset: set[int], *, rooted: bool) -> None:
 
 
 def _resets(module: nn.Module) -> list[Callable[[], object]]:
-    """What a module of torch, or one like it, is initialised by."""
+    """The functions that initialise a module of torch, or one like it."""
     found = [getattr(module, name, None) for name in _RESETS[:2]]
     resets = [reset for reset in found if callable(reset) and _takes_nothing(reset)][:1]
     running = getattr(module, _RESETS[2], None)

@@ -1,4 +1,5 @@
-"""Which tensor of a checkpoint is which of a model; all that does not fit, in one error."""
+"""Matches the tensors of a checkpoint with those of a model; all that does not fit, in one
+error."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """What a checkpoint has of a model, in the order of the model."""
+    """The tensors that a checkpoint has of a model, in the order of the model."""
 
     stored: tuple[Stored, ...] = ()
     computed: tuple[Computed, ...] = ()
@@ -150,7 +151,7 @@ def _any_matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
 
 
 class _Faults:
-    """What does not fit."""
+    """The tensors that do not fit."""
 
     def __init__(self, checkpoint: Checkpoint, model: str) -> None:
         self.checkpoint = checkpoint
@@ -199,7 +200,7 @@ class _Faults:
 
 
 def _keeps(source: torch.dtype, target: torch.dtype) -> bool:
-    """Does a conversion lose nothing?"""
+    """True if a conversion loses nothing."""
     if source == target:
         return True
     both = source.is_floating_point and target.is_floating_point

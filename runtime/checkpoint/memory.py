@@ -18,7 +18,7 @@ _CHUNK = 2**24  # elements that are looked at once
 
 
 def give_memory(param: nn.Parameter, value: torch.Tensor) -> Callable[[], None]:
-    """Let a parameter have the memory of `value`; gives what undoes it."""
+    """Gives a parameter the memory of `value`; returns what undoes it."""
     if param.is_meta:  # `param.data = value` cannot change the device from meta
         twin = nn.Parameter(value.data, requires_grad=param.requires_grad)  # a version of its own
         compat.exchange_memory(param, twin)
@@ -43,7 +43,7 @@ def mark_unset(tensor: torch.Tensor) -> None:
 
 
 def is_unset(tensor: torch.Tensor) -> bool:
-    """Has a tensor a place that nobody has written to since `mark_unset`?
+    """True if a tensor has a place that was not written to since `mark_unset`.
 
     Of integers all must be untouched: -1 is a number like others.
     """

@@ -119,7 +119,7 @@ def _clear(path: Path) -> None:
 
 @contextmanager
 def _told(path: Path) -> Iterator[None]:
-    """What goes wrong in the folder, as an error of ours."""
+    """Turns what goes wrong in the folder into an error of ours."""
     try:
         yield
     except Exception as error:
@@ -130,7 +130,7 @@ def _told(path: Path) -> Iterator[None]:
 
 
 def _tensors(model: nn.Module, savers: Savers) -> Saved:
-    """What is saved, by name; each tensor once."""
+    """The tensors that are saved, by name; each once."""
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise CheckpointError(
             f"save(): {type(model).__name__} has tensors on the meta device, which have no values; "
@@ -259,7 +259,7 @@ def _is_same(new: Path, old: Path) -> bool:
 
 
 def _sync(path: Path) -> None:
-    """Let what was written to a file, or renamed in a folder, be on the disk."""
+    """Brings what was written to a file, or renamed in a folder, to the disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

@@ -16,7 +16,7 @@ from megacompile.runtime.device.ranks import ranks_of
 
 
 class Savers:
-    """Who saves a model; all of them make one."""
+    """The ranks that save a model; all of them make one."""
 
     def __init__(self, model: nn.Module) -> None:
         sharded = next(filter(compat.is_sharded, model.parameters()), None)
@@ -25,11 +25,11 @@ class Savers:
 
     @property
     def writes(self) -> bool:
-        """Does this process write?"""
+        """True if this process writes."""
         return self._ranks is None or self._ranks.is_first
 
     def together(self) -> AbstractContextManager[None]:
-        """What raises in one of them raises in all."""
+        """Raises in all of them what raises in one."""
         return nullcontext() if self._ranks is None else self._ranks.together(self._what)
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -82,8 +82,8 @@ def _said(look: torch.Tensor) -> dict[str, Any]:
 
 @functools.cache
 def _in_its_words(dtype: torch.dtype) -> tuple[str, int]:
-    """What the library calls a dtype, and how many of its numbers an element is: it knows dtypes of
-    several numbers in a byte."""
+    """The library's name of a dtype, and the number of its numbers in an element: it knows dtypes
+    of several numbers in a byte."""
     from safetensors.torch import save
 
     one = save({"x": torch.empty(1, dtype=dtype)})

@@ -1,1 +1,1 @@
-"""What the device and the host give: streams, slots, buffers, threads."""
+"""The resources of the device and the host: streams, slots, buffers, threads."""

@@ -1,4 +1,4 @@
-"""What waits on the host between a forward and its backward, and the memory it waits in.
+"""Values that wait on the host between a forward and its backward, and the memory they wait in.
 
 [Note: host memory is reused]
 To page-lock a gigabyte takes 0.2 s, so buffers live on: a value that dies gives its buffer back to
@@ -39,7 +39,7 @@ class Buffer:
     filled: torch.cuda.Event | None = None  # behind the last copy to it from there
 
     def events(self) -> Iterator[torch.cuda.Event]:
-        """Of what still works on it."""
+        """The work that is still done on it."""
         return (event for event in (self.read, self.filled) if event is not None)
 
 
@@ -112,12 +112,12 @@ class OnHost:
 
     @property
     def size_bytes(self) -> int:
-        """Of what is copied."""
+        """The memory that is copied."""
         numel = self._extent if self._dense else math.prod(self.meta.shape)
         return numel * self.meta.dtype.itemsize
 
     def _elements(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What is copied of a tensor that looks like this one: all its memory, or what is used."""
+        """The part of a tensor like this one that is copied: all its memory, or what is used."""
         return tensor.as_strided((self._extent,), (1,)) if self._dense else tensor
 
     def bytes(self, begin: int, end: int) -> torch.Tensor:
@@ -142,7 +142,8 @@ def taken(
     pool: HostPool,
     queue: torch.cuda.Stream | None,
 ) -> Any:
-    """What a backward takes as `name`, made on the current stream where the forward left another.
+    """The value that a backward takes as `name`, made on the current stream where the forward left
+    another.
 
     Schedules of one graph put the same saved values on the host and on the disk, so this is a
     look-up; a backward that was planned otherwise (for other outputs' gradients) is slower, not

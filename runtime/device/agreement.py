@@ -257,7 +257,8 @@ class Agreement:
             self._gone(error)
 
     def _watch(self) -> None:
-        """Of the thread, with every note: tidy up, and end collectives that nobody will answer."""
+        """Work of the thread, with every note: tidies up, and ends collectives that will not be
+        answered."""
         if self.rank == self.ranks[0]:
             for n in range(self._tidied, self._count - _KEPT):
                 for key in (f"{n}", f"{n}/here", f"{n}/all"):

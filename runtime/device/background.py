@@ -67,12 +67,13 @@ class Background:
         self._end.atexit = False
 
     def submit(self, work: Work) -> None:
-        """Let it be done behind what was given before; it must not raise."""
+        """Enqueues a job after those that were given before; it must not raise."""
         self._queue.work.put(work)
         self._queue.serve(self.name, self.cores)
 
     def call(self, work: Callable[[], T]) -> T:
-        """Let it be done behind what was given before, and wait; gives and raises what it does."""
+        """Enqueues a job after those that were given before, and waits; returns and raises what it
+        does."""
         future: Future[T] = Future()
         self.submit(functools.partial(fulfil, future, work))
         return future.result()

@@ -102,7 +102,7 @@ class HostBuffer(mmap.mmap):
             self.settle()
 
     def settle(self) -> None:
-        """Let it have its pages, on several threads, and page-lock it."""
+        """Gives it its pages, on several threads, and page-locks it."""
         touch_pages(torch.frombuffer(self, dtype=torch.uint8), self._node)
         self.lock()
 
@@ -207,7 +207,7 @@ class SharedFile:
 
 @functools.cache
 def _file_of(process: int) -> SharedFile:
-    """Of one process: a child would take the places that its parent takes."""
+    """The file of one process: a child would take the places that its parent takes."""
     del process
     return SharedFile()
 

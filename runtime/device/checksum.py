@@ -22,7 +22,8 @@ _NUMEL = 2**18  # int32 that are summed at once: their products stay in a core's
 
 @torch.no_grad()
 def checksum(tensor: torch.Tensor) -> str:
-    """Of the values of a dense tensor in order, whatever its strides; of any dtype and device."""
+    """Checksum of the values of a dense tensor in order, whatever its strides; of any dtype and
+    device."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % 4:
         flat = flat.clone()

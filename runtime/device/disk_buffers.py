@@ -91,7 +91,7 @@ class DiskBuffer(HostBuffer):
 
     @property
     def file(self) -> ScratchFile:
-        """Where it lies."""
+        """The place in the file."""
         return self._lies_in
 
     def lock(self) -> None:
@@ -160,7 +160,7 @@ class Disk:
         return self._start(Way.WRITE, buffers, memory, what, after, before)
 
     def moved_bytes(self, way: Way) -> int:
-        """Of all that was read, or written, so far, but for what went by way of mappings."""
+        """Bytes of all that was read, or written, so far, but for what went by way of mappings."""
         return self._transfers.moved_bytes(way)
 
     def request(

@@ -1,4 +1,4 @@
-"""What happens around a `fork` of this process, for those who asked: data loaders fork.
+"""Calls around a `fork` of this process, for those who asked: data loaders fork.
 
 Threads do not exist in a child, and locks that another thread held there stay locked for ever. So
 before a fork what is in flight comes to its end and threads of ours come to rest; the child gets
@@ -18,7 +18,7 @@ from megacompile.runtime.device.live import Live
 
 
 class Forks(Protocol):
-    """Who is told of forks; each of these returns soon, and raises nothing."""
+    """An object that is told of forks; each of these returns soon, and raises nothing."""
 
     def before_fork(self) -> None:
         """The process is about to fork, in the thread that calls this."""

@@ -14,7 +14,7 @@ BETWEEN_BYTES = 2**30  # are freed before it is worth the milliseconds
 
 
 def give_back() -> None:
-    """Let the system have what malloc keeps of freed memory, where it is the GNU C library's."""
+    """Returns to the system what malloc keeps of freed memory, where it is the GNU C library's."""
     trim = _trim()
     if trim is not None:
         trim(0)

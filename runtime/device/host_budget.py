@@ -1,4 +1,4 @@
-"""How much host memory a model's buffers take, and no more than they may."""
+"""Host memory that a model's buffers take, and no more than they may."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class HostBudget:
 
     @property
     def held_bytes(self) -> int:
-        """Of all that live now."""
+        """Bytes of all that live now."""
         return sum(list(self._sizes.values()))
 
     @property
     def locked_bytes(self) -> int:
-        """Of those of them that are page-locked."""
+        """Bytes of those of them that are page-locked."""
         return sum(len(buffer) for buffer in list(self._buffers.values()) if buffer.locked)
 
     def make(self, size_bytes: int, what: str, *, pin: bool, touch: bool = True) -> HostBuffer:
@@ -92,7 +92,7 @@ class HostBudget:
         ahead.begin(wanted)
 
     def forget_ahead(self) -> None:
-        """What was made ahead and not asked for goes."""
+        """Frees what was made ahead and not asked for."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.forget()

@@ -1,4 +1,4 @@
-"""Who lives, for those that tell all of them something.
+"""A thread-safe weak set.
 
 A `WeakSet` cannot be walked through while another thread adds to it: "Set changed size during
 iteration". Models and buffers are made in several threads.

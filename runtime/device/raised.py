@@ -1,4 +1,4 @@
-"""What a rank raises that cannot go on, as the others raise it."""
+"""Errors of a rank that cannot go on, as the others raise them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Raised:
 
     @staticmethod
     def of(error: Exception) -> Raised:
-        """What to say of an error."""
+        """The text of an error for the other ranks."""
         ours = isinstance(error, MegacompileError) and hasattr(errors, type(error).__name__)
         return Raised(type(error).__name__, str(error) if ours else described(error), ours)
 
@@ -32,11 +32,11 @@ class Raised:
 
     @staticmethod
     def read(text: str) -> Raised:
-        """What `text` has written."""
+        """Reads what `text` has written."""
         return Raised(*json.loads(text))
 
     def error(self, rank: int, what: str) -> MegacompileError:
-        """What the others raise.
+        """The error that the other ranks raise.
 
         Args:
             rank: that has raised it.
@@ -55,7 +55,7 @@ class Raised:
 
 
 def is_known(error: Exception) -> bool:
-    """Do all ranks know of it, so that it need not be said once more?"""
+    """True if all ranks know of it, so that it need not be said once more."""
     return isinstance(error, RankError) or getattr(error, _KNOWN, False)
 
 

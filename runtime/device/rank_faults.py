@@ -1,4 +1,4 @@
-"""Who is to blame when a rank waits for others: what their notes say, and what they no longer say.
+"""Finds the rank to blame when a rank waits for others: by what their notes say, and no longer say.
 
     raised, disagreed      it says so at once
     ended                  it says so at its end, where Python ends in order
@@ -30,7 +30,7 @@ _ONE_LOOK_S = 5.0  # longer between two: what was seen before says nothing
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long a rank waits for another one."""
+    """Time limits of a rank that waits for another one."""
 
     patience_s: float  # that is behind and does nothing
     limit_s: float  # that is behind, whatever it does
@@ -43,7 +43,7 @@ class Limits:
 
 
 class Faults:
-    """What is wrong with the other ranks; for one thread."""
+    """The faults of the other ranks; for one thread."""
 
     def __init__(self, notes: Notes, limits: Limits, *, thread: bool) -> None:
         self._notes, self._limits, self._thread = notes, limits, thread
@@ -94,7 +94,7 @@ class Faults:
                 self._blame(note.by, note.fault, where)
 
     def _why(self, rank: int, note: Note, waited_s: float, *, behind: bool, failed: bool) -> str:
-        """What is wrong with a rank; "" if nothing is."""
+        """The fault of a rank; "" if there is none."""
         if note.ended:
             return f"has ended ({note.ended}), {note.at}" if behind or failed else ""
         if not self._notes.runs(note):

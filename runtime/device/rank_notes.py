@@ -1,4 +1,4 @@
-"""What each rank says of itself to the others, in the store of the process group.
+"""The notes of each rank for the others, in the store of the process group.
 
 Every two seconds a thread writes how far its rank is, and whether its process does anything. At its
 end the process says so; one that is killed falls silent. Nobody reads any of it unless it waits.
@@ -38,7 +38,7 @@ _BUSY = 0.05  # of a processor
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What one rank says."""
+    """The note of one rank."""
 
     beat: int = 0
     n: int = 0
@@ -107,7 +107,7 @@ class Notes:
             pass
 
     def of(self, rank: int, *, thread: bool = False) -> Note | None:
-        """What another rank says; None if nothing yet.
+        """The note of another rank; None if there is none yet.
 
         Raises:
             dist.DistError: the store is gone.
@@ -118,7 +118,7 @@ class Notes:
         return Note(**json.loads(store.get(f"note/{rank}")))
 
     def others(self, *, thread: bool = False) -> dict[int, Note]:
-        """What the other ranks say."""
+        """The notes of the other ranks."""
         found = {r: self.of(r, thread=thread) for r in self.ranks if r != self.rank}
         return {r: note for r, note in found.items() if note is not None}
 
@@ -188,8 +188,8 @@ def _script() -> FrameType | None:
 
 
 def _why(script: FrameType | None) -> str:
-    """Why the process ends. Python keeps no SystemExit: where that ended the script, its last
-    instruction did not return."""
+    """The reason why the process ends. Python keeps no SystemExit: where that ended the script, its
+    last instruction did not return."""
     error = getattr(sys, "last_value", None)
     if error is not None:
         return described(error)
@@ -210,7 +210,7 @@ def _now() -> float:
 
 
 def namespace() -> str:
-    """What tells processes of one machine, which can see each other, from others."""
+    """Identity of the machine, of which processes can see each other."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

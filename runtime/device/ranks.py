@@ -75,7 +75,7 @@ class Ranks:
 
     @property
     def placements(self) -> tuple[Any, ...]:
-        """How parameters, gradients and states lie over the mesh, in the words of DTensor."""
+        """The layout of parameters, gradients and states over the mesh, in the words of DTensor."""
         from torch.distributed.tensor import Replicate, Shard
 
         return (*[Replicate()] * (self.mesh.ndim - 1), Shard(0))
@@ -148,7 +148,7 @@ class Ranks:
 
     @property
     def _mean(self) -> Any:
-        """What collectives make a mean with: on the host, a sum that `_divide` follows."""
+        """The reduction that makes a mean: on the host, a sum that `_divide` follows."""
         return dist.ReduceOp.AVG if self.device.type == "cuda" else dist.ReduceOp.SUM
 
     def _divide(self, parts: Iterable[torch.Tensor], count: int) -> None:
@@ -189,11 +189,11 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Is this the first of all ranks?"""
+        """True if this is the first of all ranks."""
         return self.mesh.get_rank() == global_ranks(self.mesh)[0]
 
     def told(self, value: Any) -> list[Any]:
-        """What each rank of the mesh says, in their order: a collective of all of them.
+        """Gathers a value from each rank of the mesh, in their order: a collective of all of them.
 
         Raises:
             MegacompileError: another rank has raised in the block of `together` around.
@@ -220,8 +220,8 @@ class Ranks:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """What raises in one rank raises in all of them: in the next `told` of the others, or where
-        they meet at the end.
+        """Raises in all ranks what raises in one: in the next `told` of the others, or where they
+        meet at the end.
 
         Args:
             what: they do: "save() of Net".
@@ -246,7 +246,7 @@ class Ranks:
 
     @torch.no_grad()
     def send_first(self, tensors: Iterable[torch.Tensor], what: str) -> None:
-        """Let all ranks have the first one's values, in every bit.
+        """Broadcasts the first rank's values, in every bit.
 
         Args:
             tensors: dense; of the same shapes and dtypes in all ranks, which is compared.
@@ -347,7 +347,7 @@ def _norms(count: int) -> Collectives:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Joint:
-    """What the models of the same ranks have together: their collectives are in one order.
+    """The state that models of the same ranks share: their collectives are in one order.
 
     Process groups belong to torch: who keeps the last reference to one, when it was destroyed, ends
     its threads at some later time, where that may wait for ever.

@@ -36,13 +36,13 @@ class Reused(Generic[M]):
 
     @property
     def lent_bytes(self) -> int:
-        """Of what is in use."""
+        """Bytes in use."""
         self._collect()
         return self._lent_bytes
 
     @property
     def held_bytes(self) -> int:
-        """Of all pieces, lent or not."""
+        """Bytes of all pieces, lent or not."""
         return self.lent_bytes + sum(piece.size_bytes for piece in self._free)
 
     def lend(self, size_bytes: int) -> M:

@@ -37,7 +37,7 @@ from megacompile.runtime.disk.transfers import Request, Span, Way
 
 
 class SavedDisk:
-    """Where the saved tensors of one model lie.
+    """The saved tensors of one model on a disk.
 
     Args:
         disk: with the scratch file.
@@ -98,7 +98,7 @@ class OnDisk:
         return self.request
 
     def busy(self) -> bool:
-        """Is it still being written?"""
+        """True if it is still being written."""
         return not self._begun.is_set() or (self.request is not None and self.request.busy())
 
     def settle(self) -> None:
@@ -160,7 +160,7 @@ class ReadBack(OnHost):
         self._begun = threading.Event()
 
     def begin(self) -> Request:
-        """Let it be read, when its write is over and its buffer is not read any more."""
+        """Reads it, when its write is over and its buffer is not read any more."""
         store, lent = self.on_disk.store, self.on_disk.place
         assert lent is not None
         self.buffer = self.pool.lend(self.size_bytes)
@@ -185,7 +185,7 @@ class ReadBack(OnHost):
         self._begun.set()
 
     def busy(self) -> bool:
-        """Is it still being read?"""
+        """True if it is still being read."""
         return not self._begun.is_set() or (self.request is not None and self.request.busy())
 
     def settle(self) -> None:

@@ -19,10 +19,10 @@ _NEVER = 2**31
 
 
 class Mark(Protocol):
-    """What a bucket was when it was copied into a slot."""
+    """The state of a bucket when it was copied into a slot."""
 
     def holds(self) -> bool:
-        """Is it that still?"""
+        """True if the bucket is in that state still."""
 
 
 class DeviceSlots:
@@ -37,7 +37,7 @@ class DeviceSlots:
         self._views: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
 
     def has(self, wanted: Sequence[tuple[int, Bucket]]) -> bool:
-        """Are these buckets in these slots, as they are on the host?"""
+        """True if these buckets are in these slots, as they are on the host."""
         for index, bucket in wanted:
             key, mark = self.left.get(index, (None, None))
             if key != bucket.key or mark is None or not mark.holds():
@@ -54,11 +54,11 @@ class DeviceSlots:
             self.generation += 1
 
     def keeps(self, slots: Sequence[Slot]) -> bool:
-        """Would `require` replace no buffer, so that what they hold stays?"""
+        """True if `require` would replace no buffer, so that what they hold stays."""
         return not any(map(self._must_grow, slots))
 
     def _must_grow(self, slot: Slot) -> bool:
-        """Is there a buffer, and is it too small?"""
+        """True if there is a buffer, and it is too small."""
         there = slot.index < len(self.buffers)
         return there and self.buffers[slot.index].numel() < slot.size_bytes
 

@@ -28,10 +28,10 @@ from megacompile.ir.stream import Stream
 
 
 class Host(Protocol):
-    """What is under way on a bucket that threads of the host may be working on."""
+    """Work on a bucket that threads of the host may be doing."""
 
     def busy(self) -> bool:
-        """Is it?"""
+        """True if it is."""
 
     def settle(self) -> None:
         """Wait until it no longer is; raise what went wrong."""
@@ -116,7 +116,7 @@ class Streams:
     def hand(
         self, stream: Stream, waits: Iterable[Handle], value: Host, begin: Callable[[], None]
     ) -> Handle:
-        """Let threads of the host `begin` work, which wait for the events of `waits` themselves.
+        """Makes threads of the host `begin` work, which wait for the events of `waits` themselves.
 
         Args:
             value: what they work on; who takes the handle waits for that.
@@ -128,7 +128,7 @@ class Streams:
         return Handle(value, stream, host=value)
 
     def wait_on_compute(self, event: torch.cuda.Event) -> None:
-        """Let what comes next on the caller's stream wait."""
+        """Makes what comes next on the caller's stream wait."""
         torch.cuda.current_stream(self.device).wait_event(event)
 
     def _now(self, handle: Handle, waits: Sequence[Handle], work: Callable[[], Any]) -> Handle:
@@ -145,7 +145,7 @@ class Streams:
         return handle
 
     def mark(self, handle: Handle) -> None:
-        """Let a handle of what was issued last have an event, for who waits in another graph."""
+        """Gives the handle of what was issued last an event, for a wait in another graph."""
         if self._copies and handle.event is None and not handle.deferred:
             handle.event = torch.cuda.Event()
             handle.event.record(self._queue(handle.stream))
@@ -182,7 +182,7 @@ class Streams:
 
 
 def _busy(waits: Iterable[Handle]) -> bool:
-    """Do threads of the host still work on what is waited for?"""
+    """True if threads of the host still do that work."""
     return any(handle.host is not None and handle.host.busy() for handle in waits)
 
 

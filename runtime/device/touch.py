@@ -28,7 +28,7 @@ Advise = Callable[[int, int, int], int]
 
 
 def touch(memory: torch.Tensor, node: numa.Node | None = None) -> None:
-    """Let memory have its pages. What is in it stays as it is.
+    """Gives memory its pages. Its content stays as it is.
 
     Args:
         memory: (size_bytes,) uint8, whole pages.
@@ -76,7 +76,7 @@ def touch(memory: torch.Tensor, node: numa.Node | None = None) -> None:
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """Number of threads that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -117,7 +117,7 @@ class ScratchFile:
         )
 
     def round_up(self, size_bytes: int) -> int:
-        """What so many bytes take."""
+        """Bytes that so many bytes take on the disk."""
         return max(-(-size_bytes // self.alignment), 1) * self.alignment
 
     def take(self, size_bytes: int) -> Place:
@@ -245,7 +245,7 @@ _SAID: set[int] = set()  # devices without direct I/O
 
 
 def _alignment(fd: int) -> int:
-    """What offsets, lengths and addresses must be multiples of: pages, and what the disk asks."""
+    """The alignment of offsets, lengths and addresses: pages, and what the disk asks for."""
     least = max(_PAGE, mmap.PAGESIZE)
     status = (ctypes.c_uint32 * 64)()  # struct statx: 256 bytes
     try:
@@ -263,7 +263,8 @@ _EMPTY_PATH, _DIOALIGN = 0x1000, 0x2000  # AT_EMPTY_PATH, STATX_DIOALIGN (Linux 
 
 
 def _is_coherent(fd: int, direct: int, place: Place) -> bool:
-    """Does what is written through a mapping come back by direct I/O, and the other way round?"""
+    """True if what is written through a mapping comes back by direct I/O, and the other way
+    round."""
     with (
         mmap.mmap(fd, place.size_bytes, offset=place.at) as shared,
         mmap.mmap(-1, place.size_bytes) as memory,

@@ -143,15 +143,15 @@ class Request:
         self._chunks, self._before = [], lambda: None
 
     def done(self) -> bool:
-        """Is it over, well or not?"""
+        """True if it is over, well or not."""
         return self._over.done()
 
     def busy(self) -> bool:
-        """Is it under way?"""
+        """True if it is under way."""
         return not self._over.done()
 
     def failed(self) -> bool:
-        """Is it over, and not well?"""
+        """True if it is over, and failed."""
         return self._over.done() and self._over.exception() is not None
 
     def wait(self) -> None:
@@ -191,7 +191,7 @@ class Request:
                 self.begin()
 
     def when_done(self, work: Callable[[], None]) -> None:
-        """Let something be done when it is over, by whoever ends it."""
+        """Registers a call for when it is over, by the thread that ends it."""
         self._over.add_done_callback(lambda _: work())
 
     def _say_slow(self, seconds: float) -> None:
@@ -260,7 +260,7 @@ class Transfers:
                 self._moved[request.way] += request.size_bytes
 
     def moved_bytes(self, way: Way) -> int:
-        """Of all requests so far that are over, and well."""
+        """Bytes of all requests so far that are over, and succeeded."""
         return self._moved[way]
 
 

@@ -1,4 +1,4 @@
-"""Whether a call is traced, or its graph scheduled, where that failed for the calls before.
+"""Decides if a call is traced, or its graph scheduled, where that failed for the calls before.
 
 What fails takes as long as what does not, and most often the next one fails too.
 """
@@ -10,7 +10,8 @@ _MOST = 256  # calls between two tries
 
 
 class Attempts:
-    """Of one captured function or graph: all calls at first, then every second, fourth, ... one."""
+    """The attempts of one captured function or graph: all calls at first, then every second,
+    fourth, ... one."""
 
     def __init__(self) -> None:
         self.why_not = ""  # the last call that was tried failed
@@ -18,7 +19,7 @@ class Attempts:
         self._wait = 0  # calls until the next try
 
     def is_due(self) -> bool:
-        """Is the call that begins one to try?"""
+        """True if the call that begins is one to try."""
         if self._wait:
             self._wait -= 1
             return False

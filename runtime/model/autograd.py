@@ -73,7 +73,7 @@ def _view(
 
 
 def _record(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    """Let autograd know that a tensor, which holds its new value already, was changed in place.
+    """Tells autograd that a tensor, which holds its new value already, was changed in place.
 
     So gradients of later uses go through the graph that changed it. A leaf that requires grad has
     no history: it can only have been changed where autograd does not look (`detach()`).

@@ -28,7 +28,7 @@ class Recorded(Protocol):
         """Run the backward schedule; gives the gradients of the inputs, by position."""
 
     def gradients_for(self, places: Sequence[ParamId]) -> list[torch.Tensor | None]:
-        """What a gate hands over."""
+        """The gradients that a gate hands over."""
 
 
 def users(call: compat.BackwardCall) -> Users:

@@ -225,7 +225,7 @@ class ModelBuckets:
         self.proxies = Proxies(self.model, self.options.device, self._source, self.notice)
 
     def follow_leaves(self) -> None:
-        """Let what belongs to packed parameters be where their leaves are now."""
+        """Moves the attributes of packed parameters to where their leaves are now."""
         for twin, leaf in self._twins:
             twin.data = leaf.data
         follow_parts(self.model)
@@ -272,7 +272,7 @@ class ModelBuckets:
 
     @torch.inference_mode(False)
     def _move(self, wanted: Placement) -> None:
-        """Let the buckets be where they are wanted.
+        """Moves the buckets to where they are wanted.
 
         Gradients move along; optimizer states when the next step finds them elsewhere.
         """
@@ -293,7 +293,7 @@ class ModelBuckets:
         self.plans.moved(wanted)  # until here an interrupt leaves a move that begins again
 
     def _place_states(self, bucket: HostBucket, on_disk: bool) -> None:
-        """Let the states of a streamed bucket lie on the disk, or on the host, from now on."""
+        """Moves the states of a streamed bucket to the disk, or to the host, from now on."""
         disk = self.machine.disk if on_disk and bucket.resident is None else None
         if disk is not bucket.disk:
             bucket.pending.settle()
@@ -315,8 +315,8 @@ class ModelBuckets:
         stored: bool = False,
         anew: bool = False,
     ) -> None:
-        """Let a bucket live on the device, or on the host, and there, with `stored`, with its
-        parameters on the disk; `moved` comes behind the last one.
+        """Moves a bucket to the device, or to the host, and there, with `stored`, its parameters to
+        the disk; `moved` comes after the last one.
 
         Args:
             anew: it gets other memory where it lives there already.
@@ -370,7 +370,7 @@ class ModelBuckets:
         return Source(copy, bucket.pending.settle, functools.partial(bucket.copy.take_back, i))
 
     def owns(self, param: nn.Parameter) -> bool:
-        """Does a parameter lie in a bucket of this model?"""
+        """True if a parameter lies in a bucket of this model."""
         return any(id(part) in self._places.of for part in (param, *parts_of(param)))
 
     def disown(self) -> None:
@@ -439,7 +439,8 @@ class ModelBuckets:
         self.move_if_wanted()
 
     def _finds_gradients(self) -> bool:
-        """Does a forward whose backward comes find gradients on the device, for the first time?"""
+        """True if a forward whose backward comes finds gradients on the device, for the first
+        time."""
         return (
             torch.is_grad_enabled()
             and self.options.plans
@@ -504,7 +505,7 @@ class ModelBuckets:
 
 
 def fills_later(params: Iterable[torch.Tensor], device: torch.device) -> bool:
-    """Do parameters come to their buckets while something else is done?
+    """True if parameters come to their buckets while something else is done.
 
     Pages of host memory take their time to be made, and to be locked for a GPU; without one nothing
     is won. Where they come from the GPU, as much must be free there: what comes next (another
@@ -541,8 +542,8 @@ def _update_cores(node: numa.Node | None, ranks: Ranks | None) -> frozenset[int]
 
 
 class _Places:
-    """Where parameters lie: bucket and index. Backwards that are to come have this, not the model:
-    who has only an old loss does not keep the model alive."""
+    """The places of parameters: bucket and index. Backwards that are to come have this, not the
+    model, so that an old loss does not keep the model alive."""
 
     def __init__(self) -> None:
         self.of: dict[int, tuple[Bucket, int]] = {}  # by the parameter's id

@@ -46,7 +46,7 @@ class Call:
 
     @functools.cached_property
     def positions(self) -> dict[ParamId, int]:
-        """Where the trained parameters are among the inputs."""
+        """The positions of the trained parameters among the inputs."""
         return {self._place(param): k for k, param in self.streamed if param.requires_grad}
 
     @functools.cached_property
@@ -78,7 +78,7 @@ class Call:
 
     @compat.opaque
     def gradients_for(self, places: Sequence[ParamId]) -> list[torch.Tensor | None]:
-        """What a gate hands over; nobody holds it afterwards."""
+        """The gradients that a gate hands over; they are not held afterwards."""
         number = compat.backward_id()
         handed = self._handed.get(number, {})
         found = [handed.pop(place, None) for place in places]
@@ -279,14 +279,14 @@ class Call:
         return self.program.executor(variant)
 
     def _defers(self, run: Run) -> bool:
-        """Is the sum of gradients over replicas left to a later backward?"""
+        """True if the sum of gradients over replicas is left to a later backward."""
         ranks = self.machine.ranks
         more = ranks is not None and ranks.replicas > 1 and self.machine.micro_steps.more
         run.backward.last = not more
         return more and run.may_defer()
 
     def _updates(self) -> bool:
-        """Does this backward update its parameters?
+        """True if this backward updates its parameters.
 
         Raises:
             BackwardError: somebody wants a gradient that would never leave the device, or adds to

@@ -1,4 +1,4 @@
-"""What Dynamo gets back for a captured graph: a callable that runs its schedules.
+"""The callable that Dynamo gets back for a captured graph: it runs the graph's schedules.
 
 A `CapturedGraph` is called with whatever parameters and shapes come; for each kind of call it
 keeps a `Program`: the schedules for it, built at first use. Where Dynamo captured sizes as symbols,
@@ -46,7 +46,7 @@ from megacompile.runtime.params.proxies import StreamedParameter
 
 
 def _is_packed(arg: Any) -> bool:
-    """Does an argument stand in for a packed parameter: a wrapper over proxies?"""
+    """True if an argument stands in for a packed parameter: a wrapper over proxies."""
     if not is_wrapper(arg):
         return False
     return all(isinstance(part, StreamedParameter) for part in taken_apart(arg)[1])
@@ -282,7 +282,7 @@ class CapturedGraph:
         return program
 
     def _evict(self) -> None:
-        """Let the programs go that were called longest ago, where there are too many."""
+        """Removes the programs that were called longest ago, where there are too many."""
         if len(self.programs) <= PROGRAMS:
             return
         for key in list(self._called)[: len(self.programs) - PROGRAMS]:
@@ -294,7 +294,7 @@ class CapturedGraph:
         return (ambient, self._overlaps(args), *map(self._key, whole))
 
     def _overlaps(self, args: Sequence[Any]) -> tuple[Overlap, ...]:
-        """What inputs share memory with an input that is changed in place."""
+        """The inputs that share memory with an input that is changed in place."""
         if not self.changed:
             return ()
         parameters = [b.values[0] for b in self.machine.buckets.values() if b.values]
@@ -310,7 +310,7 @@ class CapturedGraph:
         return False
 
     def _key(self, arg: Any, any_size: bool = False) -> Hashable:
-        """What an input is known by: calls whose inputs have equal ones may share a program.
+        """The key of an input: calls whose inputs have equal ones may share a program.
 
         Args:
             arg: an input of the captured graph.
@@ -390,7 +390,7 @@ class CapturedGraph:
         program.executor(program.variant())
 
     def _share(self, args: Sequence[Any]) -> str:
-        """How much of the model the graph reads."""
+        """The part of the model that the graph reads."""
         params = [param for bucket in self.machine.buckets.values() for param in bucket.params]
         return share(params, (id(a.param) for a in args if isinstance(a, StreamedParameter)))
 

@@ -43,7 +43,7 @@ class ClassMethods:
 
 
 class _Methods:
-    """Of one class: those that there have been, and which of them there are now."""
+    """The methods of one class: those that there have been, and which of them there are now."""
 
     def __init__(self, cls: type) -> None:
         self.cls = cls
@@ -53,7 +53,7 @@ class _Methods:
         self.state()
 
     def state(self) -> int:
-        """How many others there were before these first came."""
+        """Number of others that there were before these first came."""
         values = tuple(vars(self.cls).values())
         if len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
             self._values = values

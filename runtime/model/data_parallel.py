@@ -54,7 +54,7 @@ _COPIES = (
 
 
 class DataParallel:
-    """What a megacompiled model knows of DistributedDataParallel.
+    """The facts that a megacompiled model knows of DistributedDataParallel.
 
     Raises:
         ModelError: the model has one in it, and its backward is to make the update, or ranks are
@@ -109,7 +109,7 @@ class DataParallel:
 
     @property
     def around_last(self) -> bool:
-        """Is a DistributedDataParallel that was around a call still there?"""
+        """True if a DistributedDataParallel that was around a call is still there."""
         return self._checked is not None and self._checked() is not None
 
     def end(self) -> None:
@@ -125,7 +125,7 @@ class DataParallel:
 
     @torch.inference_mode(False)  # in which nodes are not to be had
     def holds(self, moving: Collection[nn.Parameter]) -> str:
-        """Why these parameters must stay on their device; "" where they may move."""
+        """The reason why these parameters must stay on their device; "" where they may move."""
         if _inside(self.model):
             return "the model has a DistributedDataParallel in it"
         name = _hooked(self.model, {id(param) for param in moving})
@@ -142,7 +142,7 @@ class DataParallel:
             )
 
     def is_among(self, modules: Collection[int]) -> bool:
-        """Is the model megacompiled, and one of these modules, by their ids?"""
+        """True if the model is megacompiled, and one of these modules, by their ids."""
         return id(self.model) in modules and compat.compiled_call(self.model) is not None
 
     def check_wrap(self, module: nn.Module, given: Mapping[str, Any]) -> None:

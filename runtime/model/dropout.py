@@ -19,7 +19,7 @@ _LIBRARY = torch.library.Library("megacompile", "FRAGMENT")
 
 
 def dropout(x: Tensor, rate: float) -> Tensor:
-    """What Dynamo captures for `F.dropout(x, rate)` in training."""
+    """The function that Dynamo captures for `F.dropout(x, rate)` in training."""
     result: Tensor = torch.ops.megacompile.draw_dropout(x, rate)[0]
     return result
 

@@ -50,7 +50,7 @@ class EverNew:
         self._rows = weakref.WeakKeyDictionary[Callable[..., Any], _Row]()
 
     def is_due(self, compiled: Callable[..., Any]) -> bool:
-        """Is the call that begins one to capture?
+        """True if the call that begins is one to capture.
 
         Args:
             compiled: what is called: a function that `torch.compile` gave.

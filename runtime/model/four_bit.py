@@ -50,7 +50,7 @@ _LIBRARY: list[torch.library.Library] = []  # what it defines lives as long as i
 
 @functools.cache
 def _made(theirs: Callable[..., Tensor], state_class: type) -> Callable[..., Tensor]:
-    """What is in the place of `theirs`, which it runs."""
+    """The function in the place of `theirs`, which it runs."""
     operator = _defined(theirs, state_class)
 
     def matmul_4bit(
@@ -76,7 +76,8 @@ def _made(theirs: Callable[..., Tensor], state_class: type) -> Callable[..., Ten
 
 
 def _plain(state: Any) -> bool:
-    """Is a state what the operator can be given: none, or not as bitsandbytes packs it on CPUs?"""
+    """True if a state is what the operator can be given: none, or not as bitsandbytes packs it on
+    CPUs."""
     return state is not None and not getattr(state, "packing_format_for_cpu", False)
 
 

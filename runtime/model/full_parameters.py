@@ -143,7 +143,7 @@ class _Copy:
         return there
 
     def wait(self) -> None:
-        """Let the stream that computes wait for the copy."""
+        """Makes the stream that computes wait for the copy."""
         if self.done is not None:
             torch.cuda.current_stream(self.device).wait_event(self.done)
 

@@ -28,7 +28,7 @@ from megacompile.text import format_bytes
 
 
 class Gathering:
-    """What becomes whole.
+    """The tensors that become whole.
 
     Args:
         model: its parameters, and where modules have them.
@@ -48,7 +48,7 @@ class Gathering:
         params: Sequence[nn.Parameter],
         gradient_of: Callable[[nn.Parameter], torch.Tensor | None],
     ) -> None:
-        """Let parameters be whole, with their gradients and states."""
+        """Makes parameters whole, with their gradients and states."""
         made: list[nn.Parameter] = []
         for param in params:
             gradient = gradient_of(param)

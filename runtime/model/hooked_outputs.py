@@ -20,7 +20,7 @@ Watched = Mapping[int, "weakref.ref[torch.Tensor]"]  # by position among the out
 
 
 def watched(outputs: Mapping[int, torch.Tensor]) -> Watched:
-    """What `hooked_inside` looks at in the backward. One output alone has no other.
+    """The outputs that `hooked_inside` looks at in the backward. One output alone has no other.
 
     Args:
         outputs: those that require grad, by position.

@@ -1,4 +1,4 @@
-"""What Dynamo captures on the thread of a call in the place of functions of torch."""
+"""The functions that Dynamo captures on the thread of a call instead of torch's."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from megacompile.runtime.model.streamed import StreamedModel
 
 
 def streamed_model(model: nn.Module, caller: str) -> StreamedModel:
-    """What stands behind a megacompiled model's `__call__`, also under `torch.compile`.
+    """Finds the model behind a megacompiled model's `__call__`, also under `torch.compile`.
 
     Raises:
         ModelError: the model is not megacompiled.

@@ -30,7 +30,7 @@ _SHARED: list[Callable[[nn.Module], list[nn.Module]]] = []  # finds what ranks s
 
 
 def attend(shared_in: Callable[[nn.Module], list[nn.Module]]) -> None:
-    """Let loops save what ranks share: those that are imported by now, when a model is moved, or
+    """Makes loops save what ranks share: those that are imported by now, when a model is moved, or
     at the step of any optimizer. (Trainer and Accelerate move a model before they do anything.)
 
     Args:
@@ -49,7 +49,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def take_over() -> None:
-    """Where ranks share a model, put our methods around those that are imported by now, once."""
+    """Puts our methods around those that are imported by now, once, where ranks share a model."""
     if not _SHARED:
         return
     for (module, kind, name), ours in _METHODS.items():
@@ -104,7 +104,7 @@ def _accelerate_state_dict(
 
 
 def _writes(accelerator: Any) -> bool:
-    """Does Accelerate write files in this rank?"""
+    """True if Accelerate writes files in this rank."""
     project = accelerator.project_configuration
     if project.save_on_each_node:
         return bool(accelerator.is_local_main_process)

@@ -1,4 +1,4 @@
-"""What takes the place of a streamed model's own methods."""
+"""The methods that take the place of a streamed model's own."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def replace_methods(model: nn.Module, *, shared: bool = False) -> None:
 
 
 def restore_methods(model: nn.Module) -> None:
-    """Let a model have its own methods again."""
+    """Gives a model its own methods again."""
     for kind in (HostApply, OwnCall, OwnCompile, SharedSave):
         if isinstance(vars(model).get(kind.name), kind):
             delattr(model, kind.name)

@@ -1,4 +1,4 @@
-"""Who owns a parameter: one megacompiled model, in whose buckets it lies."""
+"""The owner of a parameter: one megacompiled model, in whose buckets it lies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Owner(Protocol):
     model: nn.Module
 
     def owns(self, param: nn.Parameter) -> bool:
-        """Does a parameter lie in a bucket of this model?"""
+        """True if a parameter lies in a bucket of this model."""
 
     def let_go(self) -> None:
         """Give up parameters that were taken out of the model since its last call."""

@@ -27,7 +27,7 @@ from megacompile.runtime.params.undo import Undos, exchange
 
 
 class Caller(Protocol):
-    """Whose modules they are."""
+    """The model that the modules belong to."""
 
     def call_part(self, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module as the model itself is called."""
@@ -47,7 +47,7 @@ class Part:
 
     @property
     def is_alive(self) -> bool:
-        """Is its model there?"""
+        """True if its model is there."""
         return self.caller() is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ class Parts:
         exchange(holders, names, parts, none)
 
     def end(self) -> None:
-        """Let the modules be as they were."""
+        """Restores the modules."""
         holders, names, parts, none = self._columns
         exchange(holders, names, parts, none)
         for holder, part in zip(holders, parts, strict=True):
@@ -115,7 +115,8 @@ class Parts:
 
 
 def is_part(call: Callable[..., Any] | None) -> bool:
-    """Is it in the place of a module's call because a model around the module is megacompiled?"""
+    """True if it is in the place of a module's call because a model around the module is
+    megacompiled."""
     return isinstance(call, Part)
 
 

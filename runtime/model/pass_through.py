@@ -29,7 +29,7 @@ _OTHERWISE = ("mixed_precision", "delay_all_reduce_named_params")  # options tha
 
 
 class PassThrough(DistributedDataParallel):
-    """What such a DistributedDataParallel becomes when it is made: `become` makes it."""
+    """The class that such a DistributedDataParallel becomes when it is made: `become` makes it."""
 
     def become(self, module: nn.Module, group: Any, ranks: Ranks, *, buffers: bool) -> None:
         """Wrap a module.
@@ -57,7 +57,7 @@ class PassThrough(DistributedDataParallel):
         ranks.send_first([*frozen, *module.buffers()], what)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module gives. Inputs go to the device that it computes on by themselves."""
+        """The result of the module. Inputs go to the device that it computes on by themselves."""
         self._send_buffers()
         found = self.module(*args, **kwargs)
         synced = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -141,7 +141,7 @@ def group_of(given: Mapping[str, Any]) -> Any:
 
 
 def sends_buffers(given: Mapping[str, Any]) -> bool:
-    """Would a DistributedDataParallel that gets these arguments send buffers?"""
+    """True if a DistributedDataParallel that gets these arguments would send buffers."""
     newer = given.get("forward_sync_buffers")  # torch 2.13 renamed it
     older = given.get("broadcast_buffers")
     return next((bool(each) for each in (newer, older) if each is not None), True)

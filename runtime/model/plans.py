@@ -1,4 +1,4 @@
-"""Who makes a model's schedules, and where the model's buckets are for which they are made."""
+"""The planner of a model's schedules, and the placement of the buckets for which they are made."""
 
 from __future__ import annotations
 
@@ -33,26 +33,27 @@ class Compiler(Protocol):
         """The verified schedule without code, with the buckets where they are."""
 
     def lower(self, schedule: Schedule) -> Schedule:
-        """What `plan` gave, with code."""
+        """Lowers what `plan` returned."""
 
     def code_is_ready(self) -> bool:
-        """Is code compiled by now that schedules ran without?"""
+        """True if code is compiled by now that schedules ran without."""
 
     def load_code(self, patience_s: float) -> bool:
-        """Load it, for so long. Is all of it loaded?"""
+        """Loads it, for so long. True if all of it is loaded."""
 
     def use_code(self) -> None:
-        """Let schedules run it. No backward may be to come."""
+        """Runs the loaded code from now on. No backward may be to come."""
 
     def wants(self, placement: Placement) -> Placement:
-        """Where the plans made so far want the buckets, which are as `placement` says."""
+        """The placement that the plans made so far want for the buckets, which are as `placement`
+        says."""
 
     def replan(self) -> None:
         """Choose anew, with the buckets where they are. No backward may be to come."""
 
     def find_gradients(self) -> bool:
-        """From now on a forward may find gradients of buckets that live on the device. Is all
-        chosen anew, because plans made so far leave no memory for them?"""
+        """From now on a forward may find gradients of buckets that live on the device. True if all
+        is chosen again, because plans made so far leave no memory for them."""
 
     def step_down(self) -> str:
         """Make plans that need less from now on; says how, or "" where nothing is left to give."""
@@ -100,7 +101,7 @@ class Plans:
 
     @property
     def wanted(self) -> Placement:
-        """Where the buckets and their states should be, from the next call on."""
+        """The placement of the buckets and their states from the next call on."""
         return self.compiler.wants(self.placement)
 
     def moved(self, placement: Placement) -> None:
@@ -118,7 +119,8 @@ class Plans:
             self.placement = replace(self.placement, accumulates=True)
 
     def find_gradients(self) -> bool:
-        """A forward finds gradients on the device: it may from now on. Are plans made anew?"""
+        """A forward finds gradients on the device: it may from now on. True if plans are made
+        again."""
         self.say_accumulates()
         return self.compiler.find_gradients()
 

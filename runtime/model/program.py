@@ -168,7 +168,7 @@ class Program:
                 self._note(template.symbols)
 
     def serves(self, values: Sequence[int | float]) -> bool:
-        """Is the code that a call with these values would run now right for it?"""
+        """True if the code that a call with these values would run now is right for it."""
         if not self.holds(values):
             return False
         variant = self.variant()
@@ -178,13 +178,14 @@ class Program:
         return self.holds(values)
 
     def holds(self, values: Sequence[int | float]) -> bool:
-        """Is all of its code right for these values of the captured graph's symbols?"""
+        """True if all of its code is right for these values of the captured graph's symbols."""
         return all(
             fakes.holds(*[values[k] for k in positions]) for fakes, positions in self._fakes.items()
         )
 
     def broken(self, values: Sequence[int | float]) -> str:
-        """Who asked for what is another way for these values; "" where it all holds."""
+        """The relation that does not hold for these values, and who asked for it; "" where all
+        hold."""
         each = (
             fakes.broken([values[k] for k in positions]) for fakes, positions in self._fakes.items()
         )
@@ -205,7 +206,7 @@ class Program:
         return bytes_of(schedule, list(self.capture.planned))
 
     def number(self, value: Any, args: Sequence[Any]) -> Any:
-        """What an output that is a number, or holds some, is for a call's inputs."""
+        """The value, for a call's inputs, of an output that is a number, or holds some."""
         if isinstance(value, (tuple, list)):
             return type(value)(self.number(item, args) for item in value)
         if not isinstance(value, Number):
@@ -215,7 +216,8 @@ class Program:
 
     @functools.cached_property
     def _numbers(self) -> list[int]:
-        """Where the symbols are among the inputs, packed parameters of which are taken apart."""
+        """The positions of the symbols among the inputs, packed parameters of which are taken
+        apart."""
         items = [part for item in self.capture.inputs for part in _parts(item)]
         return [k for k, item in enumerate(items) if isinstance(item, NumberInput)]
 

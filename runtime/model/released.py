@@ -28,7 +28,7 @@ from megacompile.text import format_bytes
 
 
 class Released:
-    """Whether a model's device memory is given back.
+    """Gives a model's device memory back.
 
     Args:
         buckets: of the model.
@@ -150,7 +150,7 @@ class Released:
             self.away |= residents.keys()
 
     def _stays(self, residents: Iterable[HostBucket]) -> str:
-        """Why buckets must stay on the device; "" where they may go."""
+        """The reason why buckets must stay on the device; "" where they may go."""
         if self.buckets.data_parallel.around_last:
             return "a DistributedDataParallel is around the model"
         return self.buckets.data_parallel.holds([p for b in residents for p in b.params])

@@ -121,7 +121,7 @@ def _refuse(streamed: StreamedModel, device: torch.device) -> None:
 
 
 def _bytes(bucket: HostBucket) -> int:
-    """What a bucket's parameters, gradients and states need."""
+    """The memory that a bucket's parameters, gradients and states need."""
     gradients = [p.grad for p in bucket.params if p.grad is not None]
     return sum(t.nbytes for t in (*bucket.values, *gradients)) + state_bytes(bucket)
 

@@ -30,7 +30,7 @@ Sites = list[tuple[dict[str, Any], str]]  # where modules have a parameter
 
 
 def shard(model: nn.Module, ranks: Ranks, *, filled: bool = False) -> dict[int, nn.Parameter]:
-    """Let each rank have its rows of a model's parameters.
+    """Gives each rank its rows of a model's parameters.
 
     Args:
         model: changed in place. Each rank has all of it, with the same shapes.
@@ -163,13 +163,13 @@ def into_groups(optimizer: Optimizer, made: Mapping[int, nn.Parameter]) -> None:
 
 
 class _Having:
-    """Who has the parameters of a model."""
+    """The object that has the parameters of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.params = {id(param) for param in model.parameters()}
 
     def owns(self, param: torch.Tensor) -> bool:
-        """Is it one of them?"""
+        """True if it is one of them."""
         return id(param) in self.params
 
     def prepare_step(self, optimizer: Optimizer) -> None:

@@ -1,4 +1,5 @@
-"""What a backward needs in memory that others have too, and may change in place until it runs.
+"""The values that a backward needs in memory that others have too, and may change in place until it
+runs.
 
 A saved value may be in the memory of a tensor that lives outside of the program: an input (a batch,
 a buffer, whatever tensor the model reads), an output, or a constant of a stage's code. The version

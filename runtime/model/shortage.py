@@ -22,17 +22,17 @@ from megacompile.runtime.ops.machine import Machine
 
 
 class StepsDown(Protocol):
-    """Who makes plans."""
+    """The planner."""
 
     def step_down(self) -> str:
         """Make plans that need less from now on; says how, or "" where nothing is left to give."""
 
     def needs(self) -> str:
-        """What the least demanding plan needs, as a table; "" if not known."""
+        """Device memory of the smallest feasible plan, as a table; "" if not known."""
 
 
 def step_down(compiler: StepsDown, slots: DeviceSlots, ran_out: str, where: str) -> None:
-    """Let plans need less, give the old one's slots back, and say so.
+    """Plans with less memory, returns the old plan's slots, and says so.
 
     Raises:
         DeviceMemoryError: nothing is left to give.
@@ -57,7 +57,7 @@ def step_down(compiler: StepsDown, slots: DeviceSlots, ran_out: str, where: str)
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """What a forward may change, before it."""
+    """The state that a forward may change, before it."""
 
     device: torch.device
     random: Random
@@ -92,5 +92,5 @@ def _versions(modules: Iterable[nn.Module]) -> tuple[int, ...]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in short."""
+    """The first line of an error."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -21,13 +21,13 @@ _LIBRARY = torch.library.Library("megacompile", "FRAGMENT")
 
 
 def affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool | None = None) -> Tensor:
-    """What Dynamo captures for `F.affine_grid`."""
+    """The function that Dynamo captures for `F.affine_grid`."""
     result: Tensor = torch.ops.megacompile.affine_grid(theta, size, bool(align_corners))
     return result
 
 
 def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None, device: Any = None) -> Tensor:
-    """What Dynamo captures for `torch.linspace`."""
+    """The function that Dynamo captures for `torch.linspace`."""
     make = torch.ops.megacompile.linspace
     result: Tensor = make(start, end, steps, dtype=dtype, device=device)
     return result
@@ -42,7 +42,8 @@ def max_pool1d(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Any:
-    """What Dynamo captures for `F.max_pool1d`: what that does where gradients are made."""
+    """The function that Dynamo captures for `F.max_pool1d`: what that does where gradients are
+    made."""
     found = torch.max_pool1d_with_indices(
         input, kernel_size, stride or [], padding, dilation, ceil_mode
     )

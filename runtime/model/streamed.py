@@ -237,7 +237,7 @@ class StreamedModel:
                 compiler.use_code()
 
     def _made(self) -> list[int]:
-        """How many programs were made for each captured graph."""
+        """Number of programs made for each captured graph."""
         return [graph.made for graph in self.graphs]
 
     def _note_made(self, compiled: Callable[..., Any], before: list[int], took_s: float) -> None:
@@ -253,7 +253,8 @@ class StreamedModel:
     def _until_done(
         self, run: Callable[..., Any], compiled: Callable[..., Any], before: shortage.Before
     ) -> Any:
-        """What a call gives, which begins again where buckets move first or memory has run out."""
+        """The result of a call, which begins again where buckets move first or memory has run
+        out."""
         attempts = self._attempts.setdefault(compiled, Attempts())
         failed: Exception | None = None
         tried = attempts.is_due()
@@ -334,7 +335,7 @@ class StreamedModel:
         return call(*args, **kwargs)
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What takes a parameter's place in a call, where a functional call gives this tensor."""
+        """The stand-in for a parameter in a call, where a functional call gives this tensor."""
         guard = guard_of(tensor)
         if guard is not None:  # a parameter of another model
             guard.open(tensor)
@@ -397,7 +398,7 @@ class StreamedModel:
         self.buckets.move_if_wanted()
 
     def _plan_anew(self) -> None:
-        """Let every captured graph be planned anew at its next call."""
+        """Makes every captured graph plan again at its next call."""
         for graph in self.graphs:
             graph.stale = True
 
@@ -419,7 +420,7 @@ class StreamedModel:
         ]
 
     def _forget(self) -> None:
-        """Let the compiler forget what no program uses any more."""
+        """Makes the compiler forget what no program uses any more."""
         programs = [p for graph in self.graphs for p in graph.programs.values() if p is not None]
         made = [e.schedule for program in programs for e in program.executors.values()]
         self.buckets.plans.compiler.retain({program.stages for program in programs}, set(made))

@@ -28,7 +28,7 @@ STEPS = 4  # sizes that are planned for, from one power of two to the next
 
 
 class SymbolicInputs:
-    """What Dynamo said of a captured graph's inputs.
+    """Dynamo's description of a captured graph's inputs.
 
     Args:
         described: of each input; at least one is a number.
@@ -59,12 +59,12 @@ class SymbolicInputs:
 
     @property
     def has_floats(self) -> bool:
-        """Does a number come in a tensor?"""
+        """True if a number comes in a tensor."""
         return bool(self._in_tensors)
 
     @property
     def any(self) -> bool:
-        """Is there a symbol?"""
+        """True if there is a symbol."""
         return bool(self._numbers)
 
     def values(self, args: Sequence[Any]) -> list[int | float]:
@@ -72,7 +72,7 @@ class SymbolicInputs:
         return [args[k] for k in self._numbers]
 
     def fits(self, args: Sequence[Any], values: Sequence[int | float]) -> bool:
-        """Are the tensors' sizes what Dynamo said they are?"""
+        """True if the tensors' sizes are what Dynamo said they are."""
         return all(
             args[k].shape == shape and args[k].stride() == stride
             for k, (shape, stride) in zip(self._sized, self._sizes(*values), strict=True)
@@ -81,7 +81,7 @@ class SymbolicInputs:
     def kind(
         self, key: Callable[[Any, bool], Hashable], args: Sequence[Any]
     ) -> tuple[Hashable, ...]:
-        """What calls that share programs have in common.
+        """The key that calls which share programs have in common.
 
         Args:
             key: what an input is known by; True: its sizes are symbols.
@@ -109,7 +109,7 @@ class SymbolicInputs:
 
 
 def symbolic_inputs(described: Sequence[compat.DescribedInput]) -> tuple[SymbolicInputs, ...]:
-    """What is tried for a graph: every number a symbol; then sizes and ints alone."""
+    """The ways tried for a graph: every number a symbol; then sizes and ints alone."""
     found = SymbolicInputs(described), SymbolicInputs(described, floats=False)
     return found if found[0].has_floats and found[1].any else found[:1]
 
@@ -119,7 +119,7 @@ def _has_symbols(item: compat.DescribedInput) -> bool:
 
 
 def covers(program: Program, values: Sequence[int | float]) -> bool:
-    """Is enough memory planned for a call with these values?"""
+    """True if enough memory is planned for a call with these values."""
     planned = list(_planned(program).values())
     if all(value <= most for value, most in zip(values, planned, strict=True)):
         return True

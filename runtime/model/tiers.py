@@ -1,4 +1,4 @@
-"""What of a model goes to the device, and to a disk, as the options say."""
+"""The parts of a model that go to the device, and to a disk, as the options say."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ class HostRoom:
     new_bytes: int | None = None
 
     def beside(self, size_bytes: int) -> HostRoom:
-        """What is left beside a bucket on its way to the disk."""
+        """Host memory that is left next to a bucket on its way to the disk."""
         limit = self.buckets_bytes
         return replace(self, buckets_bytes=None if limit is None else limit - size_bytes)
 
     def fewest(self, sizes: Sequence[tuple[int, int]]) -> int:
-        """How many must go elsewhere, the first ones, for the others to be within both.
+        """Number of the first ones that must go elsewhere, for the others to be within both.
 
         Args:
             sizes: of each bucket, and what of it is not on the host yet.

@@ -31,7 +31,7 @@ from megacompile.text import format_bytes
 
 
 def make_whole(module: nn.Module) -> None:
-    """Let `state_dict()` of a module, and of the optimizers over it that step from now on, gather
+    """Makes `state_dict()` of a module, and of the optimizers over it that step from now on, gather
     what ranks share, into tensors on the host. From then on all ranks must call it together."""
     if module in _MODULES:
         return
@@ -136,7 +136,7 @@ class Saving:
         return f"saving {', '.join(type(each).__name__ for each in named)} in one rank"
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        """What is saved; each tensor once."""
+        """The tensors that are saved; each once."""
         for module in self.modules:
             yield from module.parameters()
         for optimizer in self.optimizers:
@@ -218,7 +218,7 @@ def _put(
 
 
 def is_saved(module: nn.Module) -> bool:
-    """Is it in a block of `Saving`?"""
+    """True inside of a block of `Saving`."""
     return any(module in saving.modules for saving in _SAVING)
 
 

@@ -1,1 +1,1 @@
-"""What the ops of a schedule do, and who runs them."""
+"""The ops of a schedule at run time, and their executor."""

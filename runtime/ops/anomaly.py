@@ -16,7 +16,7 @@ from megacompile.ir.stages import ArgRef, Stage
 
 
 def wanted(option: bool) -> bool:
-    """Is anybody to be told of NaN?"""
+    """True if NaN is to be reported."""
     return option or (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled())
 
 

@@ -1,4 +1,4 @@
-"""What the ops of `megacompile.ir.ops` do, bound to the machine that they do it on.
+"""The ops of `megacompile.ir.ops`, bound to the machine that they run on.
 
 Each is a method of the op's name, in the file of the name that its declaration is in.
 """

@@ -62,7 +62,7 @@ class DeviceUpdateOps(OpGroup):
         return self._issue(Stream.COMPUTE, waits, step)
 
     def _steps(self, bucket: Bucket) -> dict[int, ParamUpdate] | None:
-        """What is to be done to the parameters of a bucket; None: nothing in this step."""
+        """The work to do on the parameters of a bucket; None: nothing in this step."""
         if self.in_step:
             part = self.parts.get(bucket.key)
             return None if part is None else part.steps

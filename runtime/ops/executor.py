@@ -143,7 +143,8 @@ class Executor:
         return _alone(given), kept
 
     def _marks(self) -> dict[int, tuple[int, Mark]]:
-        """What a forward without a backward is about to leave for the next one, by slot."""
+        """The buckets that a forward without a backward is about to leave for the next one, by
+        slot."""
         if not self._stays:
             return {}
         with unguarded():
@@ -151,7 +152,7 @@ class Executor:
         return {i: (key, mark) for i, key, mark in each if mark is not None}
 
     def is_left(self) -> bool:
-        """Is there in the slots what a forward before this one has left for it?"""
+        """True if the slots hold what a forward before this one has left for it."""
         if self.schedule.backward is not None or not self.schedule.reused:
             return False
         with unguarded():
@@ -216,7 +217,7 @@ class Executor:
                     self._defer(value, event)
 
     def _defer(self, value: Any, event: torch.cuda.Event) -> None:
-        """Let memory go behind an event."""
+        """Frees memory after an event."""
         owner = torch.cuda.current_stream(self.machine.device)
         self.machine.deferred.add(Deferred(value, event, owner))
 
@@ -251,7 +252,7 @@ class Executor:
         return nullcontext() if ranks is None else ranks.running(self._collectives[name])
 
     def _taken(self, name: str, token: Token | None, inputs: dict[str, Any]) -> Handle:
-        """What a placeholder stands for now."""
+        """The value that a placeholder stands for now."""
         if token is not None:
             return self.machine.buckets[token.bucket.key].pending.last_write(token.part)
         value = inputs.pop(name)
@@ -273,7 +274,7 @@ def _read(graph: fx.Graph) -> Iterator[ParamId]:
 
 
 def _copies(op: ops.Op) -> bool:
-    """Does an op run beside those of the compute stream?"""
+    """True if an op runs beside those of the compute stream."""
     return op.stream is not Stream.COMPUTE
 
 
@@ -299,7 +300,7 @@ def _constants(graph: fx.Graph) -> dict[str, torch.Tensor]:
 
 
 def _updates(schedule: Schedule) -> dict[int, Callable[..., Any]]:
-    """Which op of the update makes that of each bucket, by key."""
+    """The op of the update that updates each bucket, by key."""
     if schedule.update is None:
         return {}
     nodes = ops.nodes_that(schedule.update, lambda op: op.once)

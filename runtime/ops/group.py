@@ -1,4 +1,4 @@
-"""What all ops share: how one issues its work on its stream, behind what it waits for."""
+"""Shared code of all ops: an op issues its work on its stream, after what it waits for."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class OpGroup:
         return self.machine.streams.issue(stream, handles(waits), work)
 
     def _note(self, request: Request | None) -> None:
-        """Let a trace have the times of a read or a write."""
+        """Gives a trace the times of a read or a write."""
         if self.recording is not None and request is not None:
             note, lane = self.recording.noted_later(), request.way.value
             request.when_done(lambda: note(lane, request.began_s, request.ended_s))

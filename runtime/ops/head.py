@@ -1,4 +1,4 @@
-"""What the operators of `megacompile.ir.head` run: loss and gradients in one pass over chunks of
+"""The code of the operators of `megacompile.ir.head`: loss and gradients in one pass over chunks of
 rows.
 
     for each chunk:   z = x W^T + bias;   z <- d total / d z, in place;   dx = z W;   dW += z^T x

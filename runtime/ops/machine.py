@@ -1,4 +1,4 @@
-"""What the schedules of one model run on: its device, streams, slots, buckets and who updates."""
+"""The machine of one model's schedules: its device, streams, slots, buckets and updaters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from megacompile.tracing.recorder import Tracer
 
 @dataclass(slots=True)
 class Machine:
-    """What schedules of one model run on."""
+    """The machine of the schedules of one model."""
 
     device: torch.device
     streams: Streams
@@ -106,7 +106,7 @@ class Machine:
             torch.cuda.empty_cache()
 
     def current_run(self) -> Run:
-        """What becomes of the gradients of the backward that runs now."""
+        """The routes of the gradients of the backward that runs now."""
         assert self.run is not None, "outside of a backward"
         return self.run
 
@@ -150,7 +150,8 @@ class Machine:
         self.slots.forget()
 
     def exchanged(self) -> bool:
-        """Is a parameter's data now in the place of another one, as after `p.data, q.data = ...`?
+        """True if a parameter's data are now in the place of another one, as after `p.data, q.data
+        = ...`.
 
         To adopt the one would overwrite the other.
         """

@@ -28,7 +28,7 @@ class UpdateOps(OpGroup):
         weights = None if machine.weight_staging is None else machine.weight_staging.of(host)
 
         def written(flight: Flight) -> InFlight:
-            """What it makes that lies on a disk is written behind it."""
+            """Makes an update whose results on a disk are written after it."""
             work: InFlight = flight
             if machine.weight_staging is not None and weights is not None:
                 what = f"{bucket.label}WRITE_WEIGHTS of {flight.name!r}"

@@ -48,7 +48,7 @@ class Scalars(NamedTuple):
 
 
 def scalars(group: Group, step: float, first: bool) -> Scalars:
-    """Of the `step`-th step, counted from 1."""
+    """Scalars of the `step`-th step, counted from 1."""
     del first
     lr = float(group["lr"])
     beta1, beta2 = (float(beta) for beta in group["betas"])

@@ -35,7 +35,7 @@ _DECADES = 7
 
 
 def quantizes(numel: int) -> bool:
-    """Whether the states of a parameter of this size are kept in 8 bits.
+    """True if the states of a parameter of this size are kept in 8 bits.
 
     Where ranks share it, all of it counts: the last of them may have no rows.
     """
@@ -43,7 +43,7 @@ def quantizes(numel: int) -> bool:
 
 
 def absmax_numel(numel: int) -> int:
-    """How many blocks, the last one maybe short, `numel` values have."""
+    """Number of blocks, the last one maybe short, of `numel` values."""
     return -(-numel // BLOCK)
 
 

@@ -44,7 +44,7 @@ class Scalars(NamedTuple):
 
 
 def scalars(group: Group, step: float, first: bool) -> Scalars:
-    """Of any step."""
+    """Scalars of any step."""
     del step, first
     lr = float(group["lr"])
     beta1, beta2 = (float(beta) for beta in group["betas"])

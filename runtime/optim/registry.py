@@ -17,7 +17,7 @@ RULES = tuple(known for known in KNOWN if isinstance(known, OptimizerRule))
 
 
 def known(kind: type[Optimizer]) -> Known | None:
-    """What is known of optimizers of a class; None: their own step updates, on the host."""
+    """The rule for optimizers of a class; None: their own step updates, on the host."""
     return next((each for each in KNOWN if each.is_of(kind)), None)
 
 

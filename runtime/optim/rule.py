@@ -1,4 +1,4 @@
-"""What an optimizer rule is: the one place to look at before adding an optimizer.
+"""The interface of an optimizer rule: the one place to look at before adding an optimizer.
 
 A rule is a file of this folder with one `OptimizerRule`, and a line in `registry.KNOWN`. It has
 
@@ -50,7 +50,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What an option of a parameter group must be for an update to begin."""
+    """The requirements on an option of a parameter group for an update to begin."""
 
     name: str
     fits: Callable[[Any], bool]
@@ -58,7 +58,7 @@ class Option:
 
 
 def is_number(value: Any) -> bool:
-    """Is it a real number, or a tensor of one?"""
+    """True if it is a real number, or a tensor of one."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex()
     return isinstance(value, Real)
@@ -93,18 +93,18 @@ class Known:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of its classes, as an error lists them."""
+        """Names of its classes, as an error lists them."""
         return tuple(
             kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__
             for kind in self.types
         )
 
     def is_of(self, kind: type[Optimizer]) -> bool:
-        """Does it stand for optimizers of this class?"""
+        """True if it stands for optimizers of this class."""
         return kind in self.types or f"{kind.__module__}.{kind.__qualname__}" in self.types
 
     def has_states(self, group: Group) -> bool:
-        """Has a parameter of this group states after its first step?"""
+        """True if a parameter of this group has states after its first step."""
         raise NotImplementedError
 
     def shapes(
@@ -114,7 +114,8 @@ class Known:
         raise NotImplementedError
 
     def because(self, name: str) -> str:
-        """Why a state that is missing is needed, as an error's parenthesis; "" if that is plain."""
+        """The reason why a state that is missing is needed, as an error's parenthesis; "" if that
+        is plain."""
         del name
         return ""
 
@@ -172,7 +173,7 @@ class OptimizerRule(Known):
         return tuple(m.name for m in self.moments if m.option is None or group[m.option])
 
     def signed(self, name: str) -> bool:
-        """Has a state negative values?"""
+        """True if a state has negative values."""
         return all(moment.signed for moment in self.moments if moment.name == name)
 
     def has_states(self, group: Group) -> bool:

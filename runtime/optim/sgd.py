@@ -36,7 +36,7 @@ class Scalars(NamedTuple):
 
 
 def scalars(group: Group, step: float, first: bool) -> Scalars:
-    """Of any step."""
+    """Scalars of any step."""
     del step
     return Scalars(
         l2=float(group["weight_decay"]),

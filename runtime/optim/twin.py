@@ -100,7 +100,7 @@ def _part(whole: Update, first: int, end: int) -> Update:
 
 
 def has_codes(states: Iterable[State | None]) -> bool:
-    """Is any of an update's states in 8 bits?"""
+    """True if any of an update's states is in 8 bits."""
     return any(isinstance(state, tuple) for state in states)
 
 

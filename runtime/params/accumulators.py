@@ -1,4 +1,5 @@
-"""Where autograd's graph ends: the AccumulateGrad nodes of parameters, and who else leads to them.
+"""The ends of autograd's graph: the AccumulateGrad nodes of parameters, and what else leads to
+them.
 
 A captured graph hands a gradient to autograd without waiting for its copy to the host, and may sum
 it on the device with what `p.grad` holds already. Both are right only if nobody looks before
@@ -35,17 +36,17 @@ class Accumulator:
 
     @property
     def hooked_node(self) -> bool:
-        """Is a hook of Python registered on the node, which a new node would not have?"""
+        """True if a hook of Python is registered on the node, which a new node would not have."""
         return bool(self._before or self._behind)
 
     @property
     def hooked_before(self) -> bool:
-        """Will a hook see the gradient before it is accumulated?"""
+        """True if a hook will see the gradient before it is accumulated."""
         return bool(self._before or compat.gradient_hooks(self.param))
 
     @property
     def hooked(self) -> bool:
-        """Will a hook of any kind see the gradient?"""
+        """True if a hook of any kind will see the gradient."""
         behind = self._behind or compat.post_accumulate_hooks(self.param)
         return bool(behind or self.hooked_before)
 
@@ -66,18 +67,19 @@ class Accumulators:
 
     @property
     def hooked(self) -> bool:
-        """Will a hook of any kind see a gradient of theirs?"""
+        """True if a hook of any kind will see a gradient of theirs."""
         return any(self._hooks) or compat.any_hooked(self.params)
 
     @property
     def all_run(self) -> bool:
-        """Inside a backward: does it accumulate into all of them, as far as is known of each?"""
+        """Inside a backward: true if it accumulates into all of them, as far as is known of
+        each."""
         trained = all(map(_TRAINED, self.params))
         return trained and compat.accumulates_into_all(self.nodes)  # type: ignore[arg-type]
 
     @property
     def without_gradients(self) -> bool:
-        """Has none of the parameters a `p.grad`?"""
+        """True if none of the parameters has a `p.grad`."""
         return all(param.grad is None for param in self.params)
 
 
@@ -86,7 +88,7 @@ _TRAINED = attrgetter("requires_grad")
 
 @dataclass(frozen=True, slots=True)
 class Users:
-    """Who uses parameters in one backward, by the id of the parameter."""
+    """The users of parameters in one backward, by the id of the parameter."""
 
     others: frozenset[int]  # used by others than captured graphs
     several: frozenset[int]  # used by more than one captured graph, or by one that ran twice

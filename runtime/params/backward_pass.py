@@ -145,7 +145,7 @@ class BackwardPass:
         return all(map(operator.eq, map(address, theirs), map(address, ours)))
 
     def _settle_down(self, place: ParamId) -> None:
-        """Let `p.grad` be the tensor that it was, or adopt a sum that autograd has made."""
+        """Restores the tensor of `p.grad`, or adopts a sum that autograd has made."""
         key, i = place
         bucket = self.buckets[key]
         param, before = bucket.params[i], self.replaced.get(place)
@@ -176,7 +176,7 @@ class BackwardPass:
         }
 
     def _untouched(self, place: ParamId) -> bool:
-        """Is `p.grad` what autograd was given, and did nobody look at it?"""
+        """True if `p.grad` is what autograd was given, and was not looked at."""
         key, i = place
         return (
             place in self.taken
@@ -195,7 +195,7 @@ class BackwardPass:
         )
 
     def _serve(self, lazy: set[int]) -> None:
-        """Let the gradients whose norms were taken on the device answer for them."""
+        """Answers for gradients with their norms, which were taken on the device."""
         if self.totals is not None:
             others = [norms for norms in self.updated.values() if norms is not None]
             self.totals.expect([*self.norms.values(), *others])
@@ -219,7 +219,7 @@ class BackwardPass:
                     HostGradient(gradient, settle, of_it, bucket.layout.params[i].name)
 
     def _note_factors(self) -> None:
-        """Let the gradients that stay on the device note a factor."""
+        """Notes a factor for the gradients that stay on the device."""
         resident = [bucket for bucket in self.buckets.values() if bucket.resident is not None]
         size_bytes = sum(bucket.layout.size_bytes for bucket in resident)
         if size_bytes < LEAST_FOLDED * sum(len(bucket.params) for bucket in resident):
@@ -329,7 +329,7 @@ class Totals:
 
 
 def lies_in_bucket(bucket: HostBucket, index: int) -> bool:
-    """Does a parameter's `p.grad` lie in its place in its bucket?"""
+    """True if a parameter's `p.grad` lies in its place in its bucket."""
     gradient, memory = bucket.params[index].grad, bucket.grads.get(index)
     return gradient is not None and memory is not None and same_memory(gradient, memory)
 

@@ -111,7 +111,7 @@ class HostBucket:
             self._settle_in()
 
     def _new_streamed(self) -> HostBuffer | DeviceBuffer | DiskBuffer:
-        """Where what is streamed lies."""
+        """The buffer of what is streamed."""
         return self.on_disk or self.new_buffer(self.layout.size_bytes, pin=self.pin)
 
     def _take(self) -> None:
@@ -186,7 +186,7 @@ class HostBucket:
     def _masters(
         self, buffer: HostBuffer | DeviceBuffer
     ) -> tuple[HostBuffer | DeviceBuffer, Sequence[Param], tuple[torch.Tensor, ...]]:
-        """Where the parameters lie: the buffer (that of what is streamed, if it is theirs too),
+        """The place of the parameters: the buffer (that of what is streamed, if it is theirs too),
         their places in it, and they. Packed ones have no masters: they are what is streamed."""
         named = zip(self.layout.params, self.params, strict=True)
         if all(place.dtype == param.dtype for place, param in named):
@@ -202,7 +202,7 @@ class HostBucket:
 
     @property
     def has_copy(self) -> bool:
-        """Is what is streamed a copy of the parameters, in another dtype?"""
+        """True if what is streamed is a copy of the parameters, in another dtype."""
         return self.streamed is not self.values
 
     def refresh(self) -> None:
@@ -210,7 +210,7 @@ class HostBucket:
         self.copy.refresh(idle=self.pending.in_flight is None)
 
     def aliased(self, index: int) -> bool:
-        """Does somebody hold a parameter's memory under another name?"""
+        """True if a parameter's memory is held under another name."""
         own = _OWN_USERS - compat.is_sharded(self.params[index])  # its part is the bucket's tensor
         return compat.storage_users(self.values[index]) > own
 
@@ -233,7 +233,7 @@ class HostBucket:
         ]
 
     def left_to_others(self) -> bool:
-        """Does somebody still hold memory that a parameter has left, as a backup of `p.data`?"""
+        """True if memory that a parameter has left is still held, as a backup of `p.data`."""
         own = _OWN_USERS - 1  # all but the parameter
         return any(
             self.values[i].data_ptr() == self.homes[i]
@@ -294,8 +294,8 @@ class HostBucket:
         return self.grads[index]
 
     def keep_grad(self, index: int, gradient: torch.Tensor) -> None:
-        """Let a gradient be that of a bucket that lives on the device: where nobody else has its
-        memory, in that; else a copy."""
+        """Takes a gradient for a bucket that lives on the device: in its own memory where that is
+        not shared, else as a copy."""
         like = self.values[index]
         mine = (
             gradient.dtype == (self.grad_dtype or like.dtype)
@@ -309,7 +309,7 @@ class HostBucket:
             self.make_grad(index).copy_(gradient)
 
     def grads_bytes(self) -> int:
-        """Of memory for the gradients, where they lie on the host."""
+        """Bytes of memory for the gradients, where they lie on the host."""
         return self.bytes_like(self._grad_dtypes())
 
     def _grad_dtypes(self) -> dict[int, torch.dtype]:
@@ -317,7 +317,7 @@ class HostBucket:
         return {i: self.grad_dtype or self.params[i].dtype for i in trained}
 
     def bytes_like(self, dtypes: Mapping[int, torch.dtype]) -> int:
-        """Of memory like some of the parameters: dtypes by index."""
+        """Bytes of memory like some of the parameters: dtypes by index."""
         return _places(self.layout, dtypes)[1]
 
     def states_like(self, dtypes: Mapping[int, torch.dtype], *, pin: bool) -> Made:
@@ -340,7 +340,7 @@ class HostBucket:
         return found
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Does a dense tensor lie in memory that this bucket has now?"""
+        """True if a dense tensor lies in memory that this bucket has now."""
         return self._slice(tensor, tensor.numel()) is not None
 
     def _slice(self, first: torch.Tensor, numel: int) -> torch.Tensor | None:
@@ -363,7 +363,7 @@ def _places(layout: Bucket, dtypes: Mapping[int, torch.dtype]) -> tuple[dict[int
 
 
 def lie_in(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Let a tensor, or this rank's part of it, be `value`."""
+    """Sets a tensor, or this rank's part of it, to `value`."""
     if compat.is_sharded(tensor):
         compat.set_local(tensor, value)
     else:

@@ -12,14 +12,14 @@ from megacompile.runtime.params.guards import guard_of, release
 
 
 class Copy(Protocol):
-    """What is streamed of a bucket, as the guards of its parameters see it."""
+    """The streamed values of a bucket, as the guards of its parameters see them."""
 
     def forget(self, index: int) -> None:
         """The streamed copy of a parameter may be stale."""
 
 
 class Pending(Copy, Protocol):
-    """What is under way on a bucket, as its guards see it."""
+    """The work on a bucket, as its guards see it."""
 
     def settle(self) -> None:
         """Wait for what is in flight."""
@@ -28,7 +28,7 @@ class Pending(Copy, Protocol):
         """Take back what is offered to the next step."""
 
     def is_torn(self) -> bool:
-        """Has an update left it half made?"""
+        """True if an update has left it half made."""
 
     def overwritten(self, tensor: torch.Tensor) -> None:
         """All of a tensor that is torn has other values."""
@@ -67,8 +67,8 @@ class Wait(Watch):
         self.copy.settle()
 
     def serve(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """What overwrites all of a tensor makes it whole again, where it is torn. The guard stays:
-        who saves it asks whether the others are whole."""
+        """Marks a tensor that is overwritten as whole again, where it is torn. The guard stays: a
+        save asks if the others are whole."""
         mine = function in compat.OVERWRITING and guard_of(args[0]) is self
         if not mine or not self.copy.is_torn():
             return NotImplemented

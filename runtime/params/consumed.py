@@ -77,12 +77,12 @@ class Consumed:
 
 
 def consumed(gradient: torch.Tensor | None) -> bool:
-    """Has an update in the backward taken it?"""
+    """True if an update in the backward has taken it."""
     return gradient is not None and isinstance(guard_of(gradient), Consumed)
 
 
 def consume(param: nn.Parameter, name: str, norm: Callable[[], float] | None = None) -> None:
-    """Let `p.grad` say that it is gone; it takes no memory."""
+    """Marks `p.grad` as consumed; it takes no memory."""
     dtype = param.grad_dtype or param.dtype
     mine = compat.local(param)
     gradient = compat.like(param, _zero(dtype, mine.device).expand(mine.shape))
@@ -91,7 +91,7 @@ def consume(param: nn.Parameter, name: str, norm: Callable[[], float] | None = N
 
 
 def follow(param: nn.Parameter) -> None:
-    """Let a `p.grad` that is gone be where its parameter has moved."""
+    """Moves a `p.grad` that is consumed to where its parameter has moved."""
     gradient = param.grad
     who = None if gradient is None else guard_of(gradient)
     if gradient is not None and isinstance(who, Consumed) and gradient.device != param.device:

@@ -90,7 +90,8 @@ def _outside(value: Any) -> Any:
 def _places(
     container: Any, keys: Iterable[Any], seen: set[int], is_param: Callable[[Any], bool]
 ) -> Iterator[tuple[Any, Any]]:
-    """Where a parameter is, or a tuple with one: in a container, and in those that it holds."""
+    """The place of a parameter, or of a tuple with one: in a container, and in those that it
+    holds."""
     if id(container) in seen:
         return
     seen.add(id(container))

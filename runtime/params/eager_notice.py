@@ -1,4 +1,5 @@
-"""How much of a model a user's code reads in eager mode, where, and why: said once for each cause.
+"""The part of a model that a user's code reads in eager mode, where, and why: said once for each
+cause.
 
 What is captured is streamed by a schedule. Everything else is fetched at each use: right, and slow.
 """
@@ -17,7 +18,7 @@ from megacompile.text import format_bytes
 
 
 class EagerNotice:
-    """What eager code has used of a model since its last call began."""
+    """The parameters that eager code has used of a model since its last call began."""
 
     def __init__(self) -> None:
         self.used = False  # by eager code, or an unknown caller
@@ -31,7 +32,7 @@ class EagerNotice:
 
     @contextmanager
     def unless_it_raises(self) -> Iterator[None]:
-        """What eager code uses in the block is forgotten if that raises."""
+        """Forgets what eager code uses in the block if that raises."""
         used, ever = self.used, self._ever.copy()
         try:
             yield
@@ -52,7 +53,7 @@ class EagerNotice:
             self._asked, self._recorded = before
 
     def forget(self) -> None:
-        """What a call has used that raised is not said of the next one."""
+        """Forgets what a call has used that raised."""
         self.place, self.cause, self._params = "", "", set()
 
     def __call__(self, param: torch.Tensor | None) -> None:
@@ -78,11 +79,11 @@ class EagerNotice:
 
     @property
     def has_used_any(self) -> bool:
-        """Has eager code ever used a parameter?"""
+        """True if eager code has ever used a parameter."""
         return bool(self._ever)
 
     def has_used(self, param: torch.Tensor) -> bool:
-        """Has eager code ever used a parameter, as far as is known?"""
+        """True if eager code has ever used a parameter, as far as is known."""
         return id(param) in self._ever or id(None) in self._ever
 
     def say(self, params: Callable[[], Iterable[torch.nn.Parameter]], because: str = "") -> None:
@@ -105,7 +106,7 @@ class EagerNotice:
 
 
 def share(params: Iterable[torch.nn.Parameter], some: Iterable[int]) -> str:
-    """How much of a model some of its parameters are, which are given by their ids."""
+    """The share of a model that some of its parameters are, which are given by their ids."""
     ids = set(some)
     every = {id(param): param.nbytes for param in params}
     part, whole = sum(every[i] for i in ids & every.keys()), sum(every.values())
@@ -131,7 +132,7 @@ def _frames_of_user_code() -> list[FrameType]:
 
 
 def _cause(frames: Iterable[FrameType], in_this_call: bool) -> str:
-    """Why code was not captured that these frames call, the innermost first.
+    """The reason why code was not captured that these frames call, the innermost first.
 
     Args:
         in_this_call: Dynamo has met something in it that it could not capture.
@@ -167,7 +168,7 @@ def _cause(frames: Iterable[FrameType], in_this_call: bool) -> str:
 
 
 def untraced_text(failed: compat.Untraced) -> str:
-    """Why code that Dynamo failed to trace runs in eager mode."""
+    """The reason why code that Dynamo failed to trace runs in eager mode."""
     return f"Dynamo could not trace {failed.place}: {failed.why}; TORCH_LOGS=+dynamo says more"
 
 

@@ -29,7 +29,7 @@ from megacompile.runtime.params.guards import unguarded
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """Who fills buckets.
+    """The thread that fills buckets.
 
     Args:
         device: that computes.
@@ -66,7 +66,7 @@ class Fill:
         self._behind = [torch.cuda.current_stream(d).record_event() for d in devices]
 
     def begin(self, thread: Background) -> None:
-        """Let a thread do it."""
+        """Gives it to a thread."""
         thread.submit(self._if_nobody_has)
 
     def event(self, part: Part) -> None:

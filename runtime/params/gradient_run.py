@@ -1,4 +1,5 @@
-"""Where the gradients of captured graphs go: into the host buckets, and from there to autograd.
+"""The routes of the gradients of captured graphs: into the host buckets, and from there to
+autograd.
 
 The parameters are inputs of gates, autograd nodes behind a captured graph's own, which hand each of
 them its gradient.
@@ -31,7 +32,7 @@ from megacompile.runtime.params.gradients import Gradients, is_gone
 
 
 class Goes(enum.Enum):
-    """Where one gradient goes."""
+    """The route of one gradient."""
 
     FIRST = enum.auto()
     TOTAL = enum.auto()
@@ -47,7 +48,7 @@ _ADDS = (Goes.TOTAL, Goes.MORE)
 
 @dataclass(slots=True)
 class Uses:
-    """What else becomes of parameters in the backward of one schedule."""
+    """The other uses of parameters in the backward of one schedule."""
 
     proxies: frozenset[ParamId]  # `autograd.grad()` asks for them by what the forward holds
     observed: bool  # somebody that cannot be seen looks at gradients before `backward()` returns
@@ -234,29 +235,29 @@ class Run:
         return self.buffer(key, index) if self.goes.get((key, index)) in _ADDS else None
 
     def drops(self, key: int, index: int) -> bool:
-        """Does a gradient go nowhere, or is it there already?"""
+        """True if a gradient goes nowhere, or is there already."""
         return (key, index) in self._done or self.goes[key, index] is Goes.NOBODY
 
     def drops_any(self, key: int, indices: Iterable[int]) -> bool:
-        """Are there such ones among these?"""
+        """True if any of these is such a one."""
         return any(self.drops(key, i) for i in indices)
 
     def drops_all(self, key: int, indices: Iterable[int]) -> bool:
-        """Are all of these such ones?"""
+        """True if all of these are such ones."""
         return all(self.drops(key, i) for i in indices)
 
     def is_final(self, key: int, index: int) -> bool:
-        """Will `p.grad` be what this schedule computes, as far as can be known?"""
+        """True if `p.grad` will be what this schedule computes, as far as can be known."""
         place = key, index
         return self.goes[place] in _IN_BUCKET and not self.watches(place)
 
     def watches(self, place: ParamId) -> bool:
-        """Does somebody look at a gradient before `backward()` returns?"""
+        """True if a gradient is read before `backward()` returns."""
         looks = place in self.uses.hooked or place in self.uses.shared or place in self.joined
         return self.uses.observed or looks
 
     def buffer(self, key: int, index: int) -> torch.Tensor:
-        """Where a gradient goes."""
+        """The route of a gradient."""
         place = key, index
         bucket, goes = self._of.buckets[key], self.goes[place]
         if goes in _IN_BUCKET:
@@ -270,7 +271,7 @@ class Run:
         return self.apart[place]
 
     def keep_all(self, key: int, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Let a bucket that lives on the device have its gradients, by index."""
+        """Gives a bucket that lives on the device its gradients, by index."""
         if self.all_first:
             for i, gradient in gradients.items():
                 self._of.buckets[key].keep_grad(i, gradient)
@@ -281,7 +282,7 @@ class Run:
                 self.keep(key, i, gradient)
 
     def keep(self, key: int, index: int, gradient: torch.Tensor) -> None:
-        """Let a bucket that lives on the device have a gradient."""
+        """Gives a bucket that lives on the device a gradient."""
         if self.goes[key, index] is Goes.FIRST:
             self._of.buckets[key].keep_grad(index, gradient)
         else:
@@ -289,7 +290,7 @@ class Run:
         self._kept.add((key, index))
 
     def norms(self, key: int, indices: Sequence[int]) -> Norms:
-        """Where the norms of these gradients go."""
+        """The route of the norms of these gradients."""
         found = self.backward.norms[key] = Norms(tuple(indices))
         return found
 
@@ -307,7 +308,8 @@ class Run:
     # For autograd.
 
     def for_autograd(self) -> tuple[dict[ParamId, torch.Tensor], dict[ParamId, torch.Tensor]]:
-        """What autograd gets, now that the schedule has been issued: for parameters, for proxies.
+        """The gradients for autograd, now that the schedule has been issued: for parameters, for
+        proxies.
 
         A tensor among it is held by nobody else, so that autograd may take it as it is.
         """
@@ -333,7 +335,7 @@ class Run:
         return of_params, of_proxies
 
     def _are_still_first(self) -> bool:
-        """Has nobody made a `p.grad` meanwhile, as another thread may?"""
+        """True if no `p.grad` was made meanwhile, as another thread may."""
         if not self.all_first or self._of.several_passes or self.backward.updated:
             return False
         return self._of.ends(tuple(self.goes)).without_gradients
@@ -351,11 +353,12 @@ class Run:
         return {place: self._as_gradient(place, tensor) for place, tensor in given.items()}
 
     def _as_gradient(self, place: ParamId, memory: torch.Tensor) -> torch.Tensor:
-        """What autograd gets for a parameter: where that is a DTensor, one over this memory."""
+        """The gradient that autograd gets for a parameter: where that is a DTensor, one over this
+        memory."""
         return compat.like(self._of.param(place), memory)
 
     def _is_read(self, place: ParamId, goes: Goes) -> bool:
-        """Does autograd, or somebody else, read it at once?"""
+        """True if autograd, or another reader, reads it at once."""
         if self.watches(place):
             return True
         if goes is Goes.MORE:  # added to what an earlier graph gave, which may be read

@@ -79,7 +79,7 @@ class Gradients:
         return found
 
     def follow(self, places: tuple[ParamId, ...], nodes: Sequence[object]) -> bool:
-        """Let these be the AccumulateGrad nodes of parameters; were they others before?
+        """Notes these as the AccumulateGrad nodes of parameters; true if they were others before.
 
         A parameter has another one when its data were of another dtype for a while, or were
         exchanged in place (`p.set_()`).
@@ -98,7 +98,8 @@ class Gradients:
         return bool(stale)
 
     def outdated(self) -> bool:
-        """Do proxies lead to AccumulateGrad nodes that are not those of their parameters any more?
+        """True if proxies lead to AccumulateGrad nodes that are not those of their parameters any
+        more.
 
         Where a hook waits for a gradient it would be called for both. Without one a call finds out
         by its gates (`follow`), and it is in time to ask before the next one.
@@ -133,16 +134,16 @@ class Gradients:
         return len(self._passes) > 1
 
     def is_ours(self, place: ParamId) -> bool:
-        """Does `p.grad` lie in its place in the bucket?"""
+        """True if `p.grad` lies in its place in the bucket."""
         return lies_in_bucket(self.buckets[place[0]], place[1])
 
     def is_free(self, place: ParamId) -> bool:
-        """Has nobody but the bucket the memory of a gradient?"""
+        """True if nothing but the bucket has the memory of a gradient."""
         memory = self.buckets[place[0]].grads.get(place[1])
         return memory is None or compat.storage_users(memory) == 1
 
     def is_busy(self, place: ParamId) -> bool:
-        """Has a call of `backward()` given autograd a gradient, and not ended?"""
+        """True if a call of `backward()` has given autograd a gradient, and has not ended."""
         passes = tuple(self._passes.values())  # a thread may begin or end one meanwhile
         return any(place in backward.autograd_has for backward in passes)
 
@@ -199,7 +200,7 @@ class Gradients:
             sum_late(names, self.ranks)
 
     def forget(self) -> None:
-        """Let go of gradients on the device that `p.grad` names no more: behind `zero_grad()`."""
+        """Frees gradients on the device that `p.grad` names no more: after `zero_grad()`."""
         for key, bucket in self.buckets.items():
             if bucket.resident is not None and bucket.grads:
                 self._forget(key, bucket)
@@ -214,7 +215,7 @@ class Gradients:
                 del bucket.grads[i]
 
     def on_device(self) -> bool:
-        """Are there gradients of buckets that live on the device?"""
+        """True if there are gradients of buckets that live on the device."""
         return any(
             not is_gone(param.grad)
             for bucket in self.buckets.values()
@@ -271,7 +272,7 @@ class Gradients:
                 leave_unsummed(param, bucket.layout.params[i].name)
 
     def _held_by_user(self, key: int, bucket: HostBucket) -> bool:
-        """Does somebody still hold a gradient that `zero_grad()` took out of `p.grad`?"""
+        """True if a gradient that `zero_grad()` took out of `p.grad` is still held."""
         return any(
             is_gone(param.grad)
             and i in bucket.grads
@@ -313,5 +314,5 @@ def _give_up(passes: dict[int, BackwardPass], number: int, found: BackwardPass) 
 
 
 def is_gone(gradient: torch.Tensor | None) -> bool:
-    """Is there nothing to accumulate into?"""
+    """True if there is nothing to accumulate into."""
     return gradient is None or consumed(gradient)

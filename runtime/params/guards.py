@@ -27,7 +27,7 @@ from megacompile import compat
 
 
 class Guard(Protocol):
-    """Whom to ask before a tensor is used."""
+    """Tensors that synchronise with background work on first access."""
 
     def open(self, tensor: torch.Tensor) -> None:
         """Make the tensor safe to use, and `release` it."""
@@ -44,7 +44,7 @@ class Absent:
 
 
 class _Guarded:
-    """What the two subclasses share."""
+    """The shared part of the two subclasses."""
 
     guard: Guard
     __dlpack_c_exchange_api__ = Absent()  # which exports the memory without a call of Python
@@ -89,8 +89,8 @@ _PLAIN: dict[type, type] = {guarded: plain for plain, guarded in _CLASSES.items(
 
 
 def guard_dtensors() -> None:
-    """Let DTensors be guarded too. Their methods in Python (`full_tensor()`, `to_local()`) take
-    what this rank has, and ask there."""
+    """Makes DTensors guarded too. Their methods in Python (`full_tensor()`, `to_local()`) take what
+    this rank has, and ask there."""
     dtensor: Any = compat.use_dtensor()
     if dtensor in _CLASSES:
         return
@@ -115,7 +115,7 @@ def guard_dtensors() -> None:
 
 
 def _guardable(cls: type) -> None:
-    """Let parameters of a class of their own be guarded too."""
+    """Makes parameters of a class of their own guarded too."""
     if cls not in _CLASSES and cls not in _PLAIN:
         names = {"__module__": cls.__module__}
         _CLASSES[cls] = type(f"Guarded{cls.__name__}", (_Guarded, cls), names)
@@ -140,7 +140,7 @@ def guard(tensor: torch.Tensor, by: Guard) -> bool:
 
 
 def release(tensor: torch.Tensor) -> None:
-    """Let a tensor be what it was before `guard`."""
+    """Removes the guard of a tensor."""
     if type(tensor) in _PLAIN:
         tensor.__class__ = _PLAIN[type(tensor)]
         del tensor.guard  # type: ignore[attr-defined]
@@ -163,7 +163,7 @@ def opened(tensor: Any) -> Any:
 
 
 def guard_of(tensor: torch.Tensor | None) -> Guard | None:
-    """Who guards a tensor now."""
+    """The guard of a tensor now."""
     return tensor.guard if isinstance(tensor, _Guarded) else None
 
 

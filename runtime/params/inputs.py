@@ -1,4 +1,5 @@
-"""What the inputs of a call share: moved together to the device, and known to captured graphs.
+"""Memory that the inputs of a call share: moved together to the device, and known to captured
+graphs.
 
 A tensor's memory is here from its first to its last element; two tensors overlap where these do.
 """
@@ -123,7 +124,7 @@ def _overlap(
 
 
 def _hindrance(group: Sequence[_Span], members: Sequence[torch.Tensor]) -> str:
-    """Why tensors cannot be views of one flat base; "" if they can."""
+    """The reason why tensors cannot be views of one flat base; "" if they can."""
     if len({member.dtype for member in members}) > 1:
         return "they are of several dtypes"
     if any((span.start - group[0].start) % members[0].itemsize for span in group):
@@ -148,7 +149,7 @@ def _base(group: Sequence[_Span], members: Sequence[torch.Tensor]) -> torch.Tens
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    """Has the tensor memory of its own kind, that `as_strided` can describe?"""
+    """True if the tensor has memory of its own kind, that `as_strided` can describe."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
     dense = plain and tensor.layout is torch.strided and tensor.device.type != "meta"
     return dense and not compat.is_of_transform(tensor)
@@ -191,7 +192,7 @@ def _connected(
 
 
 def _apart(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Are the two surely other columns of a common table: `t[:, :4]` and `t[:, 4:]`?"""
+    """True if the two are surely other columns of a common table: `t[:, :4]` and `t[:, 4:]`."""
     if a.itemsize != b.itemsize or (a.data_ptr() - b.data_ptr()) % a.itemsize:
         return False
     steps = [_steps(a), _steps(b)]

@@ -38,7 +38,8 @@ class LazyGradient:
         guard(tensor, self)
 
     def noted(self) -> float | torch.Tensor | None:
-        """What the tensor is still to be multiplied by; None: it is what it looks like."""
+        """The factor that the tensor is still to be multiplied by; None: it is what it looks
+        like."""
         raise NotImplementedError
 
     def forget(self) -> None:

@@ -54,7 +54,7 @@ class DeviceGradient(LazyGradient):
 
 
 def _guards(tensors: Sequence[Any]) -> list[DeviceGradient | None] | None:
-    """Who guards each of these; None: somebody else guards one."""
+    """The guard of each of these; None: another object guards one."""
     found: list[DeviceGradient | None] = []
     for who in map(guard_of, tensors):
         if who is not None and not isinstance(who, DeviceGradient):

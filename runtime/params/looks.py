@@ -161,7 +161,8 @@ class ParameterLooks:
 
 
 class Same(torch.Tensor):
-    """Where a parameter equals itself. A dict that looks for it as a key takes it for found."""
+    """The result where a parameter is compared with itself. A dict that looks for it as a key takes
+    it for found."""
 
     __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
 
@@ -170,7 +171,7 @@ class Same(torch.Tensor):
 
 
 def parameter_of(tensor: Any) -> Any:
-    """What a proxy answers for; any other tensor itself."""
+    """The parameter that a proxy answers for; any other tensor itself."""
     is_proxy = isinstance(tensor, ParameterLooks) and tensor._leaf is not None
     return tensor._leaf if is_proxy else tensor
 
@@ -181,7 +182,7 @@ def link_of(proxy: Any) -> Any:
 
 
 def is_trained(proxy: Any) -> bool:
-    """Did the parameter require grad when the proxy was made for it?"""
+    """True if the parameter required grad when the proxy was made for it."""
     return bool(_get(_REQUIRES_GRAD, proxy))
 
 

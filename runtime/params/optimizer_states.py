@@ -32,7 +32,8 @@ class Trained(NamedTuple):
 
 
 def stands_back(optimizer: Optimizer, found: Iterable[Trained]) -> str:
-    """Why an optimizer's own step must update these, which have gradients; "" if we can."""
+    """The reason why an optimizer's own step must update these, which have gradients; "" if we
+    can."""
     kind = known(type(optimizer))
     if kind is None:
         full = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
@@ -59,12 +60,12 @@ def stands_back(optimizer: Optimizer, found: Iterable[Trained]) -> str:
 
 
 def wraps_another(optimizer: Optimizer) -> bool:
-    """Does an optimizer hold another one, which makes its step (SAM, Lookahead)?"""
+    """True if an optimizer holds another one, which makes its step (SAM, Lookahead)."""
     return any(isinstance(value, Optimizer) for value in vars(optimizer).values())
 
 
 def not_heeded(optimizer: Optimizer, options: Options) -> str:
-    """What an optimizer without a rule of ours ignores, as a sentence; "" if nothing."""
+    """The options that an optimizer without a rule of ours ignores, as a sentence; "" if none."""
     asked = {
         "state_dtype": options.state_dtype is not None,
         "stochastic_rounding": options.stochastic_rounding,
@@ -122,7 +123,7 @@ def make_buffers(
 def adopt(
     optimizer: Optimizer, bucket: HostBucket, i: int, state: dict[str, Any], names: Iterable[str]
 ) -> None:
-    """Let `state` have views of the buffers; what was there (a loaded checkpoint) is copied."""
+    """Gives `state` views of the buffers; what was there (a loaded checkpoint) is copied."""
     buffers = bucket.states.of(optimizer)
     for name in names:
         given, buffer = state.get(name), buffers[name][i]
@@ -154,8 +155,8 @@ def adopt(
 
 
 def _shown(given: Any, buffer: torch.Tensor) -> torch.Tensor:
-    """What the user sees of a buffer. A tensor that was loaded goes on being the state, because
-    `load_state_dict(found)` leaves it in `found` too; its own memory is free."""
+    """The tensor that the user sees of a buffer. A tensor that was loaded goes on being the state,
+    because `load_state_dict(found)` leaves it in `found` too; its own memory is free."""
     kept = (
         type(given) is torch.Tensor
         and (given.dtype, given.device, given.shape) == (buffer.dtype, buffer.device, buffer.shape)
@@ -224,7 +225,7 @@ def visible(state: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def move_loaded(optimizer: Optimizer, param: nn.Parameter) -> None:
-    """Let states that were loaded before a parameter moved follow it."""
+    """Moves states that were loaded before a parameter moved to where it is."""
     if param not in optimizer.state:
         return
     state = optimizer.state[param]
@@ -251,8 +252,7 @@ def count_up(states: Iterable[dict[str, Any]]) -> None:
 
 
 def reserve(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Let parameters that get their first states have them in torch.optim's order, that of the
-    parameter groups: `state_dict()` shows it.
+    """Orders first states as torch.optim does, by the parameter groups: `state_dict()` shows it.
 
     Args:
         optimizer: it steps.
@@ -272,7 +272,7 @@ def reserve(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Par
 
 
 def drop_empty(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-    """Where torch.optim keeps no state, `state_dict()` has no entry."""
+    """Removes the entries of `state_dict()` where torch.optim keeps no state."""
     for param in params:
         if param in optimizer.state and not optimizer.state[param]:
             del optimizer.state[param]

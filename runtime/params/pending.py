@@ -1,4 +1,4 @@
-"""What is under way on a bucket, and what is offered to the next step; both are guarded.
+"""The work on a bucket, and what is offered to the next step; both are guarded.
 
 A tensor that work is in flight for, or that an offer was made from, has a guard, which asks here
 before somebody uses the tensor.
@@ -31,13 +31,13 @@ class InFlight(Protocol):
         """New parameters that are on the device too, flat: index -> (numel,). Until it is over."""
 
     def event(self, part: Part) -> torch.cuda.Event | None:
-        """What a stream waits for before it touches a part; None: wait on the host."""
+        """The event that a stream waits for before it touches a part; None: wait on the host."""
 
     def ahead(self, part: Part) -> Host | None:
-        """What is done with a part before all is over; None: nothing is."""
+        """The work that is done with a part before all is over; None: there is none."""
 
     def done(self) -> bool:
-        """Is it over?"""
+        """True if it is over."""
 
     def wait(self) -> None:
         """Return when it is; raise if it failed."""
@@ -93,7 +93,7 @@ class Pending:
         self._guard(updated, states)
 
     def _guard(self, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
-        """Let whoever uses these wait for what is in flight."""
+        """Makes users of these wait for what is in flight."""
         self._updated += updated
         each: list[tuple[torch.Tensor, Wait]] = [(self.params[i], Wait(self, i)) for i in updated]
         each += [(state, Wait(self, None)) for state in states]
@@ -102,7 +102,7 @@ class Pending:
             guard(tensor, by)
 
     def last_write(self, part: Part) -> Handle:
-        """What a token of this bucket stands for (`megacompile.ir.tokens`)."""
+        """The last write that a token of this bucket stands for (`megacompile.ir.tokens`)."""
         if part is Part.GRADIENTS:
             return Handle(None, Stream.D2H, self.gradients_copied)
         work = self.in_flight
@@ -115,7 +115,7 @@ class Pending:
         return Handle(work, Stream.D2H, event)
 
     def busy(self) -> bool:
-        """Is something in flight that is not done?"""
+        """True if something in flight is not done."""
         return self.in_flight is not None and not self.in_flight.done()
 
     def go_on(self, work: InFlight, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
@@ -134,11 +134,11 @@ class Pending:
         self.start(work, updated, states)
 
     def before_fork(self) -> None:
-        """What is in flight would be half done in the child, for ever."""
+        """Waits for what is in flight: it would be half done in the child, for ever."""
         self.finish()
 
     def after_fork(self, *, in_child: bool) -> None:
-        """What another thread has started meanwhile is over for the child."""
+        """Ends, in the child, what another thread has started meanwhile."""
         if in_child and self.in_flight is not None and not self._failed:
             self._ended(self.in_flight)
 
@@ -202,11 +202,11 @@ class Pending:
             left.overwritten.add(id(tensor))
 
     def begin_restoring(self) -> None:
-        """Let what is torn be read until `end_restoring`."""
+        """Allows reads of what is torn until `end_restoring`."""
         self.restoring = self.is_torn()
 
     def end_restoring(self) -> None:
-        """What is not restored is guarded again."""
+        """Guards again what is not restored."""
         self.restoring = False
         if self.torn is not None and not self.torn.restored():
             left = self.torn.left
@@ -219,7 +219,7 @@ class Pending:
         return self.torn is not None
 
     def let_go(self, others: set[int]) -> None:
-        """What is torn is needed no more where its parameter is not among these, by their ids."""
+        """Forgets what is torn where its parameter is not among these, by their ids."""
         if self.torn is not None:
             kept = {i: left for i, left in self.torn.left.items() if id(left.param) in others}
             self.torn = Torn(self.torn.why, kept)
@@ -254,7 +254,7 @@ class Pending:
             guard(state, Offered(self, None))
 
     def take_offer(self) -> Offer | None:
-        """What is offered, for the step that uses it (or `drop`s it)."""
+        """The offer, for the step that uses it (or `drop`s it)."""
         offer, self.offered = self.offered, None
         for tensor in self._offer_guarded:
             if isinstance(guard_of(tensor), Offered):
@@ -265,7 +265,7 @@ class Pending:
         return offer
 
     def withdraw(self) -> None:
-        """What is offered is no longer right."""
+        """Withdraws the offer, which is no longer right."""
         offer = self.take_offer()
         if offer is not None:
             offer.drop()

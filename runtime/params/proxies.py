@@ -88,8 +88,8 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
         return ranks.whole(self.param, self.part.to(self.device))
 
     def check_version(self) -> None:
-        """Let autograd know, and raise where it has saved this for a backward, that the parameter
-        was changed in place: the proxy counts versions of its own.
+        """Tells autograd, and raises where it has saved this for a backward, that the parameter was
+        changed in place: the proxy counts versions of its own.
 
         Raises:
             BackwardError: a backward fetches what a forward has fetched with other values.
@@ -202,7 +202,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
 
 
 class StreamedView(StreamedParameter):
-    """What stands in for a plain tensor: a view of a parameter, or a part of a packed one."""
+    """The stand-in for a plain tensor: a view of a parameter, or a part of a packed one."""
 
     __slots__ = ()
     stands_for = torch.Tensor
@@ -217,7 +217,7 @@ def _named(proxy: type[StreamedParameter]) -> type[StreamedParameter]:
 
 @functools.cache
 def proxy_class(cls: type) -> type[StreamedParameter]:
-    """What stands in for parameters of a class: `isinstance` says the same of it.
+    """The stand-in for parameters of a class: `isinstance` says the same of it.
 
     For a class of its own, as bitsandbytes has, it has that class's methods and properties too.
     """
@@ -274,11 +274,11 @@ _SET_GRAD: Callable[[torch.Tensor, torch.Tensor | None], None] = _GRAD.__set__
 
 
 def _nothing() -> None:
-    """What a proxy of no model waits for."""
+    """The wait of a proxy of no model: none."""
 
 
 def _to_nobody(param: torch.Tensor | None) -> None:
-    """What a proxy of no model tells."""
+    """The notice of a proxy of no model: none."""
 
 
 class Link(torch.autograd.Function):

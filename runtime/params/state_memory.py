@@ -1,4 +1,4 @@
-"""Where the states of a bucket lie: flat buffers, those of each optimizer."""
+"""The states of a bucket: flat buffers, those of each optimizer."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class StateMemory:
         self._owned[owner].blank.discard((name, index))
 
     def clear(self, owner: object, name: str, index: int) -> None:
-        """Let a state that is not in 8 bits be zeros. New memory is: no page of it is touched."""
+        """Sets a state that is not in 8 bits to zeros. New memory is: no page of it is touched."""
         owned = self._owned[owner]
         if (name, index) in owned.blank:
             owned.blank.remove((name, index))
@@ -135,7 +135,7 @@ class StateMemory:
         there |= {i: (made[2 * k], made[2 * k + 1]) for k, i in enumerate(missing)}
 
     def codes_bytes(self, params: Sequence[int]) -> int:
-        """Of memory for a state in 8 bits of some parameters."""
+        """Bytes of memory for a state in 8 bits of some parameters."""
         return self._codes(params).size_bytes
 
     def _codes(self, params: Sequence[int]) -> Bucket:
@@ -164,7 +164,7 @@ class StateMemory:
                 buffer.lock()
 
     def share(self, owner: object, name: str, index: int, state: torch.Tensor) -> None:
-        """Let an optimizer that was given another one's state, not a copy, have its buffer too."""
+        """Gives an optimizer that was given another one's state, not a copy, its buffer too."""
         for other, theirs in list(self._owned.items()):
             have = theirs.by_name.get(name, {}).get(index)
             if other is owner or not isinstance(have, torch.Tensor) or have.dtype != state.dtype:

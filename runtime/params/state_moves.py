@@ -18,7 +18,7 @@ from megacompile.runtime.params.state_memory import State
 
 
 def move_states(old: HostBucket, new: HostBucket) -> None:
-    """Let the states of a bucket lie in another one, which has the same parameters elsewhere.
+    """Moves the states of a bucket to another one, which has the same parameters elsewhere.
 
     8-bit states keep their codes: nothing is rounded again.
     """
@@ -38,7 +38,7 @@ def move_states(old: HostBucket, new: HostBucket) -> None:
 
 
 def _show(state: dict[str, Any], name: str, old: State, new: State, bucket: HostBucket) -> None:
-    """Let what the user sees as a state be the new one, if it was the old one."""
+    """Replaces what the user sees as a state by the new one, if it was the old one."""
     shown = state.get(name)
     mine = compat.local(shown)
     if isinstance(mine, BlockwiseTensor):
@@ -67,7 +67,7 @@ def state_bytes(bucket: HostBucket) -> int:
 
 
 def free_states(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
-    """Let the states of parameters that lie in no bucket any more be what torch.optim has of them.
+    """Turns the states of parameters that lie in no bucket any more into those of torch.optim.
 
     They go where their parameter is, by the rules of `Optimizer.load_state_dict`: states that a
     rule of ours made (in 8 bits, or of another dtype) get the parameter's dtype.

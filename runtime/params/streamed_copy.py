@@ -27,10 +27,10 @@ class Copied(Protocol):
 
     @property
     def has_copy(self) -> bool:
-        """Is what is streamed a copy?"""
+        """True if what is streamed is a copy."""
 
     def aliased(self, index: int) -> bool:
-        """Does somebody hold a parameter's memory under another name?"""
+        """True if a parameter's memory is held under another name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Mark:
     versions: tuple[int, ...]
 
     def holds(self) -> bool:
-        """Are they so still?"""
+        """True if they are so still."""
         return self.copy.is_as_at(self)
 
 
@@ -78,7 +78,7 @@ class StreamedCopy:
         self._changes += 1
 
     def is_as_at(self, mark: Mark) -> bool:
-        """Are the parameters what they were then?"""
+        """True if the parameters are what they were then."""
         return self._changes == mark.changes and self._versions() == mark.versions
 
     def refresh(self, *, idle: bool) -> None:

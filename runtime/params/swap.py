@@ -26,7 +26,7 @@ from megacompile.runtime.params.wrappers import parts_of, stand_in
 
 
 class Source(NamedTuple):
-    """Where the data of a parameter comes from."""
+    """The source of a parameter's data."""
 
     copy: torch.Tensor | None  # what goes to the device instead of the parameter
     settle: Callable[[], None]  # waits until it may be read
@@ -83,7 +83,7 @@ class Proxies:
         return tuple(zip(*self.sites, strict=True)) or ((),) * len(Site._fields)
 
     def _in_place_of(self, param: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-        """What takes the place of a parameter, whose data are those of `leaf`."""
+        """The stand-in for a parameter, whose data are those of `leaf`."""
         if not is_wrapper(param):
             return self._known(leaf)  # of the parameter's class, in a plain tensor's place too
         if id(param) not in self._stand_ins:
@@ -101,7 +101,8 @@ class Proxies:
         return proxy
 
     def fits(self, model: nn.Module, modules: Sequence[nn.Module] = ()) -> bool:
-        """Do the same modules have the same parameters, by the same names, as when these were made?
+        """True if the same modules have the same parameters, by the same names, as when these were
+        made.
 
         Not so behind a rename (pruning, a parametrization), or where another module has a parameter
         now (an adapter around its layer, a conversion): its old holder is not called any more.
@@ -174,7 +175,7 @@ class Proxies:
                 proxy.copied = None
 
     def stand_ins(self, model: nn.Module) -> StandIns:
-        """What takes the place of parameters for the time of a `torch.func.functional_call`."""
+        """The stand-ins for parameters during a `torch.func.functional_call`."""
         known: dict[tuple[int, str], Any] = {
             (id(site.holder), site.name): site.param for site in self.sites
         }
@@ -211,7 +212,8 @@ def _places(
 
 
 def _found(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[list[Any], ...]:
-    """Where tensors are: holders, how many each has, their names, what packed ones have; and they.
+    """The places of tensors: holders, how many each has, their names, what packed ones have; and
+    they.
 
     In as little time as may be: a call of a model asks for it.
     """

@@ -1,4 +1,4 @@
-"""What an update that failed has left half made, until it is loaded again.
+"""Partially updated parameters after a failed step, until they are loaded again.
 
 A checkpoint of it would be taken for a whole one. So whatever uses the bucket raises, until all
 that the update was about has been written again, and the optimizers have other states of it. The
@@ -43,8 +43,8 @@ class Left:
             return Left(param, compat.version(param), home, tuple(states), values)
 
     def restored(self) -> bool:
-        """Was it written since, and were its states replaced, as `load_state_dict()` does, or
-        overwritten, the counter too?"""
+        """True if it was written since, and its states were replaced, as `load_state_dict()` does,
+        or overwritten, the counter too."""
         with unguarded():
             home = compat.local(self.param).data_ptr()
             written = (compat.version(self.param), home) != (self.version, self.home)
@@ -57,7 +57,7 @@ class Left:
             )
 
     def _is_new(self, name: str, value: object) -> bool:
-        """Is an entry of a state none of what the update has left?"""
+        """True if an entry of a state is none of what the update has left."""
         if not isinstance(value, torch.Tensor):
             return False  # a number looks like any other
         if id(value) not in self.values or id(value) in self.overwritten:
@@ -72,7 +72,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Torn:
-    """What is half updated of a bucket.
+    """The partially updated part of a bucket.
 
     Args:
         why: what failed.
@@ -83,7 +83,7 @@ class Torn:
     left: dict[int, Left]
 
     def restored(self) -> bool:
-        """Is all of it whole again?"""
+        """True if all of it is whole again."""
         return all(left.restored() for left in self.left.values())
 
     def refuse(self) -> None:

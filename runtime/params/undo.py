@@ -1,4 +1,4 @@
-"""What a call changes for its own time is undone on any way out, also when a signal handler raises.
+"""The changes of a call for its own time, undone on any way out, also when a signal handler raises.
 
 Python runs signal handlers between bytecodes: Ctrl-C may come right behind a change, and in the
 `finally` that would undo it. So nothing depends on how far a call has got:

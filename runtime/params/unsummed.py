@@ -58,12 +58,12 @@ class Unsummed:
 
 
 def unsummed(gradient: torch.Tensor | None) -> bool:
-    """Does a gradient lack its sum over replicas?"""
+    """True if a gradient lacks its sum over replicas."""
     return isinstance(guard_of(gradient), Unsummed)
 
 
 def leave_unsummed(param: nn.Parameter, name: str) -> None:
-    """Let `p.grad` say that it lacks its sum over replicas."""
+    """Marks `p.grad` as lacking its sum over replicas."""
     if param.grad is not None:
         guard(param.grad, Unsummed(name))
 

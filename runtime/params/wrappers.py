@@ -17,7 +17,7 @@ from megacompile.runtime.params.proxies import StreamedParameter
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """What a wrapper is made of; nothing for any other tensor."""
+    """The tensors that a wrapper is made of; empty for any other tensor."""
     return taken_apart(tensor)[1] if is_wrapper(tensor) else []
 
 
@@ -44,7 +44,7 @@ def stand_in(
 
 
 def follow_parts(model: nn.Module) -> None:
-    """Let each wrapper say that it is where its parts are.
+    """Makes each wrapper say that it is where its parts are.
 
     Raises:
         ModelError: somebody else holds it, so that torch cannot exchange it.

@@ -58,7 +58,7 @@ class _Slice(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class AlikeStep:
-    """What is new in a step; see `Alike`."""
+    """The new values of a step; see `Alike`."""
 
     like: Alike
     params: list[nn.Parameter]
@@ -85,7 +85,7 @@ class AlikeStep:
         return BucketPart(update, update.way, each, [], [], aliased=False, first=[], left=None)
 
     def _steps(self, optimizer: Optimizer, bucket: HostBucket, at: _Slice) -> list[ParamUpdate]:
-        """Of a bucket, where no kernel takes the addresses."""
+        """The updates of a bucket, where no kernel takes the addresses."""
         return [
             ParamUpdate(
                 index=i,
@@ -108,7 +108,7 @@ class AlikeStep:
 
 
 class Alike:
-    """What a step found whose buckets all live on the device.
+    """The facts about a step whose buckets all live on the device.
 
     Args:
         rule: of its optimizer.
@@ -144,7 +144,8 @@ class Alike:
 
     @staticmethod
     def of(optimizer: Optimizer, parts: Sequence[BucketPart]) -> Alike | None:
-        """What a step that was prepared has found; None where the next one is prepared anew."""
+        """The facts about a step that was prepared; None where the next one is prepared from
+        nothing."""
         rule = rule_of(optimizer)
         if rule is None or not parts:
             return None
@@ -224,7 +225,7 @@ class Alike:
         return True
 
     def _looks_of_states(self, states: Sequence[Mapping[str, Any]]) -> object:
-        """Where they lie and what they look like; None where one is missing, or no plain tensor."""
+        """Addresses and descriptions of states; None where one is missing, or no plain tensor."""
         each = zip(states, self.names, strict=True)
         tensors: list[Any] = [state.get(name) for state, names in each for name in names]
         if not _PLAIN.issuperset(map(type, tensors)):
@@ -250,7 +251,7 @@ class Alike:
         return [of_rule.hyper(group, n + 1, first=False, scale=1.0) for group, n in each]
 
     def _are_aligned(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """As much as those were that the rows were made for?"""
+        """True if they are as much aligned as those that the rows were made for."""
         if not any(signature.aligned for signature, _ in self._described):
             return True
         return functools.reduce(operator.or_, map(_ADDRESS, gradients), 0) % _ALIGNED == 0
@@ -271,8 +272,8 @@ def _looks(gradients: Sequence[Any]) -> object:
 
 
 def _factors(gradients: Sequence[Any]) -> list[torch.Tensor] | None:
-    """What the gradients are multiplied by; nothing, or as many as there are gradients. None where
-    only some are, or somebody else guards one."""
+    """The factors of the gradients; empty, or as many as there are gradients. None where only some
+    have one, or another object guards one."""
     found = []
     for gradient in gradients:
         who = guard_of(gradient)

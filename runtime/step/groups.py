@@ -1,5 +1,5 @@
-"""What a step by rule takes of parameter groups: found out once for each, not for each of their
-parameters."""
+"""The scalars of parameter groups for a step by rule: found out once for each, not for each of
+their parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How megacompiled models get to know of `optimizer.step()`: hooks on stock optimizers.
+"""Hooks on stock optimizers, by which megacompiled models learn of `optimizer.step()`.
 
 `before` runs behind the user's own pre-hooks, `after` ahead of the user's own post-hooks:
 
@@ -37,7 +37,7 @@ from megacompile.runtime.params.optimizer_states import drop_empty, reserve
 
 
 class ModelPart(Protocol):
-    """What one model does of a step."""
+    """The part of one model in a step."""
 
     @property
     def gradients(self) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
@@ -51,10 +51,10 @@ class ModelPart(Protocol):
 
 
 class Model(Protocol):
-    """What is told of the steps of optimizers."""
+    """An object that is told of the steps of optimizers."""
 
     def owns(self, param: torch.Tensor) -> bool:
-        """Is it a parameter of this model?"""
+        """True if it is a parameter of this model."""
 
     def prepare_step(self, optimizer: Optimizer) -> ModelPart | None:
         """Its part of a step that begins; None where torch.optim does it all."""
@@ -116,12 +116,12 @@ def _is_over(optimizer: Optimizer, model: Model) -> bool:
 
 
 def attach(optimizer: Optimizer) -> None:
-    """Let the hooks be on an optimizer before its first step."""
+    """Puts the hooks on an optimizer before its first step."""
     _hooks_on(optimizer)
 
 
 def convert_state_dicts(optimizer: Optimizer) -> None:
-    """Let `state_dict()` have 8-bit states as the float32 tensors that a plain run loads."""
+    """Shows 8-bit states in `state_dict()` as the float32 tensors that a plain run loads."""
     hooks = _hooks_on(optimizer)
     if not hooks.converts:
         hooks.converts = True
@@ -207,7 +207,7 @@ def _before_state_dict(optimizer: Optimizer) -> None:
 
 
 def _before_load(optimizer: Optimizer, state_dict: Any) -> None:
-    """Who loads states makes those whole that an update has left half made by then."""
+    """Marks as whole what loaded states replace, and an update has left half made."""
     del state_dict
     with unguarded():
         for model in _LIVE:

@@ -234,17 +234,17 @@ class Parts:
 
     @property
     def compiles(self) -> bool:
-        """Are updates on the host compiled to C++?"""
+        """True if updates on the host are compiled to C++."""
         return self.options.lowering is not Lowering.EAGER and compat.has_cpp_compiler()
 
     @property
     def cuda(self) -> bool:
-        """Is the device a GPU?"""
+        """True if the device is a GPU."""
         return self.machine.device.type == "cuda"
 
     @property
     def helps(self) -> bool:
-        """Does the device help with the updates of host memory?"""
+        """True if the device helps with the updates of host memory."""
         return self.cuda and self.options.device_helps
 
     def _way(
@@ -354,14 +354,15 @@ class Parts:
         return line(f"moving optimizer states to the {where}", self.options.progress)
 
     def is_plain(self, param: nn.Parameter) -> bool:
-        """Are a parameter, its gradient and its states of one dtype, as torch.optim has them?"""
+        """True if a parameter, its gradient and its states are of one dtype, as torch.optim has
+        them."""
         assert param.grad is not None
         return not self._rounds(param) and param.grad.dtype == param.dtype == self._state_dtype(
             param
         )
 
     def _rounds(self, param: nn.Parameter) -> bool:
-        """Is a parameter rounded at random?"""
+        """True if a parameter is rounded at random."""
         return self.options.stochastic_rounding and param.dtype == torch.bfloat16
 
 
@@ -377,7 +378,7 @@ def _factor(
 
 
 def _has_tensors(options: dict[str, Any]) -> bool:
-    """Is an option a tensor, such as a tensor lr?"""
+    """True if an option is a tensor, such as a tensor lr."""
     return any(issubclass(kind, torch.Tensor) for kind in set(map(type, options.values())))
 
 

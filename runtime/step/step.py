@@ -119,7 +119,7 @@ class Updates:
             compat.keep_state_dtypes(ours)
 
     def owns(self, param: torch.Tensor) -> bool:
-        """Is it a parameter of this model?"""
+        """True if it is a parameter of this model."""
         return self.machine.gradients.place(param) is not None
 
     def settle(self) -> None:
@@ -326,7 +326,7 @@ class Updates:
         return bool(mine.data_ptr() != value.data_ptr())
 
     def _left_to(self, optimizer: Optimizer, key: int, trained: Iterable[Trained]) -> bool:
-        """Does the optimizer's own step update a bucket, which lives on the device?
+        """True if the optimizer's own step updates a bucket, which lives on the device.
 
         It is asked of all of it, as of a bucket on the host, so that both round alike.
         """
@@ -353,8 +353,8 @@ class Updates:
         return sorted(keys, key=lambda key: (rank.get(key, len(rank)), key))
 
     def steps_in_backward(self) -> PrepareSteps:
-        """What prepares the steps of an update in the backward. It does not keep this alive: who
-        has only an old loss has no part in the steps of optimizers."""
+        """The function that prepares the steps of an update in the backward. It does not keep this
+        alive: an old loss has no part in the steps of optimizers."""
         return functools.partial(_in_backward, self._parts, self.ways)
 
     # A step: doing it.
@@ -397,7 +397,7 @@ class Updates:
                     optimizer.state[each.param].update(each.state)
 
     def _choose(self, parts: Sequence[BucketPart]) -> list[tuple[Executor, _ByKey]]:
-        """Whose updates make these parts, in their order: each part is the first's that can."""
+        """The executors of these parts, in their order: each part is the first's that can."""
         waiting = {part.update.bucket.layout.key: part for part in parts}
         chosen: list[tuple[Executor, _ByKey]] = []
         for executor in [reference() for reference in self.machine.trained]:

@@ -97,7 +97,7 @@ def _issue(
 
 
 def _copy(into: Update, source: Update, *, fetched: bool) -> None:
-    """What an update reads, to the device; or what it has written, to the host."""
+    """Copies what an update reads to the device, or what it has written to the host."""
     for (name, a), (_, b) in zip(into.tensors(), source.tensors(), strict=True):
         if name != ("copy" if fetched else "grad"):
             a.copy_(b, non_blocking=True)
@@ -123,7 +123,7 @@ def _part(whole: Update, start: int, stop: int) -> Update:
 
 
 def _bytes_of(update: Update, numel: int) -> int:
-    """Of so many elements, each tensor rounded up to where the next one may begin."""
+    """Bytes of so many elements, each tensor rounded up to where the next one may begin."""
     total = 0
     for name, tensor in update.tensors():
         count = absmax_numel(numel) if name == "absmax" else numel

@@ -96,7 +96,7 @@ class Compiled:
             self._beside.clear()
 
     def _request(self, update: Update) -> Request | None:
-        """What another process is to compile; None where it could not hand it over."""
+        """The request for another process to compile; None where it could not be handed over."""
         folder = compat.code_cache()
         if folder is None or not sys.executable:
             return None

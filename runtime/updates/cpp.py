@@ -37,7 +37,7 @@ Kind = tuple[object, ...]
 
 
 def kind_of(update: Update) -> Kind:
-    """What a rule is compiled for: the dtypes, and what is there."""
+    """The key that a rule is compiled for: the dtypes, and the states that exist."""
     return tuple(str(compat.tree_map(_dtype_of, a)) for a in arguments(update))
 
 
@@ -55,7 +55,7 @@ def like(
 
 
 def options_now() -> dict[str, Any]:
-    """How Inductor compiles it. The C++ wrapper runs without Python's lock.
+    """Options for Inductor. The C++ wrapper runs without Python's lock.
 
     Whether Triton is tuned with it is said, though there is none: by itself that depends on whether
     the process sees a GPU, and is part of the keys of caches (torch 2.11).
@@ -76,7 +76,7 @@ def compile_update(rule: OptimizerRule, update: Update, options: dict[str, Any])
 
 
 def agrees(rule: OptimizerRule, update: Update, code: Code) -> bool:
-    """Does code round as the twin does that runs as it is, in every bit?"""
+    """True if code rounds as its eager twin, in every bit."""
     generator = torch.Generator().manual_seed(0)
 
     def values(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -95,7 +95,7 @@ def agrees(rule: OptimizerRule, update: Update, code: Code) -> bool:
 
 @dataclass(frozen=True)
 class Request:
-    """What a process is asked to compile, so that its caches have it."""
+    """The request for a process to compile, so that its caches have it."""
 
     rule: str
     update: Update  # of no elements
@@ -121,7 +121,7 @@ class Request:
 
     @property
     def is_done(self) -> bool:
-        """Have the caches it?"""
+        """True if the caches have it."""
         return os.path.exists(self.note)
 
     @property
@@ -159,7 +159,7 @@ class Request:
 
 @functools.cache
 def _sources() -> str:
-    """Of what the twins are made of."""
+    """Sources that the twins are made of."""
     (folder,) = optim.__path__
     made = hashlib.sha256()
     for path in sorted(Path(folder).glob("*.py")):

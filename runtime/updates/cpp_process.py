@@ -30,7 +30,7 @@ class CppProcess(Process):
 
 
 def main(request: bytes) -> None:
-    """What the process does."""
+    """Entry point of the process."""
     end_with_the_pipe()
     try:
         pickle.loads(request).carry_out()

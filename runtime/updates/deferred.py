@@ -23,7 +23,7 @@ class Deferred:
 
 
 class DeferredFrees:
-    """What is kept until copies out of it are done, or are waited for."""
+    """Memory that is kept until copies out of it are done, or are waited for."""
 
     def __init__(self) -> None:
         self._entries: list[Deferred] = []

@@ -41,7 +41,7 @@ class Buffer:
 
     @property
     def streamed(self) -> torch.Tensor:
-        """What the next forward reads: (numel,) of the streamed dtype."""
+        """The parameters for the next forward: (numel,) of the streamed dtype."""
         return self.value if self.copy is None else self.copy
 
 

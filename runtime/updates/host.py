@@ -18,7 +18,7 @@ from megacompile.tracing.recorder import Recording
 
 
 class Copies(Host, Protocol):
-    """What a disk has, in host memory."""
+    """The content of a disk place, in host memory."""
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """The copy of a tensor that lies on the disk; any other as it is."""
@@ -38,7 +38,7 @@ class HostUpdates:
         written: Callable[[Flight], InFlight],
         staged: Sequence[Copies] = (),
     ) -> Flight:
-        """Let an update wait for a worker; whoever needs its bucket waits for it.
+        """Enqueues an update for a worker; users of its bucket wait for it.
 
         Args:
             behind: what must be done before it begins: gradients on their way to the host.
@@ -66,7 +66,7 @@ class HostUpdates:
         return flight
 
     def help(self, flights: Sequence[Flight]) -> None:
-        """Let the device make what it can of these, as long as they wait."""
+        """Makes on the device what it can of these, as long as they wait."""
         self.workers.help({flight.future for flight in flights})
 
 

@@ -121,7 +121,7 @@ class InBackward:
         self.uncommitted |= places
 
     def _end(self) -> Callable[[], None]:
-        """What is called when the backward is over; one that fails drops it."""
+        """The call for the end of the backward; one that fails drops it."""
 
         def end() -> None:
             self._ended = True
@@ -143,7 +143,7 @@ class InBackward:
             self._error = f" with {type(error).__name__}: {error}"
 
     def _give_up_failed(self) -> None:
-        """Where the last backward has failed, what it has updated is torn until it is loaded."""
+        """Marks what a failed backward has updated as torn until it is loaded."""
         if self._ended:
             return
         made, self._made, self.uncommitted, self._ended = self._made, {}, set(), True
@@ -162,7 +162,8 @@ class InBackward:
             )
 
     def _is_restored(self, buckets: Mapping[int, HostBucket]) -> bool:
-        """Was everything that was updated written since, and the optimizer's states loaded?"""
+        """True if everything that was updated was written since, and the optimizer's states
+        loaded."""
         return all(
             _is_gone(left, key, i, buckets) or left.restored()
             for (key, i), left in self._made.items()
@@ -290,7 +291,7 @@ def _dropped(updates: weakref.ref[InBackward], backward: int) -> None:
 
 
 def _is_gone(left: Left, key: int, i: int, buckets: Mapping[int, HostBucket]) -> bool:
-    """Has a parameter left its place?"""
+    """True if a parameter has left its place."""
     return key not in buckets or buckets[key].params[i] is not left.param
 
 

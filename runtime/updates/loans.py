@@ -59,7 +59,7 @@ class Loan:
         return self.memory.bytes(self._size)
 
     def busy(self) -> bool:
-        """Is it still being read?"""
+        """True if it is still being read."""
         return not self.begun.is_set() or (self.read is not None and self.read.busy())
 
     def settle(self) -> None:
@@ -236,6 +236,6 @@ class Loans:
 
 
 def place_of(host: HostBucket) -> DiskBuffer:
-    """Where a bucket lies on the disk."""
+    """The place of a bucket on the disk."""
     assert host.on_disk is not None, "a bucket that lies in host memory"
     return host.on_disk

@@ -14,19 +14,19 @@ from collections.abc import Callable
 
 
 class MicroSteps:
-    """Which backwards of one model are of micro-batches that are not the last."""
+    """Finds the backwards of one model that are of micro-batches, but for the last."""
 
     def __init__(self) -> None:
         self.marked = False  # inside of megacompile.accumulate()
 
     @property
     def more(self) -> bool:
-        """Does another backward come before the step?"""
+        """True if another backward comes before the step."""
         return self.marked or more_to_come()
 
 
 def more_to_come() -> bool:
-    """Does a loop say that another backward comes before its next step?"""
+    """True if a loop says that another backward comes before its next step."""
     return any(source() for source in SOURCES)
 
 

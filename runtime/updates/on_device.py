@@ -1,4 +1,4 @@
-"""What a backward leaves on the device for `optimizer.step()` (`schedule.left`).
+"""The values that a backward leaves on the device for `optimizer.step()` (`schedule.left`).
 
 The host is the slow part of an overlapped step: its memory moves 22 bytes a parameter for AdamW.
 The device makes the update of the first buckets meanwhile, from gradients that it has and states
@@ -53,7 +53,7 @@ class DeviceUpdate:
     versions: tuple[int, ...]  # of the parameters and states
 
     def fits(self, steps: Sequence[ParamUpdate]) -> bool:
-        """Are these the updates of exactly this, and is it all as the backward left it?"""
+        """True if these are the updates of exactly this, and all is as the backward left it."""
         return (
             {step.index for step in steps} == self.buffers.value.keys()
             and all(s.intact and _same(s.in_order(), self.sources[s.index]) for s in steps)
@@ -110,7 +110,8 @@ class _Learned:
     memory: ref[StateMemory]  # where they lie
 
     def of(self, host: HostBucket) -> bool:
-        """Are they those of this bucket, where they lie now, and is the optimizer still there?"""
+        """True if they are those of this bucket, where they lie now, and the optimizer is still
+        there."""
         return self.memory() is host.states and self.owner() is not None
 
 
@@ -179,7 +180,7 @@ class DeviceUpdates:
         self._learned.clear()
 
     def _of(self, host: HostBucket) -> _Learned | None:
-        """What was learned of a bucket; what is not right any more is forgotten."""
+        """The facts that were learned of a bucket; what is not right any more is forgotten."""
         learned = self._learned.get(host.layout.key)
         if learned is not None and not learned.of(host):
             del self._learned[host.layout.key]
@@ -202,7 +203,7 @@ def _versions(
 
 
 def _same(states: Sequence[object], others: Sequence[object]) -> bool:
-    """The very same tensors, or pairs of them?"""
+    """True if they are the very same tensors, or pairs of them."""
     return len(states) == len(others) and all(
         a is b or (isinstance(a, tuple) and isinstance(b, tuple) and all(map(_is, a, b)))
         for a, b in zip(states, others, strict=True)

@@ -16,7 +16,7 @@ from megacompile.runtime.updates.update import BucketUpdate, ParamUpdate, Update
 
 @dataclass(eq=False, slots=True)
 class BucketPart:
-    """What a step does to one bucket."""
+    """The part of a step that is about one bucket."""
 
     update: BucketUpdate
     way: UpdatePath  # how it is made of what is on the host
@@ -41,7 +41,7 @@ class BucketPart:
         return {step.index: step for step in self.update.steps}
 
     def drop(self) -> None:
-        """What the backward left for it will not be used."""
+        """Drops what the backward left for it."""
         if self.left is not None:
             self.left.drop()
             self.left, self.update.way = None, self.way

@@ -1,4 +1,4 @@
-"""What an optimizer's update would raise is raised when it is prepared, before anything changes.
+"""Raises what an optimizer's update would raise when it is prepared, before anything changes.
 
 An update runs in the background, bucket after bucket, or stage after stage of a backward: an error
 there would leave half of the parameters updated. It may be an option of a parameter group

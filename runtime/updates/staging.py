@@ -53,7 +53,7 @@ class Staged:
         self._starts = [buffer.bytes(len(buffer)).data_ptr() for buffer in buffers]
 
     def flat(self) -> list[Callable[[], torch.Tensor]]:
-        """What gives the memory of each buffer, flat."""
+        """The memory of each buffer, flat."""
         return [functools.partial(self._flat, i) for i in range(len(self.buffers))]
 
     def _flat(self, i: int) -> torch.Tensor:
@@ -61,7 +61,7 @@ class Staged:
         return self.memory.bytes(self._places[-1])[self._places[i] : self._places[i + 1]]
 
     def busy(self) -> bool:
-        """Is it still being read?"""
+        """True if it is still being read."""
         return not self.begun.is_set() or (self.read is not None and self.read.busy())
 
     def settle(self) -> None:
@@ -130,7 +130,7 @@ class Writing:
             raise OptimizerError(self._torn(error)) from error
 
     def _torn(self, error: DiskError) -> str:
-        """What is said where the write has failed."""
+        """The error text where the write has failed."""
         raise NotImplementedError
 
 
@@ -218,7 +218,7 @@ class Staging:
         self._reserved = wanted
 
     def of(self, host: HostBucket) -> Staged | None:
-        """What is in memory of a bucket's states."""
+        """The states of a bucket that are in memory."""
         found = reversed(list(self._staged.values()))
         return next((staged for staged in found if staged.host is host), None)
 
@@ -297,7 +297,7 @@ class Staging:
             self._thread.submit(self._give_sets)
 
     def _give_sets(self) -> None:
-        """Let those read that wait, as far as there are sets."""
+        """Starts the reads that wait, as far as there are sets."""
         while self._waiting and self._sets:
             staged, free = self._waiting.popleft(), self._sets.popleft()
             size = _size(staged.buffers)

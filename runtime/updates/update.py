@@ -39,7 +39,7 @@ from megacompile.runtime.updates.cpp import kind_of
 
 
 class UpdatePath(enum.Enum):
-    """How an update is carried out."""
+    """The way an update is carried out."""
 
     STOCK = "torch.optim"
     STOCK_ON_DEVICE = "torch.optim on the device"
@@ -217,7 +217,7 @@ class BucketUpdate:
         )
 
     def by_chunks(self, chunks: Chunks) -> None:
-        """Let the device make it."""
+        """Makes it on the device."""
         chunks.update((run.rule, run.update) for run in self._take_runs())
 
     def _take_runs(self) -> list[_Run]:
@@ -232,7 +232,7 @@ class BucketUpdate:
                 apply(run.rule, run.update)
 
     def for_kernel(self) -> list[tuple[OptimizerRule, Update]]:
-        """What a kernel takes to update a bucket that lives on the device."""
+        """The values that a kernel takes to update a bucket that lives on the device."""
         found = []
         for step in self.steps:
             assert step.rule is not None

@@ -70,7 +70,7 @@ class WeightStaging:
         self._updated: dict[int, Loan] = {}  # by their ids: a write of the last may be ending
 
     def of(self, host: HostBucket) -> Loan | None:
-        """What an update of a bucket works on."""
+        """The values that an update of a bucket works on."""
         loans = reversed(list(self._updated.values()))
         return next((loan for loan in loans if loan.host is host and not loan.over), None)
 
@@ -190,7 +190,7 @@ def _joined(parts: Iterable[tuple[int, int]]) -> Parts:
 
 
 def _gaps(layout: Bucket, runs: Parts, params: set[int]) -> Iterator[tuple[int, int]]:
-    """What of the runs is no parameter."""
+    """The values of the runs that are no parameter."""
     for begin, end in runs:
         at = begin
         for i in sorted(params):

@@ -1,4 +1,5 @@
-"""Who carries out the updates of host memory, in the background: the host, helped by the device.
+"""Workers that carry out the updates of host memory, in the background: the host, helped by the
+device.
 
 Buckets wait in the order in which the next forward reads them. The device takes the first one that
 waits, in chunks over a link that is idle (see `chunks`). The host takes the first one that it ends
@@ -59,7 +60,7 @@ class Job:
 
 
 class Pace:
-    """How long a worker takes for an update of a kind, in seconds an element."""
+    """Seconds an element that a worker takes for an update of a kind."""
 
     def __init__(self) -> None:
         self._learned = False
@@ -108,12 +109,12 @@ class Workers:
         forks.tell(self)
 
     def submit(self, job: Job) -> None:
-        """Let it wait behind those that do."""
+        """Enqueues a job."""
         self._waiting.append(job)
         self._host.submit(self._by_host)
 
     def help(self, futures: Collection[Future[None]]) -> None:
-        """Let the device make what it can of these that wait, the first one first.
+        """Makes on the device what it can of these that wait, the first one first.
 
         Called by the thread that computes, whose stream's memory is used.
         """
@@ -140,7 +141,7 @@ class Workers:
         """The buckets wait for what waits here."""
 
     def after_fork(self, *, in_child: bool) -> None:
-        """What another thread has given since is its own, and not the child's."""
+        """Leaves what another thread has given since to it: it is not the child's."""
         if in_child:
             self._waiting.clear()
             self._helped.clear()

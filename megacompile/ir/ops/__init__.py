@@ -215,8 +215,8 @@ def bucket_of(node: fx.Node) -> Bucket:
 
 
 def returned(graph: fx.Graph) -> Any:
-    """What a graph returns: (outputs, saved values) of a forward; (gradients of inputs, what is
-    left for the update, tokens) of a backward; (tokens,) of an update."""
+    """The values that a graph returns: (outputs, saved values) of a forward; (gradients of inputs,
+    what is left for the update, tokens) of a backward; (tokens,) of an update."""
     return graph.output_node().args[0]
 
 
@@ -284,7 +284,7 @@ def calls_by_stage(graph: fx.Graph, target: Callable[..., Any]) -> dict[int, fx.
 
 
 def code_of(node: fx.Node) -> Code:
-    """Which code of its template a compute node runs."""
+    """The code of its template that a compute node runs."""
     code = effects(node).code
     assert code is not None, f"{label(node)} runs no template"
     return code(node.args)

@@ -85,7 +85,7 @@ def norm_grad(bucket: Bucket, gradients: Any, largest: bool = True) -> Any:
     writes=(Part.GRADIENTS,),
 )
 def keep_grad(bucket: Bucket, gradients: Any) -> Any:
-    """Let a bucket that lives on the device keep these gradients, in the memory that they are in.
+    """Keeps these gradients with a bucket that lives on the device, in the memory that they are in.
 
     Where the bucket has gradients already, as micro-batches leave them, they go to their places.
     """

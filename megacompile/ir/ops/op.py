@@ -1,4 +1,4 @@
-"""What a schedule knows of an op: one declaration, from which everything else follows.
+"""The declaration of an op, from which everything else follows.
 
 An op is a function with the decorator `op(...)`. Its name and arguments are those that the printed
 Python calls. Its docstring says what it does. The decorator says its effects: its stream, the kinds
@@ -32,7 +32,8 @@ class Part(enum.Enum):
 
 
 class Value(enum.Enum):
-    """What an op gives; of a bucket or a stage, where its first argument is one."""
+    """The kind of value that an op gives; of a bucket or a stage, where its first argument is
+    one."""
 
     POINT = "a point in time"
     WEIGHTS = "weights"
@@ -58,7 +59,7 @@ class Value(enum.Enum):
 
 
 class Show(enum.Enum):
-    """Where an op is shown; the Python has all of them."""
+    """The views that show an op; the Python has all of them."""
 
     STEP = "step"  # it has a row of the table
     CELL = "cell"  # in the row of the step that is issued after it
@@ -121,7 +122,7 @@ class Op:
 
 
 def alike(op: Op) -> bool:
-    """Do all ranks that share a model issue an op alike, in the same order?"""
+    """True if all ranks that share a model issue an op alike, in the same order."""
     return op.issues and op.stream is Stream.COMM
 
 
@@ -145,7 +146,7 @@ def op(
 
 
 def unbound(function: Callable[..., Any]) -> NoReturn:
-    """What an op does that is called outside of a schedule."""
+    """Raises: the op was called outside of a schedule."""
     raise AssertionError(
         f"op {function.__name__!r} runs through the executor, not by calling megacompile.ir.ops"
     )

@@ -47,13 +47,13 @@ def of_shard(node: fx.Node) -> int:
 
 
 def tensors_of_arguments(node: fx.Node) -> int:
-    """How many tensors the largest group among the arguments has."""
+    """Number of tensors of the largest group among the arguments."""
     values = [source.meta.get("value") for source in node.all_input_nodes]
     return max([len(value) for value in values if isinstance(value, tuple)], default=1)
 
 
 def of_params(times: int = 1) -> Size:
-    """How many parameters the op's bucket has, as often."""
+    """Number of parameters of the op's bucket, times a factor."""
 
     def count(node: fx.Node) -> int:
         bucket: Any = node.args[0]

@@ -28,7 +28,7 @@ _SMALLEST = tl.constexpr(SMALLEST)
 
 @triton.jit
 def pointers(table, COLUMN: tl.constexpr, index, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where the elements of the tensor in a column are."""
+    """Offsets of the elements of the tensor in a column."""
     where = tl.load(table + COLUMN).to(tl.pointer_type(DTYPE)) + index
     if ALIGNED:  # else each element is a load of its own
         where = tl.multiple_of(where, [16, 16])

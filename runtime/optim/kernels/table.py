@@ -36,7 +36,7 @@ _ALIGNMENT = 16  # bytes of an address, elements of a size: what wide loads need
 
 
 class Signature(NamedTuple):
-    """What a kernel is compiled for; the parameters of one launch share it."""
+    """The key that a kernel is compiled for; the parameters of one launch share it."""
 
     param: torch.dtype
     grad: torch.dtype
@@ -66,7 +66,7 @@ class Known(NamedTuple):
 
 
 def known(described: Mapping[int, tuple[Signature, list[int]]]) -> list[Known]:
-    """What `describe` gave of parameters, by their positions, together for each signature."""
+    """The results of `describe` for parameters, by their positions, together for each signature."""
     groups: dict[Signature, list[int]] = {}
     for position, (signature, _) in described.items():
         groups.setdefault(signature, []).append(position)
@@ -195,7 +195,7 @@ def _refuse(position: int, tensor: Tensor, numel: int) -> NoReturn:
 
 @functools.cache
 def program_blocks(numels: tuple[int, ...], block: int, device: torch.device) -> Tensor:
-    """Which block of which parameter each program has: (programs, 2) int32."""
+    """The block and the parameter of each program: (programs, 2) int32."""
     counts = torch.tensor([-(-numel // block) for numel in numels])
     rows = torch.repeat_interleave(torch.arange(len(numels)), counts)
     starts = torch.repeat_interleave(counts.cumsum(0) - counts, counts)

@@ -80,7 +80,7 @@ def run(
 
 
 def constants(rule: OptimizerRule, signature: Signature) -> dict[str, Any]:
-    """What the kernel is compiled for, but for sizes of the launch."""
+    """The key that the kernel is compiled for, but for sizes of the launch."""
     rest = [None] * (MAX_MOMENTS - len(rule.moments))
     found: dict[str, Any] = {
         "RULE": _jitted(rule),
