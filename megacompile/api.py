@@ -113,13 +113,13 @@ def megacompile(
         optimizer: an AdamW, Adam, SGD or Lion, whose update the backward makes, stage by stage.
             Gradients never reach the host, and `optimizer.step()` only counts. There is no clipping
             by the global norm, no `p.grad` and no GradScaler; `clip_grad_norm_(parameters, inf)`
-            gives the norm. The backward of every micro-batch but the last goes into
+            returns the norm. The backward of every micro-batch but the last goes into
             `accumulate(model)`.
         device_update: the share of the parameters, from 0 to 1, that `optimizer.step()` updates on
             the device: the first in forward order. Their states come in during the backward and
             take device memory until the middle of the next forward. Meanwhile the host updates the
             others, and the device helps it from the other end, in chunks. With 0 the host updates
-            alone. With `disk`, it is a share of those that lie on the host with their states.
+            alone. With `disk`, it is a share of those that are on the host with their states.
             Default: what the plan finds best; none on the CPU, with `lowering="eager"`, with
             `compute_dtype` or with `disk_weights=True`.
         gpu_memory: device memory that may be used: bytes, "20GiB" or a fraction of the device's.
@@ -129,14 +129,14 @@ def megacompile(
             in the same forms. Default: the free memory less 4 % of it, at most 6 GiB. What
             does not fit lives on the device or, with `disk`, there; if that is full too,
             `HostMemoryError` is raised.
-        disk: a folder on a fast local disk. What host memory does not hold lies there, in a scratch
+        disk: a folder on a fast local disk. What host memory does not hold is there, in a scratch
             file that is gone when the process is: optimizer states, then parameters, then what
             waits between forward and backward. Each step reads and writes it. Without a plan (on
-            the CPU) the states of all streamed buckets lie there.
+            the CPU) the states of all streamed buckets are there.
         disk_memory: what everything may take there, in the same forms. Default: what is free. With
             `mesh` each rank may take so much, as with `host_memory`; default: its part of what is
             free, which ranks of a host share.
-        disk_weights: the parameters of all streamed buckets lie there too. Each forward reads them,
+        disk_weights: the parameters of all streamed buckets are there too. Each forward reads them,
             and each backward; trained ones are written with every update. Not with `compute_dtype`
             or `mesh`. Default: those of as few buckets as it takes, where no plan fits with all of
             them in host memory, and before there is a plan where they do not fit there; False:
@@ -161,9 +161,9 @@ def megacompile(
             tiles with Inductor where nothing else fits on the device, or where a step is predicted
             to be at least 3 % shorter; with `mesh` it uses none. Stages whose sizes change from
             call to call are not cut.
-        detect_anomaly: raise `AnomalyError` if a stage's backward gives NaN or inf. The error names
-            the stage and the parameter, and says whether the NaN came in or arose there. The host
-            then waits for each stage. `torch.autograd.detect_anomaly()` does the same for NaN.
+        detect_anomaly: raise `AnomalyError` if a stage's backward returns NaN or inf. The error
+            names the stage and the parameter, and says whether the NaN came in or arose there. The
+            host then waits for each stage. `torch.autograd.detect_anomaly()` does the same for NaN.
         activations: what the backward takes from the forward. "keep" leaves every stage's saved
             tensors on the device: fastest, most memory. "selective" leaves about half of them there
             and recomputes the rest. "recompute" leaves the stages' inputs there and recomputes
@@ -305,7 +305,7 @@ def _made(
 
 
 def _room(rows: Sequence[tuple[str, int]], options: Options) -> HostRoom:
-    """Host memory for parameters, beside what is needed in any case."""
+    """Host memory for parameters, next to what is needed in any case."""
     limit = options.host_memory
     return HostRoom(limit, free_bytes(limit) - sum(size for _, size in rows))
 

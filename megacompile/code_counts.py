@@ -10,7 +10,7 @@ class CodeCounts:
     """Counts of one kind of code: graphs, or kernels."""
 
     found: int = 0  # in caches, those of another process that compiled them meanwhile included
-    beside: int = 0  # of these: compiled meanwhile by processes beside this one, for this one
+    beside: int = 0  # of these: compiled meanwhile by processes next to this one, for this one
     made: int = 0  # compiled in this process
     time_s: float = 0.0  # that this process took to find and to compile them
 

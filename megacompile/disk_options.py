@@ -46,7 +46,7 @@ def size_bytes(value: Any, there: str | None) -> int | None:
 
 
 def check_weights(asked: bool | None, there: str | None, compute_dtype: object) -> None:
-    """Raise where parameters cannot lie on a disk."""
+    """Raise where parameters cannot be on a disk."""
     wrong = _NO_FOLDER if there is None else ""
     if not wrong and compute_dtype is not None:
         wrong = f"with compute_dtype={compute_dtype}; masters do not go to a disk; leave that out"

@@ -17,7 +17,7 @@ OF_A_PLAN = 6_000_000  # more than `plan` makes for a large model; about 600 MiB
 def old_objects_left_out(objects: int = _OBJECTS) -> Iterator[None]:
     """For its duration, the collector looks through what is made in it alone, and seldom.
 
-    A search then takes a third of its time. Where somebody else has frozen objects, nothing is
+    A search then takes a third of its time. Where other code has frozen objects, nothing is
     done: they could not be told from ours afterwards. Within itself it does nothing more.
 
     Args:

@@ -63,7 +63,7 @@ def budget_bytes(held_bytes: int = 0, *, share: int = 1, beside_bytes: int = 0) 
 
     Args:
         held_bytes: by the model, which gives it up for its buckets. Of it counts what the process
-            has in RAM, files left out: `to_empty()` allocates memory that is free until somebody
+            has in RAM, files left out: `to_empty()` allocates memory that is free until a caller
             writes to it, and the pages of a mapped checkpoint are free whenever others need them.
         share: processes that do the same on this host: each has so much of what is free.
         beside_bytes: of processes that this one will start; the margin is that much at least, and

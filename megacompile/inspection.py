@@ -123,7 +123,7 @@ def explain(
 
     It shows the stages; where every byte is, on the device and on the host; the plan and its
     reasons; how busy each stream is and what bounds the step; what would help, and by how much.
-    Times are predicted for a step in the middle of training. A trace puts measured times beside
+    Times are predicted for a step in the middle of training. A trace puts measured times next to
     them. The optimizer is assumed to be an AdamW with the states that the options name. Of the
     model's stages, and of the process's updates in C++ and kernels in Triton, it says how many came
     from caches, how many were compiled in this process, and how many seconds that took (`code`).
@@ -206,7 +206,7 @@ def _moved(machine: Machine) -> Moved | None:
     return Moved(read, written, machine.steps)
 
 
-# The last trace of each model, as long as somebody else keeps it.
+# The last trace of each model, as long as another object keeps it.
 _TRACES: WeakKeyDictionary[StreamedModel, ref[Trace]] = WeakKeyDictionary()
 
 

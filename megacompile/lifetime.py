@@ -1,4 +1,4 @@
-"""The front door, second part: a model that gives its memory back, is called without capture,
+"""The front door, second part: a model that returns its memory, is called without capture,
 and becomes a plain one again.
 
 `released()`, `restoring()`, `eager()`, `full_parameters()`, `unmegacompile()`.
@@ -31,7 +31,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @contextlib.contextmanager
 def released(model: nn.Module) -> Iterator[None]:
-    """Give the device's memory to somebody else for the time of a `with` block.
+    """Lend the device's memory to other code for the time of a `with` block.
 
     Slots, workspaces and the allocator's cache are freed. Layers that live on the device go to the
     host, with their gradients and optimizer states, and come back at the end, also when an
@@ -70,10 +70,10 @@ def released(model: nn.Module) -> Iterator[None]:
 def restoring(model: nn.Module) -> Iterator[None]:
     """Load a checkpoint over what a failed update has left half made, by a loader that reads first.
 
-    Reads of half updated parameters and optimizer states raise, so that nobody saves them. A loader
-    that asks for `state_dict()` to load into it, as torch.distributed.checkpoint's does, may read
-    them inside of this block. A call of the model and `optimizer.step()` are errors there until all
-    of it was loaded. Where nothing has failed the block does nothing.
+    Reads of half updated parameters and optimizer states raise, so that they are not saved. A
+    loader that asks for `state_dict()` to load into it, as torch.distributed.checkpoint's does, may
+    read them inside of this block. A call of the model and `optimizer.step()` are errors there
+    until all of it was loaded. Where nothing has failed the block does nothing.
 
     Args:
         model: a megacompiled model. The states of all optimizers over it are meant too.
@@ -161,8 +161,8 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
     Yields:
         (name, tensor): of the parameter's shape, in the dtype that the model computes in
-        (`compute_dtype`, else the parameter's). Nobody writes to a tensor that you keep; of a layer
-        that lives on the device it is the parameter itself: do not write to it.
+        (`compute_dtype`, else the parameter's). A tensor that you keep is not written to; of a
+        layer that lives on the device it is the parameter itself: do not write to it.
 
     Raises:
         ModelError: the model is not in a megacompiled one, a parameter is quantized, or an adapter

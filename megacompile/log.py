@@ -187,7 +187,7 @@ def buckets_placed(name: str, buckets: Sequence[Bucket], node: str = "") -> None
 
 
 def without_symbols(name: str, error: Exception, what: str = "set of sizes") -> str:
-    """Tell that each set of sizes, or each value of a float, gets code of its own; gives why."""
+    """Tell that each set of sizes, or each value of a float, gets code of its own; returns why."""
     why = str(error).strip().split("\n")[0]
     if line := source_line(str(error)):
         why = f"{why} ({line})"
@@ -198,7 +198,7 @@ def without_symbols(name: str, error: Exception, what: str = "set of sizes") -> 
 
 def fixed_sizes(name: str, fixed: Mapping[int | float, str]) -> str:
     """Tell which sizes and numbers that change are constants in the code, and who asks for them;
-    gives why."""
+    returns why."""
     for value, where in fixed.items():
         text = "%s: each value of a size gets its own code, as %s did now: %s asks for it"
         logger("capture").info(text, name, value, where)
@@ -207,7 +207,7 @@ def fixed_sizes(name: str, fixed: Mapping[int | float, str]) -> str:
 
 
 def other_way(name: str, broken: str) -> str:
-    """Tell which relation of the sizes another program relies on; gives why this one was made."""
+    """Tell which relation of the sizes another program relies on; returns why this one was made."""
     if not broken:
         return ""
     logger("capture").info("%s: other sizes need code of their own: %s", name, broken)
@@ -220,7 +220,7 @@ def compiled(name: str, found: int, made: int, time_s: float, beside: int = 0) -
     Args:
         found: graphs whose code was in a cache.
         made: graphs that were compiled.
-        beside: of those found: graphs that processes beside this one have compiled meanwhile.
+        beside: of those found: graphs that processes next to this one have compiled meanwhile.
     """
     if found or made:
         text = "%s: compiled %d templates in %.1f s (%d from the cache%s)"

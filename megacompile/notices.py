@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
-# Packages whose lines help nobody: ours, and those that call us on behalf of the user's code.
+# Packages whose lines are no help: ours, and those that call us on behalf of the user's code.
 _PASSED = frozenset(("megacompile", "torch", "contextlib", "functools", "threading", "concurrent"))
 
 

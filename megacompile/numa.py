@@ -11,7 +11,7 @@ Preferred, never demanded: where the node is full, pages come from another one. 
 where there is one node, where the system does not say which (most virtual machines), and where the
 user has said it (`numactl`): a memory policy of the process, or cores of other nodes alone.
 
-Containers may refuse `mbind` (Docker's default profile does). There, pages lie where they are
+Containers may refuse `mbind` (Docker's default profile does). There, pages are where they are
 touched first, and it is the threads that bring them near.
 """
 
@@ -108,7 +108,8 @@ def _siblings(cores: Collection[int], root: Path) -> int:
 
 
 def prefer(address: int, size_bytes: int, node: Node) -> bool:
-    """Ask that memory gets its pages from a node, whoever touches it. Pages that are there stay.
+    """Ask that memory gets its pages from a node, from any thread that touches it. Pages that are
+    there stay.
 
     Args:
         address: of whole pages, in a mapping.
@@ -139,7 +140,7 @@ def cores_of_updates(node: Node | None, threads: int, processes: int) -> frozens
 
     One node's memory is as fast as so many of its cores can use. So threads go near the GPU if the
     node has a core for each. If there are more, they need the other nodes' cores, and the memory
-    there: what the CPU alone uses, such as optimizer states, lies where its thread runs.
+    there: what the CPU alone uses, such as optimizer states, is where its thread runs.
 
     Args:
         threads: of this process.
@@ -184,7 +185,7 @@ _GET_MEMPOLICY, _MBIND = range(2)
 
 @functools.cache
 def _syscall() -> Syscall:
-    """Calls `get_mempolicy` or `mbind`, and gives the error, or 0. No library of Python's or the
+    """Calls `get_mempolicy` or `mbind`, and returns the error, or 0. No library of Python's or the
     system's has them but libnuma, which is not everywhere."""
     numbers = _NUMBERS.get(platform.machine())
     try:

@@ -67,17 +67,17 @@ class Options:
         optimizer: the optimizer whose update the backward makes. Default: none, the update is made
             in `optimizer.step()`.
         device_update: the share of the parameters (0 to 1), the first in forward order, that
-            `optimizer.step()` updates on the device. Those whose states lie on a disk do not
+            `optimizer.step()` updates on the device. Those whose states are on a disk do not
             count. With 0 the device does not help with the others either. Default: what the plan
             finds best, with INDUCTOR on CUDA and without `compute_dtype` and `disk_weights=True`;
             otherwise none.
         gpu_memory: bytes of device memory that the plan may use. Default: what is free.
         host_memory: bytes of host memory that the model may take. Default: what is free.
-        disk: the folder that optimizer states of streamed buckets may lie in. Default: none, they
-            lie in host memory.
+        disk: the folder that optimizer states of streamed buckets may be in. Default: none, they
+            are in host memory.
         disk_memory: bytes that everything may take there; of ranks, what each may. Default: what
             is free, of which each has its part.
-        disk_weights: the parameters of streamed buckets lie there too. Default: of as few of them
+        disk_weights: the parameters of streamed buckets are there too. Default: of as few of them
             as it takes, where nothing else fits.
         disk_saved: what waits on the host between forward and backward goes on to the disk.
             Default: as little of it as host memory asks for.
@@ -85,7 +85,7 @@ class Options:
         head: whether the head and its loss are computed in chunks of tokens.
         tiles: in which what acts on each token alone runs; 1: none. Default: the plan decides, with
             INDUCTOR and without `mesh`: where nothing else fits, or a step gets shorter by 3 %.
-        detect_anomaly: raise if a stage's backward gives NaN or inf.
+        detect_anomaly: raise if a stage's backward returns NaN or inf.
         activations: where saved tensors wait between forward and backward, or if they are
             recomputed.
         dynamic: whether sizes are symbols: from the start, never, or once they have changed (None).
@@ -266,7 +266,8 @@ class Options:
         return {name: str(getattr(value, "value", value)) for name, value in values.items()}
 
     def differences(self, other: Options) -> list[str]:
-        """The options in which `other` differs, as "name: mine -> theirs", as a user gives them."""
+        """The options in which `other` differs, as "name: mine -> theirs", as a user writes
+        them."""
         return [
             f"{name}: {_as_given(name, mine)} -> {_as_given(name, theirs)}"
             for name in (field.name for field in fields(self))

@@ -6,7 +6,7 @@
          state objects of that package on it and on its module
          -> w, w.quant_state.absmax, w.quant_state.state2.absmax, ...
 
-A *leaf* is one of these plain tensors, or an ordinary parameter. Leaves are what lies in buckets.
+A *leaf* is one of these plain tensors, or an ordinary parameter. Leaves are what is in buckets.
 A *member* is a leaf where a packed parameter has it; two members of equal memory are one leaf.
 """
 
@@ -27,7 +27,7 @@ from megacompile.ir.capture import Wrapping
 
 
 class Leaf(NamedTuple):
-    """A plain tensor that lies in a bucket."""
+    """A plain tensor that is in a bucket."""
 
     name: str  # fully qualified: the parameter's, and where in it the leaf is
     tensor: torch.Tensor  # an nn.Parameter, or a plain tensor of a packed one

@@ -1,8 +1,8 @@
 """Page-locked memory of this process: how much there is, and where the system has refused more.
 
-Nobody says in advance how much can be locked. `ulimit -l` is not asked by NVIDIA's driver. Under
-WSL 2 it is what Windows lends, which can be as little as 0.5 GiB; some containers allow none. So
-the limit is found by trying: what was refused once is not asked for again, and buffers that are
+It is not known in advance how much can be locked. `ulimit -l` is not asked by NVIDIA's driver.
+Under WSL 2 it is what Windows lends, which can be as little as 0.5 GiB; some containers allow none.
+So the limit is found by trying: what was refused once is not asked for again, and buffers that are
 not locked are pageable. The numbers are the same. Their copies are slower, and plans allow for
 that (`megacompile.cost.pageable`).
 """

@@ -146,7 +146,7 @@ def phase(what: str) -> Iterator[None]:
 
 
 def _line() -> _Line | None:
-    """The innermost line of this thread; None: it has none, as threads that work beside it."""
+    """The innermost line of this thread; None: it has none, as threads that work next to it."""
     if not _lines:
         return None
     mine = threading.get_ident()

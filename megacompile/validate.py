@@ -99,7 +99,7 @@ def _refuse_shared_memory(model: str, params: dict[str, torch.Tensor]) -> None:
         last = sum(
             (size - 1) * step for size, step in zip(param.shape, param.stride(), strict=True)
         )
-        if last + 1 == param.numel():  # dense: rows of a common tensor, say, are in nobody's way
+        if last + 1 == param.numel():  # dense: rows of a common tensor, say, are in no one's way
             spans.append((param.data_ptr(), (last + 1) * param.dtype.itemsize, name))
     spans.sort()
     for (start, size_bytes, name), (other_start, _, other) in zip(spans, spans[1:], strict=False):

@@ -1,1 +1,1 @@
-"""Processes beside this one, which compile what it will need."""
+"""Processes next to this one, which compile what it will need."""

@@ -1,7 +1,7 @@
-"""Processes beside this one that compile stages, so that Inductor's caches on disk have them.
+"""Processes next to this one that compile stages, so that Inductor's caches on disk have them.
 
 Inductor compiles one graph after the other in a process: a minute of Python for the graphs of a
-model, beside which most cores are idle. Here several processes compile a graph each, and this one
+model, next to which most cores are idle. Here several processes compile a graph each, and this one
 takes what they have made from the caches, within a few hundredths of a second for each.
 
     compiling   this process wants the code now: it compiles what no process has begun, and waits
@@ -46,12 +46,12 @@ from megacompile.runtime.device import forks
 from megacompile.runtime.device.background import fulfil
 
 VARIABLE = "MEGACOMPILE_COMPILE_PROCESSES"
-_MOST = 8  # processes, where nobody says how many
+_MOST = 8  # processes, by default
 _PROCESS_BYTES = 2 * 2**30  # of host memory, with the processes that compile its kernels
 _SHARE = 8  # they take no more than one of so many parts of what is free
 _THREADS = 4  # of each of them, for kernels
 _PATIENCE_S = 300.0  # with one graph
-_MANY = 8  # graphs: for fewer, no process is started that nobody has started before
+_MANY = 8  # graphs: for fewer, no process is started
 _IDLE_S = 20.0  # behind the last graph
 _READY = "ready"  # for a job, the last of which is done
 
@@ -131,7 +131,7 @@ class CompilePool:
         ]
         self._works = False
         self._loads = loads
-        self.kept = False  # are there jobs that nobody waits for?
+        self.kept = False  # are there jobs without a waiter?
         forks.tell(self)
 
     def submit(self, graphs: Iterable[Graph]) -> Jobs:
@@ -173,7 +173,7 @@ class CompilePool:
             self._give_up()
 
     def _give_up(self) -> None:
-        """Nobody compiles what is still asked for."""
+        """Cancels the jobs that have not begun."""
         with contextlib.suppress(queue.Empty):
             while True:
                 item = self._jobs.get_nowait()
@@ -209,7 +209,7 @@ def _job(graph: Graph, settings: Callable[[], bytes], loads: bool) -> Job | None
     try:
         packed, inputs = compat.packed_graph(graph.module), _described(graph.inputs)
         given = settings()
-    except Exception as error:  # whatever somebody's classes raise when they are pickled
+    except Exception as error:  # whatever a class raises when it is pickled
         log.logger("compile").info("a graph is compiled here, since it cannot be sent: %s", error)
         return None
     caches = {name: os.environ[name] for name in compat.CACHE_VARIABLES if name in os.environ}

@@ -1,4 +1,4 @@
-"""Host memory of the processes beside this one, which a budget has to leave to them.
+"""Host memory of the processes next to this one, which a budget has to leave to them.
 
 They are there when a first step fills the host with gradients and states. Measured with
 `python -m benchmarks.beside_memory`; decision 33 has the figures. Those of `compile_pool` are not

@@ -1,6 +1,6 @@
-"""A Python process beside this one, which does what a module of ours says.
+"""A Python process next to this one, which does what a module of ours says.
 
-It hears no Ctrl-C (it is a session of its own), and ends when the pipe to it closes, be it because
+It hears no Ctrl-C (it is a session of its own), and ends when the pipe to it closes, also because
 this process is killed. A forked child has no part in it.
 """
 

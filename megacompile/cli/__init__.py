@@ -33,7 +33,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; gives the exit code: 0, or 2 after one line on stderr."""
+    """Run a command; returns the exit code: 0, or 2 after one line on stderr."""
     parser = _Parser(
         prog="python -m megacompile",
         usage="python -m megacompile COMMAND [options]",

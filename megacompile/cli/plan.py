@@ -160,7 +160,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def _check_on_disk(args: argparse.Namespace) -> None:
-    """Refuse what cannot lie on a disk, as `megacompile()` does."""
+    """Refuse what cannot be on a disk, as `megacompile()` does."""
     asked = {"--disk-weights": args.disk_weights, "--disk-saved": args.disk_saved}
     for name in [name for name, value in asked.items() if value and args.disk is None]:
         raise OptionError(f"{name}: where? name the disk's folder: --disk PATH")

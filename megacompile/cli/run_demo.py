@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A language model of bytes; gives the loss, nats a byte."""
+    """A language model of bytes; returns the loss, nats a byte."""
 
     def __init__(self, layers: int, width: int, context: int) -> None:
         super().__init__()

@@ -327,7 +327,7 @@ def _speed(answer: Answer, tokens: float) -> list[str]:
 
 
 def _figures(value: float) -> str:
-    """Three figures, or all in front of the point."""
+    """Three figures, or all before the point."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:,.3g}"
 
 

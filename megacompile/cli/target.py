@@ -34,7 +34,7 @@ class Target:
 
 
 class LossAlone(nn.Module):
-    """A causal language model that gives its loss and no logits: its head can be in chunks."""
+    """A causal language model that returns its loss and no logits: its head can be in chunks."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def build(
         float8: torchao's recipe for the linear layers of a config.
 
     Raises:
-        OptionError: nothing of that name, or one that gives no model.
+        OptionError: nothing of that name, or one that returns no model.
         MissingExtraError: transformers is not installed, and a config needs it.
     """
     named = source.parse(text)

@@ -5,7 +5,7 @@
 
 A composite operator's C++ is older than symbols in places: it asks for the ints, and what is traced
 is right for these sizes alone. Each of those here calls what its C++ calls, in the same order. So a
-graph that is traced with symbols is the one that C++ gives for numbers.
+graph that is traced with symbols is the one that C++ returns for numbers.
 
 torch's Python dispatcher has other decompositions for some of them, and for many more operators,
 which round otherwise. These here are kernels of a dispatch key that is on within `SymbolicFakes`

@@ -33,7 +33,8 @@ def use_expandable_segments() -> bool:  # torch 2.11 to 2.15
 
     Code that cannot do with it (vLLM's memory pools) asks the environment. So it is set there too,
     and not at all where the user set the allocator up, or where memory was taken from it already:
-    whoever did that has asked before. Torch 2.11 cannot say what a program has set (2.12 can).
+    a caller that did that has asked before. Torch 2.11 cannot say what a program has set (2.12
+    can).
     """
     configured = getattr(_C, "_accelerator_getAllocatorSettings", str)
     if any(os.environ.get(name) for name in _ALLOCATOR) or configured() or _has_allocated():
@@ -53,7 +54,7 @@ def _has_allocated() -> bool:
 
 
 def give_cache_back(device: torch.device) -> None:  # torch 2.11 to 2.15
-    """Give device memory that nobody uses back to the driver: workspaces, and what is cached."""
+    """Return unused device memory to the driver: workspaces, and what is cached."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         _C._cuda_clearCublasWorkspaces()

@@ -27,7 +27,7 @@ from megacompile.compat.caches import counted
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# Dynamo captures anew when hooks are added to or removed from a module, and when two parameters
+# Dynamo captures again when hooks are added to or removed from a module, and when two parameters
 # become one; by default it looks at neither. Nor does it split a graph at the buckets of a
 # DistributedDataParallel around: a schedule is for a whole graph. What it would leave to eager code
 # after 8 captures (an op that needs a number's value) is captured again.
@@ -210,7 +210,7 @@ def _capture_as(
     """Makes Dynamo capture another function.
 
     Args:
-        choose: gives its arguments, out of variables of Dynamo's; None: Dynamo goes on as ever.
+        choose: returns its arguments, out of variables of Dynamo's; None: Dynamo goes on as ever.
     """
     handlers: Any = TorchInGraphFunctionVariable._get_handlers()
     if stock in handlers:
@@ -239,7 +239,7 @@ def captured_so_far() -> tuple[int, int]:  # torch 2.11 to 2.15
 
 @contextmanager
 def logging_captures() -> Iterator[str]:  # torch 2.11 to 2.15
-    """For its duration Dynamo logs at DEBUG why it captures code again; gives the logger's name.
+    """For its duration Dynamo logs at DEBUG why it captures code again; returns the logger's name.
 
     `torch._logging.set_logs()` would give all of torch's loggers other handlers.
     """

@@ -13,7 +13,7 @@ _KWARGS: Any = fx.Node.kwargs
 
 
 def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:  # torch 2.11 to 2.15
-    """As `fx.GraphModule(root, graph)`; its Python is written when somebody calls it or looks."""
+    """As `fx.GraphModule(root, graph)`; its Python is written on the first call or look."""
     module: fx.GraphModule = _LazyGraphModule(root, graph)
     return module
 

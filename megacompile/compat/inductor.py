@@ -41,7 +41,7 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:  # torch 2.11 to
     clamp = table[torch.ops.aten.clamp.default]
 
     def clamped(x: torch.Tensor, *bounds: Any, **named: Any) -> Any:
-        """Theirs gives ints for ints, where a float bound is a symbol."""
+        """Theirs returns ints for ints, where a float bound is a symbol."""
         symbolic = any(isinstance(n, torch.SymFloat) for n in (*bounds, *named.values()))
         exact = x.is_floating_point() or not symbolic
         return clamp(x, *bounds, **named) if exact else NotImplemented
@@ -59,7 +59,7 @@ def split_joint(
     """AOTAutograd's min-cut partitioner: (forward returning outputs and saved, backward).
 
     With a budget below 1 it runs nodes on their fake values, to count what they cost. The Python of
-    its graphs, most of which nobody calls, is written when somebody does.
+    its graphs, most of which are never called, is written on the first call.
     """
     budget = functorch_config.patch(activation_memory_budget=memory_budget)
     with budget, _use_lazy_graph_module(True):
@@ -152,7 +152,8 @@ def _untraced(
 
 
 def packed_graph(module: fx.GraphModule) -> bytes:  # torch 2.11 to 2.15
-    """A graph that `compile_inductor` takes, for another process; `unpacked_graph` gives it there.
+    """A graph that `compile_inductor` takes, for another process; `unpacked_graph` returns it
+    there.
 
     What is noted about nodes stays: it may hold nodes, and their values are found again.
 

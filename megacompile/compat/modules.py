@@ -99,7 +99,8 @@ def compiled_calls(
 def holders_of_parameters(
     modules: Iterable[torch.nn.Module],
 ) -> list[dict[str, torch.nn.Parameter | None]]:  # torch 2.11 to 2.15
-    """The dicts of the modules that have parameters of their own, as `parameters_of` gives them."""
+    """The dicts of the modules that have parameters of their own, as `parameters_of` returns
+    them."""
     return [holder for module in modules if (holder := module._parameters)]
 
 

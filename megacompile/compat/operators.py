@@ -25,7 +25,7 @@ def is_higher_order(target: Any) -> bool:  # torch 2.11 to 2.15
 
 
 def kernel_of(target: Any) -> Any:  # torch 2.11 to 2.15
-    """The function that an ATen operator calls, without the Python function in front of it."""
+    """The function that an ATen operator calls, without the Python function before it."""
     return target._op if isinstance(target, torch._ops.OpOverload) else target
 
 
@@ -70,7 +70,7 @@ class CustomOperator:  # torch 2.11 to 2.15
 
     @property
     def inputs(self) -> list[str]:
-        """As its schema writes them, without the mark in front of those that are named, and without
+        """As its schema writes them, without the mark before those that are named, and without
         defaults: the dispatcher leaves out arguments that are equal to theirs."""
         names = [item.name for item in self.operator._schema.arguments]
         text = str(self.operator._schema)
@@ -275,7 +275,7 @@ _LIBRARY.define(
 )
 _LIBRARY.impl("cudnn_batch_norm", _cudnn_batch_norm, "CUDA")
 torch.library.register_fake("megacompile::cudnn_batch_norm", _cudnn_batch_norm, lib=_LIBRARY)
-# aten.cudnn_batch_norm, which changes its statistics, as a function that gives new ones.
+# aten.cudnn_batch_norm, which changes its statistics, as a function that returns new ones.
 CUDNN_BATCH_NORM = torch.ops.megacompile.cudnn_batch_norm.default  # torch 2.11 to 2.15
 
 # The product of fp8 matrices, each with a scale.

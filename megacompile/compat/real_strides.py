@@ -18,7 +18,7 @@ _CANNOT_RUN = (RuntimeError, IndexError, ValueError, ArithmeticError, TypeError)
 
 @contextmanager
 def real_strides() -> Iterator[None]:  # torch 2.11 to 2.15
-    """Run each operator on zeros too, at the hints' sizes, for the strides it gives.
+    """Run each operator on zeros too, at the hints' sizes, for the strides it returns.
 
     A few kernels give other strides than their fake kernels say. What cannot run on zeros keeps
     what the fake kernel says. To be entered inside of `SymbolicFakes`.
@@ -33,7 +33,7 @@ def real_strides() -> Iterator[None]:  # torch 2.11 to 2.15
 
 
 def _settled(func: Any, args: Any, kwargs: Any, found: Any) -> Any:
-    """The results of an operator, with the strides that its kernel gives."""
+    """The results of an operator, with the strides that its kernel returns."""
     if not _makes_tensors(func):
         return found
     flat, spec = tree_flatten(found)

@@ -41,7 +41,7 @@ def sources_renamed_once() -> Iterator[None]:  # torch 2.11 to 2.15
         if rename is None:
             return plain(source)
         key = id(rename), id(source)
-        if key not in renamed:  # with both, so that nobody else gets their ids
+        if key not in renamed:  # with both, so that no other object gets their ids
             renamed[key] = plain(source, rename), rename, source
         return renamed[key][0]
 

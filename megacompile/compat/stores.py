@@ -41,7 +41,7 @@ def serve_the_host(group: Any, device: torch.device) -> None:  # torch 2.11 to 2
     """Makes a group's collectives take tensors on the host too, by gloo; all of its ranks call it.
 
     A group that torch makes without a name of a backend does; one of "nccl" does not, and DTensors
-    whose parts lie on the host have none but their mesh's groups: in `full_tensor()`, in norms.
+    whose parts are on the host have none but their mesh's groups: in `full_tensor()`, in norms.
 
     Args:
         device: of the tensors that the group takes, and waits for as long.

@@ -43,7 +43,7 @@ def check(condition: bool) -> None:  # torch 2.11 to 2.15
 class _Python(PythonReferenceAnalysis):
     """Python's functions of symbols, for numbers, symbolic ones, and proxies of both.
 
-    torch's gives sympy's functions for some of them, or functions that ask a proxy for its value.
+    torch's returns sympy's functions for some of them, or functions that ask a proxy for its value.
     """
 
     @staticmethod
@@ -323,7 +323,7 @@ def reified(
 
 
 def is_number(value: Any) -> bool:  # torch 2.11 to 2.15
-    """True if a traced node gives a symbolic number."""
+    """True if a traced node returns a symbolic number."""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 

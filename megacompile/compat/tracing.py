@@ -48,7 +48,7 @@ def _knowing_statistics(mode: Any, native: bool) -> Callable[..., Any]:
     statistics.
 
     Its schema does not say so, and torch takes them for inputs alone: their new values would be
-    nobody's.
+    of no user.
     """
     stock = mode.__torch_dispatch__
 
@@ -169,7 +169,7 @@ def trace(
         modes.enter_context(torch.autograd.set_detect_anomaly(False))
         if detect_fake_mode((*primals, *tangents)) is None:
             modes.enter_context(tracing(TracingContext(fake_mode())))
-        modes.enter_context(_use_lazy_graph_module(True))  # nobody may ever call it
+        modes.enter_context(_use_lazy_graph_module(True))  # it may never be called
         traced = make_fx(joint, decomposition_table=decompositions)(list(primals), list(tangents))
     return flatten_signature(traced)
 
@@ -195,7 +195,7 @@ def flatten_signature(module: fx.GraphModule) -> fx.GraphModule:  # torch 2.11 t
 
 
 def eager_decompositions() -> dict[Any, Callable[..., Any]]:  # torch 2.11 to 2.15
-    """For operators whose functional form gives other numbers than the in-place form does."""
+    """For operators whose functional form returns other numbers than the in-place form does."""
     return {torch.ops.aten.bernoulli.p: _bernoulli}
 
 

@@ -80,12 +80,12 @@ def is_grouped(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """True if it gives memory that was there before."""
+    """True if it returns memory that was there before."""
     return name_of(node) in _VIEWS or node.target is operator.getitem
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """The tensors that it gives, fake."""
+    """The tensors that it returns, fake."""
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else [value]
     return [v for v in values if isinstance(v, torch.Tensor)]
@@ -111,7 +111,7 @@ def flops_of(node: fx.Node) -> int:
 
 def instructions_of(node: fx.Node) -> int:
     """Operations of an elementwise node, or of a reduction: for all numbers that it takes or
-    gives."""
+    returns."""
     sizes = (t.numel() for n in (node, *node.all_input_nodes) for t in tensors_of(n))
     return max(sizes, default=0) * _instructions_a_number(node)
 
@@ -142,7 +142,7 @@ def itemsize_of(node: fx.Node) -> int:
 
 def _grouped_flops(node: fx.Node) -> int:
     """Operations of `a` (rows, k) and `b` (groups, k, n), or the forms of its backward: (groups,
-    rows, k) with (k, n), and (m, rows) with (rows, n), which gives (groups, m, n).
+    rows, k) with (k, n), and (m, rows) with (rows, n), which returns (groups, m, n).
 
     Rows of all groups together are as many as there are rows, however they are divided.
     """
@@ -154,13 +154,14 @@ def _grouped_flops(node: fx.Node) -> int:
 
 def _unregistered_flops(node: fx.Node) -> int:
     """Operations of a product that the registry does not know, such as one with packed weights:
-    each number that it gives is a sum over the last dimension of what it takes first."""
+    each number that it returns is a sum over the last dimension of what it takes first."""
     found = _operands(node)
     return 2 * found[-1].numel() * found[0].shape[-1] if found else 0
 
 
 def _operands(node: fx.Node) -> list[torch.Tensor]:
-    """All that a product takes, (.., k) first, and what it gives, (.., n); empty for no product."""
+    """All that a product takes, (.., k) first, and what it returns, (.., n); empty for no
+    product."""
     each = [tensors_of(source) for source in node.all_input_nodes]
     given = tensors_of(node)[:1]
     if not is_product(node) or not given or not each or not each[0] or not each[0][0].dim():
@@ -314,7 +315,7 @@ def reduces_columns(node: fx.Node) -> bool:
 
 def reached_in_columns(node: fx.Node) -> float:
     """The share of memory's rate that a reduction of columns reaches: where there are many, their
-    rows are not split, and they alone run beside one another."""
+    rows are not split, and they alone run next to one another."""
     if not reduces_columns(node):
         return 1.0
     columns = tensors_of(node)[0].numel()

@@ -4,7 +4,7 @@
 
 [Note: fusion] Inductor calls libraries for matrix products and attention, and operators of other
 packages as they are, and writes kernels for the rest. Elementwise nodes cost nothing by themselves:
-they are part of whoever reads them. A value is *realized*, written to memory, where a library, a
+they are part of their readers. A value is *realized*, written to memory, where a library, a
 reduction's reader or the caller needs it, or where several readers would repeat too much. Realized
 nodes that no library call separates, and that reduce in the same direction, share one kernel, which
 reads and writes only what crosses its border. What depends on a number that is reduced from a whole
@@ -149,10 +149,10 @@ class _Walk:
         source, index = node.args
         assert isinstance(source, fx.Node) and isinstance(index, int)
         made = self.realized.get(source)
-        if made is None:  # part of whoever reads it
+        if made is None:  # part of its readers
             return self.of[source]
         values = source.meta["val"]
-        if not isinstance(values[index], torch.Tensor):  # a gradient that nobody needs is None
+        if not isinstance(values[index], torch.Tensor):  # a gradient that is not needed is None
             return {}
         buffer = made[sum(isinstance(value, torch.Tensor) for value in values[:index])]
         return {buffer: self.buffers[buffer].size_bytes}
@@ -171,7 +171,7 @@ class _Walk:
             self.inlined[node] = inlined
 
     def _inlined_by(self, node: fx.Node) -> frozenset[fx.Node]:
-        """The nodes that whoever reads a node's inputs computes."""
+        """The nodes that are computed by each reader of a node's inputs."""
         each = (self.inlined.get(source, frozenset()) for source in node.all_input_nodes)
         return frozenset().union(*each)
 

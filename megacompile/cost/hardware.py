@@ -82,7 +82,7 @@ class Hardware:
         """Bandwidth of one rank from those with the same rows, while all ranks of its host do the
         same.
 
-        These are on other hosts, as a rule. Where that was not measured and nobody has told it
+        These are on other hosts, as a rule. Where that was not measured and it was not given
         (`network_gb_s`), each rank is taken to have 100 Gbit/s.
         """
         return ASSUMED_NETWORK_GB_S if self.network_gb_s is None else self.network_gb_s

@@ -184,7 +184,7 @@ class _Replay:
                     self._keep(schedule, bucket)
 
     def _keep(self, schedule: Schedule, bucket: Bucket) -> int:
-        """Gradients of a resident bucket are there from now on; gives the bytes that are new."""
+        """Gradients of a resident bucket are there from now on; returns the bytes that are new."""
         mine = largest_shard(bucket)
         params = [mine.params[i] for i in schedule.gradient_params[bucket.key]]
         size = int(sum(p.numel * self.cost.grad_of(p.dtype.itemsize) for p in params))
@@ -207,7 +207,7 @@ class _Replay:
                 self.before[kind] = self.before.get(kind, 0) + size
 
     def forward(self, schedule: Schedule) -> dict[str, _Block]:
-        """Gives the saved values by name, each named once more."""
+        """Returns the saved values by name, each named once more."""
         for node in schedule.forward.find_nodes(op="placeholder"):
             size = value_bytes(node)
             self._name(node, _Block(Kind.INPUTS, size, owned=False))
@@ -228,7 +228,7 @@ class _Replay:
         return kept
 
     def backward(self, schedule: Schedule, saved_values: dict[str, _Block]) -> dict[str, _Block]:
-        """Gives what it leaves for the update, by name."""
+        """Returns what it leaves for the update, by name."""
         assert schedule.backward is not None
         waiting = elsewhere(schedule.forward)
         for node in schedule.backward.find_nodes(op="placeholder"):
@@ -256,7 +256,7 @@ class _Replay:
         self._walk("update", schedule)
 
     def _copy_bytes(self, schedule: Schedule, updated: fx.Node) -> int:
-        """Bytes of new parameters as they are streamed, where an update makes them beside the
+        """Bytes of new parameters as they are streamed, where an update makes them next to the
         masters."""
         if self.cost.master_bytes is None or ops.effects(updated).fills is None:
             return 0

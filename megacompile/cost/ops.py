@@ -62,7 +62,7 @@ def node_s(node: fx.Node, hardware: Hardware, *, fused: bool = True) -> float:
 
 
 def computes_s(schedule: Schedule, hardware: Hardware, *, fused: bool = True) -> float:
-    """Seconds that what a step computes takes, wherever its buckets lie: the templates, one after
+    """Seconds that what a step computes takes, wherever its buckets are: the templates, one after
     another as they run, and updates in the backward with what else there is."""
     runs: Counter[tuple[Template, Code]] = Counter()
     others_s = 0.0

@@ -1,6 +1,7 @@
 """The cost of the optimizer in a step: bytes in host memory, and time on the CPU.
 
-    exact            the CPU updates bucket after bucket, in forward order, beside the next forward;
+    exact            the CPU updates bucket after bucket, in forward order, next to the next
+    forward;
                      the device those that live there, and those of a device update
     in the backward  the schedule has the update; the CPU does nothing
 

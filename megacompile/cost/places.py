@@ -1,6 +1,6 @@
-"""Bytes that parts of a bucket take where they lie: in flat buffers on the host, and on a disk.
+"""Bytes that parts of a bucket take where they are: in flat buffers on the host, and on a disk.
 
-On the host the tensors of a part lie in one buffer (`megacompile.ir.mirror`). On a disk buffers
+On the host the tensors of a part are in one buffer (`megacompile.ir.mirror`). On a disk buffers
 begin and end at pages, and so do the buffers of host memory that they come to.
 """
 

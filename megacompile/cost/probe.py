@@ -30,7 +30,7 @@ def measure(device: torch.device | str, *, meet: Callable[[], object] = lambda: 
     Args:
         device: a GPU, or the CPU.
         meet: called three times: before the device is measured, before updates are, and before
-            updates beside copies are. Processes that measure one GPU each wait for one another in
+            updates next to copies are. Processes that measure one GPU each wait for one another in
             it. So all of them copy at the same time, and update at the same time. Each finds what
             it gets of the host then; the host has the sum.
     """

@@ -51,7 +51,7 @@ class Queues:
         self._host_s, self._device_s = (1 / self.rates[1 << k][k] for k in (HOST, DEVICE))
 
     def add(self, work: Work) -> int:
-        """Gives its place."""
+        """Returns its place."""
         self.works.append(work)
         return len(self.works) - 1
 

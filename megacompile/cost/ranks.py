@@ -147,8 +147,8 @@ def agree(
 ) -> Agreed | None:
     """The slowest rates of all ranks: a collective of all of them.
 
-    Each GPU is measured once, in a few seconds. On the CPU nobody measures for a plan: None there,
-    unless every rank has rates on file.
+    Each GPU is measured once, in a few seconds. On the CPU nothing is measured for a plan: None
+    there, unless every rank has rates on file.
 
     Args:
         mesh: the ranks.
@@ -167,7 +167,7 @@ def agree(
         found = told(_said(of_host, mine))
     ranks, shares = _with_hosts(found, disks or {}, together=cuda)
     slowest = _slowest(shares)
-    if not cuda or len(ranks) == 1:  # which has nobody to gather from
+    if not cuda or len(ranks) == 1:  # which has no rank to gather from
         return Agreed(slowest, ranks)
     gather_gb_s, start_s = _interconnect(mesh, device, told)
     slowest = slowest.with_interconnect(gather_gb_s)
@@ -288,7 +288,7 @@ def _slowest_s(
         wait()
         return time.perf_counter() - start
 
-    told(None)  # all have their memory: nobody waits in a collective for one that has not
+    told(None)  # all have their memory: no rank waits in a collective for one that has not
     small = statistics.median(seconds(_SMALL) for _ in range(2 * _REPEATS))
     large = statistics.median(seconds(_BYTES) for _ in range(_REPEATS))
     small, large = map(max, zip(*told((small, large)), strict=True))

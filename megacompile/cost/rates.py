@@ -27,11 +27,11 @@ def load(device: torch.device | str, *, again: bool = False) -> Hardware:
     """The measured figures of `device`, from the cache file if it was measured before.
 
     The file is of this device, this number of threads, this version of torch and this version of
-    the format; one that cannot be read is written anew.
+    the format; one that cannot be read is written again.
 
     Args:
         again: measure even if that was done before: something else may have used the device then.
-            Ranks that share a model measure it anew, too.
+            Ranks that share a model measure it again, too.
     """
     device = torch.device(device)
     found = None if again else cached(device)

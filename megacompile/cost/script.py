@@ -2,7 +2,7 @@
 
 An op waits for what it names. What a graph takes of an earlier one is a placeholder: a token
 (`megacompile.ir.tokens`), what a backward left for the update (`schedule.left`), or a saved value
-that a forward has written to a disk. A placeholder that nobody has given yet stands for nothing.
+that a forward has written to a disk. A placeholder that was not given yet stands for nothing.
 
 Four things are waited for that no edge shows, because the host issues the ops:
 
@@ -251,7 +251,8 @@ class Steps:
         self.written: list[int] = []  # the same back to it
 
     def add(self, queues: Queues, step: int) -> int:
-        """Add a step. Gives the work that ends it: the last compute, with gradients on the host."""
+        """Add a step. Returns the work that ends it: the last compute, with gradients on the
+        host."""
         last_compute: list[int] = []
         for graph, amounts in self.graphs:
             first = len(queues.works)

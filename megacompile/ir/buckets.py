@@ -11,7 +11,7 @@ import torch
 
 ParamId = tuple[int, int]  # a parameter: the key of its bucket, and its index there
 
-ALIGNMENT_BYTES = 256  # of each parameter in its bucket, as the CUDA allocator gives
+ALIGNMENT_BYTES = 256  # of each parameter in its bucket, as the CUDA allocator returns
 PADDED_NUMEL = 256  # elements that places of what mirrors no neighbours are rounded up to
 
 
@@ -55,7 +55,7 @@ class Bucket:
     `key` identifies the buffer; `label` is what is printed: the index of the first stage that
     reads it in this schedule, with ".1", ".2" where that stage reads more than one.
 
-    With several `ranks`, this is what they have together, and how it lies in a slot: the rows of a
+    With several `ranks`, this is what they have together, and how it is in a slot: the rows of a
     parameter one after the other, padded so that each rank has as many. A rank's own buffer has the
     layout `shard(rank)`.
     """
@@ -114,7 +114,7 @@ class Bucket:
         return replace(self, params=tuple(params), size_bytes=size_bytes, ranks=1)
 
     def rows_of(self, rank: int) -> tuple[Param, ...]:
-        """The places of the part of one rank among those of all ranks, as they lie in a slot."""
+        """The places of the part of one rank among those of all ranks, as they are in a slot."""
         if self.ranks == 1:
             return self.params
         return tuple(

@@ -2,7 +2,7 @@
 
 Neighbours are as many elements apart as the parameters are, so that parameters, gradients and
 states of neighbours are spans of equal length, and one kernel call can update them. Behind a gap,
-and where sizes of elements are mixed, they lie one after the other.
+and where sizes of elements are mixed, they are one after the other.
 """
 
 from __future__ import annotations

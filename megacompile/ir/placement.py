@@ -17,7 +17,7 @@ class Placement:
     change."""
 
     resident: frozenset[int] = frozenset()  # keys of the buckets that live on the device
-    on_disk: frozenset[int] = frozenset()  # of those whose states lie on the disk, if streamed
+    on_disk: frozenset[int] = frozenset()  # of those whose states are on the disk, if streamed
     weights_on_disk: frozenset[int] = frozenset()  # the same of parameters
     accumulates: bool = False  # may a forward find gradients there, of a backward before it?
     stays: str = ""  # why no bucket may go elsewhere; "": they may
@@ -27,7 +27,7 @@ def first_to_disk(buckets: Sequence[Bucket], trained: Collection[int]) -> list[B
     """Buckets in the order in which their parameters go to a disk, where host memory is short.
 
     Frozen ones are only read, so they come first. Those that are much larger than most come last:
-    each buffer that a disk is read into is as large as the largest. The first few of the others lie
+    each buffer that a disk is read into is as large as the largest. The first few of the others are
     far from one another, however many they are, so that a drive has work all through a step.
 
     Args:

@@ -45,12 +45,12 @@ class Plan:
     state_delay: int = 1  # backwards that are issued before one waits for states to leave
     saved_delay: int = 1  # forwards that are issued before one waits for saved tensors to leave
     stay: frozenset[int] = frozenset()  # buckets (keys) that keep their slots between forwards
-    on_disk: frozenset[int] = frozenset()  # buckets (keys) whose states lie on a disk
+    on_disk: frozenset[int] = frozenset()  # buckets (keys) whose states are on a disk
     state_sets: int = 0  # sets of host buffers that these states come to, one a bucket at a time
     state_set_bytes: int = 0  # of each, as far as is known
     saved_on_disk: frozenset[int] = frozenset()  # stages whose saved values go on to a disk
     saved_sets: int = 0  # host buffers on their way there, and as many on the way back
-    weights_on_disk: frozenset[int] = frozenset()  # buckets (keys) whose parameters lie on a disk
+    weights_on_disk: frozenset[int] = frozenset()  # buckets (keys) whose parameters are on a disk
     weight_sets: int = 0  # host buffers that prefetches copy these parameters from
     new_weight_sets: int = 0  # host buffers in which updates leave them, until they are written
 
@@ -105,7 +105,7 @@ class Schedule:
     written: tuple[str, ...] = ()
     # (output, parameter) of outputs that are views of parameters to the user, and copies here
     views: tuple[tuple[int, str], ...] = ()
-    # (output, where it lies) of outputs that are views of inputs; the forward returns the inputs
+    # (output, where it is) of outputs that are views of inputs; the forward returns the inputs
     input_views: tuple[tuple[int, InputView], ...] = ()
     defers: bool = False  # its gradients are not summed over replicas: a later backward does that
 
@@ -136,7 +136,7 @@ class Schedule:
         return tuple(dict.fromkeys(stage.traced for stage in self.stages))
 
     def copy(self) -> Schedule:
-        """The same schedule with graphs of its own for a pass to change; a draft gives itself."""
+        """The same schedule with graphs of its own for a pass to change; a draft returns itself."""
         return self if self.draft else self.fresh()
 
     def fresh(self) -> Schedule:

@@ -167,7 +167,7 @@ class Stage:
 
     @functools.cached_property
     def gradient_buckets(self) -> tuple[Bucket, ...]:
-        """The buckets that the stage's backward gives gradients for, a group each."""
+        """The buckets that the stage's backward returns gradients for, a group each."""
         return self.buckets_read(self.traced.gradients)
 
     @functools.cached_property

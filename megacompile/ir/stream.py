@@ -10,8 +10,8 @@ class Stream(enum.Enum):
 
     Those of the device run their ops in the order in which they are issued. The two of
     `optimizer.step()` do not: the host takes the first update that waits, the device that helps it
-    takes the last one, and nobody knows beforehand where they meet. Nor do those of a disk, which
-    has several of its requests at a time.
+    takes the last one, and it is not known beforehand where they meet. Nor do those of a disk,
+    which has several of its requests at a time.
     """
 
     COMPUTE = "compute"  # the user's current stream: every compute, and updates on the device

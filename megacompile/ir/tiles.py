@@ -3,10 +3,10 @@
     before: h = mm(x, w1); g = gelu(h); y = mm(g, w2)         h, g: all tokens by the inner width
     after:  y = piece(x, w1, w2)                              a tile at a time
 
-A `Piece` stands in the graph as the function that it is. It takes what the piece reads and gives a
-tuple of what others read of it. A tensor that has tokens is cut along its `Axis`; one that has none
-(a weight) comes whole. Results that have tokens are put together again, and sums over tokens are
-added up.
+A `Piece` stands in the graph as the function that it is. It takes what the piece reads and returns
+a tuple of what others read of it. A tensor that has tokens is cut along its `Axis`; one that has
+none (a weight) comes whole. Results that have tokens are put together again, and sums over tokens
+are added up.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Axis:
 
     def cut(self, tensor: Tensor, start: int, length: int) -> Tensor:
         """`length` tokens from `start` on, in dense memory with its dimensions in the same order: a
-        view, unless other dimensions lie outside of that of the tokens."""
+        view, unless other dimensions are outside of that of the tokens."""
         part: Tensor = self.part(tensor, start, length).flatten(self.dim, self.dim + 2)
         if 0 in part.stride():  # it is broadcast
             return part
@@ -68,7 +68,7 @@ class Result(Enum):
 class Tile:
     """The graph of a piece for one number of tokens: (inputs, cut) -> parts of results.
 
-    A result of the kind PRODUCT is two values of it, beside one another.
+    A result of the kind PRODUCT is two values of it, next to one another.
     """
 
     tokens: int

@@ -7,7 +7,7 @@ placeholder for each part that it must not touch before, and names it in `after=
     forward    3PREFETCH@1 after=(weights_3)    the placeholder stands for 3UPDATE
 
 So an edge between graphs is an edge like any other: it is printed, verified, simulated, and carried
-out as a wait. A placeholder whose part nobody has written since stands for nothing.
+out as a wait. A placeholder whose part was not written since stands for nothing.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from megacompile.ir.tensors import TensorMeta
 
 
 def producer(node: fx.Node) -> fx.Node:
-    """The op that gives a value: the item of a tuple comes from the op that gives the tuple."""
+    """The op that returns a value: the item of a tuple comes from the op that returns the tuple."""
     while node.op == "call_function" and node.target is operator.getitem:
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -106,7 +106,7 @@ def fetched_from(copies: Mapping[str, fx.Node], value: fx.Node) -> fx.Node:
     placeholder of the same name stands for, and what the runtime hands over there has its event.
 
     Args:
-        copies: what `copied_away` gives.
+        copies: what `copied_away` returns.
     """
     on_host = taken(value, Value.SAVED_ON_HOST)
     if effects(value).gives is not Value.SAVED or on_host is None:
@@ -162,7 +162,7 @@ def taken(node: fx.Node, kind: Value) -> fx.Node | None:
 
 
 def groups(call: fx.Node) -> Iterator[tuple[int, Bucket]]:
-    """The buckets that a backward gives gradients of, with their places in its result."""
+    """The buckets that a backward returns gradients of, with their places in its result."""
     stage: Any = call.args[0]
     buckets = stage.gradient_buckets
     count = effects(call).count
@@ -171,7 +171,7 @@ def groups(call: fx.Node) -> Iterator[tuple[int, Bucket]]:
 
 
 def kind_of(value: fx.Node) -> Value | None:
-    """The kind of a value, as its op gives it; of a backward's results, gradients of a bucket."""
+    """The kind of a value, as its op returns it; of a backward's results, gradients of a bucket."""
     source = producer(value)
     if source is value:
         return effects(value).gives
@@ -190,7 +190,7 @@ def bucket_of(value: fx.Node) -> Bucket | None:
 
 
 def label(value: fx.Node) -> str:
-    """The printed name of the op that gives a value."""
+    """The printed name of the op that returns a value."""
     return ops.label(producer(value))
 
 

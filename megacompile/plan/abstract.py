@@ -117,7 +117,7 @@ def abstract_schedules(
 
     Args:
         model: on any device, `meta` included; it is the same after the call.
-        args, kwargs: of the model; tensors of any device, whose data nobody looks at.
+        args, kwargs: of the model; tensors of any device, whose data are not read.
         options: default: those of `megacompile(model)` on CUDA.
 
     Raises:

@@ -63,7 +63,7 @@ def more_memory(
     compiler: PassCompiler, planned: Sequence[Planned], now: Scenario
 ) -> dict[str, Callable[[], Scenario]]:
     """By name, the same with a tenth more of the device's memory, of the host's, and of the disk's,
-    where something lies there.
+    where something is there.
 
     What was simulated for the plan that there is need not be simulated again. Plans are sought near
     that one, which fits too. Where host memory was enough for all that was tried, more of it

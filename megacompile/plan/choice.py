@@ -12,7 +12,7 @@ class Choice:
 
     keep: int = 1  # stages, counted from the last, whose saved tensors are kept
     resident: frozenset[int] = frozenset()  # bucket keys
-    on_disk: frozenset[int] = frozenset()  # of those streamed, whose states lie on the disk: keys
+    on_disk: frozenset[int] = frozenset()  # of those streamed, whose states are on the disk: keys
     device_update: float = 0.0  # the share of the streamed parameters that the device updates
     more_slots: int = 0  # than were asked for
     offload: int = 0  # of the first stages: what their recomputes take waits on the host

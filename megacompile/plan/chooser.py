@@ -55,7 +55,7 @@ class _Open(NamedTuple):
     """Keys of the buckets that a plan may decide about: no plan has yet."""
 
     residents: frozenset[int]  # whether they live on the device
-    states: frozenset[int]  # whether their states lie on the disk
+    states: frozenset[int]  # whether their states are on the disk
     weights: frozenset[int]  # whether their parameters do
 
     def decided(self, wanted: Placement, choice: Choice) -> Placement:
@@ -370,9 +370,9 @@ class Chooser:
         """The problem that a plan solves.
 
         Args:
-            schedule: what `Pipeline.differentiated` gives.
-            here: where its buckets lie, whatever the plan.
-            wanted: where all buckets of the model are to lie, as far as is decided.
+            schedule: what `Pipeline.differentiated` returns.
+            here: where its buckets are, whatever the plan.
+            wanted: where all buckets of the model are to be, as far as is decided.
         """
         cost = self.setting.cost()
         accumulates = cost.in_backward and (variant.accumulate or not variant.update)
@@ -432,13 +432,13 @@ class Chooser:
         return how
 
     def forget(self) -> None:
-        """Choose anew, with the buckets where they are. No backward may be to come."""
+        """Choose again, with the buckets where they are. No backward may be to come."""
         self._chosen.clear()
         self._wanted = None
 
     def find_gradients(self) -> bool:
         """From now on a forward may find gradients of resident buckets. Is there a plan that leaves
-        no memory for them? Then all is chosen anew. No backward may be to come."""
+        no memory for them? Then all is chosen again. No backward may be to come."""
         if all(planned.leaves_memory_for_gradients() for planned in self._planned.values()):
             return False
         self._decided = self._stored = frozenset()

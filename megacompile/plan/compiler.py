@@ -156,7 +156,7 @@ class PassCompiler:
     def choose(
         self, stages: Schedule, capture: Capture, variant: Variant, placement: Placement
     ) -> Placement:
-        """Choose what `plan` builds; gives where the plans made so far want the buckets.
+        """Choose what `plan` builds; returns where the plans made so far want the buckets.
 
         Args:
             stages: what `partition` gave.
@@ -204,14 +204,14 @@ class PassCompiler:
         return schedule
 
     def _differentiated(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
-        """In front of the choice; remembered, because `plan` comes right behind `choose`."""
+        """Before the choice; remembered, because `plan` comes right behind `choose`."""
         if self._last is None or self._last[:2] != (stages, variant):
             made = self.pipeline.differentiated(stages, capture, variant)
             self._last = (stages, variant, made)
         return self._last[2]
 
     def rest(self, buckets: Sequence[Bucket], placement: Placement) -> Schedule:
-        """A verified schedule that is an update alone: of these buckets, where they lie."""
+        """A verified schedule that is an update alone: of these buckets, where they are."""
         cost = self.setting.cost()
         schedule = rest_of(
             list(buckets),
@@ -236,11 +236,11 @@ class PassCompiler:
         self.chooser.retain(stages)
 
     def replan(self) -> None:
-        """Choose anew, with the buckets where they are. No backward may be to come."""
+        """Choose again, with the buckets where they are. No backward may be to come."""
         self.chooser.forget()
 
     def find_gradients(self) -> bool:
-        """From now on a forward may find gradients on the device. Are plans chosen anew for that?
+        """From now on a forward may find gradients on the device. Are plans chosen again for that?
         No backward may be to come."""
         return self.chooser.find_gradients()
 

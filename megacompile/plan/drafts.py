@@ -23,7 +23,7 @@ class Drafts:
 
     Args:
         pipeline: the passes.
-        graphs: what `Pipeline.differentiated` gives.
+        graphs: what `Pipeline.differentiated` returns.
         variant: of the schedules.
         tiles: in which what acts on each token alone runs, whatever a choice says; None: as it
             says.

@@ -246,7 +246,7 @@ def stand_ins(module: fx.GraphModule) -> Any:
     """The results of a captured graph, as new tensors: nothing of it is run again.
 
     Raises:
-        NotEqualError: it gives what Dynamo has no example of.
+        NotEqualError: it returns what Dynamo has no example of.
     """
 
     def like(node: fx.Node) -> Any:
@@ -281,7 +281,7 @@ class _Inliner:
         path: str,
         moved: Mapping[int, int],
     ) -> Any:
-        """Copy a body's nodes, with `inputs` for its placeholders; gives its output.
+        """Copy a body's nodes, with `inputs` for its placeholders; returns its output.
 
         Args:
             moved: the modules of the layer that was traced -> those of the one that it stands for.

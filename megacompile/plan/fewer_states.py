@@ -1,6 +1,6 @@
 """Plans for an optimizer with fewer states than the one that is assumed.
 
-Where a model runs, nobody knows its optimizer before the first step. A plan counts the states of
+Where a model runs, its optimizer is not known before the first step. A plan counts the states of
 AdamW. Where the host does not hold these, the model may still be trained by another one.
 """
 

@@ -94,7 +94,7 @@ class Findings:
     hosts: tuple[str, ...] = ()  # theirs, where ranks share the model and their rates are known
     slow_ranks: tuple[SlowRank, ...] = ()  # rates at which some are behind, what costs most first
     last_rank: LastRank | None = None  # whom the others wait for, where all ranks were traced
-    disk_traffic: DiskTraffic | None = None  # None: nothing lies on a disk
+    disk_traffic: DiskTraffic | None = None  # None: nothing is on a disk
     code: dict[str, CodeCounts] = field(default_factory=dict)  # by kind: what was compiled, if any
 
     @property

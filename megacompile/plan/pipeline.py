@@ -133,7 +133,7 @@ class Pipeline:
         return [("losses", functools.partial(widen_losses, compute_dtype=dtype))]
 
     def differentiated(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
-        """The passes in front of the choice of a plan."""
+        """The passes before the choice of a plan."""
         trace = functools.partial(
             trace_templates,
             ambient=capture.ambient,
@@ -155,7 +155,7 @@ class Pipeline:
         """The passes behind the choice of a plan: `with_plan`, `saving`, `moving`.
 
         Args:
-            schedule: what `differentiated` gives.
+            schedule: what `differentiated` returns.
             reasons: of the choice.
             draft: only to be simulated.
         """
@@ -175,7 +175,7 @@ class Pipeline:
         return run(schedule, [("plan", self._plan_pass(schedule, variant, choice))])
 
     def bundled(self, schedule: Schedule, variant: Variant, tiles: int) -> Schedule:
-        """For drafts, what `differentiated` gives: each stage saves as few values as can be, and
+        """For drafts, what `differentiated` returns: each stage saves as few values as can be, and
         runs in so many tiles."""
         planned = replace(schedule, draft=True)
         planned = self.with_plan(planned, variant, Choice(0, tiles=tiles))
@@ -213,7 +213,7 @@ class Pipeline:
         """With what comes and goes: weights, gradients, states.
 
         Args:
-            schedule: what `saving` gives.
+            schedule: what `saving` returns.
         """
         options = self.setting.options
         slots = options.least_slots + choice.more_slots
@@ -323,7 +323,7 @@ class Pipeline:
         return [("disk_saved", functools.partial(insert_disk_saved, count=count))]
 
     def _disk_passes(self, choice: Choice) -> list[SchedulePass]:
-        """States that lie on a disk come from there, and go back."""
+        """States that are on a disk come from there, and go back."""
         if not choice.on_disk:
             return []
         cost = self.setting.cost()
@@ -336,7 +336,7 @@ class Pipeline:
         return [("disk", insert)]
 
     def _weight_passes(self, choice: Choice) -> list[SchedulePass]:
-        """Parameters that lie on a disk come from there, and go back: all, or those chosen."""
+        """Parameters that are on a disk come from there, and go back: all, or those chosen."""
         every = bool(self.setting.options.disk_weights)
         if not every and not choice.weights_on_disk:
             return []
@@ -381,6 +381,6 @@ class Pipeline:
             count = len(used)
             for key, template in self.templates.items():
                 if template in used and isinstance(key, tuple) and isinstance(key[0], Template):
-                    used.add(key[0])  # what it was split from, or planned anew from
+                    used.add(key[0])  # what it was split from, or planned again from
         for key in [key for key, template in self.templates.items() if template not in used]:
             del self.templates[key]

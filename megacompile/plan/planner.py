@@ -139,7 +139,7 @@ def _add_grid(
     least, most = residents
     counts = sorted({min(max(least, round(total * part)), most) for part in _COUNTS})
     shares = _SHARES if device_update else _SHARES[:1]
-    # without the disk: of what lies there the device updates nothing, whatever the share
+    # without the disk: of what is there the device updates nothing, whatever the share
     first = problem.fewest_residents(disk=False) if resident and device_update else least
     tries.add_each(sorted({least, least if first is None else first}), shares)
     if not resident:

@@ -29,7 +29,7 @@ from megacompile.plan.tiers import Tiers, spread
 
 _SLOWER = 0.65  # of the host's rates: what it gets on another day
 _BUILT = 2  # drafts that are kept: what memory was asked of is often simulated next
-_AT_ONCE = 3  # buckets that the next forward waits for, should they be updated last and streamed
+_AT_ONCE = 3  # buckets that the next forward waits for, should they are updated last and streamed
 _STRAIGHT = 0.01  # by so much may the slopes differ of what is taken for a straight line
 
 
@@ -51,14 +51,14 @@ class Problem:
         trained: the parameters that get a gradient: bucket key -> indices.
         others: schedules of other captured graphs of the model, whose memory counts too.
         undecided: the buckets that may become resident; None: all of them.
-        disk_budget_bytes: of the disk that states may lie on; None: there is none.
-        on_disk: keys of the streamed buckets whose states lie there already.
+        disk_budget_bytes: of the disk that states may be on; None: there is none.
+        on_disk: keys of the streamed buckets whose states are there already.
         storable: keys of those whose states may go there, and parameters; None: all of them.
         accumulates: gradients of micro-batches wait for an update in a later backward.
         gradients_stay: those of resident buckets are there when a forward begins.
-        disk_weights: the parameters of streamed buckets lie on the disk; False: no more than do
+        disk_weights: the parameters of streamed buckets are on the disk; False: no more than do
             already; None: of as few as it takes.
-        weights_on_disk: keys of the streamed buckets whose parameters lie there already.
+        weights_on_disk: keys of the streamed buckets whose parameters are there already.
         disk_saved: what waits on the host goes on to the disk; None: as little as it takes.
         offloads: saved tensors wait elsewhere, whatever is chosen.
     """
@@ -140,7 +140,7 @@ class Problem:
 
     def least_s(self, choice: Choice) -> float:
         """Seconds that no step of a choice is shorter than: those of its computes. They are the
-        same wherever buckets lie; 0.0 where none that computes the same has been built yet."""
+        same wherever buckets are; 0.0 where none that computes the same has been built yet."""
         return self._computes_s.get(choice.computing, 0.0)
 
     def again(self, choice: Choice) -> tuple[float, float] | None:
@@ -267,7 +267,7 @@ class Problem:
         return self.peak_bytes(choice) <= self.budget_bytes
 
     def with_residents(self, count: int, *, keep: int = 1) -> Choice:
-        """`count` more buckets live on the device, beside those that do (see `_residents`)."""
+        """`count` more buckets live on the device, next to those that do (see `_residents`)."""
         keys = self.resident | {bucket.key for bucket in self._residents(count)}
         return self.settled(Choice(keep, keys))
 
@@ -276,7 +276,7 @@ class Problem:
 
         Where updates in the backward may take states from a disk, others are better. The first few
         come first still: the next forward wants their new parameters at once. Then the large ones:
-        slots and buffers are as large as the largest bucket that is streamed. The others lie as far
+        slots and buffers are as large as the largest bucket that is streamed. The others are as far
         from one another as can be: a drive has work all through the backward then.
         """
         candidates = self.candidates
@@ -293,7 +293,7 @@ class Problem:
 
         Args:
             like: what is chosen otherwise.
-            disk: more may go there than lies there already.
+            disk: more may go there than is there already.
 
         Returns:
             None where even all of them are too few.
@@ -361,7 +361,7 @@ class Problem:
         The peak rises by more and more with each: it is flat as long as it is somewhere else, then
         it rises by a stage's saved tensors. So it is below a chord between two known peaks, on the
         chord where the next interval is as steep, and above a line that is as steep as it gets:
-        that, found once, is the same wherever buckets lie.
+        that, found once, is the same wherever buckets are.
         """
         streamed, buffer = self._streamed(choice), self._buffer_bytes(choice)
         family = replace(streamed.computing, keep=0)
@@ -415,8 +415,8 @@ class Problem:
     def _known(self, choice: Choice) -> dict[int, int]:
         """The peaks that are known, by how many stages are kept; a choice as this otherwise.
 
-        Where states, parameters and saved tensors lie outside of the device makes no difference to
-        it, unless the device makes updates of what lies on the host.
+        Where states, parameters and saved tensors are outside of the device makes no difference to
+        it, unless the device makes updates of what is on the host.
         """
         place = replace(choice, keep=0, saved_on_disk=0)
         if not (choice.device_update or self.optimizer.helped):

@@ -12,7 +12,7 @@ from megacompile.text import format_bytes
 def reasons(
     problem: Problem, best: Choice, step_s: float, tried: dict[Choice, float], peak: int
 ) -> tuple[str, ...]:
-    """The reasons for this plan: what it needs, what it takes, and the floor beside it."""
+    """The reasons for this plan: what it needs, what it takes, and the floor next to it."""
     budget = format_bytes(problem.budget_bytes)
     lines = [
         f"{best.keep} of {problem.stages} stages are kept and {len(best.resident)} of "

@@ -61,11 +61,11 @@ class Scenario:
         fused: elementwise operations are fused.
         device_bytes: device memory that may be used; None: not known.
         host_bytes: the same of the host.
-        disk_bytes: of the disk that states may lie on; None: there is none.
+        disk_bytes: of the disk that states may be on; None: there is none.
         first: what `megacompile()` needs of host memory ahead of the plan: (what, bytes). ():
             the model is there already.
         first_on_disk: the same with parameters on the disk.
-        disk_weights: may parameters lie there too? None: where nothing else fits; see `Options`.
+        disk_weights: may parameters be there too? None: where nothing else fits; see `Options`.
     """
 
     schedules: tuple[Schedule, ...]
@@ -161,7 +161,7 @@ class Scenario:
         return found
 
     def fewest_stored_bytes(self, *, weights: bool = False) -> int | None:
-        """Bytes that would have to lie on a disk, however large, for the rest to fit on the host:
+        """Bytes that would have to be on a disk, however large, for the rest to fit on the host:
         optimizer states, and saved tensors; None where even all of them are too few.
 
         Args:

@@ -31,8 +31,8 @@ class Setting:
             known, or that of `hardware`.
         agreed: the rates of the ranks that share the model; None: it has no ranks, or they are not
             known.
-        disk_bytes: of the disk, the part of one of the ranks that share it. None: nobody shares it.
-        least: gives the least that a rank says, of bytes, where ranks plan together.
+        disk_bytes: of the disk, the part of one of the ranks that share it. None: it is not shared.
+        least: returns the least that a rank says, of bytes, where ranks plan together.
     """
 
     options: Options
@@ -64,7 +64,7 @@ class Setting:
             return load_disk(folder).on(found)
         if self.agreed is not None:
             return self.agreed.hardware
-        return cached(self.options.device) or _ASSUMED  # nobody measures for a plan on the CPU
+        return cached(self.options.device) or _ASSUMED  # nothing is measured for a plan on the CPU
 
     def host_budget_bytes(self) -> int | None:
         """Host memory for parameters, gradients, states and what waits there; None: not known."""

@@ -23,10 +23,10 @@ def stay_that_fit(
     placement: Placement,
     budget_bytes: int,
 ) -> int:
-    """The largest number of streamed buckets that fit into device memory beside everything else.
+    """The largest number of streamed buckets that fit into device memory next to everything else.
 
     Args:
-        schedule: what `Pipeline.differentiated` gives, without a backward.
+        schedule: what `Pipeline.differentiated` returns, without a backward.
         placement: where the buckets are. Those on the device have gradients and states there too,
             as training leaves them.
     """

@@ -8,7 +8,7 @@ on when a step uses them.
                      that forward for the last ones, and no other update waits behind theirs.
     in the backward  as far from one another as can be, but for the end of the forward, where the
                      backward begins. A read comes a few uses ahead of its own, so the drive works
-                     all through the backward; beside one another they would wait for it, and leave
+                     all through the backward; next to one another they would wait for it, and leave
                      it idle before and after.
 
 Parameters go there where all states are not enough, of as few buckets as it takes, if the search
@@ -56,7 +56,7 @@ def spread(buckets: Sequence[Bucket], count: int) -> list[Bucket]:
 class _Sizes:
     """Bytes of one bucket that is streamed."""
 
-    rest: int  # on the host, wherever states and parameters lie
+    rest: int  # on the host, wherever states and parameters are
     states: int
     parameters: int
     stored: int  # of the states, on the disk
@@ -74,15 +74,15 @@ class Tiers:
         host_bytes: the budget of host memory; None: not known.
         disk_bytes: the budget of the disk; None: there is no disk.
         elsewhere_bytes: host memory of the buckets that this graph does not read.
-        on_disk: keys of the buckets whose states lie on the disk already.
+        on_disk: keys of the buckets whose states are on the disk already.
         undecided: keys of those whose states may go there, and parameters.
         accumulates: gradients of micro-batches wait on the host, whatever updates.
         waiting: saved tensors of a choice that wait on the host or on the disk: stage, bytes.
-        plan_of_all: the plan of a draft where all states lie on the disk: it says how many sets of
+        plan_of_all: the plan of a draft where all states are on the disk: it says how many sets of
             buffers they need, and parameters.
-        disk_weights: the parameters of streamed buckets lie on the disk too; False: no more than
+        disk_weights: the parameters of streamed buckets are on the disk too; False: no more than
             do already; None: of as few as it takes.
-        weights_on_disk: keys of the buckets whose parameters lie on the disk already.
+        weights_on_disk: keys of the buckets whose parameters are on the disk already.
         disk_saved: what waits on the host goes on to the disk; None: as little as it takes.
         offloads: saved tensors wait elsewhere, whatever is chosen.
     """
@@ -128,7 +128,7 @@ class Tiers:
         return weights + states + sum(map(whole_pages, self._saved(choice)[1]))
 
     def _weights(self, choice: Choice) -> frozenset[int]:
-        """Keys of the buckets whose parameters lie there."""
+        """Keys of the buckets whose parameters are there."""
         if self.disk_weights:
             return frozenset(bucket.key for bucket in self.buckets) - choice.resident
         return choice.weights_on_disk - choice.resident

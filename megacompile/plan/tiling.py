@@ -1,7 +1,7 @@
 """In how many tiles a plan runs: in as few as it takes to fit, and in some where that is faster.
 
 What acts on each token alone needs less device memory in tiles, and a kept stage saves less: only
-what attention reads and gives. That leaves memory to keep more stages. But what tiles compute is
+what attention reads and returns. That leaves memory to keep more stages. But what tiles compute is
 computed again in the backward, whatever is kept: with short sequences that is most of a stage.
 
 A search in tiles takes as long as one without. So two bounds on the gain come first: the memory

@@ -1,6 +1,6 @@
 """The choices that a search for a plan has simulated, and the moves from one to the next.
 
-Each move begins at a choice that fits, and gives the fastest that it found, or the same. What was
+Each move begins at a choice that fits, and returns the fastest that it found, or the same. What was
 simulated is remembered by all of them. A choice whose computes alone take longer than the fastest
 known step is passed over.
 """
@@ -180,8 +180,9 @@ class Tries:
         Args:
             step: the first difference, in residents.
             least: residents.
-            top: gives the fastest so far.
-            look: simulates choices with a number of residents, beside the one that was the fastest.
+            top: returns the fastest so far.
+            look: simulates choices with a number of residents, next to the one that was the
+                fastest.
             enough: the share of a step that another one must save for the same step again.
         """
         while step > 0:
@@ -353,7 +354,7 @@ class Tries:
 
     def with_saved_on_host(self, best: Choice) -> Choice:
         """With as many stages kept on the host as pay. Half of those that are not kept are tried
-        first, so that between two that are copied lies one that is computed again. Where that does
+        first, so that between two that are copied is one that is computed again. Where that does
         not fit, more are tried, as evenly spread: they may hold less of the device while they are
         copied. The memory that they leave keeps more stages on the device."""
         count = (self.problem.stages - best.keep) // 2

@@ -21,7 +21,7 @@ def search_with_weights(
     nothing fits without, or where that is faster than saved tensors there.
 
     Args:
-        problem: where no more parameters lie there than do already.
+        problem: where no more parameters are there than before.
         found: what was found for it; None: nothing fits.
         search: finds the fastest choice that fits.
     """

@@ -2,7 +2,7 @@
 
 Nodes are ops. An edge leads from the op that comes first, with the `kind`
 
-    data      the second takes a value that the first gives, perhaps in the graph before
+    data      the second takes a value that the first returns, perhaps in the graph before
     after     the second waits for the first to be done with a slot or with memory
     stream    the second comes next on the first's stream, where that keeps an order
     boundary  from the last op of the forward to the first of the backward

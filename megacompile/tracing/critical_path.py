@@ -3,7 +3,7 @@
 An op starts when the op before it on its stream is done and so is everything else that it waits
 for; the one that was done last is who it waited for. From the last op of a step back to its
 beginning these are a path without overlaps, whose pieces by stream say what the step's time went
-to: a stream can be busy all the time and have nobody wait for it. The method is that of the
+to: a stream can be busy all the time and not be waited for. The method is that of the
 critical path of a program's activity graph (Yang and Miller, "Critical path analysis for the
 execution of parallel and distributed programs", 1988); `megacompile.cost.simulate` does the same
 for what it predicts.
@@ -119,7 +119,7 @@ def critical_path(timeline: Timeline, model: str, within: Period | None = None) 
     now, chunks = within.stop_s, list[Chunk]()
     while at >= 0 and now > within.start_s:
         span = known.spans[at]
-        if span.stop_s < now:  # nothing of what is recorded: wait for whoever comes next
+        if span.stop_s < now:  # nothing of what is recorded: wait for the next one
             chunks.append(Chunk(None, max(span.stop_s, within.start_s), now))
             now = span.stop_s
         if min(span.start_s, now) < now and now > within.start_s:
@@ -233,7 +233,7 @@ class _Ops:
             able += self._latest(range(at), span)  # the host came to this graph when that was done
         if self._graph_of(at) == "update":  # which a backward that has returned comes before
             able += self._latest([i for i in range(at) if self._graph_of(i) == "backward"], span)
-        # Whoever began later was not waited for; with that, the way back comes to an end.
+        # An op that began later was not waited for; so the way back comes to an end.
         able = [i for i in able if 0 <= i < at and self._done_before(i, span)]
         return max(able, key=lambda i: self.spans[i].stop_s, default=-1)
 

@@ -22,7 +22,7 @@ def save(path: str | Path, measured: Timeline, predicted: Timeline | None = None
 
 
 def write(path: str | Path, whole: dict[str, Any]) -> None:
-    """Write what `document` or `together` gives."""
+    """Write what `document` or `together` returns."""
     Path(path).write_text(json.dumps(whole) + "\n")
 
 

@@ -1,7 +1,7 @@
 """Finds the rank that comes last, by what all of them have measured.
 
 Ranks meet in every collective, so the steps of all ranks take equally long. The rank that comes
-last waits for nobody: its critical path (`megacompile.tracing.critical_path`) has less time in
+last waits for no rank: its critical path (`megacompile.tracing.critical_path`) has less time in
 collectives than those of the others. On the CPU ranks also meet before a graph, where no op runs.
 """
 

@@ -1,14 +1,14 @@
 """Records when ops really run: `with megacompile.trace(model) as t:`.
 
 On CUDA each op gets two timed events on its own stream, one before and one behind its work; nothing
-waits for them until somebody reads the times. What lies between them is the op's work, without its
+waits for them until the times are read. What is between them is the op's work, without its
 waits for other streams, and with any time in which the host had not issued it yet. On the CPU an
 op runs where it is issued, and the host's clock is read around it.
 
 [Note: one time axis] Events know the time between two of them, the host its own clock. A pair of
 both is taken when recording begins: an event on a new stream, which has nothing to wait for, is
 recorded and waited for between two readings of the clock. The streams that work are not touched.
-Their distance, some microseconds, is the error of what the host's lane shows beside the others.
+Their distance, some microseconds, is the error of what the host's lane shows next to the others.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Recording:
     def noted_later(self) -> Callable[[str, float, float], None]:
         """For what several threads do: notes the lane, and when it began and ended.
 
-        A trace waits for that, so somebody must do it.
+        A trace waits for that, so it must be done.
         """
         info, self._current = self._current, None
         assert info is not None
@@ -113,7 +113,7 @@ class Recording:
     def in_background(self) -> Callable[[str, Callable[[], None]], None]:
         """For what a thread does: does it, and notes when and on which lane.
 
-        A trace waits for its end, so somebody must do it.
+        A trace waits for its end, so it must be done.
         """
         info, self._current = self._current, None
         assert info is not None

@@ -1,4 +1,4 @@
-"""The sums of a timeline, measured beside predicted: as data, and as a table."""
+"""The sums of a timeline, measured next to predicted: as data, and as a table."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class _Cycle:
         resident = bucket.key in self.schedule.plan.resident
         before = self.streams.get(Stream.COMPUTE, 0) if resident else 0
         update, gradients = (Access(0, "", None, self._bit()) for _ in range(2))
-        plan = self.schedule.plan  # what lies on a disk is written behind the update
+        plan = self.schedule.plan  # what is on a disk is written behind the update
         weights, states = (
             Access(0, "", None, self._bit()) if bucket.key in keys else update
             for keys in (plan.weights_on_disk, plan.on_disk)

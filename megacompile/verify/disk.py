@@ -1,4 +1,4 @@
-"""The part of `verify` that is about what lies on a disk: states, and parameters.
+"""The part of `verify` that is about what is on a disk: states, and parameters.
 
 What must hold:
 
@@ -27,7 +27,7 @@ from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 
 
 def _states(view: View) -> Iterator[Hazard]:
-    """States that lie on a disk are used between a read and a write of them, and no others are."""
+    """States that are on a disk are used between a read and a write of them, and no others are."""
     on_disk = view.schedule.plan.on_disk
     touching = view.that(lambda op: Part.STATES in (*op.reads, *op.writes))
     reads_of: dict[int, list[fx.Node]] = defaultdict(list)
@@ -111,7 +111,7 @@ def _elsewhere(view: View, stored: list[fx.Node], keys: Collection[int]) -> Iter
 def _read_before(
     view: View, node: fx.Node, reads: list[fx.Node], taken: dict[fx.Node, fx.Node]
 ) -> Iterator[Hazard]:
-    """A prefetch or an update names a read of its bucket, which nobody else has named."""
+    """A prefetch or an update names a read of its bucket, which no other op has named."""
     bucket, fetches = ops.bucket_of(node), effects(node).fills_slot
     wanted = ops.read_weights if fetches else ops.read_trained
     named = [

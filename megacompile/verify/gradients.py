@@ -165,7 +165,7 @@ def _summed_over_replicas(view: View) -> Iterator[Hazard]:
 
 
 def _partials_match(view: View) -> Iterator[Hazard]:
-    """A backward adds to gradients of the buckets that it gives gradients of."""
+    """A backward adds to gradients of the buckets that it returns gradients of."""
     for call in view.nodes(ops.backward):
         own = {bucket.key for _, bucket in groups(call)}
         partial_gradients: Any = call.args[5]
@@ -248,7 +248,7 @@ def _by_bucket(view: View, wanted: Callable[[Op], object]) -> dict[int, list[fx.
 
 
 def _host_memory(view: View) -> Iterator[Hazard]:
-    """Each part of a bucket on the host is read before somebody writes it, and lost by nobody."""
+    """Each part of a bucket on the host is read before it is written, and never lost."""
     for part in Part:
         readers = _by_bucket(view, lambda op, part=part: part in op.reads)  # type: ignore[misc]
         writers = _by_bucket(view, lambda op, part=part: part in op.writes)  # type: ignore[misc]
@@ -281,7 +281,7 @@ def _read_first(
 
 
 def _lent(view: View) -> Iterator[Hazard]:
-    """A part that is read where it lies, on the device, is read before somebody writes it."""
+    """A part that is read where it is, on the device, is read before it is written."""
     for lender in view.that(lambda op: op.lends):
         part, bucket = effects(lender).lends, ops.arguments(lender)[0]
         assert part is not None

@@ -34,7 +34,7 @@ class HazardKind(enum.Enum):
     SAVED_VALUES = (
         "saved values"  # the forward does not give what the backward's placeholders stand for
     )
-    USE_BEFORE_MADE = "use before made"  # an op takes a value that a later op gives
+    USE_BEFORE_MADE = "use before made"  # an op takes a value that a later op returns
     USE_AFTER_FREE = "use after free"  # an op takes a value that an earlier op gave back
     FREED_TOO_EARLY = "freed too early"  # free after use: a reader on another stream may still run
     DOUBLE_FREE = "double free"  # a value is given back twice
@@ -43,23 +43,23 @@ class HazardKind(enum.Enum):
     CHANGED_IN_PLACE = "changed in place"  # a reader of the old value may run after `assign`
     CHANGE_LOST = "change lost"  # what a stage changes in place does not reach its input
     WRONG_SAVED = "wrong saved"  # a backward takes saved tensors that are not its stage's
-    NOT_OFFLOADED = "not offloaded"  # a fetch takes what no offload of the forward gives
+    NOT_OFFLOADED = "not offloaded"  # a fetch takes what no offload of the forward returns
     OFFLOAD_LOST = "offload lost"  # a value goes to the host, and the backward cannot find it
     ON_HOST = "on host"  # a compute takes the copy on the host of a value
     WRONG_RNG = "wrong rng"  # a recompute would draw other random numbers than the forward
     GRADIENTS_NOT_READY = "gradients not ready"  # offloaded before every backward has added to them
     WRONG_GRADIENTS = "wrong gradients"  # gradients of one bucket where another's belong
-    GRADIENTS_LOST = "gradients lost"  # nobody offloads them, or an offload overwrites others
+    GRADIENTS_LOST = "gradients lost"  # they are not offloaded, or an offload overwrites others
     GRADIENTS_REFILLED = "gradients refilled"  # a pinned buffer is overwritten before it was read
     WRONG_BUFFER = "wrong buffer"  # gradients so far, or states, are fetched to memory of another's
     WRONG_STATE = "wrong state"  # an update takes the states of another bucket, or old ones
-    STATE_LOST = "state lost"  # nobody offloads what an update gives
+    STATE_LOST = "state lost"  # what an update returns is not offloaded
     UPDATED_TOO_EARLY = "updated too early"  # a later op reads the bucket as it was before
     READ_TOO_EARLY = "read too early"  # an earlier graph may still write what is read
     WRITTEN_TOO_EARLY = "written too early"  # an earlier graph may still use what is written
-    WRONG_TOKEN = "wrong token"  # a graph gives, or takes, another token than the last writer
+    WRONG_TOKEN = "wrong token"  # a graph returns, or takes, another token than the last writer
     NOT_UPDATED = "not updated"  # a bucket gets gradients, and no op updates it
-    WRONG_UPDATE = "wrong update"  # of a bucket without gradients, twice, or where it does not lie
+    WRONG_UPDATE = "wrong update"  # of a bucket without gradients, twice, or where it is not
     LEFT_BEHIND = "left behind"  # the backward leaves other values than the update takes
     NOT_READ = "not read"  # states or parameters on a disk are used where they are not
     NOT_WRITTEN = "not written"  # new states or parameters of a bucket on a disk do not reach it

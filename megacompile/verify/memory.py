@@ -2,7 +2,7 @@
 
 What must hold, given [Note: happens-before] in `megacompile.verify.order`:
 
-- a compute reads its bucket from a slot that nobody fills again until it is done, and no slot is
+- a compute reads its bucket from a slot that is not filled again until it is done, and no slot is
   filled while an earlier schedule may read it;
 - `reuse` takes from a slot only what the forward left there; where there is no backward, what the
   forward before left, which is this graph itself;
@@ -170,7 +170,7 @@ def _left(view: View) -> Iterator[Hazard]:
 
 
 def _lifetimes(view: View) -> Iterator[Hazard]:
-    """Memory is given back when the last of its names is freed, and nobody reads it after that."""
+    """Memory is given back when the last of its names is freed, and is not read after that."""
     frees: dict[fx.Node, fx.Node] = {}
     for node in view.that(_frees):
         value: Any = node.args[0]

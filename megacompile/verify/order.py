@@ -2,7 +2,7 @@
 
 [Note: happens-before] Each stream that is in order runs its ops in program order; two ops of one
 that is not (`Stream.in_order`) are ordered by edges alone. An op waits for every node among its
-arguments and in its `after=`; an item of a tuple stands for the op that gives the tuple. Nothing
+arguments and in its `after=`; an item of a tuple stands for the op that returns the tuple. Nothing
 else orders anything: two ops are ordered if a path of such edges joins them, and race if none does.
 The host issues ops in program order too, so an edge that points backward (a value that is used
 before it is made) orders nothing. How graphs are joined is in `megacompile.verify.cycle`.

@@ -9,8 +9,8 @@ What must hold, given [Note: happens-before] in `megacompile.verify.order`:
 - what waits on the host is found there again: see `megacompile.verify.saved_tensors`;
 - values reach those that they are for: see `megacompile.verify.flow`;
 - `optimizer.step()` updates what got gradients, once: see `megacompile.verify.updates`;
-- what lies on a disk is read before it is used, and written: see `megacompile.verify.disk`;
-- ranks gather a bucket where its part lies, and issue the same collectives: see
+- what is on a disk is read before it is used, and written: see `megacompile.verify.disk`;
+- ranks gather a bucket where its part is, and issue the same collectives: see
   `megacompile.verify.ranks`;
 - one graph waits for what another does to a bucket: see `megacompile.verify.cycle`.
 

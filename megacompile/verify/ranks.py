@@ -87,7 +87,7 @@ def _is_collective(op: Op) -> bool:
 
 
 def _gathers_in_place(view: View) -> Iterator[Hazard]:
-    """A gather takes this rank's part of its own bucket from where that lies: from its own slot."""
+    """A gather takes this rank's part of its own bucket from where that is: from its own slot."""
     for node in view.that(lambda op: _is_collective(op) and op.fills_slot):
         bucket, slot, part = ops.arguments(node)
         if kind_of(part) is not Value.SHARD:

@@ -79,7 +79,7 @@ def _is_elsewhere(value: fx.Node, names: dict[str, str]) -> bool:
 
 def _buffers(view: View) -> Iterator[Hazard]:
     """Buffers on the way to a disk and back: each is given back once, and there are enough."""
-    lent: list[fx.Node] = []  # who gives them back
+    lent: list[fx.Node] = []  # the ops that return them
     sets = view.schedule.plan.saved_sets
     for node in view.that(lambda op: op.gives is Value.SAVED_ON_HOST):
         if taken(node, Value.SAVED_ON_DISK) is None and not _written(node):

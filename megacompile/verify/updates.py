@@ -1,12 +1,12 @@
-"""The part of `verify` that is about the graph of `optimizer.step()`, and what it gets and gives.
+"""The part of `verify` that is about the graph of `optimizer.step()`, and what it gets and returns.
 
 What must hold:
 
-- every bucket that gets gradients is updated once, where it lies, and no other one is;
+- every bucket that gets gradients is updated once, where it is, and no other one is;
 - the update takes what the backward leaves: of each bucket all of its gradients, and its states;
 - a graph returns, as tokens, the ops that were the last to write a part of a bucket, and takes
   tokens of parts that there are;
-- the device helps with updates of the host whose states lie there.
+- the device helps with updates of the host whose states are there.
 
 That graphs wait for one another is shown in `megacompile.verify.cycle`.
 """
@@ -59,7 +59,7 @@ def updated_once(views: list[View]) -> Iterator[Hazard]:
 
 
 def _given_here(view: View) -> set[int]:
-    """The buckets that a backward gives gradients of."""
+    """The buckets that a backward returns gradients of."""
     return {bucket.key for call in view.nodes(ops.backward) for _, bucket in groups(call)}
 
 
@@ -176,6 +176,6 @@ def _helps(view: View) -> Iterator[Hazard]:
                 yield view.hazard(HazardKind.WRONG_HELP, node, update, message)
 
 
-_MOVES = {Part.STATES, Part.GRADIENTS}  # which a bucket has where it lies
+_MOVES = {Part.STATES, Part.GRADIENTS}  # which a bucket has where it is
 
 CHECKS: tuple[Check, ...] = (_where_it_lies, _tokens, _helps)

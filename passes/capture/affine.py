@@ -97,7 +97,7 @@ def of_tensor(tensor: torch.Tensor) -> Affine:
 
 
 def computed(name: str, args: Sequence[Any], kwargs: dict[str, Any], rank: int) -> Affine:
-    """The formula of what a function of formulas and numbers gives.
+    """The formula of what a function of formulas and numbers returns.
 
     Args:
         name: of the function, without underscores around it.

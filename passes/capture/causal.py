@@ -103,7 +103,7 @@ def use_causal_attention(
 
 
 def _erase_unused(graph: fx.Graph, masks: Sequence[fx.Node]) -> None:
-    """Masks that nobody takes, and what was made for them."""
+    """Masks without a reader, and what was made for them."""
     made = set(masks)
     for node in reversed(graph.nodes):
         if node in made and not node.users and node.op in ("call_function", "call_method"):

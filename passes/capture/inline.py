@@ -33,7 +33,7 @@ def _is_checkpoint(node: fx.Node) -> bool:
 
 
 def _copy(body: fx.GraphModule, graph: fx.Graph, inputs: Sequence[Any] | None, path: str) -> Any:
-    """Copy a body's nodes to `graph`, with `inputs` for its placeholders; gives its output."""
+    """Copy a body's nodes to `graph`, with `inputs` for its placeholders; returns its output."""
     env: dict[fx.Node, Any] = {}
     given = iter(inputs or ())
     for node in body.graph.nodes:

@@ -41,7 +41,7 @@ class Values:
         return has_numbers(value) and _is_constant(value, numbers=True)
 
     def origin(self, node: fx.Node) -> fx.Node:
-        """The node that gave the very tensor that `node` gives: `x` for `x.add_(1)`."""
+        """The node that gave the very tensor that `node` returns: `x` for `x.add_(1)`."""
         while node in self.same_as:
             node = self.same_as[node]
         return node

@@ -3,7 +3,7 @@
     before: x0, x1 -> x1[x1 == 3] = 0; embed(x0)
     after:  x0, x1, x2 -> as_strided(x2, x1's)[...] = 0; embed(as_strided(x2, x0's))
 
-`x2` is the memory that they share, flat. Each use has a view of its own, right in front of it and
+`x2` is the memory that they share, flat. Each use has a view of its own, right before it and
 in the same stage, so that a change in one stage does not tie all later ones to it. (AOTAutograd
 calls such a base synthetic.)
 """

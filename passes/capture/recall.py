@@ -1,7 +1,7 @@
 """Run a captured graph on fake tensors, and what equal layers do only once.
 
-An operation that was run for the same metas, constants and grad mode gives the same metas again:
-its result is known, and is not made until somebody needs the tensor itself.
+An operation that was run for the same metas, constants and grad mode returns the same metas again:
+its result is known, and is not made until the tensor itself is needed.
 
     before: y = linear(x, w0), z = linear(y, w1)        after: y is run, z is recalled
 
@@ -28,7 +28,7 @@ from megacompile.packed import is_wrapper
 from megacompile.passes.capture.interpret import Interpreter, Values, tensors_in
 
 _NUMBERS = frozenset({torch.SymInt, torch.SymFloat})
-# What looks at a tensor and not at its data, of all that gives no tensor.
+# What looks at a tensor and not at its data, of all that returns no tensor.
 _LOOKS = frozenset({"size", "dim", "stride", "numel", "is_contiguous", "element_size"})
 _ATTRIBUTES = frozenset({"shape", "dtype", "device", "ndim"})
 
@@ -43,7 +43,7 @@ class _Run(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Later:
-    """A tensor that is known, and made where somebody needs it."""
+    """A tensor that is known, and made where it is needed."""
 
     meta: TensorMeta
     storage: int
@@ -64,7 +64,7 @@ class _View:
 
     taken: int
     meta: TensorMeta
-    path: tuple[int, ...]  # to the tensor in what the operation gives
+    path: tuple[int, ...]  # to the tensor in what the operation returns
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +297,7 @@ class Recalling(Interpreter):
 
 @dataclass(slots=True)
 class _Once:
-    """Runs a node that was recalled, once, where a view that it gives is needed."""
+    """Runs a node that was recalled, once, where a view that it returns is needed."""
 
     interpreter: Recalling
     node: fx.Node
@@ -305,7 +305,7 @@ class _Once:
     results: list[Any] = field(default_factory=list)
 
     def at(self, path: Sequence[int]) -> Any:
-        """A part of what it gives."""
+        """A part of what it returns."""
         if not self.results:
             with torch.set_grad_enabled(self.grad_enabled):
                 self.results.append(fx.Interpreter.run_node(self.interpreter, self.node))

@@ -3,7 +3,7 @@
     before: w -> linear(x, w)
     after:  w_0, w_1 -> linear(x, as_Int8Tensor(w_0, w_1))
 
-The plain tensors come in, and each use has a wrapper of its own over them, right in front of it and
+The plain tensors come in, and each use has a wrapper of its own over them, right before it and
 in the same stage. Tracing looks through it: what the class computes becomes part of the stage.
 """
 

@@ -2,7 +2,7 @@
 
     before: 2B 2REDUCE_SCATTER 2OFFLOAD_GRAD    after: 2B 2REDUCE_SCATTER 2ALL_REDUCE 2OFFLOAD_GRAD
 
-It is the last that becomes of gradients before somebody takes them, so sums with earlier backwards
+It is the last that becomes of gradients before they are taken, so sums with earlier backwards
 come first: `2REDUCE_SCATTER 2ADD_GRAD 2ALL_REDUCE 2UPDATE`. What earlier backwards have left may
 therefore lack its sum over replicas. Where it does not, it is the same in all replicas, as is then
 the mean of it.

@@ -1,6 +1,6 @@
 """Bundles the tensors that a stage of a draft saves into one value.
 
-    before: 1F gives y1 s1_0 s1_1 ... s1_13        after: 1F gives y1 s1_0
+    before: 1F returns y1 s1_0 s1_1 ... s1_13        after: 1F returns y1 s1_0
 
 A draft is only simulated, and most of its nodes were saved tensors: a layer saves a dozen, each
 with a node for itself, for its placeholder and for its end. All of a stage are made together and
@@ -36,7 +36,7 @@ def bundles_of(template: Template, *, fused: bool) -> Bundles:
 
 def _with_own_memory(template: Template, code: Code, fused: bool) -> set[int]:
     """The saved tensors that share no memory with what else a piece of the template is given or
-    gives."""
+    returns."""
     returned = analysis_of(template, code, fused=fused).returned
     first = len(returned) - len(template.saved)
     places = [None if each is None else each.memory for each in returned]

@@ -87,7 +87,7 @@ def _live(call: fx.Node, stage: Stage, behind: Mapping[str, str]) -> list[str]:
 
     Args:
         call: its forward.
-        behind: what `inputs_behind` gives.
+        behind: what `inputs_behind` returns.
     """
     args = ops.arguments(call)[2]
     return [behind[args[ref.index].name] for ref in _arg_refs(stage, stage.traced.live)]

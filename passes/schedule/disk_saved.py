@@ -7,7 +7,7 @@
 
 A value is written as soon as it is on the host; then its buffer is free. It is read into another
 one, `sets - 1` fetches ahead of its own, and that is free behind the fetch. There are `sets`
-buffers each way: an offload waits for the write that gives one back, and a read for the fetch.
+buffers each way: an offload waits for the write that returns one, and a read for the fetch.
 
 The values of the first stages go: they wait the longest, and are wanted back last.
 """
@@ -49,7 +49,7 @@ def insert_disk_saved(schedule: Schedule, *, count: int | None = None) -> Schedu
 
 
 def _write(graph: fx.Graph, stages: frozenset[int]) -> dict[str, str]:
-    """Gives the names of the copies on the disk, by those of the copies on the host."""
+    """Returns the names of the copies on the disk, by those of the copies on the host."""
     writes: list[fx.Node] = []
     names = {}
     for copy in ops.nodes_of(graph, ops.offload_saved):

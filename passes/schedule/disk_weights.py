@@ -15,7 +15,7 @@ comes behind `slots`. Where the device updates, the new parameters are left in a
 read, since they are all written. Reads of the next step are behind the write (see `tokens`).
 
 Buffers are lent in the order of the ops (`megacompile.runtime.updates.weight_staging`): those of
-prefetches go back behind the copy, those of updates behind the write. Nobody who has a buffer waits
+prefetches go back behind the copy, those of updates behind the write. No holder of a buffer waits
 for one that is lent later, so one of each kind would do.
 """
 
@@ -102,7 +102,7 @@ def _insert_reads_of_updates(schedule: Schedule, graph: fx.Graph, ahead: int) ->
 
 
 def _insert_writes(schedule: Schedule, graph: fx.Graph) -> set[int]:
-    """Gives the keys of the buckets that are written."""
+    """Returns the keys of the buckets that are written."""
     written = set()
     for writer in list(_writers(schedule, graph)):
         bucket = ops.bucket_of(writer)
@@ -116,7 +116,7 @@ def _insert_writes(schedule: Schedule, graph: fx.Graph) -> set[int]:
 
 
 def _writers(schedule: Schedule, graph: fx.Graph) -> Iterator[fx.Node]:
-    """The ops that change parameters which lie on a disk."""
+    """The ops that change parameters which are on a disk."""
     for node in ops.nodes_that(graph, lambda op: Part.WEIGHTS in op.writes):
         on_disk = ops.bucket_of(node).key in schedule.plan.weights_on_disk
         if on_disk and ops.stream_of(node) is not Stream.WRITE:

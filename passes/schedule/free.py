@@ -9,7 +9,7 @@ backwards (in a forward: forwards) have been issued. New optimizer states on the
 are put off for `plan.state_delay` backwards. Behind the last backward, and in an update, nothing is
 left to compute, and the next forward should not begin with a wait. There the free of states, and
 of gradients that the update takes, is deferred: `defer_free(value, after=copy)`. The next forward
-gives that memory back (see `drain`).
+returns that memory (see `drain`).
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def _readers(node: fx.Node, users: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _fills_later(user: fx.Node, op: Op, node: fx.Node) -> bool:
-    """True if a copy or a collective brings something to memory, which is read as what it gives."""
+    """True if a copy or a collective brings something to memory, which is read as what it
+    returns."""
     if op.stream is Stream.COMPUTE:
         return False
     return op.stream is Stream.H2D or user.args[op.fills] is node  # type: ignore[index]

@@ -5,10 +5,10 @@
 
 What is offloaded is what is measured, sums over several backwards included, so that clipping needs
 no pass over host memory. Gradients that stay on the device for `optimizer.step()` are measured
-there, by whoever asks.
+there, by the code that asks.
 
 Of gradients that an update in the backward consumes, of resident buckets too, the L2 norm alone is
-taken. Nobody can clip by it any more, but loops log it.
+taken. It is too late to clip by it, but loops log it.
 
 Gradients that are not summed over replicas yet (`Schedule.defers`) have no norms to ask for.
 

@@ -1,6 +1,6 @@
 """Write down what is kept, recomputed, resident, and where updates are made.
 
-How much of it is for the caller to say (`megacompile.plan.planner`). Where nobody says, the last
+How much of it is for the caller to say (`megacompile.plan.planner`). By default, the last
 stage is kept: its backward comes right after its forward, so its saved tensors take no memory at
 any other time, and it saves one pass over the head, the largest matrix of most language models.
 """
@@ -58,7 +58,7 @@ def make_plan(
         rerun: how many stages run again in the backward for their outputs, which are then not
             saved: of every two of the first ones the second; where these are too few, rows of
             stages as long as one another.
-        on_disk: keys of the streamed buckets whose states or parameters lie on a disk; the device
+        on_disk: keys of the streamed buckets whose states or parameters are on a disk; the device
             does not update those.
         saved_on_host: other stages that are kept, whose saved tensors wait on the host; see
             `stages_on_host`. Where `keep` is 0, they are recomputed from what waits there.
@@ -118,7 +118,7 @@ def make_plan(
 
 
 def stages_on_host(schedule: Schedule, *, count: int, keep: int, lookahead: int) -> frozenset[int]:
-    """`count` stages in front of the last `keep`, as far from one another as can be: while one is
+    """`count` stages before the last `keep`, as far from one another as can be: while one is
     copied to the host, the next ones compute.
 
     The last `lookahead + 1` stages are not among them: theirs is wanted back as the backward
@@ -231,8 +231,8 @@ def reruns(stages: int, row: int) -> int:
 
 
 def _rerun(schedule: Schedule, count: int) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Stages 1, 3, 5, ...: the first of them all gives what all others read, in most models. Where
-    that is too few, all but some that are as far from one another as can be.
+    """Stages 1, 3, 5, ...: the first of them all returns what all others read, in most models.
+    Where that is too few, all but some that are as far from one another as can be.
 
     The same for every backward of a forward, as of those that wait on the host.
     """
@@ -318,7 +318,7 @@ def _saved_fractions(
 def _device_update(
     schedule: Schedule, resident: frozenset[int], on_disk: frozenset[int], share: float
 ) -> tuple[frozenset[int], tuple[str, ...]]:
-    """The first buckets that make up no more than a share of the streamed parameters which lie on
+    """The first buckets that make up no more than a share of the streamed parameters which are on
     the host, with their states."""
     trained = schedule.gradient_params
     sizes = {

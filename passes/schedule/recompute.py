@@ -43,7 +43,7 @@ def insert_recompute(schedule: Schedule) -> Schedule:
 
 
 def _forget(graph: fx.Graph, calls: Sequence[tuple[fx.Node, Stage]]) -> set[str]:
-    """Stop forwards from returning saved tensors; gives the names they had."""
+    """Stop forwards from returning saved tensors; returns the names they had."""
     dropped: dict[fx.Node, None] = {}
     for call, stage in calls:
         results = stage.result_count
@@ -68,7 +68,7 @@ class _Edit:
         self.placeholders = Placeholders(backward)
 
     def recompute(self, call: fx.Node, backward: fx.Node, stage: Stage) -> list[str]:
-        """Insert a recompute before a backward; gives the saved values it takes."""
+        """Insert a recompute before a backward; returns the saved values it takes."""
         args: list[fx.Node | None] = []
         taken: list[str] = []
         for arg in backward_args(call, stage, stage.traced.recompute_primals):

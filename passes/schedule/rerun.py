@@ -7,11 +7,11 @@ A recompute rebuilds what a stage computes inside from its inputs, and those are
 stage. A rerun rebuilds the inputs too, from the inputs of the stage before. It costs one more
 forward of that stage, and nothing is saved for it.
 
-Of stages in a row each takes what the one before gives, so a row saves what its first is given:
+Of stages in a row each takes what the one before returns, so a row saves what its first is given:
 
     1RERUN 2RERUN 3RECOMPUTE 3B 2RECOMPUTE 2B 1RECOMPUTE 1B
 
-What a row gives is on the device until its backwards have read it.
+What a row returns is on the device until its backwards have read it.
 
 What is not computed again:
 

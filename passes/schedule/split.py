@@ -1,11 +1,11 @@
-"""Split stages anew, so that they save a given share of what they would save, or run in tiles.
+"""Split stages again, so that they save a given share of what they would save, or run in tiles.
 
     plan.saved_fractions: 1 -> 0.5
-    before: 1F gives s1_0 s1_1 s1_2        after: 1F gives s1_0, and 1B computes more
+    before: 1F returns s1_0 s1_1 s1_2        after: 1F returns s1_0, and 1B computes more
 
 The plan is made when sizes are known, so a stage has been split for speed by then. A stage that is
 to save less, or to run in tiles (`plan.tiles`), is split again, from the traced graph that is at
-hand. How much it saves changes what its forward gives and its backward takes, so the backward is
+hand. How much it saves changes what its forward returns and its backward takes, so the backward is
 written again. A draft's stages get their bundles here too, for the same reason.
 """
 

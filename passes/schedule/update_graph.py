@@ -2,7 +2,7 @@
 
     before: 2B 1B 0B        after: 2B 1B 0B | 1UPDATE 2UPDATE HELP_HOST 0UPDATE 0OFFLOAD_STATE
 
-Buckets come in the order in which the next forward reads them. Threads of the host update what lies
+Buckets come in the order in which the next forward reads them. Threads of the host update what is
 in its memory (`update_host`), and the device helps (`help_host`) unless states come from a disk: it
 would wait for the drive. Who makes which is decided while they do (`runtime.updates.workers`). The
 compute stream updates what lives on the device (`update_resident`) and what the backward has left
@@ -35,7 +35,7 @@ def insert_update_graph(
 
     Args:
         helps: the device helps the host.
-        on_disk: keys of the buckets whose states or parameters lie on a disk.
+        on_disk: keys of the buckets whose states or parameters are on a disk.
     """
     trained = schedule.gradient_params if schedule.backward is not None else {}
     left = left_of(schedule)
@@ -54,11 +54,11 @@ def update_of(
     helps: bool,
     on_disk: frozenset[int] = frozenset(),
 ) -> fx.Graph:
-    """The graph that updates buckets where they lie.
+    """The graph that updates buckets where they are.
 
     Args:
         resident: keys of those that live on the device.
-        on_disk: keys of those whose states or parameters lie on a disk: the device does not help
+        on_disk: keys of those whose states or parameters are on a disk: the device does not help
             with those.
     """
     graph = fx.Graph()
@@ -93,9 +93,9 @@ def rest_of(
 
     Args:
         resident: keys of those that live on the device.
-        on_disk: keys of those whose states lie on a disk.
+        on_disk: keys of those whose states are on a disk.
         state_bytes: of one element's states, by its bytes as streamed.
-        weights_on_disk: keys of those whose parameters lie there.
+        weights_on_disk: keys of those whose parameters are there.
     """
     forward = fx.Graph()
     forward.output(((), ()))

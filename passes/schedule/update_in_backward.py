@@ -9,7 +9,7 @@
 
 An update comes behind the bucket's last gradient and its last reader in the backward. A bucket that
 lives on the device is updated there in place (`update_in_place`), which needs no copy and no memory
-beside its gradients. For the others, the optimizer states are fetched `lookahead` stages ahead, as
+next to its gradients. For the others, the optimizer states are fetched `lookahead` stages ahead, as
 the weights are, in the order of the updates. The update reads the weights in their slot, and takes
 memory for new ones only then. They and the states go back while the next stages compute. With
 `accumulate`, what earlier backwards left in the bucket is added first, as in `offload_grad`.
@@ -20,7 +20,7 @@ gather, in which ranks that have the bucket on the device would not take part. E
 the slot, which those ranks keep as long.
 
 The last updates of a backward are deferred (see `free`), because the next forward should not begin
-with a wait for their copies. Its first half hides them; then `drain` gives their memory back,
+with a wait for their copies. Its first half hides them; then `drain` returns their memory,
 before anybody needs as much as a backward does. Where the plan lets more of them wait
 (`plan.state_delay`), that is before the forward's last stage. A forward without a backward, as in
 an evaluation between two steps, does it too.
@@ -84,7 +84,7 @@ def insert_updates(
         suffix = bucket.suffix
         use = next(i for i, use in enumerate(steps) if last in use.nodes)
         in_slot = bucket.ranks == 1 or bucket in steps[use].buckets
-        apart = masters or not in_slot  # what ranks share does not lie on a disk
+        apart = masters or not in_slot  # what ranks share is not on a disk
         if bucket.key in new.plan.resident:
             with graph.inserting_after(where):
                 done = ops.call(graph, ops.update_in_place, bucket, total, name=f"u{suffix}")

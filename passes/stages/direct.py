@@ -102,7 +102,7 @@ def _value(node: fx.Node) -> Any:
 def _from_its_base(node: fx.Node) -> None:
     """Makes a view of a view one of what that is of.
 
-    Where both are views, neither joins dimensions that do not lie behind one another.
+    Where both are views, neither joins dimensions that are not behind one another.
     """
     between: Any = node.args[0]
     if _reshapes(between):

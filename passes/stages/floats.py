@@ -8,8 +8,8 @@ So do bools (`(t > 0.5) * x`), and ints that are made of floats. An int that is 
 of a float (half of a size) comes as an int.
 
 [Note: as a number promotes] A tensor without dimensions may decide a dtype where a Python float
-does not: beside ints, or beside another tensor without dimensions. So an operator's operands are
-cast to what it computes in beside a number, and its result to what it gives there. An operator
+does not: next to ints, or next to another tensor without dimensions. So an operator's operands are
+cast to what it computes in next to a number, and its result to what it returns there. An operator
 that has no form with a tensor in the number's place is called by one that asks the tensor.
 """
 
@@ -268,7 +268,7 @@ class _Taking:
         return self._cast(made, compute, _value(node).dtype)
 
     def _compared(self, node: fx.Node) -> fx.Node:
-        """A number is rounded to the dtype of what it is compared with; beside a float, ints are
+        """A number is rounded to the dtype of what it is compared with; next to a float, ints are
         made floats."""
         compared: Any = node.args[0]
         number: Any = node.args[1]
@@ -277,7 +277,7 @@ class _Taking:
         return self._call(_target(_COMPARISONS, node), *operands)
 
     def _filled(self, node: fx.Node) -> fx.Node:
-        """`torch.full` on the device: a tensor of the host spreads beside one only."""
+        """`torch.full` on the device: a tensor of the host spreads next to one only."""
         value = _value(node)
         number: Any
         size, number = node.args if node.target is aten.full.default else ((), node.args[0])

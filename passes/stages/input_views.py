@@ -3,10 +3,10 @@
     before: v = scale[:2]; scale.mul_(0.9); return v
     after:  0F ASSIGN, and the output is `scale`, of which the call makes the view again
 
-A stage's code gives new values of what it changes in place, and views of these: copies to the user,
-who would not see what the input becomes. So where an input is changed, or no gradient flows through
-the view, the output is a view of the input's own memory. (AOTAutograd makes output aliases again
-from their bases.)
+A stage's code returns new values of what it changes in place, and views of these: copies to the
+user, who would not see what the input becomes. So where an input is changed, or no gradient flows
+through the view, the output is a view of the input's own memory. (AOTAutograd makes output aliases
+again from their bases.)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megacompile.passes.stages.segments import placeholders
 
 
 def views_of_inputs(capture: Capture, values: Values) -> dict[fx.Node, tuple[fx.Node, InputView]]:
-    """The input that an output is a view of, and where it lies in it, by the output's node."""
+    """The input that an output is a view of, and where it is in it, by the output's node."""
     items = zip(placeholders(capture), capture.inputs, strict=True)
     tensors = [node for node, item in items if isinstance(item, TensorInput)]
     holders = {key: node for node in tensors for key in values.storages[node]}
@@ -48,7 +48,7 @@ def _laid_out(
     capture: Capture, values: Values, wanted: dict[fx.Node, fx.Node]
 ) -> Iterator[tuple[fx.Node, tuple[fx.Node, InputView]]]:
     """Run what makes the views, on fake tensors that are changed in place as real ones are: of an
-    input with gaps, functionalization gives a new value without."""
+    input with gaps, functionalization returns a new value without."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {n: graph.node_copy(n) for n in placeholders(capture)}
 

@@ -43,7 +43,7 @@ def lower(
 ) -> Schedule:
     """The same schedule; its templates' `code` holds everything that its nodes run.
 
-    With Inductor, processes beside this one compile graphs too, where there are any: the largest
+    With Inductor, processes next to this one compile graphs too, where there are any: the largest
     first, and this one begins with the smallest.
 
     Args:
@@ -67,7 +67,7 @@ def lower(
 
 
 class CodeToCome:
-    """Code that processes beside this one compile while stages run their ATen graphs.
+    """Code that processes next to this one compile while stages run their ATen graphs.
 
     What belongs to a schedule is used at once, between a backward and the next forward: a recompute
     must draw the random numbers that its forward has drawn. It is loaded before, a few graphs in

@@ -51,7 +51,7 @@ def _function(piece: Piece, lower: Callable[[fx.GraphModule], Function]) -> Func
 def _loop(piece: Piece, functions: dict[Tile, Function]) -> Function:
     """The code that runs tile after tile.
 
-    Results that are cut are written where they belong in the whole, so they lie in memory once and
+    Results that are cut are written where they belong in the whole, so they are in memory once and
     a tile more.
     """
 

@@ -135,7 +135,7 @@ def _recomputed(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:
 
 
 def sized(module: fx.GraphModule, values: Values) -> fx.GraphModule:
-    """A graph whose values are of the sizes that are planned for, and have symbols beside them.
+    """A graph whose values are of the sizes that are planned for, and have symbols next to them.
 
     Args:
         module: left as it is; it may have been given other sizes before.
@@ -200,7 +200,7 @@ def _work(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _named(node: fx.Node) -> fx.Node | None:
-    """The value that a node gives another name: it has the same elements in the same order.
+    """The value that a node renames: it has the same elements in the same order.
 
     A slice of all of a dimension, its backward, and writing to it, are traced or not, as the size
     is known.

@@ -400,7 +400,7 @@ class _Builder:
         return item.value if isinstance(item, ConstantInput) else self.values.of[node]
 
     def _origin(self, node: fx.Node) -> fx.Node:
-        """The node that gave the very tensor that `node` gives."""
+        """The node that gave the very tensor that `node` returns."""
         origin = self.values.origin(node)
         name = origin.meta.get(VIEW_OF_BASE)
         named = {item.name: item for item in self.inputs}

@@ -6,7 +6,7 @@
 A piece in tiles is as large as it can be: a node joins the first one that has all of what it takes.
 It must come later where it needs a value whole (attention looks at all tokens), or a sum over
 tokens. Views of weights are made in each piece that reads them. What a piece reads of an earlier
-one, cheap to compute again from what lies in memory anyway (a norm), is computed again there:
+one, cheap to compute again from what is in memory anyway (a norm), is computed again there:
 else it would have to be kept for all tokens.
 """
 
@@ -104,7 +104,7 @@ class _Division:
         return least
 
     def stays(self, node: fx.Node, source: fx.Node) -> bool:
-        """True if a node can take a tokenwise value in the tile that gives it."""
+        """True if a node can take a tokenwise value in the tile that returns it."""
         act, given = self.found.acts[node], self.found.acts[source]
         if given.items:  # an item of a tuple
             return True
@@ -203,7 +203,7 @@ class _Division:
                 continue
             at = self.phases[one]
             if at % 2 == 0 and at < phase:
-                continue  # it lies in memory
+                continue  # it is in memory
             act = self.found.acts.get(one)
             sums = act is not None and any(kind is not Result.CUT for kind, _ in act.results)
             if act is None or sums or is_product(one) or len(cone) == _AGAIN:

@@ -70,7 +70,7 @@ def tile(
 
 
 class _NoPart(Exception):
-    """A node that does not give, for a tile, that part of what it gives for all tokens."""
+    """A node that does not give, for a tile, that part of what it returns for all tokens."""
 
     def __init__(self, node: fx.Node) -> None:
         super().__init__(node)
@@ -96,7 +96,7 @@ class _Writer:
         self.tokens = tokens
         self.graph = fx.Graph()
         self.made: dict[fx.Node, fx.Node] = {}  # a value of the given graph -> of the new one
-        self.metas: dict[fx.Node, TensorMeta] = {}  # of those, as they lie in memory
+        self.metas: dict[fx.Node, TensorMeta] = {}  # of those, as they are in memory
         self.fakes = compat.fake_mode()
 
     def write(self) -> fx.GraphModule:
@@ -240,7 +240,7 @@ class _Part:
     def _check(
         self, node: fx.Node, given: Any, found: Any, kind: Result, axis: Axis | None
     ) -> None:
-        if not isinstance(given, torch.Tensor):  # a gradient that nobody wants
+        if not isinstance(given, torch.Tensor):  # a gradient that is not wanted
             return
         shape = tuple(given.shape)
         if axis is not None and self.length is not None:
@@ -268,14 +268,14 @@ def _whole(value: Any) -> Any:
 
 
 def _result(act: Act | None) -> tuple[Result, Axis | None]:
-    """The meta of a node that gives one tensor; in a whole piece, all of it."""
+    """The meta of a node that returns one tensor; in a whole piece, all of it."""
     return (Result.CUT, None) if act is None or act.items else act.results[0]
 
 
 def _laid_out(node: fx.Node, members: Members) -> TensorMeta:
     """The layout of a result: as it was, or where it was a view with gaps and is put together of
-    tiles, without them. Its dimensions are in the same order, since attention gives what it gives
-    in that order."""
+    tiles, without them. Its dimensions are in the same order, since attention returns what it
+    returns in that order."""
     meta = replace(TensorMeta.of(node.meta["val"]), requires_grad=False)
     if not members.in_tiles or is_dense(meta, meta.stride):
         return meta

@@ -30,7 +30,7 @@ class Act:
 
     cuts: Axes
     results: Kinds
-    items: bool = False  # the node gives a tuple
+    items: bool = False  # the node returns a tuple
 
     @property
     def axis(self) -> Axis | None:
@@ -39,7 +39,7 @@ class Act:
 
 
 def shape_of(node: Any) -> tuple[int, ...] | None:
-    """The meta of a node that gives one tensor of known size."""
+    """The meta of a node that returns one tensor of known size."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     if not isinstance(value, torch.Tensor) or not all(type(n) is int for n in value.shape):
         return None
@@ -343,7 +343,7 @@ def _attention(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
     return Act(cuts, results, items=True)
 
 
-_OF_SAMPLES = 3  # dimensions at least, of what attention takes and gives of each sample
+_OF_SAMPLES = 3  # dimensions at least, of what attention takes and returns of each sample
 
 
 def _of_samples(value: Any, axis: Axis, tokens: int) -> tuple[Result, Axis | None]:

@@ -147,7 +147,7 @@ def _act(node: fx.Node, found: Tokenwise) -> Act | None:
 
 
 def _item(node: fx.Node, found: Tokenwise) -> Act | None:
-    """One of a tuple's; it goes with the node that gives the tuple."""
+    """One of a tuple's; it goes with the node that returns the tuple."""
     source, index = node.args
     act = found.acts.get(source) if isinstance(source, fx.Node) else None
     if act is None or not isinstance(index, int):

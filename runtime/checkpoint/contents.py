@@ -44,7 +44,7 @@ _Place = tuple[dict[str, torch.Tensor | None], str, torch.Tensor, torch.Tensor] 
 
 
 class Empty(Protocol):
-    """A bucket whose memory nobody has touched."""
+    """A bucket whose memory was not touched yet."""
 
     params: tuple[nn.Parameter, ...]
     values: tuple[torch.Tensor, ...]
@@ -63,7 +63,7 @@ class Contents:
 
     Raises:
         CheckpointError: the checkpoint is not whole, or does not fit the model.
-        ModelError: there are tensors that nobody can give values to.
+        ModelError: there are tensors that cannot be given values.
     """
 
     def __init__(self, model: nn.Module, checkpoint: Checkpoint | None) -> None:
@@ -124,7 +124,7 @@ class Contents:
         self.read = self.stored.keys() | self.computed.keys()
 
     def _rows(self, key: int, entry: Entry) -> Entry:
-        """The part of a tensor of the checkpoint that this rank reads: its rows lie side by side
+        """The part of a tensor of the checkpoint that this rank reads: its rows are side by side
         there."""
         if self.ranks is None or key not in self.shared:
             return entry

@@ -114,7 +114,7 @@ class Saved:
     Args:
         model: of transformers; of any other, names are right as they are.
         tensors: by their names in the model.
-        whole: gives all of a tensor of which ranks have parts; any other one as it is.
+        whole: returns all of a tensor of which ranks have parts; any other one as it is.
 
     Raises:
         CheckpointError: ranks share them, and all would have to be whole at once.

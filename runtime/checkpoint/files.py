@@ -1,4 +1,4 @@
-"""A folder of safetensors, as a table of which tensor lies in which bytes of which file.
+"""A folder of safetensors, as a table of which tensor is in which bytes of which file.
 
     folder/model.safetensors                      one file
     folder/model.safetensors.index.json           names -> files, as Hugging Face writes it

@@ -30,7 +30,7 @@ _FIX = (
 
 
 def check_initializers(model: nn.Module, unset: Mapping[int, str]) -> None:
-    """Raise where nobody can initialise a tensor, before anything is made.
+    """Raise where a tensor cannot be initialised, before anything is made.
 
     Args:
         model: on meta.
@@ -56,7 +56,7 @@ def initialize(model: nn.Module, unset: Mapping[str, torch.Tensor]) -> None:
         unset: parameters and buffers by their names. Others may change.
 
     Raises:
-        ModelError: nobody wrote to one of them, or not to all of it.
+        ModelError: one of them was not written to, or not to all of it.
     """
     if not unset:
         return
@@ -127,7 +127,7 @@ def _takes_nothing(function: Callable[..., object]) -> bool:
 
 
 def refuse_stray(model: nn.Module) -> None:
-    """Raise for tensors on meta that are neither parameters nor buffers: nobody can fill them.
+    """Raise for tensors on meta that are neither parameters nor buffers: they cannot be filled.
 
     Raises:
         ModelError: with the place.

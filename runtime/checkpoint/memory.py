@@ -1,4 +1,4 @@
-"""Memory for what is on meta, and the pattern that says that nobody has written to it yet.
+"""Memory for what is on meta, and the pattern that says that it was not written to yet.
 
 Parameters stay the objects that they are: an optimizer that has them keeps them.
 """
@@ -63,5 +63,5 @@ def is_unset(tensor: torch.Tensor) -> bool:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor as they lie in memory: (numel,)."""
+    """The elements of a dense tensor as they are in memory: (numel,)."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))

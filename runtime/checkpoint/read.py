@@ -78,7 +78,8 @@ class Reader:
         entries: Mapping[str, Entry],
         into: Callable[[Mapping[str, torch.Tensor]], None],
     ) -> list[Future[None]]:
-        """Begin to read entries for somebody who makes others of them, one such group at a time."""
+        """Begin to read entries for a caller that makes others of them, one such group at a
+        time."""
         return [self._computing.submit(self._compute, entries, into)]
 
     def _compute(

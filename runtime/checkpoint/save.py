@@ -6,8 +6,9 @@
     rename    the files to their names
     publish   the index, or the one file, by a rename: from here on there is the new one
 
-Whoever is killed leaves the old checkpoint, none, or the new one. A tied tensor is saved once. One
-tensor at a time has a copy: where ranks share it, it is not on the host, or not contiguous.
+A process that is killed leaves the old checkpoint, none, or the new one. A tied tensor is saved
+once. One tensor at a time has a copy: where ranks share it, it is not on the host, or not
+contiguous.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def _tensors(model: nn.Module, savers: Savers) -> Saved:
 
 
 def _named(model: nn.Module, names: set[str]) -> dict[str, torch.Tensor]:
-    """The values of a state dict; whoever reads them waits for updates that are under way.
+    """The values of a state dict; a reader waits for updates that are under way.
 
     Parameters themselves, which no hook on state dicts makes whole (`model.whole_states`): ranks
     gather them one by one.
@@ -193,7 +194,7 @@ def _check_room(path: Path, needed: int) -> None:
 
 
 def _write(path: Path, shard: _Shard, tensors: Saved, savers: Savers) -> None:
-    """One file, whole and on the disk, under a name that nobody reads."""
+    """One file, whole and on the disk, under a name that is not read."""
     file: SafetensorsFile | None = None
     target = path / (shard.name + INCOMPLETE)
     with ExitStack() as stack:

@@ -1,7 +1,7 @@
 """The processes that save a model: one, or the ranks that share it, of which the first one writes.
 
 every rank    gathers one tensor after the other, whole
-the first     writes it; what goes wrong there is told to all, so that nobody waits for it
+the first     writes it; what goes wrong there is told to all, so that no rank waits for it
 """
 
 from __future__ import annotations

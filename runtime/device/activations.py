@@ -1,8 +1,8 @@
 """Values that wait on the host between a forward and its backward, and the memory they wait in.
 
 [Note: host memory is reused]
-To page-lock a gigabyte takes 0.2 s, so buffers live on: a value that dies gives its buffer back to
-the pool, which lends it to the next value of about that size. A step that is like the one before
+To page-lock a gigabyte takes 0.2 s, so buffers live on: a value that dies returns its buffer
+to the pool, which lends it to the next value of about that size. A step that is like the one before
 locks nothing. All in all the pool holds no more than was ever in use at once.
 
 A buffer may be lent again while a copy from it to the device is on its way, or one to it that
@@ -196,7 +196,7 @@ class HostPool(Reused[Buffer]):
             return Buffer(ready, size_bytes)
         free = available_bytes()
         if size_bytes > mmap.PAGESIZE and size_bytes + MARGIN_BYTES > free:
-            self.budget.forget_ahead()  # what nobody may ask for is in the way
+            self.budget.forget_ahead()  # what may never be asked for is in the way
             free = available_bytes()
         if size_bytes > mmap.PAGESIZE and size_bytes + MARGIN_BYTES > free:
             raise HostMemoryError(

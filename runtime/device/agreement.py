@@ -10,7 +10,7 @@ different collectives ever meet.
 
 With gloo, collectives are the host's own, and one that is begun cannot be ended. So ranks meet in
 the store, where they can be told of faults, before a graph begins them. With NCCL the GPU waits and
-the host goes on: a rank that is late delays nobody's host, and a thread ends what will never be
+the host goes on: a rank that is late delays no other host, and a thread ends what will never be
 answered (docs/decisions/0037-ranks-agree.md).
 """
 
@@ -179,7 +179,7 @@ class Agreement:
                 self._meet(key)
 
     def _agree(self, graph: Collectives) -> str:
-        """Compare a graph with what the first rank there is about to run; gives its key."""
+        """Compare a graph with what the first rank there is about to run; returns its key."""
         self.check()
         key = str(self._count)
         self._count += 1

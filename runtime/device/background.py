@@ -1,4 +1,4 @@
-"""Threads that work behind the caller: on updates, and on copies that somebody must wait for.
+"""Threads that work behind the caller: on updates, and on copies that must be waited for.
 
 Each is a daemon with a queue of its own, not a pool of `concurrent.futures`: a pool takes no more
 work once the main thread has ended, though other threads may still train. At the end of the process
@@ -43,12 +43,12 @@ def fulfil(future: Future[T], work: Callable[[], T]) -> None:
 
 
 def is_over() -> bool:
-    """Does the process end? What nobody waits for need not be done then."""
+    """Does the process end? Work without a waiter need not be done then."""
     return _OVER.is_set()
 
 
 class Background:
-    """One thread that does what it is given, in order. It ends when nobody has this any more.
+    """One thread that does what it is given, in order. It ends with the last reference to this.
 
     Args:
         name: of the thread.
@@ -79,7 +79,7 @@ class Background:
         return future.result()
 
     def before_fork(self) -> None:
-        """Finish what there is; what another thread gives meanwhile is its own risk."""
+        """Finish what there is; what another thread adds meanwhile is its own risk."""
         if not self._queue.work.empty() or self._queue.turn.locked():
             over = threading.Event()
             self.submit(over.set)

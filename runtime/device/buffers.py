@@ -1,4 +1,4 @@
-"""The memory that tensors of a bucket lie in, on the host or the device.
+"""The memory that tensors of a bucket are in, on the host or the device.
 
 [Note: exact-size pinned memory]
 `torch.empty(pin_memory=True)` rounds up to a power of two: a 525 MiB layer takes 1 GiB. A mapping
@@ -7,7 +7,7 @@ forked data loader never turns its pages into copy-on-write ones under the DMA. 
 CPU uses is private, in huge pages where the system has them.
 
 [Note: forks] A child of a fork must not write into the parent's parameters. Private memory is the
-child's own, as ever. What is shared lies in one file in memory, each buffer at a place of its own,
+child's own, as ever. What is shared is in one file in memory, each buffer at a place of its own,
 and the child maps that place again, privately: what it writes is its own, and what it has not
 written it reads as it is in the parent now. That costs nothing until it writes.
 
@@ -74,7 +74,7 @@ class HostBuffer(mmap.mmap):
         return self._file.map(start, len(self), kind, at)
 
     def _prefer(self) -> None:
-        """Get pages near the device that copies from and to it. Memory that is not copied lies
+        """Get pages near the device that copies from and to it. Memory that is not copied is
         where the thread runs that uses it."""
         if self._node is not None:
             start = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
@@ -93,7 +93,7 @@ class HostBuffer(mmap.mmap):
     ) -> None:
         """
         Args:
-            touch: page-lock it at once. Else whoever has filled it calls `lock`.
+            touch: page-lock it at once. Else the code that has filled it calls `lock`.
             node: near the device that it is page-locked for; None: any.
         """
         del size_bytes, node
@@ -157,7 +157,7 @@ class DeviceBuffer:
             )
 
     def bytes(self, size_bytes: int) -> torch.Tensor:
-        """Nothing: what lies on the device is not copied as a whole."""
+        """Nothing: what is on the device is not copied as a whole."""
         del size_bytes
         return torch.empty(0, dtype=torch.uint8)
 
@@ -166,7 +166,7 @@ class SharedFile:
     """A file in memory that grows; a place in it is taken once, and has no memory when it is free.
 
     One for all buffers: each has as few file descriptors as before. It has no name, so nothing is
-    left of it when nobody has it any more.
+    left of it after the last close.
 
     [Note: places in the file] Several threads make buffers at a time, and two that had one place
     would overwrite each other. The next place is the file's position, which the kernel advances at

@@ -1,8 +1,9 @@
 """Host buffers that are made in the background, before anybody asks for them.
 
 Pages of a gigabyte take 0.1 s, to page-lock them 0.2 s: of 40 GiB of gradients and states 9 s of a
-first step of 65 s, which other parts of that step can hide. Whoever makes a buffer takes one of its
-size that is ready, or waits for it where it is being made. What is not there yet he makes himself.
+first step of 65 s, which other parts of that step can hide. A caller that makes a buffer takes one
+of its size that is ready, or waits for it where it is being made. What is not there yet he makes
+himself.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class BuffersAhead:
     """Makes buffers, one after the other.
 
     Args:
-        make: makes one; what it raises is not told, because it is raised once more where somebody
+        make: makes one; what it raises is not told, because it is raised once more where a caller
             asks for the buffer.
     """
 
@@ -56,14 +57,14 @@ class BuffersAhead:
         return future.result()
 
     def forget(self) -> None:
-        """Nobody will ask for the others."""
+        """The others will not be asked for."""
         while self._made:
             _, futures = self._made.popitem()
             while futures:
                 futures.popleft().cancel()
 
     def await_idle(self) -> None:
-        """Wait until nothing is being made. What nobody asked for has no memory then."""
+        """Wait until nothing is being made. What was not asked for has no memory then."""
         self._thread.call(lambda: None)
 
 

@@ -1,6 +1,6 @@
-"""Memory that lies on a disk, with the interface of `HostBuffer`.
+"""Memory that is on a disk, with the interface of `HostBuffer`.
 
-    whoever looks    a shared mapping of the place: an ordinary tensor, read by page faults
+    other readers    a shared mapping of the place: an ordinary tensor, read by page faults
     the step         direct I/O of the same bytes, into and out of page-locked memory
 
 See [Note: coherence] in `runtime/disk/scratch.py` for what keeps the two together.
@@ -32,7 +32,7 @@ class DiskBuffer(HostBuffer):
 
     Args:
         size_bytes: of the buffer, which is rounded up to what the disk reads and writes.
-        file: where it lies.
+        file: where it is.
     """
 
     _lies_in: ScratchFile
@@ -51,7 +51,7 @@ class DiskBuffer(HostBuffer):
         self._place = file.take(len(self))
         self._map_file(mmap.MAP_SHARED)
         if hasattr(mmap, "MADV_SEQUENTIAL"):
-            self.madvise(mmap.MADV_SEQUENTIAL)  # twice as fast for whoever looks at all of it
+            self.madvise(mmap.MADV_SEQUENTIAL)  # twice as fast for a reader of all of it
         forks.tell(self)
 
     def _map_file(self, kind: int) -> None:
@@ -107,7 +107,7 @@ class DiskBuffer(HostBuffer):
             self._lies_in.give_back(self._place)
 
 
-Memory = Callable[[], torch.Tensor]  # gives (len(buffer),) uint8; see `Span`
+Memory = Callable[[], torch.Tensor]  # returns (len(buffer),) uint8; see `Span`
 _MAP_FIXED = 0x10  # on Linux
 
 
@@ -115,7 +115,7 @@ class Disk:
     """The scratch file of a model, and the threads that read and write it.
 
     Args:
-        file: where buffers lie.
+        file: where buffers are.
         threads: for each direction.
     """
 
@@ -156,7 +156,7 @@ class Disk:
         after: Sequence[Request] = (),
         before: Callable[[], None] = lambda: None,
     ) -> Request | None:
-        """The same for a write. Until it is over nobody may look at the buffers."""
+        """The same for a write. Until it is over the buffers may not be read."""
         return self._start(Way.WRITE, buffers, memory, what, after, before)
 
     def moved_bytes(self, way: Way) -> int:

@@ -1,6 +1,6 @@
 """Memory that was freed, and that malloc keeps for itself, goes back to the system.
 
-What is below malloc's threshold for mappings (up to 32 MiB) lies in its heap, and stays there when
+What is below malloc's threshold for mappings (up to 32 MiB) is in its heap, and stays there when
 it is freed. Parameters that moved to buckets would take their memory twice.
 """
 

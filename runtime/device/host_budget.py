@@ -66,7 +66,7 @@ class HostBudget:
         except HostMemoryError:
             if ahead is None:
                 raise
-        self.forget_ahead()  # what nobody may ask for is in the way
+        self.forget_ahead()  # what may never be asked for is in the way
         ahead.await_idle()  # so is what is being made
         return self._new(size_bytes, what, pin=pin, touch=touch)
 
@@ -79,7 +79,7 @@ class HostBudget:
             return ahead.take(size_bytes, pin=pin)
 
     def make_ahead(self, wanted: Iterable[Wanted], what: str, device: torch.device) -> None:
-        """Make buffers in the background, which `make` gives to whoever asks for such ones.
+        """Make buffers in the background, which `make` returns to callers that ask for such ones.
 
         Args:
             what: names their purpose in errors.
@@ -127,7 +127,7 @@ class HostBudget:
 def _ahead(
     budget: weakref.ref[HostBudget], what: str, device: torch.device, wanted: Wanted
 ) -> HostBuffer:
-    """A buffer that nobody has asked for yet."""
+    """A buffer that was not asked for yet."""
     alive = budget()
     if alive is None:
         raise ReferenceError("nobody will")

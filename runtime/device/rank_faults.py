@@ -7,7 +7,7 @@
     idle                   behind, and its process used no processor for 45 s
     busy                   behind until the timeout of the process group is over
 
-A rank that saves a checkpoint or compiles is busy: nobody is to be ended for that.
+A rank that saves a checkpoint or compiles is busy: no rank is to be ended for that.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Limits:
 
     @staticmethod
     def of(group: Any, device: torch.device) -> Limits:
-        """Those of a process group: its own, where somebody has set a timeout."""
+        """Those of a process group: its own, where a timeout was set."""
         timeout_s, default = compat.group_timeout_s(group, device)
         return Limits(min(PATIENCE_S, timeout_s) if default else timeout_s, timeout_s)
 

@@ -1,7 +1,7 @@
 """The notes of each rank for the others, in the store of the process group.
 
 Every two seconds a thread writes how far its rank is, and whether its process does anything. At its
-end the process says so; one that is killed falls silent. Nobody reads any of it unless it waits.
+end the process says so; one that is killed falls silent. No rank reads any of it unless it waits.
 
     beat      grows with every note
     n         how many graphs with collectives it has begun
@@ -103,7 +103,7 @@ class Notes:
             self._note = replace(self._note, n=n, entered=entered, at=at, **facts)
         try:
             self._put(self._here, self._note)
-        except compat.STORE_ERRORS:  # nobody can be told
+        except compat.STORE_ERRORS:  # no rank can be told
             pass
 
     def of(self, rank: int, *, thread: bool = False) -> Note | None:
@@ -164,7 +164,7 @@ class Notes:
 
 
 def _run(target: weakref.WeakMethod[Callable[[], None]], over: threading.Event) -> None:
-    """Beat until the process ends, the notes are nobody's any more, or the store is gone."""
+    """Beat until the process ends, the notes are not referenced any more, or the store is gone."""
     while not over.wait(BEAT_S):
         beat = target()
         if beat is None:

@@ -97,7 +97,7 @@ class Ranks:
         """Fill a bucket with the parts of all ranks, in place.
 
         Args:
-            whole: (bucket.size_bytes,) uint8, in which this rank's part lies at its places.
+            whole: (bucket.size_bytes,) uint8, in which this rank's part is at its places.
         """
         group = self.group
         with self.agreement.collective(), compat.coalesced(group, self.device):
@@ -161,7 +161,7 @@ class Ranks:
         """The same of gradients in no schedule, in place: a collective of all ranks.
 
         Args:
-            gradients: by the parameter's name: this rank's part, wherever it lies.
+            gradients: by the parameter's name: this rank's part, wherever it is.
         """
         ops = tuple(f"ALL_REDUCE of the gradient of {name!r}" for name in gradients)
         digest = hashlib.sha256("\n".join(ops).encode()).hexdigest()[:32]
@@ -268,7 +268,7 @@ class Ranks:
                     tensor.copy_(sent)
 
     def all_of(self, sharded: torch.Tensor) -> torch.Tensor:
-        """All of a tensor that these share, wherever their parts lie; all of them call it."""
+        """All of a tensor that these share, wherever their parts are; all of them call it."""
         return whole(sharded, compat.local(sharded).detach().to(self.device))
 
     def gathered(self, values: Sequence[float]) -> list[list[float]]:

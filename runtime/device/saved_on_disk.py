@@ -1,15 +1,15 @@
-"""Saved tensors that lie on a disk between a forward and its backward.
+"""Saved tensors that are on a disk between a forward and its backward.
 
     OnHost     filled from the device; its buffer is free when it is written
     OnDisk     its copy in the scratch file, which the forward hands to the backward
     ReadBack   that copy in another buffer, which is free behind the copy to the device
 
-Nobody but a step sees these, so there is no mapping of their places, unlike `DiskBuffer`s. Places
+Only a step sees these, so there is no mapping of their places, unlike `DiskBuffer`s. Places
 are lent again: to allocate one takes the file system's time, and new ones are slower to write.
 
 [Note: who keeps what] A forward may be given up, and its values die, while threads still write
 them. Until it is over, a request holds the buffer and the place that it works on. They go back when
-nobody else has them either.
+no other code has them either.
 
 [Note: no waiting in threads of the disk] A read is begun when its write is over and its buffer is
 free. A thread of the disk that waited there could wait for itself (decision 30), so a thread of its
@@ -227,7 +227,7 @@ class _Places(Reused[Place]):
 
 
 class _Lent:
-    """A place, until nobody has this any more."""
+    """A place, until the last reference to this is gone."""
 
     def __init__(self, places: _Places, size_bytes: int) -> None:
         self.places = places

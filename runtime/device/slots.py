@@ -105,7 +105,7 @@ class DeviceSlots:
     def forget(self) -> None:
         """Drop the buffers; called when other buckets are streamed, which need other sizes.
 
-        Behind copies into them that nobody waits for any more, in a run that failed.
+        Behind copies into them that are not waited for any more, in a run that failed.
         """
         if self.buffers and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

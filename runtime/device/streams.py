@@ -1,14 +1,14 @@
 """The streams of a schedule on a device, and the handles that carry their events.
 
-Every op gives a `Handle`: its value, its stream, and the event recorded right after it. An op
+Every op returns a `Handle`: its value, its stream, and the event recorded right after it. An op
 that takes a handle of another stream waits for that event first. That is the whole of the
 synchronisation: the edges of the graph, and nothing else. On the CPU ops run in program order and
-events are absent. So they are where a graph has no other stream than compute: nobody waits.
+events are absent. So they are where a graph has no other stream than compute: nothing waits.
 
 A handle of what threads of the host do (`host`) has no event: who takes it waits on the host.
 
 [Note: deferred copies] A copy from a bucket that the host still updates must not be issued yet, nor
-may its stream's later copies overtake it. They are put off until somebody takes the result, or
+may its stream's later copies overtake it. They are put off until the result is taken, or
 until the update is over, whichever the issuing thread meets first; everything that does not need
 them is issued in the meantime. Collectives stay in program order, since every rank must issue them
 in the same: behind one that is put off, all that follow are.

@@ -1,9 +1,9 @@
 """Gives memory its pages, on several threads.
 
-The kernel gives a page when it is first written, and clears it: 6.5 GiB/s on one thread of a
-machine with an H200, be it one that writes or one that page-locks. Pages that are there are locked
-at 25 GiB/s. To ask for pages (MADV_POPULATE_WRITE) takes less than half as long as to write to
-them, per core, and no longer on two threads than on one (Linux 6.18, private and shared memory).
+The kernel provides a page when it is first written, and clears it: 6.5 GiB/s on one thread of a
+machine with an H200, for a thread that writes as for one that page-locks. Pages that are there are
+locked at 25 GiB/s. To ask for pages (MADV_POPULATE_WRITE) takes less than half as long as to write
+to them, per core, and no longer on two threads than on one (Linux 6.18, private and shared memory).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def touch(memory: torch.Tensor, node: numa.Node | None = None) -> None:
             thread.join()
     finally:
         chunks.clear()  # the threads end when Ctrl-C comes
-    if refused.is_set():  # an old kernel, or too little memory, which whoever writes is told
+    if refused.is_set():  # an old kernel, or too little memory, which the writer is told
         memory[:: mmap.PAGESIZE].bitwise_or_(0)
 
 

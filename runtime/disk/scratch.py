@@ -1,4 +1,4 @@
-"""A file on a disk that nobody else sees, and the places in it.
+"""A file on a disk that no other process sees, and the places in it.
 
 It has no name (`O_TMPFILE`, or unlinked at once), so the system frees it when this process and the
 children that it forked have ended, whatever way they end. A place is allocated when it is taken:
@@ -9,11 +9,11 @@ host memory, and a copy through the cache costs the CPU more than the disk takes
 refuses it (some network and FUSE ones) is read and written through the cache, and asked to drop the
 pages behind that.
 
-[Note: coherence] Whoever looks at what lies in a place reads it through a shared mapping
+[Note: coherence] A reader of what is in a place reads it through a shared mapping
 (`runtime/device/disk_buffers.py`), that is, through the page cache. Linux keeps the cache and
 direct I/O together within a page: before a direct read or write it writes back what is dirty there,
 and a direct write drops the pages, also from page tables, before and after. It gives up on that
-only while somebody touches the same page at the same time, which the guards of states exclude
+only while another access touches the same page at the same time, which the guards of states exclude
 (`runtime/params/guards.py`). So places begin and end at page boundaries, and nothing has to be
 synced by hand. A file system that promises less (O_DIRECT is not in POSIX) is found by
 `_is_coherent`, which tries it, and gets no direct I/O.
@@ -42,7 +42,8 @@ from megacompile.text import format_bytes
 class Place:
     """A range of bytes of a scratch file.
 
-    Those that `take` gives are aligned. Parts of them need not be: they go through the page cache.
+    Those that `take` returns are aligned. Parts of them need not be: they go through the page
+    cache.
     """
 
     at: int

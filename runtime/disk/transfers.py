@@ -13,10 +13,10 @@ for all threads.
 [Note: order] Nothing orders two requests but what they are told (`after=`). One that waits for
 another was given later than that, so the one that was given first can always go on.
 
-[Note: interrupts] A request is made first and begun later, so that whoever must wait for it knows
-of it before a thread does. It is given to every thread of its direction as a whole, and each takes
-chunks until there is none left. So it may be given twice, and one that Ctrl-C cut off while it was
-given is carried out by those that have it, or is given again by who waits for it.
+[Note: interrupts] A request is made first and begun later, so that the code that must wait for it
+knows of it before a thread does. It is given to every thread of its direction as a whole, and each
+takes chunks until there is none left. So it may be given twice, and one that Ctrl-C cut off while
+it was given is carried out by those that have it, or is given again by who waits for it.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class Transfers:
         after: Sequence[Request] = (),
         before: Callable[[], None] = lambda: None,
     ) -> Request:
-        """A read or a write; whoever made it calls `begin`.
+        """A read or a write; its maker calls `begin`.
 
         Args:
             spans: what goes where.

@@ -27,7 +27,7 @@ from megacompile.runtime.model.program import Program
 
 
 def run(program: Program, args: Sequence[Any]) -> list[Any]:
-    """Call a program with a captured graph's inputs; gives the graph's outputs.
+    """Call a program with a captured graph's inputs; returns the graph's outputs.
 
     What the graph changes in place is changed afterwards, for autograd too.
     """

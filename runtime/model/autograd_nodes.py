@@ -20,12 +20,12 @@ class Recorded(Protocol):
     program: Program
 
     def forward(self, *, recorded: bool = False) -> list[torch.Tensor]:
-        """Run the forward schedule; gives the computed outputs, each once."""
+        """Run the forward schedule; returns the computed outputs, each once."""
 
     def backward(
         self, node: object, given: Sequence[torch.Tensor | None]
     ) -> dict[int, torch.Tensor]:
-        """Run the backward schedule; gives the gradients of the inputs, by position."""
+        """Run the backward schedule; returns the gradients of the inputs, by position."""
 
     def gradients_for(self, places: Sequence[ParamId]) -> list[torch.Tensor | None]:
         """The gradients that a gate hands over."""

@@ -1,6 +1,6 @@
 """The buckets of a model: its parameters go into them, move with them, and are given up again.
 
-take over    parameters lie in buckets, on the host or, those that live there, on the device
+take over    parameters are in buckets, on the host or, those that live there, on the device
 move         a bucket goes to the other of the two, where the plans want it
 adopt        what the user replaced since the last call goes into the buckets
 let go       parameters that left the model do without them
@@ -60,8 +60,8 @@ class ModelBuckets:
     Args:
         model: changed in place: its parameters become views of buckets.
         options: validated.
-        divide: gives the units of a model.
-        compiler: gives a `Compiler` for units.
+        divide: returns the units of a model.
+        compiler: returns a `Compiler` for units.
         planned_anew: called when schedules that were made are not right any more.
         contents: what fills the buckets; None: the parameters have their values.
         room: host memory for parameters. Default: no limit.
@@ -138,7 +138,7 @@ class ModelBuckets:
         packed.settle(self.model)
         self._twins = packed.twins(self.model)
         units = self.divide(self.model)
-        # what packed parameters are made of is frozen: nobody asks whether it is a parameter
+        # what packed parameters are made of is frozen: it is not asked whether it is a parameter
         named = {x.name: cast(nn.Parameter, x.tensor) for x in packed.leaves(self.model)}
         before = bool(self.machine.buckets)
         self.machine.buckets.clear()
@@ -302,7 +302,7 @@ class ModelBuckets:
             bucket.states = StateMemory(bucket)
 
     def moved(self) -> None:
-        """Buckets lie elsewhere."""
+        """Buckets are elsewhere."""
         self.machine.gradients.bind(self.machine.buckets)
         self._make_proxies()
 
@@ -370,7 +370,7 @@ class ModelBuckets:
         return Source(copy, bucket.pending.settle, functools.partial(bucket.copy.take_back, i))
 
     def owns(self, param: nn.Parameter) -> bool:
-        """True if a parameter lies in a bucket of this model."""
+        """True if a parameter is in a bucket of this model."""
         return any(id(part) in self._places.of for part in (param, *parts_of(param)))
 
     def disown(self) -> None:
@@ -476,8 +476,8 @@ class ModelBuckets:
             self._make_proxies()  # a parameter's memory may have been moved
 
     def _leave_to_others(self) -> None:
-        """Give buckets other memory where somebody holds what a parameter has left: who has put
-        something else into `p.data` for a while (the average of an EMA) puts that back."""
+        """Give buckets other memory where other code holds what a parameter has left: code that has
+        put something else into `p.data` for a while (the average of an EMA) puts that back."""
         left = [key for key, bucket in self.machine.buckets.items() if bucket.left_to_others()]
         for key in left:
             old = self.machine.buckets[key]
@@ -549,7 +549,7 @@ class _Places:
         self.of: dict[int, tuple[Bucket, int]] = {}  # by the parameter's id
 
     def note(self, buckets: Iterable[HostBucket]) -> None:
-        """They lie in these from now on."""
+        """They are in these from now on."""
         self.of = {
             id(param): (bucket.whole, i)
             for bucket in buckets

@@ -41,7 +41,7 @@ class Call:
         self.saved_values: dict[str, Any] | None = None
         self.shared: list[Source] = []  # the tensors in whose memory they are
         self.observed = compat.ddp_around() is not None
-        self.outputs: Watched = {}  # that somebody may hook
+        self.outputs: Watched = {}  # that a user may hook
         self._handed: dict[int, dict[ParamId, torch.Tensor]] = {}  # to gates, by the backward
 
     @functools.cached_property
@@ -87,7 +87,7 @@ class Call:
         return found
 
     def forward(self, *, recorded: bool = False) -> list[torch.Tensor]:
-        """Run the forward schedule; gives the computed outputs, each once.
+        """Run the forward schedule; returns the computed outputs, each once.
 
         Args:
             recorded: autograd holds this call, and a backward may come.
@@ -133,7 +133,7 @@ class Call:
     def backward(
         self, node: object, given: Sequence[torch.Tensor | None]
     ) -> dict[int, torch.Tensor]:
-        """Run the backward schedule on the outputs' gradients; gives those of the inputs, by
+        """Run the backward schedule on the outputs' gradients; returns those of the inputs, by
         position. Those of the parameters are for the gates.
         """
         positions = self.program.tensor_outputs()
@@ -158,7 +158,7 @@ class Call:
             finally:
                 self.machine.run = None
         if self.saved_values is None:
-            self.inputs_by_name = {}  # whoever holds the loss holds this call
+            self.inputs_by_name = {}  # a reference to the loss keeps this call
         self.program.ran_backward = True
         self._handed[compat.backward_id()] = of_params
         found = {self.program.inputs[name]: gradient for name, gradient in of_inputs.items()}
@@ -289,7 +289,7 @@ class Call:
         """True if this backward updates its parameters.
 
         Raises:
-            BackwardError: somebody wants a gradient that would never leave the device, or adds to
+            BackwardError: a user wants a gradient that would never leave the device, or adds to
                 it.
         """
         updates = self.machine.in_backward

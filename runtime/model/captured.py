@@ -110,7 +110,7 @@ class CapturedGraph:
     | numbers | `_key`; of symbols their types, and `Program.serves` |
     | which inputs share memory, where one is changed in place | `_overlaps`; none with symbols |
     | grad mode, autocast, the default dtype, what chooses kernels | `Ambient` |
-    | where the buckets lie | `plans` and `stale`: all programs are made anew |
+    | where the buckets are | `plans` and `stale`: all programs are made again |
     | the outputs that get a gradient, micro-batches, an update | `Variant`, in the program |
     | the memory that is planned | `covers` |
     | the module, and all that Python asked while it was captured | Dynamo's guards: another graph |
@@ -138,7 +138,7 @@ class CapturedGraph:
         self.begins_call = begins_call  # was nothing done yet in this call of the model?
         self.runs = runs  # called before it runs
         self.programs: dict[Hashable, Program | None] = {}
-        self.stale = False  # are they to be made anew, because buckets have moved?
+        self.stale = False  # are they to be made again, because buckets have moved?
         self.changed: frozenset[int] = frozenset()  # the inputs that a program changes in place
         self._met: set[Hashable] = set()
         self._called: dict[Hashable, None] = {}  # keys of the programs, the last one called last
@@ -151,7 +151,7 @@ class CapturedGraph:
         self._attempts = Attempts()  # to make a program: sizes are seldom why there is none
 
     def __call__(self, *args: Any) -> Sequence[Any]:
-        if self.current_plans() is not self.plans:  # buckets were laid out anew
+        if self.current_plans() is not self.plans:  # buckets were laid out again
             self.plans = self.current_plans()
             self.stale = True
         if self.stale:

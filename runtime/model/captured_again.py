@@ -1,7 +1,7 @@
 """A model that is another case in each call: it is captured, or its code made, at every step.
 
-It is one to Dynamo, which gives up only after hundreds of captures (`compat.CALL_OPTIONS`), or what
-was captured needs other code for each set of sizes. Each takes seconds.
+It is one to Dynamo, which gives up only after hundreds of captures (`compat.CALL_OPTIONS`), or
+what was captured needs other code for each set of sizes. Each takes seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CAPTURED = 8  # so many of them: it is said
 
 
 class CapturedAgain:
-    """Says once of a model that many of its calls capture it anew, and why.
+    """Says once of a model that many of its calls capture it again, and why.
 
     Args:
         name: of the model.

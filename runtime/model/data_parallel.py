@@ -11,7 +11,7 @@ again, and torch says nothing. Megatron and Apex put hooks of Python on such nod
     a model that ranks share (mesh=)             right: the DDP passes through, because gradients
                                                  are means already (`pass_through`)
     nn.DataParallel, around or inside            refused where there is a GPU: threads would call
-                                                 copies of the module that nobody streams
+                                                 copies of the module that are not streamed
 
 Accelerate, and so Trainer, wraps what it prepares in a DDP, unless that says that it is prepared.
 Without torchrun, Trainer makes a DataParallel where it sees several GPUs.

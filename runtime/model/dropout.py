@@ -1,6 +1,6 @@
 """Dropout at a rate that changes from call to call, captured once.
 
-    before: torch.nn.functional.dropout(x, 0.1)       captured anew for each rate
+    before: torch.nn.functional.dropout(x, 0.1)       captured again for each rate
     after:  megacompile.draw_dropout(x, rate)[0]      the rate is a number that the graph is given
 
 torch's operator wants the rate as a Python number, so Dynamo would be asked for its value. During a

@@ -1,4 +1,4 @@
-"""The parameters of a model on the device, one bucket after the other, for an engine beside it.
+"""The parameters of a model on the device, one bucket after the other, for an engine next to it.
 
 While the caller uses one bucket, the next one is copied: there are two on the device at a time.
 
@@ -46,7 +46,7 @@ def hugging_face_names(model: nn.Module) -> dict[int, str]:
 
 
 def refuse_unmerged(model: nn.Module) -> None:
-    """Raise if adapters of PEFT are at work beside their layers: the weights are without them.
+    """Raise if adapters of PEFT are at work next to their layers: the weights are without them.
 
     Raises:
         ModelError: with the name of such a layer.

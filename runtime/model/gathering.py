@@ -72,7 +72,7 @@ class Gathering:
             free_states(optimizer, made)
 
     def take_rest(self) -> None:
-        """The same of parameters that came since the last call, and lie in no bucket."""
+        """The same of parameters that came since the last call, and are in no bucket."""
         rest = [param for param in self._model.parameters() if compat.is_sharded(param)]
         self.take(rest, lambda param: param.grad)
 
@@ -92,7 +92,7 @@ def refuse_ungathered(
 
     Raises:
         ModelError: a parameter has hooks.
-        OptionError: an optimizer has states of which nobody knows how they are divided.
+        OptionError: an optimizer has states of which it is not known how they are divided.
         HostMemoryError: there is too little of it for all ranks of this host.
     """
     name = type(model).__name__

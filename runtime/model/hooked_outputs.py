@@ -29,7 +29,7 @@ def watched(outputs: Mapping[int, torch.Tensor]) -> Watched:
 
 
 def hooked_inside(outputs: Watched, capture: Capture, tangents: Container[int]) -> int | None:
-    """The first output that somebody has hooked, with a gradient through others; None: none.
+    """The first output that has a hook, with a gradient through others; None: none.
 
     Args:
         tangents: the outputs that get a gradient.

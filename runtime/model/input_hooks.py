@@ -7,7 +7,7 @@ place: its sum requires grad too.
 
 transformers adds another one each time that checkpoints are turned on again, as TRL does in every
 step, and never removes it. Right behind one another they do what one does, so during a call there
-is one: a model is captured anew when the number of its hooks changes.
+is one: a model is captured again when the number of its hooks changes.
 """
 
 from __future__ import annotations

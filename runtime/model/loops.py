@@ -1,7 +1,7 @@
 """Training loops that save in one rank what ranks share: transformers' Trainer, and Accelerate.
 
 All ranks come to the methods below; the stock ones then write in the first rank alone, what
-`state_dict()` gives there. So all ranks gather first, one tensor at a time, and until the method
+`state_dict()` returns there. So all ranks gather first, one tensor at a time, and until the method
 returns the state dicts of the rank that writes are whole:
 
     Trainer        save_model, _save_optimizer_and_scheduler
@@ -34,7 +34,7 @@ def attend(shared_in: Callable[[nn.Module], list[nn.Module]]) -> None:
     at the step of any optimizer. (Trainer and Accelerate move a model before they do anything.)
 
     Args:
-        shared_in: gives the modules in a model that ranks share.
+        shared_in: returns the modules in a model that ranks share.
     """
     if not _SHARED:
         _SHARED.append(shared_in)
@@ -62,7 +62,7 @@ def take_over() -> None:
 
 
 def _around(stock: Method, ours: Method) -> Method:
-    """A method that calls ours with the stock one, bound, in front of its arguments."""
+    """A method that calls ours with the stock one, bound, before its arguments."""
 
     @functools.wraps(stock)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -99,7 +99,7 @@ class HostApply(Replacement):
 
 
 class SharedSave(Replacement):
-    """Raises where nobody has gathered: loops call it in their first rank, which has its rows."""
+    """Raises where nothing was gathered: loops call it in their first rank, which has its rows."""
 
     name = "save_pretrained"
 

@@ -1,7 +1,7 @@
 """Uses of parameters that no schedule sees: gradients from code outside of every call, and views.
 
 A call of a module in the model is scheduled (`parts`). Its methods, and parameters that a loss
-reads, are not: they compute where the parameter lies. Nobody sees them, but their gradients.
+reads, are not: they compute where the parameter is. They are not seen, but their gradients are.
 """
 
 from __future__ import annotations

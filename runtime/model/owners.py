@@ -1,4 +1,4 @@
-"""The owner of a parameter: one megacompiled model, in whose buckets it lies."""
+"""The owner of a parameter: one megacompiled model, in whose buckets it is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Owner(Protocol):
     model: nn.Module
 
     def owns(self, param: nn.Parameter) -> bool:
-        """True if a parameter lies in a bucket of this model."""
+        """True if a parameter is in a bucket of this model."""
 
     def let_go(self) -> None:
         """Give up parameters that were taken out of the model since its last call."""
@@ -32,7 +32,7 @@ def refuse_shared(model: nn.Module) -> None:
         ModelError: with the names of the parameter here and there.
     """
     if _owners(model):
-        gc.collect()  # a model that nobody has any more lives until then
+        gc.collect()  # a model without references lives until then
     for owner, name, param in _owners(model):
         there = [n for n, p in owner.model.named_parameters() if p is param]
         if not there:

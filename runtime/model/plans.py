@@ -25,7 +25,7 @@ class Compiler(Protocol):
     def choose(
         self, stages: Schedule, capture: Capture, variant: Variant, placement: Placement
     ) -> Placement:
-        """Choose what `plan` builds; gives where the plans made so far want the buckets."""
+        """Choose what `plan` builds; returns where the plans made so far want the buckets."""
 
     def plan(
         self, stages: Schedule, capture: Capture, variant: Variant, placement: Placement
@@ -49,7 +49,7 @@ class Compiler(Protocol):
         says."""
 
     def replan(self) -> None:
-        """Choose anew, with the buckets where they are. No backward may be to come."""
+        """Choose again, with the buckets where they are. No backward may be to come."""
 
     def find_gradients(self) -> bool:
         """From now on a forward may find gradients of buckets that live on the device. True if all
@@ -65,7 +65,7 @@ class Compiler(Protocol):
         """Forget what was made for all but these results of `partition` and `build`."""
 
     def rest(self, buckets: Sequence[Bucket], placement: Placement) -> Schedule:
-        """A schedule that is an update alone: of these buckets, where they lie."""
+        """A schedule that is an update alone: of these buckets, where they are."""
 
 
 class MovesFirst(BaseException):
@@ -88,7 +88,7 @@ class Plans:
         self.placement = placement
 
     def choose(self, stages: Schedule, capture: Capture, variant: Variant) -> Placement:
-        """Choose the plan that `plan` builds; gives where the buckets should be."""
+        """Choose the plan that `plan` builds; returns where the buckets should be."""
         return self.compiler.choose(stages, capture, variant, self.placement)
 
     def plan(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
@@ -125,6 +125,6 @@ class Plans:
         return self.compiler.find_gradients()
 
     def stay(self, why: str) -> None:
-        """Plan anew with the buckets where they are, for good. No backward may be to come."""
+        """Plan again with the buckets where they are, for good. No backward may be to come."""
         self.say_stays(why)
         self.compiler.replan()

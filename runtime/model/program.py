@@ -128,13 +128,13 @@ class Program:
         return replace(Variant(self.tangents, keep_last=True, update=update), **changes)
 
     def choose(self, variant: Variant) -> Placement:
-        """Choose the plan of a variant; gives where the buckets should be."""
+        """Choose the plan of a variant; returns where the buckets should be."""
         progress.now("planning the step")
         with _stages_own_ambient():
             return self.plans.choose(self.stages, self.capture, variant)
 
     def plan(self, variant: Variant) -> Schedule:
-        """Plan the schedule of a variant, which `executor` then gives code."""
+        """Plan the schedule of a variant, to which `executor` then adds code."""
         progress.now("planning the step")
         with _stages_own_ambient():
             self._planned[variant] = self.plans.plan(self.stages, self.capture, variant)

@@ -1,8 +1,8 @@
-"""A model whose device memory is lent to somebody else for a while: `megacompile.released()`.
+"""A model whose device memory is lent to other code for a while: `megacompile.released()`.
 
 What lives on the device goes to the host, with gradients and states, and comes back to where it
 was. So schedules stay what they are: nothing is captured, planned or compiled again. What is made
-anew at each use (slots, workspaces, activations) is given back, and comes with the next call.
+again at each use (slots, workspaces, activations) is given back, and comes with the next call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megacompile.text import format_bytes
 
 
 class Released:
-    """Gives a model's device memory back.
+    """Returns a model's device memory.
 
     Args:
         buckets: of the model.
@@ -101,7 +101,7 @@ class Released:
     def _check_pending(self) -> None:
         pending = self.buckets.machine.pending
         if pending:
-            gc.collect()  # a loss that nobody has any more lives until then
+            gc.collect()  # a loss without references lives until then
         if pending:
             raise ModelError(
                 f"released(): a forward of {self._name} waits for its backward, and what that "
@@ -200,7 +200,7 @@ class Released:
                     new = buckets.machine.buckets[key]
                     if new is not old:
                         move_states(old, new)
-                        for optimizer in optimizers:  # states that lie in no bucket
+                        for optimizer in optimizers:  # states that are in no bucket
                             for param in new.params:
                                 move_loaded(optimizer, param)
                     if resident:

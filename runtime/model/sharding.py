@@ -36,7 +36,7 @@ def shard(model: nn.Module, ranks: Ranks, *, filled: bool = False) -> dict[int, 
         model: changed in place. Each rank has all of it, with the same shapes.
         ranks: that share it.
         filled: parameters that are on meta get their values later, from a checkpoint. Memory that
-            nobody touches is theirs until then.
+            is not touched is theirs until then.
 
     Returns:
         The new parameters, by the id of the old ones.

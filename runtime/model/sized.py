@@ -1,6 +1,6 @@
 """Functions that ask what a size is, captured once where sizes change from call to call.
 
-    before: torch.nn.functional.affine_grid(theta, x.shape)    captured anew for each shape
+    before: torch.nn.functional.affine_grid(theta, x.shape)    captured again for each shape
     after:  megacompile.affine_grid(theta, (2, 3, h, w), False)
 
 torch's operators for them take ints, or are taken apart with ints to see what comes out. During a

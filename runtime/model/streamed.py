@@ -66,8 +66,8 @@ class StreamedModel:
     Args:
         model: changed in place: its parameters become views of host buckets.
         options: validated.
-        divide: gives the units of a model (`megacompile.passes.stages.units`).
-        compiler: gives a `Compiler` for units (`megacompile.api`).
+        divide: returns the units of a model (`megacompile.passes.stages.units`).
+        compiler: returns a `Compiler` for units (`megacompile.api`).
         contents: what fills a model that has no values yet.
         room: host memory for parameters. Default: no limit.
     """
@@ -335,7 +335,7 @@ class StreamedModel:
         return call(*args, **kwargs)
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The stand-in for a parameter in a call, where a functional call gives this tensor."""
+        """The stand-in for a parameter in a call, where a functional call returns this tensor."""
         guard = guard_of(tensor)
         if guard is not None:  # a parameter of another model
             guard.open(tensor)
@@ -434,7 +434,7 @@ class StreamedModel:
         return [graph for graph in self.graphs if not graph.stale] or self.graphs
 
     def _adopt(self, modules: Sequence[nn.Module], of_call: Undos, undos: Undos) -> StandIns:
-        """Take over what has changed; gives what stands in for parameters until the call ends."""
+        """Take over what has changed; returns what stands in for parameters until the call ends."""
         use_unguarded(undos)
         with compat.outside_inference_mode(), compat.on_host():
             refuse_nested(self.model, modules)
@@ -507,7 +507,7 @@ def _needed_guards(guards: Sequence[Any]) -> list[bool]:
 
     They are Python functions, two for each parameter, and take half of the time of all guards; and
     the host's tensor looks as the proxy does. What a signal handler raises in a guard is lost, and
-    the model is captured anew.
+    the model is captured again.
     """
     compat.forget_missing()  # the guards were evaluated for this filter
     proxies = {guard.name for guard in guards if isinstance(guard.value, StreamedParameter)}

@@ -4,7 +4,7 @@ Dynamo captures a graph with symbols once a size or a number has changed. A prog
 serves every call of its *kind* (dtypes, devices, what requires grad, which parameters) for whose
 sizes its code is right. Where code asked what a size is, other sizes get another program.
 
-Memory is planned for the largest call so far. A call that needs more is planned for anew, with the
+Memory is planned for the largest call so far. A call that needs more is planned for again, with the
 same code, and with sizes rounded up, so that lengths that grow by one are not planned for each.
 """
 

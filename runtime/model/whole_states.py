@@ -1,12 +1,12 @@
 """State dicts that are whole, of a model that ranks share.
 
 A loop that wraps its model in a DistributedDataParallel takes each rank for one that has all of it:
-its first rank saves what `state_dict()` gives. Of a DTensor that would be this rank's rows alone,
-and whoever loads them would get them in the place of its own, without an error.
+its first rank saves what `state_dict()` returns. Of a DTensor that would be this rank's rows alone,
+and a model that loads them would get them in the place of its own, without an error.
 
     make_whole   from then on, in every rank: each call gathers, and all ranks make it
     Saving       for a block, in the rank that writes: all ranks have gathered when it begins
-    Shapes       for a block, shapes alone: nobody gathers
+    Shapes       for a block, shapes alone: nothing is gathered
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class Saving:
 
 class Shapes:
     """A block in which the state dicts of some modules have the shapes of what ranks share, in
-    memory that nobody touches: each tensor in memory of its own, and what is tied in the same."""
+    memory that is not touched: each tensor in memory of its own, and what is tied in the same."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._stack = ExitStack()

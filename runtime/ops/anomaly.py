@@ -1,4 +1,4 @@
-"""NaN and inf in gradients, named by the stage whose backward gives them.
+"""NaN and inf in gradients, named by the stage whose backward returns them.
 
 With `megacompile(model, detect_anomaly=True)` both are errors. Under
 `torch.autograd.detect_anomaly()` NaN alone is, as in torch: a GradScaler expects an inf now and

@@ -40,7 +40,7 @@ class CollectiveOps(OpGroup):
             return machine.slots.weights(slot, bucket)
 
         waits = handles(after)
-        if fresh:  # nobody needs the token of the copy to the host
+        if fresh:  # the token of the copy to the host is not needed
             waits = [handle for handle in waits if handle.value is not work]
         copied = self._issue(Stream.H2D, tuple(waits), copy)
         if fresh:

@@ -77,7 +77,7 @@ class Executor:
         self._tuned = False  # has a backward run, in which kernels are tuned?
 
     def _function(self, name: str) -> Callable[[list[Any]], Any]:
-        """A graph's code; where somebody records or profiles, with ops that tell of themselves."""
+        """A graph's code; where a trace or a profiler records, with ops that tell of themselves."""
         if self._bound[name].recording is None and not compat.profiler_enabled():
             return self._run[name]
         if name not in self._looked_at:
@@ -125,7 +125,7 @@ class Executor:
         return frozenset(read | {(b.key, i) for b in left for i in range(len(b.params))})
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """Run the forward; gives outputs and the saved values, by name.
+        """Run the forward; returns outputs and the saved values, by name.
 
         A host parameter may be changed as soon as this returns: the last prefetch is done.
         """
@@ -159,7 +159,7 @@ class Executor:
             return self.machine.slots.has(self.schedule.reused)
 
     def backward(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Run the backward; gives the gradients of graph inputs, by the placeholder's name."""
+        """Run the backward; returns the gradients of graph inputs, by the placeholder's name."""
         found, left, _ = self._call("backward", inputs)
         self._leave(left)
         if not self._tuned:
@@ -274,7 +274,7 @@ def _read(graph: fx.Graph) -> Iterator[ParamId]:
 
 
 def _copies(op: ops.Op) -> bool:
-    """True if an op runs beside those of the compute stream."""
+    """True if an op runs next to those of the compute stream."""
     return op.stream is not Stream.COMPUTE
 
 

@@ -3,9 +3,9 @@ rows.
 
     for each chunk:   z = x W^T + bias;   z <- d total / d z, in place;   dx = z W;   dW += z^T x
 
-At any time there is one chunk of logits, in the dtype that `linear` gives them, and the gradients.
-Those are float32 (float64 for float64): adding chunk after chunk to a bfloat16 gradient would round
-it once a chunk.
+At any time there is one chunk of logits, in the dtype that `linear` returns them, and the
+gradients. Those are float32 (float64 for float64): adding chunk after chunk to a bfloat16 gradient
+would round it once a chunk.
 """
 
 from __future__ import annotations

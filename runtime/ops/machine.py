@@ -65,12 +65,12 @@ class Machine:
     assigned: int = 0  # new values of inputs that schedules change in place, so far
     labels: dict[int, str] = field(default_factory=dict)  # of buckets by key, in some schedule
     deferred: DeferredFrees = field(default_factory=DeferredFrees)
-    staging: Staging | None = field(init=False)  # of states that lie on a disk
-    weight_staging: WeightStaging | None = field(init=False)  # of parameters that lie there
+    staging: Staging | None = field(init=False)  # of states that are on a disk
+    weight_staging: WeightStaging | None = field(init=False)  # of parameters that are there
     host_updates: HostUpdates = field(init=False)
     copies: Background = field(init=False)  # brings what a step made on the device to the host
     tracer: Tracer | None = None  # while a trace of the model is on
-    disk: Disk | None = None  # where the states of streamed buckets lie, if not on the host
+    disk: Disk | None = None  # where the states of streamed buckets are, if not on the host
     host_budget: HostBudget = field(default_factory=HostBudget)  # makes all host buffers
     update_cores: frozenset[int] = frozenset()  # on which the host updates; none: on any
     ranks: Ranks | None = None  # the processes that share the model

@@ -1,4 +1,4 @@
-"""Carries out the ops of `optimizer.step()` on what lies where it is."""
+"""Carries out the ops of `optimizer.step()` on what is where it is."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class UpdateOps(OpGroup):
 
     def update_resident(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
         """The last one of a graph updates the buckets of all of them, in one launch. In between
-        nobody takes them: the compute stream is in order."""
+        they are not taken: the compute stream is in order."""
         part = self.parts.get(bucket.key)
         if part is None:
             return Handle(None, Stream.COMPUTE)

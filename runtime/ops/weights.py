@@ -36,7 +36,7 @@ class WeightOps(OpGroup):
                 return weights
 
             # The update ran on the compute stream, and every prefetch waits for `begin` or a later
-            # op of that stream. The token is for the copy to the host: nobody needs it here.
+            # op of that stream. The token is for the copy to the host: it is not needed here.
             others = tuple(handle for handle in handles(after) if handle.value is not work)
             moved = self._issue(Stream.H2D, others, move)
             self.machine.alive.append((fresh, moved))

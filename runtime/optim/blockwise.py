@@ -6,7 +6,7 @@ The map has seven decades, 1e-6 to 1, each decade with twice the codes of the on
 for the first moment, unsigned for the second. Invariants: the code of 0 is exact, so a block of
 zeros stays zeros; a block with a NaN or an infinity comes back as NaN.
 
-[Note: the same codes again] Quantizing what was dequantized gives the same codes and the same
+[Note: the same codes again] Quantizing what was dequantized returns the same codes and the same
 largest magnitudes, in every bit, so a checkpoint has the values alone, as float32, and any
 optimizer can load it. This needs three things:
 

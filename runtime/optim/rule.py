@@ -156,7 +156,7 @@ class OptimizerRule(Known):
             `first`: some state has no value yet.
         twin: see `Twin`.
         kernel: the twin in Triton's language, called the same way. It is not decorated: triton is
-            imported when the first bucket is updated on a GPU, and gives it `tl` then.
+            imported when the first bucket is updated on a GPU, and is given `tl` then.
     """
 
     name: str

@@ -56,7 +56,7 @@ def twin(
     g = torch.where(l2 != 0, g + l2 * p, g)  # 0 * inf is not 0
     if not states:
         return p + negative_lr * g, ()
-    # what is in the memory before the first step does not matter, be it NaN
+    # what is in the memory before the first step does not matter, even NaN
     m = torch.where(first != 0, g, states[0] * momentum + one_minus_dampening * g)
     direction = torch.where(nesterov != 0, g + momentum * m, m)
     return p + negative_lr * direction, (m,)

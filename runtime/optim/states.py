@@ -14,7 +14,7 @@ from megacompile.runtime.optim.blockwise import dequantize, quantize
 class BlockwiseTensor(torch.Tensor):
     """A float32 tensor whose data are 8-bit codes and a largest magnitude for each block.
 
-    Reading gives float32 values; writing in place quantizes again. `codes` is (numel,) uint8,
+    Reading returns float32 values; writing in place quantizes again. `codes` is (numel,) uint8,
     `absmax` (blocks,) float32, in the order of the parameter's memory; `settle` waits until
     nothing in the background writes to them.
     """
@@ -66,7 +66,7 @@ class BlockwiseTensor(torch.Tensor):
             buffer.copy_(new)
 
     def clear(self) -> None:
-        """Zeros, as quantizing them gives: a billion of those would take seconds."""
+        """Zeros, as quantizing them returns: a billion of those would take seconds."""
         self.settle()
         code, _ = quantize(torch.zeros(1, device=self.codes.device), self.signed)
         self.codes.fill_(code.item())
@@ -111,7 +111,7 @@ def _plain(value: Any) -> Any:
 
 
 def is_shared(state: torch.Tensor) -> bool:
-    """Does somebody hold a state's memory under another name? The bucket and the optimizer do.
+    """Is a state's memory held under another name? The bucket and the optimizer do.
 
     The same of a gradient's: it has two names too, `p.grad` and the bucket's.
     """

@@ -2,7 +2,7 @@
 them.
 
 A captured graph hands a gradient to autograd without waiting for its copy to the host, and may sum
-it on the device with what `p.grad` holds already. Both are right only if nobody looks before
+it on the device with what `p.grad` holds already. Both are right only if neither is read before
 `backward()` returns. Those who may look are found here: hooks on the parameter or on its node, and
 other users of the parameter in the same backward (a penalty, a tied head outside of the model).
 """

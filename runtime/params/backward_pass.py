@@ -1,6 +1,6 @@
 """One call of `backward()`: what captured graphs hand to autograd, and what is left at its end.
 
-Autograd accumulates: it takes a gradient that lies in a bucket as `p.grad` without a copy, adds
+Autograd accumulates: it takes a gradient that is in a bucket as `p.grad` without a copy, adds
 where something is there already, and runs the hooks. Copies to the host may still be on their way
 then. When `backward()` ends they are waited for, `p.grad` learns to answer for its norm, and sums
 that autograd made elsewhere go into the bucket.
@@ -57,7 +57,7 @@ class BackwardPass:
         self.buckets = buckets
         self.autograd_has: dict[ParamId, torch.Tensor] = {}  # the memory that autograd has
         self.taken: set[ParamId] = set()  # of them: it is the bucket's
-        self.watched: set[ParamId] = set()  # of these: somebody looks before the end
+        self.watched: set[ParamId] = set()  # of these: read before the end
         self.fresh: set[ParamId] = set()  # of these: there was no `p.grad` before
         self.replaced: dict[ParamId, torch.Tensor] = {}  # what `p.grad` was before the total
         self.last = True  # before the step, as far as is known
@@ -91,8 +91,8 @@ class BackwardPass:
     def finish(self) -> None:
         """`backward()` ends: every `p.grad` is a tensor that anybody may use.
 
-        Whoever reads one finds the copy to the host done: it is waited for here, but for buckets
-        whose update the device will make, whose gradients are guarded and wait when somebody looks.
+        A reader of one finds the copy to the host done: it is waited for here, but for buckets
+        whose update the device will make, whose gradients are guarded and wait when they are read.
         """
         lazy = self._lazy()
         if self.taken or not self.updated:
@@ -131,7 +131,7 @@ class BackwardPass:
             leave_unsummed(self.buckets[key].params[i], self.buckets[key].layout.params[i].name)
 
     def _all_lie_there(self) -> bool:
-        """Does each `p.grad` lie in its place? The quick look, for all parameters in every step."""
+        """Is each `p.grad` in its place? The quick look, for all parameters in every step."""
         if self.ranks is not None:
             return False
         buckets = self.buckets
@@ -264,7 +264,7 @@ class Norms:
         norms: torch.Tensor,  # as `fill` takes them
         made: torch.cuda.Event | None,
     ) -> None:
-        """Leave them on the device until somebody asks; `made` is behind them."""
+        """Leave them on the device until they are asked for; `made` is behind them."""
         self._buffer, self._copied = norms, made
 
     def get(self, k: int) -> tuple[float, float]:
@@ -329,13 +329,13 @@ class Totals:
 
 
 def lies_in_bucket(bucket: HostBucket, index: int) -> bool:
-    """True if a parameter's `p.grad` lies in its place in its bucket."""
+    """True if a parameter's `p.grad` is in its place in its bucket."""
     gradient, memory = bucket.params[index].grad, bucket.grads.get(index)
     return gradient is not None and memory is not None and same_memory(gradient, memory)
 
 
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Do two tensors of one shape begin at the same place? Empty ones lie nowhere."""
+    """Do two tensors of one shape begin at the same place? Empty ones are nowhere."""
     a = compat.local(a)
     return a.layout is torch.strided and (a.data_ptr() == b.data_ptr() or not a.numel())
 

@@ -1,7 +1,7 @@
 """A bucket: its parameters, gradients and states, in flat buffers, one for each kind.
 
-On the host they are exact-size and page-locked; those of a resident bucket lie on the device. What
-is under way on them is in `pending`, where the states lie in `states`, and what must be done for a
+On the host they are exact-size and page-locked; those of a resident bucket are on the device. What
+is under way on them is in `pending`, where the states are in `states`, and what must be done for a
 streamed copy in another dtype in `copy`.
 """
 
@@ -31,7 +31,7 @@ class HostBucket:
     """A bucket on the host: parameters, gradients once there are any, optimizer states.
 
     `layout` is what is streamed. Where that is a copy in `compute_dtype`, the parameters (the
-    masters) lie in memory of their own, and `refresh` brings the copy up to date.
+    masters) are in memory of their own, and `refresh` brings the copy up to date.
 
     Where several ranks share the parameters, this is one rank's part: `layout` is of its rows, and
     `whole` of what they have together. The parameters are DTensors then.
@@ -44,11 +44,11 @@ class HostBucket:
         rank: this process's, among those that share the bucket.
         grad_dtype: of the gradients. Default: each parameter's own.
         pin_masters: page-lock parameters that are not streamed themselves.
-        resident: the device that all of it lies on, if it does.
-        disk: where the states of a streamed bucket lie, if not in host memory.
-        weights_on_disk: its parameters lie there too. They are what is streamed: no copy.
-        empty: on the host, with memory that nobody has touched. Who fills it lets the parameters
-            have it, and calls `filled`.
+        resident: the device that all of it is on, if any.
+        disk: where the states of a streamed bucket are, if not in host memory.
+        weights_on_disk: its parameters are there too. They are what is streamed: no copy.
+        empty: on the host, with memory that was not touched. The code that fills it lets the
+            parameters have it, and calls `filled`.
         filling: lets the values come in the background, where they can (see `fill`).
         budget: makes its buffers on the host. Default: one without a limit.
     """
@@ -84,7 +84,7 @@ class HostBucket:
         self.pin = pin
         self.pin_masters = pin_masters
         self.grad_dtype = grad_dtype
-        self.on_disk: DiskBuffer | None = None  # where the parameters lie, if on the disk
+        self.on_disk: DiskBuffer | None = None  # where the parameters are, if on the disk
         if weights_on_disk and self.disk is not None:
             self.on_disk = self.disk.buffer(layout.size_bytes)
         buffer = self._streamed_lie_in = self._new_streamed()
@@ -168,7 +168,7 @@ class HostBucket:
                 buffer.lock()
 
     def new_buffer(self, size_bytes: int, *, pin: bool) -> HostBuffer | DeviceBuffer:
-        """Memory where the bucket lies.
+        """Memory where the bucket is.
 
         Raises:
             HostMemoryError: there is too little of it, or it is over the budget.
@@ -178,7 +178,7 @@ class HostBucket:
         return self._budget.make(size_bytes, self.layout.name, pin=pin, touch=not self._empty)
 
     def state_buffer(self, size_bytes: int, *, pin: bool) -> HostBuffer | DeviceBuffer:
-        """Memory where the states lie."""
+        """Memory where the states are."""
         if self.disk is not None:
             return self.disk.buffer(size_bytes)
         return self.new_buffer(size_bytes, pin=pin)
@@ -246,7 +246,7 @@ class HostBucket:
 
         Args:
             moved: also where torch has moved it to memory that processes share, which moves our
-                own tensors too. Whoever made other ones of them then needs new ones.
+                own tensors too. Code that made other ones of them then needs new ones.
         """
         for i in self._replaced():
             param, value = self.params[i], self.values[i]
@@ -309,7 +309,7 @@ class HostBucket:
             self.make_grad(index).copy_(gradient)
 
     def grads_bytes(self) -> int:
-        """Bytes of memory for the gradients, where they lie on the host."""
+        """Bytes of memory for the gradients, where they are on the host."""
         return self.bytes_like(self._grad_dtypes())
 
     def _grad_dtypes(self) -> dict[int, torch.dtype]:
@@ -340,7 +340,7 @@ class HostBucket:
         return found
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """True if a dense tensor lies in memory that this bucket has now."""
+        """True if a dense tensor is in memory that this bucket has now."""
         return self._slice(tensor, tensor.numel()) is not None
 
     def _slice(self, first: torch.Tensor, numel: int) -> torch.Tensor | None:

@@ -2,8 +2,8 @@
 
 Nothing is left of them but their L2 norms, which the backward took before it used them up. So loops
 that log the norm of the gradients go on: `clip_grad_norm_(parameters, inf)`, `get_total_norm`. A
-factor of 1, which clipping gives where the norm is small enough, changes nothing. Any other use is
-an error.
+factor of 1, which clipping returns where the norm is small enough, changes nothing. Any other use
+is an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Consumed:
 
     Args:
         name: of the parameter.
-        norm: gives the gradient's L2 norm; None where it was not taken.
+        norm: returns the gradient's L2 norm; None where it was not taken.
     """
 
     def __init__(self, name: str, norm: Callable[[], float] | None = None) -> None:
@@ -43,7 +43,7 @@ class Consumed:
         )
 
     def scale(self, factor: float) -> None:
-        """Somebody multiplies it.
+        """It is multiplied.
 
         Raises:
             OptimizerError: by something else than 1.

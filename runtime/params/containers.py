@@ -25,7 +25,7 @@ class Containers:
 
     Args:
         modules: all of a model's.
-        proxy_of: gives what stands in for a parameter; None for any other object.
+        proxy_of: returns what stands in for a parameter; None for any other object.
     """
 
     def __init__(

@@ -90,7 +90,7 @@ class EagerNotice:
         """After a call: say what it read in eager mode, once for each cause.
 
         Args:
-            params: gives all of the model's.
+            params: returns all of the model's.
             because: the cause, where it is known. Default: what Dynamo has met.
         """
         place, cause, used = self.place, because or self.cause, self._params

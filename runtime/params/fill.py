@@ -1,14 +1,14 @@
 """Parameters come to their bucket in the background, while the model is captured.
 
     before: touch, page-lock, copy; touch, page-lock, copy; ... then capture
-    after:  capture, and beside it, bucket by bucket: touch, page-lock, copy
+    after:  capture, and next to it, bucket by bucket: touch, page-lock, copy
 
 A bucket has its memory at once, whose pages the system has not given yet, and the parameters are
-views of it. Until their values are there, whoever uses a parameter waits for its bucket, as for an
+views of it. Until their values are there, a user of a parameter waits for its bucket, as for an
 update (`pending`): a capture looks at no values. The plan waits for all of them
 (`Machine.await_parameters`), because it is about the memory that is free.
 
-[Note: whose turn] The thread does it, or who waits for it and finds that nobody has begun: so none
+[Note: whose turn] The thread does it, or a waiter that finds that it has not begun: so none
 is forgotten, wherever Ctrl-C comes.
 """
 

@@ -10,7 +10,7 @@ For each parameter there is one of these ways (`Goes`):
             It was `p.grad`, which is taken away, and autograd gets the total in its place
     MORE    the same where the gradient so far is that of an earlier graph in this very backward:
             autograd has its memory already, and gets nothing more
-    APART   into memory of its own, and autograd adds: somebody could tell the difference
+    APART   into memory of its own, and autograd adds: the difference could be seen
     PROXY   the same on the device, for `autograd.grad()` of what the model's own forward holds
     NOBODY  nowhere: autograd does not ask for it
 """
@@ -51,7 +51,7 @@ class Uses:
     """The other uses of parameters in the backward of one schedule."""
 
     proxies: frozenset[ParamId]  # `autograd.grad()` asks for them by what the forward holds
-    observed: bool  # somebody that cannot be seen looks at gradients before `backward()` returns
+    observed: bool  # unseen code reads gradients before `backward()` returns
     shared: set[ParamId] = field(default_factory=set)  # others use them too
     several: set[ParamId] = field(default_factory=set)  # several graphs do
     hooked: set[ParamId] = field(default_factory=set)
@@ -107,7 +107,7 @@ class Run:
         places: the parameters that the captured graph trains.
         users: who uses parameters in the same backward; nothing: it is not known.
         proxies: those of them that `autograd.grad()` asks for by what the forward holds.
-        observed: does somebody that cannot be seen look at gradients before `backward()` returns?
+        observed: does unseen code read gradients before `backward()` returns?
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Run:
         self._sent: set[int] = set()  # buckets that are on their way
         self._kept: set[ParamId] = set()  # by buckets that live on the device
         self._done: set[ParamId] = set()  # by an attempt that ran out of memory
-        self.all_first = False  # do all go there, and does nobody look before the end?
+        self.all_first = False  # do all go there, and is none read before the end?
 
     def start(self, wanted: Mapping[int, Sequence[int]]) -> bool:
         """Prepare memory for gradients; True if there are some already to add to on the device.
@@ -146,7 +146,7 @@ class Run:
         for place in places:
             if place not in self._done:
                 self.goes[place] = self._way(place)
-        captured = self.uses.captured  # whose gradients nobody adds to theirs
+        captured = self.uses.captured  # to whose gradients nothing is added
         added = [at for at in places if self.goes[at] is Goes.APART and at not in captured]
         self._of.sum_late(added)
         more = {place[0] for place in places if self.goes[place] is Goes.MORE}
@@ -154,7 +154,7 @@ class Run:
         return any(self.goes[place] in _ADDS for place in places)
 
     def _are_first(self, places: Sequence[ParamId]) -> bool:
-        """Is there no gradient yet, and nobody else who has a part in one, or looks at one? The
+        """Is there no gradient yet, and no other code that has a part in one, or reads one? The
         quick look, for every parameter in every step."""
         uses = self.uses
         if uses.exceptions or uses.proxies or uses.observed or uses.shared or self._done:
@@ -164,7 +164,7 @@ class Run:
         return self._of.ends(tuple(places)).without_gradients
 
     def may_defer(self) -> bool:
-        """May the sum over replicas wait for a later backward? Not where somebody else has a part
+        """May the sum over replicas wait for a later backward? Not where other code has a part
         in a gradient: it may be read before that."""
         if self._of.exact and self.uses.several:
             return False
@@ -311,7 +311,7 @@ class Run:
         """The gradients for autograd, now that the schedule has been issued: for parameters, for
         proxies.
 
-        A tensor among it is held by nobody else, so that autograd may take it as it is.
+        A tensor among it has no other reference, so that autograd may take it as it is.
         """
         if self._are_still_first():
             return self._first_for_autograd(), {}
@@ -341,7 +341,7 @@ class Run:
         return self._of.ends(tuple(self.goes)).without_gradients
 
     def _first_for_autograd(self) -> dict[ParamId, torch.Tensor]:
-        """The same where all of them are the first ones, and nobody looks."""
+        """The same where all of them are the first ones, and none is read."""
         backward, buckets = self.backward, self._of.buckets
         memory = {place: buckets[place[0]].grads[place[1]] for place in self.goes}
         backward.autograd_has |= memory

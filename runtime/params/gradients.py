@@ -1,4 +1,4 @@
-"""The gradients of a model's parameters: where they lie in host buckets, and who has them now."""
+"""The gradients of a model's parameters: where they are in host buckets, and who has them now."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Gradients:
         return len(self._passes) > 1
 
     def is_ours(self, place: ParamId) -> bool:
-        """True if `p.grad` lies in its place in the bucket."""
+        """True if `p.grad` is in its place in the bucket."""
         return lies_in_bucket(self.buckets[place[0]], place[1])
 
     def is_free(self, place: ParamId) -> bool:
@@ -194,7 +194,7 @@ class Gradients:
         return True
 
     def sum_late(self, places: Iterable[ParamId]) -> None:
-        """Sum over replicas what lacks that, because somebody is about to see it."""
+        """Sum over replicas what lacks that, because it is about to be read."""
         if self.ranks is not None and self.ranks.replicas > 1:
             names = {self.buckets[k].layout.params[i].name: self.param((k, i)) for k, i in places}
             sum_late(names, self.ranks)
@@ -224,7 +224,7 @@ class Gradients:
         )
 
     def _part(self, places: Iterable[ParamId]) -> None:
-        """Give a `p.grad` that lies in the place of another one's memory of its own."""
+        """Give a `p.grad` that is in the place of another one's memory of its own."""
         there = [(place, self.param(place).grad) for place in places]
         there = [(place, gradient) for place, gradient in there if not is_gone(gradient)]
         if not there:  # as behind zero_grad()
@@ -257,7 +257,7 @@ class Gradients:
 
     @staticmethod
     def put(bucket: HostBucket, taken: Mapping[int, torch.Tensor], lacking: Set[int]) -> None:
-        """Put them into a bucket that lies elsewhere."""
+        """Put them into a bucket that is elsewhere."""
         if taken and bucket.resident is None:
             bucket.make_grads()
         for i, gradient in taken.items():

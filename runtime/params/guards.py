@@ -1,4 +1,4 @@
-"""Tensors that somebody must be asked about before they are read or written.
+"""Tensors that ask their guard before they are read or written.
 
 While an update runs in the background, the memory of a bucket must not be touched: reading a
 parameter would give half of the old value and half of the new one. So for that time the tensors
@@ -7,8 +7,8 @@ that a user can hold (parameters, gradients, optimizer states) are of a subclass
 from then on they are again what they were: `torch.Tensor` or `nn.Parameter`, without overhead.
 
 [Note: what a guard cannot see] A plain alias (`p.detach()`, an entry of an old `state_dict()`)
-shares the memory but not the guard. Whoever starts work in the background counts the users of each
-storage first (`compat.storage_users`) and waits at once where there are more than its own.
+shares the memory but not the guard. Code that starts work in the background counts the users of
+each storage first (`compat.storage_users`) and waits at once where there are more than its own.
 Functions in C that take a tensor without `__torch_function__` do not ask either: those that export
 its memory to other libraries are wrapped (`compat.ask_before_export`).
 """
@@ -63,7 +63,7 @@ class _Guarded:
                     tensor.guard.open(tensor)  # type: ignore[attr-defined]
             return func(*args, **kwargs)
 
-    def __deepcopy__(self, memo: Any) -> Any:  # nn.Parameter's asks nobody, and copies the class
+    def __deepcopy__(self, memo: Any) -> Any:  # nn.Parameter's asks no guard, and copies the class
         assert isinstance(self, torch.Tensor)
         with unguarded():
             self.guard.open(self)
@@ -147,7 +147,7 @@ def release(tensor: torch.Tensor) -> None:
 
 
 def release_from(guarded: Iterable[tuple[torch.Tensor, Guard]]) -> None:
-    """Release those of these tensors that the guards beside them still guard."""
+    """Release those of these tensors that the guards next to them still guard."""
     for tensor, by in guarded:
         if isinstance(tensor, _Guarded) and tensor.guard is by:
             release(tensor)

@@ -81,7 +81,7 @@ def overlaps(
 ) -> tuple[Overlap, ...]:
     """The groups of a captured graph's inputs that overlap, if one of each is in `changed`.
 
-    `parameters` lie in the memory of streamed parameters, one of each bucket.
+    `parameters` are in the memory of streamed parameters, one of each bucket.
     """
     tensors = [
         (i, arg)

@@ -76,7 +76,7 @@ class HostGradient(LazyGradient):
     Args:
         tensor: it.
         settle: as of `LazyGradient`.
-        norms: gives its L2 norm and its largest absolute value; None where they were not taken.
+        norms: returns its L2 norm and its largest absolute value; None where they were not taken.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class HostGradient(LazyGradient):
         return NotImplemented if served is None else served(args, kwargs)
 
     def norm(self, tensor: torch.Tensor, order: float) -> torch.Tensor | None:
-        """The norm of the tensor now, 0-d on the host and of its dtype, as torch gives it; None if
-        it is not known.
+        """The norm of the tensor now, 0-d on the host and of its dtype, as torch returns it; None
+        if it is not known.
 
         One of another dtype would make the factor of all gradients float32, and torch multiplies
         bf16 gradients by that one kernel a tensor, five times slower than all of them at once.

@@ -1,12 +1,12 @@
 """`p.grad` of a bucket that lives on the device, while it can be scaled without a pass over it.
 
 `clip_grad_norm_` multiplies all gradients by one factor: 4 bytes of a bf16 gradient through device
-memory, beside the 22 that the update moves. So `p.grad` is guarded (see `guards`) by a
+memory, next to the 22 that the update moves. So `p.grad` is guarded (see `guards`) by a
 `DeviceGradient`, which notes that factor. The update reads the gradient anyway: it multiplies, and
 rounds as `mul_` does, so the numbers are the same in every bit (`Update.factor`). Norms are those
 that torch takes of the tensors as they are. Any other use multiplies first.
 
-The factor stays on the device: whoever read it would wait for the backward.
+The factor stays on the device: a reader of it would wait for the backward.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _norm(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _multiply(tensors: Sequence[Any], factor: Any) -> bool:
     """Note a factor where that can be, and multiply the others; False: it must be done elsewhere.
 
-    The factor that is noted is a copy, because whoever has it may change it.
+    The factor that is noted is a copy, because its owner may change it.
     """
     if type(factor) is not torch.Tensor or factor.dim() or factor.requires_grad:
         return False

@@ -96,7 +96,7 @@ def make_buffers(
 
     Args:
         optimizer: whose they are.
-        bucket: where they shall lie.
+        bucket: where they shall be.
         wanted: parameters, a name of a state of each, and its dtype, or "int8".
         pin: page-lock them.
 
@@ -189,7 +189,7 @@ def for_update(
     state: dict[str, Any],
     names: Iterable[str] | None = None,
 ) -> dict[str, Any]:
-    """A state as the update takes it: our own views, which nobody guards.
+    """A state as the update takes it: our own views, which are not guarded.
 
     Args:
         optimizer: whose it is.

@@ -1,7 +1,7 @@
 """The work on a bucket, and what is offered to the next step; both are guarded.
 
 A tensor that work is in flight for, or that an offer was made from, has a guard, which asks here
-before somebody uses the tensor.
+before the tensor is used.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class InFlight(Protocol):
 
 
 class Offer(Protocol):
-    """Something that is right only as long as nobody changes the bucket."""
+    """Something that is right only as long as the bucket is not changed."""
 
     def drop(self) -> None:
-        """Nobody takes it."""
+        """It is not taken."""
 
 
 class Pending:
@@ -56,7 +56,7 @@ class Pending:
     Args:
         params: the bucket's.
         copy: of them that is streamed, which is watched when nothing else guards them.
-        owners: gives the optimizers that have states of it.
+        owners: returns the optimizers that have states of it.
     """
 
     def __init__(
@@ -73,18 +73,18 @@ class Pending:
         self.in_flight: InFlight | None = None
         self.offered: Offer | None = None  # to optimizer.step(), by the backward
         self.gradients_copied: torch.cuda.Event | None = None  # behind the last copy to the host
-        self._failed = False  # and somebody is to be told
+        self._failed = False  # and a user is to be told
         self._updated: list[int] = []  # the parameters that what is in flight is about
         self._guarded: list[tuple[torch.Tensor, Wait]] = []  # until what is in flight is done
         self._offer_guarded: list[torch.Tensor] = []  # until the offer is taken
         forks.tell(self)
 
     def forget(self, index: int) -> None:
-        """Somebody has a parameter in hands: its streamed copy may be stale."""
+        """A parameter may have been written to: its streamed copy may be stale."""
         self.copy.forget(index)
 
     def start(self, work: InFlight, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
-        """Note work on some parameters and states; whoever uses one of them waits for it."""
+        """Note work on some parameters and states; users of these wait for it."""
         assert self.in_flight is None, "a bucket serves one piece of work at a time"
         self._failed = False
         self.copy.changed()
@@ -143,7 +143,7 @@ class Pending:
             self._ended(self.in_flight)
 
     def finish(self) -> None:
-        """Wait for what is in flight; if it failed, whoever uses the bucket next is told."""
+        """Wait for what is in flight; if it failed, the next user of the bucket is told."""
         work = self.in_flight
         if work is None:
             return
@@ -244,7 +244,7 @@ class Pending:
     # What is offered to the next step.
 
     def offer(self, what: Offer, params: Sequence[int], states: Sequence[torch.Tensor]) -> None:
-        """Keep something for the next step, unless somebody touches these before."""
+        """Keep something for the next step, unless these are touched before."""
         self.withdraw()
         self.offered = what
         self._offer_guarded = [self.params[i] for i in params] + list(states)

@@ -66,7 +66,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
     __hash__ = ParameterLooks.__hash__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """As of a parameter on the device: a copy there, that nobody streams."""
+        """As of a parameter on the device: a copy there, that is not streamed."""
         copy = self.detach().clone()
         made = copy if self.is_view else nn.Parameter(copy, self.requires_grad)
         memo[id(self)] = made

@@ -33,7 +33,7 @@ class StandIns:
         exchange(self._holders, self._names, self._tensors, self._params)
 
     def put_in(self, place: Callable[[torch.Tensor], torch.Tensor], undos: Undos) -> None:
-        """Until the undos run, what `place` gives for the tensors is where the parameters are."""
+        """Until the undos run, what `place` returns for the tensors is where the parameters are."""
         placed: dict[int, torch.Tensor] = {}
         for tensor in self._tensors:
             if id(tensor) not in placed:

@@ -22,7 +22,7 @@ class Made:
     """New memory like some parameters of a bucket."""
 
     tensors: dict[int, torch.Tensor]  # by the parameter's index
-    whole: torch.Tensor  # the buffer that they lie in, flat, uint8
+    whole: torch.Tensor  # the buffer that they are in, flat, uint8
     buffer: HostBuffer | DeviceBuffer
 
 
@@ -34,7 +34,7 @@ class Home(Protocol):
     values: tuple[torch.Tensor, ...]
 
     def state_buffer(self, size_bytes: int, *, pin: bool) -> HostBuffer | DeviceBuffer:
-        """Memory where the states lie."""
+        """Memory where the states are."""
 
     def states_like(self, dtypes: Mapping[int, torch.dtype], *, pin: bool) -> Made:
         """New memory for states like some of the parameters."""
@@ -47,7 +47,7 @@ class _Owned:
     by_name: dict[str, dict[int, State]] = field(default_factory=dict)
     buffers: list[ref[HostBuffer]] = field(default_factory=list)
     memory: list[torch.Tensor] = field(default_factory=list)  # flat, uint8: of those not in 8 bits
-    blank: set[tuple[str, int]] = field(default_factory=set)  # zeros that nobody has seen
+    blank: set[tuple[str, int]] = field(default_factory=set)  # zeros that were not read
 
 
 class StateMemory:
@@ -103,13 +103,13 @@ class StateMemory:
         if missing:
             made = self._home.states_like(missing, pin=pin)
             self._owned[owner].memory.append(made.whole)
-            if isinstance(made.buffer, HostBuffer):  # the system gives zeros
+            if isinstance(made.buffer, HostBuffer):  # the system provides zeros
                 self._owned[owner].blank |= {(name, i) for i in missing}
             self._note(owner, made.buffer)
             there |= made.tensors
 
     def filled(self, owner: object, name: str, index: int) -> None:
-        """Somebody writes to a state."""
+        """A state is written to."""
         self._owned[owner].blank.discard((name, index))
 
     def clear(self, owner: object, name: str, index: int) -> None:
@@ -152,7 +152,7 @@ class StateMemory:
             self._owned[owner].buffers.append(ref(buffer))
 
     def on_disk(self) -> list[DiskBuffer]:
-        """The buffers that lie on a disk."""
+        """The buffers that are on a disk."""
         found = (buffer() for owned in self._owned.values() for buffer in owned.buffers)
         return list({id(b): b for b in found if isinstance(b, DiskBuffer)}.values())
 

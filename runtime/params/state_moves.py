@@ -67,7 +67,7 @@ def state_bytes(bucket: HostBucket) -> int:
 
 
 def free_states(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
-    """Turns the states of parameters that lie in no bucket any more into those of torch.optim.
+    """Turns the states of parameters that are in no bucket any more into those of torch.optim.
 
     They go where their parameter is, by the rules of `Optimizer.load_state_dict`: states that a
     rule of ours made (in 8 bits, or of another dtype) get the parameter's dtype.
@@ -87,7 +87,7 @@ def free_states(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
             elif name == "step":
                 if group.get("capturable") or group.get("fused"):
                     state[name] = value.to(param.device)
-            elif value.shape == param.shape:  # it may lie in a bucket
+            elif value.shape == param.shape:  # it may be in a bucket
                 release(value)
                 cast = by_rule and value.is_floating_point() and param.is_floating_point()
                 dtype = param.dtype if cast else value.dtype

@@ -1,7 +1,7 @@
 """Copies of the parameters that must follow them: that in another dtype (`compute_dtype`), which is
 streamed instead of them, and those that stay in slots on the device between two forwards.
 
-The user may change a parameter at any time: one that nobody else guards has a guard for that
+The user may change a parameter at any time: one without another guard has a guard for that
 (`Watch`).
 """
 
@@ -74,7 +74,7 @@ class StreamedCopy:
         return () if of is None else tuple(map(compat.version, of.params))
 
     def changed(self) -> None:
-        """Somebody writes to the parameters."""
+        """The parameters are written to."""
         self._changes += 1
 
     def is_as_at(self, mark: Mark) -> bool:

@@ -141,7 +141,7 @@ class Proxies:
         self._containers.swap_in(self.of)
 
     def _follow(self, undos: Undos) -> None:
-        """Make the proxies anew of parameters that were frozen, or trained, since.
+        """Make the proxies again of parameters that were frozen, or trained, since.
 
         Of what eager code uses, each call gets its own: the links of several calls would otherwise
         be one, and autograd would add their gradients in another order.

@@ -1,6 +1,6 @@
 """Parameters that are wrapper subclasses (torchao): what stands in for them, and on which device.
 
-Such a parameter has no memory. The tensors that it is made of lie in a bucket, and during a call a
+Such a parameter has no memory. The tensors that it is made of are in a bucket, and during a call a
 wrapper over their proxies is in its place.
 """
 
@@ -47,7 +47,7 @@ def follow_parts(model: nn.Module) -> None:
     """Makes each wrapper say that it is where its parts are.
 
     Raises:
-        ModelError: somebody else holds it, so that torch cannot exchange it.
+        ModelError: other code holds it, so that torch cannot exchange it.
     """
     for name, param in _wrappers(model):
         wrapping, parts = taken_apart(param)

@@ -5,7 +5,7 @@ all of them have the answers of the step before, only the gradients are new, and
 groups. `Alike.again` finds that out: it compares what the questions are about with what the step
 before had, a list at a time. Where anything differs, the step is prepared as if it were the first.
 
-Nothing here holds a tensor of a bucket: whoever counts the users of its memory counts none here.
+Nothing here holds a tensor of a bucket: a count of the users of its memory finds none here.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from megacompile.runtime.optim.rule import Group, OptimizerRule
 
 
 class Groups:
-    """The parameter groups of an optimizer, whose options nobody changes meanwhile."""
+    """The parameter groups of an optimizer, whose options are not changed meanwhile."""
 
     def __init__(self, rule: OptimizerRule) -> None:
         self.rule = rule

@@ -79,7 +79,7 @@ def optimizers_of(model: Model) -> list[Optimizer]:
 def constructed(model: Model) -> list[Optimizer]:
     """The optimizers over parameters of a model, though they have not stepped yet.
 
-    Nobody is told of them before they step, so it looks at everything that there is: some tens of
+    They are not known before they step, so it looks at everything that there is: some tens of
     milliseconds, without a loop in Python.
     """
     everything, kinds = every_object(), set(_kinds(Optimizer))
@@ -143,7 +143,7 @@ class _Hooks:
     @compat.opaque
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Prepare our part; a closure is called first, because the gradients are its."""
-        self._give_up(optimizer)  # nothing, unless somebody broke off the step in between
+        self._give_up(optimizer)  # nothing, unless the step was broken off in between
         closure = None
         if known(type(optimizer)) is not None:
             closure, args, kwargs = _closure(args, kwargs)
@@ -199,7 +199,7 @@ class _Hooks:
 
 
 def _before_state_dict(optimizer: Optimizer) -> None:
-    """Whoever saves an optimizer is told of what is half updated."""
+    """A save of an optimizer is told of what is half updated."""
     with unguarded():
         for model in _LIVE:
             if _is_over(optimizer, model):

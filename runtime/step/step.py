@@ -1,12 +1,12 @@
 """`optimizer.step()` of a stock optimizer over streamed parameters.
 
-Hooks on the optimizer (see `hooks`) do the update of our parameters beside its own step, with its
+Hooks on the optimizer (see `hooks`) do the update of our parameters next to its own step, with its
 own `param_groups` and `state`. `Updates.prepare_step` finds out what is to be done, bucket by
 bucket, and refuses what cannot be; only `PreparedStep.start` changes parameters and states (but
 what a backward has updated already is counted while preparing). It runs the updates of the
 schedules whose backwards ran (`schedule.update`), each for the buckets that the step has a part
 for, and is over at once: threads update bucket after bucket, about in the order in which the next
-forward reads them, and a prefetch waits for its bucket alone. Whoever looks at a parameter, a
+forward reads them, and a prefetch waits for its bucket alone. A reader of a parameter, a
 gradient or a state before its bucket is done waits for that bucket (see `guards`).
 
 What no update of those schedules makes (the first step of a bucket that the device will update
@@ -90,7 +90,7 @@ class Updates:
     """The optimizer steps of one model's parameters.
 
     Args:
-        rest: makes the schedule whose update is that of some buckets, where they lie.
+        rest: makes the schedule whose update is that of some buckets, where they are.
     """
 
     def __init__(
@@ -380,7 +380,7 @@ class Updates:
         except BaseException as error:
             for part in parts:
                 part.drop()
-                if part.aliased:  # its other name shows nobody that it is in flight
+                if part.aliased:  # its other name does not show that it is in flight
                     part.update.bucket.pending.finish()
             if counted and (isinstance(error, Exception) or _is_half_begun(parts, versions)):
                 _tear(optimizer, parts, error)

@@ -23,7 +23,7 @@ _LEAST_BYTES = 2**20  # enough for so many of any dtypes
 
 
 class ChunkStreams:
-    """The streams that chunks move on, beside those of the schedules."""
+    """The streams that chunks move on, next to those of the schedules."""
 
     def __init__(self, device: torch.device) -> None:
         self.h2d, self.compute, self.d2h = (torch.cuda.Stream(device) for _ in range(3))
@@ -81,7 +81,7 @@ class Chunks:
 def _issue(
     rule: OptimizerRule, here: Update, buffer: torch.Tensor, streams: ChunkStreams
 ) -> torch.cuda.Event:
-    """Fetch a chunk, update it, bring it back; gives the event of its end."""
+    """Fetch a chunk, update it, bring it back; returns the event of its end."""
     there = _placed(here, buffer)
     with torch.cuda.stream(streams.h2d):
         _copy(there, here, fetched=True)

@@ -1,14 +1,14 @@
 """A rule compiled to C++: code that is there, or on its way.
 
-A process beside this one compiles it (`cpp_process`). Until it is done, the twin as it is serves
-(`optim.twin.apply`), whose numbers are the same in every bit. Nobody waits: `ready` is asked in the
-thread that calls `optimizer.step()`, once for each kind of update, and takes the code from
+A process next to this one compiles it (`cpp_process`). Until it is done, the twin as it is serves
+(`optim.twin.apply`), whose numbers are the same in every bit. Nothing waits: `ready` is asked in
+the thread that calls `optimizer.step()`, once for each kind of update, and takes the code from
 Inductor's caches, which takes less than half a second and starts no compiler. The other process has
 found out which vector instructions there are.
 
 Where no caches are kept, or no process can be started, that thread compiles.
 
-What runs in the background is the code without Dynamo in front of it: its caches are not made for a
+What runs in the background is the code without Dynamo before it: its caches are not made for a
 thread that runs while another one compiles, or calls `torch.compiler.reset()`.
 """
 
@@ -49,7 +49,7 @@ class Compiled:
         forks.tell(self)
 
     def expect(self, update: Update) -> None:
-        """Updates of this kind will come: let them be compiled, if nobody has done it."""
+        """Updates of this kind will come: let them be compiled, if that was not done."""
         kind = kind_of(update)
         if kind not in self._codes and kind not in self._refused and kind not in self._beside:
             request = self._request(update)
@@ -122,7 +122,7 @@ class Compiled:
         """Get the code, from the caches if they have it.
 
         Args:
-            beside: a process beside this one has compiled it.
+            beside: a process next to this one has compiled it.
         """
         before, start = compat.cache_counts(), time.perf_counter()
         try:
@@ -178,6 +178,6 @@ def _note_kernel(name: str, found: bool, time_s: float) -> None:
 
 
 def wait_until_compiled() -> None:
-    """Until every update that compiles beside this process is done; the next step takes it."""
+    """Until every update that compiles next to this process is done; the next step takes it."""
     for rule in RULES:
         compiled(rule).wait()

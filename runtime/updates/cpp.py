@@ -46,7 +46,7 @@ def like(
     numel: int,
     make: Callable[[int, torch.dtype], torch.Tensor] = lambda n, dtype: torch.zeros(n, dtype=dtype),
 ) -> Update:
-    """An update of a parameter of another size: on zeros, or what `make` gives."""
+    """An update of a parameter of another size: on zeros, or what `make` returns."""
 
     def new(name: str, tensor: torch.Tensor) -> torch.Tensor:
         return make(absmax_numel(numel) if name == "absmax" else numel, tensor.dtype)
@@ -68,7 +68,7 @@ def options_now() -> dict[str, Any]:
 
 
 def compile_update(rule: OptimizerRule, update: Update, options: dict[str, Any]) -> Code:
-    """Code for updates of this kind, without Dynamo in front of it."""
+    """Code for updates of this kind, without Dynamo before it."""
     with torch.no_grad():
         return compat.compiled_function(
             function_of(rule), arguments(like(update, TYPICAL)), {}, options

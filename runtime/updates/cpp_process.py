@@ -1,4 +1,4 @@
-"""A process beside this one that compiles an update, so that Inductor's caches on disk have it.
+"""A process next to this one that compiles an update, so that Inductor's caches on disk have it.
 
 Not a thread: while Dynamo compiles, it changes the state of the whole process and restores it
 afterwards. What the process has compiled is found in the caches within half a second. It knows

@@ -1,6 +1,6 @@
-"""Device memory that copies to the host still read: `defer_free` keeps it, `drain` gives it back.
+"""Device memory that copies to the host still read: `defer_free` keeps it, `drain` returns it.
 
-What no forward drains, because there is none, goes when somebody defers something else.
+What no forward drains, because there is none, goes when something else is deferred.
 """
 
 from __future__ import annotations

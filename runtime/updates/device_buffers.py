@@ -19,7 +19,7 @@ from megacompile.runtime.optim.update import State, Update
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates.update import ParamUpdate, flat, laid_out_as
 
-Place = Callable[[torch.Tensor], torch.Tensor]  # the copy in memory of what lies on a disk
+Place = Callable[[torch.Tensor], torch.Tensor]  # the copy in memory of what is on a disk
 Sources = Mapping[int, tuple[State | None, ...]]  # parameter's index -> its states on the host
 
 
@@ -67,7 +67,8 @@ class Landing:
         del part
 
     def stays(self, buffers: UpdateBuffers) -> None:
-        """The buffers are there until `fresh` is cleared, unless somebody may write behind them."""
+        """The buffers are there until `fresh` is cleared, unless there may be writes behind
+        them."""
         if not any(map(self.host.aliased, buffers)):
             self.fresh.update({i: buffer.streamed for i, buffer in buffers.items()})
 
@@ -106,7 +107,7 @@ def make_buffers(
 
 
 def buffers_in_place(host: HostBucket, sources: Sources) -> UpdateBuffers:
-    """The parameters and states of a bucket that lives on the device, as they lie there."""
+    """The parameters and states of a bucket that lives on the device, as they are there."""
     return {
         i: Buffer(
             new=flat(host.values[i]),
@@ -171,7 +172,7 @@ def write_back(
     Args:
         visible: the states that the user can see; they are guarded until the copies are done.
         queue: the stream that copies; None on the CPU, where nothing is under way afterwards.
-        place: where parameters go that lie on a disk.
+        place: where parameters go that are on a disk.
     """
     landing = None
     try:
@@ -183,7 +184,7 @@ def write_back(
         if queue is not None and params is not None:
             landing = Landing(host, params, queue.record_event())
             host.pending.start_copies(landing, list(buffers), visible)
-    except BaseException:  # Ctrl-C: nobody knows of the copies that are under way
+    except BaseException:  # Ctrl-C: the copies that are under way are not recorded
         if queue is not None:
             queue.synchronize()
         raise

@@ -21,7 +21,7 @@ class Copies(Host, Protocol):
     """The content of a disk place, in host memory."""
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The copy of a tensor that lies on the disk; any other as it is."""
+        """The copy of a tensor that is on the disk; any other as it is."""
 
 
 class HostUpdates:
@@ -43,8 +43,9 @@ class HostUpdates:
         Args:
             behind: what must be done before it begins: gradients on their way to the host.
             recording: of the run that it belongs to, while a trace is on.
-            written: gives what is in flight: the update, and the writes of what it makes on a disk.
-            staged: states and parameters that lie there in memory, or on their way to it.
+            written: returns what is in flight: the update, and the writes of what it makes on a
+                disk.
+            staged: states and parameters that are there in memory, or on their way to it.
         """
         update = part.update
         bucket = update.bucket

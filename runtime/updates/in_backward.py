@@ -60,8 +60,8 @@ class InBackward:
     ) -> None:
         self.optimizer = optimizer
         self.prepare = prepare
-        self.staging: Staging | None = None  # of states that lie on a disk
-        self.weight_staging: WeightStaging | None = None  # of parameters that lie there
+        self.staging: Staging | None = None  # of states that are on a disk
+        self.weight_staging: WeightStaging | None = None  # of parameters that are there
         self._micro_steps = micro_steps
         self.uncommitted: set[ParamId] = set()  # updated, and step() was not called yet
         self.committed: set[ParamId] = set()  # by the last step(), until the next backward
@@ -73,7 +73,7 @@ class InBackward:
         self._error = ""  # what it has failed with, where that is known
         self._buckets: Mapping[int, HostBucket] = {}  # its
         self._made: dict[ParamId, Left] = {}  # updated, as it was then
-        self._shown: list[HostBucket] = []  # on their way, and known by names that nobody guards
+        self._shown: list[HostBucket] = []  # on their way, and known by names without guards
         compat.notice_scaled_losses()
 
     @property
@@ -200,7 +200,7 @@ class InBackward:
                 )
 
     def commit(self) -> list[ParamId]:
-        """`optimizer.step()` was called; gives the parameters whose step it is."""
+        """`optimizer.step()` was called; returns the parameters whose step it is."""
         now = [_options(group) for group in self.optimizer.param_groups]
         if self.uncommitted and now != self._options:
             raise OptimizerError(
@@ -284,7 +284,7 @@ class InBackward:
 
 
 def _dropped(updates: weakref.ref[InBackward], backward: int) -> None:
-    """Nobody has the end of a backward any more."""
+    """The end of a backward is not referenced any more."""
     alive = updates()
     if alive is not None:
         alive.dropped(backward)

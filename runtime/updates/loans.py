@@ -1,7 +1,7 @@
-"""Buffers of page-locked memory that are lent, each to one use of a bucket that lies on a disk.
+"""Buffers of page-locked memory that are lent, each to one use of a bucket that is on a disk.
 
 Buffers are lent in the order in which they are asked for, by one thread, which waits for the last
-write of the bucket first. So no thread of the disk waits for one, and whoever has a buffer does not
+write of the bucket first. So no thread of the disk waits for one, and a holder of a buffer does not
 wait for one that is lent later.
 """
 
@@ -33,9 +33,9 @@ class Loan:
     Args:
         host: the bucket.
         behind: the last writes of it.
-        gaps: bytes that nobody writes before they go to the disk: they become zeros.
-        tells: it is for a prefetch; whoever waits for it issues the ops, and is no update that is
-            in flight itself. Given up, it is for nobody: the run was cut off.
+        gaps: bytes that are not written before they go to the disk: they become zeros.
+        tells: it is for a prefetch; the thread that waits for it issues the ops, and is no update
+            that is in flight itself. Given up, it is for no one: the run was cut off.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Loan:
             self.read.wait()
 
     def tensor(self, value: torch.Tensor) -> torch.Tensor:
-        """The copy in memory of a parameter that lies on the disk; any other tensor as it is."""
+        """The copy in memory of a parameter that is on the disk; any other tensor as it is."""
         at = value.data_ptr() - self._start
         if self.memory is None or not value.numel() or not 0 <= at < self._size:
             return value
@@ -119,7 +119,7 @@ class Loans:
             self.count += 1
 
     def reserve(self) -> None:
-        """Have memory for all that nobody has, before a step changes anything.
+        """Take memory for all that has none, before a step changes anything.
 
         Raises:
             HostMemoryError: there is too little of it.
@@ -162,7 +162,7 @@ class Loans:
             return
         loan.over = True
         self._live.pop(id(loan), None)
-        memory, loan.memory = loan.memory, None  # whoever has the loan must not keep it
+        memory, loan.memory = loan.memory, None  # the holder of the loan must not keep it
         if memory is not None:
             self._free.append((memory, event))
             del memory

@@ -1,4 +1,4 @@
-"""Is this backward one of a micro-batch, that no step follows? Whoever runs the loop knows.
+"""Micro-batches: backwards that no step follows. The code that runs the loop knows.
 
 `megacompile.accumulate(model)` says so for one model. Loops that count micro-batches by themselves
 say it in places of their own, which are the sources here. A source that is wrong about "another one

@@ -5,7 +5,7 @@ The device makes the update of the first buckets meanwhile, from gradients that 
 that were fetched during the backward; the next forward takes the new parameters where they are.
 
 What was left there is right only while nothing on the host has changed since: the parameters and
-states are guarded (see `guards`), and whoever opens one of them, to read or to write, makes the
+states are guarded (see `guards`), and a first access to one of them, to read or to write, makes the
 step fall back to the host. So does anything that `fits` does not find as the backward left it.
 """
 
@@ -70,7 +70,7 @@ class DeviceUpdate:
     ) -> Flight | None:
         """Bring the new values to the host, behind `made`; `thread` does it.
 
-        Gives what is in flight then; None on the CPU, where it has been done.
+        Returns what is in flight then; None on the CPU, where it has been done.
         """
         host, buffers = self.host, self.buffers.value
         queue = self.streams.copies(Stream.D2H)
@@ -107,10 +107,10 @@ class _Learned:
     sources: Sources
     visible: tuple[torch.Tensor, ...]  # those of them that the user holds
     owner: ref[Optimizer]
-    memory: ref[StateMemory]  # where they lie
+    memory: ref[StateMemory]  # where they are
 
     def of(self, host: HostBucket) -> bool:
-        """True if they are those of this bucket, where they lie now, and the optimizer is still
+        """True if they are those of this bucket, where they are now, and the optimizer is still
         there."""
         return self.memory() is host.states and self.owner() is not None
 
@@ -162,7 +162,7 @@ class DeviceUpdates:
             return False
         sources, visible = learned.sources, learned.visible
         if any(map(host.aliased, buffers.value)) or any(map(is_shared, visible)):
-            return False  # somebody may write to them behind the guards
+            return False  # they may be written to behind the guards
         versions = _versions(host, buffers.value, visible)
         left = DeviceUpdate(self.streams, gradients, buffers, sources, visible, host, versions)
         host.pending.offer(left, list(buffers.value), visible)

@@ -1,4 +1,4 @@
-"""Optimizer states that lie on a disk, while they are in host memory.
+"""Optimizer states that are on a disk, while they are in host memory.
 
 A step takes them from the disk to a buffer of page-locked memory, changes them there, and brings
 them back. There are a few sets of buffers, and each serves one bucket at a time, from its read to
@@ -37,7 +37,7 @@ class Staged:
 
     Args:
         host: the bucket.
-        buffers: where they lie on the disk.
+        buffers: where they are on the disk.
     """
 
     def __init__(self, host: HostBucket, buffers: Sequence[DiskBuffer]) -> None:
@@ -81,7 +81,7 @@ class Staged:
             self.read.wait()
 
     def tensor(self, state: torch.Tensor) -> torch.Tensor:
-        """The copy in memory of a tensor that lies on the disk; any other as it is."""
+        """The copy in memory of a tensor that is on the disk; any other as it is."""
         address = state.data_ptr()
         for i, (start, buffer) in enumerate(zip(self._starts, self.buffers, strict=True)):
             at = address - start
@@ -173,7 +173,7 @@ class Staging:
     """The sets of buffers of one model.
 
     Args:
-        disk: where states lie.
+        disk: where states are.
         device: that copies to and from the buffers, which are page-locked for a GPU.
         budget: makes them.
     """
@@ -188,7 +188,7 @@ class Staging:
         self._sets: deque[HostBuffer | None] = deque()  # free ones
         self.sets = self.set_bytes = 0
         self._reserved = (0, 0)  # sets that have memory, and how much each
-        self._thread = Background("megacompile-staging")  # who alone gives sets
+        self._thread = Background("megacompile-staging")  # who alone returns sets
 
     def require(self, count: int, size_bytes: int = 0) -> None:
         """Have at least so many sets of that size, as a schedule says (`Plan.state_sets`).
@@ -203,7 +203,7 @@ class Staging:
 
     def reserve(self, hosts: Iterable[HostBucket]) -> None:
         """Have memory for all sets, before a step of these buckets changes anything: plans of an
-        optimizer that nobody knew may have counted too little.
+        optimizer that was not known may have counted too little.
 
         Raises:
             HostMemoryError: there is too little of it.
@@ -223,7 +223,7 @@ class Staging:
         return next((staged for staged in found if staged.host is host), None)
 
     def read(self, host: HostBucket, what: str) -> Staged | None:
-        """Bring a bucket's states to memory; None: none of them lies on the disk.
+        """Bring a bucket's states to memory; None: none of them is on the disk.
 
         A child of a fork has them in memory of its own already.
         """
@@ -291,7 +291,7 @@ class Staging:
 
     def _release(self, staged: Staged) -> None:
         self._staged.pop(id(staged), None)
-        memory, staged.memory = staged.memory, None  # whoever has what was staged must not keep it
+        memory, staged.memory = staged.memory, None  # its holder must not keep it
         if memory is not None:
             self._sets.append(memory)
             self._thread.submit(self._give_sets)
@@ -306,7 +306,7 @@ class Staging:
                 if free is None or len(free) < size:
                     free = None
                     free = self._new(max(size, self.set_bytes), staged.host.layout.name)
-            except BaseException as error:  # whoever waits for it is told
+            except BaseException as error:  # its waiter is told
                 staged.error = error
                 self._sets.append(None)
                 staged.read.call_off()

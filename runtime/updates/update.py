@@ -85,7 +85,7 @@ class _Run:
 
     rule: OptimizerRule
     update: Update  # flat, of the first parameter until they are `joined`
-    ours: bool  # the gradient lies in the bucket
+    ours: bool  # the gradient is in the bucket
     numel: int  # of all, with the padding between them, which is zeros and stays so
 
     @property
@@ -206,7 +206,7 @@ class BucketUpdate:
     def suits_chunks(self) -> bool:
         """Can the device make it in chunks, and is it worth the way? Ask when it is prepared.
 
-        All of it must lie in page-locked memory of the bucket, and not on a disk; and rounding that
+        All of it must be in page-locked memory of the bucket, and not on a disk; and rounding that
         is stochastic goes by the place in the whole parameter.
         """
         mine = all(run.ours and run.update.seed is None for run in self.runs)
@@ -248,7 +248,7 @@ class BucketUpdate:
         last = -2
         for step in self.steps:
             run = self._run(step)
-            beside = runs and step.index == last + 1  # one without a gradient may lie in between
+            beside = runs and step.index == last + 1  # one without a gradient may be in between
             last = step.index
             reach = runs[-1].reach(run) if beside else 0
             if reach:
@@ -265,7 +265,7 @@ class BucketUpdate:
         return _Run(step.rule, update, ours, update.param.numel())
 
     def _of(self, step: ParamUpdate, lay: Callable[[torch.Tensor], torch.Tensor]) -> Update:
-        """The update of one parameter, with its tensors as `lay` gives them."""
+        """The update of one parameter, with its tensors as `lay` returns them."""
         bucket, i = self.bucket, step.index
         value = bucket.values[i]
         return Update(

@@ -1,4 +1,4 @@
-"""Parameters that lie on a disk, while they are in host memory.
+"""Parameters that are on a disk, while they are in host memory.
 
 Buffers of page-locked memory are lent, each to one use of one bucket. There are two kinds, with
 threads of their own, because each is given back by something else:
@@ -8,7 +8,7 @@ threads of their own, because each is given back by something else:
                       there; free when they are written
 
 [Note: parts of a bucket] An update writes what it has changed, and no other byte: frozen parameters
-may lie in the same page. Whole pages are written by direct I/O. What is less than a page, at the
+may be in the same page. Whole pages are written by direct I/O. What is less than a page, at the
 begin and the end of a run of trained parameters, goes through the page cache, as what a user writes
 through the mapping does. See [Note: coherence] in `runtime/disk/scratch.py`.
 """
@@ -43,7 +43,7 @@ class WrittenWeights(Writing):
         return None if self.first is None or part is Part.WEIGHTS else self.first.event(part)
 
     def ahead(self, part: Part) -> Host:
-        """States that lie in host memory are there when they are made."""
+        """States that are in host memory are there when they are made."""
         return Made(self.first) if part is Part.STATES else Made(self)
 
     def _torn(self, error: DiskError) -> str:
@@ -57,7 +57,7 @@ class WeightStaging:
     """The buffers of one model's parameters.
 
     Args:
-        disk: where parameters lie.
+        disk: where parameters are.
         device: that copies to and from the buffers.
         budget: makes them.
     """
@@ -158,7 +158,7 @@ class WeightStaging:
 
 
 def _is_ours(host: HostBucket) -> bool:
-    """Does it lie on the disk, for this process? A child of a fork has it in its memory."""
+    """Is it on the disk, for this process? A child of a fork has it in its memory."""
     return host.on_disk is not None and host.on_disk.ours
 
 

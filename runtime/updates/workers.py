@@ -37,7 +37,7 @@ _PATIENCE_S = 0.1  # for the device, which helps once all updates of a step were
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """An update that waits for somebody to make it."""
+    """An update that waits for a worker."""
 
     update: BucketUpdate
     await_gradients: Callable[[], None] = lambda: None
@@ -54,7 +54,7 @@ class Job:
         self.timed(lane, work)
 
     def call_off(self) -> None:
-        """It need not be made, unless somebody has begun."""
+        """It need not be made, unless it has begun."""
         if self.future.cancel():
             self.timed(HOST, lambda: None)  # a trace waits for its end
 
@@ -209,7 +209,7 @@ class Workers:
         return job.update.on_device and any(job.future in futures for futures in list(self._helped))
 
     def _take(self, job: Job) -> bool:
-        """Whoever can do this makes it."""
+        """The first worker that can makes it."""
         try:
             self._waiting.remove(job)
         except ValueError:

@@ -7,7 +7,7 @@ runtime turns each such edge that crosses streams into an event record and a wai
 are what `megacompile.verify` proves. The functions here only name the ops and declare
 their effects (`megacompile.ir.ops.op`): `megacompile.runtime.ops.bound` holds what they do.
 
-    op             stream   label             takes -> gives
+    op             stream   label             takes -> returns
     begin          compute  BEGIN             () -> a point after everything that was queued before
     prefetch       h2d      3PREFETCH@1       bucket, slot -> weights
     reuse          compute  3REUSE@1          bucket, slot -> weights that the forward left there
@@ -291,7 +291,7 @@ def code_of(node: fx.Node) -> Code:
 
 
 def items(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
-    """The `getitem` users of a node that gives a tuple, as (index, item)."""
+    """The `getitem` users of a node that returns a tuple, as (index, item)."""
     for user in node.users:
         if user.op == "call_function" and user.target is operator.getitem:
             index = user.args[1]

@@ -124,7 +124,7 @@ def backward(
 ) -> Any:
     """Gradients of a stage's inputs, then of its parameters, one group a bucket.
 
-    With `live`, inputs of the model in whose memory backwards write, as they are now, it gives
+    With `live`, inputs of the model in whose memory backwards write, as they are now, it returns
     their new values after that.
 
     `partial_gradients` are those so far of inputs and parameters that a later stage used too: they

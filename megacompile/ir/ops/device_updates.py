@@ -66,7 +66,7 @@ def _update_traffic(node: fx.Node) -> int:
 )
 def update(bucket: Bucket, weights: Any, gradients: Any, state: Any) -> Any:
     """The optimizer's step on a bucket: new states in their buffer, and new parameters there or
-    beside it."""
+    next to it."""
     unbound(update)
 
 

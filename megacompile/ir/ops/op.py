@@ -2,7 +2,7 @@
 
 An op is a function with the decorator `op(...)`. Its name and arguments are those that the printed
 Python calls. Its docstring says what it does. The decorator says its effects: its stream, the kinds
-of values that it takes and gives, whose memory it makes, fills or frees, which parts of its
+of values that it takes and returns, whose memory it makes, fills or frees, which parts of its
 bucket it reads and writes in host memory, its slot, how it is shown, what it costs. `verify`, the
 memory and cost models, traces and printed forms ask the declaration, never which op it is.
 `megacompile.runtime.ops.bound` has a method of the op's name, which carries it out.
@@ -22,7 +22,7 @@ from megacompile.ir.stream import Stream
 
 
 class Part(enum.Enum):
-    """The parts of a bucket, where it lies: in host memory, or resident on the device."""
+    """The parts of a bucket, where it is: in host memory, or resident on the device."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -32,7 +32,7 @@ class Part(enum.Enum):
 
 
 class Value(enum.Enum):
-    """The kind of value that an op gives; of a bucket or a stage, where its first argument is
+    """The kind of value that an op returns; of a bucket or a stage, where its first argument is
     one."""
 
     POINT = "a point in time"
@@ -82,7 +82,7 @@ class Takes:
 class Op:
     """The declaration of an op.
 
-    Positions are those of its arguments. Memory is what the compute stream's allocator gives.
+    Positions are those of its arguments. Memory is what the compute stream's allocator returns.
     """
 
     name: str
@@ -91,17 +91,17 @@ class Op:
     gives: Value | None = None
     takes: tuple[Takes, ...] = ()
 
-    owns: bool = False  # what it gives is memory of its own
-    fills: int | None = None  # what it gives is the memory of that argument, changed
+    owns: bool = False  # what it returns is memory of its own
+    fills: int | None = None  # what it returns is the memory of that argument, changed
     frees: int | None = None  # it gives up this argument's memory
     keeps: int | None = None  # this argument's memory is its bucket's from then on
     slot: int | None = None  # the argument that is the slot it works on
     fills_slot: bool = False
-    reads: tuple[Part, ...] = ()  # of its bucket, where that lies
+    reads: tuple[Part, ...] = ()  # of its bucket, where that is
     writes: tuple[Part, ...] = ()  # in this order
-    lends: Part | None = None  # what it gives is that part of its bucket itself, where that lies
+    lends: Part | None = None  # what it returns is that part of its bucket itself, where that is
     once: bool = False  # there is one for each bucket
-    to_backward: bool = False  # the forward returns what it gives
+    to_backward: bool = False  # the forward returns what it returns
 
     begins: bool = False  # it stands for everything that was queued before the schedule
     waits: bool = True  # its stream waits for what it names

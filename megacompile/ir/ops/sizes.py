@@ -13,12 +13,12 @@ Size = Callable[[fx.Node], int]
 
 
 def value_bytes(node: Any) -> int:
-    """Bytes of what a node gives; 0 for no node, and for what has no size."""
+    """Bytes of what a node returns; 0 for no node, and for what has no size."""
     return tensors_bytes(node.meta.get("value")) if isinstance(node, fx.Node) else 0
 
 
 def of_value(times: int = 1) -> Size:
-    """Those of what the op gives, as often."""
+    """Those of what the op returns, as often."""
     return lambda node: times * value_bytes(node)
 
 

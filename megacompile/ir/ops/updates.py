@@ -1,4 +1,4 @@
-"""Ops that update a bucket where it lies: in host memory, or resident on the device.
+"""Ops that update a bucket where it is: in host memory, or resident on the device.
 
 Of a bucket that a step does not update (it is another optimizer's, or got no gradient) those of
 `optimizer.step()` do nothing.
@@ -71,8 +71,8 @@ def update_in_place(
 ) -> Any:
     """The optimizer's step in the backward on a bucket that lives on the device.
 
-    It takes the gradients that the backward has made; parameters and states change where they lie.
-    The norms of the gradients stay on the device until somebody asks for them.
+    It takes the gradients that the backward has made; parameters and states change where they are.
+    The norms of the gradients stay on the device until they are asked for.
     """
     unbound(update_in_place)
 
@@ -81,6 +81,6 @@ def update_in_place(
 def help_host(updates: tuple[Any, ...]) -> Any:
     """From now on the device makes, in chunks, those of these updates that the host has not begun.
 
-    It takes the first one first. Whoever makes an update, what `update_host` gave is its end.
+    It takes the first one first. On either, the value of `update_host` marks its end.
     """
     unbound(help_host)

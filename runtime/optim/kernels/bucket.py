@@ -18,7 +18,7 @@ from megacompile.runtime.optim.update import Update
 def update_bucket(rule: OptimizerRule, updates: Sequence[Update]) -> None:
     """Update the parameters of one bucket in place: by a kernel on a CUDA device, else by the twin.
 
-    Everything lies on the device of the gradients, or in memory that it can address. Raises
+    Everything is on the device of the gradients, or in memory that it can address. Raises
     ValueError for a tensor that is not contiguous or has another size or dtype than needed.
     """
     if not updates:

@@ -38,7 +38,7 @@ def fetch(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _drop_read() -> None:
-    """Drop what kernels have read. Several threads do so: whoever pops an entry has it."""
+    """Drop what kernels have read. Several threads do so: the thread that pops an entry has it."""
     while True:
         try:
             first = _in_use.popleft()

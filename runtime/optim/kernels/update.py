@@ -160,7 +160,7 @@ def _update(
     table += row * (FACTOR + 1)
     hyper += row * HYPERS
     numel = tl.load(table)
-    if ALIGNED:  # a vector lies within the tensor or beyond it
+    if ALIGNED:  # a vector is within the tensor or beyond it
         numel = tl.multiple_of(numel, 16)
     mask = index < numel
 
