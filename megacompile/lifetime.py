@@ -111,7 +111,7 @@ def eager(model: nn.Module) -> Iterator[None]:
     For loops whose calls all differ, such as one that samples with a cache of its own: nothing is
     captured, planned or compiled for them. Each use of a parameter copies it to the device, so a
     call takes about as long as that of a plain model whose weights are copied there each time. What
-    was captured before stays as it is, and calls behind the block are captured again.
+    was captured before stays as it is, and calls after the block are captured again.
 
     It holds for calls of the model and of modules in it, also those that `generate()` or another
     method makes. It holds in this thread: calls in others are captured meanwhile. Blocks may be

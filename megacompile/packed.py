@@ -38,7 +38,7 @@ class Leaf(NamedTuple):
 class Member:
     """A plain tensor of a packed parameter, and where that has it."""
 
-    path: str  # behind the parameter's name; "" for the parameter itself
+    path: str  # after the parameter's name; "" for the parameter itself
     tensor: torch.Tensor
     leaf: torch.Tensor  # the first member in the same memory: mostly itself
     holder: Any  # the object whose attribute it is

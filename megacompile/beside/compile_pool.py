@@ -52,7 +52,7 @@ _SHARE = 8  # they take no more than one of so many parts of what is free
 _THREADS = 4  # of each of them, for kernels
 _PATIENCE_S = 300.0  # with one graph
 _MANY = 8  # graphs: for fewer, no process is started
-_IDLE_S = 20.0  # behind the last graph
+_IDLE_S = 20.0  # after the last graph
 _READY = "ready"  # for a job, the last of which is done
 
 Take = Callable[[fx.GraphModule], None]

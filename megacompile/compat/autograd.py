@@ -46,7 +46,7 @@ def accumulator_of(param: torch.Tensor) -> Node:  # torch 2.11 to 2.15
 
 
 def hooks_of(node: Node) -> tuple[dict[int, Any], dict[int, Any]]:  # torch 2.11 to 2.15
-    """The Python hooks of a node, before and behind it; the dicts follow what is registered.
+    """The Python hooks of a node, before and after it; the dicts follow what is registered.
 
     Hooks of C++ (those of DistributedDataParallel) are not among them.
     """

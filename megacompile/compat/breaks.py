@@ -81,7 +81,7 @@ def skip_untraced(within: types.CodeType) -> None:  # torch 2.11 to 2.15
     """Runs code that Dynamo cannot trace as it is, after lines of a user that have run.
 
     A call of which no line has run can begin again, without Dynamo; another one cannot. Its frame
-    that could not be traced is skipped, as behind a graph break; `untraced` knows of it.
+    that could not be traced is skipped, as after a graph break; `untraced` knows of it.
 
     Args:
         within: only in calls of this code.
@@ -157,7 +157,7 @@ def why_captured_again(compiled: Callable[..., Any]) -> str:  # torch 2.11 to 2.
     is not known."""
     said = torch._dynamo.utils.guard_failures.get(uncompiled(compiled).__code__, [])
     found = max(said, key=_capture_of, default="").partition("\n")[0]
-    return found.partition(": ")[2].partition("  #")[0].strip()  # behind it: the line, a hint
+    return found.partition(": ")[2].partition("  #")[0].strip()  # after it: the line, a hint
 
 
 def _capture_of(failure: str) -> int:

@@ -170,7 +170,7 @@ def _is_resumed(code: types.CodeType) -> bool:
 
 
 def users_name(name: str) -> str:  # torch 2.11 to 2.15
-    """The user's name of a function, from that of its lines behind a graph break:
+    """The user's name of a function, from that of its lines after a graph break:
     "forward" of "torch_dynamo_resume_in_forward_at_12"."""
     return _RESUMED.sub(r"\1", name)
 

@@ -124,7 +124,7 @@ def _upsample(operator: Any) -> Callable[..., Any]:
 
 
 def _scaled(size: Any, scale: float) -> Any:
-    """The product, rounded to a double, without what is behind the point."""
+    """The product, rounded to a double, without what is after the point."""
     up, down = scale.as_integer_ratio()
     if up < 1 << 32:  # exact for any size: so can be computed with ints
         return size * up // down

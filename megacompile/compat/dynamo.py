@@ -109,7 +109,7 @@ _OPTIONS = _kept_options()
 
 
 def without_collecting() -> AbstractContextManager[object]:  # torch 2.11 to 2.15
-    """For its duration, Dynamo does not run the garbage collector behind each compilation."""
+    """For its duration, Dynamo does not run the garbage collector after each compilation."""
     patch: AbstractContextManager[object] = torch._dynamo.config.patch(run_gc_after_compile=False)
     return patch
 

@@ -8,12 +8,12 @@ they are part of their readers. A value is *realized*, written to memory, where 
 reduction's reader or the caller needs it, or where several readers would repeat too much. Realized
 nodes that no library call separates, and that reduce in the same direction, share one kernel, which
 reads and writes only what crosses its border. What depends on a number that is reduced from a whole
-tensor (the scale of an fp8 cast) comes in a kernel behind it, and reads that tensor again. Without
+tensor (the scale of an fp8 cast) comes in a kernel after it, and reads that tensor again. Without
 fusion (lowering "eager") every node is a kernel.
 
 [Note: instructions] Elementwise nodes are computed in every kernel that reads them. Where they are
 many, or slow ones, a kernel takes the time of its instructions and not that of its bytes: casts to
-fp8 behind silu do. A kernel that reduces long rows and then uses what it has found goes over them
+fp8 after silu do. A kernel that reduces long rows and then uses what it has found goes over them
 twice, from the cache, and computes all of it twice.
 """
 

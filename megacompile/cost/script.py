@@ -96,7 +96,7 @@ class _Graph:
     def keep_fresh(self, keys: set[int]) -> None:
         """Prefetches of a forward take what is still on the device.
 
-        It was made on the compute stream, behind which the forward begins.
+        It was made on the compute stream, after which the forward begins.
         """
         plan = self.schedule.plan
         on_device = keys - plan.weights_on_disk

@@ -28,7 +28,7 @@ def shard_shape(shape: tuple[int, ...], rank: int, ranks: int) -> tuple[int, ...
 class Param:
     """The place of one parameter, or of a part of one, in its bucket."""
 
-    name: str  # fully qualified, as in named_parameters(); of a part, with its path behind it
+    name: str  # fully qualified, as in named_parameters(); of a part, with its path after it
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype

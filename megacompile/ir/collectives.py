@@ -39,7 +39,7 @@ class Collectives:
         return Collectives(f"{kind} of {name}", tuple(map(_shown, nodes)), digest)
 
     def at(self, issued: int) -> str:
-        """The op that comes behind so many others, as errors name it."""
+        """The op that comes after so many others, as errors name it."""
         if not self.ops:
             return self.graph
         return f"{self.ops[min(issued, len(self.ops) - 1)]} of the {self.graph}"

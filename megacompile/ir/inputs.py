@@ -57,7 +57,7 @@ def tangents(backward: fx.Graph) -> dict[int, str]:
 def elsewhere(forward: fx.Graph) -> dict[str, str]:
     """The saved values that wait on the host or on a disk, by the name of the copy there."""
     found: dict[str, str] = {}
-    for node in ops.nodes_that(forward, lambda op: op.to_backward):  # a disk's behind the host's
+    for node in ops.nodes_that(forward, lambda op: op.to_backward):  # a disk's after the host's
         value: Any = node.args[1]
         found[node.name] = found.get(value.name, value.name)
     return found

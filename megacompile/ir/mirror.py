@@ -1,7 +1,7 @@
 """Places of tensors like the parameters of a bucket in a buffer: masters, gradients, states.
 
 Neighbours are as many elements apart as the parameters are, so that parameters, gradients and
-states of neighbours are spans of equal length, and one kernel call can update them. Behind a gap,
+states of neighbours are spans of equal length, and one kernel call can update them. After a gap,
 and where sizes of elements are mixed, they are one after the other.
 """
 

@@ -61,7 +61,7 @@ class TensorMeta:
     @property
     def overlaps_itself(self) -> bool:
         """True if some of its elements share a place in memory."""
-        end = 1  # behind what the smaller strides reach
+        end = 1  # after what the smaller strides reach
         for stride, n in sorted(zip(self.stride, self.shape, strict=True)):
             if n > 1 and stride < end:
                 return True

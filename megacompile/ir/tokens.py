@@ -75,5 +75,5 @@ def written(node: fx.Node) -> list[Place]:
 
 
 def given(graph: fx.Graph) -> dict[Place, fx.Node]:
-    """The tokens that a graph returns, behind everything else: who wrote each part last."""
+    """The tokens that a graph returns, after everything else: who wrote each part last."""
     return {place: node for node in ops.returned(graph)[-1] for place in written(node)}

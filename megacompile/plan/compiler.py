@@ -204,7 +204,7 @@ class PassCompiler:
         return schedule
 
     def _differentiated(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
-        """Before the choice; remembered, because `plan` comes right behind `choose`."""
+        """Before the choice; remembered, because `plan` comes right after `choose`."""
         if self._last is None or self._last[:2] != (stages, variant):
             made = self.pipeline.differentiated(stages, capture, variant)
             self._last = (stages, variant, made)

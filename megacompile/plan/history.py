@@ -21,7 +21,7 @@ CapturePass = tuple[str, Callable[[Capture], tuple[Capture, tuple[str, ...]]]]
 
 
 def run(schedule: Schedule, passes: Sequence[SchedulePass]) -> Schedule:
-    """The schedule behind these passes, each a name and a function."""
+    """The schedule after these passes, each a name and a function."""
     for name, function in passes:
         if schedule.draft:
             schedule = function(schedule)
@@ -60,7 +60,7 @@ def _actions(schedule: Schedule) -> str:
 
 
 class Rewritten(NamedTuple):
-    """A captured graph behind the passes on it."""
+    """A captured graph after the passes on it."""
 
     capture: Capture
     reasons: tuple[str, ...]  # what they did or left, for the plan
@@ -68,7 +68,7 @@ class Rewritten(NamedTuple):
 
 
 def run_on_capture(capture: Capture, passes: Sequence[CapturePass]) -> Rewritten:
-    """The captured graph behind these passes, each a name and a function."""
+    """The captured graph after these passes, each a name and a function."""
     reasons: tuple[str, ...] = ()
     history: tuple[PassRecord, ...] = ()
     for name, function in passes:

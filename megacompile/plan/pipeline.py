@@ -152,7 +152,7 @@ class Pipeline:
         *,
         draft: bool = False,
     ) -> Schedule:
-        """The passes behind the choice of a plan: `with_plan`, `saving`, `moving`.
+        """The passes after the choice of a plan: `with_plan`, `saving`, `moving`.
 
         Args:
             schedule: what `differentiated` returns.

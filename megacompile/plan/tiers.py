@@ -5,7 +5,7 @@ on when a step uses them.
 
     exact            the last ones in forward order. Reads begin with `optimizer.step()`, and the
                      next forward waits for updates in its order: the drive has until the end of
-                     that forward for the last ones, and no other update waits behind theirs.
+                     that forward for the last ones, and no other update waits after theirs.
     in the backward  as far from one another as can be, but for the end of the forward, where the
                      backward begins. A read comes a few uses ahead of its own, so the drive works
                      all through the backward; next to one another they would wait for it, and leave

@@ -9,7 +9,7 @@
     +  0 token      | 0PREFETCH@0 0.1PREFETCH@1 1PREFETCH@2 0F
 
 A line is a compute of a stage and what was issued since the one before: copies stand in the line of
-the compute behind them. What comes after the last compute has a line of its own. An update has a
+the compute after them. What comes after the last compute has a line of its own. An update has a
 line for each bucket, under the first stage that reads it. What an op waits for is shown where it is
 of the same graph; with `code=True` tokens are compared too.
 """

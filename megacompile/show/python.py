@@ -17,7 +17,7 @@ become `wait(...)` and `del`.
         return (y0,), (x,)
 
 The comment on a token says which op it stands for (see `megacompile.ir.tokens`). A variable has the
-name of its FX node, with "_" behind it where an op or object has that name.
+name of its FX node, with "_" after it where an op or object has that name.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _positions(graph: fx.Graph) -> dict[fx.Node, int]:
 def _whole_tuples(graph: fx.Graph) -> list[fx.Node]:
     """Ops that are taken apart and named as a whole too, as in `after=(forward_3,)`.
 
-    Their tuple would keep every item alive, so it is deleted behind its last use.
+    Their tuple would keep every item alive, so it is deleted after its last use.
     """
     tuples = ops.nodes_that(graph, lambda op: op.count)
     return [n for n in tuples if any(ops.items(n)) and _is_named(n)]
@@ -206,7 +206,7 @@ def _waits_to_free(node: fx.Node) -> tuple[fx.Node, ...] | None:
 def _free(
     nodes: Sequence[fx.Node], variables: Mapping[fx.Node, str], gone: Mapping[fx.Node, int]
 ) -> Iterator[_Line]:
-    """`del` of what the nodes free, behind what they wait for."""
+    """`del` of what the nodes free, after what they wait for."""
     if after := _waits_to_free(nodes[0]):
         waited = _text(after, variables).replace(",)", ")")
         yield _Line(f"wait{waited}", ops.stream_of(nodes[0]).value, "WAIT")

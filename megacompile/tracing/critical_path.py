@@ -264,7 +264,7 @@ class Edges:
 def edges(schedule: Schedule, graph_name: str) -> Edges:
     """The edges that the runtime keeps, by op.
 
-    What is not recorded hands on its waits to the next op of its stream: a `free` behind a copy.
+    What is not recorded hands on its waits to the next op of its stream: a `free` after a copy.
     `defer_free` makes nothing wait.
     """
     graph = schedule.graphs[graph_name]

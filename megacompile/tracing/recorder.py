@@ -1,6 +1,6 @@
 """Records when ops really run: `with megacompile.trace(model) as t:`.
 
-On CUDA each op gets two timed events on its own stream, one before and one behind its work; nothing
+On CUDA each op gets two timed events on its own stream, one before and one after its work; nothing
 waits for them until the times are read. What is between them is the op's work, without its
 waits for other streams, and with any time in which the host had not issued it yet. On the CPU an
 op runs where it is issued, and the host's clock is read around it.
@@ -341,7 +341,7 @@ class Trace:
     def compare_ranks(self) -> dict[str, tuple[RankSteps, ...]]:
         """The steps of each rank, by model, in the ranks' order.
 
-        All ranks that share the models call this, or `save()`, behind the block: a collective.
+        All ranks that share the models call this, or `save()`, after the block: a collective.
         `explain(model)` then says which rank the others wait for.
 
         Raises:

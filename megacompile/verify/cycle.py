@@ -2,9 +2,9 @@
 
 What must hold of the parts of buckets that ops read and write, over all graphs:
 
-- a read is behind the last write before it;
-- a write is behind all earlier reads and writes;
-- what a backward leaves is given back behind the copies out of it.
+- a read is after the last write before it;
+- a write is after all earlier reads and writes;
+- what a backward leaves is given back after the copies out of it.
 
 [Note: cycle] The graphs of a schedule are joined at tokens (`megacompile.ir.tokens`), at what the
 backward leaves for the update, and by the streams that are in order: they are the same for all
@@ -104,7 +104,7 @@ class _Cycle:
         resident = bucket.key in self.schedule.plan.resident
         before = self.streams.get(Stream.COMPUTE, 0) if resident else 0
         update, gradients = (Access(0, "", None, self._bit()) for _ in range(2))
-        plan = self.schedule.plan  # what is on a disk is written behind the update
+        plan = self.schedule.plan  # what is on a disk is written after the update
         weights, states = (
             Access(0, "", None, self._bit()) if bucket.key in keys else update
             for keys in (plan.weights_on_disk, plan.on_disk)
@@ -240,7 +240,7 @@ class _Cycle:
     def _lifetimes(
         self, view: View, before: Mapping[fx.Node, int], done: Mapping[fx.Node, int]
     ) -> Iterator[Hazard]:
-        """Memory that the backward left goes behind the copies out of it."""
+        """Memory that the backward left goes after the copies out of it."""
         if view.name != "update" or not self.copies:
             return
         names: dict[fx.Node, list[fx.Node]] = defaultdict(list)

@@ -2,12 +2,12 @@
 
 What must hold:
 
-- states and parameters on a disk are used behind a read of the same graph;
+- states and parameters on a disk are used after a read of the same graph;
 - a prefetch names a read of its own, in whose buffer it finds its bucket, and each read has one;
-- new ones are written behind the op that makes them;
+- new ones are written after the op that makes them;
 - nothing else is read or written there.
 
-That a read is behind the last write, and a write behind the reads before it, is shown where all
+That a read is after the last write, and a write after the reads before it, is shown where all
 parts of buckets are: within a graph in `megacompile.verify.gradients`, around the cycle of a step
 in `megacompile.verify.cycle`.
 """
@@ -61,7 +61,7 @@ def _states(view: View) -> Iterator[Hazard]:
 
 
 def _weights(view: View) -> Iterator[Hazard]:
-    """Parameters on a disk are read for each prefetch and update, and written behind an update."""
+    """Parameters on a disk are read for each prefetch and update, and written after an update."""
     keys = view.schedule.plan.weights_on_disk
     touching = view.that(lambda op: Part.WEIGHTS in (*op.reads, *op.writes))
     stored = [node for node in touching if effects(node).stored is not None]

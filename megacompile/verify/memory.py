@@ -6,8 +6,8 @@ What must hold, given [Note: happens-before] in `megacompile.verify.order`:
   filled while an earlier schedule may read it;
 - `reuse` takes from a slot only what the forward left there; where there is no backward, what the
   forward before left, which is this graph itself;
-- a value is freed once, behind all its readers, and nothing that owns memory is forgotten;
-- `assign` comes behind every reader of the old value, and the backward gets no changed value.
+- a value is freed once, after all its readers, and nothing that owns memory is forgotten;
+- `assign` comes after every reader of the old value, and the backward gets no changed value.
 """
 
 from __future__ import annotations

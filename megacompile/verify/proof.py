@@ -337,7 +337,7 @@ def _saves_rng(op: Op) -> bool:
 
 
 def _draws_next(save: fx.Node) -> int | None:
-    """The index of the first random stage whose forward is behind `save`."""
+    """The index of the first random stage whose forward is after `save`."""
     following = save.next
     while following.op != "output":
         if following.target is ops.forward:

@@ -4,13 +4,13 @@ What must hold, given [Note: happens-before] in `megacompile.verify.order`:
 
 - every `offload_saved` of a forward is returned, or written to a disk and that is returned, and a
   `fetch_saved` brings back one of those: what is returned has the event of its copy, so that the
-  fetch comes behind it in whatever graph;
+  fetch comes after it in whatever graph;
 - nobody but the fetch and its buffer reads the copy on the host, and nobody but `read_saved` that
   on a disk;
 - a buffer that values pass through on their way to a disk or back is given back once, and no more
   of them are taken than there are.
 
-That a value is given back only behind its offload, and the copy on the host behind its fetch, is
+That a value is given back only after its offload, and the copy on the host after its fetch, is
 shown by the lifetimes in `megacompile.verify.memory`; that each stage gets its own values, by
 `megacompile.verify`, which looks through the fetch.
 """

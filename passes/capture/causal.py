@@ -391,7 +391,7 @@ def _compared(target: Any, left: Any, right: Any, shape: Sequence[int]) -> Any:
         return _Allows.ALL
     if queries.shape[-1] != keys.shape[-1]:
         return _UNKNOWN
-    # A query sees every key up to its own: the largest of those, and the smallest behind them.
+    # A query sees every key up to its own: the largest of those, and the smallest after them.
     seen = within(keys.cummax(-1).values, queries)
     behind = within(keys.flip(-1).cummin(-1).values.flip(-1)[..., 1:], queries[..., :-1])
     return _Allows.CAUSAL if bool(seen.all()) and not bool(behind.any()) else _UNKNOWN

@@ -25,7 +25,7 @@ VIEW_OF_BASE = "megacompile.view_of_base"  # in a view's meta: the input that it
 
 
 def rebase_overlaps(capture: Capture) -> Capture:
-    """The capture with a base, behind the other inputs, for each of its overlaps.
+    """The capture with a base, after the other inputs, for each of its overlaps.
 
     Raises:
         UnsupportedGraphError: inputs cannot be views of one base.

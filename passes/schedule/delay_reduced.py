@@ -4,7 +4,7 @@
     after:  2B 2REDUCE_SCATTER 1RECOMPUTE 1B 2NORM_GRAD 2OFFLOAD_GRAD
 
 Norms and updates run on the compute stream, and would make it wait for the interconnect. A mean
-over replicas comes right behind that of the ranks that shard. Where sums with earlier backwards
+over replicas comes right after that of the ranks that shard. Where sums with earlier backwards
 come between the two, these are made a stage later, and what follows the second mean comes two:
 
     before: 2B 2REDUCE_SCATTER 2ADD_GRAD 2ALL_REDUCE 2OFFLOAD_GRAD 1B 0B

@@ -9,7 +9,7 @@ first get their parameters and optimizer states fetched then. The backward retur
 gradients (`schedule.left`), and the update begins with them (see `update_graph`), while the host
 does the others. The gradients go to the host as ever, so that `p.grad` is all there.
 
-The fetches are spread over the backward behind its first stage, the head, when the logits have been
+The fetches are spread over the backward after its first stage, the head, when the logits have been
 freed. The next forward has the new values where they are until they have reached the host: see
 `drain`.
 """

@@ -6,8 +6,8 @@
     before: 1UPDATE 2UPDATE          (of `optimizer.step()`)
     after:  1READ_STATE 2READ_STATE 1UPDATE 1WRITE_STATE 2UPDATE 2WRITE_STATE
 
-The reads keep the order of their uses, and come `ahead` uses before their own. A use is behind its
-read, and a write is behind the use. Reads of the next step are behind the write (see `tokens`). A
+The reads keep the order of their uses, and come `ahead` uses before their own. A use is after its
+read, and a write is after the use. Reads of the next step are after the write (see `tokens`). A
 read waits until a buffer is free, so there are as many of them on their way as there are buffers
 (`megacompile.runtime.updates.staging`).
 """
@@ -79,7 +79,7 @@ def insert_disk(
 
 def states_in_use(graph: fx.Graph, keys: Collection[int]) -> int:
     """The most of these streamed buckets whose states are in use at once, in program order: from
-    the first op that touches them to the one that changes them, behind which they would be written.
+    the first op that touches them to the one that changes them, after which they would be written.
 
     Each needs buffers of its own: a host that waits for the states of one bucket must not wait for
     the write of another that it has not issued yet.

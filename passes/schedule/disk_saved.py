@@ -6,7 +6,7 @@
             2READ_SAVED 1READ_SAVED 2FETCH_SAVED 3B 1FETCH_SAVED 2RECOMPUTE 2B 1RECOMPUTE 1B
 
 A value is written as soon as it is on the host; then its buffer is free. It is read into another
-one, `sets - 1` fetches ahead of its own, and that is free behind the fetch. There are `sets`
+one, `sets - 1` fetches ahead of its own, and that is free after the fetch. There are `sets`
 buffers each way: an offload waits for the write that returns one, and a read for the fetch.
 
 The values of the first stages go: they wait the longest, and are wanted back last.

@@ -11,11 +11,11 @@
 
 A read comes `ahead` prefetches, or updates, before its own. Each prefetch has a read of its own,
 and names it; one that is left out, because the bucket is in its slot still, needs none. So this
-comes behind `slots`. Where the device updates, the new parameters are left in a buffer without a
-read, since they are all written. Reads of the next step are behind the write (see `tokens`).
+comes after `slots`. Where the device updates, the new parameters are left in a buffer without a
+read, since they are all written. Reads of the next step are after the write (see `tokens`).
 
 Buffers are lent in the order of the ops (`megacompile.runtime.updates.weight_staging`): those of
-prefetches go back behind the copy, those of updates behind the write. No holder of a buffer waits
+prefetches go back after the copy, those of updates after the write. No holder of a buffer waits
 for one that is lent later, so one of each kind would do.
 """
 

@@ -16,7 +16,7 @@ from megacompile.passes.schedule.offload_grad import last_item
 
 
 def insert_drain(graph: fx.Graph, *, late: bool = False, behind: int = 0) -> None:
-    """Behind the middle one of a forward's stages, or ahead of the last; nowhere without any.
+    """After the middle one of a forward's stages, or ahead of the last; nowhere without any.
 
     Args:
         late: ahead of the last.

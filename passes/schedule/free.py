@@ -6,7 +6,7 @@ Memory comes from the compute stream's allocator, so a value that a copy on anot
 may be given back only when that copy is done: `free(value, after=copy)` makes the compute stream
 wait for it. To keep that wait from stalling, such a free is put off until `delay` further
 backwards (in a forward: forwards) have been issued. New optimizer states on their way to the host
-are put off for `plan.state_delay` backwards. Behind the last backward, and in an update, nothing is
+are put off for `plan.state_delay` backwards. After the last backward, and in an update, nothing is
 left to compute, and the next forward should not begin with a wait. There the free of states, and
 of gradients that the update takes, is deferred: `defer_free(value, after=copy)`. The next forward
 returns that memory (see `drain`).
@@ -90,7 +90,7 @@ def _insert(
                 so_many = plan.state_delay if state else plan.saved_delay if saved else delay
                 last = ends[nodes[later[min(so_many, len(later)) - 1]]]
         frees.append((last, node, waits, deferred))
-    # a value that another free waits for is named there: its own free comes behind that
+    # a value that another free waits for is named there: its own free comes after that
     named: dict[fx.Node, tuple[int, int]] = {}  # by it: the last such free, in how long a chain
     for k, (last, node, waits, deferred) in enumerate(frees):
         behind, chain = named.get(node, (0, 0))
@@ -155,7 +155,7 @@ def _ends_of_items(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
     for at, node in enumerate(nodes):
         if ops.op_of(node) is not None:
             ends[node] = at
-        elif (call := _call_of(node)) in ends:  # an item, behind its call
+        elif (call := _call_of(node)) in ends:  # an item, after its call
             ends[call] = at
     return ends
 

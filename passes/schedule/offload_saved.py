@@ -6,7 +6,7 @@
             2FETCH_SAVED 3B 2RECOMPUTE 1FETCH_SAVED 2B 1RECOMPUTE 1B
 
 A value goes to the host as soon as it is made, while the next stages compute; `free` then returns
-its device memory back behind its last reader of the forward and the copy. In the backward it comes
+its device memory back after its last reader of the forward and the copy. In the backward it comes
 back `lookahead` stages ahead of the first that needs it, to memory that is allocated there, and
 stays until the last one that needs it. A value goes once, however many stages take it.
 

@@ -2,7 +2,7 @@
 
     before: 2B 1B 0B     after: 2B 2REDUCE_SCATTER 1B 1REDUCE_SCATTER 0B 0REDUCE_SCATTER
 
-It comes behind the last contribution to a bucket's gradients. All that follows (sums with earlier
+It comes after the last contribution to a bucket's gradients. All that follows (sums with earlier
 backwards, norms, copies to the host, updates) is about this rank's part.
 """
 

@@ -11,7 +11,7 @@ forward left in their slots are not fetched again where `reuse` allows:
     forward ends ... 2F 3F        backward begins 3REUSE@0 2REUSE@2 1REUSE@1 3B 2RECOMPUTE 2B
 
 Where there is no backward (evaluation, generation), the buckets of `plan.stay` have slots of their
-own, behind the others. The first forward fetches them, and with `reuse` the next takes them:
+own, after the others. The first forward fetches them, and with `reuse` the next takes them:
 
     the first  0PREFETCH@3 1PREFETCH@0 0F ...        the others  0REUSE@3 1PREFETCH@0 0F ...
 """
@@ -90,7 +90,7 @@ def _attempt(schedule: Schedule, count: int, reuse: bool) -> list[_Places] | Non
 
 
 def _own_slots(schedule: Schedule, count: int) -> dict[int, Bucket]:
-    """The slots behind the first `count` of them, and the buckets that stay there."""
+    """The slots after the first `count` of them, and the buckets that stay there."""
     stay = [b for b in schedule.buckets if b.key in schedule.plan.stay]
     if schedule.backward is not None:
         return {}

@@ -6,7 +6,7 @@ The first op of a forward or a backward that reads a part of a bucket in host me
 of that part, and a backward or an update returns the ops that were the last to write one (see
 `megacompile.ir.tokens`). The compute stream is in order over all graphs, so its ops need no token
 of the weights and states of a resident bucket; the h2d stream fetches the gradients of one. What an
-update reads is behind the gradients that it waits for.
+update reads is after the gradients that it waits for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Update each bucket right behind its gradients, which then never leave the device.
+"""Update each bucket right after its gradients, which then never leave the device.
 
     before: 2B 1B            after: 2FETCH_STATE 2B 2UPDATE 2OFFLOAD_STATE
                                     1FETCH_STATE 1B 1UPDATE 1OFFLOAD_STATE
@@ -7,7 +7,7 @@
 
     of a resident bucket:    2B 2UPDATE
 
-An update comes behind the bucket's last gradient and its last reader in the backward. A bucket that
+An update comes after the bucket's last gradient and its last reader in the backward. A bucket that
 lives on the device is updated there in place (`update_in_place`), which needs no copy and no memory
 next to its gradients. For the others, the optimizer states are fetched `lookahead` stages ahead, as
 the weights are, in the order of the updates. The update reads the weights in their slot, and takes

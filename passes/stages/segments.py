@@ -112,7 +112,7 @@ def _owners(
 def _live_bytes(nodes: Sequence[fx.Node], values: Values) -> list[float]:
     """Entry p: bytes of the values made before position p and used at p or later.
 
-    Infinite before an item, which stays with its tuple, and behind a view of a base or a
+    Infinite before an item, which stays with its tuple, and after a view of a base or a
     wrapper, which stay with their use.
     """
     position = {node: p for p, node in enumerate(nodes)}

@@ -1,7 +1,7 @@
 """Give the values between stages the strides that they really have.
 
 What is captured is known by its fake kernels, and some of those lie: of a sum of tensors in several
-orders, for one, they give another stride of a dimension of one element, and so a group norm behind
+orders, for one, they give another stride of a dimension of one element, and so a group norm after
 it takes the sum for channels last, which the real one does not. Strides choose the kernels of what
 comes next (a convolution), hence the rounding. So code that is to be bitwise equal to the plain
 model needs the real ones. Each stage runs once on zeros, in the order of the forward, with the

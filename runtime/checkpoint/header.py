@@ -46,7 +46,7 @@ class Described(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    first: int  # byte, behind the header
+    first: int  # byte, after the header
     end: int
 
 

@@ -53,7 +53,7 @@ class Reader:
     ) -> None:
         self._computing.shutdown(wait=False, cancel_futures=True)
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._computing.shutdown(wait=True)  # behind what it may wait for
+        self._computing.shutdown(wait=True)  # after what it may wait for
         for file in self._files.values():
             os.close(file)
 

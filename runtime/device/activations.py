@@ -35,8 +35,8 @@ class Buffer:
 
     memory: HostBuffer
     size_bytes: int
-    read: torch.cuda.Event | None = None  # behind the last copy from it to the device
-    filled: torch.cuda.Event | None = None  # behind the last copy to it from there
+    read: torch.cuda.Event | None = None  # after the last copy from it to the device
+    filled: torch.cuda.Event | None = None  # after the last copy to it from there
 
     def events(self) -> Iterator[torch.cuda.Event]:
         """The work that is still done on it."""
@@ -48,7 +48,7 @@ class OnHost:
 
     Attributes:
         meta: shape, dtype, strides and device of the tensor.
-        ready: behind the copy to the host; None on the CPU.
+        ready: after the copy to the host; None on the CPU.
     """
 
     ready: torch.cuda.Event | None = None
@@ -82,7 +82,7 @@ class OnHost:
         return empty(self.meta)
 
     def copy_to(self, buffer: torch.Tensor, queue: torch.cuda.Stream | None) -> torch.Tensor:
-        """Copy it into `buffer`, on `queue`, which is the current stream and behind `ready`."""
+        """Copy it into `buffer`, on `queue`, which is the current stream and after `ready`."""
         self._elements(buffer).copy_(self._memory(), non_blocking=True)
         self.buffer.read = _event(queue)
         return buffer

@@ -132,7 +132,7 @@ class _Queue:
         while (work := self.work.get()) is not None:
             try:
                 work()
-            except BaseException:  # a fault of ours: said, and what is behind it is done
+            except BaseException:  # a fault of ours: said, and what is after it is done
                 threading.excepthook(
                     threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
                 )

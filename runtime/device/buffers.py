@@ -170,7 +170,7 @@ class SharedFile:
 
     [Note: places in the file] Several threads make buffers at a time, and two that had one place
     would overwrite each other. The next place is the file's position, which the kernel advances at
-    once; a lock could stay locked behind Ctrl-C (see `runtime.device.background`). The file grows
+    once; a lock could stay locked after Ctrl-C (see `runtime.device.background`). The file grows
     by a write: `ftruncate` with a number that is no longer the largest would cut off what others
     have taken meanwhile.
     """

@@ -23,7 +23,7 @@ class Wanted(NamedTuple):
 
     size_bytes: int
     pin: bool  # how it will be asked for
-    lock: bool = False  # it will be page-locked behind that
+    lock: bool = False  # it will be page-locked after that
 
 
 class BuffersAhead:
@@ -40,7 +40,7 @@ class BuffersAhead:
         self._thread = Background("megacompile-host-memory")
 
     def begin(self, wanted: Iterable[Wanted]) -> None:
-        """Make these, in this order, behind those that are not made yet."""
+        """Make these, in this order, after those that are not made yet."""
         for each in wanted:
             future: Future[HostBuffer] = Future()
             self._made.setdefault((each.size_bytes, each.pin), deque()).append(future)

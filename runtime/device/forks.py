@@ -28,7 +28,7 @@ class Forks(Protocol):
 
 
 def tell(who: Forks, *, last: bool = False) -> None:
-    """Tell `who`, as long as it lives; `last`: it comes behind the others before a fork."""
+    """Tell `who`, as long as it lives; `last`: it comes after the others before a fork."""
     _register()
     _LIVE[last].add(who)
 

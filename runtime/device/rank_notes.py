@@ -59,7 +59,7 @@ class Notes:
         ranks: of the world, this one among them.
         rank: this one.
         store: makes a client of the store.
-        on_beat: called behind every note, by the thread.
+        on_beat: called after every note, by the thread.
         at_end: called at the end of the process, while the thread still runs.
     """
 

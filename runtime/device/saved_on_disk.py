@@ -2,7 +2,7 @@
 
     OnHost     filled from the device; its buffer is free when it is written
     OnDisk     its copy in the scratch file, which the forward hands to the backward
-    ReadBack   that copy in another buffer, which is free behind the copy to the device
+    ReadBack   that copy in another buffer, which is free after the copy to the device
 
 Only a step sees these, so there is no mapping of their places, unlike `DiskBuffer`s. Places
 are lent again: to allocate one takes the file system's time, and new ones are slower to write.
@@ -201,7 +201,7 @@ class ReadBack(OnHost):
         self.request.wait()
 
     def copy_to(self, buffer: torch.Tensor, queue: torch.cuda.Stream | None) -> torch.Tensor:
-        """Copy it into `buffer`; its own is free behind that."""
+        """Copy it into `buffer`; its own is free after that."""
         self.buffer.filled = None
         super().copy_to(buffer, queue)
         self.release()

@@ -1,6 +1,6 @@
 """Device buffers that buckets are streamed into, shared by all schedules of a model.
 
-Schedules run one after the other on the compute stream, and each begins behind it (`begin`), so
+Schedules run one after the other on the compute stream, and each begins after it (`begin`), so
 they can share the same buffers. `generation` counts the runs: a backward may take what its forward
 left in the slots only if it is the very next run. `left` is what forwards without a backward left
 for the next one.
@@ -45,7 +45,7 @@ class DeviceSlots:
         return bool(wanted)
 
     def trim(self, count: int) -> None:
-        """Give back slots behind the first `count` that were for buckets that stay."""
+        """Give back slots after the first `count` that were for buckets that stay."""
         keep = max(count, self.stay_from)
         if keep < len(self.buffers):
             del self.buffers[keep:]
@@ -66,7 +66,7 @@ class DeviceSlots:
         """Make sure that `slots` exist. Buffers that grow are replaced, on the compute stream.
 
         The old buffer goes back to the allocator, whose next user on the compute stream comes
-        behind every reader of it; copies into it had those readers behind them too.
+        after every reader of it; copies into it had those readers after them too.
         """
         for slot in slots:
             if self._must_grow(slot):
@@ -105,7 +105,7 @@ class DeviceSlots:
     def forget(self) -> None:
         """Drop the buffers; called when other buckets are streamed, which need other sizes.
 
-        Behind copies into them that are not waited for any more, in a run that failed.
+        After copies into them that are not waited for any more, in a run that failed.
         """
         if self.buffers and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

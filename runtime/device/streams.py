@@ -11,7 +11,7 @@ A handle of what threads of the host do (`host`) has no event: who takes it wait
 may its stream's later copies overtake it. They are put off until the result is taken, or
 until the update is over, whichever the issuing thread meets first; everything that does not need
 them is issued in the meantime. Collectives stay in program order, since every rank must issue them
-in the same: behind one that is put off, all that follow are.
+in the same: after one that is put off, all that follow are.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Handle:
 
     value: Any
     stream: Stream
-    event: torch.cuda.Event | None = None  # recorded behind the op that makes the value
+    event: torch.cuda.Event | None = None  # recorded after the op that makes the value
     host: Host | None = None  # who must be settled before: threads make the value
     deferred: bool = False  # not issued yet: there is no value and no event
 
@@ -86,7 +86,7 @@ class Streams:
             self._catch_up(None)
 
     def issue(self, stream: Stream, waits: Iterable[Handle], work: Callable[[], Any]) -> Handle:
-        """Run `work` on `stream` behind `waits`."""
+        """Run `work` on `stream` after `waits`."""
         if not self._copies:  # no CUDA
             for handle in waits:
                 if handle.host is not None:

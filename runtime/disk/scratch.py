@@ -7,7 +7,7 @@ a full disk is found then, and not in the middle of a step. New places read as z
 [Note: direct I/O] Reads and writes of a step go past the page cache (`O_DIRECT`): disk= is to save
 host memory, and a copy through the cache costs the CPU more than the disk takes. A file system that
 refuses it (some network and FUSE ones) is read and written through the cache, and asked to drop the
-pages behind that.
+pages after that.
 
 [Note: coherence] A reader of what is in a place reads it through a shared mapping
 (`runtime/device/disk_buffers.py`), that is, through the page cache. Linux keeps the cache and
@@ -169,7 +169,7 @@ class ScratchFile:
         )
 
     def _find(self, size: int) -> Place:
-        """A hole, or a place behind the end."""
+        """A hole, or a place after the end."""
         holes = self._pop_holes()
         for i, hole in enumerate(holes):
             if hole.size_bytes >= size:

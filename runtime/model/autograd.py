@@ -66,7 +66,7 @@ def _view(
     *,
     requires_grad: bool,
 ) -> torch.Tensor:
-    """A view of an input, `offset` elements behind its first one."""
+    """A view of an input, `offset` elements after its first one."""
     base = tensor if requires_grad or not tensor.requires_grad else tensor.detach()
     with torch.enable_grad():  # what `no_grad` lets be made must not be changed in place without
         return base.as_strided(shape, stride, base.storage_offset() + offset)

@@ -148,7 +148,7 @@ class _Copy:
             torch.cuda.current_stream(self.device).wait_event(self.done)
 
     def taken(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors, behind their copy; none is held here any more."""
+        """The tensors, after their copy; none is held here any more."""
         self.wait()
         while self.tensors:
             i = next(iter(self.tensors))

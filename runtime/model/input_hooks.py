@@ -6,7 +6,7 @@ break at each of its callers. During a call an addition of -0.0, which changes n
 place: its sum requires grad too.
 
 transformers adds another one each time that checkpoints are turned on again, as TRL does in every
-step, and never removes it. Right behind one another they do what one does, so during a call there
+step, and never removes it. Right after one another they do what one does, so during a call there
 is one: a model is captured again when the number of its hooks changes.
 """
 
@@ -70,7 +70,7 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _leave_out(hooks: dict[int, Any], undos: Undos) -> None:
-    """Until the undos run, a module has no such hook right behind another one."""
+    """Until the undos run, a module has no such hook right after another one."""
     keys = list(hooks)
     pairs = zip(keys, keys[1:], strict=False)
     again = [key for before, key in pairs if _is_ours(hooks[before]) and _is_ours(hooks[key])]

@@ -2,7 +2,7 @@
 
 With `megacompile(model, detect_anomaly=True)` both are errors. Under
 `torch.autograd.detect_anomaly()` NaN alone is, as in torch: a GradScaler expects an inf now and
-then. A check reads the values, so the host waits for the device behind each stage."""
+then. A check reads the values, so the host waits for the device after each stage."""
 
 from __future__ import annotations
 

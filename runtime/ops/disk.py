@@ -37,7 +37,7 @@ class DiskOps(OpGroup):
         staged = None if staging is None else staging.of(host)
         if staging is None or staged is None:
             return Handle(None, Stream.WRITE)
-        written = staged.written  # with the update of the host, which it is behind
+        written = staged.written  # with the update of the host, which it is after
         if written is None:
             events = [handle.event for handle in handles(after) if handle.event is not None]
             what = f"{bucket.label}WRITE_STATE of {host.layout.name!r}"

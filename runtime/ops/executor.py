@@ -347,7 +347,7 @@ def _recorded(bound: BoundOps, function: Callable[..., Any]) -> Callable[..., An
 def _ranged(function: Callable[..., Any], op: ops.Op) -> Callable[..., Any]:
     """The op, with its printed name as a range in `torch.profiler` while that is on.
 
-    The range has the op's printed name behind a space: the profiler's tables take "1F" for a
+    The range has the op's printed name after a space: the profiler's tables take "1F" for a
     mangled C++ name (an identifier of one letter) and would print "F"; "2F " would become "F ".
     """
 

@@ -51,7 +51,7 @@ class WeightOps(OpGroup):
     def _from_disk(
         self, host: HostBucket, bucket: Bucket, slot: Slot, after: tuple[Any, ...]
     ) -> Handle:
-        """From the buffer that its `read_weights` has filled, which goes back behind the copy."""
+        """From the buffer that its `read_weights` has filled, which goes back after the copy."""
         machine = self.machine
         taken = next((h.value for h in handles(after) if isinstance(h.value, Loan)), None)
 

@@ -54,7 +54,7 @@ class Option:
 
     name: str
     fits: Callable[[Any], bool]
-    needed: str  # in an error, behind "needed"
+    needed: str  # in an error, after "needed"
 
 
 def is_number(value: Any) -> bool:

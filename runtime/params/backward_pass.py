@@ -109,7 +109,7 @@ class BackwardPass:
             self._note_factors()
 
     def _sum(self) -> None:
-        """Note which gradients are summed over replicas. Behind a last backward all are: those of
+        """Note which gradients are summed over replicas. After a last backward all are: those of
         earlier ones that it has not added to, as of another graph, are summed here."""
         if self.ranks is None or self.ranks.replicas == 1:
             return
@@ -243,7 +243,7 @@ class Norms:
 
     def __init__(self, indices: tuple[int, ...]) -> None:
         self.indices = indices
-        self._copied: torch.cuda.Event | None = None  # behind the copy, or behind the norms
+        self._copied: torch.cuda.Event | None = None  # after the copy, or after the norms
         self._buffer: torch.Tensor | None = None
         self._values: list[list[float]] = []
 
@@ -264,7 +264,7 @@ class Norms:
         norms: torch.Tensor,  # as `fill` takes them
         made: torch.cuda.Event | None,
     ) -> None:
-        """Leave them on the device until they are asked for; `made` is behind them."""
+        """Leave them on the device until they are asked for; `made` is after them."""
         self._buffer, self._copied = norms, made
 
     def get(self, k: int) -> tuple[float, float]:

@@ -124,7 +124,7 @@ class HostBucket:
             lie_in(param, value)
 
     def _take_later(self, filling: Filling) -> None:
-        """The same, and the values come behind that. They are waited for from here on."""
+        """The same, and the values come after that. They are waited for from here on."""
         buffer = self._streamed_lie_in
         assert isinstance(buffer, HostBuffer)
         self._settle_in()

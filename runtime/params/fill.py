@@ -93,7 +93,7 @@ class Fill:
             self._claims.append(mine)
             if self._claims[0] is mine:
                 fulfil(self._future, self._fill)
-        except BaseException as error:  # Ctrl-C, before or behind `_fill`
+        except BaseException as error:  # Ctrl-C, before or after `_fill`
             if self._claims[:1] == [mine] and not self._future.done():
                 self._give_back()
                 self._future.set_exception(error)

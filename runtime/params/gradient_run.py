@@ -301,7 +301,7 @@ class Run:
         return found
 
     def copied(self, key: int, event: torch.cuda.Event | None) -> None:
-        """The gradients of a bucket are on their way to the host; `event` is behind them."""
+        """The gradients of a bucket are on their way to the host; `event` is after them."""
         self.backward.copies[key] = event
         self._sent.add(key)
 

@@ -227,7 +227,7 @@ class Gradients:
         """Give a `p.grad` that is in the place of another one's memory of its own."""
         there = [(place, self.param(place).grad) for place in places]
         there = [(place, gradient) for place, gradient in there if not is_gone(gradient)]
-        if not there:  # as behind zero_grad()
+        if not there:  # as after zero_grad()
             return
         buffers = {
             g.data_ptr(): (k, i) for k, b in self.buckets.items() for i, g in b.grads.items()

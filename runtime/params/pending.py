@@ -72,7 +72,7 @@ class Pending:
         self.restoring = False  # may what is torn be read, by who loads it?
         self.in_flight: InFlight | None = None
         self.offered: Offer | None = None  # to optimizer.step(), by the backward
-        self.gradients_copied: torch.cuda.Event | None = None  # behind the last copy to the host
+        self.gradients_copied: torch.cuda.Event | None = None  # after the last copy to the host
         self._failed = False  # and a user is to be told
         self._updated: list[int] = []  # the parameters that what is in flight is about
         self._guarded: list[tuple[torch.Tensor, Wait]] = []  # until what is in flight is done
@@ -129,7 +129,7 @@ class Pending:
     def start_copies(
         self, work: InFlight, updated: Sequence[int], states: Sequence[torch.Tensor]
     ) -> None:
-        """Note copies from the device to this bucket's memory, behind what was there before."""
+        """Note copies from the device to this bucket's memory, after what was there before."""
         self.settle()
         self.start(work, updated, states)
 

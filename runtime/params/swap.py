@@ -104,7 +104,7 @@ class Proxies:
         """True if the same modules have the same parameters, by the same names, as when these were
         made.
 
-        Not so behind a rename (pruning, a parametrization), or where another module has a parameter
+        Not so after a rename (pruning, a parametrization), or where another module has a parameter
         now (an adapter around its layer, a conversion): its old holder is not called any more.
 
         Args:

@@ -1,6 +1,6 @@
 """The changes of a call for its own time, undone on any way out, also when a signal handler raises.
 
-Python runs signal handlers between bytecodes: Ctrl-C may come right behind a change, and in the
+Python runs signal handlers between bytecodes: Ctrl-C may come right after a change, and in the
 `finally` that would undo it. So nothing depends on how far a call has got:
 
     undos.append(undo)   before the change; `undo` may run where nothing was changed, and twice
@@ -29,7 +29,7 @@ Undos = list[Callable[[], object]]
 
 
 def undone(body: Callable[[Undos], T]) -> T:
-    """Call `body` with an empty list; what it puts there is called behind it, the last first."""
+    """Call `body` with an empty list; what it puts there is called after it, the last first."""
     undos: Undos = []
     try:
         try:

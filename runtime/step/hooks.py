@@ -1,6 +1,6 @@
 """Hooks on stock optimizers, by which megacompiled models learn of `optimizer.step()`.
 
-`before` runs behind the user's own pre-hooks, `after` ahead of the user's own post-hooks:
+`before` runs after the user's own pre-hooks, `after` ahead of the user's own post-hooks:
 
     user's pre-hooks
     before   every model prepares its part, and its gradients are hidden;
@@ -230,10 +230,10 @@ def _closure(args: Any, kwargs: Any) -> tuple[Callable[[], Any] | None, Any, Any
 
 @compat.opaque
 def _attach(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Before any optimizer's step: hook those over our parameters, behind the user's own hooks."""
+    """Before any optimizer's step: hook those over our parameters, after the user's own hooks."""
     del args, kwargs
     if optimizer in _ATTACHED:
-        compat.put_last(_ATTACHED[optimizer].handle)  # behind hooks that were registered since
+        compat.put_last(_ATTACHED[optimizer].handle)  # after hooks that were registered since
         return
     if not _LIVE or not compat.takes_hooks(optimizer):  # its inner optimizer's step comes next
         return

@@ -184,7 +184,7 @@ class Parts:
     def states_ahead(
         self, optimizer: Optimizer, buckets: Iterable[HostBucket], schedule: Schedule
     ) -> list[Wanted]:
-        """The memory of states that an optimizer's first step behind a schedule will make, bucket
+        """The memory of states that an optimizer's first step after a schedule will make, bucket
         by bucket."""
         rule, in_backward = rule_of(optimizer), self.machine.in_backward is not None
         if rule is None or not (self.compiles or in_backward):

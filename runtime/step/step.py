@@ -473,7 +473,7 @@ def _is_half_begun(parts: Iterable[BucketPart], versions: Mapping[int, int]) -> 
     begun = set()
     for part in parts:
         work: Any = part.update.bucket.pending.in_flight
-        while getattr(work, "first", None) is not None:  # the write to a disk that is behind it
+        while getattr(work, "first", None) is not None:  # the write to a disk that is after it
             work = work.first
         off = isinstance(work, Flight) and work.future.cancelled()
         changed = (compat.version(t.param) != versions[id(t.param)] for t in part.trained)

@@ -67,7 +67,7 @@ class Landing:
         del part
 
     def stays(self, buffers: UpdateBuffers) -> None:
-        """The buffers are there until `fresh` is cleared, unless there may be writes behind
+        """The buffers are there until `fresh` is cleared, unless there may be writes after
         them."""
         if not any(map(self.host.aliased, buffers)):
             self.fresh.update({i: buffer.streamed for i, buffer in buffers.items()})

@@ -1,6 +1,6 @@
 """The optimizer's update inside of the backward: `megacompile(model, optimizer=...)`.
 
-Behind the backward of each stage the bucket's optimizer states are on the device: fetched, or
+After the backward of each stage the bucket's optimizer states are on the device: fetched, or
 because the bucket lives there. The update takes the gradients there, so these never reach the host.
 `optimizer.step()` only commits: it counts the step. The hyperparameters are those of the optimizer
 when `backward()` is called.

@@ -32,7 +32,7 @@ class Loan:
 
     Args:
         host: the bucket.
-        behind: the last writes of it.
+        after: the last writes of it.
         gaps: bytes that are not written before they go to the disk: they become zeros.
         tells: it is for a prefetch; the thread that waits for it issues the ops, and is no update
             that is in flight itself. Given up, it is for no one: the run was cut off.
@@ -48,8 +48,8 @@ class Loan:
         self.memory: HostBuffer | None = None  # when it is lent
         self.begun = threading.Event()  # it is lent, or never will be
         self.read: Request | None = None
-        self.error: BaseException | None = None  # of what it is behind, or of its memory
-        self.write: Request | None = None  # which it is free behind
+        self.error: BaseException | None = None  # of what it is after, or of its memory
+        self.write: Request | None = None  # which it is free after
         self.given_up = self.over = False
         self._start, self._size = host.flat.data_ptr(), len(place_of(host))
 
@@ -135,7 +135,7 @@ class Loans:
         self._thread.submit(functools.partial(self._enqueue, loan))
 
     def give_back(self, loan: Loan, event: torch.cuda.Event | None = None) -> None:
-        """It is not used any more, behind an event."""
+        """It is not used any more, after an event."""
         self._thread.submit(functools.partial(self._take_back, loan, event))
 
     def give_up(self) -> None:

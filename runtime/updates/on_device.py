@@ -68,7 +68,7 @@ class DeviceUpdate:
     def bring_back(
         self, made: torch.cuda.Event | None, thread: Background, timed: Timed
     ) -> Flight | None:
-        """Bring the new values to the host, behind `made`; `thread` does it.
+        """Bring the new values to the host, after `made`; `thread` does it.
 
         Returns what is in flight then; None on the CPU, where it has been done.
         """

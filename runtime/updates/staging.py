@@ -107,7 +107,7 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """New values on their way to a disk, behind what makes them."""
+    """New values on their way to a disk, after what makes them."""
 
     request: Request
     name: str  # of the bucket

@@ -3,7 +3,7 @@
 Buffers of page-locked memory are lent, each to one use of one bucket. There are two kinds, with
 threads of their own, because each is given back by something else:
 
-    for a prefetch    filled from the disk; free behind the copy to the device
+    for a prefetch    filled from the disk; free after the copy to the device
     for an update     the host changes what was read into it, or the device leaves new parameters
                       there; free when they are written
 
@@ -172,7 +172,7 @@ def _runs(host: HostBucket, params: Iterable[int]) -> Parts:
         if i + 1 in wanted:
             end = places[i + 1].offset_bytes
         elif i + 1 == len(places):
-            end = len(place_of(host))  # nothing is behind it
+            end = len(place_of(host))  # nothing is after it
         if end > place.offset_bytes:
             found.append((place.offset_bytes, end))
     return _joined(found)

@@ -5,7 +5,7 @@ between `read_state` and the end of `write_state`, and every op in between that 
 states of that bucket does it there.
 
 A bucket of `plan.weights_on_disk` has its parameters there. Each prefetch copies from a buffer of
-its own, which its `read_weights` has filled; the buffer is free behind the copy. An update on the
+its own, which its `read_weights` has filled; the buffer is free after the copy. An update on the
 host changes the trained parameters where `read_trained` has brought them. One on the device leaves
 the new ones in a buffer too. In both cases the buffer is free at the end of `write_weights`.
 """

@@ -109,6 +109,6 @@ def offload_grad(
 ) -> Any:
     """Copy gradients to their places in the bucket's gradient buffer, and their norms along.
 
-    An update may follow, so `after` are readers of the bucket that are behind its gradients.
+    An update may follow, so `after` are readers of the bucket that are after its gradients.
     """
     unbound(offload_grad)

@@ -26,7 +26,7 @@ def defer_free(value: Any, *, after: tuple[Any, ...] = ()) -> None:
 def drain() -> Any:
     """Give back what earlier graphs deferred: the compute stream waits for the copies out of it.
 
-    It is in a forward, half a schedule behind those copies. Nothing in its graph reads that memory,
+    It is in a forward, half a schedule after those copies. Nothing in its graph reads that memory,
     so it names no value. Optional; without it the memory is freed later.
     """
     unbound(drain)

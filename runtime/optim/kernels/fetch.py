@@ -1,6 +1,6 @@
 """A small host tensor to the device by a kernel that reads page-locked memory.
 
-A copy would go through the copy engine, which serves requests in order: behind the gigabytes of
+A copy would go through the copy engine, which serves requests in order: after the gigabytes of
 states and weights that are on their way, a table of 2 KB waited for 100 ms. A kernel reads it
 across the bus by itself.
 """

@@ -29,7 +29,7 @@ from megacompile.runtime.optim.blockwise import absmax_numel
 from megacompile.runtime.optim.rule import OptimizerRule
 from megacompile.runtime.optim.update import Update, math_dtype
 
-NUMEL, PARAM, OUT, COPY, GRAD, STATES = range(6)  # columns; behind them come the states
+NUMEL, PARAM, OUT, COPY, GRAD, STATES = range(6)  # columns; after them come the states
 
 
 _ALIGNMENT = 16  # bytes of an address, elements of a size: what wide loads need
