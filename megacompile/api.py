@@ -9,7 +9,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import Never, TypeVar, cast
 
 import torch
 from torch import nn
@@ -80,7 +80,7 @@ def megacompile(
     checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
     dynamic: bool | None = None,
     mesh: DeviceMesh | None = None,
-    **removed: Any,
+    **removed: Never,
 ) -> M:
     """Keep a model's parameters and gradients in host memory and stream them through a device.
 

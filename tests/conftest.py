@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print the time of each tier: a folder of tests (`tests/README.md`)."""
-    seconds: collections.Counter[str] = collections.Counter()
+    seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
     cases: collections.Counter[str] = collections.Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
@@ -59,7 +59,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
                 tier = folder[0] if folder else "tests"
                 seconds[tier] += report.duration
                 cases[tier] += report.when == "call"
-    for tier, time_s in seconds.most_common():
+    for tier, time_s in sorted(seconds.items(), key=lambda item: -item[1]):
         terminalreporter.write_line(f"{tier:10} {cases[tier]:6} tests {time_s:8.1f} s of one core")
 
 

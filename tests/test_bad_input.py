@@ -182,7 +182,7 @@ def test_option_out_of_range(name: str) -> None:
 def test_unknown_option() -> None:
     model, _ = zoo.stack()
     with pytest.raises(TypeError, match="look_ahead"):
-        megacompile(model, look_ahead=2)  # type: ignore[call-arg]
+        megacompile(model, look_ahead=2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", 0, torch.device("cuda")], ids=str)

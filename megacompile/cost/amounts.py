@@ -90,8 +90,6 @@ class Amounts:
         if not isinstance(subject, Bucket):
             return size
         plan = self.schedule.plan
-        if op.of_all:
-            return size  # other ranks have the rest
         if Part.WEIGHTS in op.reads and subject.key in plan.device_update | plan.resident:
             return 0  # the device made them, and has them still; or they live there
         if Part.GRADIENTS in (*op.reads, *op.writes) and subject.key in plan.resident:

@@ -1,8 +1,4 @@
-"""The collectives of a graph, in program order: what every rank must issue alike.
-
-Copies of what other ranks have (`Op.of_all`) are among them, though no rank waits for another one
-in the middle of such a copy.
-"""
+"""The collectives of a graph, in program order: what every rank must issue alike."""
 
 from __future__ import annotations
 
