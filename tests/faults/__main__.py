@@ -42,6 +42,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=1, help="faults at the same time")
     parser.add_argument("--workers", type=int, default=2, help="processes of the run with probes")
     parser.add_argument("--sample", type=int, default=1, help="map one test of so many")
+    parser.add_argument(
+        "--map-limit", type=float, metavar="SECONDS", help="stop mapping then, with a part"
+    )
     parser.add_argument("--limit", type=float, default=900.0, metavar="SECONDS", help="for a fault")
     parser.add_argument("--json", type=Path, help="results, written after each fault")
     parser.add_argument(
@@ -105,7 +108,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reach = Map.read(options.map)
     else:
         reach = make_map(
-            root, FAULTS, options.suite, sample=options.sample, workers=options.workers
+            root,
+            FAULTS,
+            options.suite,
+            sample=options.sample,
+            workers=options.workers,
+            limit_s=options.map_limit,
         )
         reach.write(options.map)
     unreached = sum(not tests for tests in reach.reached.values())

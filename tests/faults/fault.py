@@ -103,7 +103,8 @@ def probed(source: str, faults: Sequence[Fault]) -> str:
     tree = ast.parse(source)
     inserts: list[tuple[list[ast.stmt], ast.stmt | None, str]] = []
     for fault in faults:
-        before = source[: source.index(fault.near) if fault.near else fault.at(source)]
+        at = source.index(fault.near) if fault.near else fault.at(source)
+        before = source[: at + len(source[at:]) - len(source[at:].lstrip())]
         line = before.count("\n") + 1
         column = len(before.rpartition("\n")[2].encode())  # ast counts bytes
         path = list(_enclosing(tree, (line, column)))

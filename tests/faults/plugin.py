@@ -47,11 +47,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = sorted(
             (item for item in items if item.nodeid in order), key=lambda item: order[item.nodeid]
         )
-    elif sample := int(os.environ.get(SAMPLE, "1")):
-        chosen = [item for item in items if zlib.crc32(item.nodeid.encode()) % sample == 0]
+    elif (sample := int(os.environ.get(SAMPLE, "1"))) > 1:
+        chosen = [item for item in items if _hash(item.nodeid) % sample == 0]
+        chosen.sort(key=lambda item: _hash(item.nodeid.partition("::")[0]))
     left = set(items) - set(chosen)
     config.hook.pytest_deselected(items=list(left))
     items[:] = chosen
+
+
+def _hash(name: str) -> int:
+    return zlib.crc32(name.encode())
 
 
 @pytest.hookimpl(hookwrapper=True)

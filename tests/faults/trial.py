@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -15,8 +16,8 @@ from tests.faults.tree import Run, Tree
 
 _FIRST_BATCH_S = 5.0  # CPU seconds of tests in the first batch: what starting pytest takes
 _GROWTH = 4.0  # of each batch over the one before
-_PATIENCE = 10.0  # a run that takes so many times what its tests took, and a minute, hangs
-_START_S = 90.0
+_PATIENCE = 8.0  # a run that takes so many times what its tests took, and a start, hangs
+_START_S = 60.0
 
 
 class End(enum.Enum):
@@ -124,7 +125,7 @@ def trial(fault: Fault, tree: Tree, reach: Map, sound: Sound, *, limit_s: float)
         while left:
             if time.monotonic() - began > limit_s:
                 return result(End.UNFINISHED)
-            hang_s = _START_S + _PATIENCE * sum(reach.times_s[test] for test in left)
+            hang_s = _crowd() * (_START_S + _PATIENCE * sum(reach.times_s[t] for t in left))
             source = tree.faulty(fault)
             try:
                 files = list(dict.fromkeys(map(_file, left)))
@@ -141,6 +142,11 @@ def trial(fault: Fault, tree: Tree, reach: Map, sound: Sound, *, limit_s: float)
                 return result(end, test)
             left = [each for each in left if each not in started and each != suspect]
     return result(End.SURVIVED)
+
+
+def _crowd() -> float:
+    """How many processes share a core: a wait takes as much longer."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def _end(run: Run) -> tuple[End, str]:
