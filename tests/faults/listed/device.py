@@ -45,8 +45,8 @@ FAULTS = (
     Fault(
         "background-dies",
         "runtime/device/background.py",
-        "what is behind it is done\n                threading.excepthook(",
-        "what is behind it is done\n                raise\n                threading.excepthook(",
+        "what is after it is done\n                threading.excepthook(",
+        "what is after it is done\n                raise\n                threading.excepthook(",
         "One error in a background thread ends it with its turn: all that follows hangs.",
     ),
     Fault(
@@ -160,20 +160,6 @@ FAULTS = (
         "            self.forget()  # of other sizes\n",
         "",
         "A disk that is full of free places of other sizes is refused.",
-    ),
-    Fault(
-        "shared-weights-no-wait",
-        "runtime/device/shared_weights.py",
-        "self.wait(lambda: all(self.read(1 + count + r) >= self._turn for r in range(count)))",
-        "self.wait(lambda: self.read(1 + count + rank) >= self._turn)",
-        "A rank updates shared weights while others still copy them.",
-    ),
-    Fault(
-        "shared-weights-untold",
-        "runtime/device/shared_weights.py",
-        "        self.tell()\n",
-        "",
-        "Ranks do not wait for the updates that others have begun on shared weights.",
     ),
     Fault(
         "slots-stale-views",

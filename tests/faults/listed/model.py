@@ -164,9 +164,9 @@ MODEL = (
     Fault(
         "released-pending",
         "runtime/model/released.py",
-        "            gc.collect()  # a loss that nobody has any more lives until then\n"
+        "            gc.collect()  # a loss without references lives until then\n"
         "        if pending:\n",
-        "            gc.collect()  # a loss that nobody has any more lives until then\n"
+        "            gc.collect()  # a loss without references lives until then\n"
         "        if pending and self.away:\n",
         "released() takes the memory of a forward that waits for its backward.",
     ),

@@ -34,13 +34,6 @@ SCHEDULE = (
         "New parameters are written to the disk before the update has made them.",
     ),
     Fault(
-        "all-gather-whole-turned",
-        "passes/schedule/all_gather.py",
-        "if key in written and first > summed.get(key, -1):",
-        "if key in written and first <= summed.get(key, -1):",
-        "A bucket that a rank updates in its backward is copied whole while others write to it.",
-    ),
-    Fault(
         "free-copied-no-wait",
         "passes/schedule/free.py",
         "        waits += tuple(copied.get(node.name, ()))\n",

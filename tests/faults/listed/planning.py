@@ -69,13 +69,6 @@ VERIFY = (
         "A backward that takes its stage's saved tensors in another order is not reported.",
     ),
     Fault(
-        "verify-whole-copy",
-        "megacompile/verify/ranks.py",
-        "between = (s for s in sums if before(copy, s) and before(s, write))",
-        "between = (s for s in sums if before(copy, s))",
-        "A whole copy that another rank's update may overwrite is not reported.",
-    ),
-    Fault(
         "verify-saved-sets",
         "megacompile/verify/saved_tensors.py",
         "if len(taken_still) >= sets:",
@@ -210,8 +203,8 @@ PLAN = (
     Fault(
         "plan-decides-again",
         "megacompile/plan/chooser.py",
-        "residents = none if stay else own - self._decided - (self.whole or none)",
-        "residents = none if stay else own - (self.whole or none)",
+        "residents = none if stay else own - self._decided",
+        "residents = none if stay else own",
         "Each captured graph moves the buckets of the one before.",
     ),
     Fault(
