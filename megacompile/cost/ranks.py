@@ -159,12 +159,12 @@ def agree(
     of_host, cuda = ranks_of_host(mesh), device.type == "cuda"
     here = told(host_of_rank()).count(host_of_rank())
     mine = cached_of_rank(device, here) if cuda else cached(device)
-    found = told(_said(of_host, mine))
+    found = told(_said(mesh, of_host, mine))
     if any(hardware is None for *_, hardware in found):  # some must measure: all do, at once
         if not cuda:
             return None
         mine = measure_of_rank(device, here, meet=lambda: told(None))
-        found = told(_said(of_host, mine))
+        found = told(_said(mesh, of_host, mine))
     ranks, shares = _with_hosts(found, disks or {}, together=cuda)
     slowest = _slowest(shares)
     if not cuda or len(ranks) == 1:  # which has nobody to gather from
@@ -191,8 +191,8 @@ def told(mesh: DeviceMesh, value: Any) -> list[Any]:
 _Said = tuple[int, tuple[str, str], int, Hardware | None]
 
 
-def _said(of_host: int, hardware: Hardware | None) -> _Said:
-    return dist.get_rank(), host_of_rank(), of_host, hardware
+def _said(mesh: DeviceMesh, of_host: int, hardware: Hardware | None) -> _Said:
+    return mesh.get_rank(), host_of_rank(), of_host, hardware
 
 
 def _with_hosts(
