@@ -169,9 +169,9 @@ def agree(
     slowest = _slowest(shares)
     if not cuda or len(ranks) == 1:  # which has nobody to gather from
         return Agreed(slowest, ranks)
-    gather_gb_s, start_s = _interconnect(mesh, device, told)
+    gather_gb_s, start_s = interconnect(mesh, device, told)
     slowest = slowest.with_interconnect(gather_gb_s)
-    network_gb_s = _network(mesh, device, told)
+    network_gb_s = network(mesh, device, told)
     slowest = replace(slowest, collective_s=start_s, network_gb_s=network_gb_s)
     return Agreed(slowest, ranks)
 
@@ -241,41 +241,45 @@ def _slowest(rates: Sequence[Hardware]) -> Hardware:
     return Hardware(**found)
 
 
-def _interconnect(mesh: DeviceMesh, device: torch.device, told: Told) -> tuple[float, float]:
+def interconnect(
+    mesh: DeviceMesh, device: torch.device, told: Told, size_bytes: int = _BYTES
+) -> tuple[float, float]:
     """GB/s that a rank gets from the others in a gather, and seconds that a small one takes; the
     slowest rank's."""
     group = mesh.get_group(mesh.ndim - 1)
     count, rank = dist.get_world_size(group), dist.get_rank(group)
-    whole = torch.empty(_BYTES // count * count, dtype=torch.uint8, device=device)
+    whole = torch.empty(size_bytes // count * count, dtype=torch.uint8, device=device)
 
     def gather(size_bytes: int) -> None:
         place = whole[: size_bytes // count * count]
         compat.ALL_GATHER(place, place.chunk(count)[rank], group=group)
 
-    small_s, large_s = _slowest_s(gather, device, told)
+    small_s, large_s = _slowest_s(gather, size_bytes, device, told)
     return _gb_s(len(whole) * (count - 1) / count, large_s - small_s), small_s
 
 
-def _network(mesh: DeviceMesh, device: torch.device, told: Told) -> float | None:
+def network(
+    mesh: DeviceMesh, device: torch.device, told: Told, size_bytes: int = _BYTES
+) -> float | None:
     """GB/s that a rank gets from those with the same rows in a sum of its part, while all ranks of
     its host do that; the slowest rank's. None: no others have these rows."""
     if mesh.ndim == 1:
         return None
     group = mesh.get_group(0)
     count = dist.get_world_size(group)
-    part = torch.zeros(_BYTES // mesh.size(1), dtype=torch.uint8, device=device)
+    part = torch.zeros(size_bytes // mesh.size(1), dtype=torch.uint8, device=device)
 
     def add(size_bytes: int) -> None:
         dist.all_reduce(part[:size_bytes], group=group)
 
-    small_s, large_s = _slowest_s(add, device, told)
+    small_s, large_s = _slowest_s(add, size_bytes, device, told)
     return _gb_s(2 * len(part) * (count - 1) / count, large_s - small_s)
 
 
 def _slowest_s(
-    collective: Callable[[int], None], device: torch.device, told: Told
+    collective: Callable[[int], None], size_bytes: int, device: torch.device, told: Told
 ) -> tuple[float, float]:
-    """Seconds that a small and a large one takes in the slowest rank; of so many bytes each."""
+    """Seconds that a small one takes in the slowest rank, and one of so many bytes."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -290,7 +294,7 @@ def _slowest_s(
 
     told(None)  # all have their memory: nobody waits in a collective for one that has not
     small = statistics.median(seconds(_SMALL) for _ in range(2 * _REPEATS))
-    large = statistics.median(seconds(_BYTES) for _ in range(_REPEATS))
+    large = statistics.median(seconds(size_bytes) for _ in range(_REPEATS))
     small, large = map(max, zip(*told((small, large)), strict=True))
     return small, large
 

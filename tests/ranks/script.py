@@ -17,16 +17,29 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.ranks import modes, states
+from tests.ranks import copies, explain, loops, modes, refusals, replicas, states, wrapped
 from tests.ranks.here import Check, Here
 
 TIMEOUT = datetime.timedelta(seconds=60)  # of a collective that another rank never comes to
 PARTS: dict[str, dict[str, Check]] = {
-    "two": {**states.TWO, **modes.checks(modes.TWO)},
-    "states": {**states.TWO, **states.MORE},
+    "two": {
+        **states.TWO,
+        **refusals.TWO,
+        **explain.TWO,
+        **loops.TWO,
+        **copies.TWO,
+        **wrapped.TWO,
+        **modes.checks(modes.TWO),
+    },
+    "more": {**states.MORE, **modes.checks(modes.MORE)},
+    "loops": loops.MORE,
+    "copies": copies.MORE,
+    "four": {**modes.checks(modes.FOUR), **states.FOUR, **refusals.FOUR, **copies.FOUR},
+    "replicas": {**modes.checks(modes.REPLICATED, pairs=True), **replicas.FOUR},
+    "more replicas": modes.checks(modes.MORE_REPLICATED, pairs=True),
     "store": states.STORE,
     "load": states.LOAD,
-    "more": {**states.MORE, **modes.checks(modes.MORE)},
+    "gpus": modes.checks(modes.ON_GPUS),
 }
 
 

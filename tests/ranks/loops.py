@@ -16,10 +16,12 @@ from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 
 from megacompile import megacompile
-from tests.rank_modes import LR, Record, contents, whole
-from tests.rank_nets import WORDS, Words
+from tests.ranks.here import Check, Here, Values, contents, differing, whole
+from tests.ranks.modes import LR
+from tests.ranks.nets import WORDS, Words
 
-STEPS = 4
+STEPS = 3
+EXACT = 1e-11  # of float64: the mean of all rows at once is another sum
 ROWS = 8  # of all ranks together
 
 
@@ -67,9 +69,10 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def record(self) -> Record:
+    def record(self) -> Values:
         """What became of it: a collective."""
-        return {"losses": list(self.seen), "norms": []} | contents(self.model, self.optimizer)
+        seen = torch.tensor(self.seen, dtype=torch.float64)
+        return {"seen": seen} | contents(self.model, self.optimizer)
 
 
 def hooks(loop: Loop) -> None:
@@ -255,9 +258,45 @@ LOOPS: dict[str, tuple[Callable[[Loop], None], type[nn.Module]]] = {
 }
 
 
-def run(name: str, mesh: Any, ranks: int, **options: Any) -> Record:
-    """A loop, from its start to what became of it."""
+def run(name: str, here: Here | None, ranks: int, **options: Any) -> Values:
+    """A loop, from its start to what became of it; without ranks the plain one."""
     body, net = LOOPS[name]
-    loop = Loop(net, mesh, ranks, **options)
+    loop = Loop(net, None if here is None else here.mesh, ranks, **options)
     body(loop)
     return loop.record()
+
+
+def check(name: str, **options: Any) -> Check:
+    """Ranks do in a loop as the plain model does."""
+
+    def as_plain(here: Here) -> None:
+        plain = run(name, None, here.count)
+        torch.compiler.reset()
+        wrong = differing(run(name, here, here.count, **options), plain, EXACT)
+        assert not wrong, "\n".join(wrong)
+
+    return as_plain
+
+
+def gathered_and_whole(name: str) -> Check:
+    """Copies of whole buckets give what gathers give, in every bit."""
+
+    def equal_in_every_bit(here: Here) -> None:
+        expected = run(name, here, here.count)
+        torch.compiler.reset()
+        wrong = differing(run(name, here, here.count, whole_buckets=True), expected)
+        assert not wrong, "\n".join(wrong)
+
+    return equal_in_every_bit
+
+
+ALWAYS = ("hooks", "penalty", "looks", "sets")
+TWO: dict[str, Check] = {name: check(name) for name in ALWAYS}
+MORE: dict[str, Check] = {
+    **{name: check(name) for name in LOOPS if name not in ALWAYS},
+    **{f"compiled, {name}": check(name, lowering="inductor") for name in LOOPS},
+}
+WHOLE: dict[str, Check] = {
+    f"whole, {name}": gathered_and_whole(name)
+    for name in ("penalty", "looks", "sets", "evaluates", "freezes", "breaks")
+}
