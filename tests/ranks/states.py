@@ -401,9 +401,7 @@ TWO: dict[str, Check] = {
     "plain again, 8 bits": plain_again("8 bits"),
     "states that cannot be whole": states_that_cannot_be_whole,
 }
-MORE: dict[str, Check] = {
-    f"plain again, {name}": plain_again(name) for name in [*MADE][2:]
-}
+MORE: dict[str, Check] = {f"plain again, {name}": plain_again(name) for name in [*MADE][2:]}
 STORE: dict[str, Check] = {f"stored, {states}": stored(states) for states in STATES}
 LOAD: dict[str, Check] = {f"loaded, {states}": loaded(states) for states in STATES}
 FOUR: dict[str, Check] = {

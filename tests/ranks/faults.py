@@ -1,4 +1,4 @@
-"""Ranks of which one does something else: `python -m tests.ranks_faults FOLDER CASE...`.
+"""Ranks of which one does something else: `python -m tests.ranks.faults FOLDER CASE...`.
 
 Each case is a few processes that train together, forked from this one, so that torch is imported
 once; they end as other processes do. What each rank raised and when it ended is saved into
@@ -11,20 +11,22 @@ prints what each rank did, for people to read. A case of four needs as many GPUs
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -33,14 +35,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import megacompile as package
-import megacompile.runtime.checkpoint.save as saving
 from megacompile import megacompile
-from megacompile.cost import ranks as cost_ranks
-from megacompile.runtime.device import rank_faults, ranks
-from megacompile.runtime.device.ranks import Ranks, whole
-from megacompile.runtime.model.whole_states import Saving
-from megacompile.runtime.updates.update import BucketUpdate
-from megacompile.tracing import perfetto, rank_steps
 
 MOST_S = 120.0  # a rank that has not ended by then is killed
 AT_ONCE = 4  # cases: most of their time they wait, on the same GPUs too
@@ -48,26 +43,29 @@ AGES = 1000.0  # seconds that nobody waits
 
 
 class Net(nn.Module):
-    def __init__(self, depth: int = 3, hook: Callable[[], None] | None = None) -> None:
+    """Some layers, of two parameters each."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(depth))
-        self.hook = hook  # called in the middle of a backward
+        self.layers = nn.ModuleList(
+            nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2)) for _ in range(2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.relu(layer(x))
+        for gate, up in self.layers:  # type: ignore[misc]
+            x = x + torch.tanh(gate(x)) * up(x)
         return x.square().mean()
 
 
 class Loop:
     """A training loop of one rank, to be spoilt."""
 
-    def __init__(self, rank: int, world: int, kind: str, *, whole_buckets: bool = False) -> None:
+    def __init__(self, rank: int, world: int, kind: str, **options: Any) -> None:
         self.rank, self.world = rank, world
         self.device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
         self.mesh = init_device_mesh(kind, (world,))
         torch.manual_seed(0)
-        self.model = self.megacompile(Net(), whole_buckets=whole_buckets, resident=0)
+        self.model = self.megacompile(Net(), resident=0, **options)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
 
     def megacompile(self, model: nn.Module, **options: Any) -> Any:
@@ -95,6 +93,10 @@ class Loop:
 # The cases. The last rank is the one that does something else.
 
 
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def raises_between(loop: Loop, odd: bool) -> None:
     loop.steps(2)
     if odd:
@@ -102,19 +104,25 @@ def raises_between(loop: Loop, odd: bool) -> None:
     loop.steps(2)
 
 
-def raises_in_a_graph(loop: Loop, odd: bool) -> None:
+def finds_nan(loop: Loop, odd: bool) -> None:
+    """It raises in the middle of a backward (`detect_anomaly`)."""
+    loss = loop.loss()
+    (loss * torch.nan if odd else loss).backward()
     loop.steps(1)
+
+
+def raises_in_a_backward(loop: Loop, odd: bool) -> None:
+    """In a hook of the user."""
     if odd:
 
-        def fail(*_: Any) -> None:
-            raise ValueError("bad stage")
+        def fail(module: nn.Module, given: Any, result: Any) -> None:
+            raise ValueError("bad hook")
 
-        Ranks.gather = fail  # type: ignore[assignment, method-assign]
+        loop.model.layers[1][0].register_full_backward_hook(fail)
     loop.steps(2)
 
 
 def skips_a_step(loop: Loop, odd: bool) -> None:
-    loop.steps(1)
     loop.loss().backward()
     if not odd:
         loop.optimizer.step()
@@ -122,102 +130,70 @@ def skips_a_step(loop: Loop, odd: bool) -> None:
     loop.steps(1)
 
 
-def raises_in_a_backward(loop: Loop, odd: bool) -> None:
-    loop.steps(1)
-    if odd:
-        machine: Any = loop.model
-
-        def fail(module: nn.Module, given: Any, result: Any) -> None:
-            raise ValueError("bad hook")
-
-        machine.layers[1].register_full_backward_hook(fail)
-    loop.steps(2)
-
-
 def is_killed(loop: Loop, odd: bool) -> None:
     loop.steps(2)
     if odd:
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill()
     loop.steps(2)
+
+
+def in_updates(loop: Loop, act: Callable[[], None]) -> None:
+    """Updates come later, in the background, and do something instead."""
+
+    adam: Any = importlib.import_module("torch.optim.adam")
+    stock = adam.adam
+
+    def instead(*args: Any, **options: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(2)  # until the other ranks wait for it
+            act()
+        return stock(*args, **options)
+
+    adam.adam = instead
+    loop.steps(2, clip=False)
 
 
 def is_killed_in_an_update(loop: Loop, odd: bool) -> None:
     """The others copy whole buckets, and wait for the update of its rows."""
     if odd:
-
-        def killed(update: BucketUpdate) -> None:
-            time.sleep(5)  # until all ranks are in the next forward
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        BucketUpdate.__call__ = killed  # type: ignore[assignment, method-assign]
+        in_updates(loop, kill)
     loop.steps(2, clip=False)
 
 
 def fails_in_an_update(loop: Loop, odd: bool) -> None:
     """The same, and it raises that."""
+
+    def fail() -> None:
+        raise ValueError("bad update")
+
     if odd:
-
-        def failing(update: BucketUpdate) -> None:
-            time.sleep(3)
-            raise ValueError("bad update")
-
-        BucketUpdate.__call__ = failing  # type: ignore[assignment, method-assign]
+        in_updates(loop, fail)
     loop.steps(2, clip=False)
 
 
 def rank_0_is_killed(loop: Loop, odd: bool) -> None:
     loop.steps(2)
     if loop.rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill()
     loop.steps(2)
 
 
 def is_killed_in_a_save(loop: Loop, odd: bool) -> None:
     """The first one writes, and takes nothing for whole."""
+    if odd:
+        kill()
     with tempfile.TemporaryDirectory() as folder:
-        package.save(loop.model, Path(folder) / "whole")
-
-        def killed(like: Tensor, part: Tensor) -> Tensor:
-            if odd and like.shape == (8,):
-                os.kill(os.getpid(), signal.SIGKILL)
-            return whole(like, part)
-
         try:
-            with mock.patch.object(ranks, "whole", killed):
-                package.save(loop.model, Path(folder) / "part")
+            package.save(loop.model, Path(folder) / "part")
         finally:
             left = [path.name for path in Path(folder).glob("part/*")]
             assert not left, left
 
 
-def saves_for_long(loop: Loop, odd: bool) -> None:
-    """No fault: the disk takes longer than the patience of ranks that wait for it."""
-    stock = saving._sync
-
-    def slow(path: Path) -> None:
-        if path.name.endswith(".safetensors.incomplete"):
-            time.sleep(12)
-        stock(path)
-
-    saving._sync = slow
-    with tempfile.TemporaryDirectory() as folder:
-        package.save(loop.model, folder)
-
-
 def saves_alone(loop: Loop, odd: bool) -> None:
-    loop.steps(1)
     if odd:
         with tempfile.TemporaryDirectory() as folder:
             package.save(loop.model, folder)
-    loop.steps(1)
-
-
-def saves_state_dicts_alone(loop: Loop, odd: bool) -> None:
-    """As `trainer.save_model()` in one rank."""
-    loop.steps(1)
-    if odd:
-        with Saving([loop.model], [loop.optimizer], writes=True):
-            pass
     loop.steps(1)
 
 
@@ -232,15 +208,6 @@ def is_idle(loop: Loop, odd: bool) -> None:
     loop.steps(2)
     if odd:
         time.sleep(AGES)
-    loop.steps(2)
-
-
-def works_for_long(loop: Loop, odd: bool) -> None:
-    """No fault: it takes longer than the patience of the others, and comes."""
-    loop.steps(2)
-    began_s = time.monotonic()
-    while odd and time.monotonic() - began_s < 12:
-        pass
     loop.steps(2)
 
 
@@ -280,12 +247,8 @@ def evaluates(loop: Loop, odd: bool) -> None:
 
 
 def does_not_clip(loop: Loop, odd: bool) -> None:
-    loop.steps(1)
     loop.loss().backward()
-    if odd:
-        loop.optimizer.step()
-    else:
-        loop.update()
+    loop.update(clip=not odd)
     loop.steps(1)
 
 
@@ -296,49 +259,23 @@ def other_shapes(loop: Loop, odd: bool) -> None:
         loop.update()
 
 
-def other_model(loop: Loop, odd: bool) -> None:
+def freezes_a_layer(loop: Loop, odd: bool) -> None:
     if odd:
         loop.model.layers[1].requires_grad_(False)
     loop.steps(1)
 
 
-class Gate(nn.Module):
-    """Two parameters of one size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(8, 8, bias=False) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = torch.tanh(self.gate(x)) * self.up(x)
-        return result
-
-
-class Gated(nn.Module):
-    """Layers of these."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Gate() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.square().mean()
-
-
 def freezes_another(loop: Loop, odd: bool) -> None:
     """As many bytes of gradients, of other parameters."""
-    model = loop.megacompile(Gated())
-    model.get_submodule("layers.1.gate" if odd else "layers.1.up").requires_grad_(False)
-    model(torch.ones(2, 8, device=loop.device)).backward()
+    loop.model.layers[1][odd].weight.requires_grad_(False)
+    loop.loss().backward()
 
 
 def is_interrupted(loop: Loop, odd: bool) -> None:
     """The other ranks wait for this one, which gets Ctrl-C; and so do they."""
     loop.steps(2)
     if odd:
-        time.sleep(3)
+        time.sleep(1)
         signal.raise_signal(signal.SIGINT)
     loop.steps(2)
 
@@ -346,55 +283,11 @@ def is_interrupted(loop: Loop, odd: bool) -> None:
 def all_are_interrupted(loop: Loop, odd: bool) -> None:
     """Those that wait get Ctrl-C in the middle of it."""
     loop.steps(2)
-    if not odd:
-        signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-        signal.alarm(3)
-    else:
-        time.sleep(3)
-        signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    if odd:
+        time.sleep(AGES)
     loop.steps(2)
-
-
-def raises_in_the_probe(loop: Loop, odd: bool) -> None:
-    """Each rank measures its GPU in `agree`."""
-
-    def measure(*_: Any, meet: Callable[[], object], **__: Any) -> Any:
-        if odd:
-            raise ValueError("bad probe")
-        return meet()
-
-    def agree(mesh: Any, device: Any, *told: Any) -> Any:
-        return cost_ranks.agree(mesh, torch.device("cuda"), *told)
-
-    with (
-        mock.patch("megacompile.api.agree", agree),
-        mock.patch.object(cost_ranks, "cached_of_rank", lambda *_, **__: None),
-        mock.patch.object(cost_ranks, "measure_of_rank", measure),
-    ):
-        loop.megacompile(Net())
-
-
-def _traced(loop: Loop) -> package.Trace:
-    with package.trace(loop.model) as trace:
-        loop.steps(2)
-    return trace
-
-
-def _fails(*_: Any, **__: Any) -> Any:
-    raise ValueError("bad trace")
-
-
-def raises_in_compare_ranks(loop: Loop, odd: bool) -> None:
-    trace = _traced(loop)
-    with mock.patch.object(rank_steps, "rank_steps", _fails if odd else rank_steps.rank_steps):
-        trace.compare_ranks()
-
-
-def raises_in_a_trace_save(loop: Loop, odd: bool) -> None:
-    trace = _traced(loop)
-    document = _fails if odd else perfetto.document
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(perfetto, "document", document):
-        trace.save(f"{folder}/trace.json")
 
 
 class Beside(nn.Module):
@@ -420,75 +313,136 @@ def raises_before_buffers(loop: Loop, odd: bool) -> None:
         loop.update()
 
 
-CASES: dict[str, tuple[Callable[[Loop, bool], None], int, dict[str, Any]]] = {
-    # function, ranks, options: timeout_s of the process group, silent_s, whole_buckets
-    "raises_between": (raises_between, 2, {}),
-    "raises_in_a_graph": (raises_in_a_graph, 2, {}),
-    "skips_a_step": (skips_a_step, 2, {}),
-    "raises_in_a_backward": (raises_in_a_backward, 2, {}),
-    "is_killed": (is_killed, 3, {}),
-    "is_killed_with_whole_buckets": (is_killed, 3, {"whole_buckets": True}),
-    "is_killed_in_an_update": (is_killed_in_an_update, 3, {"whole_buckets": True}),
-    "fails_in_an_update": (fails_in_an_update, 2, {"whole_buckets": True}),
-    "is_killed_with_the_store": (rank_0_is_killed, 2, {}),
-    "is_stopped": (is_stopped, 2, {"silent_s": 6}),
-    "is_idle": (is_idle, 2, {"timeout_s": 6}),
-    "is_killed_in_a_save": (is_killed_in_a_save, 2, {}),
-    "saves_for_long": (saves_for_long, 2, {"patience_s": 5}),
-    "saves_alone": (saves_alone, 2, {}),
-    "saves_state_dicts_alone": (saves_state_dicts_alone, 2, {}),
-    "works_for_long": (works_for_long, 2, {"patience_s": 5}),
-    "ends_early": (ends_early, 2, {}),
-    "exits": (exits, 2, {}),
-    "other_micro_batches": (other_micro_batches, 2, {}),
-    "accumulates_alone": (accumulates_alone, 4, {}),
-    "evaluates": (evaluates, 3, {}),
-    "does_not_clip": (does_not_clip, 2, {"timeout_s": 6}),
-    "other_shapes": (other_shapes, 2, {}),
-    "other_model": (other_model, 2, {}),
-    "freezes_another": (freezes_another, 2, {}),
-    "is_interrupted": (is_interrupted, 2, {}),
-    "all_are_interrupted": (all_are_interrupted, 2, {}),
-    "raises_in_the_probe": (raises_in_the_probe, 2, {}),
-    "raises_in_compare_ranks": (raises_in_compare_ranks, 3, {}),
-    "raises_in_a_trace_save": (raises_in_a_trace_save, 2, {}),
-    "raises_before_buffers": (raises_before_buffers, 2, {}),
-    "is_stopped_by_default": (is_stopped, 2, {}),
-    "is_idle_by_default": (is_idle, 2, {}),
+@dataclass(frozen=True)
+class Fault:
+    """A case.
+
+    Attributes:
+        run: what each rank does.
+        odd: what the one that goes wrong raises; "none": it says nothing any more.
+        others: a pattern of what the others raise; "": nothing.
+        ranks: how many there are.
+        timeout_s: of the process group.
+        always: not only by `make thorough`.
+    """
+
+    run: Callable[[Loop, bool], None]
+    odd: str
+    others: str
+    ranks: int = 2
+    timeout_s: float | None = None
+    always: bool = False
+    whole_buckets: bool = False
+    detect_anomaly: bool = False
+
+
+WHOLE = r"rank {rank} waits in \S+PREFETCH_WHOLE@\d of .* of the forward of Net for rank "
+WAITS = r"rank {rank} waits in \S+ALL_GATHER@\d of .* of the forward of Net for rank "
+KILLED = r"which was killed \(process \d+\)"
+LATE = r"1, which has not come there .* has done nothing for"
+DIFFER = r"collective \d+ is .* in rank \d and .* in rank \d; needed the same"
+CASES: dict[str, Fault] = {
+    "is_killed": Fault(
+        is_killed, "none", WHOLE + f"2, {KILLED}", 3, always=True, whole_buckets=True
+    ),
+    "is_killed_with_gathers": Fault(is_killed, "none", WAITS + f"2, {KILLED}", 3),
+    "is_killed_in_an_update": Fault(
+        is_killed_in_an_update, "none", WHOLE + f"2, {KILLED}", 3, whole_buckets=True
+    ),
+    "fails_in_an_update": Fault(
+        fails_in_an_update,
+        "OptimizerError",
+        WHOLE + "1, which raised OptimizerError: ",
+        always=True,
+        whole_buckets=True,
+    ),
+    "is_killed_in_a_save": Fault(is_killed_in_a_save, "none", rf"save\(\) of Net.*1, {KILLED}"),
+    "is_killed_with_the_store": Fault(
+        rank_0_is_killed, "RankError", "store .* does not answer|which was killed", always=True
+    ),
+    "raises_between": Fault(
+        raises_between, "ValueError", WAITS + r"1, which has ended \(ValueError: bad batch\)"
+    ),
+    "finds_nan": Fault(
+        finds_nan,
+        "AnomalyError",
+        r"rank 1, which raised AnomalyError: .*, in \d\w+ of",
+        always=True,
+        detect_anomaly=True,
+    ),
+    "raises_in_a_backward": Fault(
+        raises_in_a_backward, "RankError", r"their collectives differ, collective 1 is ALL_GATHER"
+    ),
+    "raises_before_buffers": Fault(
+        raises_before_buffers,
+        "ValueError",
+        r"rank 0 waits in BROADCAST of \(8,\) .* of the buffers of Beside for rank 1, which has ended",
+    ),
+    "saves_alone": Fault(
+        saves_alone,
+        "RankError",
+        r"about to run the (save\(\) of Net, rank 0|forward of Net, rank 1)",
+    ),
+    "is_stopped": Fault(is_stopped, "none", WAITS + "1, which has given no sign of life for 30 s"),
+    "is_idle": Fault(is_idle, "none", WAITS + LATE, timeout_s=6),
+    "is_idle_by_default": Fault(is_idle, "none", WAITS + LATE),
+    "ends_early": Fault(ends_early, "", WAITS + r"1, which has ended \(it came to its end\)"),
+    "exits": Fault(
+        exits, "SystemExit", WAITS + r"1, which has ended \(SystemExit, as of", always=True
+    ),
+    "is_interrupted": Fault(
+        is_interrupted, "KeyboardInterrupt", WAITS + r"1, which has ended \(KeyboardInterrupt\)"
+    ),
+    "all_are_interrupted": Fault(all_are_interrupted, "KeyboardInterrupt", "", always=True),
+    "skips_a_step": Fault(skips_a_step, "RankError", r"has made \d steps .* and rank \d \d;"),
+    "other_micro_batches": Fault(
+        other_micro_batches, "RankError", r"has made \d steps .* and rank \d \d;"
+    ),
+    "accumulates_alone": Fault(accumulates_alone, "RankError", DIFFER, 4),
+    "evaluates": Fault(
+        evaluates,
+        "RankError",
+        r"the (forward of Net, rank \d the back|backward of Net, rank \d the for)ward",
+        always=True,
+    ),
+    "does_not_clip": Fault(
+        does_not_clip, "RankError", "which has (not come there|ended)", timeout_s=6
+    ),
+    "freezes_a_layer": Fault(freezes_a_layer, "RankError", DIFFER),
+    "freezes_another": Fault(
+        freezes_another, "RankError", r"layers\.1\.\d\.weight\) in rank \d and"
+    ),
+    "other_shapes": Fault(other_shapes, "", ""),
 }
 
 
 def ranks_of(case: str, kind: str) -> int:
     """How many ranks a case has: with GPUs two, or four."""
-    count = CASES[case][1]
+    count = CASES[case].ranks
     return count // 2 * 2 if kind == "cuda" else count
 
 
-def run_rank(case: str, rank: int, port: int, result: Path, kind: str) -> None:
+def run_rank(name: str, rank: int, port: int, result: Path, kind: str) -> None:
     """One rank of a case, to the end of its process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-    function, _, options = CASES[case]
-    world = ranks_of(case, kind)
+    case, world = CASES[name], ranks_of(name, kind)
     if kind == "cuda":
         torch.cuda.set_device(rank)
-    rank_faults.SILENT_S = options.get("silent_s", rank_faults.SILENT_S)
-    rank_faults.PATIENCE_S = options.get("patience_s", rank_faults.PATIENCE_S)
-    seconds = options.get("timeout_s")
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=world,
-        timeout=None if seconds is None else timedelta(seconds=seconds),
+        timeout=None if case.timeout_s is None else timedelta(seconds=case.timeout_s),
     )
-    odd = rank == world - 1
     began_s = time.monotonic()
     facts: dict[str, Any] = {"error": "", "kind": ""}
+    options = {"whole_buckets": case.whole_buckets, "detect_anomaly": case.detect_anomaly}
     try:
-        loop = Loop(rank, world, kind, whole_buckets=options.get("whole_buckets", False))
+        loop = Loop(rank, world, kind, **options)
         loop.steps(1)
         began_s = time.monotonic()
-        function(loop, odd)
+        case.run(loop, rank == world - 1)
     except BaseException as error:
         facts |= {"error": str(error), "kind": type(error).__name__}
         raise
@@ -541,7 +495,7 @@ class Case:
 def _started(case: str, rank: int, port: int, result: Path, kind: str) -> int:
     """The number of a rank's process: a fork, or a new one where a fork could not use its GPU."""
     if kind == "cuda":
-        command = [sys.executable, "-m", "tests.ranks_faults", "--device", kind]
+        command = [sys.executable, "-m", "tests.ranks.faults", "--device", kind]
         command += ["--rank", str(rank), "--port", str(port), str(result), case]
         count = ranks_of(case, kind)
         first = count * ([*CASES].index(case) % (torch.cuda.device_count() // count))
