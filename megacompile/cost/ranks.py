@@ -98,7 +98,12 @@ class _DiskOfRank:
 
 
 def agree_disks(
-    mesh: DeviceMesh, folder: str | None, told: Told, *, measured: bool
+    mesh: DeviceMesh,
+    folder: str | None,
+    told: Told,
+    *,
+    measured: bool,
+    load: Callable[[str], DiskRates] = load_disk,
 ) -> dict[int, SharedDisk]:
     """The disks of the ranks that have one, by the rank's number: a collective of all of them.
 
@@ -110,6 +115,7 @@ def agree_disks(
         folder: this one's, of scratch files; None: it has none.
         told: as in `agree`.
         measured: are rates needed? The same in all ranks.
+        load: gives the rates of a folder's disk.
 
     Raises:
         DiskError: no file can be made there, or it cannot be read or written.
@@ -126,7 +132,7 @@ def agree_disks(
     rates: dict[int, DiskRates | None] = {}
     if measured and users:
         firsts = [those[0].rank for those in users.values()]
-        mine = load_disk(folder) if folder is not None and rank in firsts else None
+        mine = load(folder) if folder is not None and rank in firsts else None
         rates = dict(told((rank, mine)))  # the others wait here
     disks = {}
     for those in users.values():
@@ -144,6 +150,8 @@ def agree(
     device: torch.device,
     told: Told,
     disks: Mapping[int, SharedDisk] | None = None,
+    *,
+    probe: Probe | None = None,
 ) -> Agreed | None:
     """The slowest rates of all ranks: a collective of all of them.
 
@@ -155,23 +163,25 @@ def agree(
         device: where this one computes.
         told: what each of them says; raises where one of them cannot go on.
         disks: what `agree_disks` has given.
+        probe: how ranks with GPUs measure. Default: `Probe()`.
     """
+    probe = probe or Probe()
     of_host, cuda = ranks_of_host(mesh), device.type == "cuda"
     here = told(host_of_rank()).count(host_of_rank())
-    mine = cached_of_rank(device, here) if cuda else cached(device)
+    mine = probe.kept(device, here) if cuda else cached(device)
     found = told(_said(mesh, of_host, mine))
     if any(hardware is None for *_, hardware in found):  # some must measure: all do, at once
         if not cuda:
             return None
-        mine = measure_of_rank(device, here, meet=lambda: told(None))
+        mine = probe.measure(device, here, lambda: told(None))
         found = told(_said(mesh, of_host, mine))
     ranks, shares = _with_hosts(found, disks or {}, together=cuda)
     slowest = _slowest(shares)
     if not cuda or len(ranks) == 1:  # which has nobody to gather from
         return Agreed(slowest, ranks)
-    gather_gb_s, start_s = interconnect(mesh, device, told)
+    gather_gb_s, start_s = probe.gathers(mesh, device, told)
     slowest = slowest.with_interconnect(gather_gb_s)
-    network_gb_s = network(mesh, device, told)
+    network_gb_s = probe.sums(mesh, device, told)
     slowest = replace(slowest, collective_s=start_s, network_gb_s=network_gb_s)
     return Agreed(slowest, ranks)
 
@@ -301,3 +311,17 @@ def _slowest_s(
 
 def _gb_s(received: float, seconds: float) -> float:
     return received / max(seconds, 1e-9) / 1e9
+
+
+def _measured(device: torch.device, ranks: int, meet: Callable[[], object]) -> Hardware:
+    return measure_of_rank(device, ranks, meet=meet)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """How ranks with GPUs learn what they get."""
+
+    kept: Callable[[torch.device, int], Hardware | None] = cached_of_rank
+    measure: Callable[[torch.device, int, Callable[[], object]], Hardware] = _measured
+    gathers: Callable[[DeviceMesh, torch.device, Told], tuple[float, float]] = interconnect
+    sums: Callable[[DeviceMesh, torch.device, Told], float | None] = network

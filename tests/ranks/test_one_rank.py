@@ -4,8 +4,10 @@ process alone."""
 from __future__ import annotations
 
 import datetime
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Adafactor, AdamW
 
-from megacompile import full_parameters, megacompile, released, schedules
+from megacompile import explain, full_parameters, megacompile, released, schedules
 from megacompile.errors import (
     ModelError,
     OptimizerError,
@@ -95,6 +97,17 @@ def test_options_that_do_not_go_together(mesh: DeviceMesh, tmp_path: Path) -> No
     assert megacompile(model, mesh=mesh, device="cpu") is model
     with pytest.raises(OptionError, match="already"):
         megacompile(model, device="cpu")
+
+
+def test_a_rank_has_its_part_of_the_disk(
+    mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**30))
+    model = shared(mesh, disk=tmp_path)
+    step(model)
+    disk = explain(model, changes=False).disk
+    assert disk is not None and disk.there_bytes == 2**28
 
 
 # The model.
