@@ -1,4 +1,4 @@
-"""What ranks must have alike, what they are told where they have not, and what the first one has."""
+"""What ranks need alike, what they are told where they have not, and what the first one has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks share and leave: `save()`, checkpoints, state dicts of one rank, plain models again."""
+"""What ranks share and leave: `save()`, checkpoints, state dicts, and plain models again."""
 
 from __future__ import annotations
 
@@ -302,6 +302,7 @@ def loaded(states: str) -> Check:
     def loads(here: Here) -> None:
         at, options = here.folder / states, STATES[states]
         full, then, later = torch.load(at / "full")
+        mine: Any = None
         for way in ("dcp", "full", "plainly"):
             model, optimizer = shared(here, model=another(), **options)
             if way == "dcp":

@@ -22,9 +22,9 @@ from megacompile import compat
 from megacompile.ir.buckets import shard_shape
 from megacompile.ir.stream import Stream
 from tests import adversary, disks, loops, nets
-from tests.ranks.interconnect import Interconnect, Mesh, total
 from tests.loops import Loop, Result
 from tests.nets import Choice, Net
+from tests.ranks.interconnect import Interconnect, Mesh, total
 from tests.subject import Counts, InOrder, differences, kept, make_optimizer, streamed
 
 APART = 10  # numbers of micro-batches between those of one rank and the next

@@ -144,7 +144,7 @@ def trains(
         wraps = (DistributedDataParallel(plain, **options), wrap(ours, **options))
         optimizers = [AdamW(model.parameters(), lr=0.01) for model in models]
         for k in range(STEPS):
-            for model, wrapped, optimizer in zip(models, wraps, optimizers, strict=True):
+            for wrapped, optimizer in zip(wraps, optimizers, strict=True):
                 optimizer.zero_grad()
                 if no_sync and k % 2:
                     ddp: Any = wrapped

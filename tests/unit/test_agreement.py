@@ -180,7 +180,7 @@ def test_ranks_that_do_the_same_go_on(pair: list[Agreement]) -> None:
 
 
 def test_a_graph_within_another_one(pair: list[Agreement]) -> None:
-    """A hook in the middle of a graph reads a parameter: the outer one goes on from where it was."""
+    """A hook in a graph reads a parameter: the outer one goes on from where it was."""
 
     def body(rank: Agreement) -> None:
         with rank.run(FORWARD):

@@ -1,4 +1,4 @@
-"""`megacompile.verify` over ranks: schedules that the passes make of stubs, and mutants of these."""
+"""`megacompile.verify` over ranks: schedules that the passes make of stubs, and mutants of them."""
 
 from __future__ import annotations
 
