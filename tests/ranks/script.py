@@ -32,7 +32,7 @@ PARTS: dict[str, dict[str, Check]] = {
         **modes.checks(modes.TWO),
     },
     "more": {**states.MORE, **modes.checks(modes.MORE)},
-    "loops": loops.MORE,
+    "loops": {**loops.TWO, **loops.MORE},
     "copies": copies.MORE,
     "four": {**modes.checks(modes.FOUR), **states.FOUR, **refusals.FOUR, **copies.FOUR},
     "replicas": {**modes.checks(modes.REPLICATED, pairs=True), **replicas.FOUR},
