@@ -32,7 +32,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
 import megacompile as package
 from megacompile import megacompile
@@ -97,36 +96,10 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def raises_between(loop: Loop, odd: bool) -> None:
-    loop.steps(2)
-    if odd:
-        raise ValueError("bad batch")
-    loop.steps(2)
-
-
 def finds_nan(loop: Loop, odd: bool) -> None:
     """It raises in the middle of a backward (`detect_anomaly`)."""
     loss = loop.loss()
     (loss * torch.nan if odd else loss).backward()
-    loop.steps(1)
-
-
-def raises_in_a_backward(loop: Loop, odd: bool) -> None:
-    """In a hook of the user."""
-    if odd:
-
-        def fail(module: nn.Module, given: Any, result: Any) -> None:
-            raise ValueError("bad hook")
-
-        loop.model.layers[1][0].register_full_backward_hook(fail)
-    loop.steps(2)
-
-
-def skips_a_step(loop: Loop, odd: bool) -> None:
-    loop.loss().backward()
-    if not odd:
-        loop.optimizer.step()
-    loop.optimizer.zero_grad()
     loop.steps(1)
 
 
@@ -137,37 +110,19 @@ def is_killed(loop: Loop, odd: bool) -> None:
     loop.steps(2)
 
 
-def in_updates(loop: Loop, act: Callable[[], None]) -> None:
-    """Updates come later, in the background, and do something instead."""
-
+def fails_in_an_update(loop: Loop, odd: bool) -> None:
+    """In the background; the others copy whole buckets, and wait for the update of its rows."""
     adam: Any = importlib.import_module("torch.optim.adam")
     stock = adam.adam
 
-    def instead(*args: Any, **options: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            time.sleep(2)  # until the other ranks wait for it
-            act()
-        return stock(*args, **options)
-
-    adam.adam = instead
-    loop.steps(2, clip=False)
-
-
-def is_killed_in_an_update(loop: Loop, odd: bool) -> None:
-    """The others copy whole buckets, and wait for the update of its rows."""
-    if odd:
-        in_updates(loop, kill)
-    loop.steps(2, clip=False)
-
-
-def fails_in_an_update(loop: Loop, odd: bool) -> None:
-    """The same, and it raises that."""
-
-    def fail() -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            return stock(*args, **options)
+        time.sleep(2)  # until the other ranks wait for it
         raise ValueError("bad update")
 
     if odd:
-        in_updates(loop, fail)
+        adam.adam = fail
     loop.steps(2, clip=False)
 
 
@@ -176,18 +131,6 @@ def rank_0_is_killed(loop: Loop, odd: bool) -> None:
     if loop.rank == 0:
         kill()
     loop.steps(2)
-
-
-def is_killed_in_a_save(loop: Loop, odd: bool) -> None:
-    """The first one writes, and takes nothing for whole."""
-    if odd:
-        kill()
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            package.save(loop.model, Path(folder) / "part")
-        finally:
-            left = [path.name for path in Path(folder).glob("part/*")]
-            assert not left, left
 
 
 def saves_alone(loop: Loop, odd: bool) -> None:
@@ -209,10 +152,6 @@ def is_idle(loop: Loop, odd: bool) -> None:
     if odd:
         time.sleep(AGES)
     loop.steps(2)
-
-
-def ends_early(loop: Loop, odd: bool) -> None:
-    loop.steps(2 if odd else 3)
 
 
 def exits(loop: Loop, odd: bool) -> None:
@@ -246,12 +185,6 @@ def evaluates(loop: Loop, odd: bool) -> None:
     loop.steps(1)
 
 
-def does_not_clip(loop: Loop, odd: bool) -> None:
-    loop.loss().backward()
-    loop.update(clip=not odd)
-    loop.steps(1)
-
-
 def other_shapes(loop: Loop, odd: bool) -> None:
     """No fault where the collectives are the same."""
     for step in range(3):
@@ -259,25 +192,10 @@ def other_shapes(loop: Loop, odd: bool) -> None:
         loop.update()
 
 
-def freezes_a_layer(loop: Loop, odd: bool) -> None:
-    if odd:
-        loop.model.layers[1].requires_grad_(False)
-    loop.steps(1)
-
-
 def freezes_another(loop: Loop, odd: bool) -> None:
     """As many bytes of gradients, of other parameters."""
     loop.model.layers[1][odd].weight.requires_grad_(False)
     loop.loss().backward()
-
-
-def is_interrupted(loop: Loop, odd: bool) -> None:
-    """The other ranks wait for this one, which gets Ctrl-C; and so do they."""
-    loop.steps(2)
-    if odd:
-        time.sleep(1)
-        signal.raise_signal(signal.SIGINT)
-    loop.steps(2)
 
 
 def all_are_interrupted(loop: Loop, odd: bool) -> None:
@@ -288,29 +206,6 @@ def all_are_interrupted(loop: Loop, odd: bool) -> None:
     if odd:
         time.sleep(AGES)
     loop.steps(2)
-
-
-class Beside(nn.Module):
-    """Has a buffer beside what ranks share."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-        self.register_buffer("scale", torch.ones(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.net(x * self.get_buffer("scale"))
-        return result
-
-
-def raises_before_buffers(loop: Loop, odd: bool) -> None:
-    """A DistributedDataParallel sends buffers before each forward."""
-    wrapped = DistributedDataParallel(Beside(loop.model).to(loop.device))
-    for step in range(3):
-        if odd and step == 1:
-            raise ValueError("bad batch")
-        wrapped(torch.ones(2, 8, device=loop.device)).backward()
-        loop.update()
 
 
 @dataclass(frozen=True)
@@ -345,10 +240,6 @@ CASES: dict[str, Fault] = {
     "is_killed": Fault(
         is_killed, "none", WHOLE + f"2, {KILLED}", 3, always=True, whole_buckets=True
     ),
-    "is_killed_with_gathers": Fault(is_killed, "none", WAITS + f"2, {KILLED}", 3),
-    "is_killed_in_an_update": Fault(
-        is_killed_in_an_update, "none", WHOLE + f"2, {KILLED}", 3, whole_buckets=True
-    ),
     "fails_in_an_update": Fault(
         fails_in_an_update,
         "OptimizerError",
@@ -356,12 +247,8 @@ CASES: dict[str, Fault] = {
         always=True,
         whole_buckets=True,
     ),
-    "is_killed_in_a_save": Fault(is_killed_in_a_save, "none", rf"save\(\) of Net.*1, {KILLED}"),
     "is_killed_with_the_store": Fault(
         rank_0_is_killed, "RankError", "store .* does not answer|which was killed", always=True
-    ),
-    "raises_between": Fault(
-        raises_between, "ValueError", WAITS + r"1, which has ended \(ValueError: bad batch\)"
     ),
     "finds_nan": Fault(
         finds_nan,
@@ -370,14 +257,6 @@ CASES: dict[str, Fault] = {
         always=True,
         detect_anomaly=True,
     ),
-    "raises_in_a_backward": Fault(
-        raises_in_a_backward, "RankError", r"their collectives differ, collective 1 is ALL_GATHER"
-    ),
-    "raises_before_buffers": Fault(
-        raises_before_buffers,
-        "ValueError",
-        r"rank 0 waits in BROADCAST of \(8,\) .* of the buffers of Beside for rank 1, which has e",
-    ),
     "saves_alone": Fault(
         saves_alone,
         "RankError",
@@ -385,16 +264,10 @@ CASES: dict[str, Fault] = {
     ),
     "is_stopped": Fault(is_stopped, "none", WAITS + "1, which has given no sign of life for 30 s"),
     "is_idle": Fault(is_idle, "none", WAITS + LATE, timeout_s=6),
-    "is_idle_by_default": Fault(is_idle, "none", WAITS + LATE),
-    "ends_early": Fault(ends_early, "", WAITS + r"1, which has ended \(it came to its end\)"),
     "exits": Fault(
         exits, "SystemExit", WAITS + r"1, which has ended \(SystemExit, as of", always=True
     ),
-    "is_interrupted": Fault(
-        is_interrupted, "KeyboardInterrupt", WAITS + r"1, which has ended \(KeyboardInterrupt\)"
-    ),
     "all_are_interrupted": Fault(all_are_interrupted, "KeyboardInterrupt", "", always=True),
-    "skips_a_step": Fault(skips_a_step, "RankError", r"has made \d steps .* and rank \d \d;"),
     "other_micro_batches": Fault(
         other_micro_batches, "RankError", r"has made \d steps .* and rank \d \d;"
     ),
@@ -405,10 +278,6 @@ CASES: dict[str, Fault] = {
         r"the (forward of Net, rank \d the back|backward of Net, rank \d the for)ward",
         always=True,
     ),
-    "does_not_clip": Fault(
-        does_not_clip, "RankError", "which has (not come there|ended)", timeout_s=6
-    ),
-    "freezes_a_layer": Fault(freezes_a_layer, "RankError", DIFFER),
     "freezes_another": Fault(
         freezes_another, "RankError", r"layers\.1\.\d\.weight\) in rank \d and"
     ),

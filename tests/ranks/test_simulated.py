@@ -16,10 +16,13 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from megacompile import compat, megacompile
+from megacompile import compat, megacompile, schedules
 from megacompile.cost.memory import Kind, streamed_bytes
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.places import state_bytes, stored_bytes
+from megacompile.errors import ScheduleError
+from megacompile.ir.schedule import Schedule
+from megacompile.verify.ranks import verify_ranks
 from tests import inside, prove
 from tests.nets import Choice, Net
 from tests.ranks.interconnect import CollectiveError, Interconnect, Mesh
@@ -69,6 +72,41 @@ def test_random_cases_equal_the_plain_ranks(cases: int) -> None:
     assert counts.found == []
     assert counts.cases >= cases and counts.mismatches == 0
     assert counts.collectives > 10 * cases and len(counts.of_ranks) > 1
+
+
+class Gated(nn.Module):
+    """Layers with two parameters of one size, of which one is frozen."""
+
+    def __init__(self, frozen: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in ("gate", "up")})
+            for _ in range(2)
+        )
+        for layer in self.layers:
+            layer.get_submodule(frozen).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer.get_submodule("gate")(x)) * layer.get_submodule("up")(x)
+        return x
+
+
+def test_gradients_of_other_parameters_are_another_collective() -> None:
+    """They take as many bytes, and would be averaged with one another."""
+    ranks = Interconnect(2)
+
+    def scheduled(rank: int) -> Schedule:
+        model = Gated(("gate", "up")[rank])
+        mesh: Any = Mesh(rank, ranks)
+        megacompile(model, mesh=mesh, device="cpu", lowering="eager")
+        model(torch.ones(2, 4)).sum().backward()
+        (schedule,) = schedules(model)
+        return schedule
+
+    made = ranks.run([lambda: scheduled(0), lambda: scheduled(1)], seed=0)
+    with pytest.raises(ScheduleError, match=r"up\.weight\) in rank 0, but"):
+        verify_ranks(made)
 
 
 # The interconnect.
