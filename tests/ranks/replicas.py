@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -57,25 +58,42 @@ class Loop:
             megacompile(self.model, mesh=here.mesh, device=here.device, **options)
         self.params: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         self.seen: list[Tensor] = []
+        self.counts: list[int] = []
 
-    def not_last(self) -> AbstractContextManager[None]:
-        """Around the backward of a micro-batch that is not the last."""
-        return nullcontext() if self.here is None else accumulate(self.model)
-
-    def loss(self, number: int, **options: Any) -> Tensor:
+    def loss(self, number: int, layers: int) -> Tensor:
         """Of a micro-batch."""
         generator = torch.Generator().manual_seed(number)
         rows = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
         if self.here is not None:
             rows = rows.chunk(RANKS)[self.here.rank].to(self.here.device)
-        loss: Tensor = self.model(rows, **options)
+        loss: Tensor = self.model(rows, layers)
         return loss
 
-    def squares(self) -> Tensor:
-        """A penalty on a parameter, outside of the model."""
-        squares: Any = self.params["layers.0.weight"].square().sum()
-        found: Tensor = squares if self.here is None else squares.full_tensor()
-        return found
+    def backward(self, micro: Micro) -> None:
+        """Of a micro-batch; with its hook."""
+        if micro.zeroes is not None:
+            SGD(self.params.values()).zero_grad(set_to_none=micro.zeroes)
+            self.counts.append(self.waiting())
+        if micro.before:
+            (micro.before * self.params["layers.2.weight"].square().sum()).backward()
+        marked = self.here is not None and not micro.last
+        hooks = {"sees": self.keep, "changes": lambda gradient: gradient * 1.0}
+        weight = self.params["layers.1.weight"]
+        handles = [weight.register_hook(hooks[micro.hook])] if micro.hook else []
+        with accumulate(self.model) if marked else nullcontext():
+            losses = [self.loss(number, micro.layers) for number in micro.numbers]
+            if micro.penalty:
+                squares: Any = self.params["layers.0.weight"].square().sum()
+                whole_of_them = squares if self.here is None else squares.full_tensor()
+                losses.append(micro.penalty * whole_of_them)
+            torch.stack(losses).sum().backward()
+            if micro.asks:  # for a gradient, and for that of one parameter alone
+                (asked,) = torch.autograd.grad(self.loss(7, 3), [self.params["layers.0.bias"]])
+                self.keep(asked)
+                self.loss(8, 3).backward(inputs=[self.params["layers.1.bias"]])
+        for handle in handles:
+            handle.remove()
+        self.counts.append(self.waiting())
 
     def keep(self, gradient: Tensor) -> None:
         """As a hook: note what it sees."""
@@ -85,138 +103,72 @@ class Loop:
         """How many gradients wait for their sum over replicas."""
         return sum(unsummed(param.grad) for param in self.params.values())
 
-
-# What a loop may do: each gives how many gradients lacked their sum behind each backward.
-
-
-def every(loop: Loop) -> list[int]:
-    """Behind one that was summed, one that was not, then the last."""
-    loop.loss(0).backward()
-    found = [loop.waiting()]
-    for number in (1, 2):
-        with loop.not_last():
-            loop.loss(number).backward()
-        found.append(loop.waiting())
-    loop.loss(3).backward()
-    return [*found, loop.waiting()]
+    def found(self) -> Values:
+        """All gradients, and what hooks saw: a collective."""
+        return gradients(self.model) | {f"seen {i}": each for i, each in enumerate(self.seen)}
 
 
-def another_graph(loop: Loop) -> list[int]:
-    """The last one does not come to what the one before has used."""
-    with loop.not_last():
-        loop.loss(0).backward()
-    found = [loop.waiting()]
-    loop.loss(1, layers=2).backward()
-    return [*found, loop.waiting()]
+@dataclass(frozen=True)
+class Micro:
+    """A micro-batch: its rows, and what else is done with it.
+
+    Attributes:
+        numbers: of its calls of the model, which are in one loss.
+        zeroes: gradients are zeroed before it, to None or in place.
+        before: the factor of a penalty that has a backward of its own before it.
+        hook: on a parameter, for its duration, which looks or has a part in the gradient.
+        penalty: the factor of one in its loss.
+    """
+
+    numbers: tuple[int, ...]
+    last: bool = False
+    layers: int = 3
+    zeroes: bool | None = None
+    before: float = 0.0
+    hook: str = ""
+    penalty: float = 0.0
+    asks: bool = False
 
 
-def hook(loop: Loop) -> list[int]:
-    """A hook sees means over all ranks, in each of them, and a parameter of the same graph too."""
-    handle = loop.params["layers.1.weight"].register_hook(loop.keep)
-    with loop.not_last():
-        loop.loss(0).backward()
-    found = [loop.waiting()]
-    loop.loss(1).backward()
-    handle.remove()
-    return [*found, loop.waiting()]
-
-
-def hook_at_last(loop: Loop) -> list[int]:
-    """What waits for its sum is added to by autograd."""
-    with loop.not_last():
-        loop.loss(0).backward()
-    found = [loop.waiting()]
-    handle = loop.params["layers.1.weight"].register_hook(lambda gradient: gradient * 1.0)
-    loop.loss(1).backward()
-    handle.remove()
-    return [*found, loop.waiting()]
-
-
-def penalty(loop: Loop) -> list[int]:
-    """Parameters are used outside of the model, in both micro-batches, and before both."""
-    (0.3 * loop.params["layers.2.weight"].square().sum()).backward()
-    with loop.not_last():
-        (loop.loss(0) + 0.1 * loop.squares()).backward()
-    found = [loop.waiting()]
-    (loop.loss(1) + 0.2 * loop.squares()).backward()
-    return [*found, loop.waiting()]
-
-
-def penalty_at_last(loop: Loop) -> list[int]:
-    """The same in the last micro-batch alone."""
-    with loop.not_last():
-        loop.loss(0).backward()
-    found = [loop.waiting()]
-    (loop.loss(1) + 0.2 * loop.squares()).backward()
-    return [*found, loop.waiting()]
-
-
-def calls(loop: Loop) -> list[int]:
-    """Two calls of the model in each loss."""
-    with loop.not_last():
-        (loop.loss(0) + loop.loss(1)).backward()
-    found = [loop.waiting()]
-    (loop.loss(2) + loop.loss(3)).backward()
-    return [*found, loop.waiting()]
-
-
-def asks(loop: Loop) -> list[int]:
-    """Somebody asks for a gradient in between, and for that of one parameter alone."""
-    with loop.not_last():
-        loop.loss(0).backward()
-        (asked,) = torch.autograd.grad(loop.loss(1), [loop.params["layers.0.bias"]])
-        loop.loss(2).backward(inputs=[loop.params["layers.1.bias"]])
-    found = [loop.waiting()]
-    loop.keep(asked)
-    loop.loss(3).backward()
-    return [*found, loop.waiting()]
-
-
-def zeroes(loop: Loop) -> list[int]:
-    """Gradients are zeroed, in place too, before there was a last backward."""
-    optimizer = SGD(loop.params.values())
-    found = []
-    for to_none in (True, False):
-        with loop.not_last():
-            loop.loss(0).backward()
-        found.append(loop.waiting())
-        optimizer.zero_grad(set_to_none=to_none)
-        found.append(loop.waiting())
-    loop.loss(1).backward()
-    return [*found, loop.waiting()]
-
-
+LAST = Micro((1,), last=True)
+# Micro-batches, and how many of 6 gradients lack their sum behind each, and behind each zeroing.
+LOOPS: dict[str, tuple[list[Micro], list[int]]] = {
+    "behind one that was summed": (
+        [Micro((0,), last=True), Micro((1,)), Micro((2,)), Micro((3,), last=True)],
+        [0, 6, 6, 0],
+    ),
+    "the last does not come to all": ([Micro((0,)), replace(LAST, layers=2)], [6, 0]),
+    "hooks see means": (  # of the other graph the sum waits
+        [Micro((0,), hook="sees"), replace(LAST, hook="sees")],
+        [2, 0],
+    ),
+    "a hook at last": ([Micro((0,)), replace(LAST, hook="changes")], [6, 0]),
+    "penalties": ([Micro((0,), before=0.3, penalty=0.1), replace(LAST, penalty=0.2)], [0, 0]),
+    "a penalty at last": ([Micro((0,)), replace(LAST, penalty=0.2)], [6, 0]),
+    "two calls in a loss": ([Micro((0, 1)), Micro((2, 3), last=True)], [0, 0]),
+    "somebody asks in between": ([Micro((0,), asks=True), LAST], [5, 0]),
+    "zeroed, and in place": (
+        [Micro((0,)), Micro((2,), zeroes=True), replace(LAST, zeroes=False)],
+        [6, 0, 6, 0, 0],
+    ),
+}
 OPTIONS: dict[str, dict[str, Any]] = {"streamed": {}, "resident": {"resident": "all"}}
-LOOPS: list[tuple[Callable[[Loop], list[int]], list[int]]] = [  # with how many of 6 lack their sum
-    (every, [0, 6, 6, 0]),
-    (another_graph, [6, 0]),
-    (hook, [2, 0]),  # the other graph's
-    (hook_at_last, [6, 0]),
-    (penalty, [0, 0]),
-    (penalty_at_last, [6, 0]),
-    (calls, [0, 0]),
-    (asks, [5, 0]),
-    (zeroes, [6, 0, 6, 0, 0]),
-]
 
 
-def looped(body: Callable[[Loop], list[int]], expected: list[int], kind: str) -> Check:
+def looped(name: str, kind: str) -> Check:
     """A loop's gradients are those of the plain model, and summed when they are due."""
 
     def as_plain(here: Here) -> None:
-        here = here.pairs
-        plain, ours = Loop(None), Loop(here, **OPTIONS[kind])
-        body(plain)
-        counts = body(ours)
-        compiled = here.device == "cuda" and body is calls  # both calls wait for their sum there
-        assert counts == ([6, 0] if compiled else expected)
-        assert not differing(found(ours), found(plain), NEAR)
+        plain, ours = Loop(None), Loop(here.pairs, **OPTIONS[kind])
+        micros, counts = LOOPS[name]
+        for micro in micros:
+            plain.backward(micro)
+            ours.backward(micro)
+        compiled = here.device == "cuda" and name == "two calls in a loss"  # both wait there
+        assert ours.counts == ([6, 0] if compiled else counts), ours.counts
+        assert not differing(ours.found(), plain.found(), NEAR)
 
     return as_plain
-
-
-def found(loop: Loop) -> Values:
-    return gradients(loop.model) | {f"seen {i}": seen for i, seen in enumerate(loop.seen)}
 
 
 def refused(kind: str) -> Check:
@@ -227,8 +179,7 @@ def refused(kind: str) -> Check:
         params, weight = list(loop.params.values()), loop.params["layers.0.weight"]
         optimizer = AdamW(params, lr=0.01)
         before = [whole(param) for param in params]
-        with loop.not_last():
-            loop.loss(0).backward()
+        loop.backward(Micro((0,)))
         grad: Any = weight.grad
         uses: dict[str, Callable[[], object]] = {
             "step": optimizer.step,
@@ -246,10 +197,10 @@ def refused(kind: str) -> Check:
             package.unmegacompile(loop.model)
         assert tuple(grad.shape) == (WIDTH, WIDTH) and not optimizer.state
         assert all(a.equal(whole(b)) for a, b in zip(before, params, strict=True))
-        loop.loss(1).backward()
-        plain.loss(0).backward()
-        plain.loss(1).backward()
-        assert not differing(found(loop), found(plain), NEAR)
+        loop.backward(LAST)
+        plain.backward(Micro((0,)))
+        plain.backward(LAST)
+        assert not differing(loop.found(), plain.found(), NEAR)
         optimizer.step()
 
     return is_refused
@@ -309,9 +260,9 @@ def traced(*, in_backward: bool) -> Check:
 
 
 FOUR: dict[str, Check] = {
-    **{f"{body.__name__}, streamed": looped(body, counts, "streamed") for body, counts in LOOPS},
-    "every, resident": looped(every, LOOPS[0][1], "resident"),
-    "penalty_at_last, resident": looped(penalty_at_last, [6, 0], "resident"),
+    **{name: looped(name, "streamed") for name in LOOPS},
+    "resident, behind one that was summed": looped("behind one that was summed", "resident"),
+    "resident, a penalty at last": looped("a penalty at last", "resident"),
     "refused, streamed": refused("streamed"),
     "refused, resident": refused("resident"),
     "announced": announced,

@@ -4,7 +4,10 @@ process alone."""
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import shutil
+import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -255,3 +258,14 @@ def test_memory_is_given_back_and_taken_again(mesh: DeviceMesh) -> None:
         for want, got in zip(plain.parameters(), moved, strict=True):
             assert want.equal(got)
     assert schedules(model)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is not None, reason="may be imported")
+def test_a_loop_that_is_imported_late(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It moves the model first: from then on it saves what ranks share."""
+    loop: Any = types.ModuleType("accelerate.checkpointing")
+    loop.load_model = stock = lambda model: model
+    model = shared(mesh)
+    monkeypatch.setitem(sys.modules, "accelerate.checkpointing", loop)
+    model.to("cpu")
+    assert loop.load_model is not stock and loop.load_model(model) is model
