@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from allpairspy import AllPairs
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -238,56 +239,68 @@ TWO: dict[str, Mode] = {
     "muon": Mode(optimizer=muon, near=ROUGH),
     "somebody's optimizer": Mode(optimizer=averaging, dtype=torch.float64),
 }
-MORE: dict[str, Mode] = {
-    "exact": EXACT,
-    "8 bits": Mode(Wide, NARROW, near=ROUGH),
+CODE: dict[str, Mode] = {  # of Inductor
+    "compiled": Mode(options=COMPILED, dtype=torch.float64),
+    "compiled, resident in one, in the backward": Mode(
+        options={"resident": HERE, **COMPILED}, in_backward=True, dtype=torch.float64
+    ),
+    "compiled, 8 bits": Mode(Wide, {**NARROW, **COMPILED}, near=ROUGH),
+    "compiled, odd shapes, accumulating": Mode(Odd, COMPILED, micro=2, dtype=torch.float64),
+}
+NUMBERS: dict[str, Mode] = {
     "float32 states": Mode(
         options={"state_dtype": torch.float32}, dtype=torch.bfloat16, near=ROUGH
     ),
-    "states on a disk, in the backward": Mode(options={"disk": DISK}, in_backward=True),
-    "8 bits, in the backward": Mode(Wide, NARROW, in_backward=True, near=ROUGH),
-    "adapters, in the backward": Mode(Adapted, in_backward=True),
     "compute_dtype": Mode(options={"compute_dtype": torch.bfloat16}, near=ROUGH),
-    "grad_dtype": Mode(options={"grad_dtype": torch.bfloat16}, near=ROUGH),
-    "accumulating": Mode(micro=3),
-    "keep": Mode(options={"activations": "keep"}),
-    "recompute": Mode(options={"activations": "recompute"}),
-    "offload": Mode(options={"activations": "offload"}),
-    "tied": Mode(Tied),
-    "odd shapes, in the backward": Mode(Odd, in_backward=True),
-    "channels_last": Mode(Convolutions),
-    "resident": Mode(options={"resident": "all"}),
-    "resident, in the backward": Mode(options={"resident": "all"}, in_backward=True),
-    "resident in one": Mode(Tied, options={"resident": HERE}),
-    "resident in one, accumulating, in the backward": Mode(
-        Odd, {"resident": HERE}, micro=2, in_backward=True
-    ),
-    "resident in one, compute_dtype, in the backward": Mode(
+    "compute_dtype, resident in one, in the backward": Mode(
         options={"resident": HERE, "compute_dtype": torch.bfloat16}, in_backward=True, near=ROUGH
     ),
-    "resident in one, compiled, in the backward": Mode(
-        options={"resident": HERE, **COMPILED}, in_backward=True, dtype=torch.float64
-    ),
-    "sgd": Mode(optimizer=sgd),
-    "adagrad": Mode(optimizer=adagrad),
-    "compiled": Mode(options=COMPILED, dtype=torch.float64),
-    "compiled, in the backward": Mode(options=COMPILED, in_backward=True, dtype=torch.float64),
-    "compiled, 8 bits": Mode(Wide, {**NARROW, **COMPILED}, near=ROUGH),
-    "compiled, odd shapes, accumulating": Mode(Odd, COMPILED, micro=2, near=1e-5),
+    "grad_dtype": Mode(options={"grad_dtype": torch.bfloat16}, near=ROUGH),
 }
+
+
+def pairs(**given: Any) -> dict[str, Mode]:
+    """Models, optimizers and options, so that any two of these come together in some mode."""
+    values: dict[str, list[Any]] = {
+        "net": [Words, Tied, Odd, Frozen, Adapted, Wide, Convolutions],
+        "place": [{}, {"disk": DISK}, {"resident": "all"}, {"resident": HERE}],
+        "optimizer": [adamw, sgd, adagrad],
+        "in_backward": [False, True],
+        "micro": [1, 2],
+        "activations": ["auto", "keep", "recompute", "offload"],
+        "states": [{}, NARROW],
+    }
+
+    def is_one(row: list[Any]) -> bool:
+        of = dict(zip(values, row, strict=False))
+        own = of.get("optimizer") is adagrad  # which neither updates in the backward nor has 8 bits
+        return not (own and (of.get("in_backward") or of.get("states")))
+
+    found = {}
+    for row in AllPairs(list(values.values()), filter_func=is_one):
+        net, place, optimizer, in_backward, micro, activations, states = row
+        options = {**place, **states, "activations": activations}
+        near = ROUGH if states else 1e-5 if in_backward else 0.0
+        mode = Mode(net, options, optimizer, in_backward, micro, near=near, **given)
+        held = {DISK: "disk", HERE: "one"}.get(next(iter(place.values()), None), place)
+        parts = (net.__name__, held, optimizer.__name__, in_backward, micro, activations, states)
+        found[" ".join(map(str, parts))] = mode
+    return found
+
+
 WHOLE: dict[str, Mode] = {  # with gathers, and with copies of whole buckets
     "exact": EXACT,
     "8 bits, in the backward, on a disk": TWO["8 bits, in the backward, on a disk"],
     "tied, in the backward": Mode(Tied, in_backward=True),
     "odd shapes, accumulating": TWO["odd shapes, accumulating"],
     "adapters": Mode(Adapted),
-    "compiled": MORE["compiled"],
+    "compiled": CODE["compiled"],
 }
 FOUR: dict[str, Mode] = {
     "exact": EXACT,
     "odd shapes": Mode(Odd),
     "8 bits, on a disk": Mode(Wide, {**NARROW, "disk": DISK}, near=ROUGH),
-    "states on a disk, in the backward": MORE["states on a disk, in the backward"],
+    "states on a disk, in the backward": Mode(options={"disk": DISK}, in_backward=True),
     "adapters": Mode(Adapted),
     "frozen": Mode(Frozen),
 }
@@ -308,12 +321,7 @@ MORE_REPLICATED: dict[str, Mode] = {
     "compiled, in the backward": Mode(
         options=COMPILED, dtype=torch.float64, micro=2, in_backward=True
     ),
-    "states on a disk": Mode(options={"disk": DISK}, micro=2, marks=True),
-    "states on a disk, in the backward": Mode(options={"disk": DISK}, micro=2, in_backward=True),
-    "channels_last": Mode(Convolutions, micro=2, marks=True),
-    "odd shapes, unmarked": Mode(Odd, micro=2),
-    "frozen": Mode(Frozen, micro=2, marks=True),
-    "adapters": Mode(Adapted, micro=2, marks=True),
+    **pairs(marks=True),
 }
 ON_GPUS: dict[str, Mode] = {  # of two: each way by which parts come and gradients go
     "exact": replace(EXACT, near=NEAR),
@@ -323,5 +331,5 @@ ON_GPUS: dict[str, Mode] = {  # of two: each way by which parts come and gradien
     "adapters": Mode(Adapted, near=NEAR),
     "odd shapes, accumulating": Mode(Odd, micro=2, near=NEAR),
     "whole buckets": Mode(options={"whole_buckets": True}, near=NEAR),
-    "compiled": MORE["compiled"],
+    "compiled": CODE["compiled"],
 }

@@ -31,7 +31,7 @@ PARTS: dict[str, dict[str, Check]] = {
         **wrapped.TWO,
         **modes.checks(modes.TWO),
     },
-    "more": {**states.MORE, **modes.checks(modes.MORE)},
+    "more": {**states.MORE, **modes.checks(modes.pairs() | modes.NUMBERS | modes.CODE)},
     "loops": {**loops.TWO, **loops.MORE},
     "copies": copies.MORE,
     "four": {**modes.checks(modes.FOUR), **states.FOUR, **refusals.FOUR, **copies.FOUR},
