@@ -2,10 +2,10 @@
 
 Each case is a few processes that train together, forked from this one, so that torch is imported
 once; they end as other processes do. What each rank raised and when it ended is saved into
-`FOLDER/CASE.json`. Without a case all are run.
+`FOLDER/found.json`. Without a case all are run.
 
-`--device cuda` runs them with NCCL: two new processes each, on two GPUs of those that there are. It
-prints what each rank did, for people to read. A case of four needs as many GPUs.
+`--device cuda` runs them with NCCL, in new processes, and prints what each rank did, for people to
+read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ import megacompile as package
 from megacompile import megacompile
 
 MOST_S = 120.0  # a rank that has not ended by then is killed
-AT_ONCE = 4  # cases: most of their time they wait, on the same GPUs too
 AGES = 1000.0  # seconds that nobody waits
 
 
@@ -324,104 +323,78 @@ class _Over(Exception):
     """A rank comes to the end of its script."""
 
 
-class Case:
-    """The ranks of a case; what they did is saved when all have ended."""
+def start(name: str, folder: Path, kind: str) -> dict[int, Path]:
+    """Start the ranks of a case: the numbers of their processes, and what each of them writes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pids = {}
+    for rank in range(ranks_of(name, kind)):
+        result = folder / f"{name}.{rank}"
+        if kind == "cuda":  # a fork could not use its GPU
+            command = [sys.executable, "-m", "tests.ranks.faults", "--device", kind]
+            command += ["--rank", str(rank), "--port", str(port), str(result), name]
+            pid = os.posix_spawn(command[0], command, os.environ)
+        else:
+            pid = os.fork()
+            if pid == 0:
+                run_rank(name, rank, port, result, kind)
+                raise _Over
+        pids[pid] = result
+    return pids
 
-    def __init__(self, name: str, folder: Path, kind: str) -> None:
-        self.name, self.folder = name, folder
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.results = [folder / f"{name}.{rank}" for rank in range(ranks_of(name, kind))]
-        self.pids: list[int] = []
-        self.ends_s: dict[int, float] = {}
-        self.began_s = time.monotonic()  # of the machine, so that processes compare it
-        for rank, result in enumerate(self.results):
-            self.pids.append(_started(name, rank, port, result, kind))
 
-    def over(self) -> bool:
-        """Have all ended? One that cannot end is killed behind the others."""
-        left = [pid for pid in self.pids if pid not in self.ends_s]
-        late = time.monotonic() - self.began_s > MOST_S
-        if late or (left == self.pids[-1:] and self.name.startswith(("is_idle", "is_stopped"))):
-            for pid in left:
-                os.kill(pid, signal.SIGKILL)
-        for pid in left:
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                self.ends_s[pid] = time.monotonic()
-        return len(self.ends_s) == len(self.pids)
-
-    def save(self) -> list[dict[str, Any]]:
-        """Write what each rank did."""
-        ranks = []
-        for pid, result in zip(self.pids, self.results, strict=True):
+def run(folder: Path, names: list[str], kind: str) -> dict[str, list[dict[str, Any]]]:
+    """Run cases at once, on GPUs one after the other; what each rank of them did."""
+    began_s, ends_s = time.monotonic(), dict[int, float]()
+    cases = {name: start(name, folder, kind) for name in names}
+    while any(pids.keys() - ends_s.keys() for pids in cases.values()):
+        for name, pids in cases.items():
+            left = [pid for pid in pids if pid not in ends_s]
+            idle = left == [*pids][-1:] and name.startswith(("is_idle", "is_stopped"))
+            if idle or time.monotonic() - began_s > MOST_S:  # it cannot end
+                for pid in left:
+                    os.kill(pid, signal.SIGKILL)
+        ended, _ = os.waitpid(-1, os.WNOHANG)
+        if ended:
+            ends_s[ended] = time.monotonic() - began_s
+        else:
+            time.sleep(0.05)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, pids in cases.items():
+        for pid, result in pids.items():
             facts = json.loads(result.read_text()) if result.exists() else {"kind": "none"}
-            ranks.append({"pid": pid, "ended_s": self.ends_s[pid] - self.began_s, **facts})
-        (self.folder / f"{self.name}.json").write_text(json.dumps(ranks))
-        return ranks
+            found.setdefault(name, []).append({"pid": pid, "ended_s": ends_s[pid], **facts})
+    return found
 
 
-def _started(case: str, rank: int, port: int, result: Path, kind: str) -> int:
-    """The number of a rank's process: a fork, or a new one where a fork could not use its GPU."""
-    if kind == "cuda":
-        command = [sys.executable, "-m", "tests.ranks.faults", "--device", kind]
-        command += ["--rank", str(rank), "--port", str(port), str(result), case]
-        count = ranks_of(case, kind)
-        first = count * ([*CASES].index(case) % (torch.cuda.device_count() // count))
-        seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(first, first + count)))}
-        return os.posix_spawn(command[0], command, {**os.environ, **seen})
-    pid = os.fork()
-    if pid == 0:
-        run_rank(case, rank, port, result, kind)
-        raise _Over
-    return pid
-
-
-def run(folder: Path, cases: list[str], kind: str) -> None:
-    """Run cases, a few at a time."""
-    waiting, running = cases[::-1], list[Case]()
-    while waiting or running:
-        while waiting and len(running) < AT_ONCE:
-            running.append(Case(waiting.pop(), folder, kind))
-        for case in running[:]:
-            if case.over():
-                ranks = case.save()
-                for facts in ranks if kind == "cuda" else ():
-                    print(f"{case.name}: {facts}", flush=True)
-                running.remove(case)
-        time.sleep(0.05)
-
-
-def main(args: argparse.Namespace) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    if args.rank is not None:
-        run_rank(args.cases[0], args.rank, args.port, args.folder, args.device)
-        return
-    if args.device == "cpu":
-        _warm_up()
-    args.folder.mkdir(parents=True, exist_ok=True)
-    run(args.folder, args.cases or [*CASES], args.device)
-
-
-def _warm_up() -> None:
-    model = megacompile(Net(), device="cpu")  # imports what takes long
-    model(torch.ones(2, 8)).backward()
-    torch.optim.AdamW(model.parameters()).step()
-
-
-def _arguments() -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)  # of a new process
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     parser.add_argument("folder", type=Path)
     parser.add_argument("cases", nargs="*", metavar="CASE")
-    return parser.parse_args()
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if args.rank is not None:
+        run_rank(args.cases[0], args.rank, args.port, args.folder, args.device)
+        return
+    args.folder.mkdir(parents=True, exist_ok=True)
+    names = args.cases or [*CASES]
+    if args.device == "cuda":
+        for name in names:
+            print(*run(args.folder, [name], args.device)[name], sep="\n", flush=True)
+        return
+    model = megacompile(Net(), device="cpu")  # imports what takes long
+    model(torch.ones(2, 8)).backward()
+    torch.optim.AdamW(model.parameters()).step()
+    (args.folder / "found.json").write_text(json.dumps(run(args.folder, names, args.device)))
 
 
 if __name__ == "__main__":
     try:
-        main(_arguments())
+        main()
     except _Over:
         pass
