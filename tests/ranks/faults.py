@@ -50,7 +50,8 @@ class Net(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        for gate, up in self.layers:  # type: ignore[misc]
+        for layer in self.layers:
+            gate, up = layer.children()
             x = x + torch.tanh(gate(x)) * up(x)
         return x.square().mean()
 

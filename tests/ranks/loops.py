@@ -75,7 +75,8 @@ class Loop:
     def squares(self) -> Tensor:
         """A penalty on a parameter that is used outside of the model."""
         squares = self.model.head.weight.square().sum()
-        return squares.full_tensor() if self.mesh is not None else squares
+        found: Tensor = squares.full_tensor() if self.mesh is not None else squares
+        return found
 
     def record(self) -> Values:
         """What became of it: a collective."""

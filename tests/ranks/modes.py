@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from allpairspy import AllPairs
+from allpairspy import AllPairs  # type: ignore[import-untyped,unused-ignore]
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -158,11 +158,11 @@ def shared(mode: Mode, here: Here) -> Values:
     found: Values = {}
     with tempfile.TemporaryDirectory() as folder:
         stands_for = {DISK: folder, HERE: 0 if here.rank else "all"}
-        options = {
+        options: dict[str, Any] = {
             name: next((there for mark, there in stands_for.items() if value is mark), value)
             for name, value in mode.options.items()
         }
-        given = {"optimizer": optimizer} if mode.in_backward else {}
+        given: dict[str, Any] = {"optimizer": optimizer} if mode.in_backward else {}
         megacompile(model, mesh=here.mesh, device=here.device, **given, **options)
         schedule = LambdaLR(optimizer, lambda step: mode.decay**step)
         for step in range(STEPS):
@@ -236,7 +236,6 @@ TWO: dict[str, Mode] = {
     ),
     "resident, adapters": Mode(Adapted, {"resident": "all"}),
     "odd shapes, accumulating": Mode(Odd, micro=2),
-    "muon": Mode(optimizer=muon, near=ROUGH),
     "somebody's optimizer": Mode(optimizer=averaging, dtype=torch.float64),
 }
 CODE: dict[str, Mode] = {  # of Inductor
@@ -256,6 +255,7 @@ NUMBERS: dict[str, Mode] = {
         options={"resident": HERE, "compute_dtype": torch.bfloat16}, in_backward=True, near=ROUGH
     ),
     "grad_dtype": Mode(options={"grad_dtype": torch.bfloat16}, near=ROUGH),
+    "muon": Mode(optimizer=muon, near=ROUGH),
 }
 
 

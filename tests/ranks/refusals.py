@@ -28,7 +28,12 @@ def shared(here: Here, model: nn.Module | None = None, **options: Any) -> Any:
 
 def other_options(here: Here) -> None:
     """Those that all ranks need alike are named; what each may have of its own is not."""
-    others = {"state_dtype": "int8", "lookahead": 3, "whole_buckets": False, "lowering": "inductor"}
+    others: dict[str, Any] = {
+        "state_dtype": "int8",
+        "lookahead": 3,
+        "whole_buckets": False,
+        "lowering": "inductor",
+    }
     for name, value in others.items():
         with pytest.raises(OptionError, match=f"option '{name}' is .* in rank 0 and "):
             shared(here, **({name: value} if here.rank else {}))

@@ -285,7 +285,7 @@ def stored(states: str) -> Check:
         model, optimizer = shared(here, **STATES[states])
         train(model, optimizer, 0, here.rank)
         dcp.save(_states(model, optimizer), checkpoint_id=at / "dcp")
-        full = _states(model, optimizer, options=FULL)
+        full = copy.deepcopy(_states(model, optimizer, options=FULL))  # it has steps of the states
         then = contents(model, optimizer)
         train(model, optimizer, STEPS, 0)
         later = contents(model, optimizer)

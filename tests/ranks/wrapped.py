@@ -167,7 +167,7 @@ def passes_through(here: Here) -> None:
     state dicts are whole."""
     plain, ours = twins(Normed)
     megacompile(ours, mesh=here.mesh, device="cpu")
-    options = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+    options: Any = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
     wraps = [DistributedDataParallel(model, **options) for model in (plain, ours)]
     optimizers = [AdamW(model.parameters(), lr=0.01) for model in (plain, ours)]
     for k in range(2 * STEPS):

@@ -217,7 +217,7 @@ def test_gradients_that_are_freed_while_ranks_average_them_are_reported() -> Non
         waiting = [
             node
             for node in ops.nodes_of(graph, ops.free, ops.defer_free)
-            if mean in list(node.kwargs.get("after", ()))  # type: ignore[arg-type, call-overload]
+            if mean in list(node.kwargs.get("after", ()))  # type: ignore[arg-type]
         ]
         assert waiting
         for node in waiting:
