@@ -20,7 +20,7 @@ from tests.ranks.faults import CASES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BOUND_S = 60.0  # from the fault to the error, by default
-TIMEOUT_S = 400
+TIMEOUT_S = 500
 
 
 def test_faults_stop_all_ranks(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def check(found: dict[str, list[dict[str, Any]]]) -> None:
                 assert facts["kind"] == ("RankError" if case.others else ""), where
                 assert re.search(case.others.format(rank=rank), facts["error"]), where
             assert facts.get("seconds", 0) < BOUND_S, where
-            assert facts["ended_s"] < BOUND_S + 45, where  # with its start and its end
+            assert facts["ending_s"] < BOUND_S, where
             assert not Path(f"/proc/{facts['pid']}").exists(), where
     pids = [str(facts["pid"]) for ranks in found.values() for facts in ranks]
     shared = [path.name for path in Path("/dev/shm").iterdir()]
