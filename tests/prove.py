@@ -15,8 +15,8 @@ refused where others use the parameters, before anything is updated. Models, pla
 drawn by hypothesis; several interleavings (`--interleavings`) share these, because tracing takes
 most of the time.
 
-Of ranks, 2 to 4 are simulated in this process (`tests.rank_subject`, `tests.interconnect`). Each
-has data, a plan and an adversarial device of its own, and they meet in their collectives. With
+Of ranks, 2 to 4 are simulated in this process (`tests.ranks.subject`, `tests.ranks.interconnect`).
+Each has data, a plan and an adversarial device of its own, and they meet in their collectives. With
 `--cases`, there are a tenth as many cases of ranks, unless `--ranks` says how many.
 
 Programs of frames are user code around what Dynamo captures (`tests.frames`, which has a command
@@ -48,13 +48,13 @@ from hypothesis import strategies as st
 from megacompile import schedules
 from megacompile.ir.schedule import Schedule
 from megacompile.verify.proof import hazards
-from tests import adversary, loops, mutants_step, rank_subject
+from tests import adversary, loops, mutants_step
 from tests.frames import command as frames
 from tests.loops import Loop
 from tests.mutants import Harm, Truth, Verdict, mutate
 from tests.nets import Choice, Net
 from tests.originals import hand_made, planned, ran
-from tests.rank_subject import RankSubject, Shared
+from tests.ranks.subject import RankSubject, Shared, shared
 from tests.subject import Counts, Subject, plain_refuses
 
 
@@ -153,7 +153,7 @@ def prove_ranks(cases: int, seed: int, interleavings: int, *, shrink: bool = Fal
     def one(case: Shared, first: int, counts: Counts) -> None:
         check_ranks(case, interleavings, first, counts)
 
-    return _prove(rank_subject.shared(), one, cases, seed, interleavings, shrink)
+    return _prove(shared(), one, cases, seed, interleavings, shrink)
 
 
 def _prove(

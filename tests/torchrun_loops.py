@@ -2,13 +2,11 @@
 
 Trains a model plain and then megacompiled, each rank on rows of its own, and saves the losses and
 the parameters of both into `FOLDER/RANK`. With `mesh`, ranks share the megacompiled model, and
-nothing else of the loop changes; else a DistributedDataParallel is around it. Where a loop puts one
-around a model that ranks share, it passes through.
+nothing else of the loop changes; a DistributedDataParallel that it puts around passes through.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import warnings
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
@@ -70,50 +68,6 @@ class Normed(Classifier):
 def is_shared(model: nn.Module) -> bool:
     """Do ranks share it?"""
     return any(hasattr(param, "full_tensor") for param in model.parameters())
-
-
-def ddp(model: nn.Module, folder: Path) -> list[float]:
-    """A loop by hand."""
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DistributedSampler
-
-    wrapped = model if is_shared(model) else DistributedDataParallel(model)
-    data = DataLoader(Rows(), batch_size=4, sampler=DistributedSampler(Rows(), shuffle=False))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = []
-    for _, batch in zip(range(STEPS), data, strict=False):
-        loss = wrapped(**batch)["loss"]
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def wrapped(model: nn.Module, folder: Path) -> list[float]:
-    """A loop by hand that always wraps, accumulates, and evaluates in between."""
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DistributedSampler
-
-    whole = DistributedDataParallel(
-        model, find_unused_parameters=True, gradient_as_bucket_view=True
-    )
-    data = DataLoader(Rows(), batch_size=4, sampler=DistributedSampler(Rows(), shuffle=False))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = []
-    for index, batch in enumerate(data):
-        with contextlib.nullcontext() if index % 2 else whole.no_sync():
-            loss = whole(**batch)["loss"]
-            loss.backward()
-        losses.append(loss.item())
-        if index % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                losses.append(whole.eval()(**batch)["loss"].item())
-            whole.train()
-    return losses
 
 
 def trainer(model: nn.Module, folder: Path) -> list[float]:
@@ -212,8 +166,6 @@ def in_lightning(model: nn.Module, folder: Path, *, strategy: Any) -> list[float
 
 
 LOOPS = {
-    "ddp": ddp,
-    "wrapped": wrapped,
     "trainer": trainer,
     "accelerate": accelerate,
     "lightning": lightning,
@@ -223,13 +175,11 @@ LOOPS = {
 
 def main(name: str, folder: Path, *, mesh: bool) -> None:
     torch.set_num_threads(1)
-    if name in ("ddp", "wrapped"):
-        distributed.init_process_group("gloo")
     warnings.simplefilter("ignore")
     results: list[dict[str, Any]] = []
     for streamed in (False, True):
         torch.manual_seed(0)
-        model = Normed() if name in ("wrapped", "lightning") else Classifier()
+        model = Normed() if name == "lightning" else Classifier()
         loop = LOOPS[name]
         if streamed and mesh and name == "model_parallel":
             loop = model_parallel  # it makes the mesh

@@ -98,7 +98,12 @@ class _DiskOfRank:
 
 
 def agree_disks(
-    mesh: DeviceMesh, folder: str | None, told: Told, *, measured: bool
+    mesh: DeviceMesh,
+    folder: str | None,
+    told: Told,
+    *,
+    measured: bool,
+    load: Callable[[str], DiskRates] = load_disk,
 ) -> dict[int, SharedDisk]:
     """The disks of the ranks that have one, by the rank's number: a collective of all of them.
 
@@ -110,6 +115,7 @@ def agree_disks(
         folder: this one's, of scratch files; None: it has none.
         told: as in `agree`.
         measured: are rates needed? The same in all ranks.
+        load: gives the rates of a folder's disk.
 
     Raises:
         DiskError: no file can be made there, or it cannot be read or written.
@@ -126,7 +132,7 @@ def agree_disks(
     rates: dict[int, DiskRates | None] = {}
     if measured and users:
         firsts = [those[0].rank for those in users.values()]
-        mine = load_disk(folder) if folder is not None and rank in firsts else None
+        mine = load(folder) if folder is not None and rank in firsts else None
         rates = dict(told((rank, mine)))  # the others wait here
     disks = {}
     for those in users.values():
@@ -144,6 +150,8 @@ def agree(
     device: torch.device,
     told: Told,
     disks: Mapping[int, SharedDisk] | None = None,
+    *,
+    probe: Probe | None = None,
 ) -> Agreed | None:
     """The slowest rates of all ranks: a collective of all of them.
 
@@ -155,23 +163,25 @@ def agree(
         device: where this one computes.
         told: what each of them says; raises where one of them cannot go on.
         disks: what `agree_disks` has given.
+        probe: how ranks with GPUs measure. Default: `Probe()`.
     """
+    probe = probe or Probe()
     of_host, cuda = ranks_of_host(mesh), device.type == "cuda"
     here = told(host_of_rank()).count(host_of_rank())
-    mine = cached_of_rank(device, here) if cuda else cached(device)
-    found = told(_said(of_host, mine))
+    mine = probe.kept(device, here) if cuda else cached(device)
+    found = told(_said(mesh, of_host, mine))
     if any(hardware is None for *_, hardware in found):  # some must measure: all do, at once
         if not cuda:
             return None
-        mine = measure_of_rank(device, here, meet=lambda: told(None))
-        found = told(_said(of_host, mine))
+        mine = probe.measure(device, here, lambda: told(None))
+        found = told(_said(mesh, of_host, mine))
     ranks, shares = _with_hosts(found, disks or {}, together=cuda)
     slowest = _slowest(shares)
     if not cuda or len(ranks) == 1:  # which has no rank to gather from
         return Agreed(slowest, ranks)
-    gather_gb_s, start_s = _interconnect(mesh, device, told)
+    gather_gb_s, start_s = probe.gathers(mesh, device, told)
     slowest = slowest.with_interconnect(gather_gb_s)
-    network_gb_s = _network(mesh, device, told)
+    network_gb_s = probe.sums(mesh, device, told)
     slowest = replace(slowest, collective_s=start_s, network_gb_s=network_gb_s)
     return Agreed(slowest, ranks)
 
@@ -191,8 +201,8 @@ def told(mesh: DeviceMesh, value: Any) -> list[Any]:
 _Said = tuple[int, tuple[str, str], int, Hardware | None]
 
 
-def _said(of_host: int, hardware: Hardware | None) -> _Said:
-    return dist.get_rank(), host_of_rank(), of_host, hardware
+def _said(mesh: DeviceMesh, of_host: int, hardware: Hardware | None) -> _Said:
+    return mesh.get_rank(), host_of_rank(), of_host, hardware
 
 
 def _with_hosts(
@@ -241,41 +251,45 @@ def _slowest(rates: Sequence[Hardware]) -> Hardware:
     return Hardware(**found)
 
 
-def _interconnect(mesh: DeviceMesh, device: torch.device, told: Told) -> tuple[float, float]:
+def interconnect(
+    mesh: DeviceMesh, device: torch.device, told: Told, size_bytes: int = _BYTES
+) -> tuple[float, float]:
     """GB/s that a rank gets from the others in a gather, and seconds that a small one takes; the
     slowest rank's."""
     group = mesh.get_group(mesh.ndim - 1)
     count, rank = dist.get_world_size(group), dist.get_rank(group)
-    whole = torch.empty(_BYTES // count * count, dtype=torch.uint8, device=device)
+    whole = torch.empty(size_bytes // count * count, dtype=torch.uint8, device=device)
 
     def gather(size_bytes: int) -> None:
         place = whole[: size_bytes // count * count]
         compat.ALL_GATHER(place, place.chunk(count)[rank], group=group)
 
-    small_s, large_s = _slowest_s(gather, device, told)
+    small_s, large_s = _slowest_s(gather, size_bytes, device, told)
     return _gb_s(len(whole) * (count - 1) / count, large_s - small_s), small_s
 
 
-def _network(mesh: DeviceMesh, device: torch.device, told: Told) -> float | None:
+def network(
+    mesh: DeviceMesh, device: torch.device, told: Told, size_bytes: int = _BYTES
+) -> float | None:
     """GB/s that a rank gets from those with the same rows in a sum of its part, while all ranks of
     its host do that; the slowest rank's. None: no others have these rows."""
     if mesh.ndim == 1:
         return None
     group = mesh.get_group(0)
     count = dist.get_world_size(group)
-    part = torch.zeros(_BYTES // mesh.size(1), dtype=torch.uint8, device=device)
+    part = torch.zeros(size_bytes // mesh.size(1), dtype=torch.uint8, device=device)
 
     def add(size_bytes: int) -> None:
         dist.all_reduce(part[:size_bytes], group=group)
 
-    small_s, large_s = _slowest_s(add, device, told)
+    small_s, large_s = _slowest_s(add, size_bytes, device, told)
     return _gb_s(2 * len(part) * (count - 1) / count, large_s - small_s)
 
 
 def _slowest_s(
-    collective: Callable[[int], None], device: torch.device, told: Told
+    collective: Callable[[int], None], size_bytes: int, device: torch.device, told: Told
 ) -> tuple[float, float]:
-    """Seconds that a small and a large one takes in the slowest rank; of so many bytes each."""
+    """Seconds that a small one takes in the slowest rank, and one of so many bytes."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -290,10 +304,24 @@ def _slowest_s(
 
     told(None)  # all have their memory: no rank waits in a collective for one that has not
     small = statistics.median(seconds(_SMALL) for _ in range(2 * _REPEATS))
-    large = statistics.median(seconds(_BYTES) for _ in range(_REPEATS))
+    large = statistics.median(seconds(size_bytes) for _ in range(_REPEATS))
     small, large = map(max, zip(*told((small, large)), strict=True))
     return small, large
 
 
 def _gb_s(received: float, seconds: float) -> float:
     return received / max(seconds, 1e-9) / 1e9
+
+
+def _measured(device: torch.device, ranks: int, meet: Callable[[], object]) -> Hardware:
+    return measure_of_rank(device, ranks, meet=meet)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """How ranks with GPUs learn what they get."""
+
+    kept: Callable[[torch.device, int], Hardware | None] = cached_of_rank
+    measure: Callable[[torch.device, int, Callable[[], object]], Hardware] = _measured
+    gathers: Callable[[DeviceMesh, torch.device, Told], tuple[float, float]] = interconnect
+    sums: Callable[[DeviceMesh, torch.device, Told], float | None] = network

@@ -54,7 +54,13 @@ class Ranks:
 
     @staticmethod
     def of(mesh: DeviceMesh, device: torch.device) -> Ranks:
-        """This process on a mesh; `device` is where it computes. All of them call it."""
+        """This process on a mesh; `device` is where it computes. All of them call it.
+
+        A mesh whose collectives go by no process group gives its own, by a method `ranks_on`.
+        """
+        if hasattr(mesh, "ranks_on"):
+            own: Ranks = mesh.ranks_on(device)
+            return own
         shards = mesh.ndim - 1
         count = mesh.size(shards)
         joint = _joint(mesh, device)

@@ -22,9 +22,9 @@ from megacompile import compat
 from megacompile.ir.buckets import shard_shape
 from megacompile.ir.stream import Stream
 from tests import adversary, disks, loops, nets
-from tests.interconnect import Interconnect, Mesh, simulated, total
 from tests.loops import Loop, Result
 from tests.nets import Choice, Net
+from tests.ranks.interconnect import Interconnect, Mesh, total
 from tests.subject import Counts, InOrder, differences, kept, make_optimizer, streamed
 
 APART = 10  # numbers of micro-batches between those of one rank and the next
@@ -92,8 +92,7 @@ class Rank:
                     param.register_hook(functools.partial(self._mean, name))
             return
         choice = case.choices[rank]
-        with simulated():
-            self.device = streamed(self.model, choice, self.optimizer, Mesh(rank, interconnect))
+        self.device = streamed(self.model, choice, self.optimizer, Mesh(rank, interconnect))
         self.start = {k: v.clone() for k, v in self.model.state_dict().items()}
 
     def train(self) -> Result:

@@ -1,5 +1,5 @@
 """Checkpoints of the loops of others, of a model that two ranks share:
-`torchrun ... -m tests.torchrun_saves LOOP FOLDER cpu|cuda`.
+`torchrun ... -m tests.ranks.other_saves LOOP FOLDER cpu|cuda`.
 
 A loop trains `STEPS` steps and saves after `SAVED` of them, by its own means. Another one, of a
 model with other values, resumes from that. What each rank has of both goes to `FOLDER/RANK`, and
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from megacompile import megacompile
-from tests.torchrun_loops import whole
+from tests.ranks.here import Values, whole
 
 STEPS, SAVED = 4, 2
 
@@ -61,16 +61,16 @@ def tied(seed: int, device: str, *, mesh: bool = True) -> Any:
     return model
 
 
-def values(model: nn.Module) -> dict[str, Tensor]:
+def values(model: nn.Module) -> Values:
     """All of a model's parameters: a collective."""
-    return {name: whole(param).cpu() for name, param in model.named_parameters()}
+    return {name: whole(param) for name, param in model.named_parameters()}
 
 
-def states(optimizer: Any) -> list[dict[str, Tensor]]:
+def states(optimizer: Any) -> list[Values]:
     """All of an optimizer's states, in the order of its parameters: a collective."""
     inner = getattr(optimizer, "optimizer", optimizer)
     params = [p for group in inner.param_groups for p in group["params"]]
-    return [{key: whole(value).cpu() for key, value in inner.state[p].items()} for p in params]
+    return [{key: whole(value) for key, value in inner.state[p].items()} for p in params]
 
 
 def trainer(folder: Path, device: str) -> dict[str, Any]:

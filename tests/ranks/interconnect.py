@@ -14,22 +14,19 @@ from __future__ import annotations
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megacompile import api, compat
+from megacompile import compat
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.collectives import Collectives
-from megacompile.options import Options
 from megacompile.runtime.device.ranks import Ranks
-from megacompile.runtime.model import buckets
 
 T = TypeVar("T")
 
@@ -151,6 +148,14 @@ class Mesh(DeviceMesh):
         del mesh_dim
         return self.place
 
+    def ranks_on(self, device: torch.device) -> SimulatedRanks:
+        """What the runtime takes for the ranks of this mesh."""
+        agreement: Any = Agreement()
+        count = self.interconnect.count
+        agreement.ranks = tuple(range(count))
+        groups = (weakref.ref(self.interconnect),)
+        return SimulatedRanks(self, device, self.place, count, 1, groups, agreement)
+
 
 class Agreement:
     """Stands in for the runtime's: that no two collectives differ is seen where they meet."""
@@ -172,15 +177,6 @@ class Agreement:
 
 class SimulatedRanks(Ranks):
     """The runtime's `Ranks`, whose collectives go over an interconnect."""
-
-    @staticmethod
-    def on(mesh: Mesh) -> SimulatedRanks:
-        """One of them."""
-        agreement: Any = Agreement()
-        count = mesh.interconnect.count
-        agreement.ranks = tuple(range(count))
-        groups = (weakref.ref(mesh.interconnect),)
-        return SimulatedRanks(mesh, torch.device("cpu"), mesh.place, count, 1, groups, agreement)
 
     def gather(self, bucket: Bucket, whole: Tensor) -> None:
         """The real one; ranks must be in that of the same bucket."""
@@ -214,18 +210,3 @@ def total(values: Sequence[Tensor]) -> Tensor:
     for value in values[1:]:
         result += value
     return result
-
-
-@contextmanager
-def simulated() -> Iterator[None]:
-    """For its duration, models that get a `Mesh` are on simulated ranks."""
-
-    def ranks(options: Options) -> Ranks | None:
-        return SimulatedRanks.on(options.mesh) if isinstance(options.mesh, Mesh) else None
-
-    with (
-        mock.patch.object(buckets, "ranks_that_share", ranks),
-        mock.patch.object(api, "ranks_that_share", ranks),
-        mock.patch.object(api, "agree", lambda *_: None),
-    ):
-        yield

@@ -1,4 +1,4 @@
-"""Trainer, Accelerate and Lightning save what two processes share, and resume from it.
+"""Trainer, Accelerate and Lightning under torchrun: two gloo processes, plain and megacompiled.
 
 Those of the packages that are not there are skipped.
 """
@@ -6,39 +6,57 @@ Those of the packages that are not there are skipped.
 from __future__ import annotations
 
 import importlib.util
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megacompile import megacompile
-from megacompile.runtime.model import loops
-from tests import processes
-from tests.torchrun_saves import LOOPS, SAVED, STEPS
+from tests import processes, torchrun_loops
+from tests.ranks import other_saves
+from tests.ranks.here import Values, differing
+from tests.ranks.other_saves import SAVED, STEPS
 from tests.zoo import equal
 
 WORLD = 2
 TIMEOUT_S = 300
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(count=WORLD))]
-NEEDS = {"trainer": "accelerate", "accelerate": "accelerate", "lightning": "lightning"}
+
+
+def torchrun(module: str, loop: str, folder: Path, *how: str, device: str = "cpu") -> list[Any]:
+    """What each process found of a loop."""
+    package = {"trainer": "accelerate", "model_parallel": "lightning"}.get(loop, loop)
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}")
+    arguments = loop, str(folder), *how
+    processes.torchrun(module, *arguments, ranks=WORLD, timeout_s=TIMEOUT_S, device=device)
+    return [torch.load(folder / str(rank)) for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("how", ["ddp", "mesh"])
+@pytest.mark.parametrize("loop", torchrun_loops.LOOPS)
+def test_losses_and_parameters_are_the_plain_ones(loop: str, how: str, tmp_path: Path) -> None:
+    """A DistributedDataParallel is around the model; or ranks share it, and one line changes."""
+    ranks = torchrun("tests.torchrun_loops", loop, tmp_path, *(["mesh"] if how == "mesh" else []))
+    for plain, ours in ranks:
+        assert plain["schedules"] == 0 and ours["schedules"] > 0 and len(plain["losses"]) >= 4
+        if how == "ddp":
+            assert plain["losses"] == ours["losses"]
+        assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+        assert not differing(ours["params"], plain["params"], 0.0 if how == "ddp" else 1e-5)
+        for name, param in ours["params"].items():
+            if "running" not in name:  # a buffer is this rank's own when the last step is over
+                assert equal(param, ranks[0][1]["params"][name]), f"{name} differs between ranks"
+    assert ranks[0][1]["losses"] != ranks[1][1]["losses"] or loop == "trainer", "rows of its own"
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", other_saves.LOOPS)
 def test_a_run_resumes_from_what_loops_save(device: str, loop: str, tmp_path: Path) -> None:
     """It goes on as one that was never interrupted, in every bit; the files hold all of each
     tensor, and a plain model loads them."""
-    if importlib.util.find_spec(NEEDS[loop]) is None:
-        pytest.skip(f"needs {NEEDS[loop]}")
-    arguments = loop, str(tmp_path), device
-    processes.torchrun(
-        "tests.torchrun_saves", *arguments, ranks=WORLD, timeout_s=TIMEOUT_S, device=device
-    )
-    for found in (torch.load(tmp_path / str(rank)) for rank in range(WORLD)):
+    for found in torchrun("tests.ranks.other_saves", loop, tmp_path, device, device=device):
         params, states = found["first"]
         again, of_again = found["again"]
         assert not differing(params, again)
@@ -49,16 +67,7 @@ def test_a_run_resumes_from_what_loops_save(device: str, loop: str, tmp_path: Pa
     FILES[loop](tmp_path, found["saved"], params)
 
 
-def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """The tensors that are not equal in every bit, by name."""
-    return sorted(found.keys() ^ expected.keys()) or [
-        f"{name}: {float((value.double() - found[name].double()).abs().max()):.2g} apart"
-        for name, value in expected.items()
-        if not equal(value, found[name])
-    ]
-
-
-def pretrained(folder: Path) -> dict[str, Tensor]:
+def pretrained(folder: Path) -> Values:
     """What `from_pretrained()` finds."""
     from transformers import Qwen2ForCausalLM
 
@@ -67,7 +76,7 @@ def pretrained(folder: Path) -> dict[str, Tensor]:
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-def whole_states(found: Any, params: dict[str, Tensor]) -> bool:
+def whole_states(found: Any, params: Values) -> bool:
     """Has an optimizer's state dict all of each moment, as a plain optimizer loads it?"""
     moments = [state[key] for state in found["state"].values() for key in ("exp_avg", "exp_avg_sq")]
     shapes = sorted(tuple(moment.shape) for moment in moments)
@@ -75,7 +84,7 @@ def whole_states(found: Any, params: dict[str, Tensor]) -> bool:
     return {type(moment) for moment in moments} == {Tensor} and shapes == expected
 
 
-def of_trainer(folder: Path, saved: dict[str, Tensor], last: dict[str, Tensor]) -> None:
+def of_trainer(folder: Path, saved: Values, last: Values) -> None:
     for step, values in ((SAVED, saved), (STEPS, last)):
         checkpoint = folder / "out" / f"checkpoint-{step}"
         assert not differing(pretrained(checkpoint), values)
@@ -83,7 +92,7 @@ def of_trainer(folder: Path, saved: dict[str, Tensor], last: dict[str, Tensor]) 
     assert not differing(pretrained(folder / "model"), last)
 
 
-def of_accelerate(folder: Path, saved: dict[str, Tensor], last: dict[str, Tensor]) -> None:
+def of_accelerate(folder: Path, saved: Values, last: Values) -> None:
     from safetensors.torch import load_file
 
     state, model = (load_file(folder / at / "model.safetensors") for at in ("state", "model"))
@@ -93,7 +102,7 @@ def of_accelerate(folder: Path, saved: dict[str, Tensor], last: dict[str, Tensor
     assert whole_states(torch.load(folder / "state" / "optimizer.bin"), saved)
 
 
-def of_lightning(folder: Path, saved: dict[str, Tensor], last: dict[str, Tensor]) -> None:
+def of_lightning(folder: Path, saved: Values, last: Values) -> None:
     for step, values in ((SAVED, saved), (STEPS, last)):
         found = torch.load(folder / "out" / f"step={step}.ckpt", weights_only=False)
         ours = {name.removeprefix("model."): v for name, v in found["state_dict"].items()}
@@ -103,19 +112,3 @@ def of_lightning(folder: Path, saved: dict[str, Tensor], last: dict[str, Tensor]
 
 
 FILES = {"trainer": of_trainer, "accelerate": of_accelerate, "lightning": of_lightning}
-
-
-def test_a_loop_that_is_imported_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It moves the model first: from then on it saves what ranks share."""
-    loop = types.ModuleType("accelerate.checkpointing")
-    vars(loop)["load_model"] = stock = lambda model: model
-    model = megacompile(nn.Linear(2, 2), device="cpu")
-    monkeypatch.setattr(loops, "_SHARED", [])
-    monkeypatch.setattr(loops, "_TAKEN", set())
-    monkeypatch.setitem(sys.modules, "accelerate.checkpointing", loop)
-    model.to("cpu")
-    assert vars(loop)["load_model"] is stock, "no ranks share a model"
-    monkeypatch.setattr(loops, "_SHARED", [lambda model: []])
-    model.to("cpu")
-    ours = vars(loop)["load_model"]
-    assert ours is not stock and ours(model) is model

@@ -6,11 +6,11 @@ import functools
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megacompile.cli import main
@@ -26,34 +26,49 @@ from megacompile.plan.explanation import explanation
 from megacompile.plan.scenario import Scenario
 from tests.configs import CONFIG
 from tests.processes import group_of_one
-from tests.test_planner import Tower
 
 TOKENS = 2048
 RANKS = 4
 
 
+class Tower(nn.Module):
+    """Layers that are large enough for memory to matter, on meta."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(4096, 4096), nn.GELU()) for _ in range(6)]
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def program(replicas: int, **options: Any) -> Any:
+    """A tower whose layers live on the devices of hosts with four H200 each."""
+    model = Tower().to("meta", torch.bfloat16)
+    given = abstract_options(device="cpu", resident="all")
+    given = replace(given, mesh=PlannedMesh(RANKS, replicas), **options)
+    inputs = (torch.empty(TOKENS, 4096, device="meta", dtype=torch.bfloat16),)
+    (found,) = abstract_programs(model, inputs, options=given, hardware=H200)
+    return found
+
+
 @functools.cache
 def captured(replicas: int) -> Schedule:
-    """A tower whose layers live on the devices of hosts with four H200 each."""
-    model = Tower(depth=6).to("meta", torch.bfloat16)
-    options = abstract_options(device="cpu", resident="all")
-    options = replace(options, mesh=PlannedMesh(RANKS, replicas))
-    inputs = (torch.empty(TOKENS, 4096, device="meta", dtype=torch.bfloat16),)
-    (program,) = abstract_programs(model, inputs, options=options, hardware=H200)
-    return program.schedule()
+    schedule: Schedule = program(replicas).schedule()
+    return schedule
 
 
 @functools.cache
 def micro_batch(replicas: int, *, last: bool) -> Schedule:
     """One that adds to what is there."""
-    model = Tower(depth=6).to("meta", torch.bfloat16)
-    options = abstract_options(device="cpu", resident="all")
-    options = replace(options, mesh=PlannedMesh(RANKS, replicas), device_update=0.0)
-    inputs = (torch.empty(TOKENS, 4096, device="meta", dtype=torch.bfloat16),)
-    (program,) = abstract_programs(model, inputs, options=options, hardware=H200)
-    planned = program.planned(accumulate=True)
+    found = program(replicas, device_update=0.0)
+    planned = found.planned(accumulate=True)
     variant = replace(planned.variant, defers=not last)
-    return program.plans.schedule(planned.stages, planned.capture, variant)
+    schedule: Schedule = found.plans.schedule(planned.stages, planned.capture, variant)
+    return schedule
 
 
 def planned(replicas: int, gb_s: float | None = None, start_s: float = 0.0) -> Scenario:
@@ -126,9 +141,8 @@ def test_it_shares_the_link_to_the_host() -> None:
     assert h2d_s(100.0, of_replicas=True) == 0.75, "no faster than the link: it is another one"
 
 
-def test_ranks_measure_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone, a rank gets nothing; that two get something is in `tests.rank_explain`."""
-    monkeypatch.setattr(ranks, "_BYTES", 2**16)
+def test_one_replica_gets_nothing_from_others() -> None:
+    """That two get something: `tests/ranks/explain.py`."""
     sizes: list[Any] = []
 
     def told(value: Any) -> list[Any]:
@@ -136,10 +150,8 @@ def test_ranks_measure_it(monkeypatch: pytest.MonkeyPatch) -> None:
         return [value, (1.0, 3.0)] if value else [value] * 2
 
     with group_of_one():
-        mesh: Any = init_device_mesh("cpu", (1, 1))
-        assert ranks._network(mesh, torch.device("cpu"), told) == 0.0
-        one: Any = SimpleNamespace(ndim=1)
-        assert ranks._network(one, torch.device("cpu"), told) is None
+        mesh = init_device_mesh("cpu", (1, 1))
+        assert ranks.network(mesh, torch.device("cpu"), told, 2**16) == 0.0
     assert len(sizes) == 2 and sizes[0] is None, "nobody waits for one that has no memory"
 
 
@@ -176,21 +188,3 @@ def test_what_is_assumed_is_said() -> None:
     assert "on each of 4 x 4 ranks' NVIDIA H200" in text(planned(4))
     assert f"{line}\n" in text(planned(4, 12.5))
     assert "replicas" not in text(planned(1))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--hosts", "0"), "--hosts 0: needed 1 or more"),
-        (("--hosts", "2"), "--hosts 2: needed --gpus 2 or more, which share the model on each"),
-        (("--gpus", "2", "--network", "3"), "--network 3: needed GB/s, more than 0, and --hosts"),
-        (("--gpus", "2", "--hosts", "2", "--network", "nan"), "--network nan: needed GB/s, more"),
-        (("--gpus", "2", "--hosts", "2", "--network=-1"), "--network -1: needed GB/s, more than"),
-    ],
-)
-def test_hosts_that_are_refused(
-    config: str, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str
-) -> None:
-    assert main(["plan", config, *options]) == 2
-    said = capsys.readouterr().err
-    assert words in said and said.count("\n") == 1

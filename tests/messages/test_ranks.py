@@ -1,0 +1,354 @@
+"""What is said of ranks that share a model: the full text of each error, and how to provoke it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Adafactor, AdamW
+
+from megacompile import accumulate, megacompile
+from megacompile.cli import main
+from megacompile.cost.hardware import H200
+from megacompile.cost.slowest import RankRates, slow_rates
+from megacompile.errors import (
+    MegacompileError,
+    ModelError,
+    OptimizerError,
+    OptionError,
+    OptionTypeError,
+)
+from megacompile.plan.slow_ranks import SlowRank, last_text
+from megacompile.runtime.model.data_parallel import refuse_unreduced
+from megacompile.tracing.rank_steps import RankSteps, last_rank
+from tests.configs import CONFIG
+from tests.processes import group_of_one
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    with group_of_one(datetime.timedelta(seconds=20)):
+        yield init_device_mesh("cpu", (1,))
+
+
+def net() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def shared(mesh: Any, model: nn.Module | None = None, **options: Any) -> Any:
+    return megacompile(model or net(), mesh=mesh, device="cpu", **options)
+
+
+def step(model: Any) -> None:
+    model(torch.ones(3, 4)).square().mean().backward()
+
+
+def scalar() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    return model
+
+
+def hooked() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.weight.register_hook(lambda gradient: gradient)
+    return model
+
+
+def trained() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    return model
+
+
+def with_another_bias(mesh: DeviceMesh, make: Callable[[], torch.Tensor]) -> None:
+    model = shared(mesh)
+    step(model)
+    model[0].bias = nn.Parameter(make())
+    step(model)
+
+
+def divided_before(mesh: DeviceMesh) -> None:
+    """States that go by no rows."""
+    model = net()
+    optimizer = Adafactor(model.parameters())
+    step(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    shared(mesh, model)
+
+
+def steps_over_means(mesh: DeviceMesh) -> None:
+    model = shared(mesh)
+    optimizer = Adafactor(model.parameters())
+    step(model)
+    optimizer.step()
+
+
+def wrapped_with_update(mesh: DeviceMesh) -> None:
+    model = net()
+    DistributedDataParallel(megacompile(model, optimizer=AdamW(model.parameters())))
+
+
+def unreduced(**changed: Any) -> Callable[[DeviceMesh], None]:
+    case: dict[str, Any] = {
+        "computes_on": "cuda",
+        "lies_on": {"cpu"},
+        "others_on": {"cpu"},
+        "device_ids": None,
+        "reduces_on": {"cpu", "cuda"},
+    }
+    return lambda mesh: refuse_unreduced("Net", **case | changed)
+
+
+ERRORS: dict[str, tuple[Callable[[DeviceMesh], object], type[MegacompileError], str]] = {
+    "no mesh": (
+        lambda mesh: shared("cpu"),
+        OptionTypeError,
+        (
+            "megacompile(): option 'mesh' got 'cpu' (str); needed a DeviceMesh: "
+            'init_device_mesh("cpu", (world_size,)), after '
+            "torch.distributed.init_process_group()"
+        ),
+    ),
+    "three dimensions": (
+        lambda mesh: shared(init_device_mesh("cpu", (1, 1, 1))),
+        OptionError,
+        (
+            "megacompile(): got a mesh of 3 dimensions; needed one, which shards, or two: ranks"
+            " of the first replicate, ranks of the second shard"
+        ),
+    ),
+    "other devices": (
+        lambda mesh: shared(DeviceMesh("meta", [0], _init_backend=False)),
+        OptionError,
+        (
+            "megacompile(): got a mesh of 'meta' devices with device='cpu'; needed "
+            'init_device_mesh("cpu", (world_size,)), after '
+            "torch.distributed.init_process_group()"
+        ),
+    ),
+    "disk_weights": (
+        lambda mesh: shared(mesh, disk=".", disk_weights=True),
+        OptionError,
+        (
+            "megacompile(): got disk_weights=True with mesh=...; parts of parameters cannot lie"
+            " on a disk; leave one of them out (disk= works: optimizer states)"
+        ),
+    ),
+    "whole_buckets": (
+        lambda mesh: shared(None, whole_buckets=True),
+        OptionError,
+        (
+            "megacompile(): got whole_buckets=True without mesh=, and one process has whole "
+            "buckets anyway; leave it out, or give mesh="
+        ),
+    ),
+    "again": (
+        lambda mesh: megacompile(shared(mesh), device="cpu"),
+        OptionError,
+        (
+            "megacompile(): Sequential is megacompiled already, with other options (mesh: "
+            "{mesh} -> None); call it once, with the options you want"
+        ),
+    ),
+    "no dimension": (
+        lambda mesh: shared(mesh, scalar()),
+        ModelError,
+        (
+            "megacompile(): parameter Linear.scale has no dimension, so its rows cannot be "
+            "divided among ranks; needed shape (1,) or more: nn.Parameter(param.reshape(1))"
+        ),
+    ),
+    "meta": (
+        lambda mesh: shared(mesh, nn.Linear(2, 2, device="meta")),
+        ModelError,
+        (
+            "megacompile(): parameter Linear.weight is on the meta device, and mesh= was given;"
+            " needed values: checkpoint=folder reads each rank's rows; or build the model on "
+            "the CPU"
+        ),
+    ),
+    "hooks": (
+        lambda mesh: shared(mesh, hooked()),
+        ModelError,
+        (
+            "megacompile(): parameter Linear.weight has hooks, which would be lost when it "
+            "becomes a DTensor; register them after megacompile()"
+        ),
+    ),
+    "a gradient": (
+        lambda mesh: shared(mesh, trained()),
+        ModelError,
+        (
+            "megacompile(): parameter Linear.weight has a gradient, which is not divided among "
+            "ranks; megacompile() before the first backward, or optimizer.zero_grad()"
+        ),
+    ),
+    "a whole parameter": (
+        lambda mesh: with_another_bias(mesh, lambda: torch.zeros(6)),
+        ModelError,
+        (
+            "megacompile(): parameter Sequential.0.bias is whole, and ranks share this model; "
+            "needed placements (Shard(dim=0),) over its mesh: "
+            "nn.Parameter(torch.distributed.tensor.distribute_tensor(param, mesh, placements)),"
+            " and an optimizer that has it"
+        ),
+    ),
+    "another DTensor": (
+        lambda mesh: with_another_bias(
+            mesh, lambda: distribute_tensor(torch.zeros(6), mesh, [Replicate()])
+        ),
+        ModelError,
+        (
+            "megacompile(): parameter Sequential.0.bias is a DTensor of placements "
+            "(Replicate(),) over {mesh}, and ranks share this model; needed placements "
+            "(Shard(dim=0),) over its mesh: "
+            "nn.Parameter(torch.distributed.tensor.distribute_tensor(param, mesh, placements)),"
+            " and an optimizer that has it"
+        ),
+    ),
+    "states by no rows": (
+        divided_before,
+        OptionError,
+        (
+            "megacompile(): Adafactor has a state 'row_var' of shape (6, 1) for parameter "
+            "'0.weight' of shape (6, 4), and mesh= divides states by rows; needed the "
+            "parameter's shape: megacompile() before the first step, and load a checkpoint "
+            "after it"
+        ),
+    ),
+    "means over whole tensors": (
+        steps_over_means,
+        OptimizerError,
+        (
+            "Adafactor.step() computes with means over whole parameters, of which each rank has"
+            " a part (mesh=), and its own step takes no such parts; nothing was updated: use "
+            "AdamW with state_dtype='int8', or leave out mesh="
+        ),
+    ),
+    "nothing to mark": (
+        lambda mesh: accumulate(megacompile(net(), device="cpu")).__enter__(),
+        ModelError,
+        (
+            "accumulate(): Sequential was not megacompiled with optimizer=... or mesh=...; "
+            "without them every backward accumulates, and there is nothing to mark"
+        ),
+    ),
+    "DDP and optimizer=": (
+        wrapped_with_update,
+        ModelError,
+        (
+            "DistributedDataParallel(): Sequential is megacompiled with optimizer=, so that the"
+            " backward updates and gradients never leave the device, but "
+            "DistributedDataParallel would have to reduce them first; leave out optimizer= of "
+            "megacompile()"
+        ),
+    ),
+    "DDP over the host": (
+        unreduced(reduces_on={"cuda"}),
+        ModelError,
+        (
+            "DistributedDataParallel(): Net is megacompiled and its parameters are on the host,"
+            " where the process group cannot reduce their gradients (it has backends for cuda);"
+            ' write init_process_group("cpu:gloo,cuda:nccl") and DistributedDataParallel(model)'
+        ),
+    ),
+    "DDP with device_ids": (
+        unreduced(device_ids=[0]),
+        ModelError,
+        (
+            "DistributedDataParallel(): Net is megacompiled and its parameters are on the host,"
+            " so that it takes no device_ids or output_device, got [0]; write "
+            'init_process_group("cpu:gloo,cuda:nccl") and DistributedDataParallel(model): the '
+            "model moves its inputs to the device itself"
+        ),
+    ),
+    "DDP over both": (
+        unreduced(others_on={"cpu", "cuda"}),
+        ModelError,
+        (
+            "DistributedDataParallel(): Net is megacompiled and its parameters are on the host,"
+            " but others are on cuda; needed one type of device: megacompile the outermost "
+            'module, with resident=0 or resident="all"; and write '
+            'init_process_group("cpu:gloo,cuda:nccl") and DistributedDataParallel(model)'
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name: str, mesh: DeviceMesh) -> None:
+    provoke, error, text = ERRORS[name]
+    with pytest.raises(error) as raised:
+        provoke(mesh)
+    assert type(raised.value) is error and str(raised.value) == text.replace("{mesh}", str(mesh))
+
+
+# The command line.
+
+AND_HOSTS = "needed GB/s, more than 0, and --hosts 2 or more"
+REFUSED: dict[tuple[str, ...], str] = {
+    ("--hosts", "0"): "--hosts 0: needed 1 or more",
+    ("--hosts", "2"): "--hosts 2: needed --gpus 2 or more, which share the model on each host",
+    ("--gpus", "2", "--network", "3"): f"--network 3: {AND_HOSTS}",
+    ("--gpus", "2", "--hosts", "2", "--network", "nan"): f"--network nan: {AND_HOSTS}",
+    ("--gpus", "2", "--hosts", "2", "--network=-1"): f"--network -1: {AND_HOSTS}",
+}
+
+
+@pytest.mark.parametrize("options", REFUSED)
+def test_hosts_that_are_refused(
+    options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    assert main(["plan", str(path), *options]) == 2
+    assert capsys.readouterr().err == f"megacompile plan: {REFUSED[options]}\n"
+
+
+# What `explain` says of a slow rank.
+
+
+def test_a_slow_rank() -> None:
+    rates = [655, 657, 653, 610]
+    machines = [H200.replace(matmul_tflop_s=each, sustained=1.0) for each in rates]
+    (slow,) = slow_rates([RankRates(i, "aabb"[i], each) for i, each in enumerate(machines)])
+    assert (
+        SlowRank(slow, 0.05)
+        .text(with_host=True)
+        .startswith(
+            "3 (host b): matrix products at 610 TFLOP/s where the others reach 655; at that a step "
+            "would be 5% shorter"
+        )
+    )
+    late = [H200.replace(launch_s=each) for each in (8e-6, 4e-6, 4e-6)]
+    (slow,) = slow_rates([RankRates(i, "a", each) for i, each in enumerate(late)])
+    assert "at 8 us where the others take 4" in SlowRank(slow, 0.0).text(with_host=False)
+
+
+def steps(rank: int, waited_s: float, **busy_s: float) -> RankSteps:
+    return RankSteps(rank, "ab"[rank], 1.0, {"comm": 0.5, **busy_s}, (waited_s,))
+
+
+def test_a_rank_that_comes_last() -> None:
+    last = last_rank([steps(0, 0.3, h2d=0.3), steps(1, 0.1, h2d=0.9)])
+    assert last is not None and last_text(last, with_host=True) == (
+        "1 (host b) came last in 1 of 1 traced steps: its h2d is busy for 900 ms a step where the "
+        "others' is for 300 ms; the others wait 200 ms a step longer in collectives"
+    )
+    idle = last_rank([steps(0, 0.3, h2d=0.6), steps(1, 0.1, h2d=0.6)])
+    assert idle is not None and "no recorded op of it takes longer" in last_text(
+        idle, with_host=False
+    )

@@ -1,0 +1,336 @@
+"""Training by ranks that share a model, next to the plain model in the same process.
+
+Every rank trains on micro-batches of its own. The plain model has those of all ranks: it averages
+the gradients of what they do at once, as ranks do, so that both are equal in every bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from allpairspy import AllPairs  # type: ignore[import-untyped,unused-ignore]
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from megacompile import accumulate, megacompile
+from tests.ranks.here import Check, Here, Values, contents, differing, number, same_in_all, wherever
+from tests.ranks.here import whole as whole_of
+from tests.ranks.nets import Adapted, Convolutions, Frozen, Odd, Tied, Wide, Words
+
+STEPS = 3
+LR = 0.01
+ROUGH = 0.05  # bfloat16, or states in 8 bits whose blocks begin elsewhere
+NEAR = 1e-6  # what sums of another order round otherwise: norms of parts, updates in the backward
+DISK = object()  # in options: a folder
+HERE = object()  # in options: 'all' in the first rank, 0 in the others
+NARROW = {"state_dtype": "int8"}
+COMPILED = {"lowering": "inductor"}
+
+
+class Averaging(Optimizer):
+    """As a package of somebody else has it: plain Python, on tensors of any kind."""
+
+    def __init__(self, params: Any, lr: float = LR) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state["average"] = torch.zeros_like(param)
+                average: Tensor = state["average"]
+                average.lerp_(param.grad, 0.1)
+                param.add_(average.sign() * average.abs().sqrt(), alpha=-group["lr"])
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return AdamW(trained(model), lr=LR)
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return SGD(trained(model), lr=0.1, momentum=0.9)
+
+
+def muon(model: nn.Module) -> Optimizer:
+    """It computes with whole matrices."""
+    return Muon([p for p in trained(model) if p.dim() == 2], lr=LR)
+
+
+def adagrad(model: nn.Module) -> Optimizer:
+    """It has states before it steps."""
+    return Adagrad(trained(model), lr=LR)
+
+
+def averaging(model: nn.Module) -> Optimizer:
+    return Averaging(trained(model))
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a model is trained.
+
+    Attributes:
+        net: makes it, always with the same values.
+        options: of `megacompile`.
+        in_backward: the optimizer is given to `megacompile` as `optimizer=`.
+        micro: batches before a step.
+        marks: `accumulate()` is around all of them but the last, with a step of its own too.
+        clip: the largest norm of all gradients.
+        near: what is as near as this, relative to a tensor's norm, is equal; 0: every bit is.
+        decay: of the learning rate, each step.
+    """
+
+    net: Callable[[], nn.Module] = Words
+    options: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Callable[[nn.Module], Optimizer] = adamw
+    in_backward: bool = False
+    micro: int = 1
+    marks: bool = False
+    dtype: torch.dtype = torch.float32
+    clip: float = 0.0
+    near: float = 0.0
+    decay: float = 1.0
+
+    @property
+    def tolerance(self) -> float:
+        rounds = self.in_backward or self.clip or "lowering" in self.options
+        return max(self.near, NEAR if rounds else 0.0)
+
+
+def batch(net: Any, step: int, index: int) -> Tensor:
+    """A micro-batch: the `index`-th of a step."""
+    words: Tensor = net.batch(torch.Generator().manual_seed(1000 * step + index))
+    return words
+
+
+def made(mode: Mode) -> Any:
+    """The model before training."""
+    torch.manual_seed(0)
+    return mode.net().to(mode.dtype)
+
+
+def plain(mode: Mode, here: Here) -> Values:
+    """Train the plain model; gives this rank's losses too."""
+    model = made(mode).to(here.device)
+    optimizer = mode.optimizer(model)
+    schedule = LambdaLR(optimizer, lambda step: mode.decay**step)
+    found: Values = {}
+    for step in range(STEPS):
+        sums: dict[nn.Parameter, Tensor] = {}
+        for k in range(mode.micro):
+            several = []
+            for rank in range(here.count):
+                model.zero_grad()
+                x = batch(model, step, rank * mode.micro + k).to(here.device)
+                loss = model(x) / mode.micro
+                loss.backward()
+                several.append([param.grad for param in model.parameters()])
+                if rank == here.rank:
+                    found[f"loss {step}.{k}"] = loss.detach().cpu()
+            for param, *grads in zip(model.parameters(), *several, strict=True):
+                if grads[0] is not None:
+                    mean = functools.reduce(torch.add, grads) / here.count
+                    sums[param] = sums[param] + mean if param in sums else mean
+        for param in model.parameters():
+            param.grad = sums.get(param)
+        _step(mode, model, optimizer, f"norm {step}", found)
+        schedule.step()
+    return found | contents(model, optimizer)
+
+
+def shared(mode: Mode, here: Here) -> Values:
+    """The same of the model that ranks share."""
+    model = made(mode)
+    optimizer = mode.optimizer(model)
+    found: Values = {}
+    with tempfile.TemporaryDirectory() as folder:
+        stands_for = {DISK: folder, HERE: 0 if here.rank else "all"}
+        options: dict[str, Any] = {
+            name: next((there for mark, there in stands_for.items() if value is mark), value)
+            for name, value in mode.options.items()
+        }
+        given: dict[str, Any] = {"optimizer": optimizer} if mode.in_backward else {}
+        megacompile(model, mesh=here.mesh, device=here.device, **given, **options)
+        schedule = LambdaLR(optimizer, lambda step: mode.decay**step)
+        for step in range(STEPS):
+            for k in range(mode.micro):
+                x = batch(model, step, here.rank * mode.micro + k).to(here.device)
+                marked = (mode.in_backward or mode.marks) and k < mode.micro - 1
+                with accumulate(model) if marked else nullcontext():
+                    loss = model(x) / mode.micro
+                    loss.backward()
+                found[f"loss {step}.{k}"] = loss.detach().cpu()
+            _step(mode, model, optimizer, f"norm {step}", found)
+            schedule.step()
+        apart = HERE in mode.options.values()
+        return found | contents(model, optimizer, wherever if apart else whole_of)
+
+
+def _step(mode: Mode, model: nn.Module, optimizer: Optimizer, name: str, found: Values) -> None:
+    if mode.clip:
+        found[name] = number(nn.utils.clip_grad_norm_(trained(model), mode.clip))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def check(mode: Mode) -> Check:
+    """Ranks train as the plain model does, in this mode."""
+
+    def as_plain(here: Here) -> None:
+        expected = plain(mode, here)
+        torch.compiler.reset()
+        ours = shared(mode, here)
+        near = mode.tolerance if here.count == 2 else max(mode.tolerance, NEAR)
+        wrong = differing(ours, expected, near)
+        assert not wrong, "\n".join(wrong)
+        same_in_all(here, {name: v for name, v in ours.items() if not name.startswith("loss")})
+
+    return as_plain
+
+
+def checks(modes: Mapping[str, Mode], *, pairs: bool = False) -> dict[str, Check]:
+    """Of each mode; with `pairs` by 2 x 2 ranks."""
+
+    def bound(mode: Mode) -> Check:
+        return (lambda here: check(mode)(here.pairs)) if pairs else check(mode)
+
+    return {f"{name}{', 2 x 2' if pairs else ''}": bound(mode) for name, mode in modes.items()}
+
+
+def gathered_and_whole(mode: Mode) -> Check:
+    """Copies of whole buckets give what gathers give, in every bit."""
+
+    def equal_in_every_bit(here: Here) -> None:
+        expected = shared(mode, here)
+        torch.compiler.reset()
+        whole = replace(mode, options={**mode.options, "whole_buckets": True})
+        wrong = differing(shared(whole, here), expected)
+        assert not wrong, "\n".join(wrong)
+
+    return equal_in_every_bit
+
+
+EXACT = Mode(clip=0.5, decay=0.9)
+TWO: dict[str, Mode] = {
+    "in every bit": Mode(Frozen, decay=0.9, options={"disk": DISK}),
+    "clipped, whole buckets": Mode(clip=0.5, options={"whole_buckets": True}),
+    "accumulating, in the backward": Mode(micro=2, in_backward=True),
+    "8 bits, in the backward, on a disk": Mode(
+        Wide, {**NARROW, "disk": DISK}, in_backward=True, near=ROUGH
+    ),
+    "resident in one, in the backward": Mode(
+        Tied, {"resident": HERE, "lookahead": 1}, in_backward=True
+    ),
+    "resident, adapters": Mode(Adapted, {"resident": "all"}),
+    "odd shapes, accumulating": Mode(Odd, micro=2),
+    "somebody's optimizer": Mode(optimizer=averaging, dtype=torch.float64),
+}
+CODE: dict[str, Mode] = {  # of Inductor
+    "compiled": Mode(options=COMPILED, dtype=torch.float64),
+    "compiled, resident in one, in the backward": Mode(
+        options={"resident": HERE, **COMPILED}, in_backward=True, dtype=torch.float64
+    ),
+    "compiled, 8 bits": Mode(Wide, {**NARROW, **COMPILED}, near=ROUGH),
+    "compiled, odd shapes, accumulating": Mode(Odd, COMPILED, micro=2, dtype=torch.float64),
+}
+NUMBERS: dict[str, Mode] = {
+    "float32 states": Mode(
+        options={"state_dtype": torch.float32}, dtype=torch.bfloat16, near=ROUGH
+    ),
+    "compute_dtype": Mode(options={"compute_dtype": torch.bfloat16}, near=ROUGH),
+    "compute_dtype, resident in one, in the backward": Mode(
+        options={"resident": HERE, "compute_dtype": torch.bfloat16}, in_backward=True, near=ROUGH
+    ),
+    "grad_dtype": Mode(options={"grad_dtype": torch.bfloat16}, near=ROUGH),
+    "muon": Mode(optimizer=muon, near=ROUGH),
+}
+
+
+def pairs(**given: Any) -> dict[str, Mode]:
+    """Models, optimizers and options, so that any two of these come together in some mode."""
+    values: dict[str, list[Any]] = {
+        "net": [Words, Tied, Odd, Frozen, Adapted, Wide, Convolutions],
+        "place": [{}, {"disk": DISK}, {"resident": "all"}, {"resident": HERE}],
+        "optimizer": [adamw, sgd, adagrad],
+        "in_backward": [False, True],
+        "micro": [1, 2],
+        "activations": ["auto", "keep", "recompute", "offload"],
+        "states": [{}, NARROW],
+    }
+
+    def is_one(row: list[Any]) -> bool:
+        of = dict(zip(values, row, strict=False))
+        own = of.get("optimizer") is adagrad  # which neither updates in the backward nor has 8 bits
+        return not (own and (of.get("in_backward") or of.get("states")))
+
+    found = {}
+    for row in AllPairs(list(values.values()), filter_func=is_one):
+        net, place, optimizer, in_backward, micro, activations, states = row
+        options = {**place, **states, "activations": activations}
+        rounds = in_backward or net is Convolutions  # whose kernels go by alignment
+        near = ROUGH if states else 1e-5 if rounds else 0.0
+        mode = Mode(net, options, optimizer, in_backward, micro, near=near, **given)
+        held = {DISK: "disk", HERE: "one"}.get(next(iter(place.values()), None), place)
+        parts = (net.__name__, held, optimizer.__name__, in_backward, micro, activations, states)
+        found[" ".join(map(str, parts))] = mode
+    return found
+
+
+WHOLE: dict[str, Mode] = {  # with gathers, and with copies of whole buckets
+    "exact": EXACT,
+    "8 bits, in the backward, on a disk": TWO["8 bits, in the backward, on a disk"],
+    "tied, in the backward": Mode(Tied, in_backward=True),
+    "odd shapes, accumulating": TWO["odd shapes, accumulating"],
+    "adapters": Mode(Adapted),
+    "compiled": CODE["compiled"],
+}
+FOUR: dict[str, Mode] = {
+    "exact": EXACT,
+    "odd shapes": Mode(Odd),
+    "8 bits, on a disk": Mode(Wide, {**NARROW, "disk": DISK}, near=ROUGH),
+    "states on a disk, in the backward": Mode(options={"disk": DISK}, in_backward=True),
+    "adapters": Mode(Adapted),
+    "frozen": Mode(Frozen),
+}
+REPLICATED: dict[str, Mode] = {
+    "exact": Mode(micro=2, marks=True, clip=0.5),
+    "in the backward": Mode(micro=2, in_backward=True),
+    "odd shapes, resident": Mode(Odd, {"resident": "all"}, micro=3, marks=True),
+    "8 bits, resident, in the backward": Mode(
+        Wide, {**NARROW, "resident": "all"}, micro=2, in_backward=True, near=ROUGH
+    ),
+    "resident in one, in the backward": Mode(
+        Tied, {"resident": HERE, "lookahead": 1}, micro=2, in_backward=True, dtype=torch.float64
+    ),
+    "adapters, in the backward": Mode(Adapted, micro=2, in_backward=True),
+}
+MORE_REPLICATED: dict[str, Mode] = {
+    "compiled": Mode(options=COMPILED, dtype=torch.float64, micro=2, marks=True),
+    "compiled, in the backward": Mode(
+        options=COMPILED, dtype=torch.float64, micro=2, in_backward=True
+    ),
+    **pairs(marks=True),
+}
+ON_GPUS: dict[str, Mode] = {  # of two: each way by which parts come and gradients go
+    "exact": replace(EXACT, near=NEAR),
+    "in the backward": Mode(in_backward=True),
+    "resident": Mode(options={"resident": "all"}, near=NEAR),
+    "8 bits, in the backward, on a disk": TWO["8 bits, in the backward, on a disk"],
+    "adapters": Mode(Adapted, near=NEAR),
+    "odd shapes, accumulating": Mode(Odd, micro=2, near=NEAR),
+    "whole buckets": Mode(options={"whole_buckets": True}, near=NEAR),
+    "compiled": CODE["compiled"],
+}

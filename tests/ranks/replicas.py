@@ -1,0 +1,271 @@
+"""Micro-batches of ranks that replicate what others shard: 2 x 2 of them.
+
+A backward that another one follows sums over the ranks that shard alone. The last one sums over
+replicas, once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD, AdamW
+
+import megacompile as package
+from megacompile import accumulate, megacompile
+from megacompile.errors import ModelError, OptimizerError
+from megacompile.runtime.params.unsummed import unsummed
+from tests.ranks.here import Check, Here, Values, differing, gradients, whole
+
+WIDTH = 5
+RANKS = 4
+ROWS = 4  # of all ranks together
+NEAR = 1e-11  # of float64
+
+
+class Net(nn.Module):
+    """Some layers, one of which a call may leave out, with a graph break in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, layers: int = 3) -> Tensor:
+        x = x + torch.tanh(self.layers[0](x))
+        x = x + torch.tanh(self.layers[1](x))
+        torch._dynamo.graph_break()
+        if layers > 2:
+            x = x + torch.tanh(self.layers[2](x))
+        return x.square().mean()
+
+
+class Loop:
+    """A model that 2 x 2 ranks share, or the plain one (without `here`) with the rows of all."""
+
+    def __init__(self, here: Here | None, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.here = here
+        self.model: Any = Net().double()
+        if here is not None:
+            megacompile(self.model, mesh=here.mesh, device=here.device, **options)
+        self.params: dict[str, nn.Parameter] = dict(self.model.named_parameters())
+        self.seen: list[Tensor] = []
+        self.counts: list[int] = []
+
+    def loss(self, number: int, layers: int) -> Tensor:
+        """Of a micro-batch."""
+        generator = torch.Generator().manual_seed(number)
+        rows = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+        if self.here is not None:
+            rows = rows.chunk(RANKS)[self.here.rank].to(self.here.device)
+        loss: Tensor = self.model(rows, layers)
+        return loss
+
+    def backward(self, micro: Micro) -> None:
+        """Of a micro-batch; with its hook."""
+        if micro.zeroes is not None:
+            SGD(self.params.values()).zero_grad(set_to_none=micro.zeroes)
+            self.counts.append(self.waiting())
+        if micro.before:
+            (micro.before * self.params["layers.2.weight"].square().sum()).backward()
+        marked = self.here is not None and not micro.last
+        hooks = {"sees": self.keep, "changes": lambda gradient: gradient * 1.0}
+        weight = self.params["layers.1.weight"]
+        handles = [weight.register_hook(hooks[micro.hook])] if micro.hook else []
+        with accumulate(self.model) if marked else nullcontext():
+            losses = [self.loss(number, micro.layers) for number in micro.numbers]
+            if micro.penalty:
+                squares: Any = self.params["layers.0.weight"].square().sum()
+                whole_of_them = squares if self.here is None else squares.full_tensor()
+                losses.append(micro.penalty * whole_of_them)
+            torch.stack(losses).sum().backward()
+            if micro.asks:  # for a gradient, and for that of one parameter alone
+                (asked,) = torch.autograd.grad(self.loss(7, 3), [self.params["layers.0.bias"]])
+                self.keep(asked)
+                self.loss(8, 3).backward(inputs=[self.params["layers.1.bias"]])
+        for handle in handles:
+            handle.remove()
+        self.counts.append(self.waiting())
+
+    def keep(self, gradient: Tensor) -> None:
+        """As a hook: note what it sees."""
+        self.seen.append(whole(gradient))
+
+    def waiting(self) -> int:
+        """How many gradients wait for their sum over replicas."""
+        return sum(unsummed(param.grad) for param in self.params.values())
+
+    def found(self) -> Values:
+        """All gradients, and what hooks saw: a collective."""
+        return gradients(self.model) | {f"seen {i}": each for i, each in enumerate(self.seen)}
+
+
+@dataclass(frozen=True)
+class Micro:
+    """A micro-batch: its rows, and what else is done with it.
+
+    Attributes:
+        numbers: of its calls of the model, which are in one loss.
+        zeroes: gradients are zeroed before it, to None or in place.
+        before: the factor of a penalty that has a backward of its own before it.
+        hook: on a parameter, for its duration, which looks or has a part in the gradient.
+        penalty: the factor of one in its loss.
+    """
+
+    numbers: tuple[int, ...]
+    last: bool = False
+    layers: int = 3
+    zeroes: bool | None = None
+    before: float = 0.0
+    hook: str = ""
+    penalty: float = 0.0
+    asks: bool = False
+
+
+LAST = Micro((1,), last=True)
+# Micro-batches, and how many of 6 gradients lack their sum behind each, and behind each zeroing.
+LOOPS: dict[str, tuple[list[Micro], list[int]]] = {
+    "behind one that was summed": (
+        [Micro((0,), last=True), Micro((1,)), Micro((2,)), Micro((3,), last=True)],
+        [0, 6, 6, 0],
+    ),
+    "the last does not come to all": ([Micro((0,)), replace(LAST, layers=2)], [6, 0]),
+    "hooks see means": (  # of the other graph the sum waits
+        [Micro((0,), hook="sees"), replace(LAST, hook="sees")],
+        [2, 0],
+    ),
+    "a hook at last": ([Micro((0,)), replace(LAST, hook="changes")], [6, 0]),
+    "penalties": ([Micro((0,), before=0.3, penalty=0.1), replace(LAST, penalty=0.2)], [0, 0]),
+    "a penalty at last": ([Micro((0,)), replace(LAST, penalty=0.2)], [6, 0]),
+    "two calls in a loss": ([Micro((0, 1)), Micro((2, 3), last=True)], [0, 0]),
+    "somebody asks in between": ([Micro((0,), asks=True), LAST], [5, 0]),
+    "zeroed, and in place": (
+        [Micro((0,)), Micro((2,), zeroes=True), replace(LAST, zeroes=False)],
+        [6, 0, 6, 0, 0],
+    ),
+}
+OPTIONS: dict[str, dict[str, Any]] = {"streamed": {}, "resident": {"resident": "all"}}
+
+
+def looped(name: str, kind: str) -> Check:
+    """A loop's gradients are those of the plain model, and summed when they are due."""
+
+    def as_plain(here: Here) -> None:
+        plain, ours = Loop(None), Loop(here.pairs, **OPTIONS[kind])
+        micros, counts = LOOPS[name]
+        for micro in micros:
+            plain.backward(micro)
+            ours.backward(micro)
+        compiled = here.device == "cuda" and name == "two calls in a loss"  # both wait there
+        assert ours.counts == ([6, 0] if compiled else counts), ours.counts
+        assert not differing(ours.found(), plain.found(), NEAR)
+
+    return as_plain
+
+
+def refused(kind: str) -> Check:
+    """Who needs a gradient that is not summed yet is told so, and everything goes on after that."""
+
+    def is_refused(here: Here) -> None:
+        loop, plain = Loop(here.pairs, **OPTIONS[kind]), Loop(None)
+        params, weight = list(loop.params.values()), loop.params["layers.0.weight"]
+        optimizer = AdamW(params, lr=0.01)
+        before = [whole(param) for param in params]
+        loop.backward(Micro((0,)))
+        grad: Any = weight.grad
+        uses: dict[str, Callable[[], object]] = {
+            "step": optimizer.step,
+            "clip": lambda: clip_grad_norm_(params, 1.0),
+            "norm": lambda: grad.norm(),
+            "part": lambda: grad.to_local(),
+            "multiply": lambda: grad.mul_(0.5),
+            "print": lambda: repr(grad),
+            "penalty": lambda: weight.square().sum().backward(),
+        }
+        for use in uses.values():
+            with pytest.raises(OptimizerError, match=r"'layers\.0\.weight'"):
+                use()
+        with pytest.raises(ModelError, match="Net"):
+            package.unmegacompile(loop.model)
+        assert tuple(grad.shape) == (WIDTH, WIDTH) and not optimizer.state
+        assert all(a.equal(whole(b)) for a, b in zip(before, params, strict=True))
+        loop.backward(LAST)
+        plain.backward(Micro((0,)))
+        plain.backward(LAST)
+        assert not differing(loop.found(), plain.found(), NEAR)
+        optimizer.step()
+
+    return is_refused
+
+
+def announced(here: Here) -> None:
+    """A loop of Accelerate says which micro-batch is the last, and a step comes before that all the
+    same: with `optimizer=` too."""
+
+    class GradientState:  # as in Accelerate, one for the process
+        sync_gradients = True
+
+    module: Any = ModuleType("accelerate.state")
+    module.GradientState = lambda: GradientState
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "accelerate.state", module)
+        here = here.pairs
+        model = Net().double()
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        megacompile(model, mesh=here.mesh, device=here.device, optimizer=optimizer)
+        x = torch.ones(2, WIDTH, dtype=torch.float64, device=here.device)
+        GradientState.sync_gradients = False
+        model(x).backward()
+        with pytest.raises(OptimizerError, match="AdamW"):
+            optimizer.step()
+        GradientState.sync_gradients = True
+        model(x).backward()
+        optimizer.step()
+        assert len(optimizer.state) == 6
+
+
+def traced(*, in_backward: bool) -> Check:
+    """In a step of two micro-batches both sum over the ranks that shard, and the last over
+    replicas."""
+
+    def once(here: Here) -> None:
+        here = here.pairs
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        options: Any = {"optimizer": optimizer} if in_backward else {}
+        megacompile(model, mesh=here.mesh, device=here.device, **options)
+        x = torch.ones(2, WIDTH, device=here.device)
+        labels: list[str] = []
+        for _ in range(2):
+            with package.trace(model) as trace:
+                with accumulate(model):
+                    model(x).sum().backward()
+                model(x).sum().backward()
+                optimizer.step()
+            optimizer.zero_grad()
+            labels = [span.op.name for span in trace.spans if "REDUCE" in span.op.name]
+        first = [f"{k}REDUCE_SCATTER" for k in (2, 1, 0)]
+        last = [f"{k}{name}" for k in (2, 1, 0) for name in ("REDUCE_SCATTER", "ALL_REDUCE")]
+        assert labels[:3] == first and sorted(labels[3:]) == sorted(last)
+
+    return once
+
+
+FOUR: dict[str, Check] = {
+    **{name: looped(name, "streamed") for name in LOOPS},
+    "resident, behind one that was summed": looped("behind one that was summed", "resident"),
+    "resident, a penalty at last": looped("a penalty at last", "resident"),
+    "refused, streamed": refused("streamed"),
+    "refused, resident": refused("resident"),
+    "announced": announced,
+    "traced": traced(in_backward=False),
+    "traced, in the backward": traced(in_backward=True),
+}
