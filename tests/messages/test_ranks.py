@@ -147,11 +147,11 @@ ERRORS: dict[str, tuple[Callable[[DeviceMesh], object], type[MegacompileError], 
         ),
     ),
     "whole_buckets": (
-        lambda mesh: shared(None, whole_buckets=True),
-        OptionError,
+        lambda mesh: shared(mesh, whole_buckets=True),
+        OptionTypeError,
         (
-            "megacompile(): got whole_buckets=True without mesh=, and one process has whole "
-            "buckets anyway; leave it out, or give mesh="
+            "megacompile(): whole_buckets= was removed; leave it out; ranks gather their parts of "
+            "a bucket on the GPUs"
         ),
     ),
     "again": (

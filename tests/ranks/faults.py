@@ -11,14 +11,12 @@ read.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -108,22 +106,6 @@ def is_killed(loop: Loop, odd: bool) -> None:
     if odd:
         kill()
     loop.steps(2)
-
-
-def fails_in_an_update(loop: Loop, odd: bool) -> None:
-    """In the background; the others copy whole buckets, and wait for the update of its rows."""
-    adam: Any = importlib.import_module("torch.optim.adam")
-    stock = adam.adam
-
-    def fail(*args: Any, **options: Any) -> Any:
-        if threading.current_thread() is threading.main_thread():
-            return stock(*args, **options)
-        time.sleep(2)  # until the other ranks wait for it
-        raise ValueError("bad update")
-
-    if odd:
-        adam.adam = fail
-    loop.steps(2, clip=False)
 
 
 def rank_0_is_killed(loop: Loop, odd: bool) -> None:
@@ -227,26 +209,15 @@ class Fault:
     ranks: int = 2
     timeout_s: float | None = None
     always: bool = False
-    whole_buckets: bool = False
     detect_anomaly: bool = False
 
 
-WHOLE = r"rank {rank} waits in \S+PREFETCH_WHOLE@\d of .* of the forward of Net for rank "
 WAITS = r"rank {rank} waits in \S+ALL_GATHER@\d of .* of the forward of Net for rank "
 KILLED = r"which was killed \(process \d+\)"
 LATE = r"1, which has not come there .* has done nothing for"
 DIFFER = r"collective \d+ is .* in rank \d and .* in rank \d; needed the same"
 CASES: dict[str, Fault] = {
-    "is_killed": Fault(
-        is_killed, "none", WHOLE + f"2, {KILLED}", 3, always=True, whole_buckets=True
-    ),
-    "fails_in_an_update": Fault(
-        fails_in_an_update,
-        "OptimizerError",
-        WHOLE + "1, which raised OptimizerError: ",
-        always=True,
-        whole_buckets=True,
-    ),
+    "is_killed": Fault(is_killed, "none", WAITS + f"2, {KILLED}", 3, always=True),
     "is_killed_with_the_store": Fault(
         rank_0_is_killed, "RankError", "store .* does not answer|which was killed", always=True
     ),
@@ -306,7 +277,7 @@ def run_rank(name: str, rank: int, port: int, result: Path, kind: str) -> None:
     )
     began_s = time.monotonic()
     facts: dict[str, Any] = {"error": "", "kind": ""}
-    options = {"whole_buckets": case.whole_buckets, "detect_anomaly": case.detect_anomaly}
+    options = {"detect_anomaly": case.detect_anomaly}
     try:
         loop = Loop(rank, world, kind, **options)
         loop.steps(1)

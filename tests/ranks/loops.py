@@ -215,22 +215,9 @@ def check(name: str, **options: Any) -> Check:
     return as_plain
 
 
-def gathered_and_whole(name: str) -> Check:
-    """Copies of whole buckets give what gathers give, in every bit."""
-
-    def equal_in_every_bit(here: Here) -> None:
-        expected = run(name, here, here.count)
-        torch.compiler.reset()
-        wrong = differing(run(name, here, here.count, whole_buckets=True), expected)
-        assert not wrong, "\n".join(wrong)
-
-    return equal_in_every_bit
-
-
 ALWAYS = ("gradients", "hooks", "tensors")
 TWO: dict[str, Check] = {name: check(name) for name in ALWAYS}
 MORE: dict[str, Check] = {
     **{name: check(name) for name in LOOPS if name not in ALWAYS},
     **{f"compiled, {name}": check(name, lowering="inductor") for name in LOOPS},
 }
-WHOLE: dict[str, Check] = {f"whole, {name}": gathered_and_whole(name) for name in LOOPS}

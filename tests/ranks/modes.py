@@ -210,23 +210,10 @@ def checks(modes: Mapping[str, Mode], *, pairs: bool = False) -> dict[str, Check
     return {f"{name}{', 2 x 2' if pairs else ''}": bound(mode) for name, mode in modes.items()}
 
 
-def gathered_and_whole(mode: Mode) -> Check:
-    """Copies of whole buckets give what gathers give, in every bit."""
-
-    def equal_in_every_bit(here: Here) -> None:
-        expected = shared(mode, here)
-        torch.compiler.reset()
-        whole = replace(mode, options={**mode.options, "whole_buckets": True})
-        wrong = differing(shared(whole, here), expected)
-        assert not wrong, "\n".join(wrong)
-
-    return equal_in_every_bit
-
-
 EXACT = Mode(clip=0.5, decay=0.9)
 TWO: dict[str, Mode] = {
     "in every bit": Mode(Frozen, decay=0.9, options={"disk": DISK}),
-    "clipped, whole buckets": Mode(clip=0.5, options={"whole_buckets": True}),
+    "clipped": Mode(clip=0.5),
     "accumulating, in the backward": Mode(micro=2, in_backward=True),
     "8 bits, in the backward, on a disk": Mode(
         Wide, {**NARROW, "disk": DISK}, in_backward=True, near=ROUGH
@@ -289,14 +276,6 @@ def pairs(**given: Any) -> dict[str, Mode]:
     return found
 
 
-WHOLE: dict[str, Mode] = {  # with gathers, and with copies of whole buckets
-    "exact": EXACT,
-    "8 bits, in the backward, on a disk": TWO["8 bits, in the backward, on a disk"],
-    "tied, in the backward": Mode(Tied, in_backward=True),
-    "odd shapes, accumulating": TWO["odd shapes, accumulating"],
-    "adapters": Mode(Adapted),
-    "compiled": CODE["compiled"],
-}
 FOUR: dict[str, Mode] = {
     "exact": EXACT,
     "odd shapes": Mode(Odd),
@@ -331,6 +310,5 @@ ON_GPUS: dict[str, Mode] = {  # of two: each way by which parts come and gradien
     "8 bits, in the backward, on a disk": TWO["8 bits, in the backward, on a disk"],
     "adapters": Mode(Adapted, near=NEAR),
     "odd shapes, accumulating": Mode(Odd, micro=2, near=NEAR),
-    "whole buckets": Mode(options={"whole_buckets": True}, near=NEAR),
     "compiled": CODE["compiled"],
 }

@@ -31,7 +31,6 @@ def other_options(here: Here) -> None:
     others: dict[str, Any] = {
         "state_dtype": "int8",
         "lookahead": 3,
-        "whole_buckets": False,
         "lowering": "inductor",
     }
     for name, value in others.items():

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.ranks import copies, explain, loops, modes, refusals, replicas, states, wrapped
+from tests.ranks import explain, loops, modes, refusals, replicas, states, wrapped
 from tests.ranks.here import Check, Here
 
 TIMEOUT = datetime.timedelta(seconds=60)  # of a collective that another rank never comes to
@@ -27,14 +27,12 @@ PARTS: dict[str, dict[str, Check]] = {
         **refusals.TWO,
         **explain.TWO,
         **loops.TWO,
-        **copies.TWO,
         **wrapped.TWO,
         **modes.checks(modes.TWO),
     },
     "more": {**states.MORE, **modes.checks(modes.pairs() | modes.NUMBERS | modes.CODE)},
     "loops": {**loops.TWO, **loops.MORE},
-    "copies": copies.MORE,
-    "four": {**modes.checks(modes.FOUR), **states.FOUR, **refusals.FOUR, **copies.FOUR},
+    "four": {**modes.checks(modes.FOUR), **states.FOUR, **refusals.FOUR},
     "replicas": {**modes.checks(modes.REPLICATED, pairs=True), **replicas.FOUR},
     "more replicas": modes.checks(modes.MORE_REPLICATED, pairs=True),
     "store": states.STORE,

@@ -94,8 +94,6 @@ def test_a_mesh_that_is_none(group: None, mesh_of: Callable[[], Any], error: Any
 def test_options_that_do_not_go_together(mesh: DeviceMesh, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="disk_weights"):
         shared(mesh, disk=tmp_path, disk_weights=True)
-    with pytest.raises(OptionError, match="whole_buckets"):
-        megacompile(net(), device="cpu", whole_buckets=True)
     model = shared(mesh)
     assert megacompile(model, mesh=mesh, device="cpu") is model
     with pytest.raises(OptionError, match="already"):

@@ -31,7 +31,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("part", ["more", "loops", "copies"])
+@pytest.mark.parametrize("part", ["more", "loops"])
 def test_more_of_two_ranks(part: str, tmp_path: Path) -> None:
     torchrun(part, 2, tmp_path)
 

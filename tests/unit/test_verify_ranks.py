@@ -16,7 +16,6 @@ from megacompile.ir.buckets import Slot
 from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
-from megacompile.ir.tokens import token_of
 from megacompile.ir.values import producer
 from megacompile.verify.hazard import HazardKind
 from megacompile.verify.proof import hazards
@@ -24,7 +23,6 @@ from megacompile.verify.ranks import hazards_of_ranks, verify_ranks
 from tests.actions import parse
 from tests.capturing import after_templates
 
-EVERY = frozenset(range(5))
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "reuse": {"reuse": True, "accumulate": True},
@@ -74,15 +72,11 @@ def collectives(graph: fx.Graph) -> list[fx.Node]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("whole", [frozenset(), EVERY], ids=["gathered", "whole"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_what_the_passes_make_is_right(name: str, whole: frozenset[int], ranks: int) -> None:
-    options = OPTIONS[name]
-    schedules = [built(ranks=ranks, rank=i, whole=whole, **options) for i in range(ranks)]
+def test_what_the_passes_make_is_right(name: str, ranks: int) -> None:
+    schedules = [built(ranks=ranks, rank=i, **OPTIONS[name]) for i in range(ranks)]
     for schedule in schedules:
         assert hazards(schedule) == []
-        copies = ops.nodes_of(schedule.forward, ops.prefetch_whole)
-        assert len(copies) == (len(whole - options.get("resident", frozenset())))
         assert len(collectives(backward_of(schedule))) >= 5
     verify_ranks(schedules)
 
@@ -126,8 +120,6 @@ OTHER: dict[str, tuple[Schedule, Schedule]] = {
     "another lookahead": (built(), built(rank=1, lookahead=1)),
     "no backward": (built(), replace(built(rank=1), backward=None)),
     "a later backward sums": (built(replicas=2), built(replicas=2, rank=1, **DEFERRED)),
-    "one bucket is gathered": (built(whole=EVERY), built(rank=1, whole=EVERY - {2})),
-    "all are gathered": (built(whole=EVERY), built(rank=1)),
 }
 
 
@@ -186,19 +178,16 @@ def test_a_spoilt_gather_is_reported(
         assert kind in kinds(mutant), (k, hazards(mutant))
 
 
-@pytest.mark.parametrize("whole", [frozenset(), EVERY], ids=["gathered", "whole"])
 @pytest.mark.parametrize("name", ["plain", "two slots", "reuse"])
-def test_a_slot_that_is_refilled_before_its_readers_are_done_is_reported(
-    name: str, whole: frozenset[int]
-) -> None:
+def test_a_slot_that_is_refilled_before_its_readers_are_done_is_reported(name: str) -> None:
     """Every edge that a copy waits for: what it overwrites may still be read."""
     readers = (ops.forward, ops.recompute, ops.backward)
     tried = 0
     for graph in ("forward", "backward"):
-        copies = built(whole=whole, **OPTIONS[name]).graphs[graph]
-        for k in range(len(ops.nodes_of(copies, ops.prefetch_shard, ops.prefetch_whole))):
-            mutant = built(whole=whole, **OPTIONS[name])
-            copy = ops.nodes_of(mutant.graphs[graph], ops.prefetch_shard, ops.prefetch_whole)[k]
+        copies = built(**OPTIONS[name]).graphs[graph]
+        for k in range(len(ops.nodes_of(copies, ops.prefetch_shard))):
+            mutant = built(**OPTIONS[name])
+            copy = ops.nodes_of(mutant.graphs[graph], ops.prefetch_shard)[k]
             after: Any = copy.kwargs.get("after", ())
             kept = tuple(n for n in after if producer(n).target not in readers)
             if kept != tuple(after):
@@ -276,38 +265,3 @@ def test_a_backward_that_leaves_the_sum_to_a_later_one_only_keeps(
     for mean in ops.nodes_of(graph, ops.all_reduce):
         without_sum(graph, mean)
     assert {hazard.label.lstrip("01234") for hazard in unsummed(mutant)} == {label}
-
-
-# Whole copies.
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_whole_copy_that_waits_for_no_update_is_reported(name: str) -> None:
-    """Its token stands for the last writes of all ranks. In a backward the forward has waited."""
-    options = {"whole": EVERY, **OPTIONS[name]}
-    for k in range(len(ops.nodes_of(built(**options).forward, ops.prefetch_whole))):
-        mutant = built(**options)
-        copy = ops.nodes_of(mutant.forward, ops.prefetch_whole)[k]
-        after: Any = copy.kwargs["after"]
-        kept = tuple(node for node in after if token_of(node) is None)
-        assert len(kept) < len(after)
-        copy.kwargs = {"after": kept}
-        assert HazardKind.READ_TOO_EARLY in kinds(mutant), (k, after)
-
-
-def test_a_whole_copy_of_what_ranks_do_not_map_is_reported() -> None:
-    schedule = built(whole=EVERY)
-    mutant = replace(schedule, plan=replace(schedule.plan, whole=EVERY - {1}))
-    assert kinds(mutant) == {HazardKind.WRONG_WEIGHTS}
-
-
-def test_a_copy_that_no_collective_parts_from_an_update_is_reported() -> None:
-    """The sum of a bucket's gradients comes ahead of a copy of its weights."""
-    options = {"whole": EVERY, **OPTIONS["update"]}
-    copies = ops.nodes_of(backward_of(built(**options)), ops.prefetch_whole)
-    for k in range(len(copies)):
-        mutant = built(**options)
-        graph = backward_of(mutant)
-        graph.output_node().prev.append(ops.nodes_of(graph, ops.prefetch_whole)[k])
-        assert HazardKind.UPDATED_TOO_EARLY in kinds(mutant)
-    assert copies
