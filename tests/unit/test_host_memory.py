@@ -230,6 +230,10 @@ def test_what_is_computed_from_the_values_comes_at_once() -> None:
     assert not filling(bucket)
 
 
+def constant(value: float) -> Callable[[object], float]:
+    return lambda _: value
+
+
 def test_states_do_not_overlap_and_plans_count_what_they_take() -> None:
     for seed in range(25):
         rng = random.Random(seed)
