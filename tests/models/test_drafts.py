@@ -119,11 +119,11 @@ def test_a_draft_predicts_what_the_schedule_of_its_choice_does(
             assert what == "computes_s" or made[what] == value, (choice, what)
     assert (ops.actions(drafts.graphs.forward), len(drafts.graphs.forward.nodes)) == before
     # what ops wait for is the same on every machine
-    made = drafts.of(Choice(2, device_update=0.4))
-    script = Script([made], asked.optimizer, fused=True)
+    draft = drafts.of(Choice(2, device_update=0.4))
+    script = Script([draft], asked.optimizer, fused=True)
     slow = H200.replace(update_gb_s=9.0, h2d_gb_s=5.0, matmul_tflop_s=99.0, memory_gb_s=500.0)
     for machine in (H200, slow):
-        alone = simulate(made, machine, optimizer=asked.optimizer, steps=3)
+        alone = simulate(draft, machine, optimizer=asked.optimizer, steps=3)
         again = simulate_script(script, machine, steps=3)
         assert again.events == alone.events and again.step_s == alone.step_s
 

@@ -246,9 +246,7 @@ def test_states_do_not_overlap_and_plans_count_what_they_take() -> None:
         rng.shuffle(chosen)
         dtype = rng.choice((torch.float32, torch.bfloat16))
         states = bucket.states_like(dict.fromkeys(chosen, dtype), pin=False)
-        assert states.whole.numel() == flat_bytes(
-            layout, chosen, lambda _, d=dtype: float(d.itemsize)
-        )
+        assert states.whole.numel() == flat_bytes(layout, chosen, constant(dtype.itemsize))
         last, start = 0, states.whole.data_ptr() if chosen else 0
         for i in sorted(chosen):
             at = states.tensors[i].data_ptr() - start
