@@ -116,7 +116,7 @@ def lined(count: int, seed: int) -> list[Schedule]:
     rng = random.Random(seed)
     found = []
     for _ in range(count):
-        stages = rng.randint(2, 5)
+        stages = rng.randint(2, 4)
         some = [frozenset(i for i in range(stages) if rng.random() < 0.3) for _ in range(3)]
         update, lookahead, offload = rng.random() < 0.3, rng.randint(1, 3), rng.random() < 0.4
         found.append(
@@ -144,8 +144,9 @@ def lined(count: int, seed: int) -> list[Schedule]:
     return found
 
 
-def hand_made(count: int, seed: int) -> list[Schedule]:
-    """Random schedules of `tests.schedules`, which no pass makes."""
+def hand_made(count: int, seed: int, *, stages: int = 6) -> list[Schedule]:
+    """Random schedules of `tests.schedules`, of so many stages at most; no pass makes them."""
+    most = stages
     rng = random.Random(seed)
 
     def some(stages: int) -> frozenset[int]:
@@ -153,7 +154,7 @@ def hand_made(count: int, seed: int) -> list[Schedule]:
 
     found = []
     for _ in range(count):
-        stages = rng.randint(1, 6)
+        stages = rng.randint(1, most)
         spec = Spec(
             stages=stages,
             slots=rng.randint(2, 4),

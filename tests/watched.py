@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -15,7 +15,7 @@ Look = Callable[[FrameType], None]
 
 
 @contextlib.contextmanager
-def watched(looks: dict[Callable[..., Any], Look]) -> Iterator[None]:
+def watched(looks: Mapping[Any, Look]) -> Iterator[None]:
     """For its duration, this thread's calls of some functions are looked at before they begin.
 
     Once a look has raised, nothing more is looked at.

@@ -27,7 +27,7 @@ from megacompile.errors import AnomalyError, OptimizerError, OptionTypeError
 from tests import inside, zoo
 from tests.training import take_steps
 from tests.watched import Countdown
-from tests.zoo import WIDTH, Block, Stack, assert_same, batch, equal, step
+from tests.zoo import WIDTH, Block, Stack, assert_same, batch, differences, equal, step
 
 
 class Planted(Exception):
@@ -100,7 +100,7 @@ def test_a_failed_step_leaves_no_tensors() -> None:
     model.zero_grad()
     step(model, batch(0))
     before = _tensors()
-    for k in range(0, count, 5):
+    for k in range(0, count, 9):
         model.zero_grad()
         with pytest.raises(Planted), ops.failing(k, Planted()):
             step(model, batch(0))
@@ -111,7 +111,7 @@ def test_a_failed_step_leaves_no_tensors() -> None:
 
 def _tensors() -> int:
     gc.collect()
-    return sum(isinstance(item, Tensor) for item in gc.get_objects())
+    return sum(issubclass(type(item), Tensor) for item in gc.get_objects())
 
 
 def test_training_goes_on_behind_a_failed_step() -> None:
@@ -216,7 +216,7 @@ def test_code_of_the_user_may_fail() -> None:
             take_steps(model, optimizers[1], 1, start=done + 2)
         optimizers[1].zero_grad()
         take_steps(model, optimizers[1], 1, start=done + 2)
-        assert_same(plain, model), name
+        assert not differences(plain, model), name
         done += 3
 
 

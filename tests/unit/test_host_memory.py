@@ -23,7 +23,8 @@ from megacompile.runtime.params.fill import Fill, Filling
 from tests.layouts import layout_of
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-SIZE = 3 * CHUNK_BYTES + 5 * mmap.PAGESIZE
+SIZE = 3 * CHUNK_BYTES + 5 * mmap.PAGESIZE  # that threads share
+LITTLE = CHUNK_BYTES + 5 * mmap.PAGESIZE
 CPU = torch.device("cpu")
 
 
@@ -47,11 +48,11 @@ def pages(address: int, size_bytes: int) -> int:
 @pytest.mark.parametrize("refused", [False, True])
 def test_every_page_is_there_and_nothing_changes(refused: bool) -> None:
     """Also where the kernel does not know the request."""
-    memory = made()
+    memory = made(LITTLE)
     memory[CHUNK_BYTES + 7] = 42
-    assert pages(memory.data_ptr(), SIZE) < 2 * 512
+    assert pages(memory.data_ptr(), LITTLE) < 2 * 512
     touch(memory, advise=(lambda *_: -1) if refused else None)
-    assert pages(memory.data_ptr(), SIZE) == SIZE // mmap.PAGESIZE
+    assert pages(memory.data_ptr(), LITTLE) == LITTLE // mmap.PAGESIZE
     assert int(memory.sum()) == 42
 
 
@@ -127,12 +128,12 @@ def test_pages_are_there_before_they_are_locked(pin: bool, monkeypatch: pytest.M
 
     fake = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda address: 0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
-    buffer = HostBuffer(SIZE, pin=pin)
+    buffer = HostBuffer(LITTLE, pin=pin)
     if not pin:
         assert not locked
-        buffer.bytes(SIZE)[3] = 7
+        buffer.bytes(LITTLE)[3] = 7
         buffer.lock()
-        assert int(buffer.bytes(SIZE).sum()) == 7
+        assert int(buffer.bytes(LITTLE).sum()) == 7
     ((count, size_bytes),) = locked
     assert buffer.locked and count == size_bytes // mmap.PAGESIZE
     del buffer

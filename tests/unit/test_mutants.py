@@ -93,8 +93,8 @@ def test_random_edits_are_judged_as_brute_force_judges_them(
 
 def test_every_harmful_mutant_is_reported_and_nothing_else() -> None:
     """Mutants of graphs, and as many of updates and of what joins graphs."""
-    schedules = originals.hand_made(20, seed=1) + originals.lined(14, seed=1)
-    counts = prove.prove_verify(160, 1, schedules, of_steps=140)
+    schedules = originals.hand_made(20, seed=1, stages=4) + originals.lined(12, seed=1)
+    counts = prove.prove_verify(170, 1, schedules, of_steps=130)
     assert counts.missed == [] and counts.false_alarms == 0, str(counts)
     assert counts.step is not None
     for each in (counts, counts.step):
