@@ -106,15 +106,15 @@ class Fault:
 
 
 def rows(text: str) -> list[Fault]:
-    """Of the table: a title "name | schedule", lines of edits, and lines "! found; found"."""
+    """Of the table: "name | schedule | edits", or these on lines below; lines "! found; found"."""
     faults = []
     for row in re.split(r"\n(?=[^\s])", text):
         if not row.startswith("=="):
             title, *lines = row.strip().splitlines()
-            name, of = title.split(" | ")
-            edits = " ".join(line.strip() for line in lines if not line.startswith("    ! "))
+            name, of, *edits = title.split(" | ")
+            edits += [line.strip() for line in lines if not line.startswith("    ! ")]
             found = [line.removeprefix("    ! ") for line in lines if line.startswith("    ! ")]
-            faults.append(Fault(name, of, edits, tuple("; ".join(found).split("; "))))
+            faults.append(Fault(name, of, " ".join(edits), tuple("; ".join(found).split("; "))))
     return faults
 
 
