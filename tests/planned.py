@@ -46,11 +46,10 @@ def planned(line: str, *, training: bool = True, inductor: bool = False, **given
     for code in (g.graph for t in schedule.templates for g in t.graphs.values()):
         if not list(code.nodes):
             code.output(())  # what computes nothing takes no time, either
-    if not training:
-        schedule = replace(schedule, tangents=())
+    schedule = PASSES.differentiate(schedule) if training else replace(schedule, tangents=())
     variant = Variant(schedule.tangents, **{"keep_last": True, **taken[Variant]})
     passes = pipeline.Pipeline(Setting(options), ())
-    return passes.planned(PASSES.differentiate(schedule), variant, Choice(**taken[Choice]))
+    return passes.planned(schedule, variant, Choice(**taken[Choice]))
 
 
 def without_gradients(schedule: Schedule, stages: Collection[int]) -> Schedule:

@@ -199,7 +199,7 @@ def _deep(disk_saved: bool | None, activations: str) -> Any:
 
 def states_bytes(of: Any, choice: Choice) -> int:
     """Host memory where all states are on the disk."""
-    return of.host_bytes(replace(choice, on_disk=frozenset(b.key for b in of.buckets)))
+    return int(of.host_bytes(replace(choice, on_disk=frozenset(b.key for b in of.buckets))))
 
 
 @pytest.mark.parametrize("activations", ["auto", "offload"])

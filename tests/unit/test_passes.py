@@ -61,6 +61,7 @@ class Case:
         plan: dict[str, Any] = {
             name: frozenset(options.pop(name)) for name in _PLAN if name in options
         }
+        plan |= {name: options.pop(name) for name in _DELAYS if name in options}
         stubs = {f.name: options.pop(f.name) for f in fields(Stubs) if f.name in options}
         schedule = without_gradients(parse(self.line, **stubs), options.pop("still", ()))
         schedule = replace(schedule, plan=Plan(**plan))
@@ -71,6 +72,7 @@ class Case:
 
 
 _PLAN = ("keep", "resident", "device_update", "offload")
+_DELAYS = ("saved_delay", "state_delay")
 
 
 def _rows(table: str) -> Iterator[Case]:
