@@ -410,6 +410,8 @@ def test_what_lies_on_a_disk_is_counted_and_shown() -> None:
     states = planned(LINE, **DISKS["states"])
     sets = states.plan.state_sets
     assert sets >= 3 and host_memory(states, cost)[Kind.STAGED] == sets * 2 * 4096
+    ahead = planned(LINE + " 6F 7F", on_disk=frozenset(range(8)), update=True, lookahead=4)
+    assert ahead.plan.state_sets == 6, "five are in use, and one more is written"
     assert f"each step reads {format_bytes(6 * 2 * size)} there and writes as much" in str(states)
     assert "3WRITE_STATE" in states.table() and "READ_STATE" in states.to_dot()
     assert "rs3 = read_state(bucket_3, after=(states_3,))" in states.code()
