@@ -12,9 +12,11 @@ import hypothesis
 from hypothesis import strategies as st
 
 from megacompile.ir.schedule import Schedule
+from megacompile.options import Activations
 from tests import inside, nets
 from tests.capturing import capture
 from tests.nets import Choice, Net
+from tests.planned import planned as planned_line
 from tests.schedules import Spec, build
 from tests.subject import Counts, InOrder, Subject, plain_refuses
 
@@ -109,8 +111,42 @@ def _plan(rng: random.Random, buckets: int) -> dict[str, Any]:
     }
 
 
-def hand_made(count: int, seed: int) -> list[Schedule]:
-    """Random schedules of `tests.schedules`, which no pass makes."""
+def lined(count: int, seed: int) -> list[Schedule]:
+    """`count` schedules that the passes make of random lines and plans; nothing is captured."""
+    rng = random.Random(seed)
+    found = []
+    for _ in range(count):
+        stages = rng.randint(2, 4)
+        some = [frozenset(i for i in range(stages) if rng.random() < 0.3) for _ in range(3)]
+        update, lookahead, offload = rng.random() < 0.3, rng.randint(1, 3), rng.random() < 0.4
+        found.append(
+            planned_line(
+                " ".join(f"{i}F" for i in range(stages)),
+                reads={stages - 1: f"{stages - 1} 0"} if rng.random() < 0.3 else {},
+                random=some[0],
+                resident=some[1],
+                on_disk=some[2] - some[1],
+                keep=rng.randint(0, stages),
+                rerun=rng.choice((0, 0, 2)),
+                offload=stages if offload else 0,
+                saved_on_disk=stages if offload and rng.random() < 0.7 else 0,
+                saved_on_host=rng.choice((0, 0, 2)),
+                activations=Activations.OFFLOAD if offload else Activations.AUTO,
+                accumulate=rng.random() < 0.35,
+                reuse=rng.random() < 0.4,
+                update=update,
+                device_update=0.0 if update else rng.choice((0.0, 0.5, 1.0)),
+                lookahead=lookahead,
+                slots=lookahead + 1 + rng.randint(0, 2),
+                inductor=rng.random() < 0.5,
+            )
+        )
+    return found
+
+
+def hand_made(count: int, seed: int, *, stages: int = 6) -> list[Schedule]:
+    """Random schedules of `tests.schedules`, of so many stages at most; no pass makes them."""
+    most = stages
     rng = random.Random(seed)
 
     def some(stages: int) -> frozenset[int]:
@@ -118,7 +154,7 @@ def hand_made(count: int, seed: int) -> list[Schedule]:
 
     found = []
     for _ in range(count):
-        stages = rng.randint(1, 6)
+        stages = rng.randint(1, most)
         spec = Spec(
             stages=stages,
             slots=rng.randint(2, 4),

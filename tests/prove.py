@@ -47,7 +47,7 @@ from hypothesis import strategies as st
 
 from megacompile import schedules
 from megacompile.ir.schedule import Schedule
-from megacompile.verify.proof import hazards
+from megacompile.verify.proof import HazardKind, hazards
 from tests import adversary, loops, mutants_step
 from tests.frames import command as frames
 from tests.loops import Loop
@@ -201,12 +201,17 @@ class Mutants:
     edits: collections.Counter[tuple[str, bool]] = dataclasses.field(  # name of the edit, harmful
         default_factory=collections.Counter
     )
+    # of each harmful mutant, what `verify` says
+    kinds: list[frozenset[HazardKind]] = dataclasses.field(default_factory=list)
 
-    def count(self, verdict: Verdict, reported: bool, edits: str, name: str = "") -> None:
-        """One more."""
-        harmful = verdict.harm in (Harm.WRONG, Harm.CRASH)
+    def count(
+        self, verdict: Verdict, kinds: frozenset[HazardKind], edits: str, name: str = ""
+    ) -> None:
+        """One more, of which `verify` says something, or nothing."""
+        harmful, reported = verdict.harm in (Harm.WRONG, Harm.CRASH), bool(kinds)
         self.judged[verdict.harm, reported] += 1
         self.edits[name, harmful] += 1
+        self.kinds += [kinds] if harmful else []
         if harmful and not reported:
             self.missed.append(f"missed: {verdict.graph}: {edits} ({verdict.why})")
 
@@ -257,16 +262,20 @@ def prove_verify(
     for _ in range(mutants):
         truth = rng.choice(truths)
         mutant, edits = mutate(truth.schedule, rng)
-        counts.count(truth.judge(mutant), bool(hazards(mutant)), edits)
+        counts.count(truth.judge(mutant), _kinds(mutant), edits)
     counts.step = Mutants(collections.Counter())
     stepping = [truth for truth in truths if truth.schedule.backward is not None]
     for _ in range(of_steps):
         truth = rng.choice(stepping)
         mutant, name, edits = mutants_step.mutate(truth.schedule, rng)
         verdict = truth.judge(mutant, alone=False)
-        counts.step.count(verdict, bool(hazards(mutant)), edits, name)
+        counts.step.count(verdict, _kinds(mutant), edits, name)
     counts.missed += counts.step.missed
     return counts
+
+
+def _kinds(schedule: Schedule) -> frozenset[HazardKind]:
+    return frozenset(hazard.kind for hazard in hazards(schedule))
 
 
 def main(argv: list[str] | None = None) -> int:

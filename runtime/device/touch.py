@@ -27,17 +27,21 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 Advise = Callable[[int, int, int], int]
 
 
-def touch(memory: torch.Tensor, node: numa.Node | None = None) -> None:
+def touch(
+    memory: torch.Tensor, node: numa.Node | None = None, *, advise: Advise | None = None
+) -> None:
     """Gives memory its pages. Its content stays as it is.
 
     Args:
         memory: (size_bytes,) uint8, whole pages.
         node: on whose cores that is done, by other threads than this one; None: on any.
+        advise: asks for the pages of (address, bytes, advice), and gives 0 if they are there;
+            None: the system.
     """
     size_bytes = memory.numel()
     chunks = deque(range(0, size_bytes, CHUNK_BYTES))
     refused = threading.Event()
-    advise = _madvise()
+    advise = _madvise() if advise is None else advise
 
     def work() -> None:
         start = memory.data_ptr()  # which it keeps alive

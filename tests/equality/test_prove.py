@@ -1,0 +1,245 @@
+"""The proof on a few cases, and that it sees what it is there to see.
+
+`python -m tests.prove` draws thousands: models, plans, loops, interleavings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from tests import adversary, inside, loops, prove
+from tests.draws import drawn
+from tests.interrupts import Opcodes, traced
+from tests.loops import Loop
+from tests.mutants import Truth, mutate
+from tests.nets import Choice, Net
+from tests.subject import Counts, InOrder, Subject, differences
+from tests.symbolic import Path
+
+ONCE = Net(  # each parameter is used once, so that every sum is the plain model's
+    kinds=("linear", "block", "gain"), hidden=8, calls=(0, 1, 2), outputs=(1,), in_loss=True
+)
+NET = Net(
+    kinds=("linear", "block", "dropout", "batch norm", "linear"),
+    hidden=8,
+    calls=(0, 1, 2, 3, 4, 1),
+    skips=((3, 0),),
+    tied=((4, 0),),
+    second=1,
+    input_grad=True,
+    outputs=(2,),
+    in_loss=True,
+)
+LATE = Net(kinds=("gain", "linear"), hidden=5, calls=(0, 1, 1), tied=((0, 1),))
+HOOKS = Loop(hooks=tuple((kind, k) for k, kind in enumerate(loops.HOOKS)))
+DISK = Choice(
+    optimizer="adamw",
+    in_backward=True,
+    disk=True,
+    disk_weights=True,
+    offload=True,
+    disk_saved=True,
+    stored=255,
+    lookahead=2,
+)
+CASES = {
+    "the user's gradients: autograd adds when the copy is done": (NET, Choice(), Loop(given=255)),
+    "steps, with residents": (NET, Choice(optimizer="adamw", resident=2), Loop()),
+    "an update in the backward, with all on a disk": (NET, DISK, Loop()),
+    "a fetch that runs when the next schedule is on": (
+        *(LATE, Choice(lookahead=4, more_slots=1), Loop()),
+    ),
+    "two calls, whose sum is added at once": (ONCE, Choice(), Loop(twice=True, head=True)),
+    "parameters in the loss": (ONCE, Choice(), Loop(penalty=255, penalty_first=True, view=1)),
+    "hooks": (ONCE, Choice(), HOOKS),
+    "threads": (ONCE, Choice(), Loop(threads=True)),
+}
+MORE = {
+    "three stages ahead, some kept": (NET, Choice(lookahead=3, keep=0b101), Loop()),
+    "steps": (NET, Choice(optimizer="adamw"), Loop()),
+    "an update in the backward": (NET, Choice(optimizer="sgd", in_backward=True), Loop()),
+    "in the backward, with residents": (
+        *(NET, Choice(optimizer="adamw", in_backward=True, resident=1), Loop()),
+    ),
+    "states on a disk": (NET, dataclasses.replace(DISK, disk_weights=False, offload=False), Loop()),
+}
+
+
+@pytest.mark.parametrize("name", drawn(CASES, MORE))
+def test_a_case_is_the_plain_model_in_every_interleaving(name: str) -> None:
+    """What rounds differently is compared with program order."""
+    subject = Subject(*{**CASES, **MORE}[name][:2], Counts(), {**CASES, **MORE}[name][2])
+    if subject.choice.resident:
+        assert inside.residents(subject.model)
+    if subject.rounds:
+        assert subject.to_program_order() == []
+    for seed in range(4):
+        assert subject.wrong(adversary.Random(seed)) == [], seed
+    assert subject.device.memory.poisoned > 0
+    if subject.choice.disk:
+        staging = inside.machine(subject.model).staging
+        assert staging is not None and staging.written_bytes
+
+
+@pytest.mark.parametrize("cases", drawn([8], [40]))
+def test_random_cases_equal_the_plain_model(cases: int) -> None:
+    counts = prove.prove(cases, seed=0, interleavings=4)
+    assert counts.found == []
+    assert counts.cases >= cases and counts.mismatches == 0 and len(counts.plans) >= cases // 5
+
+
+@pytest.mark.parametrize(
+    "loop",
+    drawn([Loop(penalty=255)], [Loop(twice=True), Loop(hooks=(("tensor", 0),))]),
+    ids=["penalty", "twice", "hook"],
+)
+def test_an_update_in_the_backward_is_refused_before_it_updates(loop: Loop) -> None:
+    choice = Choice(optimizer="sgd", in_backward=True, backwards=1)
+    subject = Subject(ONCE, choice, Counts(), loop)
+    assert subject.wrong(InOrder()) == []
+    assert subject.counts.refused_updates == 1
+
+
+# What it must see: a fault is in the schedule that runs, behind the proof.
+
+Fault = Callable[[fx.Graph], None]
+
+
+def no_after(*targets: Callable[..., Any]) -> Fault:
+    def plant(graph: fx.Graph) -> None:
+        for node in ops.nodes_of(graph, *targets):
+            node.kwargs = {}
+
+    return plant
+
+
+def frees_at_once(graph: fx.Graph) -> None:
+    """Each value that is offloaded is given back as soon as its copy was issued."""
+    for node in ops.nodes_of(graph, ops.free):
+        for reader in node.all_input_nodes[1:]:
+            node.kwargs = {}
+            reader.append(node)
+
+
+def swapped_slots(graph: fx.Graph) -> None:
+    """The second prefetch goes where the first one went."""
+    prefetches = ops.nodes_of(graph, ops.prefetch)
+    for first, second in zip(prefetches[:1], prefetches[1:], strict=False):
+        second.args = (second.args[0], first.args[1])
+
+
+IN_BACKWARD = Choice(optimizer="sgd", in_backward=True)
+ON_DISK = Choice(optimizer="adamw", in_backward=True, disk=True, stored=255, backwards=1)
+FAULTS: dict[str, tuple[Choice, Fault]] = {
+    "slots are filled at once": (Choice(), no_after(ops.prefetch)),
+    "memory is freed under a copy": (Choice(), frees_at_once),
+    "two buckets in one slot": (Choice(), swapped_slots),
+    "deferred for nobody": (IN_BACKWARD, no_after(ops.defer_free)),
+    "states are written at once": (ON_DISK, no_after(ops.write_state)),
+}
+
+
+def plant(subject: Subject, fault: Fault) -> None:
+    """Let the subject's schedules have a fault."""
+    for program in inside.programs(subject.model):
+        for variant, executor in program.executors.items():
+            schedule = executor.schedule.copy()
+            for graph in schedule.graphs.values():
+                fault(graph)
+            program.executors[variant] = adversary.LateExecutor(schedule, executor.machine)
+
+
+@pytest.mark.parametrize("choice", drawn([Choice()], [IN_BACKWARD, ON_DISK]), ids=str)
+def test_a_planted_fault_is_seen(choice: Choice) -> None:
+    """Some interleavings show it."""
+    subject = Subject(NET, choice, Counts())
+    assert (subject.to_program_order() if subject.rounds else subject.wrong(InOrder())) == []
+    right = [dict(program.executors) for program in inside.programs(subject.model)]
+    for name, (of, fault) in FAULTS.items():
+        if of == choice:
+            plant(subject, fault)
+            assert any(seen(subject, adversary.Random(seed)) for seed in range(12)), name
+            for program, executors in zip(inside.programs(subject.model), right, strict=True):
+                program.executors.update(executors)
+
+
+def seen(subject: Subject, policy: adversary.Policy) -> bool:
+    """Is an interleaving wrong, in its numbers or with an error?"""
+    try:
+        return subject.wrong(policy) != []
+    except prove._ERRORS:
+        return True
+
+
+def test_differences_are_found() -> None:
+    wanted = {"y": torch.ones(2), "x.grad": torch.ones(3)}
+    other = {**wanted, "x.grad": torch.ones(3).nextafter(torch.full((3,), 2.0))}
+    assert differences(wanted, dict(wanted)) == []
+    assert differences(wanted, other) == ["x.grad"]
+    assert differences(wanted, {"y": wanted["y"]}) == ["x.grad"]
+
+
+def test_an_interrupt_comes_before_the_opcode_that_was_chosen() -> None:
+    counted = Opcodes()
+    with traced(counted):
+        inside.is_streamed(torch.nn.Linear(1, 1))
+        adversary.Random(0)
+        ops.actions(fx.Graph())
+    place = next(iter(counted.counts)), 3
+    stopped = Opcodes(place)
+    with pytest.raises(KeyboardInterrupt), traced(stopped):
+        ops.actions(fx.Graph())
+    assert stopped.counts == {place[0]: 3} and place[0] in stopped.stopped
+
+
+class Replay(adversary.LateExecutor):
+    """Runs the backward of a mutant in a given order."""
+
+    def __init__(self, mutant: Schedule, machine: Any, path: Path) -> None:
+        self.path = path
+        super().__init__(mutant, machine)
+
+    def _compile(self, name: str) -> Callable[[list[Any]], Any]:
+        run = super()._compile(name)
+
+        def replay(taken: list[Any]) -> Any:
+            self.device.policy = adversary.Witness(self.path)
+            return run(taken)
+
+        return replay if name == "backward" else run
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("lookahead", [1, 3])
+def test_what_is_wrong_on_symbols_is_wrong_in_numbers(lookahead: int) -> None:
+    """The interleaving in which a mutant goes wrong, carried out on the adversarial device."""
+    net = dataclasses.replace(NET, in_loss=False)
+    subject = Subject(net, Choice(lookahead=lookahead, backwards=1), Counts())
+    assert subject.wrong(adversary.Policy()) == []
+    assert subject.wrong(adversary.Policy()) == []  # the gradients that are expected by now
+    (program,) = inside.programs(subject.model)
+    variant, executor = list(program.executors.items())[-1]
+    assert variant.reuse and not variant.accumulate
+    truth, rng = Truth(executor.schedule), random.Random(0)
+    shown, hidden = 0, []
+    for _ in range(150):
+        mutant, edits = mutate(executor.schedule, rng)
+        verdict = truth.judge(mutant)
+        if verdict.graph != "backward" or verdict.path is None:
+            continue
+        program.executors[variant] = Replay(mutant, executor.machine, verdict.path)
+        wrong = seen(subject, adversary.Policy())
+        program.executors[variant] = executor
+        shown += wrong
+        hidden += [] if wrong else [edits]
+    # poison cannot see all: memory with another view of it is left alone, and a step keeps others
+    assert shown >= 10 and len(hidden) <= shown / 2, hidden

@@ -1,0 +1,117 @@
+"""What errors about schedules say."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megacompile import megacompile, schedules, updates
+from megacompile.errors import (
+    AnomalyError,
+    ModelError,
+    OptionError,
+    OptionTypeError,
+    ScheduleError,
+)
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.sizes import parse_bytes
+from megacompile.verify.proof import verify
+from tests.edits import edited
+from tests.schedules import Spec, build
+from tests.zoo import Stack, batch
+
+
+def message(schedule: Schedule) -> list[str]:
+    with pytest.raises(ScheduleError) as raised:
+        verify(schedule)
+    return str(raised.value).splitlines()
+
+
+def test_a_hazard_is_explained_and_marked_in_the_table() -> None:
+    lines = message(edited(build(Spec()), "forward: 2PREFETCH@0 waits for tokens"))
+    assert lines[:7] == [
+        "schedule 'model' has 1 hazard:",
+        "  forward: 0F reads stage 'layers.0' bucket 0 in slot 0, but 2PREFETCH@0 may overwrite it "
+        "first: no edge orders 0F before it; add after=(0F) to 2PREFETCH@0",
+        "",
+        "forward",
+        "step | h2d                     | compute | d2h",
+        "   0 | 0PREFETCH@0 1PREFETCH@1 | 0F      |      <-- 0F: slot overwritten",
+        "   1 | 2PREFETCH@0             | 1F      |      <-- 2PREFETCH@0: slot overwritten",
+    ]
+
+
+def test_hazards_that_are_not_spelt_out_are_counted() -> None:
+    schedule = build(Spec(stages=8))
+    one = replace(schedule, slots=schedule.slots[:1])
+    lines = message(one)
+    assert lines[0] == "schedule 'model' has 8 hazards:"
+    assert lines[6] == "  ... and 3 more"
+
+
+class _Root(nn.Module):
+    """Its gain's gradient is inf at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.gain = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.linear(x) * self.gain.sqrt()
+        return out
+
+
+ANOMALIES = {  # (gain, factor of the loss) -> what is said
+    (0.0, 1.0): r"backward of stage 'layers.1' \(2B\): the gradient of parameter 'layers.1.gain' "
+    r"has 3 inf among 16 elements; what came in is finite: it arises in this stage",
+    (math.nan, 1.0): r"\(\d+B\).*nan.*look at the forward",
+    (1.0, math.nan): r"came in from behind the stage has 1 nan",
+}
+
+
+def test_an_anomaly_is_traced_to_its_stage() -> None:
+    torch.manual_seed(0)
+    model: Any = Stack(layers=3, block=_Root)
+    megacompile(model, device="cpu", lowering="eager", detect_anomaly=True)
+    for (gain, factor), wanted in ANOMALIES.items():
+        with torch.no_grad():
+            model.layers[1].gain[:3] = gain
+        loss = model(**batch())
+        with pytest.raises(AnomalyError, match=wanted):
+            (loss * factor).backward()
+
+
+def test_what_is_no_megacompiled_model() -> None:
+    for function, name in ((schedules, "schedules"), (updates, "updates")):
+        compiled = nn.Linear(2, 2)
+        compiled.compile(backend="eager")
+        for model in (nn.Linear(2, 2), compiled):
+            with pytest.raises(ModelError) as raised:
+                function(model)
+            said = f"{name}(): Linear is not megacompiled; call model = megacompile(model) first"
+            assert str(raised.value) == said
+
+
+def test_values_of_options() -> None:
+    for value, text in ((-1, "-1"), ("20 bananas", "'20 bananas'")):
+        with pytest.raises(OptionError, match=rf"gpu_memory={text}.*needed bytes"):
+            parse_bytes("gpu_memory", value, 1000)
+    with pytest.raises(OptionTypeError, match="'gpu_memory' got True"):
+        parse_bytes("gpu_memory", True, 1000)
+    with pytest.raises(OptionTypeError, match="'detect_anomaly' got 1"):
+        megacompile(nn.Linear(2, 2), device="cpu", detect_anomaly=1)  # type: ignore[arg-type]
+
+
+def test_what_is_no_op_yet() -> None:
+    stage = replace(build(Spec()).stages[1], template=None)
+    with pytest.raises(AssertionError, match=r"stage 1 \(layers.1\) has no template yet"):
+        _ = stage.traced
+    with pytest.raises(AssertionError, match="op 'begin' runs through the executor"):
+        ops.begin()

@@ -1,0 +1,324 @@
+"""The front door: `megacompile()`, `schedules()`, `updates()`, and what they show."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import io
+import platform
+import re
+import sys
+import textwrap
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import megacompile as package
+from megacompile import ModelError, Schedule, megacompile, schedules, trace, updates
+from megacompile.ir import ops
+from megacompile.verify.proof import verify
+from tests import inside
+from tests.watched import watched
+from tests.zoo import WIDTH, batch, equal, stack, step, tied, twins
+
+PASSES = [
+    *("unpack", "numbers", "vmaps", "experts", "rebase", "causal", "chunk"),
+    *("partition", "strides", "templates", "differentiate", "plan", "split", "recompute", "rerun"),
+    *("offload_saved", "offload_grad", "update_graph", "prefetch", "slots", "free", "tokens"),
+    "lower",
+]
+
+
+def test_the_model_is_changed_in_place_and_returned() -> None:
+    model, _ = tied()
+    kind, params, state = type(model), dict(model.named_parameters()), model.state_dict()
+    attributes = set(vars(model))
+    assert megacompile(model, device="cpu", lowering="eager") is model
+    assert type(model) is kind and list(model.state_dict()) == list(state)
+    assert all(model.get_parameter(name) is param for name, param in params.items())
+    assert all(equal(model.state_dict()[key], state[key]) for key in state)
+    changed = set(vars(model)) - attributes
+    assert changed <= {"_compiled_call_impl", "_apply", "_call_impl", "compile"}
+    assert schedules(model) == [] and updates(model) == {}
+    assert megacompile(model, device="cpu", lowering="eager") is model, "again, with the same"
+
+
+def test_the_docstring_names_every_option_and_its_example_runs() -> None:
+    """As it stands there, on a model that takes (x, y) and gives a loss."""
+    text = inspect.getdoc(megacompile) or ""
+    args = text.partition("Args:")[2].partition("Raises:")[0]
+    described = re.findall(r"^    (\w+): ", args, re.M)
+    assert described == list(inspect.signature(megacompile).parameters)
+    raised = re.findall(r"^    (\w+Error): ", text.partition("Raises:")[2], re.M)
+    assert {"ModelError", "OptionError", "HostMemoryError"} <= set(raised)
+    assert all(hasattr(package, name) for name in raised)
+    model, inputs = stack()
+    before = model.state_dict()["head.weight"].clone()
+    names: dict[str, Any] = {
+        "model": model,
+        "megacompile": megacompile,
+        "torch": torch,
+        "data": [(batch(i)["x"], batch(i)["y"]) for i in range(2)],
+    }
+    exec(compile(textwrap.dedent(text.split("Example::")[1]), "<docstring>", "exec"), names)
+    assert names["model"] is model and schedules(model) != []
+    assert not equal(model.state_dict()["head.weight"], before), "it trained"
+    assert all(p.grad is None for p in model.parameters())
+    assert sorted(package.__all__) == package.__all__
+    assert all(getattr(package, name).__doc__ for name in package.__all__)
+
+
+def test_what_is_not_megacompiled_is_an_error() -> None:
+    compiled, called = nn.Linear(2, 2), nn.Linear(2, 2)
+    compiled.compile(backend="eager")
+    called(torch.ones(1, 2))
+    for model in (compiled, called):
+        for function in (schedules, updates):
+            with pytest.raises(ModelError):
+                function(model)
+
+
+class Broken(nn.Module):
+    """Two layers, and a graph break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).relu()
+        torch._dynamo.graph_break()
+        result: Tensor = self.second(hidden).square().mean()
+        return result
+
+
+def test_each_captured_graph_and_kind_of_call_has_a_schedule() -> None:
+    _, model = twins(Broken())
+    step(model, {"x": batch()["x"]})
+    assert [schedule.name for schedule in schedules(model)] == ["Broken", "Broken.1"]
+    with torch.no_grad():
+        model(batch()["x"])
+    assert [schedule.backward is None for schedule in schedules(model)].count(True) == 2
+    assert len(schedules(model)) == 4
+
+
+# One model, that makes two steps: the second adds to the gradients of the first.
+
+
+class Watched:
+    """What was verified and run of it."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, Schedule]] = []
+        self.plain, self.model = twins(stack()[0])
+        looks = {
+            verify: self._look("verified"),
+            vars(inside)["Executor"].__init__: self._look("made"),
+        }
+        with watched(looks):
+            self.losses = [step(each, batch()) for each in (self.plain, self.model)]
+            self.first = schedules(self.model)[0]
+            with trace(self.model) as self.traced:
+                step(self.model, batch())
+        step(self.plain, batch())
+        (self.schedule,) = schedules(self.model)
+
+    def _look(self, what: str) -> Any:
+        def look(frame: FrameType) -> None:
+            self.events.append((what, frame.f_locals["schedule"]))
+
+        return look
+
+
+@pytest.fixture(scope="module")
+def stepped() -> Watched:
+    return Watched()
+
+
+def test_a_step_has_the_plain_numbers(stepped: Watched) -> None:
+    assert equal(*stepped.losses)
+    pairs = zip(stepped.plain.parameters(), stepped.model.parameters(), strict=True)
+    assert all(equal(mine.grad, theirs.grad) for mine, theirs in pairs)
+
+
+def test_schedules_are_verified_before_they_run(stepped: Watched) -> None:
+    kinds = [what for what, _ in stepped.events]
+    assert kinds == ["verified", "made"] * (len(kinds) // 2) and len(kinds) > 2
+    verified, made = ([s for what, s in stepped.events if what == k] for k in ("verified", "made"))
+    for mine, theirs in zip(verified, made, strict=True):
+        assert mine.code().splitlines()[2:] == theirs.code().splitlines()[2:]  # but for `lower`
+
+
+def test_print_shows_what_ran(stepped: Watched, capsys: pytest.CaptureFixture[str]) -> None:
+    """The newest schedule; its ops are, one by one, the spans that were traced."""
+    assert "fetch_grad" not in str(stepped.first) and "fetch_grad" in str(stepped.schedule)
+    print(stepped.schedule)
+    printed = capsys.readouterr().out
+    shown = re.findall(r"# (?:compute|h2d|d2h) +(\S+)", printed)
+    ran = [span.op.name for span in stepped.traced.spans]
+    assert ran == [label for label in shown if label not in ("BEGIN", "FREE", "WAIT")]
+
+
+def test_the_history_has_every_pass_and_what_it_did(stepped: Watched) -> None:
+    schedule, history = stepped.schedule, stepped.schedule.history
+    assert [record.name for record in history] == PASSES
+    assert all(record.time_s >= 0 for record in history)
+    assert sum(record.time_s for record in history) > 0
+    captured, made = history[:7], history[7:]
+    assert captured[0].before.split(), "the captured graph"
+    assert made[0].before == "", "partition starts from nothing"
+    for part in (captured, made):
+        for earlier, later in zip(part, part[1:], strict=False):
+            assert later.before == earlier.after, f"{later.name} goes on behind {earlier.name}"
+    final = [ops.actions(graph) for graph in schedule.graphs.values()]
+    assert history[-1].after.splitlines() == final
+    assert history[-1].nodes == sum(len(graph.nodes) for graph in schedule.graphs.values())
+    after = {record.name: record.after for record in history}
+    assert after["partition"] == after["templates"] == "0F 1F 2F 3F 4F"
+    assert after["differentiate"] == after["plan"] == "0F 1F 2F 3F 4F\n4B 3B 2B 1B 0B"
+    assert after["recompute"].splitlines()[1].startswith("4B 3RECOMPUTE 3B 2RECOMPUTE 2B ")
+    assert "3FETCH_GRAD 3RECOMPUTE 3B 3ADD_GRAD 3OFFLOAD_GRAD" in after["offload_grad"]
+    assert "2PREFETCH@? 0F 3PREFETCH@? 1F" in after["prefetch"]
+    assert "2PREFETCH@2 0F 3PREFETCH@0 1F" in after["slots"]
+    assert "4REUSE@1 3REUSE@0 2REUSE@2" in after["slots"]
+    assert after["free"] == after["lower"] == after["slots"], "frees are left out of the actions"
+
+
+def test_options_reach_the_passes() -> None:
+    _, model = twins(stack()[0], lookahead=1, slots=4)
+    with torch.no_grad():
+        model(**batch())
+    (schedule,) = schedules(model)
+    assert len(schedule.slots) == 4
+    assert ops.actions(schedule.forward).startswith("0PREFETCH@2 1PREFETCH@0 0F 2PREFETCH@3 1F")
+    options = inside.streamed(model).options
+    assert (options.lookahead, options.slots) == (1, 4)
+
+
+def test_how_the_last_step_was_carried_out() -> None:
+    model = megacompile(nn.Sequential(nn.Linear(4, 4)), device="cpu", lowering="eager")
+    model(torch.ones(2, 4)).sum().backward()
+    torch.optim.AdamW(model.parameters()).step()
+    assert set(updates(model).values()) == {"torch.optim"}
+
+
+# A disk, and checkpoints of torch's.
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="scratch files are for Linux")
+@pytest.mark.filterwarnings("ignore:megacompile. disk=.* has no direct I/O")
+def test_what_a_disk_does_is_traced(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    options: dict[str, Any] = {"activations": "offload", "disk_weights": True, "disk_saved": True}
+    megacompile(model, device="cpu", lowering="eager", disk=tmp_path, **options)
+    for _ in range(3):
+        with trace(model) as traced:
+            model(torch.randn(16, 8)).sum().backward()
+            optimizer.step()
+    spans = {span.op.name: span for span in traced.spans}
+    in_order = [
+        *((f"{k}READ_STATE", f"{k}WRITE_STATE") for k in range(6)),
+        *((f"{k}READ_TRAINED", f"{k}WRITE_WEIGHTS") for k in range(6)),
+        *((f"{k}WRITE_SAVED", f"{k}READ_SAVED") for k in (1, 2)),
+    ]
+    for first, second in ((spans[a], spans[b]) for a, b in in_order):
+        assert first.start_s <= first.stop_s <= second.start_s <= second.stop_s
+    assert all(f"{k}READ_WEIGHTS" in spans for k in range(6))
+
+
+class Checkpointed(nn.Module):
+    """Checkpoints within checkpoints, with a branch, keywords and several results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def branch(y: Tensor) -> Any:
+            return torch.cond(y.sum() > 0, torch.sin, torch.exp, (y,))
+
+        def outer(y: Tensor) -> Any:
+            return torch.cos(checkpoint(branch, self.layers[0](y), use_reentrant=False))
+
+        def pair(y: Tensor, *, scale: Tensor) -> tuple[Tensor, Tensor]:
+            return self.layers[1](y) * scale, y.sin()
+
+        x = checkpoint(outer, x, use_reentrant=False)
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        one, other = checkpoint(pair, x, scale=x.cos(), **options)
+        result: Tensor = checkpoint(self.layers[2], one - other, use_reentrant=False).square().sum()
+        return result
+
+
+def test_bodies_of_checkpoints_take_the_place_of_their_calls() -> None:
+    """So each layer is a stage."""
+    plain, model = twins(Checkpointed())
+    x = {"x": torch.linspace(-1, 1, 8).view(2, 4)}
+    assert equal(*(step(each, x) for each in (plain, model)))
+    pairs = zip(plain.parameters(), model.parameters(), strict=True)
+    assert all(equal(a.grad, b.grad) for a, b in pairs)
+    assert [stage.name for stage in schedules(model)[0].stages][-3:] == [
+        f"layers.{i}" for i in range(3)
+    ]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about the GNU C library's malloc")
+def test_what_parameters_leave_goes_back_to_the_system() -> None:
+    """They take their memory once."""
+
+    def resident() -> int:
+        gc.collect()
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(x.split()[1]) for x in lines if x.startswith("VmRSS:")) * 1024
+
+    torch.zeros(2**23 - 2**10)  # malloc's threshold rises when a mapping is freed
+    before = resident()
+    model = nn.Sequential(*(nn.Linear(1024, 1024, device="meta") for _ in range(32)))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(1)
+    size = sum(p.nbytes for p in model.parameters())
+    megacompile(model, device="cpu", progress=False)
+    assert (resident() - before) / size < 1.3
+
+
+# Progress.
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("terminal", "options", "shown"),
+    [
+        (io.StringIO, {}, False),
+        (Terminal, {}, True),
+        (io.StringIO, {"progress": True}, True),
+        (Terminal, {"progress": False}, False),
+    ],
+)
+def test_progress_is_for_terminals_unless_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    terminal: type[io.StringIO],
+    options: dict[str, Any],
+    shown: bool,
+) -> None:
+    """Eager stages are traced at once; a bar would only flicker."""
+    stderr = terminal()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    megacompile(stack()[0], device="cpu", lowering="eager", **options)
+    text = stderr.getvalue()
+    assert ("moving parameters to the host" in text) is shown and bool(text) is shown
+    assert "compiling stages" not in text and capsys.readouterr().out == ""

@@ -1,0 +1,159 @@
+"""What passes make of captured graphs: what is saved, what waits on the host, what is run again.
+
+Chains of stages are tested without a capture (`tests/unit/test_passes.py`); here are values that
+several stages take, buffers that change in place, and the code of templates.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from megacompile.ir import ops
+from megacompile.ir.schedule import Plan, Schedule
+from megacompile.ir.stages import Code
+from megacompile.ir.tensors import TensorMeta, tensors_bytes
+from megacompile.verify.proof import verify
+from tests.actions import text
+from tests.capturing import Captured, Counting, Net, capture
+
+X = torch.linspace(-1, 1, 8).view(2, 4)
+
+
+def build(captured: Captured, plan: Plan, **options: Any) -> Schedule:
+    """The schedule of a plan, proved safe."""
+    schedule = captured.with_tangent()
+    for name, function in captured.passes(lookahead=1, **options).items():
+        schedule = function(schedule)
+        if name == "plan":
+            schedule = replace(schedule, plan=plan)
+    verify(schedule)
+    return schedule
+
+
+def _skips(net: Net, x: Tensor) -> Tensor:
+    """Like a U-Net: stage 1's output is read by stages 2 and 6, stage 2's by 3 and 5."""
+    x = net.embed(x)
+    down = [x := net.layers[0](x), x := net.layers[1](x)]
+    x = net.layers[3](net.layers[2](x))
+    x = net.layers[4](x * down[1])
+    x = net.layers[5](x * down[0])
+    loss: Tensor = net.head(x).square().mean()
+    return loss
+
+
+@functools.cache
+def skips() -> Captured:
+    return capture(Net(_skips, depth=6), X)
+
+
+def on_host(schedule: Schedule) -> list[str]:
+    return [node.name for node in ops.nodes_of(schedule.forward, ops.offload_saved)]
+
+
+def test_a_value_that_several_stages_take_goes_once_and_is_back_for_the_first() -> None:
+    schedule = build(skips(), Plan(offload=frozenset(range(7))))
+    assert schedule.backward is not None
+    offloads = ops.nodes_of(schedule.forward, ops.offload_saved)
+    copies = [node.all_input_nodes[0].name for node in offloads]
+    fetches = ops.nodes_of(schedule.backward, ops.fetch_saved)
+    assert len(copies) == len(set(copies)) and len(fetches) <= len(copies)
+    several = [node for node in fetches if len(_stages_reading(node)) > 1]
+    assert several, "a skip"
+    for fetch in several:
+        release = next(user for user in fetch.users if user.target is ops.free)
+        order = list(schedule.backward.nodes)
+        readers = [order.index(user) for user in fetch.users if user is not release]
+        assert order.index(fetch) < min(readers) and order.index(release) > max(readers)
+
+
+def _stages_reading(value: fx.Node) -> set[int]:
+    computes = (ops.recompute, ops.backward)
+    return {ops.arguments(u)[0].index for u in value.users if u.target in computes}
+
+
+def test_a_value_that_a_stage_on_the_device_takes_stays_there() -> None:
+    """It must be there at the boundary anyway."""
+    whole = build(skips(), Plan(offload=frozenset(range(7))))
+    less = build(skips(), Plan(offload=frozenset(range(5))))
+    assert "y1_0_host" in set(on_host(whole)) - set(on_host(less)), "stage 6 takes it"
+
+
+def test_what_is_returned_to_the_user_stays() -> None:
+    def both(net: Net, x: Tensor) -> tuple[Tensor, Tensor]:
+        middle = net.layers[1](net.layers[0](net.embed(x)))
+        return net.head(net.layers[2](middle)).mean(), middle
+
+    schedule = build(capture(Net(both), X), Plan(offload=frozenset(range(4))))
+    outputs, _ = ops.returned(schedule.forward)
+    taken = [node.all_input_nodes[0] for node in ops.nodes_of(schedule.forward, ops.offload_saved)]
+    assert taken and outputs[1] not in taken
+
+
+def test_what_changes_in_place_is_recomputed_from_its_copy_wherever_that_waits() -> None:
+    captured = capture(nn.Sequential(Counting(), Counting(), Counting()), X)
+    schedule = captured.build("recompute", keep_last=False)
+    assert text(schedule) == (
+        "0F SNAPSHOT ASSIGN 1F SNAPSHOT ASSIGN 2F SNAPSHOT ASSIGN | "
+        "2RECOMPUTE 2B 1RECOMPUTE 1B 0RECOMPUTE 0B"
+    )
+    assert schedule.backward is not None
+    for node in ops.nodes_of(schedule.backward, ops.recompute):
+        taken = [value.name for value in ops.arguments(node)[2] if value]
+        assert taken[-1].endswith("_old")
+    schedule = build(captured, Plan(offload=frozenset({0, 1})), keep_last=False)
+    assert any(name.endswith("_old_host") for name in on_host(schedule))
+    assert ops.actions(schedule.forward).count("SNAPSHOT") == 3
+
+
+def test_a_layers_last_product_is_not_run_again() -> None:
+    """Nobody needs a layer's output in its backward: its down projection is left out."""
+    schedule = capture(Net(Net.chain), X).build("recompute")
+    assert text(schedule) == ("0F 1F 2F 3F 4F | 4B 3RECOMPUTE 3B 2RECOMPUTE 2B 1RECOMPUTE 1B 0B")
+    stage = schedule.stages[1]
+    names = [param.name for param in stage.buckets[0].params]
+    read = [names[i] for i in stage.traced.recompute_primals if i < len(names)]
+    assert read == ["layers.0.up.weight", "layers.0.up.bias"]
+    products = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    again = stage.traced.graphs[Code.RECOMPUTE].graph
+    assert sum(node.target in products for node in again.nodes) == 1
+
+
+def test_device_memory_does_not_grow_with_depth() -> None:
+    """Neither at the boundary nor at its peak; recomputed from the device it does."""
+    captured = [capture(Net(Net.chain, depth=depth), X) for depth in (6, 12)]
+
+    def sizes(activations: str) -> list[tuple[int, ...]]:
+        schedules = [each.build(activations=activations, lookahead=1) for each in captured]
+        return [(_held(s), *map(_peak_bytes, s.graphs.values())) for s in schedules]
+
+    less, more = sizes("offload")
+    assert less == more
+    less, more = sizes("recompute")
+    assert less[0] < more[0]
+
+
+def _held(schedule: Schedule) -> int:
+    """Device bytes of what the forward hands to the backward."""
+    _, saved_values = ops.returned(schedule.forward)
+    there = (n for n in saved_values if n.op != "placeholder" and n.target is not ops.offload_saved)
+    return sum(tensors_bytes(node.meta.get("value")) for node in there)
+
+
+def _peak_bytes(graph: fx.Graph) -> int:
+    """The most activations that are alive at once on the device, by the schedule's lifetimes."""
+    alive: dict[fx.Node, int] = {}
+    peak = 0
+    for node in graph.nodes:
+        if node.target is ops.free:
+            alive.pop(ops.arguments(node)[0], None)
+        elif node.target in (operator.getitem, ops.alloc_saved, ops.snapshot):
+            value = node.meta.get("value")
+            alive[node] = value.size_bytes if isinstance(value, TensorMeta) else 0
+        peak = max(peak, sum(alive.values()))
+    return peak

@@ -1,0 +1,76 @@
+"""Schedules that the product's own pipeline makes of a line of actions: nothing is captured.
+
+    planned("0F 1F 2F", accumulate=True, lookahead=1, resident=frozenset({0}))
+
+Options are those of `megacompile()`, of the variant of a graph, of the choice of a plan
+(`megacompile.plan.choice`), and of the stubs that the line is parsed to (`tests.actions`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import fields, replace
+from typing import Any
+
+from megacompile.ir import ops
+from megacompile.ir.capture import Variant
+from megacompile.ir.schedule import Schedule
+from megacompile.mesh_options import PlannedMesh
+from megacompile.options import Lowering, Options
+from megacompile.plan import pipeline
+from megacompile.plan.choice import Choice
+from megacompile.plan.setting import Setting
+from tests.actions import Stubs, parse
+
+# The passes by name, as they are called there.
+PASSES: Any = pipeline
+_OPTIONS = Options.resolve(device="cpu", lowering="eager", progress=False)
+
+
+def planned(line: str, *, training: bool = True, inductor: bool = False, **given: Any) -> Schedule:
+    """The schedule of a line of forwards, behind every pass but `lower`.
+
+    Args:
+        training: with a backward and an update.
+        inductor: with what is only made where Inductor compiles: norms, updates on the device.
+        given: options; `still` are stages that give no gradients of parameters.
+    """
+    ranks, replicas = given.get("ranks", 1), given.get("replicas", 1)
+    mesh = PlannedMesh(ranks, replicas) if ranks > 1 else None
+    taken = {kind: _of(kind, given) for kind in (Stubs, Choice, Variant)}
+    known = {"still": (), **{k: v for kind in taken.values() for k, v in kind.items()}}
+    rest = {name: value for name, value in given.items() if name not in known}
+    lowering = Lowering.INDUCTOR if inductor else Lowering.EAGER
+    options = replace(_OPTIONS, mesh=mesh, lowering=lowering, **rest)
+    schedule = without_gradients(parse(line, **taken[Stubs]), given.get("still", ()))
+    for code in (g.graph for t in schedule.templates for g in t.graphs.values()):
+        if not list(code.nodes):
+            code.output(())  # what computes nothing takes no time, either
+    schedule = PASSES.differentiate(schedule) if training else replace(schedule, tangents=())
+    variant = Variant(schedule.tangents, **{"keep_last": True, **taken[Variant]})
+    passes = pipeline.Pipeline(Setting(options), ())
+    return passes.planned(schedule, variant, Choice(**taken[Choice]))
+
+
+def without_gradients(schedule: Schedule, stages: Collection[int]) -> Schedule:
+    """A schedule some of whose stages give no gradients of parameters: these are frozen, there."""
+    changed = tuple(
+        replace(stage, template=replace(stage.traced, gradients=stage.traced.gradients[-1:]))
+        if stage.index in stages
+        else stage
+        for stage in schedule.stages
+    )
+    for graph in schedule.graphs.values() if stages else ():
+        for node in ops.nodes_of(graph, ops.forward, ops.recompute, ops.backward):
+            stage, *rest = ops.arguments(node)
+            node.args = (changed[stage.index], *rest)
+            if node.target is ops.backward and stage.index in stages:
+                for k, group in list(ops.items(node)):
+                    if k > 0:
+                        graph.erase_node(group)
+    return replace(schedule, stages=changed) if stages else schedule
+
+
+def _of(kind: Any, given: dict[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in fields(kind)}
+    return {name: value for name, value in given.items() if name in names}

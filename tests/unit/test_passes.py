@@ -1,0 +1,425 @@
+"""The passes on schedules: strings in, strings out, and what they make is proved safe.
+
+The cases are rows of `passes.txt`: the passes that run, a reason and the options; the schedule that
+they get (`tests.actions`); what is seen afterwards, in which "..." is anything. `VIEWS` says what
+each view shows.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx
+
+from megacompile.cost.hardware import H200
+from megacompile.cost.memory import Kind, host_memory
+from megacompile.cost.optimizer import OptimizerCost
+from megacompile.cost.simulate import simulate
+from megacompile.cost.stored import disk_memory
+from megacompile.ir import ops
+from megacompile.ir.schedule import Plan, Schedule
+from megacompile.ir.stream import Stream
+from megacompile.ir.tokens import take, token_of
+from megacompile.options import Activations
+from megacompile.passes.schedule.update_graph import rest_of
+from megacompile.text import format_bytes
+from megacompile.verify.proof import HazardKind, hazards, verify
+from tests.actions import Stubs, apply, frees, parse, text, waits
+from tests.planned import PASSES, planned, without_gradients
+
+Pass = Callable[[Schedule], Schedule]
+STATES = {"updated_bytes": lambda item_bytes: 10.0, "state_bytes": lambda item_bytes: 8.0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table."""
+
+    passes: str
+    reason: str
+    options: dict[str, Any]
+    line: str
+    seen: dict[str, str] = field(default_factory=dict)  # view -> what it shows
+
+    def schedule(self) -> Schedule:
+        """What the passes make."""
+        if self.passes == "planned":
+            given = {**self.options}
+            if "activations" in given:
+                given["activations"] = Activations(given["activations"])
+            return planned(self.line, **given)
+        options = {**self.options}
+        plan: dict[str, Any] = {
+            name: frozenset(options.pop(name)) for name in _PLAN if name in options
+        }
+        plan |= {name: options.pop(name) for name in _DELAYS if name in options}
+        stubs = {f.name: options.pop(f.name) for f in fields(Stubs) if f.name in options}
+        schedule = without_gradients(parse(self.line, **stubs), options.pop("still", ()))
+        schedule = replace(schedule, plan=Plan(**plan))
+        for name in self.passes.split(", "):
+            for function in CHAINS[name](**options):
+                schedule = apply(function, schedule)
+        return schedule
+
+
+_PLAN = ("keep", "resident", "device_update", "offload")
+_DELAYS = ("saved_delay", "state_delay")
+
+
+def _rows(table: str) -> Iterator[Case]:
+    without_headings = re.sub(r"(?m)^==.*\n", "", table).strip()
+    for row in re.split(r"\n+(?=\w)", without_headings):
+        title, _, rest = row.partition("\n")
+        head, _, options = title.partition(" | ")
+        passes, _, reason = head.partition(": ")
+        line, *views = re.split(r"    (?=\w+> )", rest)
+        seen = {name: " ".join(what.split()) for name, what in (v.split("> ", 1) for v in views)}
+        yield Case(passes, reason, eval(f"dict({options})"), line, seen)
+
+
+CASES = list(_rows(Path(__file__).with_name("passes.txt").read_text()))
+
+# The passes of a row, by its name. Options that a pass does not take are another's.
+
+
+def _updates(lookahead: int = 1, accumulate: bool = False, masters: bool = False) -> list[Pass]:
+    given = {"accumulate": accumulate, "lookahead": lookahead, "masters": masters, **STATES}
+    return [functools.partial(PASSES.insert_updates, **given)]
+
+
+def _gradients(accumulate: bool = False) -> list[Pass]:
+    return [functools.partial(PASSES.offload_gradients, accumulate=accumulate)]
+
+
+def _update_graph(
+    accumulate: bool = False, helps: bool = False, on_disk: Collection[int] = ()
+) -> list[Pass]:
+    give = functools.partial(PASSES.insert_device_update, state_bytes=STATES["updated_bytes"])
+    insert = functools.partial(PASSES.insert_update_graph, helps=helps, on_disk=frozenset(on_disk))
+    return [*_gradients(accumulate), give, insert]
+
+
+def _step(accumulate: bool = False, in_backward: bool = False) -> list[Pass]:
+    made = _updates(accumulate=accumulate) if in_backward else _update_graph(accumulate)
+    return [*made, PASSES.insert_prefetch, *_slots(3), PASSES.insert_free, PASSES.insert_tokens]
+
+
+def _slots(slots: int = 3, reuse: bool = False) -> list[Pass]:
+    return [functools.partial(PASSES.assign_slots, slots=slots, reuse=reuse)]
+
+
+def _free(delay: int = 1, **others: Any) -> list[Pass]:
+    return [functools.partial(PASSES.insert_free, delay=delay)]
+
+
+def _prefetch(lookahead: int = 1, **others: Any) -> list[Pass]:
+    return [functools.partial(PASSES.insert_prefetch, lookahead=lookahead)]
+
+
+def _offload_saved(lookahead: int = 1) -> list[Pass]:
+    offload = functools.partial(PASSES.offload_saved_tensors, lookahead=lookahead)
+    return [PASSES.insert_recompute, offload]
+
+
+CHAINS: dict[str, Callable[..., list[Pass]]] = {
+    "prefetch": _prefetch,
+    "slots": _slots,
+    "recompute": lambda: [PASSES.insert_recompute],
+    "offload_saved": _offload_saved,
+    "offload_grad": _gradients,
+    "updates": _updates,
+    "update_graph": _update_graph,
+    "free": _free,
+    "tokens": lambda: [PASSES.insert_tokens],
+    "step": _step,
+}
+
+
+# What is seen of a graph.
+
+
+def _calls(graph: fx.Graph, names: str, shown: Callable[[fx.Node], Any]) -> str:
+    """Of some ops, their label and some values: "2B(w2)"."""
+    found = [n for n in ops.nodes_of(graph) if re.fullmatch(names, _name(n))]
+    return " ".join(f"{ops.label(n)}({' '.join(map(str, shown(n)))})" for n in found)
+
+
+def _name(node: fx.Node) -> str:
+    op = ops.op_of(node)
+    return "" if op is None else op.name
+
+
+def _saved(node: fx.Node) -> list[object]:
+    if node.target is ops.backward:
+        return list(ops.arguments(node)[3])
+    return [item for k, item in ops.items(node) if k > 0]
+
+
+def _values(node: fx.Node) -> list[object]:
+    taken = ops.arguments(node)
+    return list(taken[0] if node.target is ops.help_host else taken[1:])
+
+
+def _sizes(graph: fx.Graph) -> str:
+    found = ops.nodes_of(graph, ops.alloc_state, ops.fetch_state, ops.update)
+    return " ".join(f"{ops.label(n)}:{n.meta['value'].size_bytes}" for n in found)
+
+
+def _placeholders(graph: fx.Graph, *, tokens: bool) -> str:
+    found = graph.find_nodes(op="placeholder")
+    return " ".join(n.name for n in found if bool(token_of(n)) is tokens)
+
+
+_MOVES = "(fetch|add|norm|keep|offload)_grad|(fetch|offload)_state|update.*|help_host"
+OF_GRAPHS: dict[str, Callable[[fx.Graph], str]] = {
+    "text": ops.actions,
+    "waits": waits,  # each with its `after=`
+    "frees": frees,  # where values die
+    "takes": lambda graph: _calls(graph, "forward|recompute|backward", lambda n: n.args[1]),
+    "draws": lambda graph: _calls(graph, "recompute", lambda n: n.args[3:4]),
+    "saves": lambda graph: _calls(graph, "forward|backward", _saved),
+    "gives": lambda graph: _calls(graph, _MOVES, _values),
+    "bytes": _sizes,
+    "names": lambda graph: " ".join(map(_name, ops.nodes_of(graph))),
+    "inputs": functools.partial(_placeholders, tokens=False),
+    "tokens": functools.partial(_placeholders, tokens=True),
+}
+OF_SCHEDULES: dict[str, Callable[[Schedule], str]] = {
+    "saved": lambda schedule: " ".join(schedule.saved_values),
+    "left": lambda schedule: " ".join(schedule.left),
+    "slots": lambda schedule: " ".join(f"{s.index}:{s.size_bytes}" for s in schedule.slots),
+    "reused": lambda schedule: " ".join(f"{i}:{b.label}" for i, b in schedule.reused),
+    "returns": lambda schedule: " | ".join(
+        "" if name == "forward" else " ".join(map(ops.label, ops.returned(graph)[-1]))
+        for name, graph in schedule.graphs.items()
+    ),
+}
+
+
+def _view(schedule: Schedule, name: str) -> str:
+    if name in OF_SCHEDULES:
+        return OF_SCHEDULES[name](schedule).strip()
+    return " | ".join(map(OF_GRAPHS[name], schedule.graphs.values())).strip()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.passes}: {case.reason}")
+def test_a_pass_makes_what_the_table_says(case: Case) -> None:
+    """And leaves the schedule that it got as it was (`apply`)."""
+    schedule = case.schedule()
+    assert case.seen
+    for name, wanted in case.seen.items():
+        shown = _view(schedule, name)
+        if "..." not in wanted:
+            assert shown == wanted, name
+        else:
+            pattern = ".*".join(map(re.escape, re.split(r" ?\.\.\. ?", wanted)))
+            assert re.fullmatch(pattern, shown), f"{name}> {shown}"
+
+
+# What holds of all.
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> dict[str, Any]:
+    """Stages of no or many buckets, of each other's, that save nothing, that draw numbers."""
+    count = draw(st.integers(1, 5))
+    stages = range(count)
+    known: list[str] = []
+    reads = {}
+    for i in stages:
+        fresh = [str(i), f"{i}.1", f"{i}.2"][: draw(st.sampled_from([0, 1, 1, 1, 2, 3]))]
+        again = draw(st.lists(st.sampled_from(known), unique=True, max_size=2)) if known else []
+        known += fresh
+        reads[i] = " ".join(again + fresh)
+    some = st.sets(st.sampled_from(stages), max_size=2)
+    frozen = range(draw(st.integers(0, count - 1)))
+    kinds = {name: draw(some) for name in ("blind", "unsaved", "random")}
+    return {"reads": reads, "frozen": frozen, **kinds}
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> dict[str, Any]:
+    """What the pipeline is to make of it; any stages may be kept, any values wait on the host."""
+    lookahead, update = draw(st.integers(1, 4)), draw(st.booleans())
+    keys = st.sets(st.integers(0, 5), max_size=3).map(frozenset)
+    resident, on_disk = draw(keys), draw(keys)
+    ranks = draw(st.sampled_from([1, 1, 1, 3]))
+    offload = draw(st.booleans())
+    disk: dict[str, Any] = {}
+    if ranks == 1:
+        disk = {"on_disk": on_disk - resident, "disk_weights": draw(st.booleans())}
+        disk |= {"saved_on_disk": draw(st.integers(0, 5)) if offload else 0}
+    return {
+        **disk,
+        "ranks": ranks,
+        "resident": resident,
+        "update": update,
+        "lookahead": lookahead,
+        "slots": lookahead + 1 + draw(st.integers(0, 2)),
+        "reuse": draw(st.booleans()),
+        "accumulate": draw(st.booleans()),
+        "inductor": draw(st.booleans()),
+        "keep": draw(st.integers(0, 5)),
+        "offload": draw(st.integers(0, 5)) if offload else 0,
+        "activations": Activations.OFFLOAD if offload else Activations.AUTO,
+        "saved_on_host": draw(st.integers(0, 2)),
+        "rerun": draw(st.sampled_from([0, 0, 3])),
+        "device_update": 0.0 if update or "disk_weights" in disk else draw(st.floats(0, 1)),
+        "state_delay": draw(st.integers(1, 2)),
+    }
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(chains(), plans())
+def test_any_plan_of_any_chain_is_safe(stubs: dict[str, Any], plan: dict[str, Any]) -> None:
+    """The whole pipeline. Each value that a graph owns dies once, behind its readers."""
+    schedule = planned(" ".join(f"{i}F" for i in stubs["reads"]), **stubs, **plan)
+    verify(schedule)
+    for name, graph in schedule.graphs.items():
+        nodes = {node: k for k, node in enumerate(graph.nodes)}
+        releases = ops.nodes_of(graph, ops.free, ops.defer_free)
+        died = Counter(ops.arguments(n)[0] for n in releases)
+        kept = set(graph.output_node().all_input_nodes)
+        owned = {n for n in nodes if _owns(n, name)} - kept
+        assert owned <= set(died) and set(died.values()) <= {1}
+        for free in releases:
+            value = ops.arguments(free)[0]
+            readers = [user for user in value.users if user is not free]
+            assert all(nodes[reader] < nodes[free] for reader in readers if reader.op != "output")
+            awaited: Any = free.kwargs.get("after", ())
+            assert all(
+                ops.stream_of(node) is not Stream.COMPUTE or token_of(node) for node in awaited
+            )
+    if schedule.backward is not None and plan["update"] and plan["ranks"] == 1:
+        in_order = [
+            [ops.arguments(node)[0].label for node in ops.nodes_of(schedule.backward, op)]
+            for op in (ops.alloc_state, ops.fetch_state, ops.update)
+        ]
+        assert in_order[0] == in_order[1] == in_order[2], "states come in the order of the updates"
+
+
+def _owns(node: fx.Node, graph: str) -> bool:
+    """Counted apart from the passes: results, buffers, sums, norms; the inputs of a backward."""
+    if node.op == "placeholder":
+        return graph == "backward" and token_of(node) is None
+    owners = [ops.alloc_grad, ops.fetch_grad, ops.add_grad, ops.norm_grad, ops.snapshot]
+    owners += [ops.alloc_state, ops.fetch_state, ops.update]
+    is_item = node.op == "call_function" and ops.op_of(node) is None
+    return is_item or node.target in owners
+
+
+def test_the_same_line_gives_the_same_schedule() -> None:
+    """The order of sets must not decide anything."""
+    given: dict[str, Any] = {"on_disk": frozenset({0, 8, 16}), "disk_weights": True, "offload": 3}
+    line = " ".join(f"{i}F" for i in range(18))
+    first, second = (planned(line, **given).code().splitlines()[2:] for _ in range(2))
+    assert first == second
+
+
+def test_a_token_is_made_once_and_survives_a_copy() -> None:
+    schedule = parse("0F 1F")
+    (bucket, other), graph = schedule.buckets, schedule.forward
+    first = take(graph, bucket, ops.Part.WEIGHTS)
+    assert take(graph, bucket, ops.Part.WEIGHTS) is first
+    assert take(graph, bucket, ops.Part.STATES) is not first
+    assert take(graph, other, ops.Part.WEIGHTS) is not first
+    for each in (schedule, schedule.copy()):
+        assert _placeholders(each.forward, tokens=True) == "weights_0 states_0 weights_1"
+    assert token_of(schedule.copy().forward.find_nodes(op="placeholder")[1]) == token_of(first)
+
+
+def test_the_rest_of_a_step_is_an_update_alone() -> None:
+    """Of buckets that no schedule trains; what it does too early, or leaves out, is found."""
+    buckets = list(parse("0F 1F").buckets)
+    schedule = rest_of(buckets, frozenset({buckets[1].key}), helps=True)
+    assert text(schedule).strip(" |") == "0UPDATE 1UPDATE HELP_HOST"
+    assert OF_SCHEDULES["returns"](schedule).strip(" |") == "0UPDATE 1UPDATE"
+    assert hazards(schedule) == []
+    hasty, short = (rest_of(buckets, frozenset(), helps=False) for _ in range(2))
+    assert hasty.update is not None and short.update is not None
+    ops.nodes_of(hasty.update, ops.update_host)[0].kwargs = {}
+    assert HazardKind.READ_TOO_EARLY in {hazard.kind for hazard in hazards(hasty)}
+    short.update.output_node().args = (((ops.returned(short.update)[0][0],),),)
+    short.update.erase_node(ops.nodes_of(short.update, ops.update_host)[1])
+    assert HazardKind.NOT_UPDATED in {hazard.kind for hazard in hazards(short)}
+
+
+# A disk takes its time and its memory.
+
+LINE = "0F 1F 2F 3F 4F 5F"
+RATES = ("disk_read_gb_s", "disk_write_gb_s", "disk_read_both_gb_s", "disk_write_both_gb_s")
+DISKS: dict[str, dict[str, Any]] = {
+    "states": {"on_disk": frozenset(range(6))},
+    "states, in the backward": {"on_disk": frozenset(range(6)), "update": True},
+    "weights": {"on_disk": frozenset(range(6)), "disk_weights": True},
+    "saved": {"activations": Activations.OFFLOAD, "disk_saved": True},
+}
+
+
+@pytest.mark.parametrize("name", DISKS)
+def test_a_disk_takes_its_time(name: str) -> None:
+    """Reads and writes of one drive do not overlap where it does one at a time."""
+    schedule = planned(LINE, **DISKS[name])
+    cost = OptimizerCost(in_backward=schedule.update is None)
+    found = {}
+    for rate in (None, 1e-4, 1e-5):
+        machine = H200.replace(**dict.fromkeys(RATES, rate))
+        found[rate] = simulate(schedule, machine, optimizer=cost, steps=3)
+    nodes = [node for graph in schedule.graphs.values() for node in ops.nodes_of(graph)]
+    for stream in (Stream.READ, Stream.WRITE):
+        moved = sum(ops.stored_bytes(n) for n in nodes if ops.stream_of(n) is stream)
+        assert found[None].busy_s(stream) == 0.0
+        assert moved and found[1e-5].busy_s(stream) == pytest.approx(moved / 1e4)
+    assert found[1e-5].step_s > 2 * found[1e-4].step_s
+    assert found[1e-5].bound in (Stream.READ, Stream.WRITE)
+    at = {event.label: event for event in found[1e-5].events}
+    for write in [label for label in at if "WRITE_SAVED" in label]:
+        read, fetch = (at[write.replace("WRITE", word)] for word in ("READ", "FETCH"))
+        assert at[write].stop_s <= read.start_s <= read.stop_s <= fetch.start_s
+
+
+def test_a_read_waits_for_one_of_the_sets_of_buffers() -> None:
+    schedule = planned(LINE, **DISKS["states"])
+    machine = H200.replace(**dict.fromkeys(RATES, 1e-5))
+    steps_s = {}
+    for sets in (1, 2, 4):
+        fewer = replace(schedule, plan=replace(schedule.plan, state_sets=sets))
+        timeline = simulate(fewer, machine, optimizer=OptimizerCost(), steps=3)
+        steps_s[sets] = timeline.step_s
+        if sets == 1:
+            spans = sorted(
+                (e.start_s, e.stop_s)
+                for e in timeline.events
+                if e.stream in (Stream.READ, Stream.WRITE)
+            )
+            assert all(a[1] <= b[0] * (1 + 1e-9) for a, b in zip(spans, spans[1:], strict=False))
+    assert steps_s[1] > 1.5 * steps_s[4] and steps_s[2] >= steps_s[4]
+
+
+def test_what_lies_on_a_disk_is_counted_and_shown() -> None:
+    size, cost = 4 * 64, OptimizerCost()
+    states = planned(LINE, **DISKS["states"])
+    sets = states.plan.state_sets
+    assert sets >= 3 and host_memory(states, cost)[Kind.STAGED] == sets * 2 * 4096
+    ahead = planned(LINE + " 6F 7F", on_disk=frozenset(range(8)), update=True, lookahead=4)
+    assert ahead.plan.state_sets == 6, "five are in use, and one more is written"
+    assert f"each step reads {format_bytes(6 * 2 * size)} there and writes as much" in str(states)
+    assert "3WRITE_STATE" in states.table() and "READ_STATE" in states.to_dot()
+    assert "rs3 = read_state(bucket_3, after=(states_3,))" in states.code()
+    saved = planned(LINE, **DISKS["saved"])
+    assert disk_memory([saved], cost)[Kind.ACTIVATIONS] == 2 * 4096
+    assert Kind.ACTIVATIONS not in host_memory(saved) and saved.plan.saved_sets == 3
+    assert "y0_0_disk = write_saved(stage_1, y0_0_host)" in saved.code()
+    weights = planned(LINE, **DISKS["weights"])
+    assert "rw3 = read_weights(bucket_3, after=(weights_3,))" in weights.code()
+    assert "the parameters of 6 buckets" in str(weights)
+    assert (weights.plan.weight_sets, weights.plan.new_weight_sets) == (3, 4)

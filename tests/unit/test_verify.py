@@ -1,0 +1,378 @@
+"""`verify` finds every kind of fault in every graph, names it, and finds nothing in what is right.
+
+The faults are rows of `faults.txt`; `tests.edits` says what an edit is. Mutants that nobody chose
+are in `test_mutants.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from megacompile.errors import ScheduleError
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stream import Stream
+from megacompile.options import Activations
+from megacompile.verify.order import Order
+from megacompile.verify.proof import HazardKind, hazards, verify
+from tests.edits import edited, free_of, wait
+from tests.planned import planned
+from tests.schedules import Spec, arguments, build, call, find, set_arguments
+
+STEPPING = Spec(device=frozenset({0}), resident=frozenset({3}), helps=True, norms=True)
+EVERYTHING = Spec(
+    stages=6,
+    slots=3,
+    accumulate=True,
+    shared=True,
+    reuse=True,
+    random=frozenset({1, 4}),
+    keep=frozenset({2, 4}),
+    changes=frozenset({1, 3}),
+)
+SPECS = {
+    "plain": Spec(),
+    "two stages": Spec(stages=2),
+    "adding": Spec(accumulate=True),
+    "shared": Spec(shared=True),
+    "late": Spec(shared=True, late=True),
+    "holding": Spec(reuse=True),
+    "random": Spec(random=frozenset({1, 2})),
+    "keeping": Spec(keep=frozenset({2})),
+    "changing": Spec(changes=frozenset({1})),
+    "inference": Spec(training=False),
+    "two stages, inference": Spec(stages=2, training=False),
+    "norms": Spec(norms=True),
+    "updating": Spec(update=True),
+    "updating, masters": Spec(update=True, masters=True),
+    "updating, adding": Spec(update=True, accumulate=True),
+    "updated norms": Spec(update=True, norms=True, accumulate=True),
+    "shared, updating": Spec(shared=True, update=True),
+    "offloading": Spec(offload=frozenset({1, 2})),
+    "kept there": Spec(offload=frozenset({1, 2}), keep=frozenset({1, 2})),
+    "stepping": STEPPING,
+    "stepping, no norms": replace(STEPPING, norms=False),
+    "stepping, two on the device": replace(STEPPING, device=frozenset({0, 1})),
+    "shared, on the device": Spec(shared=True, device=frozenset({0})),
+}
+
+LINE = "0F 1F 2F 3F 4F"
+PLANS: dict[str, Callable[[], Schedule]] = {  # by the product's passes, of what no `Spec` has
+    "ranks": lambda: planned("0F 1F 2F", ranks=3),
+    "ranks, adding": lambda: planned("0F 1F 2F", ranks=3, accumulate=True, inductor=True),
+    "ranks, whole": lambda: planned("0F 1F 2F", ranks=3, whole=frozenset(range(3)), update=True),
+    "replicas": lambda: planned("0F 1F 2F", ranks=2, replicas=2),
+    "rerunning": lambda: planned(LINE, rerun=2),
+    "resident, updating": lambda: planned("0F 1F 2F", resident=frozenset({1}), update=True),
+    "disk": lambda: planned(LINE, on_disk=frozenset(range(5))),
+    "disk, updating": lambda: planned(LINE, on_disk=frozenset(range(5)), update=True),
+    "weights on disk": lambda: planned(LINE, on_disk=frozenset(range(5)), disk_weights=True),
+    "weights on disk, updating": lambda: planned(
+        LINE, on_disk=frozenset(range(5)), disk_weights=True, update=True
+    ),
+    "saved on disk": lambda: planned(
+        "0F 1F 2F 3F 4F 5F 6F 7F", activations=Activations.OFFLOAD, disk_saved=True
+    ),
+}
+
+
+@functools.cache
+def right(name: str) -> Schedule:
+    """A schedule without faults; edits are made in copies."""
+    return build(SPECS[name]) if name in SPECS else PLANS[name]()
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A row of the table."""
+
+    name: str
+    of: str  # the schedule that it is planted in
+    edits: str
+    found: tuple[str, ...]  # all that `verify` says, in any order
+
+    def planted(self) -> Schedule:
+        schedule = right(self.of)
+        if self.edits.startswith("do "):
+            schedule = schedule.copy()
+            return EDITS[self.edits.removeprefix("do ")](schedule) or schedule
+        return edited(schedule, self.edits)
+
+
+def rows(text: str) -> list[Fault]:
+    """Of the table: "name | schedule | edits", or these on lines below; lines "! found; found"."""
+    faults = []
+    for row in re.split(r"\n(?=[^\s])", text):
+        if not row.startswith("=="):
+            title, *lines = row.strip().splitlines()
+            name, of, *edits = title.split(" | ")
+            edits += [line.strip() for line in lines if not line.startswith("    ! ")]
+            found = [line.removeprefix("    ! ") for line in lines if line.startswith("    ! ")]
+            faults.append(Fault(name, of, " ".join(edits), tuple("; ".join(found).split("; "))))
+    return faults
+
+
+FAULTS = rows(Path(__file__).with_name("faults.txt").read_text())
+
+
+def said(schedule: Schedule) -> list[str]:
+    """What is wrong: "slot overwritten: forward 0F, 2PREFETCH@0"."""
+    return [
+        f"{h.kind.value}: {h.graph} {h.label}" + (f", {h.other}" if h.other else "")
+        for h in hazards(schedule)
+    ]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_is_found_and_named_and_nothing_else_is(fault: Fault) -> None:
+    """Each message begins with the graph, and says behind a semicolon what to do."""
+    schedule = fault.planted()
+    assert sorted(said(schedule)) == sorted(fault.found)
+    for hazard in hazards(schedule):
+        assert hazard.message.startswith(f"{hazard.graph}: ") and "; " in hazard.message
+        assert len(hazard.message) < 300
+    with pytest.raises(ScheduleError):
+        verify(schedule)
+
+
+def test_the_table_has_every_kind_of_hazard_once_at_least() -> None:
+    kinds = {found.partition(":")[0] for fault in FAULTS for found in fault.found}
+    other = {HazardKind.RANKS_DIFFER.value}  # of two schedules: tests of ranks
+    assert kinds == {kind.value for kind in HazardKind} - other
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+
+
+# Edits that are no line of text.
+
+
+def one_slot(schedule: Schedule) -> None:
+    """Every bucket goes to slot 0."""
+    for graph in schedule.graphs.values():
+        for prefetch in ops.nodes_of(graph, ops.prefetch):
+            set_arguments(prefetch, arguments(prefetch)[0], schedule.slots[0])
+
+
+def residual_instead_of_snapshot(schedule: Schedule) -> Schedule:
+    """The backward takes the input itself, which the forward changes."""
+    name = find(schedule, "forward", "SNAPSHOT").name
+    output, state = schedule.forward.output_node(), find(schedule, "forward", "state_1")
+    outputs, saved_values = arguments(output)[0]
+    output.args = ((outputs, tuple(state if n.name == name else n for n in saved_values)),)
+    schedule.forward.erase_node(find(schedule, "forward", "SNAPSHOT"))
+    find(schedule, "backward", name).name = "state_1"
+    names = tuple("state_1" if each == name else each for each in schedule.saved_values)
+    return replace(schedule, saved_values=names)
+
+
+def offload_first_part(schedule: Schedule) -> None:
+    """The gradients of the shared bucket go to the host before 0B has added its own."""
+    graph, part = schedule.graphs["backward"], find(schedule, "backward", "d3_2")
+    with graph.inserting_after(part):
+        offload = call(graph, ops.offload_grad, schedule.buckets[0], part)
+    wait(free_of(graph, "d3_2"), [offload])
+    last = find(schedule, "backward", "0B")
+    set_arguments(last, *arguments(last)[:5], ())
+
+
+def forget_offload(schedule: Schedule) -> Schedule:
+    """The copy on the host is no saved value; the backward takes the value itself."""
+    backward = schedule.graphs["backward"]
+    for name in ("alloc_saved_1", "y0_0_host"):
+        backward.erase_node(free_of(backward, name))
+    fetch, on_host = (find(schedule, "backward", name) for name in ("1FETCH_SAVED", "y0_0_host"))
+    buffer = find(schedule, "backward", "1ALLOC_SAVED")
+    fetch.replace_all_uses_with(on_host)
+    for taken_out in (fetch, buffer):
+        backward.erase_node(taken_out)
+    on_host.name = "y0_0"
+    schedule.forward.erase_node(free_of(schedule.forward, "y0_0"))
+    outputs, saved_values = arguments(schedule.forward.output_node())[0]
+    value = find(schedule, "forward", "y0_0")
+    changed = tuple(value if node.name == "y0_0_host" else node for node in saved_values)
+    schedule.forward.output_node().args = ((outputs, changed),)
+    return replace(schedule, saved_values=tuple(node.name for node in changed))
+
+
+def update_twice(schedule: Schedule) -> None:
+    """A second step on the states that the first one read."""
+    graph = schedule.graphs["backward"]
+    first, buffer = (find(schedule, "backward", label) for label in ("2UPDATE", "2ALLOC_STATE"))
+    bucket, weights, gradients, _ = arguments(first)
+    with graph.inserting_before(buffer):
+        again = call(graph, ops.alloc_state, bucket, False)
+        fetched = call(graph, ops.fetch_state, bucket, again, False)
+    with graph.inserting_after(first):
+        updated = call(graph, ops.update, bucket, weights, gradients, fetched)
+    with graph.inserting_after(updated):
+        offload = call(graph, ops.offload_state, bucket, updated)
+    with graph.inserting_before(graph.output_node()):
+        for value in (again, fetched, updated):
+            call(graph, ops.free, value, after=(offload,))
+
+
+def update_in_both(schedule: Schedule) -> Schedule:
+    """The backward updates each bucket, and so does the step."""
+    return replace(schedule, update=build(Spec()).update)
+
+
+def leave_partial_gradients(schedule: Schedule) -> Schedule:
+    """Of the shared bucket, what the first of two contributors gives."""
+    backward, update = schedule.graphs["backward"], schedule.graphs["update"]
+    partial, whole = (find(schedule, "backward", name) for name in ("d3_2", "d0_1"))
+    backward.erase_node(free_of(backward, partial.name))
+    gradients, left, tokens = ops.returned(backward)
+    left = tuple(partial if n is whole else n for n in left)
+    backward.output_node().args = ((gradients, left, tokens),)
+    with backward.inserting_before(backward.output_node()):
+        call(backward, ops.free, whole, after=(find(schedule, "backward", "0OFFLOAD_GRAD"),))
+    taken = find(schedule, "update", whole.name)
+    with update.inserting_after(taken):
+        new = update.create_node("placeholder", partial.name, name=partial.name)
+    new.meta = dict(taken.meta)
+    taken.replace_all_uses_with(new)
+    update.erase_node(taken)
+    return replace(schedule, left=(partial.name, *schedule.left[1:]))
+
+
+EDITS: dict[str, Callable[[Schedule], Schedule | None]] = {
+    function.__name__.replace("_", " "): function
+    for function in (
+        one_slot,
+        residual_instead_of_snapshot,
+        offload_first_part,
+        forget_offload,
+        update_twice,
+        update_in_both,
+        leave_partial_gradients,
+    )
+}
+
+
+# What is right.
+
+RIGHT = [
+    *SPECS.values(),
+    EVERYTHING,
+    Spec(stages=1),
+    Spec(stages=1, update=True),
+    Spec(stages=2, slots=2, reuse=True, shared=True),
+    Spec(stages=5, slots=4, accumulate=True, reuse=True),
+    Spec(resident=frozenset({0, 1, 2, 3})),
+    Spec(device=frozenset({0, 1, 2, 3}), reuse=True),
+    Spec(update=True, masters=True, reuse=True),
+    Spec(update=True, offload=frozenset({1, 2, 3}), keep=frozenset({3})),
+    Spec(shared=True, late=True, accumulate=True, device=frozenset({0, 1})),
+    replace(STEPPING, accumulate=True, shared=True),
+    replace(EVERYTHING, norms=True),
+    replace(EVERYTHING, update=True),
+    replace(EVERYTHING, update=True, masters=True),
+    replace(EVERYTHING, offload=frozenset({0, 1, 2, 3})),
+]
+
+
+def test_a_correct_schedule_has_no_hazards() -> None:
+    for spec in RIGHT:
+        assert hazards(build(spec)) == [], str(spec)
+    for name in PLANS:
+        verify(right(name))
+
+
+def test_one_dropped_edge_is_found_among_eighty_layers() -> None:
+    schedule = build(replace(EVERYTHING, stages=80))
+    prefetches = ops.nodes_of(schedule.graphs["backward"], ops.prefetch)
+    (dropped,) = [n for n in prefetches if arguments(n)[0] is schedule.buckets[40]]
+    dropped.kwargs = {}
+    (hazard,) = hazards(schedule)
+    assert (hazard.kind, hazard.label) == (HazardKind.SLOT_OVERWRITTEN, "43B")
+    assert hazard.other == ops.label(dropped)
+
+
+def test_order_is_streams_and_edges_only() -> None:
+    schedule = build(Spec())
+    order = Order(schedule.forward)
+
+    def before(first: str, second: str) -> bool:
+        return order.before(find(schedule, "forward", first), find(schedule, "forward", second))
+
+    assert before("0F", "3F") and not before("3F", "0F"), "a stream's order"
+    assert before("0F", "2PREFETCH@0"), "an after= edge"
+    assert before("BEGIN", "3PREFETCH@1"), "a path of edges"
+    assert before("2PREFETCH@0", "2F"), "a data edge"
+    assert not before("1F", "2PREFETCH@0"), "nothing else"
+
+
+def test_it_ends_on_values_that_are_made_of_one_another() -> None:
+    schedule = build(Spec(accumulate=True))
+    total, fetched = (find(schedule, "backward", label) for label in ("2ADD_GRAD", "2FETCH_GRAD"))
+    set_arguments(fetched, arguments(fetched)[0], total)
+    assert HazardKind.USE_BEFORE_MADE in {hazard.kind for hazard in hazards(schedule)}
+    schedule = build(Spec(changes=frozenset({1})))
+    assign = find(schedule, "forward", "ASSIGN")
+    set_arguments(assign, arguments(assign)[0], arguments(assign)[0])
+    assert HazardKind.CHANGE_LOST in {hazard.kind for hazard in hazards(schedule)}
+
+
+def test_memory_lives_as_long_as_one_of_its_names() -> None:
+    """A sum replaces what was fetched to a buffer: three names of one memory."""
+    schedule = build(Spec(accumulate=True))
+    graph = schedule.graphs["backward"]
+    frees = [free_of(graph, name) for name in ("alloc_grad_1", "fetch_grad_1", "add_grad_1")]
+    find(schedule, "backward", "2FETCH_GRAD").append(frees[0])  # while it is being filled
+    find(schedule, "backward", "2OFFLOAD_GRAD").append(frees[2])  # while it is being read
+    frees[1].kwargs = frees[2].kwargs
+    frees[2].kwargs = {}
+    find(schedule, "backward", "1OFFLOAD_GRAD").append(frees[1])
+    assert hazards(schedule) == []
+    frees[1].kwargs = {}
+    assert said(schedule) == ["freed too early: backward 2OFFLOAD_GRAD, FREE"]
+
+
+def test_what_is_deferred_lives_until_its_copy_is_done() -> None:
+    """Another of its names may be given up behind the deferred free."""
+    schedule = build(Spec(update=True))
+    graph = schedule.graphs["backward"]
+    graph.output_node().prepend(free_of(graph, "fetch_state_3"))
+    assert hazards(schedule) == []
+    free_of(graph, "update_3").kwargs = {}
+    assert said(schedule) == ["freed too early: backward 0OFFLOAD_STATE, FREE"]
+
+
+def test_a_drain_is_safe_wherever_it_is() -> None:
+    """What it gives back was deferred by an earlier graph: nobody here has a name for it."""
+    for name in ("forward", "backward"):
+        schedule = build(Spec(update=True))
+        graph = schedule.graphs[name]
+        for place in [n for n in graph.nodes if n.op != "placeholder"]:
+            with graph.inserting_before(place):
+                drain = ops.call(graph, ops.drain)
+            assert hazards(schedule) == []
+            graph.erase_node(drain)
+    schedule.forward.erase_node(find(schedule, "forward", "DRAIN"))
+    assert hazards(schedule) == []
+
+
+@pytest.mark.parametrize("name", [name for name in PLANS if "disk" in name])
+def test_every_edge_of_an_op_of_a_disk_matters(name: str) -> None:
+    """Reads of weights in a backward or an update are behind a forward, which the host awaits."""
+    schedule = right(name).copy()
+    dropped = 0
+    for graph in schedule.graphs.values():
+        for node in ops.nodes_of(graph):
+            after = list(node.kwargs.get("after", ()))  # type: ignore[arg-type]
+            for lost in after:
+                streams = {ops.stream_of(n) for n in (node, lost)}
+                if not streams & {Stream.READ, Stream.WRITE}:
+                    continue
+                wait(node, [n for n in after if n is not lost])
+                late = node.target in (ops.read_weights, ops.read_trained)
+                if not (late and graph is not schedule.forward):
+                    assert hazards(schedule), f"{ops.label(node)} forgets {lost.name}"
+                    dropped += 1
+                wait(node, after)
+    assert hazards(schedule) == [] and dropped >= 2
