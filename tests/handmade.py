@@ -67,11 +67,11 @@ def _bound(item: Any) -> GraphInput:
     return TensorInput(item) if isinstance(item, TensorMeta) else item
 
 
-def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A call that torch would refuse, because it is of a number that is not known."""
-    for arg in args:
-        if isinstance(arg, fx.Proxy):
-            return arg.tracer.create_proxy("call_function", function, args, kwargs)
+def node(like: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A call that torch.fx would make instead of noting it, in the graph that `like` is of; of
+    plain values, its result."""
+    if isinstance(like, fx.Proxy):
+        return like.tracer.create_proxy("call_function", function, args, kwargs)
     return function(*args, **kwargs)
 
 

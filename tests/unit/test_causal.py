@@ -98,7 +98,7 @@ def _packed_behind(q: Any, k: Any, given: Any, n: Any) -> Any:
 
 
 def _ones(n: Any) -> Any:
-    return handmade.call(torch.ones, n, n, dtype=torch.bool)
+    return handmade.node(n, torch.ones, n, n, dtype=torch.bool)
 
 
 CAUSAL: dict[str, Mask] = {
