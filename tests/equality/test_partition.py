@@ -446,10 +446,7 @@ ROWS: dict[str, Row] = {
     ),
     "outputs": row(outputs, None),
     "constants": row(constants),
-    "a loss": of_plain(
-        with_loss,
-        "linear | linear | linear | linear tensor float cross_entropy logsumexp mean mul add",
-    ),
+    "a loss": of_plain(with_loss, "linear | linear | linear | linear float logsumexp mean add"),
     "no parameters": of_plain(around, "linear sin | linear | linear | cos linear"),
     "wide": of_plain(widened, "linear | linear | repeat view sum linear | linear"),
     "narrow": of_plain(narrowed, "linear | linear sum | expand mul linear | linear"),
