@@ -323,13 +323,6 @@ def evaluate(layers: list[Any]) -> None:
 
 CHANGES = [hook, tie, tie_inside, share, freeze, narrow, cast, replace_forward, change_eps]
 CHANGES += [another_class, evaluate]
-    hook,
-    tie,
-    freeze,
-    replace_forward,
-    change_eps,
-    evaluate,
-]  # by torch, which traces regions
 
 
 def changed(change: Callable[[list[Any]], Any]) -> nn.Module:
