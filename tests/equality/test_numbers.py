@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from megacompile import megacompile, schedules
-from megacompile.cost.ops import analysis_of
 from megacompile.ir import ops
 from megacompile.ir.stages import Code
 from megacompile.ir.tiles import pieces_of
@@ -151,8 +150,6 @@ def test_a_plan_says_which_stages_run_in_tiles() -> None:
     assert not uncut.plan.tiles and [stage.traced.tiles for stage in uncut.stages] == [1] * 5
     cut, full = schedule.stages[1].traced, uncut.stages[1].traced
     assert cut.saved_bytes < full.saved_bytes
-    flops = [analysis_of(each, Code.RECOMPUTE).work.flops for each in (cut, full)]
-    assert flops[0] < flops[1]
     model.eval()
     with torch.no_grad():
         model(torch.zeros(2, 12, dtype=torch.int64))

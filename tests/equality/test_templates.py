@@ -21,7 +21,6 @@ from megacompile.ir.tensors import TensorMeta
 from megacompile.options import Lowering
 from megacompile.passes.stages.layout import with_strides
 from megacompile.passes.stages.lower import lower
-from megacompile.passes.stages.templates import TemplateCache
 from megacompile.verify.proof import verify
 from tests import zoo
 from tests.actions import apply
@@ -106,7 +105,7 @@ def test_what_a_backward_takes_tells_templates_apart() -> None:
 
 
 def test_a_cache_is_shared_between_schedules() -> None:
-    cache: TemplateCache = {}
+    cache: dict[Any, Template] = {}
     first = chain().templates(cache)
     assert len(cache) == 3
     second = capture(Net(Net.chain, depth=2), X).templates(cache)
@@ -415,7 +414,7 @@ def wide(dropout: float = 0.0, autocast: bool = False) -> Captured:
 
 
 def split(
-    of: Captured, fractions: dict[int, float], cache: TemplateCache | None = None
+    of: Captured, fractions: dict[int, float], cache: dict[Any, Template] | None = None
 ) -> Schedule:
     """The verified schedule in which every stage is kept, and some save less."""
     schedule = of.with_tangent()
@@ -446,7 +445,7 @@ def _check_agreement(schedule: Schedule) -> None:
 def test_a_lower_budget_saves_less_and_computes_more() -> None:
     """In the stages of the plan alone; those of one template share the new one, which is split of
     what was traced before."""
-    cache: TemplateCache = {}
+    cache: dict[Any, Template] = {}
     found = {1.0: split(wide(), {}, cache).stages}
     count = len(cache)
     for fraction in (0.5, 0.2, 0.0):
@@ -495,7 +494,7 @@ def lowered(schedule: Schedule) -> list[tuple[int, str]]:
 
 
 def test_what_the_schedule_runs_is_lowered_once() -> None:
-    cache: TemplateCache = {}
+    cache: dict[Any, Template] = {}
     kept = chain().build(cache=cache)
     assert len(lowered(kept)) == 7 and lowered(kept) == []
     assert [" ".join(sorted(c.value for c in t.code)) for t in kept.templates] == [

@@ -17,14 +17,14 @@ from torch import Tensor, fx, nn
 from megacompile.errors import ScheduleError
 from megacompile.ir import ops
 from megacompile.ir.schedule import Plan, Schedule
-from megacompile.passes.schedule.differentiate import differentiate
-from megacompile.passes.schedule.norms import insert_norms
 from megacompile.passes.schedule.plan import make_plan, reruns
 from megacompile.verify.proof import hazards, verify
 from tests.actions import apply, frees, parse, text
 from tests.capturing import Captured, Counting, Net, after_templates, capture
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
+PASSES = after_templates(lookahead=1, norms=True, helps=True, reuse=True)
+differentiate = PASSES["differentiate"]
 
 
 def backward(schedule: Schedule) -> fx.Graph:
@@ -174,7 +174,7 @@ def test_what_is_changed_is_copied_before_once() -> None:
     ],
 )
 def test_norms_are_taken_of_what_leaves(line: str, stubs: dict[str, Any], after: str) -> None:
-    schedule = apply(insert_norms, parse(f"0F 1F | {line}", **stubs))
+    schedule = apply(PASSES["norms"], parse(f"0F 1F | {line}", **stubs))
     words = []
     for node in ops.nodes_of(backward(schedule)):
         if node.target in (ops.norm_grad, ops.offload_grad, ops.offload_state):
@@ -186,7 +186,7 @@ def test_norms_are_taken_of_what_leaves(line: str, stubs: dict[str, Any], after:
 
 
 def test_without_a_backward_there_are_no_norms() -> None:
-    assert text(apply(insert_norms, parse("0F 1F"))) == "0F 1F"
+    assert text(apply(PASSES["norms"], parse("0F 1F"))) == "0F 1F"
 
 
 def test_norms_are_freed_with_the_gradients() -> None:
@@ -201,7 +201,6 @@ def test_norms_are_freed_with_the_gradients() -> None:
 
 # Stages that run again for their outputs.
 
-PASSES = after_templates(lookahead=1)
 CHAIN, LONG = "0F 1F 2F 3F | 3B 2B 1B 0B", "0F 1F 2F 3F 4F 5F 6F | 6B 5B 4B 3B 2B 1B 0B"
 
 
@@ -339,7 +338,6 @@ def calls(stages: int) -> dict[str, int]:
     which = frozenset(range(1, stages - 1, 2))
     schedule = replace(parse(line, saved=40), plan=Plan(frozenset({stages - 1}), rerun=which))
     counts: dict[str, int] = {}
-    passes = after_templates(lookahead=1, helps=True, reuse=True)
     for name in LINEAR:
         counts[name] = 0
 
@@ -349,15 +347,14 @@ def calls(stages: int) -> dict[str, int]:
         gc.disable()  # finalizers of other tests' objects are calls, too
         sys.setprofile(note)
         try:
-            schedule = passes[name](schedule)
+            schedule = PASSES[name](schedule)
         finally:
             sys.setprofile(None)
             gc.enable()
     return counts
 
 
-LINEAR = ["recompute", "rerun", "offload_grad", "update_graph", "prefetch", "slots"]
-LINEAR += ["free", "tokens"]
+LINEAR = "recompute rerun offload_grad norms update_graph prefetch slots free tokens".split()
 
 
 @pytest.mark.parametrize("name", LINEAR)

@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from megacompile.ir.capture import Capture
 from megacompile.ir.tensors import TensorMeta
 from megacompile.options import Lowering
-from megacompile.passes.capture.affine import Unknown, of_tensor
 from megacompile.passes.capture.causal import use_causal_attention
 from tests import handmade
 
@@ -340,27 +339,3 @@ def test_numbers_are_compared_as_torch_does() -> None:
     small = torch.uint8
     masks.append(lambda q, k, given, n: (k * 0 + 50).to(small).expand(n, n) <= torch.tensor(300))
     assert_known(masks, q, k)
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.tensor(3),
-        torch.arange(5),
-        torch.arange(12).view(3, 4).t(),
-        torch.ones(2, 3, dtype=torch.bool),
-        torch.arange(3)[:, None] * 2 - torch.arange(4),
-        torch.arange(4)[:, None].expand(4, 3),
-    ],
-)
-def test_formulas_of_tensors(tensor: Tensor) -> None:
-    found = of_tensor(tensor)
-    for index in itertools.product(*map(range, tensor.shape)):
-        value = found.base + sum(i * s for i, s in zip(index, found.steps, strict=True))
-        assert value == int(tensor[index])
-
-
-def test_other_tensors_have_none() -> None:
-    for tensor in (torch.tensor([0, 1, 3]), torch.tensor([1.0]), torch.zeros(0).long()):
-        with pytest.raises(Unknown):
-            of_tensor(tensor)

@@ -1,5 +1,5 @@
-"""What a stage's code is made of: constants that are equal, eager code that leaves out what is
-between the kernels, and indices that must not be looked up in zeros."""
+"""What a stage's code is made of: constants that are equal, and eager code that leaves out what is
+between the kernels."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
 from megacompile import compat
 from megacompile.ir.constants import constant_key, function_key
 from megacompile.passes.stages.direct import direct, without_idle_views
-from megacompile.passes.stages.indices import computes_indices
 from tests.whole import Config, Kernel, Rounding
 
 # Constants.
@@ -135,29 +133,3 @@ def test_a_view_of_any_size_stays() -> None:
     x = torch.linspace(0, 1, 64).view(8, 8)
     (first, *_) = direct(module)(x)
     assert first is not None and torch.equal(first, x.view(-1, 4) + 1)
-
-
-# Indices.
-
-GIVEN = [torch.zeros(3, 3), torch.zeros(3, 3, dtype=torch.int64)]
-LOOK_UPS: dict[str, tuple[bool, Callable[[Tensor, Tensor], Tensor]]] = {  # may zeros be looked up?
-    "given": (True, lambda h, m: h.gather(1, m)),
-    "a view of it": (True, lambda h, m: h.gather(1, m.t().contiguous().t()[:, 1:])),
-    "padded": (True, lambda h, m: F.nll_loss(h, F.pad(m, (0, 1), value=-100)[:, 1])),
-    "constant": (True, lambda h, m: h[:, torch.arange(3)]),
-    "no index": (True, lambda h, m: h * m.sum()),
-    "computed": (False, lambda h, m: h.gather(1, m - 1)),
-    "a view of what is computed": (False, lambda h, m: h.gather(1, (m - 1).t().t())),
-    "among others": (False, lambda h, m: h[torch.arange(3), m.sum(1)]),
-    "a loss": (False, lambda h, m: F.nll_loss(h, m[:, 0] - 1)),
-    "a chance": (False, lambda h, m: torch.bernoulli(h / m)),
-}
-
-
-@pytest.mark.parametrize("name", LOOK_UPS)
-def test_indices_that_are_computed_are_found(name: str) -> None:
-    safe, code = LOOK_UPS[name]
-    with compat.fake_mode():
-        given = [torch.zeros_like(each) for each in GIVEN]
-        module = compat.trace(lambda primals, _: code(*primals), given, [], {})
-    assert computes_indices(module.graph) != safe
