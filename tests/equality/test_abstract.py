@@ -321,12 +321,13 @@ def listed(made: Capture) -> list[str]:
     graph = made.module.graph
     places: dict[Any, str] = {}
     for node, item in zip(graph.find_nodes(op="placeholder"), made.inputs, strict=True):
-        is_param = isinstance(item, ParamInput)
-        places[node] = f"{item.bucket.params[item.param].name}" if is_param else str(item)  # type: ignore[union-attr]
+        places[node] = str(item)
+        if isinstance(item, ParamInput):
+            places[node] = item.bucket.params[item.param].name
     lines = []
     for node in graph.nodes:
         if node.op != "placeholder":
-            args = torch.fx.map_arg((node.args, node.kwargs), places.__getitem__)  # type: ignore[arg-type]
+            args = torch.fx.map_arg((node.args, node.kwargs), places.__getitem__)
             lines.append(f"{node.op} {node.target} {args}")
             places[node] = f"%{len(lines)}"
     return lines

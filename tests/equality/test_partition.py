@@ -22,6 +22,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, ParamRef
 from megacompile.ir.tensors import TensorMeta
 from tests.capturing import Layer, Net, capture, result, run_stages
+from tests.zoo import assert_same, equal
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
 EACH = "embed | layers.0 | layers.1 | layers.2 | head"
@@ -37,20 +38,15 @@ def check(model: nn.Module, *args: Any) -> Schedule:
     schedule = captured.partition()
     assert str(captured.capture.module.graph) == before, "the capture is as it was"
     found = []
-    for run in (lambda: _tuple(plain(*plain_args)), lambda: run_stages(captured, schedule)):
+    for plainly in (True, False):
         torch.manual_seed(7)
-        outputs = run()
+        outputs = _tuple(plain(*plain_args)) if plainly else run_stages(captured, schedule)
         if isinstance(outputs[0], Tensor) and outputs[0].requires_grad:
             outputs[0].sum().backward()
         found.append(outputs)
-    for one, other in zip(*found, strict=True):
-        assert _equal(one, other), "an output"
-    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
-        assert _equal(p.grad, q.grad), f"the gradient of {name}"
-    for (name, a), b in zip(plain.named_buffers(), model.buffers(), strict=True):
-        assert _equal(a, b), f"buffer {name}"
-    for i, (a, b) in enumerate(zip(plain_args, args, strict=True)):
-        assert _equal(a, b), f"input {i}"
+    for one, other in [*zip(*found, strict=True), *zip(plain_args, args, strict=True)]:
+        assert _equal(one, other), "an output, or an input that is changed"
+    assert_same(plain, model)
     return schedule
 
 
@@ -59,9 +55,7 @@ def _tuple(value: Any) -> tuple[Any, ...]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return bool(one == other)
+    return equal(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
 def names(schedule: Schedule) -> str:

@@ -312,6 +312,7 @@ def test_rates_of_other_captures_are_left_alone() -> None:
 
 
 def test_strides_between_stages_are_the_real_ones() -> None:
+    plain: Any
     plain, model = made("strides")
     real: list[Any] = []
     for layer in plain.layers:

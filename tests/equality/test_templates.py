@@ -433,9 +433,9 @@ def _check_agreement(schedule: Schedule) -> None:
     """The forward gives what the backward takes, by the names that `differentiate` gives."""
     index = min(s.index for s in schedule.stages if s.traced.saved_fraction < 1)
     stage = schedule.stages[index]
-    (call,) = [n for n in ops.nodes_of(schedule.forward, ops.forward) if n.args[0] is stage]
     assert schedule.backward is not None
-    (back,) = [n for n in ops.nodes_of(schedule.backward, ops.backward) if n.args[0] is stage]
+    call = ops.calls_by_stage(schedule.forward, ops.forward)[index]
+    back = ops.calls_by_stage(schedule.backward, ops.backward)[index]
     names = [item.name for k, item in sorted(ops.items(call)) if k >= 1]
     assert names == [f"s{index}_{k}" for k in range(len(stage.traced.saved))]
     assert [value.name for value in ops.arguments(back)[3]] == names

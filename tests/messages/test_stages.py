@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable
 from functools import partial
@@ -12,13 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from megacompile.errors import UnsupportedGraphError
+from megacompile import megacompile
+from megacompile.errors import OptionError, OptionTypeError, UnsupportedGraphError
 from megacompile.ir.buckets import Unit
 from megacompile.ir.capture import ParamInput
 from megacompile.ir.tensors import TensorMeta
 from megacompile.options import Head, Lowering
 from megacompile.passes.capture.causal import use_causal_attention
 from megacompile.passes.capture.chunk import chunk_head
+from megacompile.plan.abstract import abstract_options, abstract_schedules
 from tests import handmade
 from tests.capturing import Captured, Net, capture
 
@@ -273,3 +276,53 @@ def test_a_stage_that_cannot_be_traced_is_named() -> None:
     object.__setattr__(schedule.stages[1], "module", fx.GraphModule(nn.Module(), graph))
     with pytest.raises(UnsupportedGraphError, match="^stage 'layers.0': .*nonzero"):
         captured.passes()["templates"](schedule)
+
+
+# Tiles.
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        (0, OptionError, "got tiles=0; needed at least 1"),
+        (
+            True,
+            OptionTypeError,
+            "option 'tiles' got True (bool); needed 'auto' or an int of at least 1",
+        ),
+        (
+            2.0,
+            OptionTypeError,
+            "option 'tiles' got 2.0 (float); needed 'auto' or an int of at least 1",
+        ),
+    ],
+)
+def test_bad_tiles(value: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error) as raised:
+        megacompile(nn.Linear(2, 2), device="cpu", tiles=value)
+    assert str(raised.value) == f"megacompile(): {text}"
+
+
+@pytest.mark.parametrize(
+    ("layer", "lines"),
+    [
+        (
+            nn.Linear(8, 8),
+            [
+                "what acts on each token alone runs in 2 tiles, in 3 of 4 stages; their gradients "
+                "of weights are added up in float32",
+                "1 of 4 stages are not cut: no product of matrices in them acts on each token "
+                "alone",
+                "2 recomputed stages run tile by tile as a whole, including any attention, as over "
+                "micro-batches",
+            ],
+        ),
+        (nn.LayerNorm(8), ["nothing is cut: no product of matrices acts on each token alone"]),
+    ],
+)
+def test_what_a_plan_says_of_tiles(layer: nn.Module, lines: list[str]) -> None:
+    model = nn.Sequential(nn.Embedding(4, 8), *(copy.deepcopy(layer) for _ in range(3)))
+    options = abstract_options(device="cpu", tiles=2)
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    (schedule,) = abstract_schedules(model, (ids,), options=options)
+    assert [r for r in schedule.plan.reasons if "tile" in r or "cut" in r] == lines

@@ -338,4 +338,5 @@ def test_numbers_are_compared_as_torch_does() -> None:
     # a scalar takes the dtype of the other side: 300 is 44 in 8 bits
     small = torch.uint8
     masks.append(lambda q, k, given, n: (k * 0 + 50).to(small).expand(n, n) <= torch.tensor(300))
+    masks.append(lambda q, k, given, n: k * 1.1 <= q)  # nor are they rounded
     assert_known(masks, q, k)

@@ -137,10 +137,10 @@ def made_of(loss: Loss, *inputs: Any, bias: bool = True) -> Capture:
 
 
 def chunked(given: Capture, **options: Any) -> tuple[Capture, tuple[str, ...]]:
-    settings = {"head": Head.CHUNKED, "lowering": Lowering.EAGER}
-    settings["chunk_bytes"] = CHUNK_ROWS * ROW_BYTES  # type: ignore[assignment]
+    settings: dict[str, Any] = {"head": Head.CHUNKED, "lowering": Lowering.EAGER}
+    settings["chunk_bytes"] = CHUNK_ROWS * ROW_BYTES
     before = str(given.module.graph)
-    result = chunk_head(given, **{**settings, **options})  # type: ignore[arg-type]
+    result = chunk_head(given, **{**settings, **options})
     assert str(given.module.graph) == before, "its input is as it was"
     return result
 

@@ -228,10 +228,8 @@ def disk_lines(changed: Scenario) -> list[str]:
     return [line for line in why_not(changed) if "disk" in line.partition(":")[0]]
 
 
-@pytest.mark.parametrize(
-    ("in_backward", "frozen"),
-    [(False, True), pytest.param(True, False, marks=pytest.mark.thorough)],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("in_backward", "frozen"), [(False, True), (True, False)])
 def test_parameters_on_a_disk_are_named_where_they_would_do(
     frozen: bool, in_backward: bool
 ) -> None:
