@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.test_numbers import assert_same
 from torch import Tensor, nn
 
 from megacompile import HostMemoryError, compat, megacompile, schedules
@@ -27,7 +28,6 @@ from megacompile.runtime.device.activations import HostPool, OnHost, taken
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.ops.bound import BoundOps
 from tests import cases, inside, zoo
-from tests.test_numbers import assert_same
 from tests.zoo import Stack, batch, loss_of, twins
 
 CPU = torch.device("cpu")

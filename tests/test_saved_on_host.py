@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from tests.test_numbers import assert_same
 from torch import Tensor, nn
 
 from megacompile import megacompile, schedules
@@ -34,7 +35,6 @@ from tests import cases, inside, zoo
 from tests.actions import apply, frees, parse, text
 from tests.capturing import capture
 from tests.test_activations import ORDERS, Two, offloading, pool, trains_alike
-from tests.test_numbers import assert_same
 from tests.test_planner import problem
 from tests.zoo import Stack, batch, loss_of, twins
 

@@ -67,11 +67,14 @@ _UNKNOWN = object()
 
 
 def use_causal_attention(
-    capture: Capture, *, lowering: Lowering
+    capture: Capture, *, lowering: Lowering, small_numel: int = SMALL_NUMEL
 ) -> tuple[Capture, tuple[str, ...]]:
     """The capture whose attention gets no mask that is known, and a line on those.
 
     A capture that is left as it is, is returned itself; with `EAGER`, which is bitwise, always.
+
+    Args:
+        small_numel: what has so many elements at most is computed.
     """
     if lowering is Lowering.EAGER:
         return capture, ()
@@ -79,7 +82,7 @@ def use_causal_attention(
     if not any(map(mask_of, own.module.graph.nodes)):
         return capture, ()
     own = own.fresh()
-    known = _Known(own, propagate(own))
+    known = _Known(own, propagate(own), small_numel)
     sizes: dict[fx.Node, int] = {}
     count = 0
     for node in own.module.graph.nodes:
@@ -117,6 +120,7 @@ class _Known:
 
     capture: Capture
     values: Values
+    small_numel: int
     found: dict[fx.Node, Any] = field(default_factory=dict)
     computed: dict[str, Any] = field(default_factory=dict)  # by what was done
     changed: frozenset[int] = field(init=False)  # storages that something writes to
@@ -187,7 +191,7 @@ class _Known:
         meta = self.values.of[node]
         if symbols_in(meta) or any(isinstance(v, (Affine, sympy.Basic)) for v in given):
             return self._formula(node, meta) if isinstance(meta, TensorMeta) else _UNKNOWN
-        small = not isinstance(meta, TensorMeta) or math.prod(meta.shape) <= SMALL_NUMEL
+        small = not isinstance(meta, TensorMeta) or math.prod(meta.shape) <= self.small_numel
         if small and not any(isinstance(value, _Allows) for value in given):
             return self._compute(node)
         return self._allowed(node, meta) if isinstance(meta, TensorMeta) else _UNKNOWN

@@ -60,12 +60,16 @@ STOOD_BACK = "the head is whole: "  # how a reason begins where a loss was found
 
 
 def chunk_head(
-    capture: Capture, *, head: Head, lowering: Lowering
+    capture: Capture, *, head: Head, lowering: Lowering, chunk_bytes: int | None = None
 ) -> tuple[Capture, tuple[str, ...]]:
     """The capture with each head that can be in chunks, and a line on each loss.
 
     A capture that is left as it is, is returned itself.
+
+    Args:
+        chunk_bytes: of logits at a time. Default: `CHUNK_BYTES`.
     """
+    limit_bytes = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
     own = inline_checkpoints(capture)
     if not any(node.target in _LOSSES for node in own.module.graph.nodes):
         return capture, ("no head: no cross_entropy was captured",) if head is Head.CHUNKED else ()
@@ -75,15 +79,15 @@ def chunk_head(
         why = "lowering='eager' is bitwise, and head='chunked' is equal up to rounding"
         return capture, (f"{STOOD_BACK}{why}",)
     own = own.fresh()
-    finder = _Finder(own, propagate(own))
+    finder = _Finder(own, propagate(own), limit_bytes)
     heads, reasons, conditions = [], [], []
     for loss in [n for n in own.module.graph.nodes if n.target in _LOSSES]:
         try:
             found = finder.find(loss)
             if head is Head.AUTO:
-                conditions += _conditions(found)
-            if head is Head.AUTO and found.logits_bytes <= CHUNK_BYTES:
-                size, least = format_bytes(found.logits_bytes), format_bytes(CHUNK_BYTES)
+                conditions += _conditions(found, limit_bytes)
+            if head is Head.AUTO and found.logits_bytes <= limit_bytes:
+                size, least = format_bytes(found.logits_bytes), format_bytes(limit_bytes)
                 raise _Whole(f"its logits take {size}, no more than {least}")
         except _Whole as why:
             reasons.append(f"{STOOD_BACK}{why}")
@@ -102,11 +106,11 @@ class _Whole(Exception):
     """The reason why a head is left as it is."""
 
 
-def _conditions(found: FoundHead) -> list[Any]:
+def _conditions(found: FoundHead, limit_bytes: int) -> list[Any]:
     """That logits stay on their side of the limit of "auto"."""
     if not found.is_symbolic:
         return []
-    most = CHUNK_BYTES // found.row_bytes
+    most = limit_bytes // found.row_bytes
     side = sympy.Le if found.rows <= most else sympy.Gt
     return [side(found.any_rows, most)]
 
@@ -128,6 +132,7 @@ class _Finder:
 
     capture: Capture
     values: Values
+    limit_bytes: int  # of logits at a time
 
     def find(self, loss: fx.Node) -> FoundHead:
         """The head of a loss; `_Whole` where it is not one that can be in chunks."""
@@ -159,9 +164,9 @@ class _Finder:
             classes=classes,
             row_bytes=row_bytes,
             chunk_rows=(
-                rows_of_a_chunk(rows, row_bytes, CHUNK_BYTES)
+                rows_of_a_chunk(rows, row_bytes, self.limit_bytes)
                 if any_rows == rows
-                else most_rows(row_bytes, CHUNK_BYTES)
+                else most_rows(row_bytes, self.limit_bytes)
             ),
         )
         self._check_between(found)

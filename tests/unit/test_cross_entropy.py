@@ -1,4 +1,4 @@
-"""The rows' Triton kernel against its twin in plain torch, which test_head.py holds to torch.
+"""The rows' Triton kernel against its twin in plain torch, which other tests hold to torch.
 
 On a CUDA device it is compiled, and all of this file is marked `gpu`; elsewhere Triton's
 interpreter runs it.
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megacompile.runtime.ops.cross_entropy import normalize_plain, rows
 from megacompile.runtime.ops.rows import Rows
+from tests.draws import pairwise
 
 pytest.importorskip("triton")
 
@@ -52,10 +53,10 @@ def both(
     return [*got, mine.logits], [*want, theirs.logits]
 
 
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-@pytest.mark.parametrize("classes", [1, 255, 256, 257, 1000])
+@pytest.mark.parametrize(
+    ("classes", "dtype", "weighted", "label_smoothing"),
+    pairwise([1, 255, 256, 257, 1000], [FP32, BF16, FP16], [True, False], [0.0, 0.1]),
+)
 def test_kernel_and_twin(
     classes: int, dtype: torch.dtype, weighted: bool, label_smoothing: float
 ) -> None:

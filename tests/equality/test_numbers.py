@@ -1,0 +1,277 @@
+"""Streamed training is plain training: equal in every bit, within rounding in tiles and Inductor.
+
+Each model of `tests/cases.py` is trained once, with everything that a loop does in one table row.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megacompile import megacompile, schedules
+from megacompile.ir import ops
+from megacompile.ir.stages import Code
+from megacompile.ir.tiles import pieces_of
+from tests import cases
+from tests.draws import drawn
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
+
+
+def both(
+    name: str, device: torch.device, **options: Any
+) -> tuple[nn.Module, nn.Module, cases.Case]:
+    """A plain copy of a case's model on `device`, the streamed one, and the case."""
+    case = cases.build(name)
+    plain = copy.deepcopy(case.model).to(device)
+    streamed = megacompile(case.model, device=device, progress=False, **options)
+    return plain, streamed, case
+
+
+def step(model: nn.Module, case: cases.Case, i: int, device: torch.device) -> Tensor:
+    """Forward and backward on step `i`'s data, with that step's seed."""
+    torch.manual_seed(i)
+    loss = case.loss(model, i, device)
+    loss.backward()
+    return loss.detach()
+
+
+def assert_same(plain: nn.Module, streamed: nn.Module, *, rounded: bool = False) -> None:
+    """Parameters, gradients and buffers; `rounded` up to rounding."""
+    for (name, want), got in zip(plain.named_parameters(), streamed.parameters(), strict=True):
+        assert (want.grad is None) == (got.grad is None), f"{name}: gradient missing or unasked for"
+        for one, other in ((want.detach(), got.detach()), (want.grad, got.grad)):
+            if one is None or other is None:
+                continue
+            if rounded:
+                torch.testing.assert_close(other.cpu(), one.cpu(), rtol=1e-5, atol=1e-5, msg=name)
+            else:
+                assert torch.equal(one.cpu(), other.cpu()), name
+    for (name, before), after in zip(plain.named_buffers(), streamed.buffers(), strict=True):
+        assert torch.equal(before, after) or rounded, f"buffer {name}"
+
+
+def trained(name: str, *, steps: int = 3, rounded: bool = False, **options: Any) -> nn.Module:
+    """The streamed model, trained next to the plain one.
+
+    Two micro-batches a step, clipping that acts and that does not, and a scheduler; AdamW in the
+    backward with `optimizer=True`, which has no gradients to clip.
+    """
+    inside = options.pop("optimizer", False)
+    case = cases.build(name)
+    plain = copy.deepcopy(case.model)
+    optimizers = [
+        torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-2)
+        for each in (plain, case.model)
+    ]
+    if inside:
+        options["optimizer"] = optimizers[1]
+    streamed = megacompile(case.model, device="cpu", progress=False, **options)
+    models = (plain, streamed)
+    rates = [torch.optim.lr_scheduler.LinearLR(each, 0.1, 1.0, 10) for each in optimizers]
+    for i in range(steps):
+        for micro in range(1 if inside else 2):
+            losses = [step(each, case, 2 * i + micro, CPU) for each in models]
+            assert torch.equal(*losses) or rounded
+            if not inside:
+                assert_same(plain, streamed, rounded=rounded)
+        for model, optimizer, rate in zip(models, optimizers, rates, strict=True):
+            if not inside:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1 if i % 2 else 100.0)
+            optimizer.step()
+            rate.step()
+            optimizer.zero_grad()
+        assert_same(plain, streamed, rounded=rounded)
+    assert schedules(streamed), "nothing was scheduled"
+    return streamed
+
+
+@pytest.mark.parametrize("name", drawn([n for n in cases.CASES if n not in cases.LONG], cases.LONG))
+def test_training_is_bitwise(name: str) -> None:
+    if name == "demo gpt":
+        uncut_gpt()
+    else:
+        trained(name, steps=2 if name in cases.LONG else 3)
+
+
+def tiles_of(model: nn.Module) -> dict[int, int]:
+    """By stage: in how many tiles a piece of its code runs."""
+    return {
+        stage.index: piece.count
+        for schedule in schedules(model)
+        for stage in schedule.stages
+        for graph in stage.traced.graphs.values()
+        for _, piece in pieces_of(graph.graph)
+        if not piece.is_whole
+    }
+
+
+IN_TILES: dict[str, tuple[str, bool, dict[str, Any]]] = {  # model, by samples, options
+    "kept": ("tied", False, {"tiles": 5, "activations": "keep"}),
+    "of samples, waiting on the host": ("shared layer", True, {"activations": "offload"}),
+    "updated in the backward": ("tied", True, {"optimizer": True, "activations": "recompute"}),
+    "with random numbers": ("dropout", False, {"activations": "recompute"}),
+    "after a graph break": ("graph break", False, {"tiles": 5, "activations": "keep"}),
+    "of samples": ("frozen half", True, {"activations": "recompute"}),
+    "of a real model": ("hf qwen2", False, {"activations": "keep"}),
+    "samples of a real model": ("hf qwen2", True, {"activations": "recompute"}),
+}
+
+
+@pytest.mark.parametrize("name", drawn(list(IN_TILES)[:4], list(IN_TILES)[4:]))
+def test_tiles_are_the_same_up_to_rounding(name: str) -> None:
+    """A recomputed stage that draws no random numbers runs sample by sample."""
+    case, by_samples, options = IN_TILES[name]
+    model = trained(case, steps=2, rounded=True, **{"tiles": 2, **options})
+    assert tiles_of(model)
+    samples = {index for schedule in schedules(model) for index in schedule.plan.samples}
+    assert bool(samples) == by_samples
+
+
+@functools.cache
+def uncut_gpt() -> nn.Module:
+    return trained("demo gpt")
+
+
+def test_a_plan_says_which_stages_run_in_tiles() -> None:
+    """The embedding is not cut; what tiles compute is neither saved nor computed again."""
+    model, whole = trained("demo gpt", steps=1, rounded=True, tiles=4), uncut_gpt()
+    (schedule,), (uncut, *_) = schedules(model), schedules(whole)
+    assert schedule.plan.tiles == tuple(tiles_of(model).items())
+    assert [stage.traced.tiles for stage in schedule.stages] == [1, 4, 4, 4, 4]
+    assert not uncut.plan.tiles and [stage.traced.tiles for stage in uncut.stages] == [1] * 5
+    cut, full = schedule.stages[1].traced, uncut.stages[1].traced
+    assert cut.saved_bytes < full.saved_bytes
+    model.eval()
+    with torch.no_grad():
+        model(torch.zeros(2, 12, dtype=torch.int64))
+    graph = schedules(model)[-1].stages[1].traced.graphs[Code.FORWARD].graph
+    assert any(not piece.is_whole for _, piece in pieces_of(graph)), "evaluation, too"
+
+
+class Norms(nn.Module):
+    """Nothing is worth tiles: there is no product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LayerNorm(4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("reason", ["no product", "sizes that change"])
+def test_what_cannot_be_cut_is_as_it_was(reason: str) -> None:
+    torch.manual_seed(0)
+    changes = reason == "sizes that change"
+    net: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) if changes else Norms()
+    options: dict[str, Any] = {"device": "cpu", "dynamic": changes, "progress": False}
+    plain = copy.deepcopy(net)
+    cut, whole = (megacompile(copy.deepcopy(net), **options, tiles=n) for n in (2, 1))
+    for rows in (8, 6) if changes else (8,):
+        x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))
+        assert torch.equal(cut(x).sum(), plain(x).sum())
+        whole(x).sum().backward()
+    assert not tiles_of(cut) and not schedules(cut)[-1].plan.tiles
+    stages = [schedules(each)[-1].stages for each in (cut, whole)]
+    assert [s.traced.saved for s in stages[0]] == [s.traced.saved for s in stages[1]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="scratch files are for Linux")
+@pytest.mark.filterwarnings("ignore:megacompile. disk=.* has no direct I/O")
+@pytest.mark.parametrize("in_backward", drawn([False], [True]))
+def test_tiles_whose_saved_tensors_wait_elsewhere_are_bitwise(
+    in_backward: bool, tmp_path: Path
+) -> None:
+    """On the host and on a disk, as where they stay on the device."""
+    places: dict[str, dict[str, Any]] = {
+        "keep": {},
+        "offload": {},
+        "disk": {"disk": tmp_path, "disk_saved": True},
+    }
+    found: dict[str, nn.Module] = {}
+    for place, options in places.items():
+        activations = "keep" if place == "keep" else "offload"
+        found[place] = trained(
+            "dropout",
+            steps=2,
+            rounded=True,
+            optimizer=in_backward,
+            tiles=5,
+            activations=activations,
+            **options,
+        )
+    for place, op in (("offload", ops.offload_saved), ("disk", ops.write_saved)):
+        assert_same(found["keep"], found[place])
+        assert any(ops.nodes_of(each.forward, op) for each in schedules(found[place]))
+
+
+# On a GPU.
+
+PLANS: dict[str, dict[str, Any]] = {
+    "streamed": {"resident": 0, "activations": "recompute"},
+    "planned": {},  # on a GPU with room, all of it lives there
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", cases.CASES)
+def test_bitwise_on_the_gpu(name: str, plan: str) -> None:
+    """The second step accumulates; that of a planned model is on buckets that have moved."""
+    plain, streamed, case = both(name, GPU, lowering="eager", **PLANS[plan])
+    for i in range(2):
+        assert torch.equal(step(plain, case, i, GPU), step(streamed, case, i, GPU)), f"loss {i}"
+        assert_same(plain, streamed)
+    wanted = {"cpu"} if plan == "streamed" else {"cuda"}
+    if name == "graph break":  # the plan is of the first captured graph
+        wanted |= {"cpu"}
+    assert {param.device.type for param in streamed.parameters()} == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "tiles"),
+    [
+        *((name, None) for name in cases.CASES if name not in ("dropout", "hf gpt2")),
+        *((name, 4) for name in ("demo gpt", "hf qwen2", "tied", "frozen half")),
+    ],
+)
+def test_inductor_on_the_gpu(name: str, tiles: int | None) -> None:
+    """Within 1e-5 relative in fp32; where a gradient is only rounding, of the largest one."""
+    plain, streamed, case = both(name, GPU, lowering="inductor", tiles=tiles)
+    want, got = step(plain, case, 0, GPU), step(streamed, case, 0, GPU)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+    grads = [[p.grad for p in model.parameters()] for model in (plain, streamed)]
+    assert [g is None for g in grads[0]] == [g is None for g in grads[1]]
+    pairs = [(a.cpu(), b.cpu()) for a, b in zip(*grads, strict=True) if a is not None]
+    largest = max(float(p.norm()) for p, _ in pairs)
+    for p, q in pairs:
+        assert float((p - q).norm()) / max(float(p.norm()), 1e-2 * largest) < 1e-5
+
+
+@pytest.mark.gpu
+def test_inductor_draws_the_same_dropout_mask_in_the_recompute() -> None:
+    """Where an output is zeroed by dropout, so is the gradient: one mask for both."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Dropout(0.5)) for _ in range(3)))
+    with torch.no_grad():
+        for layer in model:
+            layer[0].weight.copy_(torch.eye(256))  # type: ignore[index]
+            layer[0].bias.zero_()  # type: ignore[index]
+    streamed = megacompile(model, device="cuda", lowering="inductor")
+    x = torch.ones(64, 256, device="cuda", requires_grad=True)
+    out = streamed(x)
+    out.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad != 0, out != 0)
+    assert 0.08 < (out != 0).float().mean() < 0.17  # 0.5 ** 3

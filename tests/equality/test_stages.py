@@ -1,0 +1,464 @@
+"""Models that one pass each is for, streamed next to plain: equal in every bit, call after call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megacompile import schedules
+from megacompile.errors import ModelError
+from tests import whole, zoo
+from tests.zoo import WIDTH, Stack, assert_same, batch, equal, step, twins
+
+pytestmark = pytest.mark.filterwarnings("ignore:megacompile. .* runs in eager mode")
+
+
+def rows(count: int, seed: int = 0) -> Tensor:
+    return torch.randn(count, 8, generator=torch.Generator().manual_seed(seed))
+
+
+# Dropout whose rate changes from step to step.
+
+
+class Annealed(nn.Module):
+    """Rates of a function and of modules, as keywords and by position, and in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.drop = nn.Dropout(0.1)
+        self.inplace = False
+
+    def forward(self, x: Tensor, rate: float) -> Tensor:
+        self.drop.p = rate
+        x = self.drop(self.layers[0](x))
+        x = F.dropout(self.layers[1](x).tanh(), p=self.drop.p, training=self.training)
+        x = F.dropout(self.layers[2](x) * 2, self.drop.p, self.training, self.inplace)
+        return x.square().mean()
+
+
+class InPlace(Annealed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inplace = True
+
+
+# What one of a batch's strides decides.
+
+
+class Mix(nn.Module):
+    """As the attention of an autoencoder: its output's pixels lie one behind the other.
+
+    The stride of the batch, of which there is one, is that of the sum's kernel, and no fake one's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x.flatten(2).transpose(1, 2))
+        return y.transpose(-1, -2).reshape(x.shape) + x
+
+
+class Block(nn.Module):
+    """The group norm goes by the strides that it gets, and the convolution by what that gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.GroupNorm(4, 8), nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.conv(F.silu(self.norm(x)))
+        return y + x
+
+
+class Pictures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Mix(), Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+# A layer whose weight acts on each row, by way of vmap.
+
+
+class Mapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mapped: Tensor = torch.vmap(lambda row, w: row * w.tanh() + 1, in_dims=(0, None))(
+            x, self.weight
+        )
+        both: Tensor = torch.vmap(torch.vmap(torch.mul), in_dims=1, out_dims=1)(mapped, x)
+        result: Tensor = self.linear(both + mapped)
+        return result
+
+
+class Mapping(nn.Module):
+    """Some of its layers are under a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mapped() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = checkpoint(layer, x, use_reentrant=False) if i % 2 else layer(x)
+        return x.square().sum()
+
+
+# A custom operator whose backward asks for data.
+
+
+def _grouped(x: Tensor, weight: Tensor, ends: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Rows up to each end times a matrix each, and how many rows each has."""
+    made, begin, counts = x.new_zeros(x.shape[0], weight.shape[2]), 0, torch.zeros_like(ends)
+    for i, end in enumerate(ends.tolist()):
+        made[begin:end] = x[begin:end] @ weight[i] * scale
+        counts[i] = end - begin
+        begin = end
+    return made, counts
+
+
+def _keep(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+    ctx.mark_non_differentiable(output[1])
+    ctx.scale = keyword_only_inputs["scale"]
+
+
+def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    x, weight, ends = ctx.saved_tensors
+    grad_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
+    grad_weight, begin = torch.zeros_like(weight), 0
+    for i, end in enumerate(ends.tolist()):
+        if grad_x is not None:
+            grad_x[begin:end] = grad[begin:end] @ weight[i].t() * ctx.scale
+        grad_weight[i] = x[begin:end].t() @ grad[begin:end] * ctx.scale
+        begin = end
+    return grad_x, grad_weight, None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operator() -> Iterator[Any]:
+    made = torch.library.custom_op(
+        "megacompile_tests::grouped",
+        _grouped,
+        mutates_args=(),
+        schema="(Tensor x, Tensor weight, Tensor ends, *, float scale=0.5) -> (Tensor, Tensor)",
+    )
+    made.register_fake(
+        lambda x, weight, ends, scale=0.5: (
+            x.new_empty(x.shape[0], weight.shape[2]),
+            torch.empty_like(ends),
+        )
+    )
+    made.register_autograd(_gradients, setup_context=_keep)
+    yield made
+
+
+class Experts(nn.Module):
+    def __init__(self, *, first: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8) if first else nn.Identity()
+        self.weight = nn.Parameter(torch.randn(3, 8, 5))
+        self.last = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        op = torch.ops.megacompile_tests.grouped
+        y, counts = op(self.first(x), self.weight, ends, scale=0.25)
+        out: Tensor = self.last(y).square().mean() * counts[0]
+        return out
+
+
+def expert_calls() -> list[tuple[Any, ...]]:
+    return [(rows(n), torch.tensor([n // 3, n // 2, n])) for n in (6, 8, 11, 7)]
+
+
+# A head in chunks, of lengths that change.
+
+
+class LanguageModel(nn.Module):
+    """As transformers' ForCausalLMLoss does with `num_items_in_batch`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(40, 8), nn.Linear(8, 40)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(1))
+
+    def forward(self, ids: Tensor, count: int) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        labels = F.pad(ids, (0, 1), value=-100)[..., 1:].contiguous().view(-1)
+        return F.cross_entropy(self.head(x).float().view(-1, 40), labels, reduction="sum") / count
+
+
+def ids(size: tuple[int, int]) -> Tensor:
+    return torch.randint(40, size, generator=torch.Generator().manual_seed(size[1]))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model, the calls that it is trained with, and how many schedules and templates there are
+    then."""
+
+    model: Callable[[], nn.Module]
+    calls: Callable[[], Iterable[tuple[Any, ...]]]
+    schedules: int
+    templates: int | None = None  # of the last schedule
+    options: tuple[tuple[str, Any], ...] = ()
+    rounded: bool = False
+
+
+RATES = [*(0.1 + k / 100 for k in range(12)), 0.0, 0.5, 1.0]
+ROWS: dict[str, Row] = {
+    "many dropout rates": Row(Annealed, lambda: [(rows(6), p) for p in RATES], 2),
+    "dropout in place": Row(InPlace, lambda: [(rows(6), p) for p in (0.1, 0.2)], 2),
+    "strides": Row(Pictures, lambda: [(rows(144).view(1, 8, 12, 12),)] * 2, 1, None),
+    "vmap": Row(Mapping, lambda: [(rows(2),)] * 2, 1, 3),
+    "a backward that asks for data": Row(lambda: Experts(first=True), expert_calls, 2),
+    "the same without a gradient below": Row(lambda: Experts(first=False), expert_calls, 2),
+    "layers of a function that is left whole": Row(
+        whole.Model, lambda: [(torch.linspace(-1, 1, 8).view(2, 4),)] * 2, 1, 3
+    ),
+    "a head in chunks": Row(
+        LanguageModel,
+        lambda: [(ids(size), size[0] + 4) for size in ((2, 9), (3, 14), (4, 30))],
+        2,
+        None,
+        (("head", "chunked"),),
+        rounded=True,
+    ),
+}
+
+
+def made(name: str) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    return twins(ROWS[name].model(), progress=False, **dict(ROWS[name].options))
+
+
+def assert_call_same(plain: Any, streamed: Any, args: tuple[Any, ...], seed: int = 0) -> None:
+    losses = []
+    for each in (plain, streamed):
+        torch.manual_seed(seed)
+        losses.append(each(*args))
+        if losses[-1].requires_grad:
+            losses[-1].backward()
+    assert equal(*losses)
+    assert_same(plain, streamed)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_streamed_is_plain(name: str) -> None:
+    told = ROWS[name]
+    plain, streamed = made(name)
+    for seed, args in enumerate(told.calls()):
+        if not told.rounded:
+            assert_call_same(plain, streamed, args, seed)
+            continue
+        for each in (plain, streamed):
+            each.zero_grad()
+            each(*args).backward()
+        for mine, theirs in zip(plain.parameters(), streamed.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+    found = schedules(streamed)
+    assert len(found) == told.schedules, "for all calls"
+    assert told.templates in (None, len(found[-1].templates))
+    if not told.rounded:
+        plain.eval(), streamed.eval()
+        with torch.no_grad():
+            args = next(iter(told.calls()))
+            assert equal(plain(*args), streamed(*args))
+
+
+def test_a_rate_that_is_none_is_refused() -> None:
+    plain, model = made("many dropout rates")
+    for each in (plain, model):
+        for rate in (0.1, 0.2):
+            each(rows(6), rate)
+        for rate in (-0.1, 1.5):
+            with pytest.raises(ValueError, match="dropout probability"):
+                each(rows(6), rate)
+
+
+def test_rates_of_other_captures_are_left_alone() -> None:
+    made("many dropout rates")[1](rows(6), 0.2)
+    graphs: list[str] = []
+
+    def backend(module: Any, examples: Any) -> Any:
+        graphs.append(str(module.graph))
+        return module
+
+    compiled = torch.compile(Annealed(), backend=backend)
+    for rate in (0.1, 0.2, 0.3):
+        compiled(rows(6), rate)
+    assert graphs and not any("megacompile" in graph for graph in graphs)
+
+
+def test_strides_between_stages_are_the_real_ones() -> None:
+    plain: Any
+    plain, model = made("strides")
+    real: list[Any] = []
+    for layer in plain.layers:
+        layer.register_forward_hook(lambda _, args, out: real.append(out.stride()))
+    x = rows(144).view(1, 8, 12, 12)
+    plain(x), model(x)
+    (schedule,) = schedules(model)
+    assert [stage.outputs[0].stride for stage in schedule.stages][:3] == real[:3]
+
+
+def test_layers_with_another_configuration_share_no_template() -> None:
+    torch.manual_seed(0)
+    model = whole.Model()
+    model.layers[2] = whole.Whole(config=replace(whole.Config(), rounding=whole.Rounding.HALVES))
+    plain, streamed = twins(model)
+    assert_call_same(plain, streamed, (torch.linspace(-1, 1, 8).view(2, 4),))
+    assert len(schedules(streamed)[-1].templates) == 4
+
+
+# Code that cannot be traced on zeros: what it computes from them is an index that there is not.
+
+
+def _last(mask: Tensor) -> Tensor:
+    return mask.sum(1) - 1
+
+
+LOOK_UPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gather": lambda h, m: h.gather(1, _last(m)[:, None, None].expand(-1, 1, 8)),
+    "index": lambda h, m: h[torch.arange(3), _last(m)],
+    "index_select": lambda h, m: h.index_select(1, _last(m)),
+    "cross_entropy": lambda h, m: F.cross_entropy(h[:, 0], _last(m)),
+    "divided": lambda h, m: h * (7 // m.sum(1))[:, None, None],
+    "inverse": lambda h, m: torch.linalg.inv(
+        h.transpose(1, 2) @ h + torch.diag_embed(h[:, 0] ** 2)
+    ),
+    "scatter": lambda h, m: torch.zeros(3, 9).scatter(1, m.cumsum(1) - 1, h[..., 0]),
+}
+
+
+class Coded(nn.Module):
+    """Looks something up in its hidden states."""
+
+    def __init__(self, code: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.layer, self.code = nn.Linear(8, 8), nn.Linear(8, 8), code
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.code(self.layer(torch.tanh(self.embed(x))), mask).square().sum()
+
+
+@pytest.mark.parametrize("name", LOOK_UPS)
+@pytest.mark.filterwarnings("ignore:megacompile. Coded is not scheduled.*side effects")
+def test_code_that_raises_on_zeros(name: str) -> None:
+    torch.manual_seed(0)
+    plain, streamed = twins(Coded(LOOK_UPS[name]))
+    for seed in range(2):
+        mask = torch.randint(2, (3, 5), generator=torch.Generator().manual_seed(seed))
+        mask[:, 0] = 1
+        assert_call_same(plain, streamed, (rows(15, seed).view(3, 5, 8), mask))
+    if name == "gather":
+        with pytest.raises(RuntimeError, match="index -1"):
+            streamed(rows(15).view(3, 5, 8), torch.zeros(3, 5, dtype=torch.int64))
+
+
+# `module.to(...)` and the like within a forward: parameters are converted as plain ones are.
+
+
+class Router(nn.Module):
+    """Converts a layer in its forward, as the router of Switch Transformers does."""
+
+    def __init__(self, convert: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.layer: nn.Module = nn.Linear(WIDTH, WIDTH)
+        self.layer.register_buffer("scale", torch.ones(()))
+        self.convert = convert
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer = self.convert(self.layer)
+        assert isinstance(self.layer.scale, Tensor)
+        result: Tensor = self.layer(x) * self.layer.scale
+        return result
+
+
+class EagerRouter(Router):
+    """The same where Dynamo captures nothing."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class EagerConversion(Router):
+    """Only the conversion is not captured."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _converted(self) -> nn.Module:
+        return self.convert(self.layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer = self._converted()
+        result: Tensor = self.layer(x)
+        return result
+
+
+def halved(layer: nn.Module) -> nn.Module:
+    result: nn.Module = layer._apply(lambda t: t / 2)
+    return result
+
+
+def routed(router: type[Router], convert: Callable[[nn.Module], nn.Module]) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    return twins(Stack(layers=2, block=lambda: router(convert)))
+
+
+@pytest.mark.parametrize("router", [Router, EagerRouter, EagerConversion])
+def test_parameters_are_converted_as_plain_ones_are(router: type[Router]) -> None:
+    """To what they are already, also a frozen layer; to another dtype is refused, and changes
+    nothing."""
+    plain, streamed = routed(router, lambda layer: layer.to("cpu", torch.float32).float())
+    params = list(streamed.parameters())
+    for model in (plain, streamed):
+        model.layers[1].requires_grad_(False)
+    for _ in range(2):  # gradients add up
+        zoo.assert_steps_same(plain, streamed, batch())
+    for model in (plain, streamed):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    zoo.assert_steps_same(plain, streamed, batch())
+    assert all(a is b for a, b in zip(params, streamed.parameters(), strict=True))
+    assert all(type(p) is nn.Parameter for p in copy.deepcopy(streamed).parameters())
+    plain, streamed = routed(router, lambda layer: layer.double())
+    with pytest.raises(ModelError, match="float64"):
+        streamed(**batch())
+    assert_same(plain, streamed)
+
+
+@pytest.mark.parametrize("router", [EagerRouter, EagerConversion])
+def test_values_that_a_conversion_changes_reach_the_host(router: type[Router]) -> None:
+    """Also where torch exchanges any parameter, for which `torch.__future__` has an option."""
+    plain, streamed = routed(router, halved)
+    with torch.no_grad():
+        assert torch.equal(plain(**batch()), streamed(**batch()))
+    assert_same(plain, streamed)
+    assert torch.equal(step(plain, batch()), step(streamed, batch()))
+    plain, streamed = routed(router, lambda layer: layer.float())
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        zoo.assert_steps_same(plain, streamed, batch())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)

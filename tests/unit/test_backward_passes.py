@@ -1,0 +1,364 @@
+"""The backward graph: what it takes, how gradients add up, their norms, what runs again for its
+outputs; and that passes take time in proportion to a model's layers. Strings in, strings out."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from megacompile.errors import ScheduleError
+from megacompile.ir import ops
+from megacompile.ir.schedule import Plan, Schedule
+from megacompile.passes.schedule.plan import make_plan, reruns
+from megacompile.verify.proof import hazards, verify
+from tests.actions import apply, frees, parse, text
+from tests.capturing import Captured, Counting, Net, after_templates, capture
+
+X = torch.linspace(-1, 1, 8).view(2, 4)
+PASSES = after_templates(lookahead=1, norms=True, helps=True, reuse=True)
+differentiate = PASSES["differentiate"]
+
+
+def backward(schedule: Schedule) -> fx.Graph:
+    assert schedule.backward is not None
+    return schedule.backward
+
+
+def takes(schedule: Schedule) -> str:
+    """What each backward takes: "1B(s1_0; d2_0)", saved tensors; tangents; carries."""
+    words = []
+    for node in ops.nodes_of(backward(schedule), ops.backward):
+        _, _, args, saved, tangents, partial_gradients = ops.arguments(node)
+        parts = [[a for a in args if a], saved, tangents, partial_gradients]
+        shown = "; ".join(" ".join(value.name for value in part) for part in parts if part)
+        words.append(f"{ops.label(node)}({shown})")
+    return " ".join(words)
+
+
+@pytest.mark.parametrize(
+    ("line", "stubs", "after", "taken"),
+    [
+        ("0F 1F 2F", {}, "0F 1F 2F | 2B 1B 0B", "2B(s2_0; t0) 1B(s1_0; d2_0) 0B(s0_0; d1_0)"),
+        ("0F 1F 2F", {"frozen": (0,)}, "0F 1F 2F | 2B 1B", "2B(s2_0; t0) 1B(s1_0; d2_0)"),
+        (
+            "0F 1F 2F",
+            {"random": (1,)},  # the generator's state is saved just before a random stage
+            "0F 1RNG 1F 2F | 2B 1B 0B",
+            "2B(s2_0; t0) 1B(s1_0; d2_0) 0B(s0_0; d1_0)",
+        ),
+        (
+            "0F 1F 2F",
+            {"reads": {2: "0"}},  # gradients of a shared bucket are carried
+            "0F 1F 2F | 2B 1B 0B",
+            "2B(s2_0; t0) 1B(s1_0; d2_0) 0B(s0_0; d1_0; g0_2)",
+        ),
+    ],
+)
+def test_backwards_from_last_to_first(
+    line: str, stubs: dict[str, Any], after: str, taken: str
+) -> None:
+    schedule = apply(differentiate, parse(line, **stubs))
+    assert text(schedule) == after and takes(schedule) == taken
+    saving = [ops.arguments(n)[3] for n in ops.nodes_of(schedule.forward, ops.forward)]
+    assert saving == [i not in stubs.get("frozen", ()) for i in range(3)]
+    assert ("rng1" in schedule.saved_values) == ("random" in stubs)
+
+
+def test_residuals_are_what_the_backward_takes_and_every_boundary() -> None:
+    """A backward for other outputs could be built later, from the boundaries alone."""
+    schedule = apply(differentiate, parse("0F 1F 2F"))
+    assert schedule.saved_values == ("s2_0", "s1_0", "s0_0", "x", "y0_0", "y1_0")
+    taken = [node.name for node in backward(schedule).find_nodes(op="placeholder")]
+    assert taken == ["s2_0", "s1_0", "s0_0", "t0"]
+    returned = ops.returned(schedule.forward)[1]
+    assert tuple(node.name for node in returned) == schedule.saved_values
+
+
+def test_without_a_gradient_there_is_no_backward() -> None:
+    schedule = apply(differentiate, parse("0F 1F", frozen=(0, 1)))
+    assert text(schedule) == "0F 1F"
+    assert schedule.backward is None and schedule.saved_values == ()
+
+
+def test_gradients_of_inputs_and_of_values_with_several_uses() -> None:
+    def skip(net: Net, x: Tensor) -> Any:
+        first = net.embed(x)
+        return net.head(net.layers[1](net.layers[0](first)) + first).sum()
+
+    schedule = capture(Net(skip), X.clone().requires_grad_()).build("differentiate")
+    assert takes(schedule).split(") ")[2].endswith("d2_0; d3_1"), "by the layer and by the skip"
+    assert schedule.gradients == ("x2",)
+    gradients, left, tokens = ops.returned(backward(schedule))
+    assert [node.name for node in gradients] == ["d0_0"] and left == tokens == ()
+    assert capture(Net(Net.chain), X).build("differentiate").gradients == ()
+
+
+def test_the_gradient_of_an_output_that_is_used_too() -> None:
+    """Of the two outputs, `schedule.tangents` names the one that gets a gradient."""
+
+    def outputs(net: Net, x: Tensor) -> Any:
+        first = net.layers[0](net.embed(x))
+        return first, net.head(first).sum()
+
+    captured = capture(Net(outputs), X)
+    first, last = (differentiate(captured.templates(output=k)) for k in (0, 1))
+    assert text(first) == "0F 1F 2F | 1B 0B", "the head gives nothing"
+    assert text(last) == "0F 1F 2F | 2B 1B 0B"
+    assert takes(last).startswith("2B(") and "t1" in takes(last)
+
+
+def test_what_is_changed_is_copied_before_once() -> None:
+    """What the backward takes is the value that the forward read."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+            self.register_buffer("scale", torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            scale = self.get_buffer("scale")
+            for layer in self.layers:
+                x = layer(x) * scale.clone()
+            scale.add_(1)
+            return x.sum()
+
+    schedule = capture(Shared(), X).build("differentiate")
+    assert text(schedule) == "0F 1F SNAPSHOT ASSIGN | 1B 0B"
+    schedule = capture(nn.Sequential(Counting(), Counting()), X).build("differentiate")
+    assert text(schedule) == "0F SNAPSHOT ASSIGN 1F SNAPSHOT ASSIGN | 1B 0B"
+    snapshots = ops.nodes_of(schedule.forward, ops.snapshot)
+    for snapshot, assign in zip(snapshots, ops.nodes_of(schedule.forward, ops.assign), strict=True):
+        copied, changed = ops.arguments(snapshot)[0], ops.arguments(assign)[0]
+        assert copied is changed
+        assert snapshot.name in schedule.saved_values and copied.name not in schedule.saved_values
+
+
+# Norms of what leaves a backward.
+
+
+@pytest.mark.parametrize(
+    ("line", "stubs", "after"),  # with what is measured, and what takes the norm
+    [
+        (
+            "1B 1OFFLOAD_GRAD 0B 0OFFLOAD_GRAD",
+            {},
+            "1B 1NORM_GRAD(g1_1) 1OFFLOAD_GRAD(g1_1 n1) 0B 0NORM_GRAD(g0_0) 0OFFLOAD_GRAD(g0_0 n0)",
+        ),
+        (
+            "1B 0FETCH_GRAD 0B 0ADD_GRAD 0OFFLOAD_GRAD",
+            {},
+            "1B 0FETCH_GRAD 0B 0ADD_GRAD 0NORM_GRAD(sum0) 0OFFLOAD_GRAD(sum0 n0)",
+        ),
+        (
+            "1B 0B 0OFFLOAD_GRAD 0.1OFFLOAD_GRAD",
+            {"reads": {0: "0 0.1"}},
+            "1B 0B 0NORM_GRAD(g0_0) 0OFFLOAD_GRAD(g0_0 n0) "
+            "0.1NORM_GRAD(g0_1_0) 0.1OFFLOAD_GRAD(g0_1_0 n0_1)",
+        ),
+        (
+            "1B 0FETCH_GRAD 0FETCH_STATE 0B 0ADD_GRAD 0UPDATE 0OFFLOAD_STATE",
+            {},
+            "1B 0FETCH_GRAD 0FETCH_STATE 0B 0ADD_GRAD 0NORM_GRAD(sum0 False) 0UPDATE "
+            "0OFFLOAD_STATE(new0 n0)",
+        ),
+        ("1B 0B", {}, "1B 0B"),
+    ],
+)
+def test_norms_are_taken_of_what_leaves(line: str, stubs: dict[str, Any], after: str) -> None:
+    schedule = apply(PASSES["norms"], parse(f"0F 1F | {line}", **stubs))
+    words = []
+    for node in ops.nodes_of(backward(schedule)):
+        if node.target in (ops.norm_grad, ops.offload_grad, ops.offload_state):
+            given = [getattr(value, "name", str(value)) for value in node.args[1:]]
+            words.append(f"{ops.label(node)}({' '.join(given)})".replace(" True)", ")"))
+        elif node.target not in (ops.alloc_grad, ops.alloc_state):
+            words.append(ops.label(node))
+    assert " ".join(words) == after
+
+
+def test_without_a_backward_there_are_no_norms() -> None:
+    assert text(apply(PASSES["norms"], parse("0F 1F"))) == "0F 1F"
+
+
+def test_norms_are_freed_with_the_gradients() -> None:
+    schedule = parse("0F 1F")
+    for function in after_templates(norms=True, lookahead=1).values():
+        schedule = apply(function, schedule)
+    assert hazards(schedule) == []
+    assert text(schedule).split(" | ")[1] == (
+        "1PREFETCH@0 0PREFETCH@1 1B 1NORM_GRAD 1OFFLOAD_GRAD 0RECOMPUTE 0B 0NORM_GRAD 0OFFLOAD_GRAD"
+    )
+
+
+# Stages that run again for their outputs.
+
+CHAIN, LONG = "0F 1F 2F 3F | 3B 2B 1B 0B", "0F 1F 2F 3F 4F 5F 6F | 6B 5B 4B 3B 2B 1B 0B"
+
+
+def rerun(line: str, which: Sequence[int], *, keep: Sequence[int] = (3,), **stubs: Any) -> Schedule:
+    plan = Plan(frozenset(keep), rerun=frozenset(which))
+    schedule = replace(parse(line, **stubs), plan=plan)
+    return apply(PASSES["rerun"], PASSES["recompute"](schedule))
+
+
+def again(schedule: Schedule) -> list[str]:
+    return [ops.label(node) for node in ops.nodes_of(backward(schedule), ops.rerun)]
+
+
+@pytest.mark.parametrize(
+    ("line", "which", "keep", "after", "saved", "gone"),
+    [
+        (  # ahead of their first use
+            CHAIN,
+            (1,),
+            (3,),
+            "3B 1RERUN 2RECOMPUTE 2B 1RECOMPUTE 1B 0RECOMPUTE 0B",
+            "y0_0 y2_0",
+            "y1_0",
+        ),
+        (  # of stages in a row what the first is given is saved; nothing asks for what 2 gives
+            CHAIN,
+            (0, 1, 2),
+            (3,),
+            "3B 0RERUN 1RERUN 2RECOMPUTE 2B 1RECOMPUTE 1B 0RECOMPUTE 0B",
+            "s3_0 x",
+            "y0_0 y1_0 y2_0",
+        ),
+        (  # rows, each ahead of its last
+            LONG,
+            (1, 2, 4, 5),
+            (),
+            "4RERUN 5RERUN 6RECOMPUTE 6B 5RECOMPUTE 5B 4RECOMPUTE 4B 1RERUN 2RERUN 3RECOMPUTE 3B "
+            "2RECOMPUTE 2B 1RECOMPUTE 1B 0RECOMPUTE 0B",
+            "y0_0 y3_0",
+            "y1_0 y2_0 y4_0 y5_0",
+        ),
+        (CHAIN, (), (3,), "3B 2RECOMPUTE 2B 1RECOMPUTE 1B 0RECOMPUTE 0B", "y1_0", ""),
+    ],
+)
+def test_outputs_are_computed_again(
+    line: str, which: Sequence[int], keep: Sequence[int], after: str, saved: str, gone: str
+) -> None:
+    schedule = rerun(line, which, keep=keep)
+    assert text(schedule).split(" | ")[1] == after
+    assert {*saved.split()} <= {*schedule.saved_values}
+    assert not {*gone.split()} & {*schedule.saved_values}
+
+
+def test_what_runs_again_draws_the_same_and_dies_with_its_last_reader() -> None:
+    assert text(rerun("0F 1F", (0,))) == "0F 1F"
+    schedule = rerun("0F 1RNG 1F 2F 3F | 3B 2B 1B 0B", (1,), random=(1,))
+    (node,) = ops.nodes_of(backward(schedule), ops.rerun)
+    assert ops.arguments(node)[3].name == "rng1"
+    freed = frees(backward(PASSES["free"](schedule)))
+    assert "2RECOMPUTE -y1_0_again 2B" in freed
+
+
+def test_what_a_rerun_is_given_comes_from_the_host_in_time() -> None:
+    plan = Plan(frozenset({3}), offload=frozenset({0, 1, 2}), rerun=frozenset({1}))
+    schedule = apply(PASSES["rerun"], PASSES["recompute"](replace(parse(CHAIN), plan=plan)))
+    assert text(apply(PASSES["offload_saved"], schedule)) == (
+        "0F 1OFFLOAD_SAVED 1F 2F 3F | "
+        "1FETCH_SAVED 3B 1RERUN 2RECOMPUTE 2B 1RECOMPUTE 1B 0RECOMPUTE 0B"
+    )
+
+
+@functools.cache
+def deep() -> Captured:
+    return capture(Net(Net.chain, depth=9), X)
+
+
+def test_a_plan_reruns_rows_as_long_as_they_are_wanted() -> None:
+    schedule = deep().build("differentiate")
+    count = len(schedule.stages)
+
+    def planned(rerun: int, **options: Any) -> list[int]:
+        return sorted(make_plan(schedule, rerun=rerun, **options).plan.rerun)
+
+    assert planned(2) == planned(2, keep=0) == [1, 3], "for every backward the same"
+    assert planned(99) == list(range(1, count - 1))
+    for row in (1, 2, 3):
+        chosen = planned(reruns(count, row))
+        line = "".join("r" if k in chosen else " " for k in range(count))
+        assert len(chosen) == reruns(count, row) and max(map(len, line.split())) == row
+        assert len(planned(reruns(count, row) - 1)) == reruns(count, row) - 1
+
+
+def built(captured: Captured, plan: Plan) -> Schedule:
+    schedule = captured.with_tangent()
+    for name, function in captured.passes(lookahead=1, reuse=True).items():
+        schedule = function(schedule)
+        schedule = replace(schedule, plan=plan) if name == "plan" else schedule
+    verify(schedule)
+    return schedule
+
+
+def test_less_is_saved_and_weights_are_still_in_their_slots() -> None:
+    plain, other = (built(deep(), Plan(rerun=frozenset(which))) for which in ((), (2, 4)))
+    assert again(other) == ["4RERUN", "2RERUN"]
+    assert len(other.saved_values) == len(plain.saved_values) - 2
+    fetched = [len(ops.nodes_of(backward(each), ops.prefetch)) for each in (plain, other)]
+    assert fetched[0] == fetched[1]
+    (node, *_) = ops.nodes_of(backward(other), ops.rerun)
+    others = [n for n in backward(other).find_nodes(op="placeholder") if n.name.startswith("y")]
+    (given,) = [n for n in node.all_input_nodes if n in others]
+    node.replace_input_with(given, next(n for n in others if n is not given))
+    with pytest.raises(ScheduleError, match="4RERUN"):
+        verify(other)
+
+
+def test_what_several_stages_take_is_saved() -> None:
+    def skips(net: Net, x: Tensor) -> Tensor:
+        """What stage 1 gives is read by stages 2 and 4."""
+        early = net.layers[0](net.embed(x))
+        loss: Tensor = net.head(net.layers[2](net.layers[1](early)) * early).square().mean()
+        return loss
+
+    schedule = built(capture(Net(skips), X), Plan(rerun=frozenset(range(9))))
+    assert "1RERUN" not in again(schedule) and again(schedule)
+
+
+# In proportion to the layers.
+
+
+@functools.cache
+def calls(stages: int) -> dict[str, int]:
+    """By pass: the function calls that it makes, those of generators' items among them."""
+    forward, backward = (range(stages), reversed(range(stages)))
+    line = " ".join(f"{k}F" for k in forward) + " | " + " ".join(f"{k}B" for k in backward)
+    which = frozenset(range(1, stages - 1, 2))
+    schedule = replace(parse(line, saved=40), plan=Plan(frozenset({stages - 1}), rerun=which))
+    counts: dict[str, int] = {}
+    for name in LINEAR:
+        counts[name] = 0
+
+        def note(frame: Any, event: str, argument: Any, name: str = name) -> None:
+            counts[name] += event in ("call", "c_call")
+
+        gc.disable()  # finalizers of other tests' objects are calls, too
+        sys.setprofile(note)
+        try:
+            schedule = PASSES[name](schedule)
+        finally:
+            sys.setprofile(None)
+            gc.enable()
+    return counts
+
+
+LINEAR = "recompute rerun offload_grad norms update_graph prefetch slots free tokens".split()
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_twice_the_layers_take_twice_the_time(name: str) -> None:
+    """Those of 72 B have 80, and plans are many."""
+    small, middle, large = (calls(stages)[name] for stages in (10, 20, 40))
+    assert large - middle < 2.15 * (middle - small)

@@ -1,0 +1,342 @@
+"""Masks that are known to be causal, for one length or for all: found, told to attention, and only
+those."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from megacompile.ir.capture import Capture
+from megacompile.ir.tensors import TensorMeta
+from megacompile.options import Lowering
+from megacompile.passes.capture.causal import use_causal_attention
+from tests import handmade
+
+ROWS, HEADS, LENGTH, WIDTH, WINDOW = 3, 2, 7, 4, 16
+X = torch.ones(ROWS, HEADS, LENGTH, WIDTH)
+GIVEN = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+ANY, ALL = handmade.symbol("n"), 2**22
+# masks are small here: all are computed, or known by their rows, or computed for one of the batch
+SIZES = (ALL, ROWS * LENGTH, LENGTH * LENGTH)
+Numbers = tuple[int, int, int]  # that grow: i * a // b + c
+Mask = Callable[[Any, Any, Any, Any], Any]  # of queries (n, 1), keys (1, n), an input, and n
+
+
+def fixed(*masks: Mask, keys: int = LENGTH, returns: bool = False, uses: int = 1) -> Capture:
+    """Attentions under each mask, whose length is LENGTH."""
+
+    def function(x: Any, given: Any) -> Any:
+        y, made = x[..., :keys, :], []
+        for mask in masks:
+            made.append(
+                mask(torch.arange(LENGTH)[:, None], torch.arange(keys)[None], given, LENGTH)
+            )
+            for _ in range(uses):
+                x = F.scaled_dot_product_attention(x, y, y, made[-1])
+        return (x, made) if returns else x
+
+    return handmade.traced(function, X, GIVEN)
+
+
+def of_any_length(mask: Mask, *, fewer: int = 0) -> Capture:
+    """The length is a symbol."""
+
+    def function(n: Any, x: Any, given: Any) -> Any:
+        queries, keys = torch.arange(n)[:, None], torch.arange(n - fewer)[None]
+        y = x[:, :, : n - fewer]
+        return F.scaled_dot_product_attention(x, y, y, mask(queries, keys, given, n))
+
+    x = handmade.sized(TensorMeta.of(X), ROWS, HEADS, ANY, WIDTH)
+    given = handmade.sized(TensorMeta.of(GIVEN), ANY, ANY)
+    return handmade.traced(function, handmade.number("n", LENGTH), x, given)
+
+
+def told(capture: Capture, **options: Any) -> tuple[list[tuple[bool, bool]], Capture, Any]:
+    """(has a mask, is_causal) of each attention after the pass; and what that gives."""
+    settings = {"lowering": Lowering.INDUCTOR, **options}
+    made, lines = use_causal_attention(capture, **settings)
+    made.module.graph.lint()
+    found = []
+    for node in made.module.graph.find_nodes(
+        op="call_function", target=F.scaled_dot_product_attention
+    ):
+        mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+        found.append((mask is not None, node.kwargs.get("is_causal", False)))
+    return found, made, lines
+
+
+def _same_document(q: Any, k: Any, n: Any) -> tuple[Any, Any]:
+    """Positions, and whether a query and a key belong to one document: one is found."""
+    positions = (torch.arange(n) + 0)[None].expand(ROWS, -1)
+    document = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    batch = torch.arange(ROWS)[:, None, None, None]
+    same = document[batch, q[None, None]] == document[batch, k[None, None]]
+    return positions, same.to("cpu")
+
+
+def _packed(q: Any, k: Any, given: Any, n: Any) -> Any:
+    """As Hugging Face's 5.23: one document, found by the jumps of positions."""
+    positions, same = _same_document(q, k, n)
+    batch = torch.arange(ROWS)[:, None, None, None]
+    within = positions[batch, k[None, None]] <= positions[batch, q[None, None]]
+    return (q.new_ones((), dtype=torch.bool) & same & within).expand(ROWS, -1, -1, -1)
+
+
+def _packed_behind(q: Any, k: Any, given: Any, n: Any) -> Any:
+    """As its 5.17: the causal mask is one for all of the batch."""
+    mask = q.new_ones((), dtype=torch.bool) & (k[None, None] <= q[None, None])
+    return (mask & _same_document(q, k, n)[1]).expand(ROWS, -1, -1, -1)
+
+
+def _ones(n: Any) -> Any:
+    return handmade.node(n, torch.ones, n, n, dtype=torch.bool)
+
+
+CAUSAL: dict[str, Mask] = {
+    "<=": lambda q, k, given, n: k <= q,
+    ">=": lambda q, k, given, n: q >= k,
+    "<": lambda q, k, given, n: k < q + 1,
+    ">": lambda q, k, given, n: q > k - 1,
+    "torch.le": lambda q, k, given, n: torch.le(k, q),
+    "method": lambda q, k, given, n: k.le(q),
+    "tril": lambda q, k, given, n: _ones(n).tril(),
+    "tril, diagonal": lambda q, k, given, n: torch.tril(_ones(n), diagonal=0),
+    "four dimensions": lambda q, k, given, n: (k <= q)[None, None].expand(ROWS, HEADS, -1, -1),
+    "an ellipsis": lambda q, k, given, n: (k <= q)[None, ..., :][None, :, :, :],
+    "and all": lambda q, k, given, n: (k <= q) & (k >= 0),
+    "and itself": lambda q, k, given, n: torch.logical_and(k <= q, q >= k),
+    "packed": _packed,
+    "difference": lambda q, k, given, n: (q - k) >= 0,
+    # known where the length is
+    "by name": lambda q, k, given, n: torch.le(other=q, input=k),
+    "view": lambda q, k, given, n: (k <= q).view(1, 1, LENGTH, LENGTH).contiguous(),
+    "packed behind": _packed_behind,
+    # known where the length is a symbol
+    "twice": lambda q, k, given, n: 2 * k <= q * 2 + 1,
+}
+FOR_ONE_LENGTH = {"by name", "view", "packed behind"}
+COMPUTED = {"difference", "twice"}  # of one length, they are known where they are small
+FOR_ALL = sorted(CAUSAL.keys() - FOR_ONE_LENGTH)
+
+
+def _written(q: Any, k: Any, given: Any, n: Any) -> Any:
+    mask = k <= q
+    mask.logical_or_(given)
+    return mask
+
+
+def _of_batch(q: Any, k: Any) -> Any:
+    return (k <= q).expand(ROWS, 1, -1, -1)
+
+
+OTHERS: dict[str, Mask] = {
+    "the other way": lambda q, k, given, n: q <= k,
+    "strictly": lambda q, k, given, n: k < q,
+    "one further": lambda q, k, given, n: k <= q + 1,
+    "a window": lambda q, k, given, n: (k <= q) & (k > q - 3),
+    "given": lambda q, k, given, n: given,
+    "with what is given": lambda q, k, given, n: (k <= q) & given,
+    "a diagonal": lambda q, k, given, n: _ones(n).tril(1),
+    "transposed": lambda q, k, given, n: (k <= q).transpose(0, 1),
+    "not": lambda q, k, given, n: (k <= q) & (k == q),
+    "half": lambda q, k, given, n: 2 * k <= q,
+    "written to": _written,
+    "random": lambda q, k, given, n: (k <= q) & (torch.rand(LENGTH, LENGTH) < 0.5),
+    "documents": lambda q, k, given, n: (k <= q) & (k // 3 == q // 3),
+    "or": lambda q, k, given, n: (k <= q) | (k == 6),
+    "as large as a mask": lambda q, k, given, n: (k > q - 3).expand_as(_of_batch(q, k)),
+    "of a mask's dtype": lambda q, k, given, n: (k > q - 3).to(_of_batch(q, k)),
+    "the other way, by name": lambda q, k, given, n: torch.le(other=k, input=q),
+    "below every number": lambda q, k, given, n: (
+        k < torch.full((LENGTH, 1), torch.iinfo(torch.int64).min)
+    ),
+    # only where the length is a symbol: small ones are computed
+    "reshaped": lambda q, k, given, n: (k <= q).reshape(-1).reshape(n, n),
+}
+OTHERS_FOR_ALL = (*list(OTHERS)[:10], "reshaped")
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_causal_masks_are_not_made(name: str) -> None:
+    for small in (ALL,) if name in COMPUTED else SIZES:
+        found, made, (line,) = told(fixed(CAUSAL[name], uses=2), small_numel=small)
+        assert found == [(False, True)] * 2 and line.startswith("2 attentions are causal")
+        targets = {node.target for node in made.module.graph.nodes}
+        assert not targets & {operator.le, torch.ones}
+    if name in FOR_ALL:
+        found, made, _ = told(of_any_length(CAUSAL[name]))
+        assert found == [(False, True)] and not made.conditions
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_masks_stay(name: str) -> None:
+    for small in SIZES if name != "reshaped" else ():
+        given = fixed(OTHERS[name], uses=2)
+        assert told(given, small_numel=small) == ([(True, False)] * 2, given, ())
+    if name in OTHERS_FOR_ALL:
+        found, _, lines = told(of_any_length(OTHERS[name]))
+        assert found == [(True, False)] and len(lines) == 1
+
+
+_OPERATORS = {getattr(operator, name) for name in ("le", "lt", "ge", "gt", "eq", "ne")}
+_OPERATORS |= {operator.add, operator.sub, operator.and_}
+
+
+@pytest.mark.parametrize("small", SIZES[:2])
+def test_operators_that_are_written_as_methods(small: int) -> None:
+    """So does the Dynamo of torch 2.11 write some of them: `a.__eq__(b)`."""
+    for name, mask in {**CAUSAL, **OTHERS}.items():
+        capture = fixed(mask)
+        for node in capture.module.graph.nodes:
+            method = f"__{getattr(node.target, '__name__', '').strip('_')}__"
+            tensor = node.args and isinstance(node.args[0], torch.fx.Node)
+            if node.target in _OPERATORS and tensor and hasattr(Tensor, method):
+                node.op, node.target = "call_method", method
+        found, _, _ = told(capture, small_numel=small)
+        if name not in COMPUTED | {"reshaped"} or small == ALL:
+            assert found == [
+                (False, True) if name in CAUSAL or name == "reshaped" else (True, False)
+            ]
+
+
+def test_a_mask_that_allows_everything_goes() -> None:
+    everything: Mask = lambda q, k, given, n: (k >= 0) & (q >= 0)  # noqa: E731
+    for capture in (fixed(everything), of_any_length(everything)):
+        assert told(capture)[0] == [(False, False)]
+    assert told(fixed(everything), small_numel=LENGTH)[0] == [(False, False)]
+
+
+def test_fewer_keys_than_queries_are_another_square() -> None:
+    """What is_causal means there has changed between versions of torch, so the mask stays."""
+    for small in SIZES:
+        found, _, _ = told(fixed(CAUSAL["<="], keys=LENGTH - 2), small_numel=small)
+        assert found == [(True, False)]
+    assert told(of_any_length(CAUSAL["<="], fewer=2))[0] == [(True, False)]
+
+
+def test_masks_that_are_returned_are_made() -> None:
+    found, made, _ = told(fixed(CAUSAL["<="], returns=True))
+    assert found == [(False, True)]
+    assert [n for n in made.module.graph.nodes if n.target is operator.le]
+
+
+def test_eager_lowering_is_bitwise() -> None:
+    for capture in (fixed(CAUSAL["<="]), of_any_length(CAUSAL["<="])):
+        assert told(capture, lowering=Lowering.EAGER)[1:] == (capture, ())
+
+
+def test_attention_takes_its_arguments_by_name_too() -> None:
+    def named(x: Any) -> Any:
+        mask = _ones(LENGTH).tril()
+        y = F.scaled_dot_product_attention(x, key=x, value=x, attn_mask=mask)
+        return F.scaled_dot_product_attention(query=y, key=x, value=x, attn_mask=mask)
+
+    assert told(handmade.traced(named, X))[0] == [(False, True)] * 2
+
+
+def test_a_window_is_known_up_to_its_length() -> None:
+    """Longer contexts get another program."""
+    found, made, _ = told(of_any_length(lambda q, k, given, n: (k <= q) & (k > q - WINDOW)))
+    assert found == [(False, True)]
+
+    def holds(n: int) -> bool:
+        return all(bool(condition.subs({ANY: n})) for condition in made.conditions)
+
+    assert [holds(n) for n in (5, WINDOW, WINDOW + 1)] == [True, True, False]
+
+
+class Counting(TorchFunctionMode):
+    """Counts comparisons of tensors that have data."""
+
+    count = 0
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        plain = [type(arg) is Tensor and not arg.is_meta for arg in args]
+        self.count += getattr(func, "__name__", "") in ("le", "__le__") and all(plain)
+        return func(*args, **(kwargs or {}))
+
+
+def test_layers_that_make_the_same_mask_share_it() -> None:
+    with Counting() as alone:
+        told(fixed(CAUSAL["<="]))
+    with Counting() as many:
+        assert told(fixed(*[CAUSAL["<="]] * 4))[0] == [(False, True)] * 4
+    assert alone.count == many.count > 0
+
+
+@pytest.mark.parametrize("device", ["meta", torch.device("meta")])
+def test_masks_are_computed_on_the_host(device: Any) -> None:
+    """Whatever the graph says: there may be no such device, or it has no memory, as this one."""
+
+    def function(x: Any) -> Any:
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=device).to(device).tril()
+        return F.scaled_dot_product_attention(x, x, x, mask)
+
+    meta = TensorMeta(tuple(X.shape), X.dtype, X.stride(), device=torch.device("meta"))
+    assert told(handmade.traced(function, meta))[0] == [(False, True)]
+
+
+def _stepped(keys: Numbers, queries: Numbers, compare: Any, *, keys_first: bool) -> Mask:
+    """A comparison of a number for each key with one for each query."""
+
+    def mask(q: Any, k: Any, given: Any, n: Any) -> Any:
+        sides = [i * of[0] // of[1] + of[2] for i, of in ((k, keys), (q, queries))]
+        return compare(*(sides if keys_first else sides[::-1]))
+
+    return mask
+
+
+COMPARES = (operator.le, operator.lt, operator.ge, operator.gt, operator.eq)
+
+
+def assert_known(masks: list[Mask], q: Tensor, k: Tensor) -> set[tuple[bool, bool]]:
+    """Known by their rows, none is taken for what it is not."""
+    found, _, _ = told(fixed(*masks), small_numel=LENGTH)
+    square = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    for mask, (has_mask, causal) in zip(masks, found, strict=True):
+        real = mask(q, k, GIVEN, LENGTH)
+        assert has_mask or torch.equal(real, square if causal else torch.ones_like(square))
+    return set(found)
+
+
+def test_what_is_known_by_rows_is_what_would_be_computed() -> None:
+    """Any numbers for keys and queries."""
+    kinds: list[Numbers] = [(1, 1, 0), (1, 2, 0), (2, 1, 0), (1, 1, 1), (0, 1, 3), (3, 2, -1)]
+    masks = [
+        _stepped(keys, queries, compare, keys_first=first)
+        for keys, queries in itertools.product(kinds, kinds)
+        for compare in COMPARES
+        for first in (True, False)
+    ]
+    q, k = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)[None]
+    assert assert_known(masks, q, k) == {(True, False), (False, True), (False, False)}
+
+
+def test_numbers_are_compared_as_torch_does() -> None:
+    """They do not wrap around, and those that have no arithmetic do not fail."""
+    dtypes = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.float32)
+    q, k = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)[None]
+    masks: list[Mask] = [
+        lambda q, k, given, n, of=of, to=to, cmp=cmp: cmp((k - 3).to(of), (q * 0).to(to))  # type: ignore[misc]
+        for of, to in itertools.product(dtypes, dtypes)
+        for cmp in COMPARES
+    ]
+    # a scalar takes the dtype of the other side: 300 is 44 in 8 bits
+    small = torch.uint8
+    masks.append(lambda q, k, given, n: (k * 0 + 50).to(small).expand(n, n) <= torch.tensor(300))
+    masks.append(lambda q, k, given, n: k * 1.1 <= q)  # nor are they rounded
+    assert_known(masks, q, k)

@@ -1,0 +1,326 @@
+"""`chunk_head`: which heads it computes in chunks, for sizes that are fixed and that change.
+
+Which it leaves as they are, and why: tests/messages/test_stages.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from megacompile import compat
+from megacompile.ir.capture import Ambient, Capture, TensorInput
+from megacompile.ir.head import linear_cross_entropy
+from megacompile.ir.tensors import TensorMeta
+from megacompile.options import Head, Lowering
+from megacompile.passes.capture.chunk import chunk_head, rows_of_a_chunk
+from megacompile.passes.capture.propagate import propagate
+from megacompile.runtime.ops.head import bind_operators
+from tests import handmade
+from tests.capturing import Captured, capture
+
+bind_operators()
+
+BATCH, LENGTH, WIDTH, CLASSES = 2, 9, 8, 40
+CHUNK_ROWS = 5
+ROW_BYTES = CLASSES * 4
+IDS = torch.randint(0, CLASSES, (BATCH, LENGTH), generator=torch.Generator().manual_seed(3))
+X = torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(4))
+WEIGHT = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(5)) / 4
+BIAS = torch.linspace(-1, 1, CLASSES)
+ROWS, ANY = (handmade.symbol(name) for name in ("b", "n"))
+
+
+class Projection:
+    """A head, as the losses below call it."""
+
+    def __init__(self, weight: Any, bias: Any) -> None:
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Any) -> Any:
+        return F.linear(x, self.weight, self.bias)
+
+
+Loss = Callable[[Any, Any, Any], Any]  # of a head, hidden states and ids
+
+
+def flat(logits: Any, ids: Any, **options: Any) -> Any:
+    return F.cross_entropy(logits.flatten(0, 1), ids.flatten(), **options)
+
+
+def hf(head: Any, x: Any, ids: Any) -> Any:
+    """As transformers' ForCausalLMLoss does."""
+    labels = F.pad(ids, (0, 1), value=-100)[..., 1:].contiguous().view(-1)
+    logits = head(x).float().view(-1, CLASSES)
+    return F.cross_entropy(logits, labels, ignore_index=-100, reduction="mean")
+
+
+def hf_summed(head: Any, x: Any, ids: Any) -> Any:
+    labels = F.pad(ids, (0, 1), value=-100)[..., 1:].contiguous().view(-1)
+    return F.cross_entropy(head(x).float().view(-1, CLASSES), labels, reduction="sum") / 13
+
+
+def sliced(head: Any, x: Any, ids: Any) -> Any:
+    """As transformers did before: shifted by slicing."""
+    logits = head(x)[..., :-1, :].contiguous()
+    return F.cross_entropy(logits.view(-1, CLASSES), ids[..., 1:].contiguous().view(-1))
+
+
+def sized(head: Any, x: Any, ids: Any) -> Any:
+    """As nanoGPT does: with sizes of the logits."""
+    logits = head(x)
+    return F.cross_entropy(logits.view(-1, logits.size(-1)), ids.view(-1), ignore_index=-1)
+
+
+def shaped(head: Any, x: Any, ids: Any) -> Any:
+    logits = head(x)
+    shape = logits.shape
+    return F.cross_entropy(logits.view(shape[0] * shape[1], shape[2]), ids.view(-1))
+
+
+def transposed(head: Any, x: Any, ids: Any) -> Any:
+    return F.cross_entropy(head(x).transpose(1, 2), ids)
+
+
+def permuted(head: Any, x: Any, ids: Any) -> Any:
+    return F.cross_entropy(head(x)[:, :-1].permute(0, 2, 1), ids[:, 1:])
+
+
+def steps(head: Any, x: Any, ids: Any) -> Any:
+    """Every second token of the second sequence."""
+    return F.cross_entropy(head(x)[1][::2], ids[1, ::2])
+
+
+def last_alone(head: Any, x: Any, ids: Any) -> Any:
+    return F.cross_entropy(head(x)[0, -1], ids[0, 0])
+
+
+def functional(head: Any, x: Any, ids: Any) -> Any:
+    logits = F.linear(bias=head.bias, input=x.reshape(-1, WIDTH), weight=head.weight)
+    return F.cross_entropy(target=ids.reshape(-1), input=torch.reshape(logits, (-1, CLASSES)))
+
+
+def low_level(head: Any, x: Any, ids: Any) -> Any:
+    """Mean is 1, sum is 2 there."""
+    return compat.CROSS_ENTROPY_LOSS(head(x).flatten(0, 1), ids.flatten(), None, 2, 7, 0.1)
+
+
+def weighted(head: Any, x: Any, ids: Any) -> Any:
+    weight = torch.full((CLASSES,), 1.5)
+    logits = head(x).to(torch.float32)
+    return flat(logits, ids, weight=weight, label_smoothing=0.1, ignore_index=7)
+
+
+def twice(head: Any, x: Any, ids: Any) -> Any:
+    """Two heads of one weight."""
+    return flat(head(x), ids, reduction="sum") + flat(F.linear(x * 2, head.weight), ids)
+
+
+LOSSES = [hf, hf_summed, sliced, sized, shaped, transposed, permuted, steps, last_alone]
+LOSSES += [functional, low_level, weighted, twice]
+FEWER_ROWS: dict[Loss, int] = {steps: 5, last_alone: 1}
+
+
+def made_of(loss: Loss, *inputs: Any, bias: bool = True) -> Capture:
+    """A captured graph of (hidden states, weight, bias, ids), or with sizes that change."""
+
+    def function(x: Any, weight: Any, offset: Any, ids: Any) -> Any:
+        return loss(Projection(weight, offset if bias else None), x, ids)
+
+    return handmade.traced(function, *(inputs or (X, WEIGHT, BIAS, IDS)))
+
+
+def chunked(given: Capture, **options: Any) -> tuple[Capture, tuple[str, ...]]:
+    settings: dict[str, Any] = {"head": Head.CHUNKED, "lowering": Lowering.EAGER}
+    settings["chunk_bytes"] = CHUNK_ROWS * ROW_BYTES
+    before = str(given.module.graph)
+    result = chunk_head(given, **{**settings, **options})
+    assert str(given.module.graph) == before, "its input is as it was"
+    return result
+
+
+def largest(of: Capture, *, rows: int) -> list[str]:
+    """What a graph computes that is as large as the logits of `rows` tokens, or larger."""
+    return [
+        str(node)
+        for node, meta in propagate(of).of.items()
+        if node.op not in ("placeholder", "get_attr")
+        and isinstance(meta, TensorMeta)
+        and torch.Size(meta.shape).numel() >= rows * CLASSES
+    ]
+
+
+def gradients(of: Capture, *inputs: Any) -> list[Tensor]:
+    """The loss, and the gradients of all inputs that have one."""
+    given = [
+        t.detach().requires_grad_() if isinstance(t, Tensor) and t.is_floating_point() else t
+        for t in inputs
+    ]
+    loss = of.module(*given)
+    loss.backward()
+    found = [t.grad for t in given if isinstance(t, Tensor) and t.requires_grad]
+    return [loss.detach(), *(g for g in found if g is not None)]
+
+
+def assert_close(mine: list[Tensor], theirs: list[Tensor]) -> None:
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_is_computed_in_chunks(loss: Loss, bias: bool) -> None:
+    """Loss and gradients are those of the graph; no tensor as large as the logits is left."""
+    before = made_of(loss, bias=bias)
+    after, reasons = chunked(before)
+    targets = [node.target for node in after.module.graph.nodes]
+    assert linear_cross_entropy in targets and F.linear not in targets, reasons
+    assert all("is computed in chunks of" in reason for reason in reasons)
+    rows = FEWER_ROWS.get(loss, BATCH * (LENGTH - 1))
+    assert largest(before, rows=rows)
+    assert loss is last_alone or not largest(after, rows=rows)
+    given = (X, WEIGHT, BIAS, IDS)
+    assert_close(gradients(after, *given), gradients(before, *given))
+
+
+def test_a_loss_in_bfloat16_stays_one() -> None:
+    """Without a cast the loss has the dtype of the logits; ours is rounded once, at the end."""
+    given = (*(t.bfloat16() for t in (X, WEIGHT, BIAS)), IDS)
+    before = made_of(sized, *given)
+    got, want = (each.module(*given) for each in (chunked(before)[0], before))
+    assert got.dtype == want.dtype == torch.bfloat16
+    torch.testing.assert_close(got, want, rtol=2**-7, atol=0)
+
+
+def test_questions_of_size_become_numbers() -> None:
+    """Dynamo writes none of these where it knows the sizes; other tracers do."""
+
+    def function(x: Tensor, weight: Tensor, y: Tensor) -> tuple[Tensor, Any]:
+        logits = F.linear(x, weight)
+        shape = logits.shape
+        loss = F.cross_entropy(logits.view(shape[0] * shape[1], logits.size(-1)), y.view(-1))
+        return loss, logits.dim()
+
+    inputs = tuple(TensorInput(TensorMeta.of(t)) for t in (X, WEIGHT, IDS))
+    module = fx.symbolic_trace(function)
+    after, _ = chunked(Capture("f", module, inputs, handmade.CPU, Ambient.current(handmade.CPU)))
+    assert not largest(after, rows=BATCH * LENGTH)
+    loss, dims = after.module(X, WEIGHT, IDS)
+    torch.testing.assert_close(loss, module(X, WEIGHT, IDS)[0])
+    assert dims == 3
+
+
+# Sizes that change from call to call.
+
+
+def changing(loss: Loss) -> Capture:
+    """Rows and lengths are symbols."""
+
+    def function(b: Any, n: Any, x: Any, weight: Any, offset: Any, ids: Any) -> Any:
+        return loss(Projection(weight, offset), x, ids)
+
+    numbers = handmade.number("b", BATCH), handmade.number("n", LENGTH)
+    x = handmade.sized(TensorMeta.of(X), ROWS, ANY, WIDTH)
+    ids = handmade.sized(TensorMeta.of(IDS), ROWS, ANY)
+    return handmade.traced(function, *numbers, x, WEIGHT, BIAS, ids)
+
+
+@pytest.mark.parametrize("loss", [hf, sliced, shaped, transposed])
+def test_lengths_and_batches_that_change(loss: Loss) -> None:
+    before = changing(loss)
+    after, (reason,) = chunked(before)
+    assert "in chunks of at most 5 tokens" in reason
+    for b, n in ((2, 9), (2, 14), (3, 30), (1, 3)):
+        generator = torch.Generator().manual_seed(n)
+        ids = torch.randint(CLASSES, (b, n), generator=generator)
+        given = (b, n, torch.randn(b, n, WIDTH, generator=generator), WEIGHT, BIAS, ids)
+        assert_close(gradients(after, *given), gradients(before, *given))
+
+
+def test_many_logits_have_another_program() -> None:
+    """With "auto" a size gets what it would get alone, whatever came before."""
+    options = {"head": Head.AUTO, "lowering": Lowering.INDUCTOR}
+    for rows, in_chunks in ((BATCH * LENGTH - 1, True), (BATCH * LENGTH, False)):
+        after, _ = chunked(changing(shaped), **options, chunk_bytes=rows * ROW_BYTES)
+        targets = [node.target for node in after.module.graph.nodes]
+        assert (linear_cross_entropy in targets) == in_chunks
+
+        def holds(n: int, conditions: Any = after.conditions) -> bool:
+            assert conditions
+            return all(bool(each.subs({ROWS: BATCH, ANY: n})) for each in conditions)
+
+        assert [holds(n) for n in (LENGTH - 1, LENGTH, LENGTH + 1)] == (
+            [False, True, True] if in_chunks else [True, True, False]
+        )
+
+
+# When it is worth it.
+
+
+def test_what_the_option_leaves() -> None:
+    given = made_of(hf)
+    auto = {"head": Head.AUTO}
+    assert chunked(given, head=Head.WHOLE)[0] is given
+    assert chunked(given, **auto)[0] is given, "the eager lowering is bitwise"
+    large = {**auto, "lowering": Lowering.INDUCTOR, "chunk_bytes": BATCH * LENGTH * ROW_BYTES}
+    assert chunked(given, **large)[0] is given
+    large["chunk_bytes"] = BATCH * LENGTH * ROW_BYTES - 1
+    assert chunked(given, **large)[0] is not given
+    without = made_of(lambda head, x, ids: head(x).mean())
+    assert chunked(without)[0] is without and chunked(without, **auto) == (without, ())
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_bytes", "expected"),
+    [
+        (65536, 2 * 152064, 3456),  # 19 chunks of 1 GiB at most, of whole tiles
+        (16384, 2 * 152064, 3328),  # 5
+        (100, 2 * 152064, 128),
+        (4096, 2**30, 1),
+        (4096, 2**24, 64),
+        (65537, 2 * 151936, 3456),
+    ],
+)
+def test_chunks_are_tiles_and_equal(rows: int, row_bytes: int, expected: int) -> None:
+    found = rows_of_a_chunk(rows, row_bytes, 2**30)
+    assert found == expected
+    assert found == 1 or found * row_bytes <= 2**30
+
+
+# As Dynamo captures it.
+
+
+class Model(nn.Module):
+    """An embedding, a layer and a head under a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(CLASSES, WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, ids: Tensor) -> Any:
+        x = torch.tanh(self.layer(self.embed(ids)))
+        return checkpoint(lambda x: flat(self.head(x), ids), x, use_reentrant=False)
+
+
+@pytest.fixture(scope="module")
+def model() -> Captured:
+    return capture(Model(), IDS, limit_bytes=4 * WIDTH * WIDTH)  # a unit a module
+
+
+def test_the_head_stays_in_its_module(model: Captured) -> None:
+    """In its meta; so the head's bucket is read by the stage that the loss is in."""
+    after, _ = chunked(model.capture)
+    stages = Captured(model.model, after, model.units, model.inputs).partition().stages
+    read = [[param.name for b in stage.buckets for param in b.params] for stage in stages]
+    assert [("head.weight" in names) for names in read] == [False] * (len(read) - 1) + [True]
+    assert len(stages) > 1 and [meta.shape for meta in stages[-1].outputs] == [()]
