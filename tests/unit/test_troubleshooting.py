@@ -14,12 +14,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from megacompile import errors
 from megacompile.errors import MegacompileError
+from tests.sources import ROOT, files
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "troubleshooting.md"
 FIRST = 8  # words of a message that the page must have
 HOLE = "..."
@@ -30,12 +29,7 @@ SAID = ("not_heeded", "stands_back")  # functions whose text a warning passes on
 
 def sources() -> dict[str, ast.Module]:
     """Every module of the package, parsed, by its path."""
-    files = [
-        p for folder in ("megacompile", "passes", "runtime") for p in (ROOT / folder).rglob("*.py")
-    ]
-    links = (ROOT / "megacompile" / "passes", ROOT / "megacompile" / "runtime")
-    own = [p for p in files if not any(p.is_relative_to(link) for link in links)]
-    return {str(p.relative_to(ROOT)): ast.parse(p.read_text()) for p in own}
+    return {str(p.relative_to(ROOT)): ast.parse(p.read_text()) for p in files().values()}
 
 
 def user_errors(modules: Mapping[str, ast.Module]) -> set[str]:

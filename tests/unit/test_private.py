@@ -9,22 +9,12 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from tests.test_layout import ROOT, files
+from tests.sources import ROOT, dotted, files
 
 
 def is_private(name: str) -> bool:
     """Whether a part of a dotted name is private by its underscore."""
     return any(p.startswith("_") and not p.startswith("__") for p in name.split("."))
-
-
-def dotted(node: ast.expr) -> str | None:
-    """The text of `a.b.c`; None for any other expression."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        value = dotted(node.value)
-        return None if value is None else f"{value}.{node.attr}"
-    return None
 
 
 def private_torch_faults(source: str) -> list[str]:

@@ -3,20 +3,17 @@
 Every check is a function from its subject to a list of faults, and is tried on a planted fault too.
 """
 
-import ast
 import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import networkx as nx
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-LINKED = ("passes", "runtime")  # top-level folders that are subpackages of megacompile
+from tests.sources import LINKED, ROOT, files, imports
 
 # From the ground up: a module imports from its own floor and from those before it.
 FLOORS = (
@@ -58,19 +55,6 @@ APART = {"runtime": {"passes", "plan"}}  # who carries schedules out does not ma
 
 
 # --- the tree
-
-
-def files() -> dict[str, Path]:
-    """Every module of the import package, by its dotted name."""
-    found = {}
-    for folder in ("megacompile", *LINKED):
-        for path in (ROOT / folder).rglob("*.py"):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            if folder == "megacompile" and parts[1] in LINKED:
-                continue  # the same file, seen through the link
-            name = ".".join(parts if folder == "megacompile" else ("megacompile", *parts))
-            found[name.removesuffix(".__init__")] = path
-    return found
 
 
 def package_faults(pyproject: dict[str, Any], root: Path) -> list[str]:
@@ -129,32 +113,6 @@ def test_package_faults_are_found(tmp_path: Path) -> None:
 # --- the import direction
 
 
-class Import(NamedTuple):
-    """One imported module."""
-
-    target: str  # its dotted name
-    line: int
-    late: bool  # inside a function
-
-
-def imports(source: str, modules: set[str]) -> Iterator[Import]:
-    """What a source imports; `from a import b` is the module `a.b` if that is in `modules`."""
-
-    def visit(node: ast.AST, late: bool) -> Iterator[Import]:
-        if isinstance(node, ast.Import):
-            yield from (Import(alias.name, node.lineno, late) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            origin = "." * node.level + (node.module or "")
-            for alias in node.names:
-                name = f"{origin}.{alias.name}"
-                yield Import(name if name in modules else origin, node.lineno, late)
-        late = late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child, late)
-
-    yield from visit(ast.parse(source), late=False)
-
-
 def floor(module: str) -> int | None:
     """The floor of one of our modules; None where `FLOORS` does not know it."""
     name = module.removeprefix("megacompile").removeprefix(".")
@@ -170,7 +128,7 @@ def direction_faults(module: str, source: str, modules: set[str]) -> list[str]:
     """The imports of a module that go upward, across, or around the package."""
     importer = floor(module)
     if importer is None:
-        return [f"{module} is on no floor: give it one in tests/test_layout.py"]
+        return [f"{module} is on no floor: give it one in tests/unit/test_layout.py"]
     folder = module.removeprefix("megacompile.").partition(".")[0]
     faults = []
     for target, line, _ in imports(source, modules):
@@ -315,6 +273,3 @@ def test_noisy_import_is_found() -> None:
         "prints on stderr: ho\n",
         "starts a CUDA context",
     ]
-    (printed, exited) = import_faults("raise ImportError('no')")
-    assert "ImportError: no" in printed
-    assert exited == "exits with 1"
