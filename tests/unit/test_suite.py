@@ -13,8 +13,12 @@ import pytest
 
 from tests.sources import ROOT, dotted, files, imports
 
-PUBLIC = {"megacompile", "megacompile.errors"}  # and the data that everybody hands around:
-DATA = "megacompile.ir"
+PUBLIC = {
+    "megacompile",
+    "megacompile.errors",
+    "megacompile.cli",
+}  # and the data that all hand around:
+DATA = "megacompile.ir"  # which everybody hands around
 WITH_INSIDE = ("unit", "compat")  # tiers whose tests import the module that they test
 MODULES = 60  # of the product, that all converted tests and `tests.inside` import together
 # Tests that patch what is ours, and why nothing can be given there. Empty it.

@@ -146,9 +146,21 @@ def test_a_compute_waits_for_its_weights_and_its_slot_for_the_compute() -> None:
 BUCKETS = (gigabytes(0, 2.0), gigabytes(1, 2.0))
 
 
-def trained(
-    monkeypatch: pytest.MonkeyPatch, backward_s: float = 1.0, *, helped: tuple[int, ...] = ()
-) -> Schedule:
+class OfTwo(Schedule):
+    """A schedule without stages, of both buckets."""
+
+    gradient_params = {0: (0,), 1: (0,)}
+    buckets = BUCKETS
+
+
+class OfOne(Schedule):
+    """The same, of the first of them."""
+
+    gradient_params = {0: (0,)}
+    buckets = BUCKETS[:1]
+
+
+def trained(backward_s: float = 1.0, *, helped: tuple[int, ...] = ()) -> Schedule:
     """Two buckets of 2 GB: forward 1 s each, backward 1 s each, gradients offloaded.
 
     The host updates both, the device helps with some.
@@ -168,17 +180,15 @@ def trained(
     ]
     if helped:
         ops.call(update.graph, ops.help_host, tuple(made[key] for key in helped))
-    monkeypatch.setattr(Schedule, "gradient_params", {0: (0,), 1: (0,)})
-    monkeypatch.setattr(Schedule, "buckets", BUCKETS)
     graphs = forward.done(), backward.done(*offloads)
-    return Schedule("trained", *graphs, (), update=update.done(*made))
+    return OfTwo("trained", *graphs, (), update=update.done(*made))
 
 
-def test_the_next_forward_waits_for_its_own_buckets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_forward_waits_for_its_own_buckets_alone() -> None:
     """SGD moves 12 bytes a parameter: 6 GB a bucket, 3 s at 2 GB/s."""
     hardware = UNIT.replace(update_gb_s=2.0)
     sgd = OptimizerCost(states=0)
-    timeline = simulate(trained(monkeypatch), hardware, optimizer=sgd, steps=2)
+    timeline = simulate(trained(), hardware, optimizer=sgd, steps=2)
     first = spans(timeline)
     # prefetches until 2; 0F 1 to 2, 1F 2 to 3, backwards 3 to 5, the last gradients there at 5.25
     assert first["0OFFLOAD_GRAD"] == (5.0, 5.25)
@@ -195,9 +205,9 @@ def test_the_next_forward_waits_for_its_own_buckets_alone(monkeypatch: pytest.Mo
     assert timeline.busy_s(Stream.HOST) == pytest.approx(6.0)
 
 
-def test_update_and_copies_share_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_and_copies_share_host_memory() -> None:
     hardware = UNIT.replace(update_gb_s=2.0, host_memory_gb_s=3.0)
-    schedule = trained(monkeypatch)
+    schedule = trained()
     shared = simulate(schedule, hardware, optimizer=OptimizerCost(states=0), steps=2)
     second = spans(shared, step=1)
     # 0PREFETCH beside 1UPDATE: 4 GB/s wanted, 3 there, so 1.5 each
@@ -209,10 +219,8 @@ def test_update_and_copies_share_host_memory(monkeypatch: pytest.MonkeyPatch) ->
 HELPED = OptimizerCost(states=0, helped=True)
 
 
-def test_a_prefetch_without_a_token_does_not_wait_for_the_update(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    schedule = trained(monkeypatch)
+def test_a_prefetch_without_a_token_does_not_wait_for_the_update() -> None:
+    schedule = trained()
     first, _ = ops.nodes_of(schedule.forward, ops.prefetch)
     first.kwargs = {"after": (ops.nodes_of(schedule.forward, ops.begin)[0],)}
     timeline = simulate(schedule, SLOW, optimizer=OptimizerCost(states=0), steps=2)
@@ -221,8 +229,8 @@ def test_a_prefetch_without_a_token_does_not_wait_for_the_update(
     assert spans(timeline, step=1)["1PREFETCH@1"] == (11.25, 12.25)
 
 
-def test_a_token_that_no_graph_returns_stands_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    schedule = trained(monkeypatch)
+def test_a_token_that_no_graph_returns_stands_for_nothing() -> None:
+    schedule = trained()
     update = schedule.graphs["update"]
     update.output_node().args = (((ops.nodes_of(update, ops.update_host)[1],),),)
     timeline = simulate(schedule, SLOW, optimizer=OptimizerCost(states=0), steps=2)
@@ -230,30 +238,28 @@ def test_a_token_that_no_graph_returns_stands_for_nothing(monkeypatch: pytest.Mo
     assert spans(timeline, step=1)["1PREFETCH@1"] == (11.25, 12.25)
 
 
-def test_an_update_begins_when_the_backward_has_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_begins_when_the_backward_has_returned() -> None:
     """Its own gradients are there at 4.25; those of the other bucket at 5.25."""
-    timeline = simulate(trained(monkeypatch), SLOW, optimizer=OptimizerCost(states=0))
+    timeline = simulate(trained(), SLOW, optimizer=OptimizerCost(states=0))
     assert spans(timeline)["1OFFLOAD_GRAD"] == (4.0, 4.25)
     assert spans(timeline)["0UPDATE"] == (5.25, 8.25)
 
 
-def test_nothing_is_updated_without_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    timeline = simulate(trained(monkeypatch), SLOW, steps=2)
+def test_nothing_is_updated_without_an_optimizer() -> None:
+    timeline = simulate(trained(), SLOW, steps=2)
     assert "update" not in {event.graph for event in timeline.events}
     assert spans(timeline, step=1)["0PREFETCH@0"] == (5.25, 6.25)
 
 
 @pytest.mark.parametrize("helped", [(), (0,), (0, 1)])
-def test_the_device_makes_what_it_may_help_with(
-    helped: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timeline = simulate(trained(monkeypatch, helped=helped), SLOW, optimizer=HELPED)
+def test_the_device_makes_what_it_may_help_with(helped: tuple[int, ...]) -> None:
+    timeline = simulate(trained(helped=helped), SLOW, optimizer=HELPED)
     streams = {e.label: e.stream for e in timeline.events if e.graph == "update"}
     on_device = {label for label, stream in streams.items() if stream is Stream.DEVICE}
     assert on_device == {f"{k}UPDATE" for k in helped[:1]}  # of two the host makes the other one
 
 
-def left_for_the_update(monkeypatch: pytest.MonkeyPatch) -> Schedule:
+def left_for_the_update() -> Schedule:
     """One bucket of 2 GB, whose gradients and states (6 GB with the parameters) stay there.
 
     The forward computes a second, drains, and computes a second.
@@ -275,18 +281,14 @@ def left_for_the_update(monkeypatch: pytest.MonkeyPatch) -> Schedule:
     new = ops.call(update.graph, ops.update, bucket, None, *taken)
     back = ops.call(update.graph, ops.offload_state, bucket, new)
     ops.call(update.graph, ops.defer_free, new, after=(back,))
-    monkeypatch.setattr(Schedule, "gradient_params", {0: (0,)})
-    monkeypatch.setattr(Schedule, "buckets", BUCKETS[:1])
     graphs = forward.done(), backward.done(offload, left=(gradients, state))
     plan = Plan(device_update=frozenset({0}))
-    return Schedule("left", *graphs, (), update=update.done(back), left=("g0", "s0"), plan=plan)
+    return OfOne("left", *graphs, (), update=update.done(back), left=("g0", "s0"), plan=plan)
 
 
-def test_a_device_update_waits_for_its_states_and_its_bucket_stays_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_device_update_waits_for_its_states_and_its_bucket_stays_there() -> None:
     """Two moments: 14 GB are read and written at 1 GB/s, 6 GB go back at 2 GB/s."""
-    schedule = left_for_the_update(monkeypatch)
+    schedule = left_for_the_update()
     timeline = simulate(schedule, UNIT, optimizer=OptimizerCost(), steps=2)
     first, second = spans(timeline), spans(timeline, step=1)
     # computes until 2; states are 6 GB, 0.5 of them beside the gradients' copy
@@ -333,11 +335,11 @@ def test_the_host_takes_what_it_ends_before_the_device_would(
     assert queues.start_s == pytest.approx(start_s)
 
 
-def test_the_device_takes_the_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_takes_the_first_update() -> None:
     """Half a billion parameters: 2 GB each way and gradients of 2 GB, 4 GB in at 1 GB/s."""
     hardware = UNIT.replace(update_gb_s=2.0)
-    alone = simulate(trained(monkeypatch), hardware, optimizer=OptimizerCost(states=0), steps=2)
-    timeline = simulate(trained(monkeypatch, helped=(0, 1)), hardware, optimizer=HELPED, steps=2)
+    alone = simulate(trained(), hardware, optimizer=OptimizerCost(states=0), steps=2)
+    timeline = simulate(trained(helped=(0, 1)), hardware, optimizer=HELPED, steps=2)
     first = {e.label: e for e in timeline.events if e.graph == "update" and e.step == 0}
     assert {label: e.stream for label, e in first.items()} == {
         "0UPDATE": Stream.DEVICE,
@@ -350,17 +352,17 @@ def test_the_device_takes_the_first_update(monkeypatch: pytest.MonkeyPatch) -> N
     assert 0 < timeline.busy_s(Stream.DEVICE) < timeline.step_s
 
 
-def test_arithmetic_limits_a_slow_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arithmetic_limits_a_slow_update() -> None:
     """Half a billion elements a bucket: 5 s."""
     slow = OptimizerCost(states=0, arithmetic_s=10.0)
     hardware = UNIT.replace(update_gb_s=2.0)
-    timeline = simulate(trained(monkeypatch), hardware, optimizer=slow, steps=2)
+    timeline = simulate(trained(), hardware, optimizer=slow, steps=2)
     assert timeline.busy_s(Stream.HOST) == pytest.approx(10.0)
 
 
-def test_the_third_step_is_like_the_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_third_step_is_like_the_later_ones() -> None:
     hardware = UNIT.replace(update_gb_s=2.0, host_memory_gb_s=3.0)
-    schedule = trained(monkeypatch)
+    schedule = trained()
     periods = [
         simulate(schedule, hardware, optimizer=OptimizerCost(states=0), steps=n).step_s
         for n in (3, 4, 7)
@@ -368,7 +370,7 @@ def test_the_third_step_is_like_the_later_ones(monkeypatch: pytest.MonkeyPatch) 
     assert periods[1:] == pytest.approx(periods[:1] * 2)
 
 
-def test_updates_in_the_backward_are_awaited_by_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_in_the_backward_are_awaited_by_bucket() -> None:
     """New parameters go first, and a prefetch waits for those alone; states wait for states."""
     backward = Graph()
     bucket = gigabytes(0, 2.0)
@@ -382,8 +384,7 @@ def test_updates_in_the_backward_are_awaited_by_bucket(monkeypatch: pytest.Monke
     forward = Graph()
     token = forward.token(0, Part.WEIGHTS)
     forward.compute(forward.prefetch(0, 2.0, token, forward.start), 9.0)
-    monkeypatch.setattr(Schedule, "gradient_params", {0: (0,)})
-    schedule = Schedule("updates", forward.done(), backward.done(back), ())
+    schedule = OfOne("updates", forward.done(), backward.done(back), ())
     timeline = simulate(schedule, UNIT.replace(memory_gb_s=18.0), steps=2)
     first, second = spans(timeline), spans(timeline, step=1)
     # prefetch 1 s, 0.5 s, states 4 GB at 2 GB/s, update 3 * 6 GB at 18 GB/s
@@ -396,9 +397,7 @@ def test_updates_in_the_backward_are_awaited_by_bucket(monkeypatch: pytest.Monke
     assert timeline.step_s == pytest.approx(11.5 - 4.5)
 
 
-def test_a_reclaim_waits_for_the_copies_of_what_the_last_step_parked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_reclaim_waits_for_the_copies_of_what_the_last_step_parked() -> None:
     backward, forward = Graph(), Graph()
     bucket = gigabytes(0, 2.0)
     buffer = ops.call(backward.graph, ops.alloc_state, bucket, True, name="room")
@@ -408,8 +407,7 @@ def test_a_reclaim_waits_for_the_copies_of_what_the_last_step_parked(
     forward.compute(forward.start, 1.0)
     ops.call(forward.graph, ops.drain)
     forward.compute(forward.start, 1.0)
-    monkeypatch.setattr(Schedule, "gradient_params", {0: (0,)})
-    schedule = Schedule("defers", forward.done(), backward.done(), ())
+    schedule = OfOne("defers", forward.done(), backward.done(), ())
     timeline = simulate(schedule, UNIT, steps=3)
     first, second, third = (spans(timeline, step) for step in range(3))
     assert first["DRAIN"] == (1.0, 1.0), "nothing is deferred yet"

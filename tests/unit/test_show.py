@@ -1,4 +1,4 @@
-"""`show`: the code runs and does what the graph says; the table reads well."""
+"""How a schedule is shown: Python that runs and does what the graph says, tables, diffs, graphs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import networkx as nx
 import pytest
 from torch import fx
 
 from megacompile.ir import ops
+from megacompile.ir.buckets import Slot
 from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.tensors import TensorMeta
 from megacompile.show import python
+from megacompile.show.diff import differences, lookahead
 from megacompile.show.table import table
 from tests import steps
 from tests.schedules import ACTIVATION, Spec, arguments, build, find, set_arguments
+from tests.zoo import scheduled
 
 EVERYTHING = Spec(
     stages=5,
@@ -246,11 +250,6 @@ def test_names_from_outside_stay_within_their_comments(end: str) -> None:
         assert all(line.isprintable() for line in shown.split("\n"))
 
 
-def test_the_header_says_what_the_forward_leaves_in_the_slots() -> None:
-    header = python.code(build(Spec(stages=3, reuse=True))).split("\n\n")[0]
-    assert "# slot_0: 128 B, the forward leaves bucket_2 in it" in header
-
-
 def test_a_free_waits_for_a_copy_on_another_stream() -> None:
     code = python.graph_code(build(Spec(stages=2)), "backward")
     lines = [line.strip() for line in code.splitlines()]
@@ -273,15 +272,6 @@ def test_a_deferred_free_does_not_wait() -> None:
     deferred = lines.index("defer_free(update_2, after=(offload_state_2,))")
     assert lines[deferred + 1] == "del update_2" and lines[-1].startswith("return ")
     assert "wait(offload_state_1)" in lines and "wait(offload_state_2)" not in lines
-
-
-def test_what_is_drained_is_printed_and_in_the_table() -> None:
-    schedule = build(UPDATING)
-    lines = python.graph_code(schedule, "forward").splitlines()
-    (line,) = [line.strip() for line in lines if "DRAIN" in line]
-    assert re.fullmatch(r"drain\(\) +# compute +DRAIN", line)
-    forward = table(schedule).partition("\n\nbackward")[0].splitlines()
-    assert [row.split("|")[2].strip() for row in forward[2:]] == ["0F", "1F", "DRAIN 2F"]
 
 
 def test_an_update_is_a_step_of_the_table() -> None:
@@ -428,3 +418,269 @@ def test_comments_name_the_stream_and_label_of_every_op(spec: Spec) -> None:
         ran = [pair for pair in comments if pair[1] not in ("FREE", "WAIT")]
         nodes = [n for n in ops.nodes_of(graph) if n.target is not ops.free]
         assert ran == [(ops.stream_of(n).value, ops.label(n)) for n in nodes]
+
+
+ON_DEVICE = frozenset({0})
+
+
+def edges(graph: nx.MultiDiGraph, kind: str) -> set[tuple[str, str]]:
+    """By the labels of the ops."""
+    label = nx.get_node_attributes(graph, "label")
+    return {(label[a], label[b]) for a, b, data in graph.edges(data=True) if data["kind"] == kind}
+
+
+def test_the_code_of_an_update() -> None:
+    schedule = steps.made(device_update=ON_DEVICE)
+    assert python.graph_code(schedule, "update") == (
+        """\
+def run_update(inputs):
+    # g0_0 f32[8, 8]; s0 u8[640]
+    # gradients_1: the last 1OFFLOAD_GRAD; gradients_2: the last 2OFFLOAD_GRAD;
+    # gradients_0: the last 0OFFLOAD_GRAD
+    (gradients_1, gradients_2, g0_0, s0, gradients_0) = inputs
+    inputs.clear()
+    u1 = update_host(bucket_1, after=(gradients_1,))  # host     1UPDATE         256 B
+    u2 = update_host(bucket_2, after=(gradients_2,))  # host     2UPDATE         256 B
+    help_host((u1, u2))                               # device   HELP_HOST
+    new0 = update(bucket_0, None, g0_0, s0)           # compute  0UPDATE         640 B
+    del s0                                            # compute  FREE
+    so0 = offload_state(bucket_0, new0)               # d2h      0OFFLOAD_STATE  640 B
+    defer_free(new0, after=(so0,))                    # compute  DEFER_FREE
+    del new0
+    defer_free(g0_0, after=(gradients_0,))            # compute  DEFER_FREE
+    del g0_0
+    # tokens
+    return (u1, u2, so0),
+"""
+    )
+
+
+def test_a_token_says_what_it_stands_for() -> None:
+    schedule = steps.made(device_update=ON_DEVICE, accumulate=True)
+    forward = python.graph_code(schedule, "forward").splitlines()
+    assert forward[1:5] == [
+        "    # x f32[4, 8]",
+        "    # weights_0: the last 0OFFLOAD_STATE; weights_1: the last 1UPDATE;",
+        "    # weights_2: the last 2UPDATE",
+        "    x, weights_0, weights_1, weights_2 = inputs",
+    ]
+    backward = python.graph_code(schedule, "backward")
+    assert "gradients_1: the last 1OFFLOAD_GRAD;" in backward
+    assert "    # gradients of inputs, what is left for the update, tokens\n" in backward
+    assert "    return (d0_0,), (sum0, s0), (o2, o1, o0)\n" in backward
+
+
+@pytest.mark.parametrize("count", [1, 2, 30])
+def test_what_an_update_returns_is_one_tuple(count: int) -> None:
+    """However long: the executor takes the tokens from the one item."""
+    line = " ".join(f"{i}F" for i in range(count))
+    line += " | " + " ".join(f"{i}B" for i in reversed(range(count)))
+    schedule = steps.made(line)
+    functions: dict[str, object] = {
+        **python.names(schedule),
+        "update_host": lambda bucket, after: bucket.label,
+        "help_host": lambda updates: None,
+    }
+    exec(python.graph_code(schedule, "update"), functions)
+    run = functions["run_update"]
+    assert callable(run)
+    assert run(list(range(count))) == (tuple(map(str, range(count))),)
+
+
+def test_an_updates_table_has_the_streams_that_it_uses() -> None:
+    update = table(steps.made(device_update=ON_DEVICE)).partition("\n\nupdate\n")[2]
+    assert update == (
+        """\
+step | compute | d2h            | host    | device
+   0 |         |                | 1UPDATE
+   1 |         |                | 2UPDATE
+   2 | 0UPDATE |                |         | HELP_HOST
+   3 |         | 0OFFLOAD_STATE"""
+    )
+    resident = table(steps.made(resident=frozenset({0, 1, 2})))
+    assert resident.partition("\n\nupdate\n")[2].splitlines() == [
+        "step | compute",
+        "   0 | 0UPDATE",
+        "   1 | 1UPDATE",
+        "   2 | 2UPDATE",
+    ]
+
+
+def test_marks_stand_in_an_update() -> None:
+    schedule = steps.made()
+    marks = {
+        find(schedule, "update", "1UPDATE"): "too early",
+        find(schedule, "update", "gradients_0"): "wrong gradients",
+        schedule.graphs["update"].output_node(): "a token is missing",
+    }
+    lines = table(schedule, marks).partition("\n\nupdate\n")[2].splitlines()
+    assert [line.partition("<--")[2].strip() for line in lines] == [
+        "",
+        "wrong gradients",
+        "too early",
+        "",
+        "a token is missing",
+    ]
+    assert "gradients_0" in lines[1] and "1UPDATE" in lines[2] and "output" in lines[4]
+
+
+def test_a_diff_has_a_line_for_each_bucket_that_is_updated() -> None:
+    before, after = steps.made(), steps.made(device_update=ON_DEVICE)
+    lines = before.diff(after).splitlines()
+    assert "# updates: 3 on the host -> 2 on the host, 1 on the device" in lines
+    assert lines[lines.index(" update") :] == [
+        " update",
+        "-  0 unit 0 | 0UPDATE",
+        "   1 unit 1 | 1UPDATE",
+        "   2 unit 2 | 2UPDATE",
+        "            | HELP_HOST",
+        "+  0 unit 0 | 0UPDATE 0OFFLOAD_STATE",
+    ]
+
+
+def test_a_diff_with_and_without_an_update() -> None:
+    before, after = steps.made(), steps.made(in_backward=True)
+    assert "updates: 3 on the host -> 3 in the backward" in differences(before, after)
+    removed = [line for line in before.diff(after).splitlines() if line.startswith("-")]
+    assert removed[-5:] == [
+        "-update",
+        "-  0 unit 0 | 0UPDATE",
+        "-  1 unit 1 | 1UPDATE",
+        "-  2 unit 2 | 2UPDATE",
+        "-           | HELP_HOST",
+    ]
+    alone = replace(before, update=None)
+    assert differences(before, alone) == ["updates: 3 on the host -> none"]
+
+
+def test_tokens_are_edges_around_the_step() -> None:
+    graph = steps.made(device_update=ON_DEVICE).to_networkx()
+    assert edges(graph, "token") == {
+        ("0OFFLOAD_STATE", "0PREFETCH@0"),
+        ("1UPDATE", "1PREFETCH@1"),
+        ("2UPDATE", "2PREFETCH@2"),
+        ("2UPDATE", "2PREFETCH@0"),
+        ("0OFFLOAD_STATE", "0PREFETCH@2"),
+        ("0OFFLOAD_STATE", "0FETCH_STATE"),
+        ("1OFFLOAD_GRAD", "1UPDATE"),
+        ("2OFFLOAD_GRAD", "2UPDATE"),
+    }
+    crossing = {(a.split(".")[0], b.split(".")[0]) for a, b, kind in graph.edges if kind == "token"}
+    assert crossing == {("update", "forward"), ("update", "backward"), ("backward", "update")}
+    order = nx.MultiDiGraph(
+        [(a, b) for a, b, kind in graph.edges if kind not in ("token", "names")]
+    )
+    assert nx.is_directed_acyclic_graph(order)
+
+
+def test_who_waits_for_no_op_that_it_names() -> None:
+    graph = steps.made(accumulate=True, device_update=ON_DEVICE).to_networkx()
+    assert edges(graph, "names") >= {("0OFFLOAD_GRAD", "DEFER_FREE"), ("2UPDATE", "HELP_HOST")}
+    assert ("0OFFLOAD_GRAD", "DEFER_FREE") not in edges(graph, "token")
+    assert ("1OFFLOAD_GRAD", "1FETCH_GRAD") in edges(graph, "token"), "the backward before it"
+
+
+def test_values_go_from_graph_to_graph() -> None:
+    graph = steps.made(device_update=ON_DEVICE).to_networkx()
+    data = {(a, b) for a, b, kind in graph.edges if kind == "data"}
+    assert {("forward.f2", "backward.b2"), ("backward.b0", "update.new0")} <= data
+    assert ("backward.s0", "update.new0") in data
+    assert not any(a.startswith("update") and b.startswith("backward") for a, b in data)
+
+
+def test_streams_of_the_update_have_no_order() -> None:
+    schedule = steps.made()
+    graph = schedule.to_networkx()
+    assert not any(a.startswith("update") for a, b, kind in graph.edges if kind == "stream")
+    assert edges(graph, "names") == {(f"{i}UPDATE", "HELP_HOST") for i in range(3)}
+    text = schedule.to_dot()
+    assert 'subgraph "cluster_update_host"' in text and 'subgraph "cluster_update_device"' in text
+    assert text.count(" -> ") == graph.number_of_edges()
+    (help_host,) = ops.nodes_of(schedule.graphs["update"], ops.help_host)
+    assert f'"update.u0" -> "update.{help_host.name}" [style=dotted' in text
+
+
+def changed(diff: str) -> list[str]:
+    return [line for line in diff.splitlines() if re.match(r"[-+] ", line)]
+
+
+def test_a_diff_shows_the_actions_by_stage() -> None:
+    before = build(Spec(stages=3, training=False))
+    after = before.copy()
+    find(after, "forward", "2PREFETCH@0").kwargs = {"after": (find(after, "forward", "1F"),)}
+    assert before.diff(after).splitlines() == [
+        "--- model: 3 stages by slots",
+        "+++ model: 3 stages by slots",
+        "@@ -1,4 +1,4 @@",
+        " forward",
+        "   0 layers.0 | 0PREFETCH@0 1PREFETCH@1 0F",
+        "-  1 layers.1 | 2PREFETCH@0(after=0F) 1F",
+        "+  1 layers.1 | 2PREFETCH@0(after=1F) 1F",
+        "   2 layers.2 | 2F",
+    ]
+
+
+def test_a_diff_of_the_code() -> None:
+    before = build(Spec(stages=2, training=False))
+    after = before.copy()
+    find(after, "forward", "1PREFETCH@1").kwargs = {"after": ()}
+    lines = [re.sub(r"\s+#.*", "", line) for line in changed(before.diff(after, code=True))]
+    assert lines == [
+        "-    prefetch_1 = prefetch(bucket_1, slot_1, after=(weights_1, begin_))",
+        "+    prefetch_1 = prefetch(bucket_1, slot_1)",
+    ]
+
+
+def test_the_header_tells_what_the_schedules_were_made_with() -> None:
+    far, near = scheduled(lookahead=2), scheduled(lookahead=1)
+    lines = far.diff(near).splitlines()
+    assert lines[0].startswith("--- Stack")
+    assert lines[1].startswith("+++ Stack")
+    head = [line for line in lines if line.startswith("# ")]
+    assert head[-1] == "# lookahead: 2 -> 1"
+    assert any(re.match(r"# slots: \d of .* -> \d of ", line) for line in head)
+    assert changed(far.diff(near))
+
+
+def test_every_difference_has_its_line() -> None:
+    before = build(Spec(stages=3))
+    after = replace(
+        before,
+        plan=Plan(frozenset({1}), ("there is room",)),
+        slots=(*before.slots, Slot(2, 128)),
+        history=(*before.history, replace(before.history[0], name="free")),
+        reused=((0, before.buckets[0]),),
+    )
+    assert differences(before, after) == [
+        "passes: slots -> slots, free",
+        "kept, not recomputed: none -> 1",
+        "plan: none -> there is room",
+        "slots: 2 of 256 B -> 3 of 384 B",
+        "left in the slots by the forward: none -> 0@0",
+    ]
+    diff = before.diff(after)
+    assert diff.splitlines()[2:] == [f"# {d}" for d in differences(before, after)]
+
+
+def test_lookahead_is_read_off_the_forward() -> None:
+    assert [lookahead(scheduled(lookahead=k)) for k in (1, 2, 3)] == [1, 2, 3]
+    alone = build(Spec(stages=1, slots=1, training=False))
+    assert lookahead(alone) == 0
+
+
+def test_the_history_is_a_table() -> None:
+    schedule = scheduled()
+    rows = [line.split() for line in schedule.passes().splitlines()]
+    assert rows[0] == ["pass", "ms", "nodes", "actions"]
+    assert [row[0] for row in rows[1:-1]] == [record.name for record in schedule.history]
+    nodes = [0, *(record.nodes for record in schedule.history)]
+    assert [(int(r[2]), int(r[4])) for r in rows[1:-1]] == list(zip(nodes, nodes[1:], strict=False))
+    by_name = {row[0]: row[-1] for row in rows[1:-1]}
+    assert by_name["plan"] == "="
+    prefetches = sum(
+        record.after.count("PREFETCH") for record in schedule.history if record.name == "prefetch"
+    )
+    assert by_name["prefetch"] == f"+{prefetches}"
+    total = sum(record.time_s for record in schedule.history) * 1e3
+    assert abs(float(rows[-1][1]) - total) <= 0.06
+    assert replace(schedule, history=()).passes() == "Stack: made by hand, no pass has run"

@@ -19,12 +19,9 @@ import pytest
 import torch
 
 from megacompile import compat, explain, log, megacompile, numa
-from megacompile.cli import run_hardware
 from megacompile.cost.hardware import H200
 from megacompile.numa import Node
-from megacompile.page_locks import PageLocks
 from megacompile.plan.sections import memory_rows
-from megacompile.runtime.device import buffers
 from megacompile.runtime.device import touch as touching
 from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.buffers import HostBuffer
@@ -39,13 +36,28 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="calls L
 
 
 class Calls:
-    """The system's two calls: what was asked for."""
+    """The C library: two system calls and `madvise`, which note what was asked for."""
 
-    def __init__(self, error: int = 0, policy: int = 0) -> None:
-        self.error, self.policy = error, policy
+    def __init__(self) -> None:
+        self.error = self.policy = 0
         self.made: list[tuple[int, int, int, int, int]] = []  # address, size, mode, node, flags
+        self.advised: list[tuple[int, int, frozenset[int]]] = []  # address, size, where
+        self.real = ctypes.CDLL(None, use_errno=True)
+        calls = self
 
-    def __call__(self, which: int, *args: Any) -> int:
+        def syscall(number: Any, *args: Any) -> int:
+            return calls.call(numa._NUMBERS[platform.machine()].index(number.value), *args)
+
+        def madvise(start: int, size_bytes: int, advice: int) -> int:
+            calls.advised.append((start, size_bytes, frozenset(os.sched_getaffinity(0))))
+            return 0
+
+        self.syscall, self.madvise = syscall, madvise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def call(self, which: int, *args: Any) -> int:
         if which == numa._GET_MEMPOLICY:
             args[0]._obj.value = self.policy
         else:
@@ -54,15 +66,21 @@ class Calls:
             assert bits.value == len(words) * 64 + 1
             (node,) = (64 * i + b for i, w in enumerate(words) for b in range(64) if w >> b & 1)
             self.made.append((address.value, size.value, mode.value, node, flags.value))
-        return self.error
+        ctypes.set_errno(self.error)
+        return -1 if self.error else 0
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     made = Calls()
-    monkeypatch.setattr(numa, "_syscall", lambda: made)
-    numa._say_refused.cache_clear()
-    return made
+    cached = (numa._syscall, numa._say_refused, touching._madvise)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *args, **given: made)
+    for each in cached:
+        each.cache_clear()
+    yield made
+    monkeypatch.undo()
+    for each in cached:
+        each.cache_clear()
 
 
 @pytest.fixture
@@ -71,7 +89,6 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> None:
         cudaHostRegister=lambda address, size, flags: 0, cudaHostUnregister=lambda address: 0
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
-    monkeypatch.setattr(buffers, "PAGE_LOCKS", PageLocks())
 
 
 @pytest.fixture(autouse=True)
@@ -251,38 +268,23 @@ def test_a_refused_buffer_is_a_buffer(calls: Calls, cudart: None) -> None:
 
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_pages_are_made_by_threads_of_the_node(
-    chunks: int, allowed: dict[int, frozenset[int]], monkeypatch: pytest.MonkeyPatch
+    chunks: int, calls: Calls, allowed: dict[int, frozenset[int]]
 ) -> None:
-    on: list[frozenset[int] | None] = []
-    done: list[int] = []
-
-    def advise(start: int, size_bytes: int, advice: int) -> int:
-        on.append(allowed.get(threading.get_native_id()))
-        done.append(start)
-        return 0
-
-    monkeypatch.setattr(touching, "_madvise", lambda: advise)
     memory = torch.frombuffer(mmap.mmap(-1, chunks * CHUNK_BYTES), dtype=torch.uint8)
     touch(memory, NODE)
-    assert len(set(done)) == len(done) == chunks
-    assert set(on) == {NODE.cores}
+    starts = {start for start, _, _ in calls.advised}
+    assert len(starts) == len(calls.advised) == chunks
+    assert {where for _, _, where in calls.advised} == {NODE.cores}
     assert threading.get_native_id() not in allowed, "the caller stays where it is"
 
 
-def test_without_threads_the_caller_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_threads_the_caller_does_it(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    done: list[int] = []
-
-    def advise(start: int, size_bytes: int, advice: int) -> int:
-        done.append(size_bytes)
-        return 0
-
-    monkeypatch.setattr(touching, "_madvise", lambda: advise)
     monkeypatch.setattr(threading.Thread, "start", start)
     touch(torch.frombuffer(mmap.mmap(-1, 4096), dtype=torch.uint8), NODE)
-    assert done == [4096]
+    assert [size for _, size, _ in calls.advised] == [4096]
 
 
 @pytest.mark.parametrize(
@@ -312,7 +314,8 @@ def test_threads_that_share_a_core_are_one(tmp_path: Path) -> None:
 
 def test_the_ranks_of_a_node_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the same number on another host, and those of other nodes, are not."""
-    monkeypatch.setattr(buckets, "host_of_rank", lambda: ("0", "a"))
+    monkeypatch.setenv("GROUP_RANK", "0")
+    monkeypatch.setattr(platform, "node", lambda: "a")
     said = [("0", "a", 1), ("0", "a", 0), ("1", "b", 1), ("0", "a", None)]
     ranks: Any = SimpleNamespace(device=GPU, told=lambda mine: said)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
@@ -356,18 +359,6 @@ def test_cores_that_are_gone_bind_nobody(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(os, "sched_setaffinity", refuse)
     numa.bind(NODE.cores)
     numa.bind(())
-
-
-def test_the_command_says_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    args: Any = SimpleNamespace(device="cpu", again=False, disk=None, json=False)
-    monkeypatch.setattr(run_hardware, "load", lambda device, again: H200)
-    run_hardware.run(args)
-    assert "NUMA" not in capsys.readouterr().out
-    monkeypatch.setattr(numa, "node_of", lambda device: NODE)
-    run_hardware.run(args)
-    assert capsys.readouterr().out.endswith("  NUMA node       1 of 2 (cores 2-3)\n")
 
 
 def test_explain_and_the_log_say_it(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,32 +1,31 @@
-"""Host buckets: exact-size memory, a storage a parameter, page-locking, and how much there is."""
+"""Host buckets: exact-size memory, a storage a parameter, page-locking, states."""
 
 from __future__ import annotations
 
 import gc
-import io
 import mmap
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 
-from megacompile import HostMemoryError, host_memory
-from megacompile.host_memory import available_bytes, check_host_memory, total_bytes
+from megacompile import explain, megacompile
+from megacompile.cost.hardware import H200
+from megacompile.cost.pageable import SHARE, with_pageable
 from megacompile.ir.buckets import Bucket
-from megacompile.page_locks import PageLocks
-from megacompile.runtime.device import buffers
+from megacompile.page_locks import PAGE_LOCKS, PageLocks
 from megacompile.runtime.device.buffers import HostBuffer
+from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.params.bucket import HostBucket
+from tests import inside, zoo
 from tests.layouts import layout_of, odd_tensors
-
-GIB = 2**30
+from tests.zoo import assert_same, twins
 
 
 def parameters() -> list[nn.Parameter]:
@@ -135,18 +134,6 @@ def test_each_tensor_has_a_storage_of_its_own(what: str) -> None:
     assert [t.storage_offset() for t in tensors] == [0] * len(params)
     filled = [s.data_ptr() for s in storages if s.nbytes()]
     assert len(set(filled)) == len(filled)
-
-
-def test_saving_one_parameter_saves_only_that() -> None:
-    params = [nn.Parameter(torch.ones(n)) for n in (1_000_000, 10)]
-    bucket = bucket_of(params)
-    file = io.BytesIO()
-    torch.save(params[1], file)
-    assert file.tell() < 5000
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
-    assert torch.equal(loaded, params[1])
-    assert not bucket.flat.data_ptr() <= loaded.data_ptr() < bucket.flat.data_ptr() + 5_000_000
 
 
 def test_parameters_survive_their_bucket() -> None:
@@ -258,7 +245,7 @@ class Cudart:
         return self.error
 
     def cudaHostUnregister(self, address: int) -> int:
-        assert self.calls == ["synchronize"], "a copy may be under way"
+        assert len(self.calls) == len(self.unlocked) + 1, "a copy may be under way"
         self.unlocked.append(address)
         return 0
 
@@ -266,10 +253,10 @@ class Cudart:
 @pytest.fixture
 def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
     made = Cudart()
+    vars(PAGE_LOCKS).update(vars(PageLocks()))  # nothing was refused yet
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: made.calls.append("synchronize"))
-    monkeypatch.setattr(buffers, "PAGE_LOCKS", PageLocks())
     return made
 
 
@@ -358,17 +345,6 @@ def test_a_state_is_kept_until_its_dtype_changes() -> None:
     assert bucket.states.of(OWNER)["m"][0] is not before
 
 
-def test_codes_and_largest_magnitudes() -> None:
-    bucket = bucket_of([nn.Parameter(torch.randn(5000)), nn.Parameter(torch.randn(3))])
-    bucket.states.make_codes(OWNER, "m", [0], pin=False)
-    made = bucket.states.of(OWNER)["m"][0]
-    assert isinstance(made, tuple)
-    codes, absmax = made
-    assert (codes.shape, codes.dtype, absmax.dtype) == ((5000,), torch.uint8, torch.float32)
-    bucket.states.make_codes(OWNER, "m", [0], pin=False)
-    assert bucket.states.of(OWNER)["m"][0] is made
-
-
 def test_a_copy_in_another_dtype_follows_the_parameters() -> None:
     params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(5))]
     likes = [(f"p{i}", p.detach().to(torch.bfloat16)) for i, p in enumerate(params)]
@@ -388,150 +364,6 @@ def test_a_copy_in_another_dtype_follows_the_parameters() -> None:
 # --- how much there is
 
 
-@pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets what there is, and writes the files of the cgroup that `host_memory` reads."""
-    monkeypatch.setattr(
-        host_memory, "Path", lambda *parts: tmp_path / Path(*parts).relative_to("/")
-    )
-
-    def write(available: int, **cgroup: int | str) -> None:
-        memory = SimpleNamespace(available=available, total=99 * GIB)
-        monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-        folder = tmp_path / "sys" / "fs" / "cgroup"
-        folder.mkdir(parents=True)
-        inactive = cgroup.pop("inactive_file", None)
-        if inactive is not None:
-            (folder / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\nfile 7\n")
-        for name, value in cgroup.items():
-            (folder / f"memory.{name}").write_text(f"{value}\n")
-
-    return write
-
-
-@pytest.mark.parametrize(
-    ("available", "cgroup", "wanted"),
-    [
-        (10 * GIB, {}, 10 * GIB),  # no cgroup
-        (10 * GIB, {"max": "max", "current": 5 * GIB}, 10 * GIB),  # no limit
-        (10 * GIB, {"max": 8 * GIB, "current": 5 * GIB}, 3 * GIB),
-        (10 * GIB, {"max": 64 * GIB, "current": 5 * GIB}, 10 * GIB),  # more than there is
-        (10 * GIB, {"max": 8 * GIB, "current": 5 * GIB, "inactive_file": 2 * GIB}, 5 * GIB),
-        (10 * GIB, {"max": 8 * GIB}, 10 * GIB),
-    ],
-)
-def test_available_memory(
-    machine: Callable[..., None], available: int, cgroup: dict[str, int | str], wanted: int
-) -> None:
-    machine(available, **cgroup)
-    assert available_bytes() == wanted
-
-
-@pytest.mark.parametrize(
-    ("line", "files", "wanted"),
-    [
-        ("0::/job/step", {"job/memory.max": 8, "job/memory.current": 2}, 6),  # SLURM
-        ("0::/job/step", {"job/memory.max": 8, "job/memory.current": 7, "memory.max": 20}, 1),
-        ("0::/job", {"other/memory.max": 8, "other/memory.current": 7}, 10),
-        (
-            "0::/../job",
-            {"job/memory.max": 8, "job/memory.current": 2},
-            10,
-        ),  # outside of what we see
-        (
-            "4:cpu,memory:/a\n0::/",
-            {"memory/a/memory.limit_in_bytes": 5, "memory/a/memory.usage_in_bytes": 2},
-            3,
-        ),
-        (
-            "4:memory:/unseen",  # a container that sees its own at the root
-            {"memory/memory.limit_in_bytes": 5, "memory/memory.usage_in_bytes": 1},
-            4,
-        ),
-    ],
-)
-def test_limits_of_the_cgroups_around_it(
-    machine: Callable[..., None], tmp_path: Path, line: str, files: dict[str, int], wanted: int
-) -> None:
-    machine(10 * GIB)
-    (tmp_path / "proc" / "self").mkdir(parents=True)
-    (tmp_path / "proc" / "self" / "cgroup").write_text(line + "\n")
-    for name, size in files.items():
-        place = tmp_path / "sys" / "fs" / "cgroup" / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(f"{size * GIB}\n")
-    assert available_bytes() == wanted * GIB
-
-
-@pytest.mark.parametrize(("limits", "wanted"), [((9, -1), 8), ((9, 3), 1), ((-1, -1), 10)])
-def test_limits_of_the_process(
-    machine: Callable[..., None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    limits: tuple[int, int],
-    wanted: int,
-) -> None:
-    """`ulimit -v` and `ulimit -d`; -1: none."""
-    resource = pytest.importorskip("resource")
-    machine(10 * GIB)
-    (tmp_path / "proc" / "self").mkdir(parents=True)
-    pages = GIB // resource.getpagesize()
-    (tmp_path / "proc" / "self" / "statm").write_text(f"{pages} 1 1 1 0 {2 * pages} 0\n")
-    of = dict(zip((resource.RLIMIT_AS, resource.RLIMIT_DATA), limits, strict=True))
-    infinity = resource.RLIM_INFINITY
-    limit = {kind: n * GIB if n >= 0 else infinity for kind, n in of.items()}
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit[kind], infinity))
-    assert available_bytes() == wanted * GIB
-
-
-@pytest.mark.parametrize(("limit", "wanted"), [("max", 99 * GIB), (8 * GIB, 8 * GIB)])
-def test_all_memory(machine: Callable[..., None], limit: int | str, wanted: int) -> None:
-    machine(4 * GIB, max=limit)
-    assert total_bytes() == wanted
-
-
-def test_what_fits_is_fine(machine: Callable[..., None]) -> None:
-    machine(4 * GIB)
-    check_host_memory([("parameters", 2 * GIB), ("gradients", GIB)])
-    check_host_memory([])
-
-
-def test_too_little_memory_is_said_with_the_table(machine: Callable[..., None]) -> None:
-    machine(64 * GIB, max=16 * GIB, current=4 * GIB)
-    with pytest.raises(HostMemoryError) as caught:
-        check_host_memory([("parameters to move", 9 * GIB), ("gradients", 3 * 2**29)])
-        check_host_memory([("parameters to move", 9 * GIB), ("gradients", 3 * GIB)])
-    assert isinstance(caught.value, MemoryError)
-    assert str(caught.value).splitlines() == [
-        "megacompile(): host memory is too small",
-        "  parameters to move       9 GiB",
-        "  gradients                3 GiB",
-        "  needed                  12 GiB",
-        "  available             11.8 GiB",
-        "free host memory (or raise host_memory=), use a smaller dtype (model.bfloat16()), or "
-        "freeze parameters (requires_grad_(False)), which need no gradients",
-    ]
-
-
-def test_a_margin_is_left_for_the_process(machine: Callable[..., None]) -> None:
-    machine(GIB)
-    check_host_memory([("parameters", 3 * GIB // 4)])
-    with pytest.raises(HostMemoryError, match=r"available +768 MiB"):
-        check_host_memory([("parameters", 3 * GIB // 4 + 1)])
-
-
-def test_a_limit_of_the_users_is_kept() -> None:
-    check_host_memory([("parameters", 2 * 2**20)], 2 * 2**20)
-    with pytest.raises(HostMemoryError, match=r"(?s)parameters +2 MiB.*available +1 MiB.*host_mem"):
-        check_host_memory([("parameters", 2 * 2**20)], 2**20)
-
-
-def test_no_memory_at_all_is_not_less_than_none(machine: Callable[..., None]) -> None:
-    machine(2**20, max=2**20, current=2**24)
-    with pytest.raises(HostMemoryError, match=r"available +0 B\n"):
-        check_host_memory([("parameters", 1)])
-
-
 def test_memory_of_gradients_goes_when_it_is_made_anew() -> None:
     bucket = bucket_of(parameters())
     bucket.make_grads()
@@ -540,3 +372,156 @@ def test_memory_of_gradients_goes_when_it_is_made_anew() -> None:
     assert bucket.holds(old)
     bucket.make_grads()
     assert not bucket.holds(old) and len(bucket._memory) == count
+
+
+MIB = 2**20
+
+
+class System:
+    """Locks so many bytes, as WSL 2 does, and notes what was asked for."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.locked: dict[int, int] = {}
+        self.asked: list[int] = []
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.asked.append(size)
+        if sum(self.locked.values()) + size > self.limit_bytes:
+            return 2
+        self.locked[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+
+@pytest.fixture
+def system(monkeypatch: pytest.MonkeyPatch) -> System:
+    made = System(4 * MIB)
+    vars(PAGE_LOCKS).update(vars(PageLocks()))  # nothing was refused yet
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:megacompile. cudaHostRegister")
+def test_what_was_refused_is_not_asked_for_again(system: System) -> None:
+    locks = PAGE_LOCKS
+    first = HostBuffer(3 * MIB, pin=True)
+    assert first.locked and not locks.pageable_bytes
+    refused = HostBuffer(2 * MIB, pin=True)
+    assert not refused.locked and locks.limit_bytes == 3 * MIB
+    again, small = HostBuffer(2 * MIB, pin=True), HostBuffer(MIB, pin=True)
+    assert not again.locked and small.locked
+    assert system.asked == [3 * MIB, 2 * MIB, MIB]
+    assert (locks.locked_bytes, locks.pageable_bytes) == (4 * MIB, 4 * MIB)
+    refused.lock()  # a buffer that was refused is left alone
+    assert system.asked == [3 * MIB, 2 * MIB, MIB]
+    del refused, again, first
+    gc.collect()
+    assert (locks.locked_bytes, locks.pageable_bytes) == (MIB, 0)
+    assert list(system.locked.values()) == [MIB]
+    assert HostBuffer(2 * MIB, pin=True).locked, "there is room again"
+
+
+def test_it_is_said_once_and_torch_forgets_the_error(
+    system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA keeps the error of a refusal, and the next kernel would raise it: one that may."""
+    kernels: list[Any] = []
+
+    def ones(*args: Any, **given: Any) -> torch.Tensor:
+        kernels.append(given["device"])
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "ones", ones)
+    with pytest.warns(UserWarning, match=r"cudaHostRegister of 5 MiB failed with error 2, with 0"):
+        HostBuffer(5 * MIB, pin=True)
+    assert kernels == ["cuda"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        HostBuffer(4 * MIB + 4096, pin=True)
+    assert kernels == ["cuda", "cuda"]
+
+
+@pytest.mark.filterwarnings("ignore:megacompile. cudaHostRegister")
+def test_a_budget_knows_what_is_locked(system: System) -> None:
+    budget = HostBudget()
+    kept = [budget.make(3 * MIB, "a bucket", pin=True) for _ in range(2)]
+    assert budget.held_bytes == 6 * MIB and budget.locked_bytes == 3 * MIB
+    del kept[0]
+    gc.collect()
+    assert budget.locked_bytes == 0
+
+
+def test_copies_are_slower_by_the_share_that_is_pageable() -> None:
+    assert with_pageable(H200, 10 * MIB) is H200
+    some = H200.replace(locked_bytes=5 * MIB)
+    assert with_pageable(some, 5 * MIB) is some
+    half = with_pageable(some, 10 * MIB)
+    assert half.h2d_gb_s == pytest.approx(H200.h2d_gb_s / (0.5 + 0.5 / SHARE))
+    none = with_pageable(H200.replace(locked_bytes=0), MIB)
+    assert none.d2h_both_gb_s == pytest.approx(SHARE * H200.d2h_both_gb_s)
+    assert none.matmul_tflop_s == H200.matmul_tflop_s
+
+
+def test_plans_count_with_it_and_explain_says_it() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    megacompile(model, device="cpu", lowering="eager")
+    model(torch.ones(2, 64)).sum().backward()
+    machine = H200.replace(h2d_gb_s=1e-3, h2d_both_gb_s=1e-3)
+    fast = explain(model, hardware=machine, changes=False)
+    slow = explain(model, hardware=machine.replace(locked_bytes=0), changes=False)
+    assert slow.step_s > 1.5 * fast.step_s
+    assert fast.locked_bytes is None and "page-locked" not in str(fast)
+    assert slow.locked_bytes == 0 and "page-locked" in str(slow)
+    assert slow.to_dict()["locked_bytes"] == 0
+
+
+def adamw(model: Any) -> AdamW:
+    return AdamW(model.parameters(), lr=1e-2)
+
+
+def test_new_memory_is_zeros_once() -> None:
+    """Nobody writes to it: billions of zeros would be written twice, the first time by Linux."""
+    streamed = zoo.stacks()[1]
+    (bucket, *_) = inside.buckets(streamed).values()
+    owner = adamw(streamed)
+    states = bucket.states
+    states.make(owner, "exp_avg", {0: torch.float32, 1: torch.float32}, pin=False)
+    first, second = (states.of(owner)["exp_avg"][i] for i in (0, 1))
+    assert isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
+    assert not first.any() and not second.any()
+    for state in (first, second):
+        state.fill_(1.0)
+    states.clear(owner, "exp_avg", 0)
+    assert first.all()
+    states.clear(owner, "exp_avg", 0)
+    assert not first.any()
+    states.filled(owner, "exp_avg", 1)
+    states.clear(owner, "exp_avg", 1)
+    assert not second.any()
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_states_that_are_dropped_begin_anew(loaded: bool) -> None:
+    """The memory that they lay in is taken again."""
+    model, inputs = zoo.stack()
+    plain, streamed = twins(model)
+    for each in (plain, streamed):
+        optimizer = adamw(each)
+        if loaded:
+            other = adamw(each)
+            zoo.step(each, inputs)
+            other.step()
+            optimizer.load_state_dict(other.state_dict())
+        for _ in range(3):
+            for _ in range(2):
+                optimizer.zero_grad()
+                zoo.step(each, inputs)
+                optimizer.step()
+            optimizer.state.clear()
+    assert_same(plain, streamed)

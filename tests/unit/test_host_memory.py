@@ -1,0 +1,268 @@
+"""How much host memory there is, what fits in it, and what a model holds already."""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from megacompile import HostMemoryError
+from megacompile.host_memory import available_bytes, budget_bytes, check_host_memory, total_bytes
+
+GIB = 2**30
+
+
+# --- memory
+
+
+# --- adopting what the user did
+
+
+REPLACEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "new storage": lambda t: t * 2,
+    "other strides": lambda t: (t * 2).t().contiguous().t(),
+    "view of a larger tensor": lambda t: torch.cat([t, t])[: len(t)],
+    "expanded": lambda t: torch.ones(()).expand(t.shape),
+}
+
+
+# --- page-locking
+
+
+# --- states, codes, copies
+
+
+# --- how much there is
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets what there is, and writes the files of the cgroup that `host_memory` reads."""
+    read = Path.read_text
+
+    def elsewhere(path: Path, *args: Any, **given: Any) -> str:
+        """The files of the system are those of the test."""
+        if str(path).startswith(("/proc/", "/sys/")):
+            path = tmp_path / path.relative_to("/")
+        return read(path, *args, **given)
+
+    monkeypatch.setattr(Path, "read_text", elsewhere)
+
+    def write(available: int, **cgroup: int | str) -> None:
+        memory = SimpleNamespace(available=available, total=99 * GIB)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+        folder = tmp_path / "sys" / "fs" / "cgroup"
+        folder.mkdir(parents=True)
+        inactive = cgroup.pop("inactive_file", None)
+        if inactive is not None:
+            (folder / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\nfile 7\n")
+        for name, value in cgroup.items():
+            (folder / f"memory.{name}").write_text(f"{value}\n")
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("available", "cgroup", "wanted"),
+    [
+        (10 * GIB, {}, 10 * GIB),  # no cgroup
+        (10 * GIB, {"max": "max", "current": 5 * GIB}, 10 * GIB),  # no limit
+        (10 * GIB, {"max": 8 * GIB, "current": 5 * GIB}, 3 * GIB),
+        (10 * GIB, {"max": 64 * GIB, "current": 5 * GIB}, 10 * GIB),  # more than there is
+        (10 * GIB, {"max": 8 * GIB, "current": 5 * GIB, "inactive_file": 2 * GIB}, 5 * GIB),
+        (10 * GIB, {"max": 8 * GIB}, 10 * GIB),
+    ],
+)
+def test_available_memory(
+    machine: Callable[..., None], available: int, cgroup: dict[str, int | str], wanted: int
+) -> None:
+    machine(available, **cgroup)
+    assert available_bytes() == wanted
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "wanted"),
+    [
+        ("0::/job/step", {"job/memory.max": 8, "job/memory.current": 2}, 6),  # SLURM
+        ("0::/job/step", {"job/memory.max": 8, "job/memory.current": 7, "memory.max": 20}, 1),
+        ("0::/job", {"other/memory.max": 8, "other/memory.current": 7}, 10),
+        (
+            "0::/../job",
+            {"job/memory.max": 8, "job/memory.current": 2},
+            10,
+        ),  # outside of what we see
+        (
+            "4:cpu,memory:/a\n0::/",
+            {"memory/a/memory.limit_in_bytes": 5, "memory/a/memory.usage_in_bytes": 2},
+            3,
+        ),
+        (
+            "4:memory:/unseen",  # a container that sees its own at the root
+            {"memory/memory.limit_in_bytes": 5, "memory/memory.usage_in_bytes": 1},
+            4,
+        ),
+    ],
+)
+def test_limits_of_the_cgroups_around_it(
+    machine: Callable[..., None], tmp_path: Path, line: str, files: dict[str, int], wanted: int
+) -> None:
+    machine(10 * GIB)
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_text(line + "\n")
+    for name, size in files.items():
+        place = tmp_path / "sys" / "fs" / "cgroup" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(f"{size * GIB}\n")
+    assert available_bytes() == wanted * GIB
+
+
+@pytest.mark.parametrize(("limits", "wanted"), [((9, -1), 8), ((9, 3), 1), ((-1, -1), 10)])
+def test_limits_of_the_process(
+    machine: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    limits: tuple[int, int],
+    wanted: int,
+) -> None:
+    """`ulimit -v` and `ulimit -d`; -1: none."""
+    resource = pytest.importorskip("resource")
+    machine(10 * GIB)
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    pages = GIB // resource.getpagesize()
+    (tmp_path / "proc" / "self" / "statm").write_text(f"{pages} 1 1 1 0 {2 * pages} 0\n")
+    of = dict(zip((resource.RLIMIT_AS, resource.RLIMIT_DATA), limits, strict=True))
+    infinity = resource.RLIM_INFINITY
+    limit = {kind: n * GIB if n >= 0 else infinity for kind, n in of.items()}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit[kind], infinity))
+    assert available_bytes() == wanted * GIB
+
+
+@pytest.mark.parametrize(("limit", "wanted"), [("max", 99 * GIB), (8 * GIB, 8 * GIB)])
+def test_all_memory(machine: Callable[..., None], limit: int | str, wanted: int) -> None:
+    machine(4 * GIB, max=limit)
+    assert total_bytes() == wanted
+
+
+def test_what_fits_is_fine(machine: Callable[..., None]) -> None:
+    machine(4 * GIB)
+    check_host_memory([("parameters", 2 * GIB), ("gradients", GIB)])
+    check_host_memory([])
+
+
+def test_too_little_memory_is_said_with_the_table(machine: Callable[..., None]) -> None:
+    machine(64 * GIB, max=16 * GIB, current=4 * GIB)
+    with pytest.raises(HostMemoryError) as caught:
+        check_host_memory([("parameters to move", 9 * GIB), ("gradients", 3 * 2**29)])
+        check_host_memory([("parameters to move", 9 * GIB), ("gradients", 3 * GIB)])
+    assert isinstance(caught.value, MemoryError)
+    assert str(caught.value).splitlines() == [
+        "megacompile(): host memory is too small",
+        "  parameters to move       9 GiB",
+        "  gradients                3 GiB",
+        "  needed                  12 GiB",
+        "  available             11.8 GiB",
+        "free host memory (or raise host_memory=), use a smaller dtype (model.bfloat16()), or "
+        "freeze parameters (requires_grad_(False)), which need no gradients",
+    ]
+
+
+def test_a_margin_is_left_for_the_process(machine: Callable[..., None]) -> None:
+    machine(GIB)
+    check_host_memory([("parameters", 3 * GIB // 4)])
+    with pytest.raises(HostMemoryError, match=r"available +768 MiB"):
+        check_host_memory([("parameters", 3 * GIB // 4 + 1)])
+
+
+def test_a_limit_of_the_users_is_kept() -> None:
+    check_host_memory([("parameters", 2 * 2**20)], 2 * 2**20)
+    with pytest.raises(HostMemoryError, match=r"(?s)parameters +2 MiB.*available +1 MiB.*host_mem"):
+        check_host_memory([("parameters", 2 * 2**20)], 2**20)
+
+
+def test_no_memory_at_all_is_not_less_than_none(machine: Callable[..., None]) -> None:
+    machine(2**20, max=2**20, current=2**24)
+    with pytest.raises(HostMemoryError, match=r"available +0 B\n"):
+        check_host_memory([("parameters", 1)])
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 GiB are free: the margin is constant."""
+    memory = SimpleNamespace(available=200 * GIB, total=300 * GIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+
+
+def more_bytes(held_bytes: int) -> int:
+    """By what a model that holds so much may take more than one that holds nothing."""
+    return budget_bytes(held_bytes) - budget_bytes()
+
+
+@pytest.mark.usefixtures("free")
+def test_memory_that_was_written_counts() -> None:
+    weights = torch.ones(GIB // 16)
+    assert more_bytes(weights.nbytes) == weights.nbytes
+
+
+@pytest.mark.usefixtures("free")
+def test_memory_that_nobody_has_written_does_not() -> None:
+    before = more_bytes(64 * GIB)
+    assert before < 64 * GIB
+    weights = torch.empty(GIB)
+    assert more_bytes(64 * GIB) - before < weights.nbytes / 16
+
+
+@pytest.mark.usefixtures("free")
+def test_memory_that_processes_share_counts() -> None:
+    """Buckets lie in such memory, and so does what `unmegacompile()` leaves."""
+    before = more_bytes(64 * GIB)
+    shared = mmap.mmap(-1, GIB // 4)
+    weights = torch.frombuffer(shared, dtype=torch.uint8).fill_(1)
+    assert more_bytes(64 * GIB) - before > 0.9 * weights.nbytes
+
+
+@pytest.mark.usefixtures("free")
+def test_pages_of_a_file_do_not() -> None:
+    before = more_bytes(64 * GIB)
+    assert before < 64 * GIB
+    with tempfile.TemporaryFile(dir=Path(__file__).parent) as file:  # /tmp may be memory
+        file.write(bytes(GIB // 4))
+        file.flush()
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        weights = torch.frombuffer(mapped, dtype=torch.uint8)
+        assert weights.sum().item() == 0  # they are in RAM now
+        assert more_bytes(64 * GIB) - before < GIB // 8
+        del weights
+        mapped.close()
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "held_gib", "beside_gib", "wanted"),
+    [
+        (10, 0, 0.0, 9.6),
+        (1000, 0, 0.0, 994.0),  # the margin does not grow for ever
+        (10, 0, 0.01, 9.6),  # the margin holds it
+        (10, 0, 1.0, 8.75),
+        (0, 0, 0.0, 0.0),
+        (0, 0, 1.0, 0.0),
+    ],
+)
+def test_the_margin(
+    machine: Callable[..., None],
+    free_gib: int,
+    held_gib: int,
+    beside_gib: float,
+    wanted: float,
+) -> None:
+    machine(free_gib * GIB)
+    found = budget_bytes(held_gib * GIB, beside_bytes=int(beside_gib * GIB))
+    assert found == pytest.approx(wanted * GIB, abs=GIB / 1000)
+    if free_gib:
+        assert budget_bytes(share=2) <= free_gib * GIB / 2
