@@ -110,7 +110,7 @@ def test_less_memory_is_slower_until_it_does_not_fit(capsys: pytest.CaptureFixtu
         assert found["tried"] == (there * 1.1 >= found["plan"]["device"]["needed_bytes"])
         assert found["tried"] == (there > needed * 0.9)
         assert any("tried nevertheless" in r for r in found["plan"]["reasons"]) == found["tried"]
-        assert "of device memory" in found["why_not"][-1]
+        assert any("more of device memory" in line for line in found["why_not"])
     out = printed(capsys, TOWER, *SMALL, "--gpu-memory", f"{needed * 95 // 100}B", code=1)
     assert "it may not fit" in out
 
@@ -140,8 +140,8 @@ def test_parameters_pass_through_the_host(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(HostMemoryError) as error:
         megacompile(frozen().to("meta"), device="cpu", host_memory="500KiB", gpu_memory="1GiB")
     words, why = str(error.value).splitlines(), found["why_not"]
-    assert words == [f"megacompile(): {why[0]}", *why[1 : len(words)]]
-    assert [line.split()[0] for line in why[len(words) :]] == ["with", "with"]
+    assert words[:3] == [f"megacompile(): {why[0]}", *why[1:3]]
+    assert words[-1] == why[-3] and [line.split()[0] for line in why[-2:]] == ["with", "with"]
     sizes = [4 * p.numel() for p in frozen().parameters()]
     least = -(-(sum(sizes) + max(sizes)) // KIB)
     assert answer(capsys, *host, f"{least}KiB")["fits"]
@@ -208,7 +208,7 @@ def test_a_slower_link_makes_a_step_longer(capsys: pytest.CaptureFixture[str]) -
 
 def test_ranks_exchange_over_the_link_that_is_given(capsys: pytest.CaptureFixture[str]) -> None:
     """Where their GPUs have no other interconnect, and unless that is given too."""
-    argv = (WORDS, *SMALL, "--gpus", "2", "--gpu-memory", "720KiB")
+    argv = (WORDS, *SMALL, "--gpus", "2", "--gpu-memory", "900KiB")
     found = [
         answer(capsys, *argv, *options)["plan"]
         for options in ((), ("--link", "1"), ("--link", "1", "--interconnect", "0.01"))
@@ -250,13 +250,14 @@ def test_page_locked_memory_is_a_budget(capsys: pytest.CaptureFixture[str]) -> N
     assert "pageable" in out and "page-locked memory (+" in out
 
 
+LESS = ("--gpu-memory", "1600KiB")
 DISK = ("--disk", "/absent/scratch", "--disk-rates", "0.1/0.1", "--update-in-backward")
 
 
 def test_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
     """Without it the host is too small, and the answer says how much of a disk would do. A tenth
     more of each budget is tried, and ranks of one host have a part of it each."""
-    argv = (LONG, *SMALL, *TIGHT, "--host-memory", "3MiB", "--update-in-backward")
+    argv = (LONG, *SMALL, *LESS, "--host-memory", "3MiB", "--update-in-backward")
     without = answer(capsys, *argv, code=1)
     assert any(line.startswith("with disk= it would fit: ") for line in without["why_not"])
     there = (*argv, *DISK[:4], "--disk-memory", "1GiB")
@@ -275,7 +276,7 @@ def test_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
     assert table[0].split() == ["memory", "device", "host", "disk"]
     assert [line.split()[0] for line in table[-2:]] == ["needed", "available"]
     assert len(out.splitlines()) <= 45
-    unused = answer(capsys, LONG, *SMALL, *TIGHT, *DISK, "--host-memory", "1GiB",
+    unused = answer(capsys, LONG, *SMALL, *LESS, *DISK, "--host-memory", "1GiB",
                     "--disk-memory", "16MiB")["plan"]  # fmt: skip
     assert not unused["disk"]["needed_bytes"]
     assert not any("disk" in change["name"] for change in unused["budgets"])
