@@ -10,18 +10,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megacompile import megacompile, schedules
 from megacompile.cost.hardware import H200
 from megacompile.cost.optimizer import CHUNK_BYTES, CHUNKS
 from megacompile.ir import ops
 from megacompile.ir.placement import Placement
-from megacompile.plan.abstract import AbstractProgram
+from megacompile.plan.abstract import AbstractProgram, abstract_schedules
 from megacompile.plan.choice import Choice
 from megacompile.plan.planner import search, search_near
 from megacompile.plan.problem import Problem
 from megacompile.plan.tries import Tries, between
+from tests import quantized
 from tests.draws import drawn
 from tests.planning import GIB, Tower, captured, problem, problem_of
 
@@ -478,3 +481,25 @@ def test_a_few_slots_may_pay_where_one_does_not(budget: int, slots: int) -> None
     tries = Tries(as_kind(Slots, many), (0, 12))
     tries.times[Choice()] = 1.0
     assert tries.with_more_slots(Choice()).more_slots == slots
+
+
+# --- shapes alone
+
+
+@pytest.mark.parametrize("kind", quantized.OWN)
+def test_a_plan_knows_the_leaves_of_packed_parameters(kind: str) -> None:
+    """It has the buckets and the inputs of what runs, and leaves the model as it is."""
+    ids = torch.arange(16).view(2, 8)
+    model = quantized.model(quantized.OWN[kind])
+    before = [id(param) for param in model.parameters()]
+    (plan,) = abstract_schedules(model, (ids,))
+    assert [id(param) for param in model.parameters()] == before
+    streamed = megacompile(model, device="cpu", lowering="eager")
+    quantized.trained(streamed, steps=1)
+    (schedule,) = schedules(streamed)
+    assert [b.size_bytes for b in plan.buckets] == [b.size_bytes for b in schedule.buckets]
+    for one, other in zip(plan.stages, schedule.stages, strict=True):
+        assert [bucket.name for bucket in one.buckets] == [b.name for b in other.buckets]
+        assert len(one.primals) == len(other.primals)
+    trained = {bucket.key for bucket in plan.buckets if "layers" in bucket.name}
+    assert plan.gradient_params.keys() == trained

@@ -17,18 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from megacompile import megacompile, schedules
+from megacompile import megacompile
 from megacompile.api import accumulate
 from megacompile.ir import ops
-from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
-from megacompile.passes.schedule.plan import make_plan
-from megacompile.plan import pipeline
 from megacompile.runtime.device.streams import Handle, Streams
-from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates.deferred import Deferred, DeferredFrees
-from megacompile.runtime.updates.device_buffers import Buffer, Landing, UpdateBuffers, write_back
-from megacompile.runtime.updates.in_backward import InBackward
+from megacompile.runtime.updates.device_buffers import Buffer, Landing
 from tests import inside
 from tests.zoo import WIDTH
 
@@ -149,12 +144,6 @@ def buffers(entry: Deferred) -> list[weakref.ref[Tensor]]:
     return [weakref.ref(buffer.new) for buffer in entry.value.values()]
 
 
-def test_the_first_forward_waits_for_nothing() -> None:
-    subject = Subject()
-    subject.forward()
-    assert subject.drained == []
-
-
 def test_the_next_forward_waits_for_the_copies_and_lets_the_memory_go(queue: Queue) -> None:
     subject = Subject()
     subject.step()
@@ -176,12 +165,45 @@ def test_the_next_forward_waits_for_the_copies_and_lets_the_memory_go(queue: Que
     assert subject.drained == [], "it is given back once"
 
 
-def test_half_of_the_computes_come_before_the_wait() -> None:
+def test_every_loop_drains_what_was_deferred() -> None:
+    """Once, half-way through the next forward, whatever comes between; and trains like plain."""
     subject = Subject()
-    subject.forward()
+    first = subject.forward()
+    assert subject.drained == [], "there is nothing yet"
     (executor,) = inside.executors(subject.model)
     nodes = ops.nodes_of(executor.schedule.forward, ops.forward, ops.drain)
     assert " ".join(map(ops.label, nodes)) == "0F 1F 2F DRAIN 3F"
+    del first
+    plain, optimizer = subject.plain, AdamW(subject.plain.parameters(), lr=1e-2)
+    counts = []
+    for _ in range(4):
+        subject.step()
+        counts.append((len(subject.deferred), len(subject.drained)))
+        plain(torch.ones(2, WIDTH)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    deferred = counts[0][0]
+    assert deferred > 0 and counts == [(deferred, 0), *[(deferred, deferred)] * 3]
+    for want, got in zip(plain.parameters(), subject.model.parameters(), strict=True):
+        torch.testing.assert_close(got, want)
+    waiting = subject.forward()
+    assert subject.drained and not subject.deferred
+    subject.forward().backward()  # another one, before the backward
+    assert not subject.drained
+    subject.optimizer.step()
+    assert subject.deferred
+    del waiting
+    subject.model.eval()
+    with torch.no_grad():
+        subject.forward()
+    assert subject.drained and not subject.deferred, "an evaluation drains too"
+    subject.model.train()
+    for _ in range(2):
+        with accumulate(subject.model):  # leaves gradients, and defers nothing
+            subject.forward().backward()
+        assert not subject.deferred
+        subject.step()
+        assert subject.deferred
 
 
 def test_memory_that_another_stream_allocated_goes_back_behind_the_copies(
@@ -196,54 +218,6 @@ def test_memory_that_another_stream_allocated_goes_back_behind_the_copies(
     queue.waited.clear()
     subject.forward()
     assert queue.waited == copies
-
-
-def test_every_step_parks_and_reclaims_the_same() -> None:
-    subject = Subject()
-    counts = []
-    for _ in range(4):
-        subject.step()
-        counts.append((len(subject.deferred), len(subject.drained)))
-    deferred = counts[0][0]
-    assert deferred > 0 and counts == [(deferred, 0), *[(deferred, deferred)] * 3]
-
-
-def test_two_forwards_before_a_backward() -> None:
-    subject = Subject()
-    subject.step()
-    first = subject.forward()
-    assert subject.drained and not subject.deferred
-    second = subject.forward()
-    assert not subject.drained
-    second.backward()
-    subject.optimizer.step()
-    assert subject.deferred
-    del first, second
-    subject.forward()
-    assert subject.drained and not subject.deferred
-
-
-def test_an_evaluation_reclaims_too() -> None:
-    subject = Subject()
-    subject.step()
-    subject.model.eval()
-    with torch.no_grad():
-        subject.forward()
-    assert subject.drained and not subject.deferred
-    subject.model.train()
-    subject.step()
-    assert not subject.drained and subject.deferred
-
-
-def test_micro_batches() -> None:
-    """Those but the last leave gradients, and park nothing."""
-    subject = Subject()
-    for _ in range(2):
-        with accumulate(subject.model):
-            subject.forward().backward()
-        assert not subject.deferred
-        subject.step()
-        assert subject.deferred
 
 
 def test_the_first_of_several_graphs_reclaims_what_all_parked() -> None:
@@ -286,88 +260,6 @@ def test_where_no_forward_comes_memory_goes_once_its_copy_is_done() -> None:
     assert [entry.copied for entry in deferred.take()] == events[1:]
 
 
-def test_it_trains_like_the_plain_loop() -> None:
-    subject = Subject()
-    plain, optimizer = subject.plain, AdamW(subject.plain.parameters(), lr=1e-2)
-    for _ in range(5):
-        plain(torch.ones(2, WIDTH)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        subject.step()
-    for want, got in zip(plain.parameters(), subject.model.parameters(), strict=True):
-        torch.testing.assert_close(got, want)
-
-
-def test_a_plan_is_sought_for_the_schedule_that_runs() -> None:
-    """The forward's schedule is one that updates, so that a plan knows of the states' memory."""
-    subject = Subject()
-    subject.forward()
-    (program,) = inside.programs(subject.model)
-    assert [variant.update for variant in program.executors] == [True]
-
-
-# How long states may take, and what the forward reads meanwhile.
-
-
-def delayed(monkeypatch: pytest.MonkeyPatch, delay: int) -> None:
-    """Let every plan put states off."""
-
-    def plan(schedule: Schedule, **options: Any) -> Schedule:
-        return make_plan(schedule, **{**options, "state_delay": delay})
-
-    monkeypatch.setattr(pipeline, "make_plan", plan)
-
-
-@pytest.mark.parametrize(("delay", "deferred"), [(1, 1), (2, 2), (3, 3), (9, DEPTH)])
-def test_as_many_updates_are_parked_as_backwards_may_pass(
-    delay: int, deferred: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    delayed(monkeypatch, delay)
-    subject = Subject()
-    subject.step()
-    (schedule,) = schedules(subject.model)
-    assert schedule.backward is not None
-    parked = ops.nodes_of(schedule.backward, ops.defer_free)
-    assert len(parked) == len(subject.deferred) == 2 * deferred, "each update, and its norms"
-    actions = ops.actions(schedule.forward).split()
-    assert actions.index(f"{DEPTH - 2}F") < actions.index("DRAIN") < actions.index(f"{DEPTH - 1}F")
-    subject.forward()
-    assert len(subject.drained) == 2 * deferred
-    assert subject.deferred == []
-
-
-def test_the_forward_reads_parked_parameters_where_they_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The host has none of them until the forward has reclaimed what it read."""
-    delayed(monkeypatch, 9)
-    subject = Subject()
-    landed: list[tuple[Tensor, Tensor]] = []
-
-    def offload(
-        self: InBackward, host: HostBucket, buffers: UpdateBuffers, queue: object
-    ) -> Landing:
-        write_back(host, buffers, self._sources(host), [], None)
-        landing = Landing(host, Event(0), Event(0))  # type: ignore[arg-type]
-        host.pending.start_copies(landing, list(buffers), [])
-        landed.append((host.flat, host.flat.clone()))
-        host.flat.fill_(255)  # NaN
-        return landing
-
-    monkeypatch.setattr(InBackward, "offload", offload)
-    subject.step()
-    assert all(bool(flat.eq(255).all()) for flat, _ in landed)
-    got = subject.forward()
-    assert bool(got.isfinite())
-    for flat, new in landed:
-        flat.copy_(new)
-    for bucket in inside.buckets(subject.model).values():
-        landing: Any = bucket.pending.in_flight
-        assert not landing.fresh, "it was reclaimed"
-        bucket.pending.settle()
-    torch.testing.assert_close(got, subject.forward(), rtol=0, atol=0)
-
-
 def test_parameters_that_have_another_name_are_read_on_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -383,34 +275,3 @@ def test_parameters_that_have_another_name_are_read_on_the_host(
     landing.stays(buffers)
     assert landing.fresh == {}
     del alias
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
-def test_a_delay_changes_no_number(
-    compute_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()  # streams are real here
-
-    def trained(delay: int) -> list[Tensor]:
-        delayed(monkeypatch, delay)
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(6)))
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        options: dict[str, Any] = {"optimizer": optimizer, "compute_dtype": compute_dtype}
-        model = megacompile(model, activations="recompute", progress=False, **options)
-        for i in range(6):
-            x = torch.full((64, 512), 1.0 + i, device="cuda")
-            model(x).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if i == 3:
-                model[2][0].weight.data.mul_(1.5)  # type: ignore[index]
-            if i == 4:
-                with torch.no_grad():
-                    model(x)
-        monkeypatch.undo()
-        return [p.detach().clone() for p in model.parameters()]
-
-    for want, got in zip(trained(1), trained(9), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0)

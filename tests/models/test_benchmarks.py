@@ -1,4 +1,4 @@
-"""`python -m benchmarks.peers`: processes that go wrong, points in turns, the file, the page."""
+"""The benchmarks of peers, plans and bottlenecks: processes that go wrong, turns, pages."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from benchmarks.models import Loss
-from benchmarks.peers import driver, page, plot, process
+from benchmarks import bottlenecks, plan_cases, plans
+from benchmarks.peers import driver, page, process
 from benchmarks.peers.__main__ import file_of, main
 from benchmarks.peers.catalogue import DEFAULT, PEERS
 from benchmarks.peers.measure import outcome as outcome_of
@@ -23,8 +23,8 @@ from benchmarks.peers.plot import draw
 from benchmarks.peers.store import Results, load
 from benchmarks.peers.summary import differing, figures, rows
 from benchmarks.peers.system import System
-from benchmarks.peers.systems.roundpipe import stages
-from benchmarks.peers.work import Point, Setting, batch, build
+from benchmarks.peers.work import Point, Setting
+from benchmarks.plan_cases import Case
 
 SMALL = Setting("3.9b", 16, 1024)
 RUN = {
@@ -70,12 +70,7 @@ def test_a_process_that_crashes(tmp_path: Path) -> None:
     assert outcome.reason == "no outcome, exit code 3 (sets up): bad / luck", "it fits in a table"
 
 
-def test_a_process_that_writes_rubbish(tmp_path: Path) -> None:
-    code = 'open(events, \'w\').write(\'{"outcome": {"status": "fine"}}\\n\\x00[]\\n{\')'
-    outcome = ended(tmp_path, code)
-    assert outcome.status is Status.CRASHED and "it printed nothing" in outcome.reason
-
-
+@pytest.mark.thorough
 def test_a_process_that_takes_too_long_goes_with_its_children(tmp_path: Path) -> None:
     sleeps = f"{sys.executable!r}, '-c', 'import time; time.sleep(600)'"
     code = (
@@ -115,19 +110,6 @@ def test_a_system_that_runs_out_of_memory() -> None:
     said = outcome_of(peer, Setting("tiny", 1, 8), "cpu", 0, 1, lambda doing: None)
     assert said.status is Status.OUT_OF_MEMORY
     assert "Tried to allocate 3.00 GiB" in said.reason and "GiB of host memory" in said.reason
-
-
-def test_the_stages_of_roundpipe_compute_the_same_loss() -> None:
-    pytest.importorskip("transformers")
-    setting = Setting("tiny", 2, 16)
-    model: Loss = build(setting, "cpu", masters=True)
-    ids = batch(setting, "cpu")
-
-    def loss(hidden: Tensor, head: nn.Module, labels: Tensor) -> Tensor:
-        logits = head(hidden)[:, :-1].flatten(0, 1)
-        return nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
-
-    torch.testing.assert_close(stages(model.model, loss)(ids), model(ids))
 
 
 # Points.
@@ -307,56 +289,6 @@ def test_the_plot(tmp_path: Path) -> None:
     assert path.stat().st_size > 1000
 
 
-def test_one_setting_is_drawn_in_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    drawn: list[dict[str, float]] = []
-    bars = plot._bars
-
-    def noted(panel: Any, sizes: dict[str, float], colors: dict[str, str]) -> Any:
-        drawn.append(sizes)
-        return bars(panel, sizes, colors)
-
-    monkeypatch.setattr(plot, "_bars", noted)
-
-    def sizes(*lengths: int) -> list[dict[str, float]]:
-        drawn.clear()
-        results = planned([Setting("3.9b", 16, n) for n in lengths], "plain", "fsdp2")
-        for point in results.planned:
-            results.add(point, measured(2.0))
-        draw(tmp_path / "picture.png", rows(results))
-        return [*drawn]
-
-    throughput, memory, host, largest = sizes(1024)
-    assert throughput == {"plain": 8192.0, "fsdp2": 8192.0}
-    assert memory == {"plain": 2.0, "fsdp2": 2.0} and host == largest == {"plain": 1, "fsdp2": 1}
-    assert sizes(1024, 2048) == [memory, host, largest], "throughput has a line of each system"
-
-
-def test_the_largest_models_that_were_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Hatched where nothing larger was tried; not where that failed."""
-    pytest.importorskip("matplotlib")
-    drawn: dict[str, float] = {}
-    bars = plot._bars
-
-    def noted(panel: Any, sizes: dict[str, float], colors: dict[str, str]) -> Any:
-        made.append(bars(panel, sizes, colors))
-        drawn.update(sizes)
-        return made[-1]
-
-    made: list[Any] = []
-    monkeypatch.setattr(plot, "_bars", noted)
-    results = planned([Setting("3.9b", 16, 1024), Setting("7.6b", 16, 1024)], "plain", "fsdp2")
-    for point in results.planned:
-        if (point.setting.model, point.peer) != ("7.6b", "fsdp2"):
-            failed = point.setting.model == "7.6b"
-            results.add(point, Outcome(Status.OUT_OF_MEMORY, "2 GiB") if failed else measured(2.0))
-    draw(tmp_path / "picture.png", rows(results))
-    hatched = dict(zip(list(drawn)[::-1], (bar.get_hatch() for bar in made[-1]), strict=True))
-    assert hatched == {"plain": None, "fsdp2": "///"}
-
-
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert "matplotlib is not installed" in draw(tmp_path / "p.png", rows(shown()))
@@ -373,6 +305,7 @@ def test_a_file_in_a_folder_is_one_that_the_page_shows(tmp_path: Path) -> None:
     assert file_of(None, "cpu").match("peers-*.json")
 
 
+@pytest.mark.thorough
 def test_from_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     out = tmp_path / "r.json"
@@ -417,3 +350,50 @@ def test_what_is_out_of_range_is_refused(
     assert ended.value.code == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.endswith(f"argument {option}: got {value!r}, needed {needed}")
+
+
+SHAPE = {"width": 256, "intermediate": 512, "vocabulary": 1000, "kv_heads": 2}
+TINY = Case("tiny", 1, 1, SHAPE, 2, 64, state_dtype="int8", in_backward=True, disk=True)
+NARROW = Case("tiny", 1, 1, SHAPE, 2, 64, gpu="3080", device_gib=1, link_gb_s=12.0)
+
+
+def test_which_are_longer() -> None:
+    def found(now: Any, before: Any) -> list[str]:
+        return plans.longer([{"case": "a", "step_s": now}], {"a": before})
+
+    assert found(1.0049, 1.0) == [] and found(0.5, 1.0) == []
+    assert found(1.0051, 1.0) == ["a: 1.005 s, was 1 s (+0.5%)"]
+    assert found(None, 2.0) == ["a: does not fit; it took 2 s"]
+    assert found(2.0, None) == []
+    assert plans.longer([{"case": "new", "step_s": 1.0}], {"a": 0.5}) == []
+
+
+def test_cases_differ_and_say_what_they_are() -> None:
+    names = [case.name for case in plan_cases.TIERS]
+    assert len({*names}) == len(names) >= 20
+    assert names[0] == "7.6 B, 16x1024, exact, float32; h200, 40 GiB host, disk"
+    assert TINY.name == "tiny, 2x64, in the backward, 8-bit; h200, 1 GiB host, disk"
+    assert NARROW.name == "tiny, 2x64, exact, float32; 3080 1 GiB, 12 GB/s, 1 GiB host"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--cases", "tiers", "--against", "exhaustive"], "--against is for --cases grid"),
+        (["--compare", "/nowhere.md"], "/nowhere.md: No such file or directory"),
+        (["--compare", __file__], "no table of `python -m benchmarks.plans --out`"),
+        (["--cases", "tiers", "--only", "nothing"], "no case of tiers has it in its name"),
+    ],
+)
+def test_bad_input_of_plans(
+    arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plans.main(arguments)
+    assert ended.value.code == 2 and error in capsys.readouterr().err
+
+
+def test_what_is_staged_is_what_is_predicted() -> None:
+    """Of the situation that takes a moment to build; `--predict` shows all four."""
+    (row,) = bottlenecks.main(["--predict", "--only", "activations offloaded"])
+    assert (row["staged"], row["explain"], row["right"]) == ("d2h", "d2h", "yes")
