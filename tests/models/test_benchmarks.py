@@ -10,19 +10,14 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
-from torch import nn
 
-from benchmarks import bottlenecks, plan_cases, plans
+from benchmarks import bottlenecks, plans
 from benchmarks.peers import driver, page, process
-from benchmarks.peers.__main__ import file_of, main
-from benchmarks.peers.catalogue import DEFAULT, PEERS
-from benchmarks.peers.measure import outcome as outcome_of
+from benchmarks.peers.__main__ import main
 from benchmarks.peers.outcome import Outcome, Status
 from benchmarks.peers.plot import draw
 from benchmarks.peers.store import Results, load
 from benchmarks.peers.summary import differing, figures, rows
-from benchmarks.peers.system import System
 from benchmarks.peers.work import Point, Setting
 from benchmarks.plan_cases import Case
 
@@ -61,15 +56,6 @@ def test_a_process_that_measures(tmp_path: Path) -> None:
     assert outcome.result["step_s"] == 0.5 and outcome.process_s > 0
 
 
-def test_a_process_that_crashes(tmp_path: Path) -> None:
-    code = (
-        "open(events, 'w').write('{\"doing\": \"sets up\"}\\n'); print('bad | luck'); sys.exit(3)"
-    )
-    outcome = ended(tmp_path, code)
-    assert outcome.status is Status.CRASHED
-    assert outcome.reason == "no outcome, exit code 3 (sets up): bad / luck", "it fits in a table"
-
-
 @pytest.mark.thorough
 def test_a_process_that_takes_too_long_goes_with_its_children(tmp_path: Path) -> None:
     sleeps = f"{sys.executable!r}, '-c', 'import time; time.sleep(600)'"
@@ -98,18 +84,6 @@ def test_a_process_that_takes_too_much_memory(tmp_path: Path) -> None:
 def test_a_process_that_the_system_kills(tmp_path: Path) -> None:
     outcome = ended(tmp_path, "os.kill(os.getpid(), 9)")
     assert outcome.status is Status.OUT_OF_MEMORY and "killed by the system" in outcome.reason
-
-
-def exhausted(model: nn.Module, device: str) -> System:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
-
-
-def test_a_system_that_runs_out_of_memory() -> None:
-    pytest.importorskip("transformers")
-    peer = replace(PEERS["plain"], setup=f"{__name__}:exhausted")
-    said = outcome_of(peer, Setting("tiny", 1, 8), "cpu", 0, 1, lambda doing: None)
-    assert said.status is Status.OUT_OF_MEMORY
-    assert "Tried to allocate 3.00 GiB" in said.reason and "GiB of host memory" in said.reason
 
 
 # Points.
@@ -143,13 +117,6 @@ def planned(settings: list[Setting], *peers: str, repeats: int = 2) -> Results:
     results = Results(runs=[RUN])
     results.plan(driver.points(settings, peers, repeats))
     return results
-
-
-def test_systems_take_turns(tmp_path: Path) -> None:
-    results = planned([SMALL], "megacompile", "compiled")
-    outcomes = {"megacompile": measured(1.0), "compiled": measured(2.0)}
-    assert go(results, tmp_path / "r.json", outcomes) == ["megacompile", "compiled"] * 2
-    assert load(tmp_path / "r.json").records == results.records
 
 
 def test_what_failed_is_not_repeated_and_nothing_larger_is_tried(tmp_path: Path) -> None:
@@ -201,45 +168,6 @@ def test_a_setting_that_another_machine_has_begun_is_measured_again(tmp_path: Pa
     assert driver.keep_apart(results) == []
 
 
-def test_the_same_machine_goes_on_where_it_was(tmp_path: Path) -> None:
-    results = begun_elsewhere()
-    results.runs[0] = RUN  # an older file does not say which one
-    assert driver.keep_apart(results) == []
-    assert go(results, tmp_path / "r.json", {"compiled": measured(2.0)}) == ["compiled"]
-
-
-def test_a_setting_of_two_machines_is_measured_again() -> None:
-    results = begun_elsewhere()
-    results.add(results.planned[-1], measured(2.0))
-    assert len(driver.keep_apart(results)) == 1
-    assert [r.run for r in results.records] == [0] * 4 + [1]
-
-
-def test_what_was_too_large_or_missing_elsewhere_is_tried_here(tmp_path: Path) -> None:
-    results = planned([SMALL], "compiled", "deepspeed")
-    results.runs = [ELSEWHERE]
-    results.add(results.planned[0], Outcome(Status.OUT_OF_MEMORY, "80 GiB"))
-    results.add(results.planned[1], Outcome(Status.NOT_INSTALLED, "no package deepspeed"))
-    results.runs.append(HERE)
-    results.plan(driver.points([LARGE], ["compiled", "deepspeed"], 1))
-    driver.forget(results, [Status.NOT_INSTALLED], everywhere=False)
-    assert driver.keep_apart(results) == [], "the first setting is done"
-    outcomes = {"compiled": measured(1.0), "deepspeed": measured(2.0)}
-    assert go(results, tmp_path / "r.json", outcomes) == ["compiled", "deepspeed"]
-    driver.forget(results, [Status.NOT_INSTALLED], everywhere=True)
-    assert len(driver.keep_apart(results)) == 1
-    assert go(results, tmp_path / "r.json", outcomes) == ["compiled", "deepspeed"] * 2
-
-
-def test_settings() -> None:
-    made = driver.settings(["3.9b", "7.6b"], [(16, 1024), (64, 1024)], [None, 24.0])
-    assert [s.text for s in made] == [
-        *("3.9b, 16x1024", "3.9b, 16x1024, 24 GiB", "3.9b, 64x1024", "7.6b, 16x1024"),
-    ]
-    every = driver.settings(["3.9b", "7.6b"], [(16, 1024), (64, 1024)], [None, 24.0], grid=True)
-    assert len(every) == 8
-
-
 # What is shown.
 
 
@@ -272,37 +200,11 @@ def test_the_page_is_what_the_files_give() -> None:
     assert page.main(["--check"]) == 0
 
 
-def test_the_section_of_a_page() -> None:
-    text = page.section({"h200-peers.json": shown()})
-    made = page.written(f"before\n{page.BEGIN}\nold\n{page.END}\nafter", text)
-    assert made.startswith("before\n") and made.endswith("\nafter") and "old" not in made
-    assert "### NVIDIA H200" in made and "h200-peers.json" in made
-    assert page.written(made, text) == made
-    with pytest.raises(ValueError, match="without the section"):
-        page.written("no place", text)
-
-
 def test_the_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "picture.png"
     assert draw(path, rows(shown()), gpu_gib=139.0) == f"{path} is written"
     assert path.stat().st_size > 1000
-
-
-def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "matplotlib is not installed" in draw(tmp_path / "p.png", rows(shown()))
-
-
-def test_every_default_is_known() -> None:
-    assert set(DEFAULT) <= set(PEERS)
-
-
-def test_a_file_in_a_folder_is_one_that_the_page_shows(tmp_path: Path) -> None:
-    out = file_of(tmp_path, "cpu")
-    assert out.parent == tmp_path and out.match("cpu-*-peers.json")
-    assert file_of(out, "cpu") == out
-    assert file_of(None, "cpu").match("peers-*.json")
 
 
 @pytest.mark.thorough
@@ -366,14 +268,6 @@ def test_which_are_longer() -> None:
     assert found(None, 2.0) == ["a: does not fit; it took 2 s"]
     assert found(2.0, None) == []
     assert plans.longer([{"case": "new", "step_s": 1.0}], {"a": 0.5}) == []
-
-
-def test_cases_differ_and_say_what_they_are() -> None:
-    names = [case.name for case in plan_cases.TIERS]
-    assert len({*names}) == len(names) >= 20
-    assert names[0] == "7.6 B, 16x1024, exact, float32; h200, 40 GiB host, disk"
-    assert TINY.name == "tiny, 2x64, in the backward, 8-bit; h200, 1 GiB host, disk"
-    assert NARROW.name == "tiny, 2x64, exact, float32; 3080 1 GiB, 12 GB/s, 1 GiB host"
 
 
 @pytest.mark.parametrize(

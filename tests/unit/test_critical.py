@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -188,20 +187,6 @@ def test_clocks_may_be_apart_by_microseconds() -> None:
     assert [name for name, _, _ in path(by_hand(*spans))] == ["0UPDATE", "0PREFETCH@0", "0F"]
     spans[1] = ("0PREFETCH@0", "h2d", 4.0, 5.5, 3)  # it cannot have waited for it
     assert [name for name, _, _ in path(by_hand(*spans))][0] == "-"
-
-
-def test_jitter_and_copies_that_are_missing_change_little() -> None:
-    timeline, told = as_traced(made(activations="offload"), CASES["host"], OptimizerCost())
-    chance = random.Random(0)
-    rough = []
-    for span in timeline.spans:
-        some = 0.05 * span.duration_s * chance.random()
-        if span.op.lane == HOST or chance.random() > 0.03:
-            rough.append(replace(span, start_s=span.start_s + some, stop_s=span.stop_s - some))
-    found = critical_path.traced_steps(replace(timeline, spans=tuple(rough)), MODEL)
-    assert found is not None and next(iter(found.waited_s)) == "host"
-    known = told.critical_s[Stream.HOST] / told.step_s
-    assert found.waited_s["host"] / found.step_s == pytest.approx(known, abs=0.1)
 
 
 def test_what_ran_once_or_not_at_all() -> None:

@@ -15,9 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from megacompile import explain, megacompile
-from megacompile.cost.hardware import H200
-from megacompile.cost.pageable import SHARE, with_pageable
 from megacompile.ir.buckets import Bucket
 from megacompile.page_locks import PAGE_LOCKS, PageLocks
 from megacompile.runtime.device.buffers import HostBuffer
@@ -25,7 +22,6 @@ from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.params.bucket import HostBucket
 from tests import inside, zoo
 from tests.layouts import layout_of, odd_tensors
-from tests.zoo import assert_same, twins
 
 
 def parameters() -> list[nn.Parameter]:
@@ -112,15 +108,6 @@ def test_a_bucket_holds_the_values_of_its_parameters() -> None:
             assert torch.equal(there, value)
 
 
-def test_a_write_to_a_parameter_is_a_write_to_the_bucket() -> None:
-    params = parameters()
-    bucket = bucket_of(params)
-    with torch.no_grad():
-        params[5].copy_(torch.full((9,), 5))
-    offset = bucket.layout.params[5].offset_bytes
-    assert bucket.flat[offset : offset + 9].tolist() == [5] * 9
-
-
 @pytest.mark.parametrize("what", ["parameters", "gradients"])
 def test_each_tensor_has_a_storage_of_its_own(what: str) -> None:
     params = parameters()
@@ -151,15 +138,6 @@ def test_parameters_survive_their_bucket() -> None:
         assert torch.equal(param.detach(), value * 2)
 
 
-def test_a_bucket_without_an_element() -> None:
-    """A unit whose parameters are all empty, as those of `nn.Linear(0, 3, bias=False)`."""
-    param = nn.Parameter(torch.empty(3, 0))
-    bucket = bucket_of([param])
-    bucket.make_grads()
-    assert bucket.flat.numel() == 0
-    assert param.shape == bucket.grads[0].shape == (3, 0)
-
-
 def test_gradients_lie_as_the_parameters_do() -> None:
     params = parameters()
     bucket = bucket_of(params)
@@ -177,16 +155,6 @@ def test_gradients_lie_as_the_parameters_do() -> None:
 
 
 # --- adopting what the user did
-
-
-def test_adopting_what_did_not_change_does_nothing() -> None:
-    params = parameters()
-    bucket = bucket_of(params)
-    with torch.no_grad():
-        params[0].add_(1)
-    before = [(p.data_ptr(), p._version) for p in params]
-    assert bucket.adopt()
-    assert [(p.data_ptr(), p._version) for p in params] == before
 
 
 REPLACEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -273,41 +241,12 @@ def test_a_bucket_is_locked_as_a_whole_and_unlocked_with_its_last_tensor(cudart:
     assert cudart.unlocked == [address]
 
 
-def test_gradients_are_locked_too(cudart: Cudart) -> None:
-    bucket = bucket_of(parameters(), pin=True)
-    assert len(cudart.locked) == 1, "only once they are needed"
-    bucket.make_grads()
-    assert cudart.locked[1][0] == bucket.grads[0].data_ptr()
-
-
 def test_nothing_is_locked_for_the_cpu(cudart: Cudart) -> None:
     bucket = bucket_of(parameters(), pin=False)
     bucket.make_grads()
     del bucket
     gc.collect()
     assert (cudart.locked, cudart.unlocked) == ([], [])
-
-
-def test_what_cannot_be_locked_stays_pageable_and_is_said_once(cudart: Cudart) -> None:
-    cudart.error = 2
-    params = parameters()
-    before = [p.detach().clone() for p in params]
-    with pytest.warns(UserWarning, match="cudaHostRegister of .* failed with error 2") as said:
-        buckets = [bucket_of(params, pin=True)]
-    assert len(said) == 1
-    assert "plans allow for that" in str(said[0].message)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        buckets.append(bucket_of(parameters(), pin=True))
-        buckets[0].make_grads()
-    size = buckets[0].layout.size_bytes
-    assert len(cudart.locked) == 1 + (len(buckets[0]._memory[0]) < size), "what is as large"
-    for param, value in zip(params, before, strict=True):
-        assert torch.equal(param.detach(), value)
-    buckets.clear()
-    params.clear()
-    gc.collect()
-    assert cudart.unlocked == [], "what was never locked"
 
 
 # --- states, codes, copies
@@ -362,16 +301,6 @@ def test_a_copy_in_another_dtype_follows_the_parameters() -> None:
 
 
 # --- how much there is
-
-
-def test_memory_of_gradients_goes_when_it_is_made_anew() -> None:
-    bucket = bucket_of(parameters())
-    bucket.make_grads()
-    old = next(iter(bucket.grads.values()))
-    count = len(bucket._memory)
-    assert bucket.holds(old)
-    bucket.make_grads()
-    assert not bucket.holds(old) and len(bucket._memory) == count
 
 
 MIB = 2**20
@@ -457,30 +386,6 @@ def test_a_budget_knows_what_is_locked(system: System) -> None:
     assert budget.locked_bytes == 0
 
 
-def test_copies_are_slower_by_the_share_that_is_pageable() -> None:
-    assert with_pageable(H200, 10 * MIB) is H200
-    some = H200.replace(locked_bytes=5 * MIB)
-    assert with_pageable(some, 5 * MIB) is some
-    half = with_pageable(some, 10 * MIB)
-    assert half.h2d_gb_s == pytest.approx(H200.h2d_gb_s / (0.5 + 0.5 / SHARE))
-    none = with_pageable(H200.replace(locked_bytes=0), MIB)
-    assert none.d2h_both_gb_s == pytest.approx(SHARE * H200.d2h_both_gb_s)
-    assert none.matmul_tflop_s == H200.matmul_tflop_s
-
-
-def test_plans_count_with_it_and_explain_says_it() -> None:
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    megacompile(model, device="cpu", lowering="eager")
-    model(torch.ones(2, 64)).sum().backward()
-    machine = H200.replace(h2d_gb_s=1e-3, h2d_both_gb_s=1e-3)
-    fast = explain(model, hardware=machine, changes=False)
-    slow = explain(model, hardware=machine.replace(locked_bytes=0), changes=False)
-    assert slow.step_s > 1.5 * fast.step_s
-    assert fast.locked_bytes is None and "page-locked" not in str(fast)
-    assert slow.locked_bytes == 0 and "page-locked" in str(slow)
-    assert slow.to_dict()["locked_bytes"] == 0
-
-
 def adamw(model: Any) -> AdamW:
     return AdamW(model.parameters(), lr=1e-2)
 
@@ -504,24 +409,3 @@ def test_new_memory_is_zeros_once() -> None:
     states.filled(owner, "exp_avg", 1)
     states.clear(owner, "exp_avg", 1)
     assert not second.any()
-
-
-@pytest.mark.parametrize("loaded", [False, True])
-def test_states_that_are_dropped_begin_anew(loaded: bool) -> None:
-    """The memory that they lay in is taken again."""
-    model, inputs = zoo.stack()
-    plain, streamed = twins(model)
-    for each in (plain, streamed):
-        optimizer = adamw(each)
-        if loaded:
-            other = adamw(each)
-            zoo.step(each, inputs)
-            other.step()
-            optimizer.load_state_dict(other.state_dict())
-        for _ in range(3):
-            for _ in range(2):
-                optimizer.zero_grad()
-                zoo.step(each, inputs)
-                optimizer.step()
-            optimizer.state.clear()
-    assert_same(plain, streamed)

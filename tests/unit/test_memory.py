@@ -204,17 +204,6 @@ def test_one_forward_reclaims_what_every_backward_parked() -> None:
     assert first.live_bytes[Kind.STATES] == deferred + MOMENTS.size_bytes  # the second's new ones
 
 
-def test_where_no_forward_reclaims_old_parked_states_go_with_the_first_park() -> None:
-    schedule = build(Spec(stages=4, update=True))
-    for node in ops.nodes_of(schedule.forward, ops.drain):
-        schedule.forward.erase_node(node)
-    deferred = _deferred_bytes(schedule)
-    moments = device_memory([schedule, schedule]).moments
-    second, first = (m for m in moments if (m.graph, m.label) == ("backward", "3RECOMPUTE"))
-    assert second.live_bytes[Kind.STATES] == 2 * deferred + MOMENTS.size_bytes  # old ones, its own
-    assert first.live_bytes[Kind.STATES] == deferred + MOMENTS.size_bytes  # the second's new ones
-
-
 LEFT = Spec(stages=3, device=frozenset({0, 2}))
 
 
@@ -247,28 +236,6 @@ def test_what_a_backward_leaves_lives_until_a_forward_drains_it() -> None:
 def _tangents() -> int:
     """What a backward returns is the user's, who still has it when the update comes."""
     return ACTIVATION.size_bytes
-
-
-def test_of_masters_there_is_a_copy_on_the_device() -> None:
-    """In the dtype that is streamed, from the update to the drain."""
-    schedule = with_drain(build(LEFT))
-    plain = device_memory(schedule).moments
-    masters = device_memory(schedule, optimizer=OptimizerCost(master_bytes=4.0)).moments
-    more = [
-        (a.graph, (a.total_bytes - b.total_bytes) // WEIGHT.size_bytes)
-        for a, b in zip(masters, plain, strict=True)
-    ]
-    assert more == [("forward", 2)] * 2 + [("forward", 0)] + [
-        (m.graph, 0 if m.graph == "backward" else 2) for m in plain[3:]
-    ]
-
-
-def test_each_of_two_captured_graphs_leaves_its_own() -> None:
-    schedule = with_drain(build(LEFT))
-    moments = device_memory([schedule, schedule]).moments
-    states = [(m.graph, m.live_bytes[Kind.STATES] // STATE.size_bytes) for m in moments]
-    assert [n for graph, n in states if graph == "forward"] == [4, 4, 0, 0, 0, 0]
-    assert [n for graph, n in states if graph == "update"] == [4, 4, 4, 4]
 
 
 def test_residuals_that_the_backward_does_not_take_end_at_the_turn() -> None:

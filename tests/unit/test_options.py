@@ -133,86 +133,43 @@ def test_the_lowering_follows_the_device(two_gpus: None) -> None:
 # --- refused
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"lookahead": 0}, "got lookahead=0; needed at least 1"),
-        ({"lookahead": -3}, "got lookahead=-3; needed at least 1"),
-        ({"slots": 1}, "got slots=1; needed at least 2"),
-        ({"slots": 0, "lookahead": 1}, "got slots=0; needed at least 2"),
-        ({"slots": 2}, "slots=2 with lookahead=2; .* at least 3 slots; raise slots or lower loo"),
-        ({"slots": 4, "lookahead": 4}, "at least 5 slots"),
-        ({"lowering": "triton"}, "got lowering='triton'; needed one of 'eager', 'inductor'"),
-        ({"lowering": "Eager"}, "got lowering='Eager'"),
-        ({"lowering": ""}, "got lowering=''"),
-        ({"resident": "some"}, "got resident='some'; needed 'auto', 'all', bytes"),
-        ({"head": "chunks"}, "got head='chunks'; needed one of 'auto', 'whole', 'chunked'"),
-        (
-            {"activations": "host"},
-            "got activations='host'; needed one of 'auto', 'keep', 'selective', 'recompute', 'offl",
-        ),
-        ({"activations": ""}, "got activations=''"),
-        ({"activations": "Keep"}, "got activations='Keep'"),
-        ({"device": "gpu"}, "got device='gpu'"),
-        ({"device": ""}, "got device=''"),
-        ({"device": "meta"}, "got device='meta'; needed a 'cuda' device or 'cpu'"),
-        ({"device": "mps"}, "got device='mps'; needed a 'cuda' device or 'cpu'"),
-        ({"device": -1}, "got device=-1"),
-        ({"device": "cuda"}, "got device='cuda', but this machine has no CUDA.*use device='cpu'"),
-        ({"device": 0}, "got device='cuda:0', but this machine has no CUDA device"),
-    ],
-)
-def test_out_of_range(no_cuda: None, given: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError, match=message) as caught:
+OUT_OF_RANGE: list[dict[str, Any]] = [
+    *({"lookahead": n} for n in (0, -3)),
+    *({"slots": n, "lookahead": k} for n, k in ((1, 1), (0, 1), (2, 2), (4, 4))),
+    *({"lowering": text} for text in ("triton", "Eager", "")),
+    *({"activations": text} for text in ("host", "Keep", "")),
+    *({"device": text} for text in ("gpu", "", "meta", "mps", -1, "cuda", 0)),
+    {"resident": "some"},
+    {"head": "chunks"},
+]
+WRONG_TYPE: list[dict[str, Any]] = [
+    *({"lookahead": value} for value in (2.0, "2", True, None)),
+    *({"slots": value} for value in (3.0, True, [3])),
+    *({"lowering": value} for value in (1, True, nn.ReLU)),
+    *({"head": value} for value in (4, None)),
+    *({"activations": value} for value in (0.5, None, True)),
+    *({"device": value} for value in (1.0, True, ["cpu"])),
+    *({"progress": value} for value in (1, "yes")),
+    {"optimizer": torch.optim.AdamW},
+]
+
+
+@pytest.mark.parametrize("given", [*OUT_OF_RANGE, *WRONG_TYPE], ids=str)
+def test_what_is_refused(no_cuda: None, given: dict[str, Any]) -> None:
+    is_type = given in WRONG_TYPE
+    with pytest.raises(OptionTypeError if is_type else OptionError) as caught:
         Options.resolve(**given)
-    assert isinstance(caught.value, ValueError)
-    assert not isinstance(caught.value, TypeError)
-    assert str(caught.value).startswith("megacompile(): ")
+    assert isinstance(caught.value, ValueError) and isinstance(caught.value, TypeError) == is_type
+    assert str(caught.value).startswith("megacompile(): ") and next(iter(given)) in str(
+        caught.value
+    )
 
 
-@pytest.mark.parametrize("given", [2, "cuda:2", torch.device("cuda", 7), 127])
-def test_a_device_that_is_not_there(two_gpus: None, given: Any) -> None:
-    with pytest.raises(OptionError, match="there are 2 CUDA devices; use an index below that"):
-        Options.resolve(device=given)
-
-
-@pytest.mark.parametrize("given", [128, 256, 2**40])
+@pytest.mark.parametrize("given", [2, "cuda:2", torch.device("cuda", 7), 127, 128, 256, 2**40])
 def test_an_index_that_torch_would_wrap(two_gpus: None, given: int) -> None:
     """torch.device("cuda", 256) is cuda:0: an index of 8 bits."""
     with pytest.raises(OptionError, match=str(given)):
         Options.resolve(device=given)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"lookahead": 2.0}, r"'lookahead' got 2.0 \(float\); needed an int of at least 1"),
-        ({"lookahead": "2"}, r"'lookahead' got '2' \(str\)"),
-        ({"lookahead": True}, r"'lookahead' got True \(bool\)"),
-        ({"lookahead": None}, r"'lookahead' got None \(NoneType\)"),
-        ({"slots": 3.0}, r"'slots' got 3.0 \(float\); needed an int of at least 2"),
-        ({"slots": True}, r"'slots' got True \(bool\)"),
-        ({"slots": [3]}, r"'slots' got \[3\] \(list\)"),
-        ({"lowering": 1}, r"'lowering' got 1 \(int\); needed one of 'eager', 'inductor'"),
-        ({"lowering": True}, r"'lowering' got True \(bool\)"),
-        ({"head": 4}, r"'head' got 4 \(int\); needed one of 'auto', 'whole', 'chunked'"),
-        ({"head": None}, r"'head' got None \(NoneType\)"),
-        ({"lowering": nn.ReLU}, r"'lowering' got .*\(type\)"),
-        ({"activations": 0.5}, r"'activations' got 0.5 \(float\); needed one of 'auto', 'keep'"),
-        ({"activations": None}, r"'activations' got None \(NoneType\)"),
-        ({"activations": True}, r"'activations' got True \(bool\)"),
-        ({"optimizer": torch.optim.AdamW}, r"'optimizer' got .* AdamW\(model.parameters\(\), "),
-        ({"progress": 1}, r"'progress' got 1 \(int\); needed True, False or None"),
-        ({"progress": "yes"}, r"'progress' got 'yes' \(str\)"),
-        ({"device": 1.0}, r"'device' got 1.0 \(float\); needed a torch.device, 'cuda:0' or 'cpu'"),
-        ({"device": True}, r"'device' got True \(bool\)"),
-        ({"device": ["cpu"]}, r"'device' got \['cpu'\] \(list\)"),
-    ],
-)
-def test_wrong_type(no_cuda: None, given: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionTypeError, match=f"^megacompile\\(\\): option {message}") as caught:
-        Options.resolve(**given)
-    assert isinstance(caught.value, OptionError) and isinstance(caught.value, TypeError)
 
 
 def test_a_refused_option_leaves_the_model_as_it_was() -> None:
@@ -222,14 +179,6 @@ def test_a_refused_option_leaves_the_model_as_it_was() -> None:
         megacompile(model, lookahead=0)
     assert not inside.is_streamed(model)
     assert model.weight.data_ptr() == before
-
-
-@pytest.mark.parametrize("name", ["look_ahead", "dtype", "Device", "options"])
-def test_an_unknown_option_is_a_type_error(name: str) -> None:
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
-        megacompile(nn.Linear(2, 2), **{name: 1})  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
-        Options.resolve(**{name: 1})  # type: ignore[arg-type]
 
 
 def test_options_are_given_by_name() -> None:

@@ -17,12 +17,11 @@ from torch import fx
 from megacompile.ir import ops
 from megacompile.ir.buckets import Slot
 from megacompile.ir.schedule import Plan, Schedule
-from megacompile.ir.tensors import TensorMeta
 from megacompile.show import python
 from megacompile.show.diff import differences, lookahead
 from megacompile.show.table import table
 from tests import steps
-from tests.schedules import ACTIVATION, Spec, arguments, build, find, set_arguments
+from tests.schedules import Spec, arguments, build, find, set_arguments
 from tests.zoo import scheduled
 
 EVERYTHING = Spec(
@@ -250,30 +249,6 @@ def test_names_from_outside_stay_within_their_comments(end: str) -> None:
         assert all(line.isprintable() for line in shown.split("\n"))
 
 
-def test_a_free_waits_for_a_copy_on_another_stream() -> None:
-    code = python.graph_code(build(Spec(stages=2)), "backward")
-    lines = [line.strip() for line in code.splitlines()]
-    waits = [i for i, line in enumerate(lines) if line.startswith("wait(")]
-    assert [lines[i].split()[0] for i in waits] == ["wait(offload_grad_)", "wait(offload_grad_1)"]
-    assert all(lines[i + 1].startswith("del ") for i in waits)
-    assert all("# compute  WAIT" in lines[i] for i in waits)
-
-
-def test_frees_that_wait_for_the_same_share_a_wait() -> None:
-    code = python.graph_code(build(Spec(stages=2, norms=True)), "backward")
-    lines = [line.split("  #")[0].strip() for line in code.splitlines()]
-    wait = lines.index("wait(offload_grad_)")
-    assert lines[wait + 1] == "del d1_1, norm_grad_" and lines.count("wait(offload_grad_)") == 1
-
-
-def test_a_deferred_free_does_not_wait() -> None:
-    code = python.graph_code(build(UPDATING), "backward")
-    lines = [line.split("  #")[0].strip() for line in code.splitlines()]
-    deferred = lines.index("defer_free(update_2, after=(offload_state_2,))")
-    assert lines[deferred + 1] == "del update_2" and lines[-1].startswith("return ")
-    assert "wait(offload_state_1)" in lines and "wait(offload_state_2)" not in lines
-
-
 def test_an_update_is_a_step_of_the_table() -> None:
     text = table(build(replace(UPDATING, stages=2)))
     assert text.partition("backward\n")[2] == (
@@ -287,12 +262,6 @@ step | h2d                                  | compute    | d2h
    5 |                                      | 0UPDATE
    6 |                                      |            | 0OFFLOAD_STATE"""
     )
-
-
-def test_states_are_measured_in_bytes() -> None:
-    code = python.graph_code(build(UPDATING), "backward")
-    sizes = re.findall(r"  \d(?:[A-Z]+_STATE|UPDATE) +(.*)", code)
-    assert sizes == 3 * ["1 KiB", "1 KiB", "1.25 KiB", "1.25 KiB"]  # an update adds parameters
 
 
 def test_variables_shadow_neither_ops_nor_objects() -> None:
@@ -401,14 +370,6 @@ def test_a_schedule_that_has_no_slots_or_templates_yet_can_be_printed() -> None:
     assert "prefetch(bucket_1, None, after=(weights_1, begin_))" in code and "1PREFETCH@?" in code
 
 
-def test_comments_count_what_is_too_long_to_list() -> None:
-    schedule = build(Spec(stages=1))
-    call = find(schedule, "forward", "0F")
-    call.meta["value"] = (ACTIVATION, (TensorMeta((2,), ACTIVATION.dtype, (1,)),) * 4)
-    code = python.graph_code(schedule, "forward")
-    assert "bf16[4, 8], bf16[2], bf16[2], ... 5 tensors, 80 B" in code
-
-
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_comments_name_the_stream_and_label_of_every_op(spec: Spec) -> None:
     schedule = build(spec)
@@ -470,23 +431,6 @@ def test_a_token_says_what_it_stands_for() -> None:
     assert "    return (d0_0,), (sum0, s0), (o2, o1, o0)\n" in backward
 
 
-@pytest.mark.parametrize("count", [1, 2, 30])
-def test_what_an_update_returns_is_one_tuple(count: int) -> None:
-    """However long: the executor takes the tokens from the one item."""
-    line = " ".join(f"{i}F" for i in range(count))
-    line += " | " + " ".join(f"{i}B" for i in reversed(range(count)))
-    schedule = steps.made(line)
-    functions: dict[str, object] = {
-        **python.names(schedule),
-        "update_host": lambda bucket, after: bucket.label,
-        "help_host": lambda updates: None,
-    }
-    exec(python.graph_code(schedule, "update"), functions)
-    run = functions["run_update"]
-    assert callable(run)
-    assert run(list(range(count))) == (tuple(map(str, range(count))),)
-
-
 def test_an_updates_table_has_the_streams_that_it_uses() -> None:
     update = table(steps.made(device_update=ON_DEVICE)).partition("\n\nupdate\n")[2]
     assert update == (
@@ -506,24 +450,6 @@ step | compute | d2h            | host    | device
     ]
 
 
-def test_marks_stand_in_an_update() -> None:
-    schedule = steps.made()
-    marks = {
-        find(schedule, "update", "1UPDATE"): "too early",
-        find(schedule, "update", "gradients_0"): "wrong gradients",
-        schedule.graphs["update"].output_node(): "a token is missing",
-    }
-    lines = table(schedule, marks).partition("\n\nupdate\n")[2].splitlines()
-    assert [line.partition("<--")[2].strip() for line in lines] == [
-        "",
-        "wrong gradients",
-        "too early",
-        "",
-        "a token is missing",
-    ]
-    assert "gradients_0" in lines[1] and "1UPDATE" in lines[2] and "output" in lines[4]
-
-
 def test_a_diff_has_a_line_for_each_bucket_that_is_updated() -> None:
     before, after = steps.made(), steps.made(device_update=ON_DEVICE)
     lines = before.diff(after).splitlines()
@@ -536,21 +462,6 @@ def test_a_diff_has_a_line_for_each_bucket_that_is_updated() -> None:
         "            | HELP_HOST",
         "+  0 unit 0 | 0UPDATE 0OFFLOAD_STATE",
     ]
-
-
-def test_a_diff_with_and_without_an_update() -> None:
-    before, after = steps.made(), steps.made(in_backward=True)
-    assert "updates: 3 on the host -> 3 in the backward" in differences(before, after)
-    removed = [line for line in before.diff(after).splitlines() if line.startswith("-")]
-    assert removed[-5:] == [
-        "-update",
-        "-  0 unit 0 | 0UPDATE",
-        "-  1 unit 1 | 1UPDATE",
-        "-  2 unit 2 | 2UPDATE",
-        "-           | HELP_HOST",
-    ]
-    alone = replace(before, update=None)
-    assert differences(before, alone) == ["updates: 3 on the host -> none"]
 
 
 def test_tokens_are_edges_around_the_step() -> None:
@@ -571,21 +482,6 @@ def test_tokens_are_edges_around_the_step() -> None:
         [(a, b) for a, b, kind in graph.edges if kind not in ("token", "names")]
     )
     assert nx.is_directed_acyclic_graph(order)
-
-
-def test_who_waits_for_no_op_that_it_names() -> None:
-    graph = steps.made(accumulate=True, device_update=ON_DEVICE).to_networkx()
-    assert edges(graph, "names") >= {("0OFFLOAD_GRAD", "DEFER_FREE"), ("2UPDATE", "HELP_HOST")}
-    assert ("0OFFLOAD_GRAD", "DEFER_FREE") not in edges(graph, "token")
-    assert ("1OFFLOAD_GRAD", "1FETCH_GRAD") in edges(graph, "token"), "the backward before it"
-
-
-def test_values_go_from_graph_to_graph() -> None:
-    graph = steps.made(device_update=ON_DEVICE).to_networkx()
-    data = {(a, b) for a, b, kind in graph.edges if kind == "data"}
-    assert {("forward.f2", "backward.b2"), ("backward.b0", "update.new0")} <= data
-    assert ("backward.s0", "update.new0") in data
-    assert not any(a.startswith("update") and b.startswith("backward") for a, b in data)
 
 
 def test_streams_of_the_update_have_no_order() -> None:
@@ -617,17 +513,6 @@ def test_a_diff_shows_the_actions_by_stage() -> None:
         "-  1 layers.1 | 2PREFETCH@0(after=0F) 1F",
         "+  1 layers.1 | 2PREFETCH@0(after=1F) 1F",
         "   2 layers.2 | 2F",
-    ]
-
-
-def test_a_diff_of_the_code() -> None:
-    before = build(Spec(stages=2, training=False))
-    after = before.copy()
-    find(after, "forward", "1PREFETCH@1").kwargs = {"after": ()}
-    lines = [re.sub(r"\s+#.*", "", line) for line in changed(before.diff(after, code=True))]
-    assert lines == [
-        "-    prefetch_1 = prefetch(bucket_1, slot_1, after=(weights_1, begin_))",
-        "+    prefetch_1 = prefetch(bucket_1, slot_1)",
     ]
 
 

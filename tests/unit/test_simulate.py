@@ -24,7 +24,6 @@ from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.tensors import TensorMeta
 from megacompile.ir.tokens import take
-from tests import schedules as hand_made
 
 UNIT = Hardware("unit", 2.0, 2.0, 1.0, 1.0, 1.0, 1.0, 0.0)  # 2 GB/s alone, 1 GB/s together
 SLOW = UNIT.replace(update_gb_s=2.0)
@@ -102,10 +101,6 @@ def test_copies_of_one_direction_follow_one_another() -> None:
     assert timeline.total_s == timeline.step_s == 3.0
     assert timeline.bound is Stream.H2D
     assert timeline.critical_s[Stream.H2D] == 3.0
-
-
-def test_every_copy_has_a_cost_of_its_own() -> None:
-    assert simulate(copies(2.0, 4.0), UNIT.replace(copy_s=0.25)).total_s == 3.5
 
 
 def test_both_directions_share_the_bandwidth_while_both_run() -> None:
@@ -245,12 +240,6 @@ def test_an_update_begins_when_the_backward_has_returned() -> None:
     assert spans(timeline)["0UPDATE"] == (5.25, 8.25)
 
 
-def test_nothing_is_updated_without_an_optimizer() -> None:
-    timeline = simulate(trained(), SLOW, steps=2)
-    assert "update" not in {event.graph for event in timeline.events}
-    assert spans(timeline, step=1)["0PREFETCH@0"] == (5.25, 6.25)
-
-
 @pytest.mark.parametrize("helped", [(), (0,), (0, 1)])
 def test_the_device_makes_what_it_may_help_with(helped: tuple[int, ...]) -> None:
     timeline = simulate(trained(helped=helped), SLOW, optimizer=HELPED)
@@ -350,14 +339,6 @@ def test_the_device_takes_the_first_update() -> None:
     assert spans(timeline, step=1)["0PREFETCH@0"] == (9.25, pytest.approx(10.25))
     assert timeline.step_s < alone.step_s
     assert 0 < timeline.busy_s(Stream.DEVICE) < timeline.step_s
-
-
-def test_arithmetic_limits_a_slow_update() -> None:
-    """Half a billion elements a bucket: 5 s."""
-    slow = OptimizerCost(states=0, arithmetic_s=10.0)
-    hardware = UNIT.replace(update_gb_s=2.0)
-    timeline = simulate(trained(), hardware, optimizer=slow, steps=2)
-    assert timeline.busy_s(Stream.HOST) == pytest.approx(10.0)
 
 
 def test_the_third_step_is_like_the_later_ones() -> None:
@@ -534,22 +515,6 @@ def test_the_slowest_part_bounds_the_step() -> None:
         assert sum(timeline.critical_s.values()) == pytest.approx(timeline.step_s)
         for other in Stream:
             assert timeline.busy_s(other) <= timeline.step_s * (1 + 1e-9)
-
-
-def test_memory_over_time_is_that_of_the_computes() -> None:
-    schedule = streamed()
-    timeline = simulate(schedule, H200, optimizer=OptimizerCost(), steps=2)
-    found = timeline.device_bytes()
-    assert len(found) == len(timeline.memory.moments)
-    assert max(size for _, size in found) == timeline.memory.peak.total_bytes
-    assert all(timeline.start_s - 1.0 <= time_s <= timeline.total_s for time_s, _ in found)
-
-
-@pytest.mark.parametrize("spec", [hand_made.Spec(), hand_made.Spec(update=True, stages=6)])
-def test_hand_made_schedules_without_graphs_take_time_too(spec: hand_made.Spec) -> None:
-    timeline = simulate(hand_made.build(spec), H200, optimizer=OptimizerCost(), steps=3)
-    assert timeline.step_s > 0
-    assert timeline.memory.peak.total_bytes > 0
 
 
 def ends(hardware: Hardware, **gigabytes_of: float) -> dict[str, float]:

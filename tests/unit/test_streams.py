@@ -40,22 +40,6 @@ def test_work_runs_at_once_and_in_order() -> None:
     assert order == ["h2d", "compute", "d2h", "h2d"]
 
 
-def test_waits_need_no_events_on_the_cpu() -> None:
-    streams = Streams(CPU)
-    handles = [Handle(i, stream, None) for i, stream in enumerate(Stream)]
-    assert streams.issue(COMPUTE, iter(handles), lambda: 5).value == 5
-    for stream in Stream:
-        streams.synchronize(stream)
-
-
-def test_an_error_of_the_work_is_passed_on() -> None:
-    def fail() -> None:
-        raise ValueError("in the work")
-
-    with pytest.raises(ValueError, match="in the work"):
-        Streams(CPU).issue(H2D, (), fail)
-
-
 # --- CUDA, played
 
 
@@ -150,25 +134,6 @@ def test_the_order_of_a_stream_needs_no_wait(cuda: Cuda) -> None:
             assert [kind for kind, *_ in cuda.log] == ["record"]
 
 
-def test_inputs_have_no_event_to_wait_for(cuda: Cuda) -> None:
-    """What the user gives was queued on the compute stream before; `begin` orders copies behind."""
-    streams = Streams(GPU)
-    with streams.run():
-        streams.issue(D2H, (Handle(1, COMPUTE, None),), lambda: None)
-    assert [kind for kind, *_ in cuda.log] == ["record"]
-
-
-def test_every_wait_comes_before_the_work(cuda: Cuda) -> None:
-    streams = Streams(GPU)
-    with streams.run():
-        copies = [streams.issue(stream, (), lambda: None) for stream in (H2D, D2H, H2D)]
-        cuda.log.clear()
-        streams.issue(COMPUTE, copies, lambda: cuda.work("forward"))
-    kinds = [kind for kind, *_ in cuda.log]
-    assert kinds == ["wait", "wait", "wait", "work", "record"]
-    assert [entry[2] for entry in cuda.log[:3]] == ["event 1", "event 2", "event 3"]
-
-
 def test_compute_is_the_stream_that_the_caller_is_in(cuda: Cuda) -> None:
     """The backward may come in another one than the forward."""
     streams = Streams(GPU)
@@ -238,23 +203,6 @@ def test_a_copy_from_a_busy_bucket_is_put_off_until_it_is_needed(cuda: Cuda) -> 
     assert early.value == "prefetch 1" and early.event is not None
 
 
-def test_a_copy_is_issued_once_the_bucket_is_free(cuda: Cuda) -> None:
-    streams = Streams(GPU)
-    bucket = Bucket(cuda.log)
-    with streams.run():
-        streams.issue(H2D, (behind(bucket),), lambda: cuda.work("prefetch"))
-        bucket.over = True
-        streams.issue(COMPUTE, (), lambda: cuda.work("0F"))
-    assert work_of(cuda) == ["prefetch", "0F"]
-
-
-def test_what_nobody_took_is_issued_at_the_end(cuda: Cuda) -> None:
-    streams = Streams(GPU)
-    with streams.run():
-        streams.issue(H2D, (behind(Bucket(cuda.log)),), lambda: cuda.work("prefetch"))
-    assert work_of(cuda) == ["prefetch"]
-
-
 def test_what_went_wrong_on_the_host_is_raised_where_the_copy_is_needed(cuda: Cuda) -> None:
     streams = Streams(GPU)
     with pytest.raises(ValueError, match="in the update"), streams.run():
@@ -268,7 +216,7 @@ def test_what_went_wrong_on_the_host_is_raised_where_the_copy_is_needed(cuda: Cu
     assert work_of(cuda) == ["next"], "what the failed run put off is gone"
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(60))
 def test_collectives_are_issued_in_program_order(cuda: Cuda, seed: int) -> None:
     """Whatever the host still does, each rank issues them in the same order; and its copies.
 
@@ -295,18 +243,6 @@ def test_collectives_are_issued_in_program_order(cuda: Cuda, seed: int) -> None:
     for stream, names in wanted.items():
         assert [name for name in work_of(cuda) if name.startswith(f"{stream.value} ")] == names
     assert all(handle.event is not None and not handle.deferred for handle in handles)
-
-
-def test_a_collective_does_not_overtake_one_that_is_put_off(cuda: Cuda) -> None:
-    streams = Streams(GPU)
-    with streams.run():
-        part = streams.issue(H2D, (behind(Bucket(cuda.log)),), lambda: cuda.work("prefetch"))
-        whole = streams.issue(COMM, (part,), lambda: cuda.work("all_gather"))
-        mean = streams.issue(COMM, (), lambda: cuda.work("reduce_scatter"))
-        streams.issue(COMPUTE, (), lambda: cuda.work("3B"))
-        assert whole.deferred and mean.deferred and work_of(cuda) == ["3B"]
-        streams.issue(D2H, (mean,), lambda: cuda.work("offload"))
-    assert work_of(cuda) == ["3B", "prefetch", "all_gather", "reduce_scatter", "offload"]
 
 
 def test_the_cpu_waits_for_the_host_at_once() -> None:

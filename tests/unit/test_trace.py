@@ -32,7 +32,7 @@ from megacompile.tracing import perfetto, plot
 from megacompile.tracing.critical_path import Period, critical_path
 from megacompile.tracing.describe import describe
 from megacompile.tracing.recorder import Tracer, _Clock
-from megacompile.tracing.timeline import HOST, OpInfo, Span, Timeline, covered_s, cut
+from megacompile.tracing.timeline import HOST, OpInfo, Span, Timeline, covered_s
 from tests import inside
 from tests.schedules import ACTIVATION, WEIGHT, Spec, build
 from tests.trace_events import faults
@@ -55,25 +55,6 @@ def wanted(schedule: Schedule | None, graph: str) -> list[fx.Node]:
 
 
 # --- what is recorded
-
-
-def test_updates_in_the_backward_are_ops_like_others() -> None:
-    plain, inputs = stack()
-    optimizer = torch.optim.AdamW(plain.parameters())
-    model = megacompile.megacompile(plain, optimizer=optimizer, device="cpu")
-    with trace(model) as t:
-        with megacompile.accumulate(model):
-            step(model, inputs)
-        step(model, inputs)
-        optimizer.step()
-    for i, run in enumerate(t.measured.runs):
-        nodes = wanted(run.schedule, run.graph)
-        assert names(t.measured.of_run(i)) == [ops.label(n) for n in nodes]
-    buckets = len(schedules(model)[0].buckets)
-    counts = Counter(span.op.kind for span in t.spans)
-    for kind in ("fetch_state", "update", "offload_state", "fetch_grad"):
-        assert counts[kind] == buckets
-    assert HOST not in t.measured.lanes
 
 
 def test_every_captured_graph_is_recorded() -> None:
@@ -110,11 +91,6 @@ def test_every_captured_graph_is_recorded() -> None:
 
 
 # --- what adds up
-
-
-def test_what_overlaps_counts_once() -> None:
-    assert covered_s([(0, 2), (1, 3), (5, 6), (5.5, 5.75)]) == 4
-    assert covered_s([]) == 0
 
 
 def test_memory_of_a_forward() -> None:
@@ -272,63 +248,6 @@ def test_on_a_gpu_the_spans_keep_the_schedules_edges() -> None:
     assert 0 < peak <= torch.cuda.max_memory_allocated()
 
 
-@pytest.mark.gpu
-def test_on_a_gpu_a_span_has_the_length_of_its_work() -> None:
-    model = megacompile.megacompile(Deep(), lowering="eager", resident=0, activations="recompute")
-    x = torch.randn(64, 2048, device="cuda")
-    model(x).backward()
-    (schedule,) = schedules(model)
-    codes = schedule.stages[1].traced.code
-    honest = codes[Code.FORWARD]
-
-    def slow(inputs: Any) -> Any:
-        torch.cuda._sleep(20_000_000)  # cycles: 10 ms and more at 2 GHz
-        return honest(inputs)
-
-    codes[Code.FORWARD] = slow
-    with trace(model) as t:
-        model(x)
-    slept = [span for span in t.spans if span.op.name == "1F"]
-    assert slept[0].duration_s > 5e-3
-
-
-def test_it_has_every_span_with_its_name_times_and_bytes(
-    timelines: tuple[Timeline, Timeline],
-) -> None:
-    events = perfetto.document(*timelines)["traceEvents"]
-    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert list(processes.values()) == [
-        "Stack, measured on cpu",
-        "Stack, predicted on NVIDIA H200",
-        "Stack 2, measured on cpu",
-        "Stack 2, predicted on NVIDIA H200",
-    ]
-    threads = {
-        (e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"
-    }
-    complete = [e for e in events if e["ph"] == "X"]
-    for timeline, what in zip(timelines, ("measured", "predicted"), strict=True):
-        wanted = Counter(
-            (s.model, s.op.lane, s.op.name, round(s.start_s * 1e6, 3), s.op.size_bytes)
-            for s in timeline.spans
-        )
-        got = Counter(
-            (
-                processes[e["pid"]].partition(",")[0],
-                threads[e["pid"], e["tid"]],
-                e["name"],
-                e["ts"],
-                e["args"].get("bytes", 0),
-            )
-            for e in complete
-            if what in processes[e["pid"]]
-        )
-        assert got == wanted
-    prefetch = next(e for e in complete if e["cat"] == "prefetch")
-    assert prefetch["args"]["module"] == "embed"
-    assert prefetch["args"]["graph"] == "forward"
-
-
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
@@ -397,22 +316,6 @@ def test_what_was_saved_is_read_again(timelines: tuple[Timeline, Timeline], tmp_
     before = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     kinds = Counter((e["ph"], e["name"]) for e in before)
     assert Counter((e["ph"], e["name"]) for e in again["traceEvents"]) == kinds
-
-
-def test_a_part_of_a_trace_has_the_runs_that_are_in_it(
-    timelines: tuple[Timeline, Timeline], tmp_path: Path
-) -> None:
-    measured, predicted = timelines
-    start = measured.of_run(2)[0].start_s
-    parts = [cut(timeline, start, timeline.stop_s) for timeline in (measured, predicted)]
-    perfetto.save(tmp_path / "part.json", *parts)
-    got, guess = perfetto.load(tmp_path / "part.json")
-    assert guess is not None
-    left = sorted({span.run for part in parts for span in part.spans if span.run >= 0})
-    assert 0 < len(left) < len(measured.runs)
-    assert [run.graph for run in got.runs] == [measured.runs[run].graph for run in left]
-    assert {span.run for span in (*got.spans, *guess.spans)} - {-1} == set(range(len(left)))
-    assert all(run.model for run in got.runs if run in guess.runs)
 
 
 @pytest.mark.parametrize(
