@@ -174,7 +174,7 @@ def test_memory_is_checked_before_anything_is_made() -> None:
 
 
 class Partly(nn.Module):
-    """Sets all of a parameter but for one number."""
+    """Sets all of a parameter but for one number; of others than floats, nothing."""
 
     def __init__(self, dtype: torch.dtype, value: float, whole: bool) -> None:
         super().__init__()
@@ -183,7 +183,8 @@ class Partly(nn.Module):
 
     def reset_parameters(self) -> None:
         with torch.no_grad():
-            self.weight.view(torch.uint8).flatten()[: None if self.whole else -8].fill_(0)
+            some = -8 if self.weight.dtype in DTYPES else 0
+            self.weight.view(torch.uint8).flatten()[: None if self.whole else some].fill_(0)
             if self.value:
                 self.weight[0, 0] = self.value
 

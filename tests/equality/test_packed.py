@@ -39,7 +39,6 @@ def test_training(kind: str) -> None:
     assert same(quantized.trained(model), quantized.trained(plain))
     (schedule,) = schedules(model)
     assert [len(stage.buckets) for stage in schedule.stages] == [1] * 5
-    assert schedule.stages[2].template is schedule.stages[3].template
     assert set(re.findall(r"\b1[A-Z_]+", schedule.table())) == {"1PREFETCH", "1F"}
     assert set(re.findall(r"\b2[A-Z_]+", schedule.table())) >= {"2OFFLOAD_GRAD", "2UPDATE"}
     for stage in schedule.stages[2:4]:  # no weight in full is saved
@@ -132,6 +131,8 @@ def test_with_compute_dtype_packed_parts_keep_theirs(kind: str) -> None:
     model = quantized.model(lambda layer: OWN[kind](layer.bfloat16()))
     megacompile(model, device="cpu", lowering="eager", compute_dtype=torch.bfloat16)
     quantized.trained(model, steps=1)
+    stages = schedules(model)[0].stages
+    assert stages[2].template is stages[3].template, "equal layers share their code"
     for bucket in inside.buckets(model).values():
         for i, place in enumerate(bucket.layout.params):
             if place.packed:

@@ -14,7 +14,6 @@ from megacompile.cost.memory import device_memory
 from megacompile.ir.placement import Placement
 from megacompile.plan.abstract import AbstractProgram, abstract_options
 from megacompile.plan.budget import Budget
-from megacompile.plan.compiler import PassCompiler
 from megacompile.plan.explanation import _reasons
 from megacompile.plan.setting import Setting
 from tests.inside import residents
@@ -180,8 +179,8 @@ def test_the_user_comes_first() -> None:
     given = Budget(Setting(abstract_options(device="cpu", gpu_memory=GIB)), 2 * GIB)
     assert given.size_bytes() == 2 * GIB
     for free, used in ((10 * GIB, 9.5 * GIB), (139 * GIB, 135 * GIB)):  # the margin has an end
-        compiler = PassCompiler(abstract_options(), (), hardware=H200.replace(device_bytes=free))
-        assert compiler.budget.size_bytes() == pytest.approx(used, rel=1e-9)
+        machine = Setting(abstract_options(), H200.replace(device_bytes=free))
+        assert Budget(machine).size_bytes() == pytest.approx(used, rel=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from megacompile import megacompile
-from megacompile.api import accumulate
+from megacompile import accumulate, megacompile
 from megacompile.ir import ops
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle, Streams

@@ -17,7 +17,6 @@ import torch
 
 from megacompile.cli import main
 from megacompile.cost import probe, rates
-from megacompile.cost.disk import DiskRates
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.cost.known import known
 from megacompile.cost.pageable import SHARE, with_pageable
@@ -164,13 +163,13 @@ def test_the_disk_of_a_folder(
     """Its rates are fields of the machine."""
     path = rates._disk_file(tmp_path)
     assert path is not None and rates.disk_on_file(tmp_path) is None
-    measured = DiskRates(4.0, 3.0, 2.0, 1.0)
-    path.write_text(json.dumps(asdict(measured)))
-    assert rates.load_disk(tmp_path) == measured
+    names = ("read", "write", "read_both", "write_both")
+    measured = dict(zip((f"{name}_gb_s" for name in names), (4.0, 3.0, 2.0, 1.0), strict=True))
+    path.write_text(json.dumps(measured))
+    assert asdict(rates.load_disk(tmp_path)) == measured
     command = ["hardware", "--device", "cpu"]
     assert main([*command, "--disk", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    names = ("read", "write", "read_both", "write_both")
     assert [found[f"disk_{name}_gb_s"] for name in names] == [4.0, 3.0, 2.0, 1.0]
     assert main([*command, "--disk", str(tmp_path)]) == 0
     assert "disk_read" in capsys.readouterr().out

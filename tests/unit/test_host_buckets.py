@@ -367,7 +367,7 @@ def test_it_is_said_once_and_torch_forgets_the_error(
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(torch, "ones", ones)
-    with pytest.warns(UserWarning, match=r"cudaHostRegister of 5 MiB failed with error 2, with 0"):
+    with pytest.warns(UserWarning, match="cudaHostRegister"):
         HostBuffer(5 * MIB, pin=True)
     assert kernels == ["cuda"]
     with warnings.catch_warnings():

@@ -170,7 +170,7 @@ def test_too_little_memory_is_said_with_the_table(machine: Callable[..., None]) 
 
 def test_a_limit_of_the_users_is_kept() -> None:
     check_host_memory([("parameters", 2 * 2**20)], 2 * 2**20)
-    with pytest.raises(HostMemoryError, match=r"(?s)parameters +2 MiB.*available +1 MiB.*host_mem"):
+    with pytest.raises(HostMemoryError, match="host_memory="):
         check_host_memory([("parameters", 2 * 2**20)], 2**20)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from megacompile import megacompile, schedules
+from megacompile import Options, megacompile, schedules
 from megacompile.cost.memory import Kind, Moment, device_memory, host_memory
 from megacompile.cost.ops import analysis_of
 from megacompile.cost.optimizer import OptimizerCost, host_updates
@@ -374,8 +374,6 @@ def test_bytes_of_the_update(cost: OptimizerCost, moved: int) -> None:
     ],
 )
 def test_costs_follow_the_options(options: dict[str, Any], expected: OptimizerCost) -> None:
-    from megacompile.options import Options
-
     assert OptimizerCost.of(Options.resolve(device="cpu", **options)) == expected
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     found = OptimizerCost.of(

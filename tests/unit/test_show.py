@@ -18,7 +18,6 @@ from megacompile.ir import ops
 from megacompile.ir.buckets import Slot
 from megacompile.ir.schedule import Plan, Schedule
 from megacompile.show import python
-from megacompile.show.diff import differences, lookahead
 from megacompile.show.table import table
 from tests import steps
 from tests.schedules import Spec, arguments, build, find, set_arguments
@@ -536,21 +535,13 @@ def test_every_difference_has_its_line() -> None:
         history=(*before.history, replace(before.history[0], name="free")),
         reused=((0, before.buckets[0]),),
     )
-    assert differences(before, after) == [
-        "passes: slots -> slots, free",
-        "kept, not recomputed: none -> 1",
-        "plan: none -> there is room",
-        "slots: 2 of 256 B -> 3 of 384 B",
-        "left in the slots by the forward: none -> 0@0",
+    assert before.diff(after).splitlines()[2:] == [
+        "# passes: slots -> slots, free",
+        "# kept, not recomputed: none -> 1",
+        "# plan: none -> there is room",
+        "# slots: 2 of 256 B -> 3 of 384 B",
+        "# left in the slots by the forward: none -> 0@0",
     ]
-    diff = before.diff(after)
-    assert diff.splitlines()[2:] == [f"# {d}" for d in differences(before, after)]
-
-
-def test_lookahead_is_read_off_the_forward() -> None:
-    assert [lookahead(scheduled(lookahead=k)) for k in (1, 2, 3)] == [1, 2, 3]
-    alone = build(Spec(stages=1, slots=1, training=False))
-    assert lookahead(alone) == 0
 
 
 def test_the_history_is_a_table() -> None:
