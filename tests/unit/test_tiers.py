@@ -429,7 +429,7 @@ def test_buckets_that_stay_do_not_go_to_the_disk() -> None:
     """Nor come from there."""
     made, tower = wide(), replace(wide_problem(), disk_weights=None)
     order = [bucket.key for bucket in first_to_disk(tower.buckets, ())]
-    stored = Choice(1, on_disk=frozenset(order), weights_on_disk=frozenset(order[:4]))
+    stored = Choice(0, on_disk=frozenset(order), weights_on_disk=frozenset(order[:12]))
     options = replace(made.compiler.setting.options, disk="/absent", disk_memory=100 * GIB)
     options = replace(options, resident=0, tiles=1)
     hardware = DISK.replace(host_bytes=tower.host_bytes(stored))
