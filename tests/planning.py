@@ -105,7 +105,7 @@ def problem_of(made: AbstractProgram, **changes: Any) -> Problem:
 @cache
 def tower(tokens: int = 16384, *, in_backward: bool = False) -> AbstractProgram:
     """A tower of twelve equal layers."""
-    options = {"in_backward": in_backward, "state_dtype": torch.float32}
+    options: dict[str, Any] = {"in_backward": in_backward, "state_dtype": torch.float32}
     return captured(Tower(), tokens, 4096, **options)[0]
 
 
@@ -153,5 +153,9 @@ def wide_problem(
 ) -> Problem:
     """The same, with 2 GiB of device memory and a disk of 100 GiB."""
     made = wide(in_backward, state_dtype, disk_weights)
-    given = {"budget_bytes": 2 * GIB, "hardware": DISK, "disk_budget_bytes": 100 * GIB}
+    given: dict[str, Any] = {
+        "budget_bytes": 2 * GIB,
+        "hardware": DISK,
+        "disk_budget_bytes": 100 * GIB,
+    }
     return problem_of(made, **{**given, **changes})

@@ -129,7 +129,7 @@ def pair(folder: Path, row: Row, **options: Any) -> tuple[Any, Any, Any, Any]:
     if row.in_backward or row.state_dtype:  # then the plain loop has another arithmetic
         common["state_dtype"] = row.state_dtype
         megacompile(first, **common, optimizer=one if row.in_backward else None)
-    given = {"gpu_memory": "1GiB", "resident": 0, "disk": folder, **options}
+    given: dict[str, Any] = {"gpu_memory": "1GiB", "resident": 0, "disk": folder, **options}
     given["host_memory"] = int(row.share * size_of(second))
     megacompile(second, **common, **given, optimizer=other if row.in_backward else None)
     return first, one, second, other

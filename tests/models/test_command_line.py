@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -311,12 +312,16 @@ for name in (None, "megacompile.plan"):
 
 def test_it_runs_as_a_module_and_logs_what_a_script_asks_for() -> None:
     """`logging.basicConfig(level=logging.INFO)` alone asks for nothing of ours."""
-    given = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "text": True}
+    given: dict[str, Any] = {
+        "cwd": ROOT,
+        "env": {**os.environ, "PYTHONPATH": str(ROOT)},
+        "text": True,
+    }
     command = [sys.executable, "-m", "megacompile", "trace", "nowhere.py"]
-    done = subprocess.run(command, capture_output=True, timeout=300, **given)  # type: ignore[call-overload]
+    done = subprocess.run(command, capture_output=True, timeout=300, **given)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("megacompile trace: ")
-    ran = subprocess.run(  # type: ignore[call-overload]
+    ran = subprocess.run(
         [sys.executable, "-c", PRINTED],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -137,7 +137,10 @@ def test_buckets_of_every_graph_move_once(in_backward: bool) -> None:
         torch.manual_seed(0)
         model: Any = Broken(32)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        given = {"resident": resident, "optimizer": optimizer if in_backward else None}
+        given: dict[str, Any] = {
+            "resident": resident,
+            "optimizer": optimizer if in_backward else None,
+        }
         megacompile(model, device="cpu", lowering="eager", gpu_memory="1GiB", **given)
         for i in range(5):
             torch.manual_seed(i)

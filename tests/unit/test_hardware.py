@@ -65,10 +65,10 @@ def test_replace_gives_another_machine() -> None:
     assert H200.host_bytes is None is changed.replace(host_bytes=None).host_bytes
     assert H200.replace(locked_bytes=8).shared_by(2).locked_bytes == 4
     assert H200.shared_by(2).locked_bytes is None
-    for wrong in ({"host_gib": 1}, {"h2d_gb_s": 0.0}, {"device_bytes": -1}, {"copy_s": math.nan}):
-        (name,) = wrong
+    wrong: dict[str, Any] = {"host_gib": 1, "h2d_gb_s": 0.0, "device_bytes": -1, "copy_s": math.nan}
+    for name, value in wrong.items():
         with pytest.raises(OptionError, match=name):
-            H200.replace(**wrong)
+            H200.replace(**{name: value})
 
 
 def test_copies_are_slower_by_the_share_that_is_pageable() -> None:

@@ -305,6 +305,7 @@ def test_residents_save_copies_where_the_backward_updates() -> None:
         assert found is not None and streamed is not None
         assert found.peak_bytes <= roomier.budget_bytes
         assert roomier.expected_s(found.choice) <= roomier.expected_s(streamed.choice) * 1.0021
+    assert found is not None and streamed is not None
     assert found.choice.resident and found.step_s < streamed.step_s
     found = search(replace(tower, budget_bytes=64 * GIB))
     assert found is not None and len(found.choice.resident) == len(tower.buckets)
@@ -344,7 +345,7 @@ def test_slots_are_added_where_the_link_is_slow() -> None:
 
 @pytest.mark.parametrize(("given", "more"), [({}, True), ({"slots": 3}, False)])
 def test_slots_can_be_pinned(given: dict[str, int], more: bool) -> None:
-    options = {"resident": 0, "activations": "recompute", **given}
+    options: dict[str, Any] = {"resident": 0, "activations": "recompute", **given}
     (made,) = captured(Tower(6), 64, 4096, hardware=SLOW_LINK, **options)
     assert (len(made.schedule().slots) > 3) == more
 
