@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,11 +24,13 @@ from megacompile.plan.settled import SettledPlans
 from megacompile.plan.tries import Tries
 from megacompile.plan.weights_on_disk import search_with_weights
 from megacompile.verify.proof import verify
+from tests.equality import test_memory_budgets
 from tests.planning import (
     DISK,
     GIB,
     MIB,
     MODES,
+    captured,
     uneven,
     uneven_problem,
     wide,
@@ -425,25 +428,29 @@ def test_saved_tensors_or_parameters(faster: bool) -> None:
     assert asked == [None], "a plan fits"
 
 
-def test_buckets_that_stay_do_not_go_to_the_disk() -> None:
-    """Nor come from there."""
-    made, tower = wide(), replace(wide_problem(), disk_weights=None)
-    order = [bucket.key for bucket in first_to_disk(tower.buckets, ())]
-    stored = Choice(0, on_disk=frozenset(order), weights_on_disk=frozenset(order[:12]))
-    options = replace(made.compiler.setting.options, disk="/absent", disk_memory=100 * GIB)
-    options = replace(options, resident=0, tiles=1)
-    hardware = DISK.replace(host_bytes=tower.host_bytes(stored))
-    given: dict[str, Any] = {"hardware": hardware, "budget_bytes": 2 * GIB}
-    compiler = made.compiler.other(options, **given)
+class Loss(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
+
+
+def test_buckets_that_stay_do_not_go_to_the_disk(tmp_path: Path) -> None:
+    """Nor come from there. Where they may go, as few go as it takes."""
+    layers = test_memory_budgets.made(base=True)
+    host_memory = int(1.85 * test_memory_budgets.size_of(layers))
+    given: dict[str, Any] = {"gpu_memory": GIB, "resident": 0, "disk": tmp_path}
+    model, shape = nn.Sequential(layers, Loss()), (4, test_memory_budgets.WIDTH)
+    given |= {"lowering": "eager", "host_memory": host_memory, "hardware": DISK}
+    (made,) = captured(model, *shape, dtype=torch.float32, **given)
     planned, stays = made.planned(), Placement(stays="a hook is on a node")
     with pytest.raises(HostMemoryError):
-        compiler.choose(*planned, stays)
-    assert not compiler.wants(stays).weights_on_disk
+        made.compiler.choose(*planned, stays)
+    assert not made.compiler.wants(stays).weights_on_disk
     every = frozenset(bucket.key for bucket in made.stages.buckets)
     there = replace(stays, weights_on_disk=every)
-    assert compiler.choose(*planned, there).weights_on_disk == every
-    moved = made.compiler.other(options, **given)
-    assert moved.choose(*planned, Placement()).weights_on_disk, "where they may go they do"
+    assert made.compiler.choose(*planned, there).weights_on_disk == every
+    (moved,) = captured(model, *shape, dtype=torch.float32, **given)
+    plan = moved.schedule().plan
+    assert 0 < len(plan.weights_on_disk) < len(every) == len(plan.on_disk)
 
 
 # --- refused
