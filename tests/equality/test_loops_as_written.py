@@ -284,6 +284,15 @@ def swapped(model: Any, seen: list[Tensor]) -> None:
     step(model, batch(1))
 
 
+def exchanged(model: Any, seen: list[Tensor]) -> None:
+    """Two parameters have each other's gradients, which are added to."""
+    step(model, batch())
+    one, other = model.layers[0].up.weight, model.layers[1].up.weight
+    one.grad, other.grad = other.grad, one.grad
+    for i in range(2):
+        step(model, batch(i))
+
+
 def held(model: Any, seen: list[Tensor]) -> None:
     """What is held over `zero_grad` is not overwritten."""
     step(model, batch())
@@ -324,6 +333,7 @@ GRADIENTS: dict[str, Loop] = {
     "some set to none": some_none,
     "given": given,
     "swapped": swapped,
+    "exchanged": exchanged,
     "held": held,
     "zeroed in place": zeroed,
     "frozen and thawed": frozen_and_thawed,

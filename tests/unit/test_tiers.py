@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from megacompile import HostMemoryError
 from megacompile.cost.hardware import H200
