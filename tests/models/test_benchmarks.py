@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from benchmarks import bottlenecks, plans
@@ -54,25 +52,6 @@ def test_a_process_that_measures(tmp_path: Path) -> None:
     outcome = ended(tmp_path, f"open(events, 'w').write(json.dumps({{'outcome': {said!r}}}))")
     assert outcome.status is Status.OK and outcome.result is not None
     assert outcome.result["step_s"] == 0.5 and outcome.process_s > 0
-
-
-@pytest.mark.thorough
-def test_a_process_that_takes_too_long_goes_with_its_children(tmp_path: Path) -> None:
-    sleeps = f"{sys.executable!r}, '-c', 'import time; time.sleep(600)'"
-    code = (
-        f"import subprocess\nchild = subprocess.Popen([{sleeps}], start_new_session=True)\n"
-        "print(child.pid, flush=True)\ntime.sleep(600)"
-    )
-    outcome = ended(tmp_path, code, limit_s=3.0)
-    assert outcome.status is Status.TIMED_OUT and outcome.reason == "more than 3 s (starts)"
-    pid = int((tmp_path / "printed").read_text())
-    stop = time.monotonic() + 10
-    while psutil.pid_exists(pid) and time.monotonic() < stop:
-        if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            break  # it has ended; whoever adopted it has not looked yet
-        time.sleep(0.05)
-    else:
-        assert not psutil.pid_exists(pid)
 
 
 def test_a_process_that_takes_too_much_memory(tmp_path: Path) -> None:
@@ -137,35 +116,6 @@ def test_a_run_that_is_continued(tmp_path: Path) -> None:
     again = load(path)
     assert go(again, path, outcomes) == ["megacompile", "compiled"]
     assert len(load(path).records) == 4
-
-
-HERE = RUN | {"machine": "here"}
-ELSEWHERE = RUN | {"machine": "elsewhere", "gpu": "NVIDIA H100"}
-LARGE = replace(SMALL, batch=64)
-
-
-def begun_elsewhere() -> Results:
-    """One turn of four is left to do, at the second setting; it goes on here."""
-    results = planned([SMALL, LARGE], "megacompile", "compiled")
-    results.runs = [ELSEWHERE]
-    for point in results.planned[:-1]:
-        results.add(point, measured(1.0))
-    results.runs.append(HERE)
-    return results
-
-
-def test_a_setting_that_another_machine_has_begun_is_measured_again(tmp_path: Path) -> None:
-    results = begun_elsewhere()
-    (said,) = driver.keep_apart(results)
-    assert said == (
-        "3.9b, 64x1024: measured again, because 3 of its turns are of another machine "
-        "(NVIDIA H100, 16 CPU cores, 125 GiB of host memory)"
-    )
-    outcomes = {"megacompile": measured(1.0), "compiled": measured(2.0)}
-    assert go(results, tmp_path / "r.json", outcomes) == ["megacompile", "compiled"] * 2
-    runs = {(r.point.setting, r.run) for r in results.records}
-    assert runs == {(SMALL, 0), (LARGE, 1)}, "what was done stays"
-    assert driver.keep_apart(results) == []
 
 
 # What is shown.
