@@ -1,8 +1,11 @@
-"""Configs of small models, as transformers writes them, for the tests of `plan`."""
+"""Small models for the tests of `plan`: configs as transformers writes them, and functions."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 CONFIG: dict[str, Any] = {  # of a model with two layers
     "model_type": "qwen2",
@@ -15,3 +18,65 @@ CONFIG: dict[str, Any] = {  # of a model with two layers
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
+EXPERTS = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+
+
+# What a command's TARGET may name: `tests.configs:tower`.
+
+
+def tower(batch: int, seq: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Two layers that get floats."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    return model, (torch.empty(batch * seq, 16),)
+
+
+class Words(nn.Module):
+    """Layers of 64 KiB behind an embedding, and their loss."""
+
+    def __init__(self, *, width: int = 64, layers: int = 6, frozen: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, width)
+        self.layers = nn.Sequential(
+            *(
+                nn.Sequential(nn.Linear(width, 4 * width), nn.Linear(4 * width, width))
+                for _ in range(layers)
+            )
+        )
+        self.adapter = nn.Linear(width, width)
+        if frozen:
+            self.layers.requires_grad_(False)
+            self.embedding.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        result: Tensor = self.adapter(self.layers(self.embedding(tokens))).square().mean()
+        return result
+
+
+def frozen() -> nn.Module:
+    """Of which the last layer alone is trained."""
+    return Words(frozen=True)
+
+
+def long() -> nn.Module:
+    """More layers, so that none of them is most of the model."""
+    return Words(layers=12)
+
+
+def fixed() -> tuple[nn.Module, list[Tensor], dict[str, Any]]:
+    """Takes no sizes."""
+    return nn.Linear(16, 16), [torch.empty(4, 16)], {}
+
+
+def nothing() -> int:
+    """No model."""
+    return 3
+
+
+def broken() -> nn.Module:
+    """Code of the user that fails."""
+    raise ValueError("no such\nthing")
+
+
+def breaking() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A model that cannot be called so."""
+    return nn.Linear(16, 16), (torch.empty(4, 15),)

@@ -1,256 +1,240 @@
-"""Host memory gets its pages on several threads, and its values in the background."""
+"""How much host memory there is, what fits in it, and what a model holds already."""
 
 from __future__ import annotations
 
 import mmap
-import random
-import sys
-import threading
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megacompile.cost.places import flat_bytes
-from megacompile.runtime.device.buffers import HostBuffer
-from megacompile.runtime.device.touch import CHUNK_BYTES, touch
-from megacompile.runtime.params.bucket import HostBucket
-from megacompile.runtime.params.fill import Fill, Filling
-from tests.layouts import layout_of
+from megacompile import HostMemoryError
+from megacompile.host_memory import available_bytes, budget_bytes, check_host_memory, total_bytes
 
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-SIZE = 3 * CHUNK_BYTES + 5 * mmap.PAGESIZE  # that threads share
-LITTLE = CHUNK_BYTES + 5 * mmap.PAGESIZE
-CPU = torch.device("cpu")
+GIB = 2**30
 
 
-def made(size_bytes: int = SIZE) -> Tensor:
-    memory = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+# --- memory
 
 
-def pages(address: int, size_bytes: int) -> int:
-    """How many lie in memory."""
-    with Path("/proc/self/pagemap").open("rb", buffering=0) as table:
-        table.seek(address // mmap.PAGESIZE * 8)
-        found = table.read(size_bytes // mmap.PAGESIZE * 8)
-    return sum(entry >> 63 for entry in memoryview(found).cast("Q"))
+# --- adopting what the user did
 
 
-# Pages.
-
-
-@linux
-@pytest.mark.parametrize("refused", [False, True])
-def test_every_page_is_there_and_nothing_changes(refused: bool) -> None:
-    """Also where the kernel does not know the request."""
-    memory = made(LITTLE)
-    memory[CHUNK_BYTES + 7] = 42
-    assert pages(memory.data_ptr(), LITTLE) < 2 * 512
-    touch(memory, advise=(lambda *_: -1) if refused else None)
-    assert pages(memory.data_ptr(), LITTLE) == LITTLE // mmap.PAGESIZE
-    assert int(memory.sum()) == 42
-
-
-@pytest.mark.parametrize("threads", [0, 1, 3])
-def test_threads_share_the_chunks(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is done once, whoever does it: no thread waits, but for one that cannot be started."""
-    memory, begun = made(), threading.Barrier(threads + 1)
-    done: list[tuple[int, int, int]] = []
-    waited = set[int]()
-
-    def advise(start: int, size_bytes: int, advice: int) -> int:
-        name = threading.get_ident()
-        if name not in waited:
-            waited.add(name)
-            begun.wait(60)
-        done.append((start - memory.data_ptr(), size_bytes, name))
-        return 0
-
-    start = threading.Thread.start
-    begins: list[threading.Thread] = []
-
-    def limited(thread: threading.Thread) -> None:
-        if len(begins) == threads:
-            raise RuntimeError("can't start new thread")
-        begins.append(thread)
-        start(thread)
-
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
-    monkeypatch.setattr(threading.Thread, "start", limited)
-    touch(memory, advise=advise)
-    firsts = range(0, SIZE, CHUNK_BYTES)
-    wanted = [(first, min(CHUNK_BYTES, SIZE - first)) for first in firsts]
-    assert sorted(each[:2] for each in done) == wanted
-    assert len({name for *_, name in done}) == threads + 1
-    assert not any(thread.is_alive() for thread in begins)
-    begins.clear()
-    if not threads:
-        touch(made(CHUNK_BYTES), advise=lambda *_: 0)
-        assert not begins, "little memory needs no thread"
-
-
-def test_an_interrupt_ends_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind the chunks that they have begun."""
-    main, may = threading.main_thread(), threading.Event()
-    done: list[int] = []
-
-    def advise(start: int, size_bytes: int, advice: int) -> int:
-        if threading.current_thread() is main:
-            raise KeyboardInterrupt
-        assert may.wait(60)
-        done.append(start)
-        return 0
-
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
-    with pytest.raises(KeyboardInterrupt):
-        touch(made(), advise=advise)
-    may.set()
-    for thread in threading.enumerate():
-        if thread.name == "megacompile-touch":
-            thread.join(60)
-    assert len(done) <= 1
-
-
-@linux
-@pytest.mark.parametrize("pin", [True, False])
-def test_pages_are_there_before_they_are_locked(pin: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is locked when it is made, and states that are locked at their first step."""
-    locked: list[tuple[int, int]] = []
-
-    def register(address: int, size_bytes: int, flags: int) -> int:
-        locked.append((pages(address, size_bytes), size_bytes))
-        return 0
-
-    fake = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda address: 0)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
-    buffer = HostBuffer(LITTLE, pin=pin)
-    if not pin:
-        assert not locked
-        buffer.bytes(LITTLE)[3] = 7
-        buffer.lock()
-        assert int(buffer.bytes(LITTLE).sum()) == 7
-    ((count, size_bytes),) = locked
-    assert buffer.locked and count == size_bytes // mmap.PAGESIZE
-    del buffer
-
-
-# Values. A plan waits for all of them, and whoever uses a parameter for its bucket.
-
-
-class Later:
-    """A thread that does nothing until it is told to."""
-
-    def __init__(self) -> None:
-        self.work: list[Callable[[], None]] = []
-
-    def submit(self, work: Callable[[], None]) -> None:
-        self.work.append(work)
-
-
-def filled_later(params: Sequence[nn.Parameter]) -> tuple[HostBucket, Later]:
-    thread: Any = Later()
-    return HostBucket(layout_of(params), params, pin=False, filling=Filling(CPU, thread)), thread
-
-
-def filling(bucket: HostBucket) -> bool:
-    return isinstance(bucket.pending.in_flight, Fill)
-
-
-USES: dict[str, Callable[[nn.Parameter], Tensor]] = {
-    "read": lambda p: p.detach().clone(),
-    "data": lambda p: p.data.clone(),
-    "computed with": lambda p: p * 1,
-    "deepcopy": lambda p: torch.nn.ParameterList([p]).state_dict()["0"].clone(),
+REPLACEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "new storage": lambda t: t * 2,
+    "other strides": lambda t: (t * 2).t().contiguous().t(),
+    "view of a larger tensor": lambda t: torch.cat([t, t])[: len(t)],
+    "expanded": lambda t: torch.ones(()).expand(t.shape),
 }
 
 
-@pytest.mark.parametrize("use", USES)
-def test_who_uses_a_parameter_waits_for_it(use: str) -> None:
-    """Though no thread does the work: who waits does it. The thread then finds nothing to do."""
-    params = [nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(3))]
-    wanted = [p.detach().clone() for p in params]
-    bucket, thread = filled_later(params)
-    assert filling(bucket) and len(thread.work) == 1
-    assert not torch.equal(bucket.values[0], wanted[0])
-    assert torch.equal(USES[use](params[0]), wanted[0])
-    assert not filling(bucket)
-    with torch.no_grad():
-        params[1].fill_(3)
-    thread.work[0]()
-    assert torch.equal(params[0], wanted[0]) and bool((params[1] == 3).all())
-    assert params[0].data_ptr() == bucket.values[0].data_ptr()
+# --- page-locking
 
 
-def test_a_thread_fills_what_nobody_waits_for() -> None:
-    params = [nn.Parameter(torch.randn(4))]
-    wanted = params[0].detach().clone()
-    bucket, thread = filled_later(params)
-    thread.work[0]()
-    assert torch.equal(bucket.values[0], wanted)
+# --- states, codes, copies
 
 
-def test_what_fails_leaves_the_values_where_they_were() -> None:
-    """It is raised once."""
-    params = [nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(3))]
-    wanted, places = [p.detach().clone() for p in params], [p.data_ptr() for p in params]
-    bucket, _ = filled_later(params)
-    fill = bucket.pending.in_flight
-    assert isinstance(fill, Fill)
-
-    def run_out() -> None:
-        raise OSError("no pages")
-
-    fill.settle = run_out
-    with pytest.raises(OSError, match="no pages"):
-        bucket.pending.settle()
-    assert [p.data_ptr() for p in params] == places
-    assert all(torch.equal(p, want) for p, want in zip(params, wanted, strict=True))
+# --- how much there is
 
 
-def test_parameters_of_a_class_of_their_own_are_waited_for() -> None:
-    class Own(nn.Parameter):
-        pass
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets what there is, and writes the files of the cgroup that `host_memory` reads."""
+    read = Path.read_text
 
-    own = Own(torch.randn(4))
-    wanted = own.detach().clone()
-    bucket, _ = filled_later([own])
-    assert filling(bucket)
-    assert torch.equal(own.detach(), wanted) and not filling(bucket)
+    def elsewhere(path: Path, *args: Any, **given: Any) -> str:
+        """The files of the system are those of the test."""
+        if str(path).startswith(("/proc/", "/sys/")):
+            path = tmp_path / path.relative_to("/")
+        return read(path, *args, **given)
+
+    monkeypatch.setattr(Path, "read_text", elsewhere)
+
+    def write(available: int, **cgroup: int | str) -> None:
+        memory = SimpleNamespace(available=available, total=99 * GIB)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+        folder = tmp_path / "sys" / "fs" / "cgroup"
+        folder.mkdir(parents=True)
+        inactive = cgroup.pop("inactive_file", None)
+        if inactive is not None:
+            (folder / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\nfile 7\n")
+        for name, value in cgroup.items():
+            (folder / f"memory.{name}").write_text(f"{value}\n")
+
+    return write
 
 
-def test_what_is_computed_from_the_values_comes_at_once() -> None:
-    """A copy that is streamed is made of them."""
-    params = [nn.Parameter(torch.randn(4))]
-    half = layout_of([params[0].detach().bfloat16()])
-    bucket = HostBucket(half, params, pin=False, filling=Filling(CPU, Later()))  # type: ignore[arg-type]
-    assert not filling(bucket)
+@pytest.mark.parametrize(
+    ("available", "cgroup", "wanted"),
+    [
+        (10 * GIB, {}, 10 * GIB),  # no cgroup
+        (10 * GIB, {"max": "max", "current": 5 * GIB}, 10 * GIB),  # no limit
+        (10 * GIB, {"max": 8 * GIB, "current": 5 * GIB}, 3 * GIB),
+        (10 * GIB, {"max": 64 * GIB, "current": 5 * GIB}, 10 * GIB),  # more than there is
+        (10 * GIB, {"max": 8 * GIB, "current": 5 * GIB, "inactive_file": 2 * GIB}, 5 * GIB),
+        (10 * GIB, {"max": 8 * GIB}, 10 * GIB),
+    ],
+)
+def test_available_memory(
+    machine: Callable[..., None], available: int, cgroup: dict[str, int | str], wanted: int
+) -> None:
+    machine(available, **cgroup)
+    assert available_bytes() == wanted
 
 
-def constant(value: float) -> Callable[[object], float]:
-    return lambda _: value
+@pytest.mark.parametrize(
+    ("line", "files", "wanted"),
+    [
+        ("0::/job/step", {"job/memory.max": 8, "job/memory.current": 2}, 6),  # SLURM
+        ("0::/job/step", {"job/memory.max": 8, "job/memory.current": 7, "memory.max": 20}, 1),
+        ("0::/job", {"other/memory.max": 8, "other/memory.current": 7}, 10),
+        (
+            "0::/../job",
+            {"job/memory.max": 8, "job/memory.current": 2},
+            10,
+        ),  # outside of what we see
+        (
+            "4:cpu,memory:/a\n0::/",
+            {"memory/a/memory.limit_in_bytes": 5, "memory/a/memory.usage_in_bytes": 2},
+            3,
+        ),
+        (
+            "4:memory:/unseen",  # a container that sees its own at the root
+            {"memory/memory.limit_in_bytes": 5, "memory/memory.usage_in_bytes": 1},
+            4,
+        ),
+    ],
+)
+def test_limits_of_the_cgroups_around_it(
+    machine: Callable[..., None], tmp_path: Path, line: str, files: dict[str, int], wanted: int
+) -> None:
+    machine(10 * GIB)
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_text(line + "\n")
+    for name, size in files.items():
+        place = tmp_path / "sys" / "fs" / "cgroup" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(f"{size * GIB}\n")
+    assert available_bytes() == wanted * GIB
 
 
-def test_states_do_not_overlap_and_plans_count_what_they_take() -> None:
-    for seed in range(25):
-        rng = random.Random(seed)
-        kinds = rng.choice([(torch.float32,), (torch.bfloat16,), (torch.float32, torch.bfloat16)])
-        sizes = [rng.choice((1, 5, 63, 64, 255, 256, 300, 1025)) for _ in range(rng.randint(1, 6))]
-        params = [nn.Parameter(torch.randn(size).to(rng.choice(kinds))) for size in sizes]
-        layout = layout_of(params)
-        bucket = HostBucket(layout, params, pin=False)
-        chosen = [i for i in range(len(params)) if rng.random() < 0.7]
-        rng.shuffle(chosen)
-        dtype = rng.choice((torch.float32, torch.bfloat16))
-        states = bucket.states_like(dict.fromkeys(chosen, dtype), pin=False)
-        assert states.whole.numel() == flat_bytes(layout, chosen, constant(dtype.itemsize))
-        last, start = 0, states.whole.data_ptr() if chosen else 0
-        for i in sorted(chosen):
-            at = states.tensors[i].data_ptr() - start
-            assert at >= last and at % dtype.itemsize == 0
-            last = at + states.tensors[i].nbytes
-        assert last == states.whole.numel()
+@pytest.mark.parametrize(("limits", "wanted"), [((9, -1), 8), ((9, 3), 1), ((-1, -1), 10)])
+def test_limits_of_the_process(
+    machine: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    limits: tuple[int, int],
+    wanted: int,
+) -> None:
+    """`ulimit -v` and `ulimit -d`; -1: none."""
+    resource = pytest.importorskip("resource")
+    machine(10 * GIB)
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    pages = GIB // resource.getpagesize()
+    (tmp_path / "proc" / "self" / "statm").write_text(f"{pages} 1 1 1 0 {2 * pages} 0\n")
+    of = dict(zip((resource.RLIMIT_AS, resource.RLIMIT_DATA), limits, strict=True))
+    infinity = resource.RLIM_INFINITY
+    limit = {kind: n * GIB if n >= 0 else infinity for kind, n in of.items()}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit[kind], infinity))
+    assert available_bytes() == wanted * GIB
+
+
+@pytest.mark.parametrize(("limit", "wanted"), [("max", 99 * GIB), (8 * GIB, 8 * GIB)])
+def test_all_memory(machine: Callable[..., None], limit: int | str, wanted: int) -> None:
+    machine(4 * GIB, max=limit)
+    assert total_bytes() == wanted
+
+
+def test_too_little_memory_is_said_with_the_table(machine: Callable[..., None]) -> None:
+    machine(64 * GIB, max=16 * GIB, current=4 * GIB)
+    with pytest.raises(HostMemoryError) as caught:
+        check_host_memory([("parameters to move", 9 * GIB), ("gradients", 3 * 2**29)])
+        check_host_memory([("parameters to move", 9 * GIB), ("gradients", 3 * GIB)])
+    assert isinstance(caught.value, MemoryError)
+    assert str(caught.value).splitlines() == [
+        "megacompile(): host memory is too small",
+        "  parameters to move       9 GiB",
+        "  gradients                3 GiB",
+        "  needed                  12 GiB",
+        "  available             11.8 GiB",
+        "free host memory (or raise host_memory=), use a smaller dtype (model.bfloat16()), or "
+        "freeze parameters (requires_grad_(False)), which need no gradients",
+    ]
+
+
+def test_a_limit_of_the_users_is_kept() -> None:
+    check_host_memory([("parameters", 2 * 2**20)], 2 * 2**20)
+    with pytest.raises(HostMemoryError, match="host_memory="):
+        check_host_memory([("parameters", 2 * 2**20)], 2**20)
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 GiB are free: the margin is constant."""
+    memory = SimpleNamespace(available=200 * GIB, total=300 * GIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+
+
+def more_bytes(held_bytes: int) -> int:
+    """By what a model that holds so much may take more than one that holds nothing."""
+    return budget_bytes(held_bytes) - budget_bytes()
+
+
+@pytest.mark.usefixtures("free")
+def test_memory_that_was_written_counts() -> None:
+    weights = torch.ones(GIB // 16)
+    assert more_bytes(weights.nbytes) == weights.nbytes
+
+
+@pytest.mark.usefixtures("free")
+def test_memory_that_nobody_has_written_does_not() -> None:
+    before = more_bytes(64 * GIB)
+    assert before < 64 * GIB
+    weights = torch.empty(GIB)
+    assert more_bytes(64 * GIB) - before < weights.nbytes / 16
+
+
+@pytest.mark.usefixtures("free")
+def test_pages_of_a_file_do_not() -> None:
+    before = more_bytes(64 * GIB)
+    assert before < 64 * GIB
+    with tempfile.TemporaryFile(dir=Path(__file__).parent) as file:  # /tmp may be memory
+        file.write(bytes(GIB // 4))
+        file.flush()
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        weights = torch.frombuffer(mapped, dtype=torch.uint8)
+        assert weights.sum().item() == 0  # they are in RAM now
+        assert more_bytes(64 * GIB) - before < GIB // 8
+        del weights
+        mapped.close()
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "held_gib", "beside_gib", "wanted"),
+    [
+        (10, 0, 0.0, 9.6),
+        (1000, 0, 0.0, 994.0),  # the margin does not grow for ever
+        (10, 0, 0.01, 9.6),  # the margin holds it
+        (10, 0, 1.0, 8.75),
+        (0, 0, 0.0, 0.0),
+        (0, 0, 1.0, 0.0),
+    ],
+)
+def test_the_margin(
+    machine: Callable[..., None],
+    free_gib: int,
+    held_gib: int,
+    beside_gib: float,
+    wanted: float,
+) -> None:
+    machine(free_gib * GIB)
+    found = budget_bytes(held_gib * GIB, beside_bytes=int(beside_gib * GIB))
+    assert found == pytest.approx(wanted * GIB, abs=GIB / 1000)
+    if free_gib:
+        assert budget_bytes(share=2) <= free_gib * GIB / 2

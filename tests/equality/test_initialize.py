@@ -1,0 +1,204 @@
+"""Models on meta get the numbers that their own code would draw, or are refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megacompile import HostMemoryError, ModelError, megacompile
+from tests.checkpoints import Net, ids, on_meta, same, values
+
+transformers = pytest.importorskip("transformers")
+
+
+def seeded(model: nn.Module) -> Any:
+    torch.manual_seed(5)
+    return megacompile(model, device="cpu")
+
+
+def built(make: Any = Net) -> Any:
+    torch.manual_seed(5)
+    return make()
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.recurrent = nn.LSTM(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.convolution = nn.Conv1d(8, 8, 3)
+        self.bilinear = nn.Bilinear(2, 3, 4)
+
+
+def test_numbers_are_those_of_the_constructor_where_it_draws_in_resets_alone() -> None:
+    plain, model = built(lambda: Net(tied=False)), seeded(on_meta(tied=False))
+    assert same(values(plain), values(model)) == []
+    after = torch.rand(1)
+    built(lambda: Net(tied=False))
+    assert torch.equal(torch.rand(1), after)  # as many were drawn
+    assert torch.equal(plain(ids()), model(ids()))
+    assert same(values(built(Attention)), values(seeded(on_meta(Attention)))) == []
+
+
+def configs() -> dict[str, Any]:
+    common = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "use_cache": False}
+    small = {**common, "intermediate_size": 32, "num_hidden_layers": 2}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+    return {
+        "qwen2": transformers.Qwen2Config(**small, num_key_value_heads=1),
+        "tied": transformers.Qwen2Config(**small, num_key_value_heads=1, tie_word_embeddings=True),
+        "gpt2": transformers.GPT2Config(
+            vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32, use_cache=False
+        ),
+        "yarn": transformers.LlamaConfig(**small, rope_parameters=yarn),
+        "mixtral": transformers.MixtralConfig(**small, num_key_value_heads=1, num_local_experts=2),
+    }
+
+
+def from_config(config: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
+
+
+@pytest.mark.parametrize("name", ["tied", "gpt2", "yarn", "mixtral"])
+def test_models_of_transformers(name: str) -> None:
+    """As `to_empty` and `initialize_weights`; buffers as in a model that was built in memory."""
+    config = configs()[name]
+    plain = from_config(config)
+    reference = on_meta(from_config, config=config).to_empty(device="cpu")
+    reference.tie_weights()
+    torch.manual_seed(5)
+    reference.initialize_weights()
+    model = seeded(on_meta(from_config, config=config))
+    assert same(dict(reference.named_parameters()), dict(model.named_parameters())) == []
+    assert same(dict(plain.named_buffers()), dict(model.named_buffers())) == []
+    assert not any(hasattr(param, "_is_hf_initialized") for param in model.parameters())
+    if name in ("tied", "gpt2"):
+        plain.load_state_dict(model.state_dict())
+        tokens = torch.arange(8)[None]
+        plain.eval(), model.eval()  # GPT-2 has dropout
+        expected = plain(input_ids=tokens, labels=tokens).loss
+        assert torch.equal(expected, model(input_ids=tokens, labels=tokens).loss)
+        moved = from_config(config).to("meta")  # which makes parameters of their own of tied ones
+        first, second = moved.get_input_embeddings(), moved.get_output_embeddings()
+        seeded(moved)
+        assert second.weight is first.weight
+        assert same(values(model), values(moved)) == []
+
+
+class Titan(nn.Module):
+    """`init_weights` of the outermost, which makes a buffer anew and a parameter too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.empty(4))
+        self.register_buffer("table", torch.empty(4, dtype=torch.complex64), persistent=False)
+
+    def init_weights(self, device: torch.device | None = None) -> None:
+        nn.init.trunc_normal_(self.inner.weight)
+        self.scale = nn.Parameter(torch.full((4,), 2.0))
+        self.table = torch.polar(torch.ones(4), torch.arange(4.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(x) * self.scale * self.table.real
+        return result
+
+
+def test_init_weights_of_the_outermost_module() -> None:
+    model = on_meta(Titan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    seeded(model)
+    assert model.scale is optimizer.param_groups[0]["params"][0]
+    assert model.scale.tolist() == [2.0] * 4
+    assert torch.equal(model.table, torch.polar(torch.ones(4), torch.arange(4.0)))
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert model.scale.tolist() != [2.0] * 4
+
+
+class Lost(nn.Module):
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.gamma = nn.Parameter(torch.ones(4))
+        self.register_buffer("mask", torch.ones(4), persistent=False)
+
+
+class Half(Lost):
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.gamma[:3] = 1
+            self.mask.fill_(1)
+
+
+class Stray(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.table = torch.arange(4)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"), [(Lost, "gamma, mask"), (Half, "gamma"), (Stray, "Stray.table")]
+)
+def test_what_nobody_initialises_is_named(make: Any, name: str) -> None:
+    model = on_meta(make)
+    with pytest.raises(ModelError) as error:
+        megacompile(model, device="cpu")
+    assert name in str(error.value) and ("gamma, mask" in str(error.value)) == (make is Lost)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_a_part_may_be_in_memory() -> None:
+    model = on_meta(Lost)
+    model.gamma = gamma = nn.Parameter(torch.full((4,), 3.0))
+    model.mask = torch.ones(4)
+    seeded(model)
+    assert model.gamma is gamma and gamma.tolist() == [3.0] * 4
+    torch.manual_seed(5)
+    assert torch.equal(model.inner.weight, nn.Linear(4, 4).weight)
+
+
+def test_memory_is_checked_before_anything_is_made() -> None:
+    model = on_meta(lambda: nn.Linear(2**20, 2**20))  # 4 TiB
+    with pytest.raises(HostMemoryError):
+        megacompile(model, device="cpu")
+    assert model.weight.is_meta
+
+
+class Partly(nn.Module):
+    """Sets all of a parameter but for one number; of others than floats, nothing."""
+
+    def __init__(self, dtype: torch.dtype, value: float, whole: bool) -> None:
+        super().__init__()
+        self.value, self.whole = value, whole
+        self.weight = nn.Parameter(torch.empty(3, 5, dtype=dtype), requires_grad=False)
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            some = -8 if self.weight.dtype in DTYPES else 0
+            self.weight.view(torch.uint8).flatten()[: None if self.whole else some].fill_(0)
+            if self.value:
+                self.weight[0, 0] = self.value
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
+OTHERS = (torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, *OTHERS], ids=str)
+def test_what_is_unset_is_seen(dtype: torch.dtype) -> None:
+    """Of every dtype; infinities and NaN are numbers too."""
+    for value in (0.0, float("inf"), float("nan")) if dtype in DTYPES[:4] else (0.0,):
+        model = on_meta(lambda value=value: Partly(dtype, value, True))
+        seeded(model)
+        assert not model.weight.is_meta
+    with pytest.raises(ModelError, match="weight"):
+        seeded(on_meta(lambda: Partly(dtype, 0.0, False)))

@@ -1,0 +1,478 @@
+"""Training within budgets of device, host and disk: equal in every bit wherever things lie, refused
+where they fit nowhere, repeated where the device runs out in a step."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megacompile import (
+    DeviceMemoryError,
+    DiskError,
+    HostMemoryError,
+    Options,
+    accumulate,
+    explain,
+    megacompile,
+    schedules,
+    unmegacompile,
+)
+from tests import inside
+from tests.draws import drawn
+from tests.planning import Uneven
+
+pytestmark = pytest.mark.filterwarnings("ignore:megacompile. disk=.* has no direct I/O")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="scratch files are for Linux")
+
+LAYERS, WIDTH = 24, 64
+
+
+class Layer(nn.Module):
+    """A base with a trained vector in the middle of it."""
+
+    def __init__(self, base: bool) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(WIDTH, WIDTH).requires_grad_(base) for _ in range(2))
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.shift)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(self.up(x).relu() + self.shift)
+        return out
+
+
+def made(*, base: bool) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer(base) for _ in range(LAYERS)))
+
+
+def size_of(model: nn.Module) -> int:
+    return sum(param.nbytes for param in model.parameters())
+
+
+def trained(model: Any, optimizer: Any, steps: int = 3, micro: int = 1) -> list[Tensor]:
+    losses = []
+    in_backward = inside.is_streamed(model) and inside.streamed(model).options.optimizer is not None
+    for k in range(steps):
+        xs = torch.randn(micro, 4, WIDTH, generator=torch.Generator().manual_seed(k))
+        optimizer.zero_grad()
+        for i in range(micro):
+            with accumulate(model) if in_backward and i < micro - 1 else nullcontext():
+                loss = model(xs[i]).square().mean()
+                loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+    return losses
+
+
+def on_disk(model: Any, what: str = "weights") -> set[str]:
+    """The buckets that have their parameters, or their states, on the disk."""
+    found = inside.buckets(model).items()
+    if what == "states":
+        return {name for name, bucket in found if bucket.states.on_disk()}
+    return {name for name, bucket in found if bucket.on_disk is not None}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A budget, and how many buckets have parameters on the disk: when megacompile() returns, and
+    behind the first call."""
+
+    share: float  # of the parameters, that the host holds
+    at_once: range = range(1)
+    planned: range = range(1)
+    base: bool = True  # trained
+    in_backward: bool = False
+    state_dtype: Any = None
+    micro: int = 1
+
+
+ROWS = {
+    "states go": Row(2.5),
+    "states go, micro-batches": Row(3.0, micro=2),
+    "states in 8 bits go": Row(2.4, state_dtype="int8"),
+    "states go, in the backward": Row(2.0, in_backward=True),
+    "the plan sends parameters": Row(1.85, planned=range(9, 24)),
+    "parameters, in the backward": Row(0.97, range(1, 4), range(9, 20), in_backward=True),
+    "a frozen base stays": Row(1.2, base=False),
+    "a frozen base, which the plan brings back": Row(1.03, range(1, 3), base=False),
+    "parameters of a frozen base": Row(
+        0.5, range(12, 16), range(18, 24), base=False, in_backward=True
+    ),
+}
+
+
+def pair(folder: Path, row: Row, **options: Any) -> tuple[Any, Any, Any, Any]:
+    """A model without budgets and one with them, with their optimizers."""
+    first = made(base=row.base)
+    second = copy.deepcopy(first)
+    one, other = (
+        torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=0.01)
+        for each in (first, second)
+    )
+    common: dict[str, Any] = {"device": "cpu", "lowering": "eager"}
+    if row.in_backward or row.state_dtype:  # then the plain loop has another arithmetic
+        common["state_dtype"] = row.state_dtype
+        megacompile(first, **common, optimizer=one if row.in_backward else None)
+    given: dict[str, Any] = {"gpu_memory": "1GiB", "resident": 0, "disk": folder, **options}
+    given["host_memory"] = int(row.share * size_of(second))
+    megacompile(second, **common, **given, optimizer=other if row.in_backward else None)
+    return first, one, second, other
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+@linux
+@pytest.mark.filterwarnings("ignore:megacompile. host memory .* does not hold")
+@pytest.mark.parametrize("name", ROWS)
+def test_the_same_numbers_wherever_they_lie(tmp_path: Path, name: str) -> None:
+    row = ROWS[name]
+    first, one, model, optimizer = pair(tmp_path, row)
+    budget = inside.machine(model).host_budget
+    assert len(on_disk(model)) in row.at_once
+    losses = trained(model, optimizer, micro=row.micro)
+    assert len(on_disk(model)) in row.planned
+    plan = schedules(model)[-1].plan
+    names = {bucket.key: bucket.name for bucket in schedules(model)[-1].buckets}
+    assert {names[key] for key in plan.weights_on_disk} == on_disk(model)
+    assert {names[key] for key in plan.on_disk} == on_disk(model, "states")
+    assert bool(plan.on_disk) == ("base" not in name or bool(row.planned[-1]))
+    assert budget.limit_bytes is not None and budget.held_bytes <= budget.limit_bytes
+    said = explain(model, changes=False)
+    assert said.host.needed_bytes <= budget.limit_bytes and said.host.fits
+    machine_disk = inside.machine(model).disk
+    if on_disk(model) or on_disk(model, "states"):
+        assert said.disk is not None and machine_disk is not None
+        assert said.disk.needed_bytes >= machine_disk.file.used_bytes - 4096
+    assert torch.equal(torch.stack(losses), torch.stack(trained(first, one, micro=row.micro)))
+    assert equal(first, model)
+    for mine, theirs in zip(optimizer.state.values(), one.state.values(), strict=True):
+        for key in mine:
+            assert torch.equal(torch.as_tensor(mine[key]), torch.as_tensor(theirs[key]))
+    unmegacompile(model)
+    assert equal(first, model)
+
+
+@linux
+@pytest.mark.filterwarnings("ignore:megacompile. host memory .* does not hold")
+@pytest.mark.parametrize(("share", "amsgrad"), [(1.7, False), (1.85, True)])
+def test_a_step_that_needs_more_than_the_plan_counted_changes_nothing(
+    tmp_path: Path, share: float, amsgrad: bool
+) -> None:
+    """AdamW where the plan has one state a parameter, or its third state, which no plan counts."""
+    plain, _, model, _ = pair(tmp_path, Row(share))
+    for each in (plain, model):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.01, amsgrad=amsgrad)
+        trained(each, optimizer, 1)
+    x = torch.randn(4, WIDTH)
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    for _ in range(2):
+        with pytest.raises(HostMemoryError):
+            optimizer.step()
+        assert equal(plain, model)
+    states = optimizer.state_dict()["state"].values()
+    assert all(int(each["step"]) == 1 and each["exp_avg"].isfinite().all() for each in states)
+    model(x).square().mean().backward()
+
+
+@pytest.mark.parametrize("states", [0.5, 1.5])
+def test_nor_does_one_without_any_plan(states: float) -> None:
+    """Nobody has counted them. torch.optim's own first step makes them."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters())
+    megacompile(model, device="cpu", host_memory=int((2 + states) * size_of(model)))
+    model(torch.ones(2, 64)).sum().backward()
+    for _ in range(2):
+        with pytest.raises(HostMemoryError):
+            optimizer.step()
+        assert all(map(torch.equal, before, model.parameters()))
+    model.state_dict()  # nothing is torn
+
+
+@linux
+def test_what_fits_otherwise_stays(tmp_path: Path) -> None:
+    """Buckets live on the device, where it has memory for them."""
+    *_, model, optimizer = pair(tmp_path, Row(1.85), resident="auto")
+    trained(model, optimizer, 1)
+    assert schedules(model)[0].plan.resident and not on_disk(model)
+
+
+@linux
+def test_a_disk_that_may_not_be_used_or_is_too_small(tmp_path: Path) -> None:
+    """The refusal comes before anything has changed, and says what would do."""
+    *_, model, optimizer = pair(tmp_path, Row(1.85), disk_weights=False)
+    with pytest.raises(HostMemoryError, match="disk_weights=False"):
+        trained(model, optimizer, 1)
+    assert not on_disk(model) and not optimizer.state
+    with pytest.raises(HostMemoryError):
+        pair(tmp_path, Row(0.8, base=False), disk_weights=False)
+    with pytest.raises(DiskError, match="disk_memory=32 KiB"):
+        pair(tmp_path, Row(0.6, base=False), disk_memory="32KiB")
+    row = Row(0.97, in_backward=True)
+    plain, _, model, optimizer = pair(
+        tmp_path, row, disk_memory=int(2.1 * size_of(made(base=True)))
+    )
+    with pytest.raises(HostMemoryError, match="disk_memory="):
+        trained(model, optimizer, 1)
+    assert equal(plain, model) and all(p.grad is None for p in model.parameters())
+
+
+@linux
+def test_what_is_on_meta_goes_where_there_is_room(tmp_path: Path) -> None:
+    def filled(**options: Any) -> Any:
+        model = made(base=False).to("meta")
+        torch.manual_seed(3)
+        return megacompile(model, device="cpu", lowering="eager", disk=tmp_path, **options)
+
+    small = filled(host_memory=size_of(made(base=False)) // 2)
+    every = filled(disk_weights=True)
+    assert 0 < len(on_disk(small)) < LAYERS == len(on_disk(every))
+    assert equal(small, every)
+
+
+@linux
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_whether_the_plan_may_choose(tmp_path: Path, asked: bool | None) -> None:
+    def may(**options: Any) -> bool:
+        return Options.resolve(device="cpu", disk_weights=asked, **options).may_store_weights
+
+    assert may(disk=tmp_path) == (asked is None)
+    if not asked:
+        assert not may() and not may(disk=tmp_path, compute_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("seed", drawn(range(1), range(1, 20)))
+def test_each_runs_or_is_refused(seed: int, tmp_path: Path) -> None:
+    """Eight models and budgets a seed. `python -m tests.budgets` draws others, under a limit of
+    memory."""
+    rng = random.Random(seed)
+    ran = 0
+    for _ in range(8):
+        sizes = [rng.choice((16, 32, 64)) for _ in range(rng.randint(1, 4))]
+        model = Uneven(*sizes, width=16)
+        host = int(size_of(model) * rng.uniform(0.5, 5.0)) + 4096
+        device = int(size_of(model) * rng.uniform(0.5, 6.0)) + 8192
+        stored = int(size_of(model) * rng.uniform(0.1, 4.0)) + 8192
+        optimizer = torch.optim.AdamW(model.parameters())
+        given: dict[str, Any] = {"optimizer": optimizer} if rng.random() < 0.5 else {}
+        if sys.platform == "linux" and rng.random() < 0.5:
+            given |= {"disk": tmp_path, "disk_memory": stored}
+        try:
+            megacompile(model, device="cpu", gpu_memory=device, host_memory=host, **given)
+            for _ in range(3):
+                model(torch.ones(4, 16)).backward()
+                assert inside.machine(model).host_budget.held_bytes <= host
+                optimizer.step()
+                optimizer.zero_grad()
+                assert inside.machine(model).host_budget.held_bytes <= host
+        except (HostMemoryError, DeviceMemoryError):
+            continue
+        ran += 1
+        found = explain(model, changes=False)
+        assert found.host.needed_bytes <= host
+        disk = inside.machine(model).disk
+        assert disk is None or disk.file.used_bytes <= stored
+        assert found.disk is None or found.disk.needed_bytes <= stored
+    assert ran
+
+
+# --- the device runs out in a step
+
+AT: dict[str, set[int]] = {}  # calls that run out of memory, by what calls: forward or backward
+CALLS = {"forward": 0, "backward": 0}
+
+
+def _used(what: str) -> None:
+    CALLS[what] += 1
+    if CALLS[what] in AT.get(what, ()):
+        raise torch.OutOfMemoryError("planted: out of memory")
+
+
+@torch.library.custom_op("tests::exhausting", mutates_args=())
+def exhausting(x: Tensor) -> Tensor:
+    """The identity, which runs out of memory at some calls."""
+    _used("forward")
+    return x.clone()
+
+
+@torch.library.custom_op("tests::exhausting_backward", mutates_args=())
+def exhausting_backward(x: Tensor) -> Tensor:
+    """The same, in a backward."""
+    _used("backward")
+    return x.clone()
+
+
+exhausting.register_fake(lambda x: torch.empty_like(x))
+exhausting_backward.register_fake(lambda x: torch.empty_like(x))
+exhausting.register_autograd(lambda ctx, grad: exhausting_backward(grad))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_runs_out() -> Iterator[None]:
+    AT.clear()
+    yield
+    AT.clear()
+
+
+def run_out(what: str, *calls: int) -> None:
+    """From now on, counted from the next one."""
+    AT[what] = {CALLS[what] + call for call in calls}
+
+
+class Dropping(nn.Module):
+    """Layers with dropout, so that a step that is repeated must draw the same numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + F.dropout(F.gelu(exhausting(layer(x))), 0.5, self.training)
+        return x.square().mean()
+
+
+def dropping(**options: Any) -> Any:
+    options = {"gpu_memory": 2**20, **options}
+    return megacompile(Dropping(), device="cpu", lowering="eager", **options)
+
+
+def steps(model: nn.Module, count: int = 3) -> list[Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(0)
+    losses = []
+    for i in range(count):
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(i))
+        for _ in range(2):  # accumulates
+            loss = model(x)
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+REPEATED = [  # what runs out, at which of its calls, whether buckets live on the device
+    ("forward", (1,), 0),
+    ("forward", (6,), "auto"),
+    ("backward", (1,), "auto"),
+    ("backward", (7,), 0),
+    ("backward", (3, 9, 14), "auto"),  # steps down as often as it must
+]
+
+
+@pytest.mark.parametrize(("what", "calls", "resident"), REPEATED)
+def test_the_step_is_repeated_with_the_same_numbers(
+    what: str, calls: tuple[int, ...], resident: Any
+) -> None:
+    plain, model = Dropping(), dropping(resident=resident)
+    want = [*steps(plain, 1), *steps(plain)]
+    first = steps(model, 1)  # in which custom operators are tried out too
+    run_out(what, *calls)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        got = [*first, *steps(model)]
+    said = {str(w.message) for w in caught if "repeated" in str(w.message)}
+    assert len(said) == len(calls), "each with a smaller budget"
+    assert all(f"in the {what}" in text for text in said)
+    assert torch.equal(torch.stack(want), torch.stack(got)) and equal(plain, model)
+
+
+@pytest.mark.filterwarnings("ignore:megacompile")
+@pytest.mark.parametrize("what", ["forward", "backward"])
+def test_less_is_kept_afterwards(what: str) -> None:
+    """And the slots of the old plan are given back."""
+    model = dropping(resident=0)
+    steps(model, 1)
+    kept = max(len(s.plan.keep) for s in schedules(model))
+    slots = [weakref.ref(buffer) for buffer in inside.machine(model).slots.buffers]
+    run_out(what, 2)
+    steps(model, 1)
+    assert max(len(s.plan.keep) for s in schedules(model)) < kept
+    assert slots and not any(buffer() is not None for buffer in slots)
+
+
+@pytest.mark.filterwarnings("ignore:megacompile")
+def test_when_nothing_is_left_to_give_it_is_an_error() -> None:
+    model = dropping(resident=0)
+    steps(model, 1)
+    for what in ("forward", "backward"):
+        run_out(what, *range(1, 1000))
+        with pytest.raises(DeviceMemoryError, match=what):
+            steps(model)
+        AT.clear()
+        steps(model, 1)  # goes on
+    unplanned = dropping(gpu_memory=None)
+    steps(unplanned, 1)
+    run_out("forward", 2)
+    with pytest.raises(DeviceMemoryError):
+        steps(unplanned)
+
+
+@pytest.mark.filterwarnings("ignore:megacompile")
+def test_what_cannot_be_repeated_is_an_error() -> None:
+    """A buffer that the forward has changed; another forward that waits for its backward."""
+    model = dropping(resident=0)
+    x = torch.ones(8, 16)
+    first, second = model(x), model(x)
+    run_out("backward", 2)
+    with pytest.raises(DeviceMemoryError):
+        second.backward()
+    AT.clear()
+    first.backward()
+    normed = Normed()
+    megacompile(normed, device="cpu", gpu_memory=2**20)
+    normed(x).backward()
+    for what in ("forward", "backward"):
+        run_out(what, 2)
+        with pytest.raises(DeviceMemoryError, match="gpu_memory="):
+            normed(x).backward()
+        AT.clear()
+
+
+class Normed(Dropping):
+    """Its forward changes buffers, before and behind what runs out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm1d(16) for _ in self.layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = norm(exhausting(layer(x)))
+        return x.square().mean()
+
+
+def test_buckets_move_before_the_first_step() -> None:
+    """The optimizer makes its states on the device at once."""
+    plain, model = Dropping(), dropping()
+    for each in (plain, model):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
+        torch.manual_seed(0)
+        each(torch.ones(8, 16)).backward()
+        optimizer.step()
+    assert len(schedules(model)) == 1, "what ran is there, though another one comes next"
+    buckets = inside.buckets(model).values()
+    assert all(bucket.resident is not None for bucket in buckets)
+    assert equal(plain, model)

@@ -1,0 +1,336 @@
+"""Calls of modules in a megacompiled model, and what is streamed then: all of it, or it is said."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.optim import SGD, AdamW
+from torch.utils.checkpoint import checkpoint
+
+from megacompile import MegacompileError, full_parameters, megacompile, schedules
+from megacompile.errors import NoScheduleError
+from megacompile.ir.capture import ParamInput
+from tests import inside
+from tests.zoo import WIDTH, Stack, assert_same, batch, equal, stack, step, twins
+
+
+class Task(nn.Module):
+    """As a LightningModule: the loop calls its methods, which call modules in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Stack()
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.loss = nn.MSELoss()
+
+    def training_step(self, inputs: dict[str, Tensor]) -> Tensor:
+        hidden = self.norm(self.net(inputs["x"]))
+        loss: Tensor = self.loss(self.head(hidden), inputs["y"])
+        return loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.norm(self.net(x)))
+        return result
+
+
+def streamed_names(model: nn.Module) -> set[str]:
+    """The parameters that some schedule reads."""
+    found = set()
+    for program in inside.programs(model):
+        for given in program.capture.inputs:
+            if isinstance(given, ParamInput):
+                found.add(given.bucket.params[given.param].name)
+    return found
+
+
+def test_a_training_step_that_calls_modules() -> None:
+    """All parameters are streamed, and nothing is said, not even of a head that is never used."""
+    plain, model = twins(Task())
+    optimizers = [AdamW(each.parameters(), lr=1e-2) for each in (plain, model)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(3):
+            for each, optimizer in zip((plain, model), optimizers, strict=True):
+                loss = each.training_step(batch(i)) if i < 2 else each.net(**batch(i))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_same(plain, model)
+    assert not [w for w in caught if str(w.message).startswith("megacompile")]
+    assert streamed_names(model) == {name for name, _ in model.named_parameters()}
+    assert all(schedule.backward is not None for schedule in schedules(model))
+
+
+CALLS: dict[str, Callable[[Any, int], Tensor]] = {
+    "the model and a module": lambda m, i: m(batch(i)["x"]).sum() + m.net(**batch(i)),
+    "a head outside": lambda m, i: F.mse_loss(m.head(m(batch(i)["x"])), batch(i)["y"]),
+    "a layer": lambda m, i: m.net.layers[1](batch(i)["x"]).square().mean(),
+    "one twice": lambda m, i: m.head(m.head(batch(i)["x"])).square().mean(),
+    "a checkpoint": lambda m, i: checkpoint(m.net, *batch(i).values(), use_reentrant=False),
+    "a checkpoint with more": lambda m, i: checkpoint(
+        lambda x: m.net(x.sin()).cos().sum(), batch(i)["x"], use_reentrant=False
+    ),
+    "a reentrant checkpoint": lambda m, i: checkpoint(
+        m.net, batch(i)["x"].requires_grad_(), use_reentrant=True
+    ).sum(),
+}
+
+
+def test_calls_of_modules() -> None:
+    """One after the other, of the same model."""
+    plain, model = twins(Task())
+    optimizers = [AdamW(each.parameters(), lr=1e-2) for each in (plain, model)]
+    for name, loss in CALLS.items():
+        for i in range(2):
+            found = []
+            for each, optimizer in zip((plain, model), optimizers, strict=True):
+                torch.manual_seed(i)
+                found.append(loss(each, i))
+                found[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert equal(found[0].detach(), found[1].detach()), name
+            assert_same(plain, model)
+    for each in (plain, model):
+        each.eval()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert equal(plain.net(batch()["x"]), model.net(batch()["x"]))
+            assert equal(plain.head(batch()["x"]), model.head(batch()["x"]))
+
+
+class Gan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.make, self.judge = Stack(), nn.Linear(WIDTH, 1)
+
+
+def test_a_generator_and_a_critic() -> None:
+    plain, model = twins(Gan())
+    for each in (plain, model):
+        makes = AdamW(each.make.parameters(), lr=1e-2)
+        judges = AdamW(each.judge.parameters(), lr=1e-2)
+        for i in range(2):
+            inputs = batch(i)
+            made = each.make(inputs["x"])
+            (each.judge(made.detach()).mean() - each.judge(inputs["y"]).mean()).backward()
+            judges.step()
+            judges.zero_grad()
+            makes.zero_grad()
+            (-each.judge(made).mean()).backward()
+            makes.step()
+            for optimizer in (makes, judges):
+                optimizer.zero_grad()
+    assert_same(plain, model)
+
+
+def test_modules_that_came_since_and_went() -> None:
+    plain, model = twins(Task())
+    part = weakref.ref(model.net)
+    for each in (plain, model):
+        torch.manual_seed(3)
+        each.extra = nn.Linear(WIDTH, WIDTH)
+        each.net(**batch()).backward()  # takes over again
+        each.extra(batch()["x"]).sum().backward()
+    assert_same(plain, model)
+    assert "extra.weight" in streamed_names(model)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+        for each in (plain, model):
+            each.net, each.norm = nn.Identity(), nn.BatchNorm1d(WIDTH)
+        model(batch()["x"]).sum().backward()
+        optimizer.step()
+    assert not [w for w in caught if "no schedule" in str(w.message)], "not used outside"
+    gc.collect()
+    assert part() is None, "the model does not keep what was replaced"
+
+
+def test_what_stays_as_it_is() -> None:
+    """What computes a parameter, or is traced; and copies are plain."""
+    model = nn.Sequential(parametrizations.orthogonal(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 8))
+    plain, model = twins(model)
+    assert equal(plain[0].weight.detach(), model[0].weight.detach())
+    x = torch.ones(2, 8)
+    torch.export.export(model[2], (x,))
+    torch.func.vmap(model[2])(x)
+    assert not inside.streamed(model).graphs, "none of these is a call"
+    assert equal(plain(x).detach(), model(x).detach())
+    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model[2]))):
+        assert not any(inside.is_streamed(module) for module in made.modules())
+        made(x).sum().backward()
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_an_old_loss_keeps_no_model(in_backward: bool) -> None:
+    """As `merge_and_unload()` of PEFT: the inner model is taken out of the outer one. A part keeps
+    no model either, and what an old loss gives to inputs is as ever."""
+    outer: Any = nn.Sequential(Stack())
+    optimizer = AdamW(outer.parameters(), lr=1e-2)
+    given: dict[str, Any] = {"optimizer": optimizer} if in_backward else {}
+    twin = copy.deepcopy(outer)
+    megacompile(outer, device="cpu", lowering="eager", **given)
+    xs = [batch()["x"].requires_grad_() for _ in range(2)]
+    old, theirs = outer(xs[0]).sum(), twin(xs[1]).sum()
+    older = outer(batch()["x"]).sum()
+    inner, streamed = outer[0], weakref.ref(inside.streamed(outer))
+    del outer, optimizer
+    gc.collect()
+    assert streamed() is None
+    if not in_backward:  # there, the backward would update what is gone
+        theirs.backward()
+        old.backward()
+        assert equal(xs[0].grad, xs[1].grad)
+    inner.zero_grad()
+    plain = copy.deepcopy(inner)
+    plain(**batch()).backward()  # plain again
+    plain.zero_grad()
+    megacompile(inner, device="cpu", lowering="eager")
+    for each in (plain, inner):
+        stepper = AdamW(each.parameters(), lr=1e-2)
+        for i in range(2):
+            step(each, batch(i))
+            stepper.step()
+            stepper.zero_grad()
+    assert_same(plain, inner)
+    assert older.requires_grad, "it lives"
+
+
+def test_schedules_before_a_step_are_none() -> None:
+    model = megacompile(stack()[0], device="cpu")
+    assert schedules(model) == [] and schedules(model)[:1] == []
+    for index in (0, -1):
+        with pytest.raises(NoScheduleError) as error:
+            schedules(model)[index]
+        assert isinstance(error.value, IndexError) and isinstance(error.value, MegacompileError)
+    step(model, batch())
+    assert schedules(model)[0].backward is not None
+    with pytest.raises(IndexError) as plain:
+        schedules(model)[9]
+    assert not isinstance(plain.value, NoScheduleError)
+
+
+# --- after an error the next step is right
+
+
+def test_errors_leave_the_next_step_right() -> None:
+    """Each of them raises before it changes anything."""
+    plain, model = twins(stack()[0])
+    inputs = batch()
+
+    def edited() -> None:
+        loss = model(**inputs)
+        with torch.no_grad():
+            model.head.weight.mul_(1.0)
+        loss.backward()
+
+    def stepped() -> None:
+        loss = model(**inputs)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        SGD(model.parameters(), lr=0.0, momentum=0.9).step()
+        loss.backward()
+
+    def loaded() -> None:
+        loss = model(**inputs)
+        model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
+        loss.backward()
+
+    def twice() -> None:
+        loss = model(**inputs)
+        loss.backward()
+        loss.backward()
+
+    def created_graph() -> None:
+        model(**inputs).backward(create_graph=True)
+
+    for wrong in (edited, stepped, loaded, twice, created_graph):
+        with pytest.raises(MegacompileError):
+            wrong()
+        if wrong is not twice:
+            assert all(p.grad is None or not p.grad.any() for p in model.parameters()), wrong
+        for each in (plain, model):
+            each.zero_grad()
+            step(each, inputs)
+        assert_same(plain, model)
+        model.zero_grad()
+    assert megacompile(model, device="cpu", lowering="eager", lookahead=2) is model
+    assert schedules(model), "a second call with the same options changes nothing"
+
+
+# --- with the libraries
+
+
+def test_peft_merged_and_megacompiled_again() -> None:
+    peft = pytest.importorskip("peft")
+    from tests.zoo import hf_qwen2, tokens
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    plain, model = twins(peft.get_peft_model(hf_qwen2(vocab_size=64), config))
+    inputs = tokens()
+    for each in (plain, model):
+        optimizer = SGD([p for p in each.parameters() if p.requires_grad], lr=0.1)
+        for _ in range(2):
+            each(**inputs).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    old = model(**inputs).loss  # lives
+    plain, model = plain.merge_and_unload(), model.merge_and_unload()
+    del each, optimizer
+    megacompile(model, device="cpu", lowering="eager")
+    for each in (plain, model):
+        each.requires_grad_(True)
+        step(each, inputs)
+    assert_same(plain, model)
+    assert schedules(model) and old.requires_grad
+
+
+def test_lightning() -> None:
+    lightning = pytest.importorskip("lightning")
+    from torch.utils.data import DataLoader
+
+    losses: dict[bool, list[float]] = {False: [], True: []}
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net, self.head = Stack(), nn.Linear(WIDTH, WIDTH)
+
+        def training_step(self, rows: dict[str, Tensor], index: int) -> Tensor:
+            loss = F.mse_loss(self.head(self.net(rows["x"])), rows["y"])
+            losses[self.streams].append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return AdamW(self.parameters(), lr=1e-2)
+
+    whole = batch(size=12)
+    rows: Any = [{key: value[i] for key, value in whole.items()} for i in range(12)]
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    for streams in (False, True):
+        module = Module()
+        module.streams = streams
+        if streams:
+            megacompile(module, device="cpu", lowering="eager")
+        trainer = lightning.Trainer(
+            max_steps=3, accelerator="cpu", enable_model_summary=False, **quiet
+        )
+        trainer.fit(module, DataLoader(rows, batch_size=4))
+    assert losses[True] == losses[False] and len(losses[True]) == 3
+    assert len(schedules(module)) == 2
+    assert len(dict(full_parameters(module))) == len(list(module.parameters()))

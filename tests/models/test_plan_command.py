@@ -1,0 +1,421 @@
+"""`python -m megacompile plan`, called in the process: figures, what fits, what would do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from megacompile import HostMemoryError, megacompile
+from megacompile.cli import main
+from tests.configs import CONFIG, EXPERTS, Words, frozen
+
+SMALL = ("--batch", "2", "--seq", "16", "--gpu", "4090")
+WORDS, FROZEN, LONG, TOWER = (
+    f"tests.configs:{name}" for name in ("Words", "frozen", "long", "tower")
+)
+KIB, MIB = 2**10, 2**20
+
+
+def answer(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> dict[str, Any]:
+    assert main(["plan", *argv, "--json"]) == code
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
+    assert main(["plan", *argv]) == code
+    return capsys.readouterr().out
+
+
+def config(folder: Path, **changes: Any) -> str:
+    pytest.importorskip("transformers")
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    return str(folder)
+
+
+def numel(model: nn.Module) -> int:
+    return sum(param.numel() for param in model.parameters())
+
+
+def test_the_figures_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a model of transformers with experts, of which a token passes a part."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = config(tmp_path, **EXPERTS)
+    given = {**CONFIG, **EXPERTS}
+    kind = given.pop("model_type")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **given))
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    active = numel(model) - experts * 6 // 8
+    limits = ("--gpu-memory", "8MiB", "--host-memory", "1GiB", "--tokens", "3e9")
+    found = answer(capsys, folder, *SMALL, *limits)
+    plan = found["plan"]
+    assert plan["parameters"] == numel(model) and found["active_parameters"] == active
+    assert found["fits"] and plan["device"]["needed_bytes"] <= 8 * MIB
+    assert (plan["device"]["there_bytes"], plan["host"]["there_bytes"]) == (8 * MIB, 2**30)
+    states = (plan[where]["kinds"].get("optimizer states", 0) for where in ("device", "host"))
+    assert 8 * numel(model) <= sum(states) <= 8.1 * numel(model)
+    assert found["tokens_a_step"] == 32
+    assert found["tokens_per_s"] == pytest.approx(32 / found["step_s"])
+    assert found["tflop_s"] == pytest.approx(6 * active * found["tokens_per_s"] / 1e12)
+    assert found["tokens_take_s"] == pytest.approx(3e9 / found["tokens_per_s"])
+    out = printed(capsys, folder, *SMALL, "--tokens", "3e9", "--changes")
+    for words in ("MixtralForCausalLM", "RTX 4090", "2 x 16 tokens", "adamw, float32 states",
+                  "it fits on the device", "tokens/s", "TFLOP/s by 6NT", "3e09 tokens", "the plan",
+                  "what would help", "8-bit optimizer states", "active a token"):  # fmt: skip
+        assert words in out.replace("3e+09", "3e09").replace("3e9 ", "3e09 "), words
+    assert max(map(len, out.splitlines()[1:])) <= 100
+
+
+@pytest.mark.thorough
+def test_the_configs_of_the_examples_are_the_models_they_are_named_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("transformers")
+    folder = Path(__file__).parents[2] / "examples" / "configs"
+    billions = {"qwen2.5-7b": 7.62, "qwen2.5-7b-1m": 7.62, "qwen2.5-14b": 14.8}
+    for name, size in {**billions, "qwen2.5-32b": 32.8, "qwen2.5-72b": 72.7, "120b": 120.0}.items():
+        found = answer(capsys, str(folder / f"{name}.json"), "--seq", "64", "--host-memory", "9TB")
+        assert found["plan"]["parameters"] / 1e9 == pytest.approx(size, rel=5e-3)
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("tower", 32), ("Words", 32), ("fixed", None)])
+def test_functions(name: str, tokens: int | None, capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, f"tests.configs:{name}", *SMALL)
+    assert found["tokens_a_step"] == tokens
+    assert (found["tokens_per_s"] is None) == (tokens is None)
+
+
+# --- what fits
+
+TIGHT = ("--gpu-memory", "720KiB")  # most buckets are streamed
+
+
+def test_less_memory_is_slower_until_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """On the device: what lacks less than a tenth is tried nevertheless."""
+    more = answer(capsys, WORDS, *SMALL, "--gpu-memory", "64MiB")
+    less = answer(capsys, WORDS, *SMALL, *TIGHT)
+    assert more["fits"] and less["fits"] and more["step_s"] < less["step_s"]
+    assert more["plan"]["host"]["needed_bytes"] < less["plan"]["host"]["needed_bytes"]
+    refused = answer(capsys, TOWER, *SMALL, "--gpu-memory", "1KiB", code=1)
+    assert refused["why_not"][0].startswith("device memory: ") and not refused["tried"]
+    needed = refused["plan"]["device"]["needed_bytes"]
+    assert refused["plan"]["device"]["fits"] is False
+    for there in (needed * 95 // 100, needed * 85 // 100):
+        found = answer(capsys, TOWER, *SMALL, "--gpu-memory", f"{there}B", code=1)
+        assert found["tried"] == (there * 1.1 >= found["plan"]["device"]["needed_bytes"])
+        assert found["tried"] == (there > needed * 0.9)
+        assert any("tried nevertheless" in r for r in found["plan"]["reasons"]) == found["tried"]
+        assert any("more of device memory" in line for line in found["why_not"])
+    out = printed(capsys, TOWER, *SMALL, "--gpu-memory", f"{needed * 95 // 100}B", code=1)
+    assert "it may not fit" in out
+
+
+def test_what_the_host_does_not_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    """It lives on the device; where that is full too, the answer says what would do."""
+    found = answer(capsys, WORDS, *SMALL, "--gpu-memory", "8MiB", "--host-memory", "1000KiB")
+    assert found["fits"] and found["plan"]["host"]["needed_bytes"] <= 1000 * KIB
+    assert found["plan"]["device"]["kinds"]["optimizer states"] > 1000 * KIB
+    out = printed(capsys, WORDS, *SMALL, *TIGHT, "--host-memory", "2000KiB", code=1)
+    for words in ("it does NOT fit: host memory: ", "8-bit optimizer states", "of host memory",
+                  "needed", "if it did fit"):  # fmt: skip
+        assert words in out, words
+    why = answer(capsys, WORDS, *SMALL, *TIGHT, "--host-memory", "500KiB", code=1)
+    assert why["why_not"][0] == "host memory is too small", "parameters are too many at first"
+    needed = why["plan"]["host"]["needed_bytes"]  # by gradients and states behind that
+    (more,) = (line for line in why["why_not"] if " more of host memory" in line)
+    assert needed > 2 * MIB and f"{(needed - 500 * KIB) / MIB:.3g} MiB" in more
+
+
+def test_parameters_pass_through_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    """A frozen base fits on the device, and gets there by way of the host. `megacompile()` says the
+    same; so much more does, to a kibibyte, and a disk does."""
+    host = (FROZEN, *SMALL, "--host-memory")
+    found = answer(capsys, *host, "500KiB", code=1)
+    assert found["plan"]["host"]["fits"] and found["plan"]["device"]["fits"] and not found["tried"]
+    with pytest.raises(HostMemoryError) as error:
+        megacompile(frozen().to("meta"), device="cpu", host_memory="500KiB", gpu_memory="1GiB")
+    words, why = str(error.value).splitlines(), found["why_not"]
+    assert words[:3] == [f"megacompile(): {why[0]}", *why[1:3]]
+    assert words[-1] == why[-3] and [line.split()[0] for line in why[-2:]] == ["with", "with"]
+    sizes = [4 * p.numel() for p in frozen().parameters()]
+    least = -(-(sum(sizes) + max(sizes)) // KIB)
+    assert answer(capsys, *host, f"{least}KiB")["fits"]
+    assert not answer(capsys, *host, f"{least - 1}KiB", code=1)["fits"]
+    disk = ("--disk", "/absent", "--disk-rates", "1/1", "--disk-memory", "16MiB")
+    assert answer(capsys, *host, "500KiB", *disk)["fits"]
+    assert answer(capsys, *host, "500KiB", *disk, "--disk-weights")["fits"]
+
+
+def test_options_of_the_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
+    """What the states take, wherever they lie."""
+
+    def states(*options: str) -> dict[str, int]:
+        plan = answer(capsys, WORDS, *SMALL, "--update-in-backward", *options)["plan"]
+        kinds: dict[str, int] = dict(plan["host"]["kinds"])
+        for kind, size in plan["device"]["kinds"].items():
+            kinds[kind] = kinds.get(kind, 0) + size
+        return kinds
+
+    size = numel(Words())
+    bf16 = ("--dtype", "bfloat16")
+    for options, bytes_each in (((), 8), (("--state-dtype", "same", *bf16), 4),
+                                (("--optimizer", "momentum"), 4)):  # fmt: skip
+        assert states(*options)["optimizer states"] == pytest.approx(bytes_each * size, rel=0.02)
+    assert "optimizer states" not in states("--optimizer", "sgd")
+    in_8_bits = states("--state-dtype", "int8")["optimizer states"]
+    assert 2 * size * (1 + 4 / 256) <= in_8_bits < 2.5 * size  # small ones have float32 states
+    masters = states("--compute-dtype", "bfloat16")
+    assert masters["parameters"] + masters.get("masters", 0) >= 4 * size
+
+
+def test_sweep_finds_the_best_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("plan", TOWER, "--seq", "64", "--sweep", "batch", "--gpu-memory", "150KiB")
+    assert main([*argv, "--json"]) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    batches = [each["batch"] for each in found["sweep"]]
+    assert batches == [2**k for k in range(len(batches))] and len(batches) > 2
+    assert captured.err.count("batch ") == len(batches), "each is said when it is known"
+    fitting = [each for each in found["sweep"] if each["fits"]]
+    assert found["tokens_per_s"] == max(each["tokens_per_s"] for each in fitting)
+    assert not found["sweep"][-1]["fits"] or len(fitting) == len(batches)
+    assert main([*argv]) == 0
+    out = capsys.readouterr().out
+    assert f"{found['batch']} x 64 tokens a step" in out
+    assert "tokens/s" in out.splitlines()[-len(batches) - 1]
+
+
+# --- other machines
+
+
+def test_a_slower_link_makes_a_step_longer(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = (WORDS, *SMALL, *TIGHT)
+    sheet, fast, slow = (
+        answer(capsys, *argv, *link)["plan"] for link in ((), ("--link", "1"), ("--link", "0.1"))
+    )
+    assert sheet["step_s"] < fast["step_s"] < slow["step_s"]
+    assert next(iter(slow["bounds"])) in ("h2d", "d2h")
+    copies = {stream["stream"]: stream["predicted_s"] for stream in slow["streams"]}
+    assert copies["h2d"] >= 0.8 * 4 * numel(Words()) / 0.1e9
+    assert sheet["hardware"] == "NVIDIA GeForce RTX 4090"
+    assert slow["hardware"].endswith("0.1 GB/s")
+
+
+def test_ranks_exchange_over_the_link_that_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where their GPUs have no other interconnect, and unless that is given too."""
+    argv = (WORDS, *SMALL, "--gpus", "2", "--gpu-memory", "900KiB")
+    found = [
+        answer(capsys, *argv, *options)["plan"]
+        for options in ((), ("--link", "1"), ("--link", "1", "--interconnect", "0.01"))
+    ]
+    steps = [plan["step_s"] for plan in found]
+    assert steps == sorted(steps) and len(set(steps)) == 3
+    assert any("gathered" in reason for reason in found[0]["reasons"]), "it says how weights come"
+
+
+def test_page_locked_memory_is_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    """Needed, available, what stays pageable, its price, and what more would buy."""
+    argv = (WORDS, *SMALL, *TIGHT, "--host-memory", "64MiB", "--link", "0.01")
+    free, short, none, enough = (
+        answer(capsys, *argv, *flags)["plan"]
+        for flags in (
+            (),
+            ("--page-locked", "1MiB"),
+            ("--page-locked", "0"),
+            ("--page-locked", "0.9"),
+        )
+    )
+    needed = short["host"]["needed_bytes"]
+    assert free["page_locked"] is None and needed > 2 * MIB
+    assert short["page_locked"]["needed_bytes"] == needed
+    assert short["page_locked"]["there_bytes"] == MIB and short["page_locked"]["fits"] is False
+    assert free["step_s"] == enough["step_s"] < short["step_s"] < none["step_s"]
+    assert short["pageable_s"] == pytest.approx(short["step_s"] - free["step_s"])
+    assert enough["pageable_s"] == free["pageable_s"] == 0.0
+    names = [change["name"].split(" (")[0] for change in short["budgets"]]
+    assert names == ["device memory", "host memory", "page-locked memory"]
+    for each in (short, none):
+        change = each["budgets"][2]
+        assert each["step_s"] > change["step_s"] > each["step_s"] - each["pageable_s"]
+        assert change["gain"] == pytest.approx(each["step_s"] / change["step_s"] - 1)
+    assert len(enough["budgets"]) == 2 and enough["page_locked"]["fits"] is True
+    out = printed(capsys, *argv, "--page-locked", "1MiB")
+    (head,) = (line for line in out.splitlines() if line.startswith("memory  "))
+    assert head.split() == ["memory", "device", "host", "page-locked"]
+    assert "pageable" in out and "page-locked memory (+" in out
+
+
+LESS = ("--gpu-memory", "1600KiB")
+DISK = ("--disk", "/absent/scratch", "--disk-rates", "0.1/0.1", "--update-in-backward")
+
+
+def test_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without it the host is too small, and the answer says how much of a disk would do. A tenth
+    more of each budget is tried, and ranks of one host have a part of it each."""
+    argv = (LONG, *SMALL, *LESS, "--host-memory", "3MiB", "--update-in-backward")
+    without = answer(capsys, *argv, code=1)
+    assert any(line.startswith("with disk= it would fit: ") for line in without["why_not"])
+    there = (*argv, *DISK[:4], "--disk-memory", "1GiB")
+    found = answer(capsys, *there)["plan"]
+    needed = found["disk"]["needed_bytes"]
+    assert 0 < needed <= found["disk"]["there_bytes"] == 2**30 and found["disk"]["fits"]
+    assert found["host"]["needed_bytes"] <= found["host"]["there_bytes"] == 3 * MIB
+    assert any(stream["stream"] == "read" for stream in found["streams"])
+    names = [change["name"].split(" (")[0] for change in found["budgets"]]
+    assert names == ["device memory", "host memory", "disk memory", "rate of the disk"]
+    assert found["budgets"][3]["gain"] > 0.01
+    refused = answer(capsys, *argv, *DISK[:4], "--disk-memory", "8KiB", code=1)
+    assert any("more of the disk" in line for line in refused["why_not"])
+    out = printed(capsys, *there)
+    table = out[out.index("memory  ") :].split("\n\n")[0].splitlines()
+    assert table[0].split() == ["memory", "device", "host", "disk"]
+    assert [line.split()[0] for line in table[-2:]] == ["needed", "available"]
+    assert len(out.splitlines()) <= 45
+    unused = answer(capsys, LONG, *SMALL, *LESS, *DISK, "--host-memory", "1GiB",
+                    "--disk-memory", "16MiB")["plan"]  # fmt: skip
+    assert not unused["disk"]["needed_bytes"]
+    assert not any("disk" in change["name"] for change in unused["budgets"])
+    ranks = answer(capsys, *there, "--gpus", "2")
+    assert ranks["plan"]["disk"]["there_bytes"] == 2**29
+
+
+def test_tiles_that_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "in 2 tiles" in printed(capsys, TOWER, *SMALL, "--tiles", "2")
+
+
+@pytest.mark.thorough
+def test_tiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where it does not fit otherwise."""
+    folder = config(tmp_path, intermediate_size=512, max_position_embeddings=16384)
+    long = ("--batch", "1", "--seq", "16384", "--gpu", "h200", "--gpu-memory")
+    whole, cut = (printed(capsys, folder, *long, memory) for memory in ("120MiB", "80MiB"))
+    assert " tiles" not in whole and "in 4 tiles" in cut
+
+
+# --- mistakes: one line on stderr, and code 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["nowhere.json"], "'nowhere.json'"),
+        (["nowhere"], "package.module:function"),
+        (["no_such_module:f"], "cannot import no_such_module"),
+        (["tests.configs:missing"], "'missing'"),
+        (["tests.configs:nothing"], "got int; needed a torch.nn.Module"),
+        (["tests.configs:broken"], "ValueError: no such"),
+        (["tests.configs:breaking"], "cannot be captured"),
+        (["tests.configs:fixed", "--sweep", "batch"], "batch and seq"),
+        ([TOWER, "--float8", "rowwise"], "--float8 rowwise"),
+        (["CONFIG", "--gpu", "a100", "--float8", "rowwise"], "A100"),
+        (["CONFIG", "--gpu", "tpu"], "--gpu tpu: needed one of h200, h100"),
+        ([TOWER, "--gpu-memory", "24"], "--gpu-memory 24: needed a size"),
+        ([TOWER, "--gpu-memory", "much"], "--gpu-memory much: needed a size"),
+        ([TOWER, "--host-memory", "1.5"], "--host-memory 1.5: needed a size"),
+        ([TOWER, "--host-memory", "0.5"], "of what?"),
+        ([TOWER, "--batch", "0"], "--batch 0: needed 1 or more"),
+        ([TOWER, "--tiles", "0"], "--tiles 0: needed 1 or more"),
+        ([TOWER, "--gpus", "2", "--interconnect", "0"], "--interconnect 0"),
+        ([TOWER, "--hosts", "2"], "--hosts 2"),
+        ([TOWER, "--gpus", "2", "--network", "1"], "--network 1"),
+        (["CONFIG", "--seq", "128"], "max_position_embeddings 64"),
+        (["EMPTY"], "model_type"),
+        (["TEXT"], "is no JSON"),
+        (["UNKNOWN"], "'qwen33'; nearest: qwen3, "),
+        (["model.Q4_K_M.gguf"], "GGUF"),
+        (["model.safetensors"], "weights"),
+        (["FOLDER"], ".gguf"),
+        *(
+            ([TOWER, f"--link={link}"], f"--link {link}: needed GB/s")
+            for link in ("0", "-1", "nan", "inf", "fast", "25GB", "")
+        ),
+        *(
+            ([TOWER, f"--page-locked={size}"], f"--page-locked {size}: ")
+            for size in ("much", "1.5", "0GiB", "-1GiB", "0.5")
+        ),
+        ([TOWER, "--disk-memory", "1GiB"], "--disk-memory 1GiB: of what?"),
+        ([TOWER, "--disk-rates", "2/2"], "--disk-rates 2/2: of what?"),
+        ([TOWER, "--disk", "/absent"], "no such folder"),
+        ([TOWER, *DISK[:2], "--disk-memory", "1GiB", "--disk-rates", "fast"], "--disk-rates fast"),
+        ([TOWER, *DISK[:2], "--disk-memory", "1GiB", "--disk-rates", "2/-1"], "--disk-rates 2/-1"),
+        ([TOWER, *DISK[:4], "--disk-memory", "0.5"], "--disk-memory 0.5: of what?"),
+        ([TOWER, "--disk-weights"], "--disk-weights: where?"),
+        ([TOWER, "--disk-saved"], "--disk-saved: where?"),
+        ([TOWER, "DISK", "--disk-weights", "--compute-dtype", "bfloat16"], "masters"),
+        ([TOWER, "DISK", "--disk-weights", "--gpus", "2"], "--gpus"),
+        ([TOWER, "DISK", "--disk-saved", "--activations", "keep"], "--activations keep"),
+        ([TOWER, "--disk", "THERE"], "hardware --disk"),
+    ],
+)
+def test_errors_are_one_line_and_code_2(
+    argv: list[str],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # nobody has measured a disk
+    names = {"THERE": [str(tmp_path)], "DISK": [*DISK[:4], "--disk-memory", "1GiB"]}
+    texts = {"CONFIG": json.dumps(CONFIG), "EMPTY": "{}", "TEXT": "hello"}
+    for name, text in {**texts, "UNKNOWN": '{"model_type": "qwen33"}'}.items():
+        (tmp_path / f"{name}.json").write_text(text)
+        names[name] = [str(tmp_path / f"{name}.json")]
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "model.gguf").touch()
+    names["FOLDER"] = [str(tmp_path / "weights")]
+    if names.keys() & {*argv} & {*texts, "UNKNOWN"}:
+        pytest.importorskip("transformers")
+    assert main(["plan", *(part for arg in argv for part in names.get(arg, [arg]))]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("megacompile plan: ") and words in error and error.count("\n") == 1
+
+
+def test_without_the_packages_that_a_config_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import importlib.util
+    import sys
+
+    folder = config(tmp_path)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torchao" else find(name)
+    )
+    assert main(["plan", folder, "--float8", "tensorwise"]) == 2
+    assert "pip install torchao" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["plan", folder]) == 2
+    assert "pip install transformers" in capsys.readouterr().err
+
+
+def test_an_error_of_transformers_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of several lines, where the last ones say what was wrong with which field."""
+    folder = config(tmp_path)
+    from transformers import AutoConfig
+
+    said = "Validation error for field 'hidden_size':\n  expected int, got str"
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise ValueError(said)
+
+    monkeypatch.setattr(AutoConfig, "for_model", refuse)
+    assert main(["plan", folder, *SMALL]) == 2
+    assert capsys.readouterr().err.endswith(f"transformers: ValueError: {said}\n")
+
+
+def test_the_list_of_model_types_is_that_of_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is read as text: a process that has not imported transformers knows them all."""
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text('{"model_type": "lama"}')
+    assert main(["plan", str(tmp_path)]) == 2
+    nearest = capsys.readouterr().err.strip().partition("nearest: ")[2].split(", ")
+    assert len(nearest) == 3 and "llama" in nearest

@@ -1,0 +1,499 @@
+"""Kernels of ATen graphs, what they move, need and take: against what can be counted by hand."""
+
+from __future__ import annotations
+
+import math
+import operator
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megacompile import compat, megacompile, schedules
+from megacompile.cost.aten import flops_of
+from megacompile.cost.fusion import analyse
+from megacompile.cost.hardware import H200, Hardware
+from megacompile.cost.kernels import Analysis, Kernel, Kind
+from megacompile.cost.ops import analysis_of, compute_s, node_s, work_of
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import Code
+
+UNIT = Hardware("unit", 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0)  # 1 TFLOP/s, 1 GB/s
+HALF = torch.bfloat16
+N = 64
+SQUARE = N * N * 2  # bytes of a (64, 64) bf16 matrix
+
+
+@torch.library.custom_op("tests::packed_mm", mutates_args=())
+def packed_mm(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """A product with weights of which two lie in each number, that no registry knows."""
+    return x.new_zeros(x.shape[0], 2 * packed.shape[0])
+
+
+packed_mm.register_fake(lambda x, packed: x.new_empty(x.shape[0], 2 * packed.shape[0]))
+
+
+def test_products_with_packed_weights_are_counted() -> None:
+    graph = traced(packed_mm, (8, N), (N, N))
+    (node,) = [node for node in graph.nodes if "packed_mm" in str(node.target)]
+    assert flops_of(node) == 2 * 8 * 2 * N * N
+
+
+def test_products_with_packed_weights_unpack_them_first() -> None:
+    """bf16, whole, for as long as the product runs; those with whole weights need nothing."""
+    packed = found(packed_mm, (8, N), (N, N))
+    (kernel,) = [each for each in packed.kernels if each.kind is Kind.PRODUCT]
+    taken, given, unpacked = 8 * N * 2, 8 * 2 * N * 2, N * 2 * N * 2
+    assert packed.peak_bytes == unpacked + given
+    assert kernel.size_bytes == taken + SQUARE + given + 2 * unpacked
+    whole = found(packed_mm, (8, N), (N, 2 * N))  # as many numbers as weights
+    assert whole.peak_bytes == given
+
+
+def traced(
+    function: Callable[..., Any],
+    *shapes: tuple[int, ...],
+    dtype: Any = HALF,
+    decomposed: bool = True,
+) -> fx.Graph:
+    """The ATen graph of a function, as the passes trace it for Inductor, or as it stands."""
+    with compat.fake_mode():
+        inputs = [torch.empty(shape, dtype=dtype) for shape in shapes]
+        decompositions = compat.inductor_decompositions() if decomposed else {}
+
+        def flat(primals: Any, tangents: Any) -> Any:
+            found = function(*primals)
+            return found if isinstance(found, (tuple, list)) else (found,)
+
+        return compat.trace(flat, inputs, [], decompositions).graph
+
+
+def found(function: Callable[..., Any], *shapes: tuple[int, ...], **options: Any) -> Analysis:
+    return analyse(traced(function, *shapes), **options)
+
+
+def sizes(analysis: Analysis) -> list[int]:
+    return [kernel.size_bytes for kernel in analysis.kernels]
+
+
+CAST = torch.float8_e4m3fn
+CHAIN = ((N, N),)
+BOTH = ((N, N), (N, N))
+KERNELS: list[tuple[Callable[..., Any], tuple[tuple[int, ...], ...], list[int]]] = [
+    (lambda x: (x * 2 + 1).relu().exp(), CHAIN, [2 * SQUARE]),  # a chain is one
+    (lambda x, w: ((x * 2) @ w).relu(), BOTH, [2 * SQUARE, 3 * SQUARE, 2 * SQUARE]),
+    # both elementwise kernels read x; the second cannot begin before the product is done
+    (lambda x, w: ((x * 2) @ w) + x, BOTH, [2 * SQUARE, 3 * SQUARE, 3 * SQUARE]),
+    (lambda x, w: (x.view(N, N) @ w.t()).reshape(N * N), ((N * N,), (N, N)), [3 * SQUARE]),
+    (lambda x: x / x.sum(-1, keepdim=True), CHAIN, [2 * SQUARE]),  # a norm reads its input once
+    (lambda x: (x.sum(-1), x.sum(0)), CHAIN, [SQUARE + N * 2] * 2),  # sums over columns do not
+    (lambda x: x[: N // 2] * 2, CHAIN, [SQUARE]),
+    # a scale for each row is found in the kernel that casts
+    (lambda x: (x / x.abs().amax(1, keepdim=True)).to(CAST), CHAIN, [SQUARE + SQUARE // 2]),
+]
+
+
+@pytest.mark.parametrize(("function", "shapes", "wanted"), KERNELS)
+def test_what_kernels_move(function: Any, shapes: Any, wanted: list[int]) -> None:
+    analysis = found(function, *shapes)
+    assert sizes(analysis) == wanted
+    products = [kernel for kernel in analysis.kernels if kernel.kind is Kind.PRODUCT]
+    assert all(k.flops == 2 * N**3 and not k.instructions for k in products)
+    assert {k.itemsize for k in products} <= {HALF.itemsize}
+    assert len(found(function, *shapes, fused=False).kernels) >= len(wanted)
+
+
+def test_a_gather_reads_what_it_takes() -> None:
+    def lookup(weight: torch.Tensor) -> torch.Tensor:
+        index = torch.zeros(4, dtype=torch.int64)
+        return nn.functional.embedding(index, weight)
+
+    analysis = found(lookup, (100 * N, N))
+    assert sum(sizes(analysis)) < 4 * N * 2 * 3
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_what_is_put_by_an_index_is_written_where_it_goes(accumulate: bool) -> None:
+    graph = fx.Graph()
+    base, index, values = (graph.placeholder(name) for name in ("base", "index", "values"))
+    base.meta["val"] = torch.empty(100 * N, N, dtype=HALF, device="meta")
+    index.meta["val"] = torch.empty(N, dtype=torch.int64, device="meta")
+    values.meta["val"] = torch.empty(N, N, dtype=HALF, device="meta")
+    node = graph.call_function(
+        torch.ops.aten.index_put.default, (base, [index], values, accumulate)
+    )
+    node.meta["val"] = base.meta["val"]
+    graph.output(node)
+    (kernel,) = analyse(graph).kernels
+    whole = 2 * 100 * SQUARE  # which is copied
+    assert kernel.size_bytes == whole + 3 * SQUARE + 8 * N
+
+
+def test_values_behind_one_that_is_none_are_themselves() -> None:
+    graph = fx.Graph()
+    grad, x, weight = (graph.placeholder(name) for name in ("grad", "x", "weight"))
+    grad.meta["val"] = torch.empty(1, N, N, N, dtype=HALF, device="meta")
+    x.meta["val"] = torch.empty(1, 3, N, N, dtype=HALF, device="meta")
+    weight.meta["val"] = torch.empty(N, 3, 1, 1, dtype=HALF, device="meta")
+    options = ([0], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, True])
+    node = graph.call_function(
+        torch.ops.aten.convolution_backward.default, (grad, x, weight, *options)
+    )
+    node.meta["val"] = (None, weight.meta["val"], torch.empty(N, dtype=HALF, device="meta"))
+    items = [graph.call_function(operator.getitem, (node, index)) for index in (1, 2)]
+    for item, index in zip(items, (1, 2), strict=True):
+        item.meta["val"] = node.meta["val"][index]
+    graph.output(tuple(items))
+    of_weight, of_bias = analyse(graph).returned
+    assert of_weight is not None and of_weight.size_bytes == 2 * 3 * N
+    assert of_bias is not None and of_bias.size_bytes == 2 * N
+
+
+def test_attention_counts_half_where_it_is_causal() -> None:
+    def attention(causal: bool) -> Callable[..., Any]:
+        return lambda q, k, v: nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    shape = (2, 4, 128, 32)
+    whole = found(attention(False), shape, shape, shape)
+    (kernel,) = [k for k in whole.kernels if k.kind is Kind.ATTENTION]
+    assert kernel.flops == 2 * (2 * 2 * 4 * 128 * 128 * 32)
+    assert found(attention(True), shape, shape, shape).work.flops == kernel.flops // 2
+
+
+def attention_gradients(q: Any, k: Any, v: Any) -> Any:
+    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    out = nn.functional.scaled_dot_product_attention(*inputs)
+    return torch.autograd.grad(out.sum(), inputs)
+
+
+def test_attention_backward_has_five_products() -> None:
+    shape = (2, 4, 128, 32)
+    analysis = found(attention_gradients, shape, shape, shape)
+    product = 2 * 2 * 4 * 128 * 128 * 32
+    flops = [k.flops for k in analysis.kernels if k.kind is Kind.ATTENTION]
+    assert flops == [2 * product, 5 * product]
+
+
+def test_attention_backward_adds_up_the_queries_gradients_in_float32() -> None:
+    shape = (2, 4, 128, 32)
+    size = 2 * 4 * 128 * 32
+    graphs = [
+        traced(attention_gradients, shape, shape, shape, dtype=dtype)
+        for dtype in (HALF, torch.float32)
+    ]
+    halves, wholes = (analyse(graph).peak_bytes for graph in graphs)
+    assert halves > 4 * size + 3 * 2 * size  # and the three gradients
+    assert wholes - halves >= 3 * 2 * size
+
+
+def test_attention_comes_closer_to_its_rate_the_longer_its_sequences_are() -> None:
+    reached = []
+    for length in (64, 1024, 16384):
+        analysis = found(attention_gradients, *3 * [(1, 1, length, 8)])
+        reached += [{k.reached for k in analysis.kernels if k.kind is Kind.ATTENTION}]
+    assert [len(each) for each in reached] == [1, 1, 1]
+    shares = [each.pop() for each in reached]
+    assert 0 < shares[0] < 0.1 and 0.5 < shares[1] < 0.6 and 0.9 < shares[2] < 1
+    machine = UNIT.replace(attention_share=0.5, memory_gb_s=1e9)
+    half = Kernel("k", Kind.ATTENTION, 10**12, 0, True, reached=0.5).seconds(machine)
+    assert half == pytest.approx(4.0)
+
+
+def test_peak_memory_by_hand() -> None:
+    # x @ w, relu (in place of it), @ w: two products' results at once
+    analysis = found(lambda x, w: (x @ w).relu() @ w, (N, N), (N, N))
+    assert analysis.peak_bytes == 2 * SQUARE
+    kept = found(lambda x, w: [a := x @ w, b := a @ w, b @ a], (N, N), (N, N))
+    assert kept.peak_bytes == 3 * SQUARE
+
+
+def test_a_fused_kernel_holds_all_that_its_nodes_read_and_write() -> None:
+    """Inductor makes one kernel of both sums and the product that reads them. So four products'
+    results are there when it runs; it writes into two of them, and one result is beside them."""
+
+    def gated(*weights: torch.Tensor) -> list[torch.Tensor]:
+        x, a, b, c, d = weights
+        up, gate = x @ a + x @ b, x @ c + x @ d
+        return [up, gate, up * gate]
+
+    assert found(gated, *[(N, N)] * 5).peak_bytes == 5 * SQUARE
+    eager = found(gated, *[(N, N)] * 5, fused=False)
+    assert eager.peak_bytes == 4 * SQUARE  # up, and x @ c + x @ d with both of its terms
+
+
+def test_what_two_nodes_of_a_kernel_read_is_not_written_into() -> None:
+    def twice(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x @ w
+        return y.exp() @ w + y.sin() @ w
+
+    assert found(twice, (N, N), (N, N)).peak_bytes == 3 * SQUARE  # y and both that are made of it
+
+
+def test_what_stays_within_a_kernel_takes_no_memory_there() -> None:
+    """The sum is realized because it is a reduction; its readers share its kernel."""
+    wide = found(lambda x, w: (x @ w) * (x @ w).sum(-1, keepdim=True).exp(), (N, N), (N, N))
+    assert wide.peak_bytes <= 2 * SQUARE + 2 * N
+
+
+@pytest.mark.parametrize("work", ["chain", "gated", "packed", "norm"])
+def test_without_fusion_the_peak_is_what_lives_at_once(work: str) -> None:
+    """Nodes run one after another, results beside what they read: counted as they run."""
+
+    def run(x: torch.Tensor, w: torch.Tensor, packed: torch.Tensor) -> Any:
+        if work == "chain":
+            return (x * 2 + 1).relu().exp()
+        if work == "gated":
+            return nn.functional.silu(x @ w) * (x @ w)
+        if work == "packed":
+            return packed_mm(packed_mm(x, packed).relu(), packed) + x
+        return nn.functional.layer_norm(x @ w, (N,)) @ w
+
+    shapes = (N, N), (N, N), (N // 2, N)
+    graph = traced(run, *shapes, decomposed=False)
+    counted = Counted()
+    given = [torch.zeros(shape, dtype=HALF) for shape in shapes]
+    with counted:
+        fx.Interpreter(fx.GraphModule({}, graph)).run(*given)
+    inside = SQUARE if work == "packed" else 0  # of weights, which this kernel does not make
+    found_bytes = analyse(graph, fused=False).peak_bytes
+    assert counted.peak_bytes <= found_bytes <= counted.peak_bytes + inside
+
+
+@torch.library.custom_op("tests::scales", mutates_args=())
+def scales(packed: torch.Tensor) -> torch.Tensor:
+    """Looks elementwise, but Inductor cannot look into it."""
+    return packed.clone()
+
+
+scales.register_fake(lambda packed: torch.empty_like(packed))
+
+
+def test_operators_of_other_packages_are_not_fused() -> None:
+    """What they take and what they give is in memory."""
+
+    def unpacked(packed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return x.mm(scales(scales(packed * 2) + 1))
+
+    analysis = found(unpacked, (N, N), (N, N))
+    assert len(analysis.kernels) == 5  # * 2, scales, + 1, scales, the product
+    assert analysis.peak_bytes == 2 * SQUARE
+
+    def both(packed: torch.Tensor) -> torch.Tensor:
+        first, second = scales(packed), scales(packed)
+        return torch.add(first.exp(), second.exp())
+
+    assert found(both, (N, N)).peak_bytes == 2 * SQUARE  # before, they were part of the sum
+
+
+def test_a_chunk_of_logits_is_there_while_a_head_is_computed() -> None:
+    rows, classes, chunk = 512, 1000, 256
+    with compat.fake_mode():
+        hidden, weight = torch.empty(rows, N, dtype=HALF), torch.empty(classes, N, dtype=HALF)
+        target = torch.empty(rows, dtype=torch.int64)
+
+        def head(primals: Any, tangents: Any) -> Any:
+            hidden, weight, target = primals
+            flags = (-100, 0.0, chunk, True, False, False)
+            found = torch.ops.megacompile.linear_cross_entropy(
+                hidden, weight, None, target, None, *flags
+            )
+            return found[:2]
+
+        graph = compat.trace(head, [hidden, weight, target], [], {}).graph
+    gradient = rows * N * 4
+    assert analyse(graph).peak_bytes == gradient + 4 + chunk * classes * 2
+
+
+class Counted(TorchDispatchMode):
+    """The most bytes that live at once of what is made while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = self.peak_bytes = 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+            storage = tensor.untyped_storage()
+            if not func.is_view and storage._cdata not in self.seen:
+                self.seen.add(storage._cdata)
+                self.live_bytes += storage.nbytes()
+                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return made
+
+    def _gone(self, key: int, size_bytes: int) -> None:
+        self.seen.discard(key)
+        self.live_bytes -= size_bytes
+
+
+def test_returned_memory_is_shared_by_views() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> Any:
+        y = x @ w
+        return y, y.view(-1), x.t()
+
+    first, second, third = found(function, (N, N), (N, N)).returned
+    assert first is not None and second is not None and third is not None
+    assert first.memory == second.memory >= 0
+    assert third.memory == -1  # the first input's
+    assert first.size_bytes == SQUARE
+
+
+# --- instructions
+
+
+def of_one(function: Callable[..., Any], *shapes: tuple[int, ...]) -> int:
+    """Instructions for a number, of the last kernel of a function of bf16 tensors; 1.5 a byte that
+    is read or written are left out."""
+    kernel = found(function, *shapes).kernels[-1]
+    numbers = max(math.prod(shape) for shape in shapes)
+    return round((kernel.instructions - 1.5 * kernel.size_bytes) / numbers)
+
+
+def test_slow_functions_take_more_instructions() -> None:
+    assert of_one(lambda x: x + 1, (N, N)) == 1
+    assert of_one(lambda x: x.exp(), (N, N)) == 12
+    assert of_one(lambda x, y: x / y, (N, N), (N, N)) == 12
+    assert of_one(lambda x: x / 3, (N, N)) == 1  # which is a product
+    assert of_one(lambda x: x.float().clamp(0, 1).to(torch.float8_e4m3fn), (N, N)) == 1 + 4 + 4
+
+
+def test_a_part_of_a_value_is_computed_where_it_is_read() -> None:
+    def halves(x: torch.Tensor) -> torch.Tensor:
+        left, right = x.exp().chunk(2, dim=-1)
+        return left + right
+
+    (kernel,) = found(halves, (N, N)).kernels
+    assert kernel.instructions > 12 * N * N
+
+
+def test_every_kernel_that_reads_a_value_computes_it() -> None:
+    """What is reduced to one number, and used behind that, is computed in both kernels."""
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        return y * y.abs().amax()
+
+    first, second = found(cast, (N, N)).kernels
+    assert min(first.instructions, second.instructions) > 12 * N * N
+
+
+@pytest.mark.parametrize(("length", "passes"), [(1024, 1), (1025, 2)])
+def test_long_rows_are_gone_over_twice(length: int, passes: int) -> None:
+    def normed(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        return y - y.sum(-1, keepdim=True)
+
+    (kernel,) = found(normed, (N, length)).kernels
+    a_number = 12 + 1 + 1 + 1.5 * 4  # exp, sum, sub; two bytes are read, two written
+    assert kernel.instructions == passes * a_number * N * length
+
+
+# --- columns
+
+
+@pytest.mark.parametrize(
+    ("columns", "reached"), [(8447, 1.0), (8448, 8448 / 95000), (19000, 0.2), (95000, 1.0)]
+)
+def test_columns_whose_rows_are_not_split_are_read_slowly(columns: int, reached: float) -> None:
+    (kernel,) = found(lambda x: x.abs().amax(0), (64, columns)).kernels
+    assert kernel.reached == reached
+    assert kernel.seconds(UNIT) == pytest.approx(kernel.size_bytes / reached / 1e9)
+    (kernel,) = found(lambda x: x.abs().amax(1), (64, columns)).kernels
+    assert kernel.reached == 1.0
+
+
+def test_kernels_of_eager_code_are_not_inductors() -> None:
+    *_, last = found(lambda x: x.abs().amax(0), (64, 19000), fused=False).kernels
+    assert last.reached == 1.0
+
+
+# --- seconds
+
+
+def test_the_slower_of_rate_and_bandwidth_counts() -> None:
+    assert Kernel("k", Kind.PRODUCT, 10**12, 10**6, 2).seconds(UNIT) == pytest.approx(1.0)
+    assert Kernel("k", Kind.PRODUCT, 10**6, 10**9, 2).seconds(UNIT) == pytest.approx(1.0)
+    many = UNIT.replace(matmul32_tflop_s=2.0)  # two operations in an instruction
+    issued = Kernel("k", Kind.MEMORY, 0, 10**9, 2, instructions=3 * 10**12).seconds(many)
+    assert issued == pytest.approx(3.0)
+    launch = UNIT.replace(launch_s=0.5)
+    assert Kernel("k", Kind.MEMORY, 0, 10**9, 2).seconds(launch) == pytest.approx(1.5)
+
+
+def test_rates_are_of_the_dtype_and_the_kind() -> None:
+    machine = UNIT.replace(
+        matmul32_tflop_s=0.5, sustained=0.8, attention_share=0.25, memory_gb_s=1e9
+    )
+    with_fp8 = machine.replace(matmul8_tflop_s=2.0)
+    work = 10**12
+    seconds = [
+        Kernel("k", Kind.PRODUCT, work, 0, 2).seconds(machine),
+        Kernel("k", Kind.PRODUCT, work, 0, 4).seconds(machine),
+        Kernel("k", Kind.ATTENTION, work, 0, 2).seconds(machine),
+        Kernel("k", Kind.PRODUCT, work, 0, 1).seconds(with_fp8),
+        Kernel("k", Kind.PRODUCT, work, 0, 1).seconds(machine),  # without kernels for it
+    ]
+    assert seconds == pytest.approx([1 / 0.8, 2 / 0.8, 4.0, 0.5 / 0.8, 1 / 0.8])
+
+
+def fp8_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """`x @ w.t()` in fp8, with a scale for each of both that is of the whole tensor."""
+    cast = []
+    for each in (x, w):
+        scale = 448.0 / each.abs().max().float()
+        cast.append(((each.float() * scale).to(torch.float8_e4m3fn), scale.reciprocal()))
+    (a, a_scale), (b, b_scale) = cast
+    return compat.SCALED_MM(a, b.t(), a_scale, b_scale, out_dtype=HALF)
+
+
+def test_an_fp8_product_is_counted() -> None:
+    """Each factor is read for its scale, then again to be cast; the product reads what was cast."""
+    kernels = found(fp8_product, (N, N), (N, N)).kernels
+    *casts, product = kernels
+    assert (product.kind, product.itemsize, product.flops) == (Kind.PRODUCT, 1, 2 * N**3)
+    numbers = 4 + 4  # bytes of two scales
+    assert product.size_bytes == SQUARE // 2 + SQUARE // 2 + SQUARE + numbers
+    read_twice_and_written = 2 * (2 * SQUARE + SQUARE // 2)
+    assert sum(k.size_bytes for k in casts) == pytest.approx(read_twice_and_written, rel=0.01)
+
+
+# --- templates and nodes
+
+
+@pytest.fixture(scope="module")
+def trained() -> Schedule:
+    model = megacompile(nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), device="cpu")
+    model(torch.randn(8, 32)).sum().backward()
+    return schedules(model)[0]
+
+
+def test_work_of_a_linear_layer_is_its_matrix_products(trained: Schedule) -> None:
+    stage = trained.stages[1]
+    product = 2 * 8 * 32 * 32
+    assert work_of(stage.traced, Code.FORWARD).flops == product
+    assert work_of(stage.traced, Code.BACKWARD).flops == 2 * product
+
+
+def test_an_analysis_is_made_once(trained: Schedule) -> None:
+    template = trained.stages[1].traced
+    assert analysis_of(template, Code.FORWARD) is analysis_of(template, Code.FORWARD)
+    eager = analysis_of(template, Code.BACKWARD, fused=False)
+    assert eager is analysis_of(template, Code.BACKWARD, fused=False)
+    assert eager is not analysis_of(template, Code.BACKWARD)
+
+
+def test_nodes_take_what_their_template_does(trained: Schedule) -> None:
+    for graph in trained.graphs.values():
+        for node in ops.nodes_of(graph, ops.forward, ops.recompute, ops.backward):
+            template = ops.arguments(node)[0].traced
+            assert node_s(node, H200) == compute_s(template, ops.code_of(node), H200)
+        for node in ops.nodes_of(graph, ops.begin, ops.reuse, ops.free):
+            assert node_s(node, H200) == 0.0

@@ -1,0 +1,211 @@
+"""The way back from a step's end: on timelines by hand, and against what the simulation knows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megacompile.cost.hardware import Hardware
+from megacompile.cost.optimizer import OptimizerCost
+from megacompile.cost.simulate import simulate
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stream import Stream
+from megacompile.tracing import critical_path
+from megacompile.tracing.describe import describe
+from megacompile.tracing.prediction import predicted_steps
+from megacompile.tracing.timeline import (
+    HOST,
+    Run,
+    Span,
+    Timeline,
+    cut,
+)
+from tests.draws import drawn
+from tests.zoo import Stack, scheduled
+
+MODEL = "Stack"
+
+
+def made(**options: Any) -> Schedule:
+    return scheduled(Stack(layers=6), progress=False, **options)
+
+
+def as_traced(
+    schedule: Schedule, hardware: Hardware, optimizer: OptimizerCost | None, steps: int = 4
+) -> tuple[Timeline, Any]:
+    """What a trace would have of a simulated run, and what the simulation says of it."""
+    told = simulate(schedule, hardware, optimizer=optimizer, steps=steps)
+    return predicted_steps(schedule, hardware, optimizer, model=MODEL, steps=steps), told
+
+
+BALANCED = Hardware("even", 1.0, 1.0, 0.8, 0.8, 1e-3, 1.0, 0.0, host_memory_gb_s=2, update_gb_s=4)
+CASES = {
+    "balanced": BALANCED,
+    "h2d": replace(BALANCED, h2d_gb_s=0.02, h2d_both_gb_s=0.02),
+    "d2h": replace(BALANCED, d2h_gb_s=0.02, d2h_both_gb_s=0.02),
+    "compute": replace(BALANCED, matmul32_tflop_s=1e-6, memory_gb_s=1e-2),
+    "host": replace(BALANCED, update_gb_s=0.1),
+}
+
+
+@pytest.mark.parametrize("activations", ["recompute", "offload"])
+@pytest.mark.parametrize("name", drawn(["balanced", "h2d"], ["d2h", "compute", "host"]))
+def test_it_finds_what_the_simulation_knows(name: str, activations: str) -> None:
+    schedule = made(activations=activations)
+    optimizer = None if name == "d2h" else OptimizerCost()
+    traced, told = as_traced(schedule, CASES[name], optimizer)
+    whole = critical_path.period(traced, MODEL)
+    assert whole is not None and whole.steps == 3
+    assert whole.step_s == pytest.approx(told.step_s, rel=0.02)
+    last = critical_path.Period(whole.stop_s - told.step_s, whole.stop_s, 1)
+    found = critical_path.waited_s(critical_path.critical_path(traced, MODEL, last))
+    for lane in Stream:
+        share, known = (
+            x / told.step_s for x in (found.get(lane.value, 0.0), told.critical_s[lane])
+        )
+        assert share == pytest.approx(known, abs=0.03), f"{lane}: {found}, {told.critical_s}"
+    assert sum(found.values()) == pytest.approx(last.stop_s - last.start_s)
+    if name != "balanced":
+        assert next(iter(found)) == name
+
+
+# --- by hand: two steps whose schedule is that of `made`
+
+
+GRAPHS = ("forward", "backward", "update")
+
+
+def by_hand(*spans: tuple[str, str, float, float, int], schedule: Any = None) -> Timeline:
+    """Spans as (name, lane, start, stop, run); runs are forward, backward, update, forward, ..."""
+    schedule = schedule or made()
+    infos = {info.name: info for graph in schedule.graphs for info in describe(schedule, graph)}
+    found = []
+    for name, lane, start, stop, run in spans:
+        assert infos[name].lane == lane
+        found.append(Span(infos[name], start, stop, MODEL, run))
+    count = max((span[-1] for span in spans), default=-1) + 1
+    runs = [Run(MODEL, GRAPHS[i % 3], schedule) for i in range(count)]
+    return Timeline(tuple(found), tuple(runs))
+
+
+def path(timeline: Timeline) -> list[tuple[str, float, float]]:
+    return [
+        (chunk.span.op.name if chunk.span else "-", chunk.start_s, chunk.stop_s)
+        for chunk in critical_path.critical_path(timeline, MODEL)
+    ]
+
+
+def test_who_was_done_last_was_waited_for_if_it_was_waited_for_at_all() -> None:
+    """A copy that ends just before a compute that does not take it lets nobody start."""
+    spans = (
+        ("0PREFETCH@0", "h2d", 0.0, 1.0, 0),
+        ("1PREFETCH@1", "h2d", 1.0, 4.0, 0),
+        ("2PREFETCH@2", "h2d", 4.0, 5.9, 0),
+        ("0F", "compute", 1.0, 2.0, 0),
+        ("1F", "compute", 4.5, 6.0, 0),
+        ("2F", "compute", 6.0, 7.0, 0),
+    )
+    assert path(by_hand(*spans)) == [
+        ("0PREFETCH@0", 0.0, 1.0),
+        ("1PREFETCH@1", 1.0, 4.0),
+        ("-", 4.0, 4.5),  # the host had not issued 1F
+        ("1F", 4.5, 6.0),  # and not 2PREFETCH, though that ended right before 2F
+        ("2F", 6.0, 7.0),
+    ]
+    found = critical_path.traced_steps(by_hand(*spans), MODEL)
+    assert found is not None and found.step_s == 7.0
+    assert found.waited_s == {"h2d": 4.0, "compute": 2.5, critical_path.NONE: 0.5}
+    assert found.busy_s["h2d"] == pytest.approx(5.9)
+
+
+def test_without_a_gpu_an_op_waits_for_the_one_issued_before() -> None:
+    spans = (
+        ("1UPDATE", HOST, 0.0, 4.0, 2),
+        ("0PREFETCH@0", "h2d", 0.0, 1.0, 3),
+        ("1PREFETCH@1", "h2d", 4.0, 5.0, 3),
+        ("0F", "compute", 5.0, 6.0, 3),
+    )
+    timeline = by_hand(*spans)
+    assert path(timeline) == [("0PREFETCH@0", 0.0, 1.0), ("-", 1.0, 5.0), ("0F", 5.0, 6.0)]
+    names = [name for name, _, _ in path(replace(timeline, device="cpu"))]
+    assert names == ["1UPDATE", "1PREFETCH@1", "0F"]
+
+
+def test_the_hosts_update_is_what_a_prefetch_waited_for() -> None:
+    spans = (
+        ("0F", "compute", 0.0, 1.0, 0),
+        ("0B", "compute", 1.0, 2.0, 1),
+        ("0OFFLOAD_GRAD", "d2h", 2.0, 2.5, 1),
+        ("0UPDATE", HOST, 2.5, 5.0, 2),
+        ("1UPDATE", HOST, 5.0, 7.0, 2),
+        ("0PREFETCH@0", "h2d", 5.0, 5.5, 3),
+        ("0F", "compute", 5.5, 6.0, 3),
+        ("1PREFETCH@1", "h2d", 7.0, 7.5, 3),
+        ("1F", "compute", 7.5, 8.0, 3),
+        ("1B", "compute", 8.0, 9.0, 4),
+    )
+    timeline = by_hand(*spans)
+    step = critical_path.period(timeline, MODEL)
+    assert step == critical_path.Period(2.0, 9.0, 1)
+    names = [name for name, _, _ in path(timeline)]
+    assert names == ["0OFFLOAD_GRAD", "0UPDATE", "1UPDATE", "1PREFETCH@1", "1F", "1B"]
+    assert critical_path.waited_s(critical_path.critical_path(timeline, MODEL))[HOST] == 4.5
+
+
+def test_a_prefetch_waited_for_the_update_that_its_token_names() -> None:
+    """Without its token it waited for the prefetch before it, and for what is not recorded."""
+    spans = (
+        ("0F", "compute", 0.0, 1.0, 0),
+        ("0B", "compute", 1.0, 2.0, 1),
+        ("0OFFLOAD_GRAD", "d2h", 2.0, 2.5, 1),
+        ("0UPDATE", HOST, 2.5, 5.0, 2),
+        ("1UPDATE", HOST, 5.0, 7.0, 2),
+        ("0PREFETCH@0", "h2d", 2.5, 3.0, 3),
+        ("1PREFETCH@1", "h2d", 7.0, 7.5, 3),
+        ("1F", "compute", 7.5, 8.0, 3),
+    )
+    schedule = made()
+    names = [name for name, _, _ in path(by_hand(*spans, schedule=schedule))]
+    assert names[-3:] == ["1UPDATE", "1PREFETCH@1", "1F"]
+    for node in ops.nodes_of(schedule.forward, ops.prefetch):
+        if ops.label(node) == "1PREFETCH@1":
+            waits = [n for n in node.all_input_nodes if n.op != "placeholder"]
+            node.kwargs = {"after": tuple(waits)}
+    names = [name for name, _, _ in path(by_hand(*spans, schedule=schedule))]
+    assert names[-4:] == ["0PREFETCH@0", "-", "1PREFETCH@1", "1F"]
+
+
+def test_clocks_may_be_apart_by_microseconds() -> None:
+    spans = [
+        ("0UPDATE", HOST, 0.0, 5.0, 2),
+        ("0PREFETCH@0", "h2d", 5.0 - 10e-6, 5.5, 3),  # read off another clock
+        ("0F", "compute", 5.5, 6.0, 3),
+    ]
+    assert [name for name, _, _ in path(by_hand(*spans))] == ["0UPDATE", "0PREFETCH@0", "0F"]
+    spans[1] = ("0PREFETCH@0", "h2d", 4.0, 5.5, 3)  # it cannot have waited for it
+    assert [name for name, _, _ in path(by_hand(*spans))][0] == "-"
+
+
+def test_what_ran_once_or_not_at_all() -> None:
+    one = by_hand(("0F", "compute", 1.0, 2.0, 0), ("0B", "compute", 2.0, 4.0, 1))
+    assert critical_path.period(one, MODEL) == critical_path.Period(1.0, 4.0, 1)
+    assert critical_path.period(one, "another") is None
+    assert critical_path.critical_path(one, "another") == []
+    assert critical_path.traced_steps(one, "another") is None
+    assert critical_path.traced_steps(Timeline(()), MODEL) is None
+    forwards = by_hand(*(("0F", "compute", 3.0 * i, 3.0 * i + 1, 3 * i) for i in range(3)))
+    assert critical_path.period(forwards, MODEL) == critical_path.Period(1.0, 7.0, 2)
+    assert critical_path.period(forwards, MODEL, last=1) == critical_path.Period(4.0, 7.0, 1)
+
+
+def test_a_part_of_a_timeline() -> None:
+    whole = by_hand(("0F", "compute", 1.0, 3.0, 0), ("1F", "compute", 3.0, 6.0, 0))
+    part = cut(whole, 2.0, 4.0)
+    assert [(s.op.name, s.start_s, s.stop_s) for s in part.spans] == [
+        ("0F", 0.0, 1.0),
+        ("1F", 1.0, 2.0),
+    ]
+    assert cut(whole, 6.0, 9.0).spans == ()

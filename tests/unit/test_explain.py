@@ -1,0 +1,195 @@
+"""`explain(model)`: its figures against model, schedule and trace; what bounds a step."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megacompile as mc
+from megacompile.cost.hardware import H200
+from megacompile.cost.memory import Kind, device_memory
+from megacompile.cost.optimizer import OptimizerCost
+from megacompile.plan.scenario import faster
+
+WIDTH, TOKENS = 64, 32
+
+
+class Net(nn.Module):
+    """Equal layers between two others."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(depth)
+        )
+        self.last = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        result: torch.Tensor = self.last(x).square().mean()
+        return result
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(TOKENS, 8)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained(**options: Any) -> tuple[Net, torch.optim.Optimizer]:
+    model = mc.megacompile(Net(), device="cpu", progress=False, **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    return model, optimizer
+
+
+@pytest.fixture(autouse=True)
+def _no_rates_on_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+BALANCED = H200.replace(launch_s=1e-9, copy_s=0.0, matmul32_tflop_s=1e-1, memory_gb_s=1e3)
+SLOW = {"compute": 1e-3, "h2d": 1e-4, "d2h": 1e-4, "host update": 1e-4}
+SLOW |= {"host memory bandwidth": 1e-4}
+
+
+def test_a_streamed_model() -> None:
+    """Figures, what bounds the step on other machines, a trace beside the prediction."""
+    model, optimizer = trained(lowering="eager")
+    found = mc.explain(model)
+    (schedule,) = mc.schedules(model)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    padded = sum(bucket.size_bytes for bucket in schedule.buckets)
+    assert size <= padded <= 1.01 * size
+    assert found.host.kinds == {
+        "parameters": padded,
+        "gradients": size,
+        "optimizer states": 2 * size,
+    }
+    assert found.host.needed_bytes == padded + 3 * size
+    peak = device_memory(schedule, optimizer=OptimizerCost(), fused=False).peak
+    assert found.device.needed_bytes == peak.total_bytes == sum(found.device.kinds.values())
+    assert found.device.kinds["slots"] == sum(slot.size_bytes for slot in schedule.slots)
+    assert found.parameters == sum(p.numel() for p in model.parameters())
+    assert found.templates == len(schedule.templates) and "stages" not in found.code
+    covered = [i for group in found.stages for i in range(group.first, group.last + 1)]
+    assert covered == [stage.index for stage in schedule.stages]
+    assert [group.treatment for group in found.stages][-1] == "kept"
+    assert found.stages[1].treatment == "recomputed"
+    assert found.stages[1].recompute_s > 0 and found.stages[-1].recompute_s == 0
+    assert set(found.reasons) == set(schedule.plan.reasons)
+    assert found.hardware.startswith(H200.name) and "assumed" in found.hardware
+
+    lines = str(found).splitlines()
+    assert 1 < len(lines) <= 50 and max(map(len, lines)) <= 100
+    for words in ("stages", "memory", "the plan", "a step", "its time depends on", "would help"):
+        assert words in str(found)
+    again = json.loads(json.dumps(found.to_dict()))
+    assert again["device"]["needed_bytes"] == found.device.needed_bytes
+    assert again["bound"] == found.bound and again["device"]["fits"] is True
+    assert found._repr_html_().count("<table>") >= 4
+    for each in (found, schedule):
+        assert "\n" not in repr(each) and "print() shows it" in repr(each)
+    assert f"bound by {found.bound}" in repr(found)
+
+    for resource, factor in SLOW.items():
+        machine = faster(BALANCED, resource, factor)
+        other = mc.explain(model, hardware=machine, changes=False)
+        assert other.bound == resource and other.bounds[resource] > 0.8
+    slow = H200.replace(h2d_gb_s=1e-3, h2d_both_gb_s=1e-3)
+    fast = mc.explain(model, hardware=slow, changes=False)
+    short = mc.explain(model, hardware=slow.replace(locked_bytes=0), changes=False)
+    assert short.step_s > 1.5 * fast.step_s and short.to_dict()["locked_bytes"] == 0
+    assert "page-locked" in str(short) and "page-locked" not in str(fast)
+
+    assert found.traced_step_s is None and found.traced_bound is None
+    with mc.trace(model) as trace:
+        for _ in range(2):
+            step(model, optimizer)
+    found = mc.explain(model, changes=False)
+    spans = [s for s in trace.spans if s.op.lane == "compute"]
+    ends = [
+        max(s.stop_s for s in spans if s.run == i)
+        for i, run in enumerate(trace.measured.runs)
+        if run.graph == "backward"
+    ]
+    assert len(ends) == 2 and found.traced_step_s == pytest.approx(ends[1] - ends[0])
+    busy = {row.stream: row.traced_s for row in found.streams}
+    inside = [s.duration_s for s in spans if ends[0] <= s.start_s < ends[1]]
+    assert busy["compute"] == pytest.approx(sum(inside))
+    assert found.traced_bound == next(iter(found.traced_waits)) in busy
+    assert found.traced_step_s is not None
+    shares = sum(found.traced_waits.values()) + (found.traced_none_s or 0.0) / found.traced_step_s
+    assert shares == pytest.approx(1.0) and found.traced_busiest in busy
+    assert "traced" in str(found)
+    assert mc.explain(model, trace=trace, changes=False) == found
+    del trace
+    assert mc.explain(model, changes=False).traced_step_s is None
+    assert mc.schedules(model)[0] is schedule, "other plans leave the model as it is"
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_what_came_from_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Of each model's stages."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    found = []
+    for _ in range(2):
+        torch.compiler.reset()
+        model = mc.megacompile(Net(), device="cpu", progress=False, lowering="inductor")
+        model(torch.randn(TOKENS, 8)).backward()
+        found.append(mc.explain(model, changes=False))
+    first, again = (explanation.code["stages"] for explanation in found)
+    assert first.made > 2 and first.time_s > again.time_s > 0
+    assert (again.found, again.made) == (first.found + first.made, 0)
+    assert "code, in this process" in str(found[1])
+
+
+def test_resident_buckets_are_on_the_device_by_kind() -> None:
+    model, optimizer = trained(resident="all")
+    step(model, optimizer)
+    found = mc.explain(model, changes=False)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    padded = sum(bucket.size_bytes for bucket in mc.schedules(model)[0].buckets)
+    assert found.device.kinds[Kind.PARAMETERS.value] == padded
+    assert found.device.kinds[Kind.STATES.value] == 2 * size
+    assert found.device.kinds[Kind.GRADIENTS.value] > 0, "those that there are at the peak"
+    assert sum(found.device.kinds.values()) == found.device.needed_bytes
+    assert found.host.kinds == {}
+    assert all("resident" in group.treatment for group in found.stages if group.parameter_bytes)
+
+
+def test_changes_are_tried() -> None:
+    model, _ = trained(gpu_memory="2MiB", resident=0)
+    found = mc.explain(model, hardware=H200.replace(launch_s=1e-9))
+    by_name = {change.name: change for change in found.changes}
+    assert "twice the batch" in by_name
+    small, now = by_name["8-bit optimizer states"], found.host.needed_bytes
+    assert small.host_bytes is not None and small.host_bytes < now
+    assert by_name["twice the device memory"].gain is not None
+    gains = [change.gain for change in found.changes if change.gain is not None]
+    assert gains == sorted(gains, reverse=True)
+    backward = by_name["update in the backward"]
+    assert backward.step_s is not None and backward.gain == pytest.approx(
+        found.step_s / backward.step_s - 1
+    )
+    assert mc.explain(model, changes=False).changes == ()
+
+
+def test_inference_alone_is_explained() -> None:
+    model = mc.megacompile(Net(), device="cpu", progress=False)
+    with torch.no_grad():
+        model(torch.randn(TOKENS, 8))
+    found = mc.explain(model)
+    assert {group.treatment for group in found.stages} == {"forward only"}
+    assert "gradients" not in found.host.kinds
+    assert "twice the batch" not in {change.name for change in found.changes}

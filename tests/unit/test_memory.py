@@ -1,0 +1,382 @@
+"""Device and host memory of schedules: against a replay that knows only values and sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from megacompile import Options, megacompile, schedules
+from megacompile.cost.memory import Kind, Moment, device_memory, host_memory
+from megacompile.cost.ops import analysis_of
+from megacompile.cost.optimizer import OptimizerCost, host_updates
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.tensors import tensors_bytes
+from megacompile.ir.values import memory
+from megacompile.plan.abstract import abstract_options, abstract_schedules
+from tests.schedules import ACTIVATION, MOMENTS, SAVED, STATE, WEIGHT, Spec, build
+
+_COMPUTES = (ops.forward, ops.recompute, ops.backward)
+
+
+def replay(schedule: Schedule) -> list[int]:
+    """Total bytes at each op that makes memory: values live from there to their last `free`.
+
+    Written without the code under test: sets of names, no kinds and no sharing between results.
+    """
+    slots = sum(slot.size_bytes for slot in schedule.slots)
+    inputs = sum(_size(n) for n in schedule.forward.find_nodes(op="placeholder"))
+    alive: dict[str, int] = {}  # the name of what owns memory -> bytes
+    held: dict[str, set[str]] = {}  # owner -> values that name it
+    totals = []
+    left = [
+        _node(n.args[0])
+        for graph in schedule.graphs.values()
+        for n in ops.nodes_of(graph, ops.defer_free)
+    ]
+    deferred = {memory(node).name: max(_size(node), _size(memory(node))) for node in left}
+    before = sum(deferred.values())
+    borrowed = {n.name for n in schedule.forward.find_nodes(op="placeholder")}
+
+    def own(name: str, owner: str, size: int) -> None:
+        if name not in borrowed:
+            alive.setdefault(owner, size)
+            held.setdefault(owner, set()).add(name)
+
+    def drop(name: str) -> None:
+        for owner in list(held):
+            held[owner].discard(name)
+            if not held[owner]:
+                del held[owner], alive[owner]
+
+    for graph_name, graph in schedule.graphs.items():
+        if graph_name == "backward":
+            wanted = {n.name for n in graph.find_nodes(op="placeholder")}
+            for name in [n for names in list(held.values()) for n in names]:
+                if name not in wanted:
+                    drop(name)
+            for node in graph.find_nodes(op="placeholder"):
+                own(
+                    node.name,
+                    next((o for o in held if node.name in held[o]), node.name),
+                    _size(node),
+                )
+        for node in graph.nodes:
+            if node.op != "call_function":
+                continue
+            extra = None
+            if node.target in _COMPUTES:
+                template = ops.arguments(node)[0].traced
+                items = list(ops.items(node))
+                extra = sum(_size(item) for _, item in items)
+                if template.graphs:
+                    extra = analysis_of(template, ops.code_of(node)).peak_bytes
+                totals.append(slots + inputs + before + sum(alive.values()) + extra)
+                for _, item in items:
+                    own(item.name, item.name, _size(item))
+            elif ops.effects(node).owns:
+                owner = memory(node).name  # which may stand for what an earlier graph has left
+                owner = next((o for o in held if owner in held[o]), owner)
+                own(node.name, owner, _size(node))
+                alive[owner] = max(alive[owner], _size(node))  # an update adds new parameters
+                totals.append(slots + inputs + before + sum(alive.values()))
+            elif node.target is ops.free:
+                drop(_node(node.args[0]).name)
+            elif node.target in (ops.defer_free, ops.drain):
+                before = 0
+    return totals
+
+
+def _node(value: Any) -> fx.Node:
+    assert isinstance(value, fx.Node)
+    return value
+
+
+def _size(node: fx.Node) -> int:
+    return tensors_bytes(node.meta.get("value"))
+
+
+SPECS = [
+    Spec(),
+    Spec(stages=6, slots=3, reuse=True),
+    Spec(keep=frozenset({3})),
+    Spec(stages=6, keep=frozenset({0, 2, 5})),
+    Spec(accumulate=True),
+    Spec(norms=True),
+    Spec(update=True, stages=5),
+    Spec(update=True, masters=True, stages=5),
+    Spec(changes=frozenset({1}), random=frozenset({2})),
+    Spec(shared=True),
+    Spec(training=False),
+    Spec(device=frozenset({0, 2}), helps=True),
+    Spec(device=frozenset({1}), norms=True),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_hand_made_schedules_match_the_replay(spec: Spec) -> None:
+    schedule = build(spec)
+    found = [moment.total_bytes for moment in device_memory(schedule).moments]
+    assert found == replay(schedule)
+
+
+class Block(nn.Module):
+    """A saved value block whose results are no views of each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x + y
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_real_schedules_match_the_replay(in_backward: bool) -> None:
+    model: Any = nn.Sequential(*(Block() for _ in range(4)))
+    options: dict[str, Any] = {}
+    if in_backward:
+        options["optimizer"] = torch.optim.AdamW(model.parameters())
+    model = megacompile(model, device="cpu", **options)
+    for _ in range(1 if in_backward else 2):
+        model(torch.randn(8, 32)).sum().backward()
+    for schedule in schedules(model):
+        found = [moment.total_bytes for moment in device_memory(schedule).moments]
+        assert found == replay(schedule)
+
+
+def moment(schedule: Schedule, graph: str, label: str) -> Moment:
+    moments = device_memory(schedule).moments
+    return next(m for m in moments if (m.graph, m.label) == (graph, label))
+
+
+def test_kinds_by_hand() -> None:
+    spec = Spec(stages=3, slots=2, keep=frozenset({2}))
+    schedule = build(spec)
+    assert moment(schedule, "forward", "2F").live_bytes == {
+        **dict.fromkeys(Kind, 0),
+        Kind.SLOTS: 2 * WEIGHT.size_bytes,
+        Kind.INPUTS: ACTIVATION.size_bytes,
+        Kind.ACTIVATIONS: 2 * ACTIVATION.size_bytes,  # what 1F and 2F took
+        Kind.WORKSPACE: (1 + SAVED) * ACTIVATION.size_bytes,
+    }
+    backward = moment(schedule, "backward", "2B").live_bytes
+    assert backward[Kind.SAVED] == SAVED * ACTIVATION.size_bytes
+    assert backward[Kind.GRADIENTS] == ACTIVATION.size_bytes  # the tangent
+    assert backward[Kind.WORKSPACE] == ACTIVATION.size_bytes + WEIGHT.size_bytes
+
+
+def _deferred_bytes(schedule: Schedule) -> int:
+    assert schedule.backward is not None
+    deferred = len(ops.nodes_of(schedule.backward, ops.defer_free)) * STATE.size_bytes
+    assert deferred > 0
+    return deferred
+
+
+def test_parked_states_stay_until_the_next_forward_reclaims_them() -> None:
+    schedule = build(Spec(stages=4, update=True))
+    found = [moment(schedule, "forward", f"{i}F").live_bytes[Kind.STATES] for i in range(4)]
+    assert found == [_deferred_bytes(schedule)] * 3 + [0]  # the reclaim is behind 2F
+
+
+def test_an_update_takes_memory_for_new_parameters_no_earlier() -> None:
+    schedule = build(Spec(stages=4, update=True))
+    moments = [m for m in device_memory(schedule).moments if m.graph == "backward"]
+    found = [(m.label, m.live_bytes[Kind.STATES]) for m in moments]
+    label, before = found[found.index(("3UPDATE", STATE.size_bytes)) - 1]
+    assert (label, before) == ("3B", MOMENTS.size_bytes)
+
+
+def test_one_forward_reclaims_what_every_backward_parked() -> None:
+    """Of two graphs: the later one's backward runs first; both have deferred at the end."""
+    schedule = build(Spec(stages=4, update=True))
+    deferred = _deferred_bytes(schedule)
+    moments = device_memory([schedule, schedule]).moments
+    forwards = [m.live_bytes[Kind.STATES] for m in moments if m.graph == "forward"]
+    assert forwards == [2 * deferred] * 3 + [0] * 5
+    second, first = (m for m in moments if (m.graph, m.label) == ("backward", "3RECOMPUTE"))
+    assert second.live_bytes[Kind.STATES] == MOMENTS.size_bytes
+    assert first.live_bytes[Kind.STATES] == deferred + MOMENTS.size_bytes  # the second's new ones
+
+
+LEFT = Spec(stages=3, device=frozenset({0, 2}))
+
+
+def with_drain(schedule: Schedule) -> Schedule:
+    """A drain behind the forward's second stage."""
+    (later,) = [n for n in ops.nodes_of(schedule.forward, ops.forward) if ops.label(n) == "2F"]
+    with schedule.forward.inserting_before(later):
+        ops.call(schedule.forward, ops.drain)
+    return schedule
+
+
+def test_what_a_backward_leaves_lives_until_a_forward_drains_it() -> None:
+    """Gradients and states of two buckets, which the update changes where they are."""
+    schedule = with_drain(build(LEFT))
+    live = [(m.graph, m.label, m.live_bytes) for m in device_memory(schedule).moments]
+    states = [(g, label, m[Kind.STATES] // STATE.size_bytes) for g, label, m in live]
+    held = [n for graph, label, n in states if graph == "forward"]
+    assert held == [2, 2, 0]
+    # one is fetched for the last stage, one for the first
+    held = [n for graph, label, n in states if graph == "backward" and label.endswith("B")]
+    assert held == [1, 1, 2]
+    assert [(label, n) for graph, label, n in states if graph == "update"] == [
+        ("2UPDATE", 2),
+        ("0UPDATE", 2),
+    ]
+    start, end = live[0][2], live[-1][2]
+    assert start[Kind.GRADIENTS] == 2 * WEIGHT.size_bytes == end[Kind.GRADIENTS] - _tangents()
+
+
+def _tangents() -> int:
+    """What a backward returns is the user's, who still has it when the update comes."""
+    return ACTIVATION.size_bytes
+
+
+def test_residuals_that_the_backward_does_not_take_end_at_the_turn() -> None:
+    schedule = build(Spec(keep=frozenset({2})))
+    before = {(m.graph, m.label): m.total_bytes for m in device_memory(schedule).moments}
+    graph = schedule.forward
+    (free,) = [n for n in ops.nodes_of(graph, ops.free) if _node(n.args[0]).name == "y1_0"]
+    value = _node(free.args[0])
+    graph.erase_node(free)
+    outputs, saved_values = ops.returned(graph)
+    graph.output_node().args = ((outputs, (*saved_values, value)),)
+    after = {(m.graph, m.label): m.total_bytes for m in device_memory(schedule).moments}
+    more = {key: after[key] - before[key] for key in after if after[key] != before[key]}
+    assert more == {("forward", "3F"): ACTIVATION.size_bytes}
+
+
+class Sigmoid(nn.Module):
+    """Saves its result for the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.linear(x))
+
+
+def test_a_saved_result_counts_once() -> None:
+    model = nn.Sequential(*(Sigmoid() for _ in range(4)))
+    options = abstract_options(device="cpu", activations="keep")
+    (schedule,) = abstract_schedules(model, (torch.ones(8, 32),), options=options)
+    assert sum(stage.traced.saved_bytes for stage in schedule.stages) == 4 * 8 * 32 * 4
+    alive = moment(schedule, "backward", "3B").live_bytes
+    assert alive[Kind.ACTIVATIONS] + alive[Kind.SAVED] == 4 * 8 * 32 * 4  # y0 to y3
+
+
+def test_slots_are_shared_by_captured_graphs() -> None:
+    schedule = build(Spec(slots=3))
+    both = device_memory([schedule, schedule])
+    assert both.moments[0].live_bytes[Kind.SLOTS] == 3 * WEIGHT.size_bytes
+    assert len(both.moments) == 2 * len(device_memory(schedule).moments)
+    # the first graph's activations wait for the second one's backward
+    one = moment(schedule, "backward", "3RECOMPUTE").live_bytes[Kind.ACTIVATIONS]
+    boundary = next(m for m in both.moments if m.label == "3RECOMPUTE")
+    assert boundary.live_bytes[Kind.ACTIVATIONS] == 2 * one
+
+
+def test_results_that_share_memory_count_once() -> None:
+    """A head that returns its logits, and saves them for the loss's backward."""
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+            self.head = nn.Linear(16, 512, bias=False)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+            for layer in self.layers:
+                x = layer(x)
+            logits = self.head(x)
+            return nn.functional.cross_entropy(logits, y), logits
+
+    model: Any = megacompile(Head(), device="cpu")
+    loss, _ = model(torch.randn(64, 16), torch.zeros(64, dtype=torch.int64))
+    loss.backward()
+    schedule = schedules(model)[0]
+    last = schedule.stages[-1].index
+    logits = 64 * 512 * 4
+    alive = moment(schedule, "backward", f"{last}B").live_bytes
+    kept = alive[Kind.ACTIVATIONS] + alive[Kind.SAVED]
+    assert logits <= kept < 2.5 * logits  # log-softmax is saved too where it is one operator
+    assert str(device_memory(schedule).peak).startswith(
+        f"{device_memory(schedule).peak.total_bytes / 1024:.3g} KiB at "
+    )
+
+
+# --- the host
+
+
+@pytest.mark.parametrize(
+    ("cost", "expected"),
+    [
+        (None, {Kind.PARAMETERS: 2, Kind.GRADIENTS: 2}),
+        (
+            OptimizerCost(state_bytes=4.0),
+            {Kind.PARAMETERS: 2, Kind.GRADIENTS: 2, Kind.STATES: 8},
+        ),
+        (OptimizerCost(), {Kind.PARAMETERS: 2, Kind.GRADIENTS: 2, Kind.STATES: 4}),
+        (OptimizerCost(state_bytes=4.0, in_backward=True), {Kind.PARAMETERS: 2, Kind.STATES: 8}),
+        (
+            OptimizerCost(master_bytes=4.0, grad_bytes=2.0),
+            {Kind.PARAMETERS: 2, Kind.MASTERS: 4, Kind.GRADIENTS: 2, Kind.STATES: 8},
+        ),
+        (
+            OptimizerCost(master_bytes=4.0),
+            {Kind.PARAMETERS: 2, Kind.MASTERS: 4, Kind.GRADIENTS: 4, Kind.STATES: 8},
+        ),
+    ],
+)
+def test_host_bytes_a_parameter(cost: OptimizerCost | None, expected: dict[Kind, int]) -> None:
+    schedule = build(Spec(update=cost is not None and cost.in_backward))  # bf16
+    numel = sum(p.numel for b in schedule.buckets for p in b.params)
+    assert host_memory(schedule, cost) == {kind: n * numel for kind, n in expected.items()}
+    inference = host_memory(build(Spec(training=False)), cost)
+    assert set(inference) <= {Kind.PARAMETERS, Kind.MASTERS}
+
+
+@pytest.mark.parametrize(
+    ("cost", "moved"),
+    [
+        (OptimizerCost(state_bytes=4.0), 22),  # bf16 p, g; float32 m, v
+        (OptimizerCost(), 14),
+        (OptimizerCost(states=0), 6),
+        (OptimizerCost(master_bytes=4.0, grad_bytes=2.0), 28),  # 12 read and written, 2 + 2
+    ],
+)
+def test_bytes_of_the_update(cost: OptimizerCost, moved: int) -> None:
+    schedule = build(Spec(stages=3))
+    found = host_updates(schedule, cost)
+    assert [u.bucket.label for u in found] == ["0", "1", "2"]
+    assert all(u.numel == 64 and u.size_bytes == 64 * moved for u in found)
+    assert host_updates(schedule, OptimizerCost(in_backward=True)) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, OptimizerCost()),
+        ({"state_dtype": torch.float32}, OptimizerCost(state_bytes=4.0)),
+        ({"state_dtype": "int8"}, OptimizerCost(state_bytes=1 + 1 / 64, arithmetic_s=2.5)),
+        ({"stochastic_rounding": True}, OptimizerCost(arithmetic_s=0.8)),
+        (
+            {"compute_dtype": torch.bfloat16, "grad_dtype": torch.bfloat16},
+            OptimizerCost(master_bytes=4.0, grad_bytes=2.0),
+        ),
+    ],
+)
+def test_costs_follow_the_options(options: dict[str, Any], expected: OptimizerCost) -> None:
+    assert OptimizerCost.of(Options.resolve(device="cpu", **options)) == expected
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    found = OptimizerCost.of(
+        Options.resolve(device="cpu", optimizer=optimizer, **options), states=1
+    )
+    assert found.in_backward and found.arithmetic_s == 0.0 and found.states == 1

@@ -1,0 +1,191 @@
+"""What is private in torch, by import, by name or as an object's attribute, is in compat alone.
+
+Every check is a function from a source to a list of faults, and is tried on planted faults too.
+"""
+
+import ast
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+from tests.sources import ROOT, dotted, files
+
+
+def is_private(name: str) -> bool:
+    """Whether a part of a dotted name is private by its underscore."""
+    return any(p.startswith("_") and not p.startswith("__") for p in name.split("."))
+
+
+def private_torch_faults(source: str) -> list[str]:
+    """Where a source imports or names a private part of torch, under whatever name it has it.
+
+    The operators below `torch.ops` are exempt: what a captured graph calls has those names.
+    """
+    tree = ast.parse(source)
+    names: dict[str, str] = {}  # local name -> what of torch it is
+    used: list[tuple[int, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "torch":
+                    used.append((node.lineno, alias.name))
+                    names[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            for alias in node.names:
+                used.append((node.lineno, f"{node.module}.{alias.name}"))
+                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (name := dotted(node)) is not None:
+            first, _, rest = name.partition(".")
+            if first in names and is_private(node.attr):
+                used.append((node.lineno, f"{names[first]}.{rest}"))
+    faults = {(line, n) for line, n in used if is_private(n) and not n.startswith("torch.ops.")}
+    return [f"{line}: {name}" for line, name in sorted(faults)]
+
+
+# --- private attributes of objects
+
+# What the standard library documents, though it begins with an underscore.
+DOCUMENTED = {"_asdict", "_exit", "_fields", "_getframe", "_make", "_replace"}
+ASKED_BY_NAME = {"delattr", "getattr", "hasattr", "setattr"}
+
+
+def names_of_torch() -> set[str]:
+    """The private attributes of the objects that a model and its graphs are made of."""
+    module = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(module.parameters())
+    graph = torch.fx.symbolic_trace(module)
+    objects = (
+        module,
+        module.weight,
+        optimizer,
+        graph,
+        graph.graph,
+        next(iter(graph.graph.nodes)),
+        torch.ops.aten.mm.default,
+        torch.ops.aten.mm,
+        module(torch.zeros(1, 1)).grad_fn,
+    )
+    return {name for each in objects for name in dir(each) if is_private(name)}
+
+
+def names_of_ours(sources: Iterable[str]) -> set[str]:
+    """The private attributes that these sources give to their own classes."""
+    found = set()
+    for node in (node for source in sources for node in ast.walk(ast.parse(source))):
+        if isinstance(node, ast.ClassDef):
+            for item in node.body:
+                if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
+                    found.add(item.name)
+                elif isinstance(item, ast.Assign | ast.AnnAssign):
+                    found |= {n.id for n in ast.walk(item) if isinstance(n, ast.Name)}
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                found.add(node.attr)
+    return {name for name in found if is_private(name)}
+
+
+def private_attribute_faults(source: str, ours: set[str], torchs: set[str]) -> list[str]:
+    """Where a source reads or sets a private attribute of an object that is somebody else's.
+
+    It is somebody else's where no class of ours has an attribute of that name, or where torch's
+    objects have one too and it is not asked of `self`.
+    """
+    faults = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            value, name = node.value, node.attr
+        elif (
+            isinstance(node, ast.Call)
+            and dotted(node.func) in ASKED_BY_NAME
+            and len(node.args) > 1
+            and isinstance(node.args[1], ast.Constant)
+        ):
+            value, name = node.args[0], str(node.args[1].value)
+        else:
+            continue
+        of_self = isinstance(value, ast.Name) and value.id in ("self", "cls")
+        operator = (dotted(value) or "").startswith("torch.ops.")
+        known = name in DOCUMENTED or operator or (name in ours and (of_self or name not in torchs))
+        if is_private(name) and not known:
+            faults.append((node.lineno, f"{ast.unparse(value)}.{name}"))
+    return [f"{line}: {text}" for line, text in sorted(faults)]
+
+
+def sources_without_compat() -> tuple[dict[str, str], dict[str, str]]:
+    """The sources that may name nothing private of torch's, and those of compat."""
+    sources = {module: path.read_text() for module, path in files().items()}
+    compat = {m: sources.pop(m) for m in tuple(sources) if m.startswith("megacompile.compat")}
+    for folder in ("examples", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            sources[str(path.relative_to(ROOT))] = path.read_text()
+    return sources, compat
+
+
+def test_private_torch_is_in_compat_alone() -> None:
+    sources, compat = sources_without_compat()
+    assert sum(private_torch_faults(source) != [] for source in compat.values()) > 5
+    faults = {module: private_torch_faults(source) for module, source in sources.items()}
+    assert {module: found for module, found in faults.items() if found} == {}
+
+
+def test_private_attributes_of_torch_are_in_compat_alone() -> None:
+    sources, compat = sources_without_compat()
+    ours, torchs = names_of_ours(sources.values()), names_of_torch()
+    assert sum(private_attribute_faults(s, ours, torchs) != [] for s in compat.values()) > 5
+    faults = {m: private_attribute_faults(s, ours, torchs) for m, s in sources.items()}
+    assert {module: found for module, found in faults.items() if found} == {}
+
+
+OWN = """
+class A:
+    _slot: int
+    _base = 1
+
+    def __init__(self):
+        self._seen = 1
+
+    def _find(self): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "faults"),
+    [
+        ("p._version", ["1: p._version"]),
+        ("f(x)[0]._schema.arguments", ["1: f(x)[0]._schema"]),
+        ("model._compiled_call_impl = 1", ["1: model._compiled_call_impl"]),
+        ("self._version", ["1: self._version"]),  # of a subclass of torch's
+        ("getattr(p, '_version', 0)", ["1: p._version"]),
+        ("setattr(self.model, '_apply', f)", ["1: self.model._apply"]),
+        ("x._base", ["1: x._base"]),  # A has one, and a tensor has one
+        ("m._parameters; m._buffers", ["1: m._buffers", "1: m._parameters"]),
+        ("node.target._opname", ["1: node.target._opname"]),
+        ("a._seen; a._slot; a._find(); self._base", []),
+        ("row._replace(x=1); row._fields; sys._getframe(1)", []),
+        ("torch.ops.aten._to_copy.default; x.__dict__; getattr(x, name)", []),
+    ],
+)
+def test_private_attributes_are_found(source: str, faults: list[str]) -> None:
+    assert private_attribute_faults(source, names_of_ours([OWN]), names_of_torch()) == faults
+
+
+@pytest.mark.parametrize(
+    ("source", "faults"),
+    [
+        ("import torch\ntorch._C._x()", ["2: torch._C", "2: torch._C._x"]),
+        ("import torch._dynamo", ["1: torch._dynamo"]),
+        ("from torch import _dynamo", ["1: torch._dynamo"]),
+        ("from torch._inductor import compile", ["1: torch._inductor.compile"]),
+        ("from torch.fx.graph import _Namespace", ["1: torch.fx.graph._Namespace"]),
+        ("import torch as t\nx = t.Tensor._make", ["2: torch.Tensor._make"]),
+        ("from torch import nn\nnn.Module._call_impl", ["2: torch.nn.Module._call_impl"]),
+        ("import torch.utils._pytree as p", ["1: torch.utils._pytree"]),
+        ("import torch\ntorch.ops.aten._to_copy.default", []),
+        ("import torch\ntorch.Tensor.__torch_function__\nself._x\nx._torch", []),
+        ("from torchvision import _x\nimport os\nos._exit", []),
+    ],
+)
+def test_private_torch_is_found(source: str, faults: list[str]) -> None:
+    assert private_torch_faults(source) == faults

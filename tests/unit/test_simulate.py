@@ -1,0 +1,584 @@
+"""The predicted timeline: on schedules whose times can be worked out by hand, and on real ones."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from megacompile import megacompile, schedules
+from megacompile.cost.hardware import H200, Hardware
+from megacompile.cost.known import known
+from megacompile.cost.optimizer import OptimizerCost
+from megacompile.cost.queues import HOST, STREAMS, Queues, Work
+from megacompile.cost.simulate import Event, Prediction, simulate
+from megacompile.errors import OptionError
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket, Param, Slot
+from megacompile.ir.ops import Part
+from megacompile.ir.schedule import Plan, Schedule
+from megacompile.ir.stream import Stream
+from megacompile.ir.tensors import TensorMeta
+from megacompile.ir.tokens import take
+
+UNIT = Hardware("unit", 2.0, 2.0, 1.0, 1.0, 1.0, 1.0, 0.0)  # 2 GB/s alone, 1 GB/s together
+SLOW = UNIT.replace(update_gb_s=2.0)
+
+
+def gigabytes(key: int, size: float) -> Bucket:
+    """A bucket of one parameter of float32."""
+    numel = int(size * 1e9 / 4)
+    param = Param("weight", (numel,), (1,), torch.float32, 0)
+    return Bucket(key, f"b{key}", (param,), numel * 4, str(key))
+
+
+def floats(size: float) -> TensorMeta:
+    return TensorMeta((int(size * 1e9 / 4),), torch.float32, (1,))
+
+
+class Graph:
+    """A graph written op by op; sizes in GB."""
+
+    def __init__(self, *, begins: bool = True) -> None:
+        self.graph = fx.Graph()
+        if begins:  # an update does not
+            self.start = ops.call(self.graph, ops.begin, name="start")
+
+    def prefetch(self, key: int, size: float, *after: fx.Node) -> fx.Node:
+        waits = after or (self.start,)
+        place = Slot(key, 0)
+        return ops.call(self.graph, ops.prefetch, gigabytes(key, size), place, after=waits)
+
+    def token(self, key: int, part: Part) -> fx.Node:
+        """What an earlier graph wrote last."""
+        return take(self.graph, gigabytes(key, 2.0), part)
+
+    def place(self, name: str, size: float) -> fx.Node:
+        """What an earlier graph has left under that name."""
+        node = self.graph.placeholder(name)
+        node.meta["value"] = floats(size)
+        return node
+
+    def compute(self, source: fx.Node, seconds: float) -> fx.Node:
+        """A copy within device memory: 1 GB/s, each byte read and written."""
+        node = ops.call(self.graph, ops.snapshot, source)
+        node.meta["value"] = floats(seconds / 2)
+        return node
+
+    def offload(self, key: int, size: float, source: fx.Node) -> fx.Node:
+        source.meta.setdefault("value", floats(size))
+        return ops.call(self.graph, ops.offload_grad, gigabytes(key, size), source)
+
+    def done(self, *tokens: fx.Node, left: tuple[fx.Node, ...] = ()) -> fx.Graph:
+        """Of any graph; a forward has no tokens to return."""
+        self.graph.output(((), left, tokens) if left or tokens else ((), ()))
+        return self.graph
+
+
+def copies(*sizes: float) -> Schedule:
+    """A forward that only prefetches, one bucket of each size in GB."""
+    made = Graph()
+    for i, size in enumerate(sizes):
+        made.prefetch(i, size)
+    return Schedule("copies", made.done(), None, ())
+
+
+def spans(timeline: Prediction, step: int = 0) -> dict[str, tuple[Any, Any]]:
+    return {
+        e.label: (pytest.approx(e.start_s), pytest.approx(e.stop_s))
+        for e in timeline.events
+        if e.step == step and e.stop_s > 0
+    }
+
+
+def test_copies_of_one_direction_follow_one_another() -> None:
+    timeline = simulate(copies(2.0, 4.0), UNIT)
+    assert spans(timeline) == {"0PREFETCH@0": (0.0, 1.0), "1PREFETCH@1": (1.0, 3.0)}
+    assert timeline.total_s == timeline.step_s == 3.0
+    assert timeline.bound is Stream.H2D
+    assert timeline.critical_s[Stream.H2D] == 3.0
+
+
+def test_both_directions_share_the_bandwidth_while_both_run() -> None:
+    made = Graph()
+    made.prefetch(0, 2.0)
+    buffer = ops.call(made.graph, ops.alloc_grad, gigabytes(9, 1.0), name="room")
+    buffer.meta["value"] = (floats(0.5),)
+    made.offload(9, 0.5, buffer)
+    timeline = simulate(Schedule("both", made.done(), None, ()), UNIT)
+    # 0.5 s together move 0.5 GB each way; the other 1.5 GB go at 2 GB/s
+    assert spans(timeline) == {"9OFFLOAD_GRAD": (0.0, 0.5), "0PREFETCH@0": (0.0, 0.5 + 0.75)}
+
+
+def test_a_compute_waits_for_its_weights_and_its_slot_for_the_compute() -> None:
+    made = Graph()
+    first = made.compute(made.prefetch(0, 2.0), 3.0)
+    second = made.prefetch(1, 2.0, first)
+    made.compute(second, 1.0)
+    timeline = simulate(Schedule("chain", made.done(), None, ()), UNIT)
+    assert [e.stop_s for e in timeline.events[1:]] == [1.0, 4.0, 5.0, 6.0]
+    assert timeline.critical_s == {
+        Stream.COMPUTE: pytest.approx(4.0),
+        Stream.H2D: pytest.approx(2.0),
+        Stream.D2H: 0.0,
+        Stream.HOST: 0.0,
+        Stream.DEVICE: 0.0,
+        Stream.READ: 0.0,
+        Stream.WRITE: 0.0,
+        Stream.COMM: 0.0,
+    }
+    assert timeline.bound is Stream.COMPUTE
+    assert timeline.busy_s(Stream.H2D) == 2.0
+
+
+# --- several steps
+
+
+BUCKETS = (gigabytes(0, 2.0), gigabytes(1, 2.0))
+
+
+class OfTwo(Schedule):
+    """A schedule without stages, of both buckets."""
+
+    gradient_params = {0: (0,), 1: (0,)}
+    buckets = BUCKETS
+
+
+class OfOne(Schedule):
+    """The same, of the first of them."""
+
+    gradient_params = {0: (0,)}
+    buckets = BUCKETS[:1]
+
+
+def trained(backward_s: float = 1.0, *, helped: tuple[int, ...] = ()) -> Schedule:
+    """Two buckets of 2 GB: forward 1 s each, backward 1 s each, gradients offloaded.
+
+    The host updates both, the device helps with some.
+    """
+    forward, backward, update = Graph(), Graph(), Graph(begins=False)
+    for key in (0, 1):
+        token = forward.token(key, Part.WEIGHTS)
+        forward.compute(forward.prefetch(key, 2.0, token, forward.start), 1.0)
+    offloads = []
+    for key in (1, 0):
+        gradients = backward.compute(backward.start, backward_s)
+        gradients.meta["value"] = floats(backward_s / 2)
+        offloads.append(backward.offload(key, 0.0, gradients))
+    made = [
+        ops.call(update.graph, ops.update_host, bucket, after=(update.token(key, Part.GRADIENTS),))
+        for key, bucket in enumerate(BUCKETS)
+    ]
+    if helped:
+        ops.call(update.graph, ops.help_host, tuple(made[key] for key in helped))
+    graphs = forward.done(), backward.done(*offloads)
+    return OfTwo("trained", *graphs, (), update=update.done(*made))
+
+
+def test_the_next_forward_waits_for_its_own_buckets_alone() -> None:
+    """SGD moves 12 bytes a parameter: 6 GB a bucket, 3 s at 2 GB/s."""
+    hardware = UNIT.replace(update_gb_s=2.0)
+    sgd = OptimizerCost(states=0)
+    timeline = simulate(trained(), hardware, optimizer=sgd, steps=2)
+    first = spans(timeline)
+    # prefetches until 2; 0F 1 to 2, 1F 2 to 3, backwards 3 to 5, the last gradients there at 5.25
+    assert first["0OFFLOAD_GRAD"] == (5.0, 5.25)
+    assert (first["0UPDATE"], first["1UPDATE"]) == ((5.25, 8.25), (8.25, 11.25))
+    second = spans(timeline, step=1)
+    assert second["0PREFETCH@0"] == (8.25, 9.25)
+    assert second["1PREFETCH@1"] == (11.25, 12.25)
+    # 1F until 13.25, two backwards, the last offload
+    assert second["0OFFLOAD_GRAD"] == (15.25, 15.5)
+    assert timeline.start_s == pytest.approx(5.25)
+    assert timeline.step_s == pytest.approx(15.5 - 5.25)
+    assert timeline.bound is Stream.HOST
+    assert timeline.critical_s[Stream.HOST] == pytest.approx(6.0)
+    assert timeline.busy_s(Stream.HOST) == pytest.approx(6.0)
+
+
+def test_update_and_copies_share_host_memory() -> None:
+    hardware = UNIT.replace(update_gb_s=2.0, host_memory_gb_s=3.0)
+    schedule = trained()
+    shared = simulate(schedule, hardware, optimizer=OptimizerCost(states=0), steps=2)
+    second = spans(shared, step=1)
+    # 0PREFETCH beside 1UPDATE: 4 GB/s wanted, 3 there, so 1.5 each
+    assert second["0PREFETCH@0"] == (8.25, 8.25 + 2.0 / 1.5)
+    # the update did 2 GB of its 6 by then
+    assert spans(shared)["1UPDATE"] == (8.25, 8.25 + 2.0 / 1.5 + 2.0)
+
+
+HELPED = OptimizerCost(states=0, helped=True)
+
+
+def test_a_prefetch_without_a_token_does_not_wait_for_the_update() -> None:
+    schedule = trained()
+    first, _ = ops.nodes_of(schedule.forward, ops.prefetch)
+    first.kwargs = {"after": (ops.nodes_of(schedule.forward, ops.begin)[0],)}
+    timeline = simulate(schedule, SLOW, optimizer=OptimizerCost(states=0), steps=2)
+    assert spans(timeline)["0UPDATE"] == (5.25, 8.25)
+    assert spans(timeline, step=1)["0PREFETCH@0"] == (5.25, 6.25)
+    assert spans(timeline, step=1)["1PREFETCH@1"] == (11.25, 12.25)
+
+
+def test_a_token_that_no_graph_returns_stands_for_nothing() -> None:
+    schedule = trained()
+    update = schedule.graphs["update"]
+    update.output_node().args = (((ops.nodes_of(update, ops.update_host)[1],),),)
+    timeline = simulate(schedule, SLOW, optimizer=OptimizerCost(states=0), steps=2)
+    assert spans(timeline, step=1)["0PREFETCH@0"] == (5.25, 6.25)
+    assert spans(timeline, step=1)["1PREFETCH@1"] == (11.25, 12.25)
+
+
+def test_an_update_begins_when_the_backward_has_returned() -> None:
+    """Its own gradients are there at 4.25; those of the other bucket at 5.25."""
+    timeline = simulate(trained(), SLOW, optimizer=OptimizerCost(states=0))
+    assert spans(timeline)["1OFFLOAD_GRAD"] == (4.0, 4.25)
+    assert spans(timeline)["0UPDATE"] == (5.25, 8.25)
+
+
+@pytest.mark.parametrize("helped", [(), (0,), (0, 1)])
+def test_the_device_makes_what_it_may_help_with(helped: tuple[int, ...]) -> None:
+    timeline = simulate(trained(helped=helped), SLOW, optimizer=HELPED)
+    streams = {e.label: e.stream for e in timeline.events if e.graph == "update"}
+    on_device = {label for label, stream in streams.items() if stream is Stream.DEVICE}
+    assert on_device == {f"{k}UPDATE" for k in helped[:1]}  # of two the host makes the other one
+
+
+def left_for_the_update() -> Schedule:
+    """One bucket of 2 GB, whose gradients and states (6 GB with the parameters) stay there.
+
+    The forward computes a second, drains, and computes a second.
+    """
+    forward, backward, update = Graph(), Graph(), Graph(begins=False)
+    bucket = BUCKETS[0]
+    weights = forward.prefetch(0, 2.0, forward.token(0, Part.WEIGHTS), forward.start)
+    forward.compute(weights, 1.0)
+    ops.call(forward.graph, ops.drain)
+    forward.compute(forward.start, 1.0)
+    buffer = ops.call(backward.graph, ops.alloc_state, bucket, True)
+    waits = (backward.token(0, Part.STATES),)
+    state = ops.call(backward.graph, ops.fetch_state, bucket, buffer, True, name="s0", after=waits)
+    buffer.meta["value"] = state.meta["value"] = floats(6.0)
+    gradients = ops.call(backward.graph, ops.snapshot, backward.start, name="g0")
+    gradients.meta["value"] = floats(0.5)  # a second
+    offload = backward.offload(0, 0.5, gradients)
+    taken = update.place("g0", 0.5), update.place("s0", 6.0)
+    new = ops.call(update.graph, ops.update, bucket, None, *taken)
+    back = ops.call(update.graph, ops.offload_state, bucket, new)
+    ops.call(update.graph, ops.defer_free, new, after=(back,))
+    graphs = forward.done(), backward.done(offload, left=(gradients, state))
+    plan = Plan(device_update=frozenset({0}))
+    return OfOne("left", *graphs, (), update=update.done(back), left=("g0", "s0"), plan=plan)
+
+
+def test_a_device_update_waits_for_its_states_and_its_bucket_stays_there() -> None:
+    """Two moments: 14 GB are read and written at 1 GB/s, 6 GB go back at 2 GB/s."""
+    schedule = left_for_the_update()
+    timeline = simulate(schedule, UNIT, optimizer=OptimizerCost(), steps=2)
+    first, second = spans(timeline), spans(timeline, step=1)
+    # computes until 2; states are 6 GB, 0.5 of them beside the gradients' copy
+    assert first["0OFFLOAD_GRAD"] == (3.0, 3.5)
+    assert first["0FETCH_STATE"] == (2.0, 5.25)
+    assert first["0UPDATE"] == (5.25, 19.25)
+    assert first["0OFFLOAD_STATE"] == (19.25, 22.25)
+    # the forward takes what is there, behind the update; its drain waits for the copies
+    computes = [e for e in timeline.events if e.label == "SNAPSHOT" and e.graph == "forward"]
+    times = [(e.start_s, e.stop_s) for e in computes if e.step == 1]
+    assert times == [(19.25, 20.25), (22.25, 23.25)]
+    assert second["DRAIN"] == (22.25, 22.25)
+    assert second["0FETCH_STATE"][0] == 23.25
+    # without the edge the next update would begin when the gradients are there, at 24.25
+    assert second["0UPDATE"][0] == second["0FETCH_STATE"][1] == 26.5
+    # where nobody defers the new values, they come from the host
+    for node in ops.nodes_of(schedule.graphs["update"], ops.defer_free):
+        schedule.graphs["update"].erase_node(node)
+    again = spans(simulate(schedule, UNIT, optimizer=OptimizerCost(), steps=2), 1)
+    assert again["0PREFETCH@0"][0] == 20.25  # new parameters are there ahead of the states
+
+
+@pytest.mark.parametrize(
+    ("host_bytes", "on_host", "start_s"),
+    [
+        (4e9, "1 3 5", [0, 0, 2, 2, 4, 4]),  # as fast as the device
+        (8e9, "1 4 5", [0, 0, 2, 4, 4, 8]),
+        (10e9, "2 5", [0, 2, 0, 4, 6, 5]),  # between two and three times as long
+        (12e9, "2 5", [0, 2, 0, 4, 6, 6]),
+        (22e9, "5", [0, 2, 4, 6, 8, 0]),  # what else it took, the device would have first
+    ],
+)
+def test_the_host_takes_what_it_ends_before_the_device_would(
+    host_bytes: float, on_host: str, start_s: list[float]
+) -> None:
+    """The device takes 2 s for each, and makes all but the last one."""
+    queues = Queues(SLOW)
+    for i in range(6):
+        helped = 4e9 if i < 5 else 0.0
+        queues.add(Work("update", f"{i}UPDATE", HOST, host_bytes, [], 0, helped=helped))
+    queues.go()
+    hosts = [i for i, work in enumerate(queues.works) if STREAMS[work.queue] is Stream.HOST]
+    assert " ".join(map(str, hosts)) == on_host
+    assert queues.start_s == pytest.approx(start_s)
+
+
+def test_the_device_takes_the_first_update() -> None:
+    """Half a billion parameters: 2 GB each way and gradients of 2 GB, 4 GB in at 1 GB/s."""
+    hardware = UNIT.replace(update_gb_s=2.0)
+    alone = simulate(trained(), hardware, optimizer=OptimizerCost(states=0), steps=2)
+    timeline = simulate(trained(helped=(0, 1)), hardware, optimizer=HELPED, steps=2)
+    first = {e.label: e for e in timeline.events if e.graph == "update" and e.step == 0}
+    assert {label: e.stream for label, e in first.items()} == {
+        "0UPDATE": Stream.DEVICE,
+        "1UPDATE": Stream.HOST,
+    }
+    assert (first["0UPDATE"].start_s, first["0UPDATE"].stop_s) == (5.25, 9.25)
+    assert (first["1UPDATE"].start_s, first["1UPDATE"].stop_s) == (5.25, 8.25)
+    assert spans(timeline, step=1)["0PREFETCH@0"] == (9.25, pytest.approx(10.25))
+    assert timeline.step_s < alone.step_s
+    assert 0 < timeline.busy_s(Stream.DEVICE) < timeline.step_s
+
+
+def test_the_third_step_is_like_the_later_ones() -> None:
+    hardware = UNIT.replace(update_gb_s=2.0, host_memory_gb_s=3.0)
+    schedule = trained()
+    periods = [
+        simulate(schedule, hardware, optimizer=OptimizerCost(states=0), steps=n).step_s
+        for n in (3, 4, 7)
+    ]
+    assert periods[1:] == pytest.approx(periods[:1] * 2)
+
+
+def test_updates_in_the_backward_are_awaited_by_bucket() -> None:
+    """New parameters go first, and a prefetch waits for those alone; states wait for states."""
+    backward = Graph()
+    bucket = gigabytes(0, 2.0)
+    buffer = ops.call(backward.graph, ops.alloc_state, bucket, False)
+    waits = (backward.token(0, Part.STATES),)
+    state = ops.call(backward.graph, ops.fetch_state, bucket, buffer, False, after=waits)
+    new = ops.call(backward.graph, ops.update, bucket, None, buffer, state)
+    for node in (buffer, state, new):
+        node.meta["value"] = floats(6.0)  # 4 GB of states, 2 GB of parameters on the way back
+    back = ops.call(backward.graph, ops.offload_state, bucket, new)
+    forward = Graph()
+    token = forward.token(0, Part.WEIGHTS)
+    forward.compute(forward.prefetch(0, 2.0, token, forward.start), 9.0)
+    schedule = OfOne("updates", forward.done(), backward.done(back), ())
+    timeline = simulate(schedule, UNIT.replace(memory_gb_s=18.0), steps=2)
+    first, second = spans(timeline), spans(timeline, step=1)
+    # prefetch 1 s, 0.5 s, states 4 GB at 2 GB/s, update 3 * 6 GB at 18 GB/s
+    assert first["0FETCH_STATE"] == (1.5, 3.5)
+    assert first["0UPDATE"] == (3.5, 4.5)
+    # parameters 2 GB alone; 2 GB of the states beside the prefetch, at half the rate; 2 GB alone
+    assert second["0PREFETCH@0"] == (5.5, 7.5)
+    assert first["0OFFLOAD_STATE"] == (4.5, 8.5)
+    assert second["0FETCH_STATE"] == (8.5, 10.5)  # not at 8.0, when the compute is done
+    assert timeline.step_s == pytest.approx(11.5 - 4.5)
+
+
+def test_a_reclaim_waits_for_the_copies_of_what_the_last_step_parked() -> None:
+    backward, forward = Graph(), Graph()
+    bucket = gigabytes(0, 2.0)
+    buffer = ops.call(backward.graph, ops.alloc_state, bucket, True, name="room")
+    buffer.meta["value"] = floats(6.0)  # 2 GB of parameters, then 4 GB of states on the way back
+    copy = ops.call(backward.graph, ops.offload_state, bucket, buffer)
+    ops.call(backward.graph, ops.defer_free, buffer, after=(copy,))
+    forward.compute(forward.start, 1.0)
+    ops.call(forward.graph, ops.drain)
+    forward.compute(forward.start, 1.0)
+    schedule = OfOne("defers", forward.done(), backward.done(), ())
+    timeline = simulate(schedule, UNIT, steps=3)
+    first, second, third = (spans(timeline, step) for step in range(3))
+    assert first["DRAIN"] == (1.0, 1.0), "nothing is deferred yet"
+    assert first["0OFFLOAD_STATE"] == (2.0, 5.0)
+    assert second["DRAIN"] == (5.0, 5.0)
+    assert second["0OFFLOAD_STATE"] == (6.0, 9.0)
+    assert third["DRAIN"] == (9.0, 9.0)
+    assert timeline.bound is Stream.D2H
+    for node in ops.nodes_of(schedule.graphs["backward"], ops.defer_free):
+        schedule.graphs["backward"].erase_node(node)
+    assert spans(simulate(schedule, UNIT, steps=3), 2)["DRAIN"] == (5.0, 5.0)
+
+
+def test_a_backward_begins_when_the_prefetches_are_done() -> None:
+    forward, backward = Graph(), Graph()
+    forward.prefetch(0, 4.0)
+    backward.compute(backward.start, 1.0)
+    schedule = Schedule("turn", forward.done(), backward.done(), ())
+    assert simulate(schedule, UNIT).total_s == 3.0
+
+
+def test_captured_graphs_run_in_order_and_back() -> None:
+    def schedule(name: str) -> Schedule:
+        forward, backward = Graph(), Graph()
+        forward.compute(forward.start, 1.0)
+        backward.compute(backward.start, 2.0)
+        return Schedule(name, forward.done(), backward.done(), ())
+
+    timeline = simulate([schedule("a"), schedule("b")], UNIT)
+    order = [e.graph for e in timeline.events if e.label == "SNAPSHOT"]
+    assert order == ["forward", "forward", "backward", "backward"]
+    assert timeline.total_s == 6.0
+
+
+def test_ops_that_wait_for_each_other_are_refused() -> None:
+    made = Graph()
+    first = made.prefetch(0, 1.0)
+    second = made.compute(first, 1.0)
+    first.kwargs = {"after": (second,)}
+    # an edge that points backward orders nothing, as in verify
+    assert simulate(Schedule("loop", made.done(), None, ()), UNIT).total_s == 1.5
+
+
+# --- real schedules
+
+
+def streamed(**options: Any) -> Schedule:
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    if options.pop("in_backward", False):
+        options["optimizer"] = torch.optim.AdamW(model.parameters())
+    model = megacompile(model, device="cpu", **options)
+    model(torch.randn(8, 32)).sum().backward()
+    return schedules(model)[0]
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_every_op_runs_once_and_after_what_it_waits_for(in_backward: bool) -> None:
+    schedule = streamed(in_backward=in_backward)
+    timeline = simulate(schedule, H200, optimizer=OptimizerCost(in_backward=in_backward))
+    assert ("update" in schedule.graphs) is not in_backward
+    for name, graph in schedule.graphs.items():
+        events = [e for e in timeline.events if e.graph == name]
+        nodes = [n for n in ops.nodes_of(graph) if n.target not in (ops.defer_free, ops.free)]
+        found = sorted(e.label for e in events if e.label != "FREE")
+        assert found == sorted(map(ops.label, nodes))
+        _in_order(events)
+        by_label = {e.label: e for e in events}
+        for node in nodes:
+            for source in node.all_input_nodes:
+                earlier = by_label.get(ops.label(source))
+                if earlier is not None and ops.op_of(source) is not None:
+                    assert earlier.stop_s <= by_label[ops.label(node)].stop_s
+    assert timeline.total_s == max(e.stop_s for e in timeline.events)
+
+
+def _in_order(events: list[Event]) -> None:
+    """No two ops of a lane overlap."""
+    for lane in Stream:
+        own = sorted((e for e in events if e.stream is lane), key=lambda e: e.stop_s)
+        assert all(a.stop_s <= b.start_s for a, b in zip(own, own[1:], strict=False))
+
+
+RATES = (
+    *("h2d_gb_s", "d2h_gb_s", "h2d_both_gb_s", "d2h_both_gb_s", "matmul32_tflop_s"),
+    *("memory_gb_s", "host_memory_gb_s", "update_gb_s"),
+)
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_more_of_anything_is_never_slower(rate: str, in_backward: bool) -> None:
+    schedule = streamed(in_backward=in_backward)
+    slow = H200.replace(
+        **dict.fromkeys(RATES[:4], 1e-3),
+        **{"matmul32_tflop_s": 1e-5, "memory_gb_s": 3e-3, "update_gb_s": 2e-3},
+        host_memory_gb_s=3e-3,
+        copy_s=0.0,
+        launch_s=0.0,
+    )
+    matters = ["h2d_gb_s", "d2h_gb_s", "matmul32_tflop_s", "memory_gb_s"]
+    matters += [] if in_backward else ["update_gb_s"]
+    cost = OptimizerCost(in_backward=in_backward)
+    times = []
+    for factor in (1.0, 1.3, 2.0, 10.0):
+        hardware = replace(slow, **{rate: getattr(slow, rate) * factor})
+        times.append(simulate(schedule, hardware, optimizer=cost, steps=3).total_s)
+    assert all(b <= a * (1 + 1e-9) for a, b in zip(times, times[1:], strict=False))
+    assert times[-1] < times[0] or rate not in matters
+
+
+def test_the_slowest_part_bounds_the_step() -> None:
+    schedule = streamed()
+    adamw = OptimizerCost()
+    cases = {
+        Stream.H2D: H200.replace(h2d_gb_s=1e-4, h2d_both_gb_s=1e-4),
+        Stream.D2H: H200.replace(d2h_gb_s=1e-4, d2h_both_gb_s=1e-4),
+        Stream.COMPUTE: H200.replace(launch_s=1.0),
+        Stream.HOST: H200.replace(update_gb_s=1e-4),
+    }
+    for lane, hardware in cases.items():
+        timeline = simulate(schedule, hardware, optimizer=adamw, steps=3)
+        assert timeline.bound is lane
+        assert f"bound by {lane.value}" in str(timeline)
+        assert sum(timeline.critical_s.values()) == pytest.approx(timeline.step_s)
+        for other in Stream:
+            assert timeline.busy_s(other) <= timeline.step_s * (1 + 1e-9)
+
+
+def ends(hardware: Hardware, **gigabytes_of: float) -> dict[str, float]:
+    """When works end that all begin at once, by the name of their stream."""
+    queues = Queues(hardware)
+    for name, size in gigabytes_of.items():
+        queues.add(Work("forward", name, STREAMS.index(Stream[name]), size * 1e9, [], 0))
+    queues.go()
+    return dict(zip(gigabytes_of, queues.stop_s, strict=True))
+
+
+def test_a_gather_over_pcie_shares_the_link_both_ways() -> None:
+    nvlink = UNIT.with_interconnect(4.0)
+    assert ends(nvlink, COMM=4.0, H2D=2.0) == {"COMM": 1.0, "H2D": 1.0}
+    pcie = UNIT.with_interconnect(1.0)
+    # the gather sends as much as it gets, so each way has 1 GB/s, which copies share with it
+    assert ends(pcie, COMM=1.0) == {"COMM": 1.0}
+    assert ends(pcie, COMM=1.0, H2D=1.0) == {"COMM": 2.0, "H2D": 2.0}
+    assert ends(pcie, COMM=1.0, D2H=1.0) == {"COMM": 2.0, "D2H": 2.0}
+    assert ends(UNIT.with_interconnect(2.0), COMM=1.0) == {"COMM": 0.5}, "as was measured"
+    slow = UNIT.with_interconnect(0.25)  # takes what it can, and leaves the rest
+    assert ends(slow, COMM=0.5, H2D=1.5) == {"COMM": 2.0, "H2D": 2.0}
+
+
+def test_all_copies_go_over_host_memory() -> None:
+    shared = UNIT.replace(host_memory_gb_s=4.0)
+    assert ends(shared, H2D=2.0, D2H=2.0) == {"H2D": 2.0, "D2H": 2.0}
+    assert ends(shared.shared_by(4), H2D=1.0, D2H=1.0) == {"H2D": 2.0, "D2H": 2.0}
+    assert ends(shared.shared_by(4), H2D=1.0, COMM=0.0)["H2D"] == 1.0
+
+
+def test_ranks_of_a_host_share_its_disk() -> None:
+    whole = UNIT.replace(
+        **{"disk_read_gb_s": 4.0, "disk_write_gb_s": 4.0},
+        **{"disk_read_both_gb_s": 2.0, "disk_write_both_gb_s": 2.0},
+    )
+    assert ends(whole, READ=1.0) == {"READ": 0.25}
+    assert ends(whole.shared_by(4), READ=1.0) == {"READ": 1.0}
+    assert ends(whole.shared_by(4), READ=1.0, WRITE=1.0) == {"READ": 2.0, "WRITE": 2.0}
+    assert UNIT.shared_by(4).disk_read_gb_s is None
+
+
+def test_an_interconnect_no_faster_than_the_link_is_the_link() -> None:
+    assert known("4090").gathers_over_pcie == 1.0
+    assert known("a100").gathers_over_pcie == known("h200").gathers_over_pcie == 0.0
+    assert known("a100").with_interconnect(20.0).gathers_over_pcie == 1.0
+    with pytest.raises(OptionError, match="got interconnect_gb_s=0"):
+        UNIT.with_interconnect(0.0)
+
+
+def test_another_link_keeps_the_shares_of_this_one() -> None:
+    sheet = known("4090")
+    slow = sheet.with_link(12.0)
+    assert slow.h2d_gb_s == slow.d2h_gb_s == 12.0
+    assert slow.h2d_both_gb_s == slow.d2h_both_gb_s == pytest.approx(12.0 * 50.8 / 55.5)
+    measured = UNIT.replace(h2d_gb_s=4.0, d2h_gb_s=2.0, h2d_both_gb_s=3.0, d2h_both_gb_s=1.0)
+    halved = measured.with_link(2.0)
+    assert (halved.h2d_gb_s, halved.d2h_gb_s) == (2.0, 2.0)
+    assert (halved.h2d_both_gb_s, halved.d2h_both_gb_s) == (1.5, 1.0)
+    share = sheet.interconnect_gb_s / sheet.h2d_gb_s
+    assert slow.gathers_over_pcie == 1.0, "and gathers have their share of it"
+    assert slow.interconnect_gb_s == pytest.approx(12.0 * share)
+    nvlink = known("h100")
+    assert nvlink.with_link(12.0).interconnect_gb_s == nvlink.interconnect_gb_s
+    for wrong in (0.0, -1.0, math.nan):
+        with pytest.raises(OptionError, match="got h2d_gb_s="):
+            sheet.with_link(wrong)

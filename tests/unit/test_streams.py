@@ -1,0 +1,252 @@
+"""Streams: in program order on the CPU; on CUDA, the waits that the graph's edges ask for.
+
+CUDA is played by stand-ins that note what is asked of them, so the waits are tested without one.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from megacompile.ir.stream import Stream
+from megacompile.runtime.device.streams import Handle, Streams
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+COMPUTE, H2D, D2H, COMM = Stream.COMPUTE, Stream.H2D, Stream.D2H, Stream.COMM
+
+# --- CPU
+
+
+def test_work_runs_at_once_and_in_order() -> None:
+    streams = Streams(CPU)
+    order: list[str] = []
+
+    def work(stream: Stream) -> Stream:
+        order.append(stream.value)
+        return stream
+
+    with streams.run():
+        for stream in (H2D, COMPUTE, D2H, H2D):
+            handle = streams.issue(stream, (), functools.partial(work, stream))
+            assert (handle.value, handle.event) == (stream, None)
+            assert order[-1] == stream.value, "it is done when issue() returns"
+    assert order == ["h2d", "compute", "d2h", "h2d"]
+
+
+# --- CUDA, played
+
+
+class Cuda:
+    """Stands in for what `Streams` takes of torch.cuda; `log` has the calls in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[tuple[str, ...]] = []
+        self.made = 0
+        self.user = self.queue("user")
+        self.inside: list[str] = ["user"]
+        cuda = self
+
+        class Event:
+            def __init__(self) -> None:
+                cuda.made += 1
+                self.name = f"event {cuda.made}"
+
+            def record(self, queue: Any) -> None:
+                cuda.log.append(("record", queue.name, self.name))
+
+        copies = iter(("h2d", "d2h", "comm"))
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self.queue(next(copies)))
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.user)
+        monkeypatch.setattr(torch.cuda, "stream", self._stream)
+        monkeypatch.setattr(torch.cuda, "device", self._device)
+
+    def queue(self, name: str) -> Any:
+        cuda = self
+
+        class Queue:
+            def __init__(self) -> None:
+                self.name = name
+
+            def wait_event(self, event: Any) -> None:
+                cuda.log.append(("wait", name, event.name))
+
+            def synchronize(self) -> None:
+                cuda.log.append(("synchronize", name))
+
+        return Queue()
+
+    @contextmanager
+    def _stream(self, queue: Any) -> Iterator[None]:
+        self.inside.append(queue.name)
+        yield
+        self.inside.pop()
+
+    @contextmanager
+    def _device(self, device: torch.device) -> Iterator[None]:
+        assert device == GPU
+        yield
+
+    def work(self, name: str) -> str:
+        self.log.append(("work", self.inside[-1], name))
+        return name
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    return Cuda(monkeypatch)
+
+
+def test_an_edge_between_streams_is_an_event_that_is_waited_for(cuda: Cuda) -> None:
+    """prefetch -> forward -> offload: each waits for the one before, and nobody for more."""
+    streams = Streams(GPU)
+    with streams.run():
+        weights = streams.issue(H2D, (), lambda: cuda.work("prefetch"))
+        y = streams.issue(COMPUTE, (weights,), lambda: cuda.work("forward"))
+        streams.issue(D2H, (y,), lambda: cuda.work("offload"))
+    assert cuda.log == [
+        ("work", "h2d", "prefetch"),
+        ("record", "h2d", "event 1"),
+        ("wait", "user", "event 1"),
+        ("work", "user", "forward"),
+        ("record", "user", "event 2"),
+        ("wait", "d2h", "event 2"),
+        ("work", "d2h", "offload"),
+        ("record", "d2h", "event 3"),
+    ]
+    assert (weights.value, y.value) == ("prefetch", "forward")
+
+
+def test_the_order_of_a_stream_needs_no_wait(cuda: Cuda) -> None:
+    streams = Streams(GPU)
+    with streams.run():
+        for stream in (COMPUTE, H2D, Stream.D2H):
+            first = streams.issue(stream, (), lambda: None)
+            cuda.log.clear()
+            streams.issue(stream, (first,), lambda: None)
+            assert [kind for kind, *_ in cuda.log] == ["record"]
+
+
+def test_compute_is_the_stream_that_the_caller_is_in(cuda: Cuda) -> None:
+    """The backward may come in another one than the forward."""
+    streams = Streams(GPU)
+    for name in ("user", "side"):
+        cuda.user = cuda.queue(name)
+        with streams.run():
+            streams.issue(COMPUTE, (), lambda: None)
+    assert [entry[1] for entry in cuda.log] == ["user", "side"]
+
+
+def test_compute_outside_of_a_run_is_our_bug(cuda: Cuda) -> None:
+    with pytest.raises(AssertionError, match="outside of run"):
+        Streams(GPU).issue(COMPUTE, (), lambda: None)
+
+
+def test_the_host_waits_for_copies_only(cuda: Cuda) -> None:
+    streams = Streams(GPU)
+    for stream in (H2D, D2H, COMPUTE):
+        streams.synchronize(stream)
+    assert cuda.log == [("synchronize", "h2d"), ("synchronize", "d2h")]
+
+
+# --- copies that the host is not ready for
+
+
+class Bucket:
+    """A bucket that the host works on until `over`."""
+
+    def __init__(self, log: list[Any], error: Exception | None = None) -> None:
+        self.log = log
+        self.over = False
+        self.error = error
+
+    def busy(self) -> bool:
+        return not self.over
+
+    def settle(self) -> None:
+        self.log.append(("settled" if self.over else "waited",))
+        self.over = True
+        if self.error is not None:
+            raise self.error
+
+
+def behind(bucket: Bucket) -> Handle:
+    """What threads of the host do to a bucket."""
+    return Handle(None, Stream.HOST, host=bucket)
+
+
+def work_of(cuda: Cuda) -> list[str]:
+    return [entry[2] for entry in cuda.log if entry[0] == "work"]
+
+
+def test_a_copy_from_a_busy_bucket_is_put_off_until_it_is_needed(cuda: Cuda) -> None:
+    """What does not need it is issued first; later copies do not overtake it."""
+    streams = Streams(GPU)
+    bucket = Bucket(cuda.log)
+    with streams.run():
+        early = streams.issue(H2D, (behind(bucket),), lambda: cuda.work("prefetch 1"))
+        late = streams.issue(H2D, (), lambda: cuda.work("prefetch 2"))
+        streams.issue(COMPUTE, (), lambda: cuda.work("0F"))
+        assert early.event is None and late.event is None and work_of(cuda) == ["0F"]
+        streams.issue(COMPUTE, (early,), lambda: cuda.work("1F"))
+        assert early.value == "prefetch 1" and work_of(cuda) == ["0F", "prefetch 1", "1F"]
+        streams.issue(COMPUTE, (late,), lambda: cuda.work("2F"))
+    assert work_of(cuda) == ["0F", "prefetch 1", "1F", "prefetch 2", "2F"]
+    assert [entry for entry in cuda.log if entry[0] == "waited"] == [("waited",)]
+    assert early.value == "prefetch 1" and early.event is not None
+
+
+def test_what_went_wrong_on_the_host_is_raised_where_the_copy_is_needed(cuda: Cuda) -> None:
+    streams = Streams(GPU)
+    with pytest.raises(ValueError, match="in the update"), streams.run():
+        bucket = Bucket(cuda.log, ValueError("in the update"))
+        weights = streams.issue(H2D, (behind(bucket),), lambda: cuda.work("prefetch"))
+        streams.issue(H2D, (), lambda: cuda.work("another"))
+        streams.issue(COMPUTE, (weights,), lambda: cuda.work("0F"))
+    assert work_of(cuda) == []
+    with streams.run():
+        streams.issue(COMPUTE, (), lambda: cuda.work("next"))
+    assert work_of(cuda) == ["next"], "what the failed run put off is gone"
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_collectives_are_issued_in_program_order(cuda: Cuda, seed: int) -> None:
+    """Whatever the host still does, each rank issues them in the same order; and its copies.
+
+    Ops wait for some of those before them, and copies for buckets that become free at any time.
+    """
+    rng = random.Random(seed)
+    streams = Streams(GPU)
+    buckets = [Bucket(cuda.log) for _ in range(4)]
+    handles: list[Handle] = []
+    wanted: dict[Stream, list[str]] = {stream: [] for stream in (H2D, COMM, COMPUTE, D2H)}
+    with streams.run():
+        for i in range(30):
+            stream = rng.choice((H2D, H2D, COMM, COMM, COMPUTE, D2H))
+            waits = rng.sample(handles[-6:], min(len(handles), rng.randint(0, 2)))
+            if stream is H2D and rng.random() < 0.6:
+                waits.append(behind(rng.choice(buckets)))
+            name = f"{stream.value} {i}"
+            wanted[stream].append(name)
+            handles.append(streams.issue(stream, waits, functools.partial(cuda.work, name)))
+            if rng.random() < 0.2:
+                rng.choice(buckets).over = True
+            if rng.random() < 0.1:
+                rng.choice(buckets).over = False
+    for stream, names in wanted.items():
+        assert [name for name in work_of(cuda) if name.startswith(f"{stream.value} ")] == names
+    assert all(handle.event is not None and not handle.deferred for handle in handles)
+
+
+def test_the_cpu_waits_for_the_host_at_once() -> None:
+    log: list[Any] = []
+    streams = Streams(CPU)
+    assert streams.issue(H2D, (behind(Bucket(log)),), lambda: 3).value == 3
+    assert log == [("waited",)]

@@ -1,0 +1,188 @@
+"""The rules of tests/README.md that can be read off the sources of the tests.
+
+A rule is a function from a source to its faults, and is tried on planted faults. It holds in the
+tier folders. A file right below tests/ is not converted yet; the list of those only shrinks.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from tests.sources import ROOT, dotted, files, imports
+
+PUBLIC = {
+    "megacompile",
+    "megacompile.errors",
+    "megacompile.cli",
+}  # and the data that all hand around:
+DATA = "megacompile.ir"  # which everybody hands around
+WITH_INSIDE = ("unit", "compat")  # tiers whose tests import the module that they test
+MODULES = 60  # of the product, that all converted tests and `tests.inside` import together
+# Tests in the other tiers that import what is inside, and why.
+IMPORTS = {"models/test_gpu_memory.py": "what a step takes is held against the cost model"}
+# Tests that patch what is ours, and why nothing can be given there. Empty it.
+PATCHES: dict[str, str] = {}
+
+
+def converted() -> dict[str, str]:
+    """The sources of the tests in the tier folders, by their path below tests/."""
+    folder = ROOT / "tests"
+    paths = (path for path in folder.glob("*/test_*.py") if path.parent.name != "zoo")
+    return {str(path.relative_to(folder)): path.read_text() for path in sorted(paths)}
+
+
+def ours(source: str, modules: set[str]) -> Iterator[tuple[str, int]]:
+    """The modules of the product that a source imports, but for the public ones, and where."""
+    for target, line, _ in imports(source, modules):
+        is_public = target in PUBLIC or target == DATA or target.startswith(f"{DATA}.")
+        if target.partition(".")[0] == "megacompile" and not is_public:
+            yield target, line
+
+
+def import_faults(tier: str, source: str, modules: set[str]) -> list[str]:
+    """What a test of a tier imports that is inside of the product."""
+    if tier in WITH_INSIDE:
+        return []
+    return [f"{line}: imports {target}" for target, line in ours(source, modules)]
+
+
+def patch_faults(source: str) -> list[str]:
+    """Where a test sets an attribute of what it has imported from the product."""
+    tree = ast.parse(source)
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            origin = getattr(node, "module", None)
+            for alias in node.names:
+                if (origin or alias.name).partition(".")[0] in ("megacompile", "benchmarks"):
+                    names.add(alias.asname or alias.name.partition(".")[0])
+    faults = []
+    for node in ast.walk(tree):
+        for place in _set_by(node):
+            text = place.value if isinstance(place, ast.Constant) else dotted(place)
+            if str(text).partition(".")[0] in names | {"megacompile", "benchmarks"}:
+                faults.append(f"{place.lineno}: patches {text}")
+    return sorted(faults)
+
+
+def _set_by(node: ast.AST) -> list[ast.expr]:
+    """What a statement or a call sets an attribute of, or puts another thing in the place of."""
+    if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Delete):
+        if isinstance(node, ast.Assign | ast.Delete):
+            targets = node.targets
+        else:
+            targets = [node.target]
+        return [target.value for target in targets if isinstance(target, ast.Attribute)]
+    if isinstance(node, ast.Call) and node.args:
+        called = (dotted(node.func) or "").split(".")
+        if called[-1] in ("setattr", "delattr") or called[-2:] == ["patch", "object"]:
+            return [node.args[0]]
+        if called[-1] == "patch" and isinstance(node.args[0], ast.Constant):
+            return [node.args[0]]
+    return []
+
+
+def test_tests_import_the_public_api() -> None:
+    modules = set(files())
+    found = {
+        path: import_faults(path.partition("/")[0], source, modules)
+        for path, source in converted().items()
+    }
+    faulty = {path: faults for path, faults in found.items() if faults}
+    assert {path: faults for path, faults in faulty.items() if path not in IMPORTS} == {}
+    assert faulty.keys() == IMPORTS.keys(), "the list has no file without need"
+
+
+def test_tests_patch_nothing_of_ours() -> None:
+    found = {path: patch_faults(source) for path, source in converted().items()}
+    patched = {path: faults for path, faults in found.items() if faults}
+    assert {path: faults for path, faults in patched.items() if path not in PATCHES} == {}
+    assert patched.keys() == PATCHES.keys(), "the list has no file without need"
+
+
+def test_few_modules_are_imported() -> None:
+    modules = set(files())
+    sources = [*converted().values(), (ROOT / "tests" / "inside.py").read_text()]
+    found = {target for source in sources for target, _ in ours(source, modules)}
+    assert len(found) <= MODULES, sorted(found)
+
+
+def test_messages_are_in_one_folder() -> None:
+    """Elsewhere `match=` has one identifier or number, not words of a sentence."""
+    found = {path: sentence_faults(source) for path, source in converted().items()}
+    own = {path: faults for path, faults in found.items() if not path.startswith("messages/")}
+    assert {path: faults for path, faults in own.items() if faults} == {}
+
+
+LIBRARIES = {"ValueError", "KeyError", "RuntimeError", "AssertionError", "SystemExit"}
+
+
+def sentence_faults(source: str) -> list[str]:
+    """Where `pytest.raises` or `pytest.warns` matches three words or more of a message of ours."""
+    faults = []
+    for node in ast.walk(ast.parse(source)):
+        if not (isinstance(node, ast.Call) and dotted(node.func) in RAISES and node.args):
+            continue
+        if dotted(node.args[0]) in LIBRARIES:
+            continue  # which a test plants itself
+        for keyword in node.keywords:
+            if keyword.arg == "match" and isinstance(keyword.value, ast.Constant):
+                if len(str(keyword.value.value).split()) > 2:
+                    faults.append(f"{node.lineno}: {keyword.value.value}")
+    return faults
+
+
+RAISES = ("pytest.raises", "pytest.warns")
+
+
+@pytest.mark.parametrize(
+    ("tier", "source", "faults"),
+    [
+        ("models", "from megacompile.plan import planner", ["1: imports megacompile.plan.planner"]),
+        ("ranks", "import megacompile.api", ["1: imports megacompile.api"]),
+        ("equality", "from megacompile import compat", ["1: imports megacompile.compat"]),
+        ("models", "def f():\n  import megacompile.log", ["2: imports megacompile.log"]),
+        ("models", "from megacompile import megacompile, OptionError", []),
+        ("models", "import megacompile as mc\nfrom megacompile.errors import TraceError", []),
+        ("stateful", "from megacompile.ir import ops\nfrom tests import inside", []),
+        ("unit", "from megacompile.plan import planner", []),
+    ],
+)
+def test_imports_of_the_inside_are_found(tier: str, source: str, faults: list[str]) -> None:
+    assert import_faults(tier, source, set(files())) == faults
+
+
+@pytest.mark.parametrize(
+    ("source", "faults"),
+    [
+        ("from megacompile import api\np.setattr(api, 'f', 1)", ["2: patches api"]),
+        ("import megacompile.api as a\na.f = 1", ["2: patches a"]),
+        ("from megacompile.plan.tries import Tries\nmonkeypatch.setattr(Tries, 'add', f)",
+         ["2: patches Tries"]),
+        ("from unittest import mock\nfrom megacompile.plan.tries import Tries\n"
+         "with mock.patch.object(Tries, 'add'): pass", ["3: patches Tries"]),
+        ("p.setattr('megacompile.api.f', 1)", ["1: patches megacompile.api.f"]),
+        ("@mock.patch('megacompile.api.f')\ndef f(): pass", ["1: patches megacompile.api.f"]),
+        ("from megacompile import numa\ndel numa.node_of", ["2: patches numa"]),
+        ("from megacompile import numa\nmodel.numa.x = 1\nnuma.bind(1)", []),
+        ("import torch\np.setattr(torch.cuda, 'synchronize', f)\np.setattr('os.getpid', f)", []),
+    ],
+)  # fmt: skip
+def test_patches_are_found(source: str, faults: list[str]) -> None:
+    assert patch_faults(source) == faults
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("with pytest.raises(OptionError, match='there are 2 CUDA devices'): f()", 1),
+        ("with pytest.warns(UserWarning, match='said once for all'): f()", 1),
+        ("with pytest.raises(OptionError, match='lookahead'): f()", 0),
+        ("with pytest.raises(ValueError, match='in the stage of ours'): f()", 0),
+    ],
+)
+def test_sentences_are_found(source: str, count: int) -> None:
+    assert len(sentence_faults(source)) == count

@@ -1,0 +1,638 @@
+"""Traces: every op of a run with its times; what adds up; the file for Perfetto; the picture."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import megacompile
+from megacompile import Trace, schedules, trace
+from megacompile.cost.hardware import H200, Hardware
+from megacompile.cost.memory import Kind, device_memory
+from megacompile.cost.simulate import simulate
+from megacompile.errors import MissingExtraError, ModelError, TraceError
+from megacompile.ir import ops, values
+from megacompile.ir.ops.sizes import value_bytes
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import Code
+from megacompile.tracing import perfetto, plot
+from megacompile.tracing.critical_path import Period, critical_path
+from megacompile.tracing.describe import describe
+from megacompile.tracing.recorder import Tracer, _Clock
+from megacompile.tracing.timeline import HOST, OpInfo, Span, Timeline, covered_s
+from tests import inside
+from tests.schedules import ACTIVATION, WEIGHT, Spec, build
+from tests.trace_events import faults
+from tests.zoo import Made, Stack, batchnorm, dropout, stack, step, tied, twins
+
+QUIET = (ops.free, ops.defer_free, ops.begin)
+
+
+def tracer_of(model: Any) -> Any:
+    return inside.machine(model).tracer
+
+
+def names(spans: Iterator[Span] | tuple[Span, ...] | list[Span]) -> list[str]:
+    return [span.op.name for span in spans]
+
+
+def wanted(schedule: Schedule | None, graph: str) -> list[fx.Node]:
+    assert schedule is not None
+    return [n for n in ops.nodes_of(schedule.graphs[graph]) if n.target not in QUIET]
+
+
+# --- what is recorded
+
+
+def test_every_captured_graph_is_recorded() -> None:
+    """A graph break makes two of them."""
+
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            loss: Tensor = self.second(x).mean()
+            return loss
+
+    _, model = twins(Broken())
+    with trace(model) as t:
+        step(model, {"x": stack()[1]["x"]})
+    made = schedules(model)
+    assert len(made) == 2
+    runs = [(run.schedule and run.schedule.name, run.graph) for run in t.measured.runs]
+    first, second = (schedule.name for schedule in made)
+    assert runs == [
+        *((first, "forward"), (second, "forward")),
+        *((second, "backward"), (first, "backward")),
+    ]
+
+
+# --- the host's updates
+
+
+# --- on and off
+
+
+# --- what adds up
+
+
+def test_memory_of_a_forward() -> None:
+    """Two slots; each stage makes an output, and the one before dies behind it."""
+    schedule = build(Spec(stages=3, training=False))
+    found = {info.name: info.memory_bytes for info in describe(schedule, "forward")}
+    slots, y = 2 * WEIGHT.size_bytes, ACTIVATION.size_bytes
+    x = y  # the graph's input is counted: it is on the device
+    assert [found[f"{i}F"] for i in range(3)] == [slots + x, slots + x + y, slots + x + y]
+
+
+@pytest.mark.parametrize("activations", ["recompute", "offload"])
+def test_memory_ends_with_what_is_returned(activations: str) -> None:
+    """Behind the last free of a step only slots, inputs and the returned gradients are left."""
+    _, model = twins(Stack(layers=6), activations=activations)
+    step(model, stack()[1])
+    (schedule,) = schedules(model)
+    assert schedule.backward is not None
+    end = device_memory(schedule).end
+    inputs = sum(value_bytes(n) for n in schedule.forward.find_nodes(op="placeholder"))
+    returned = sum(map(value_bytes, schedule.backward.output_node().all_input_nodes))
+    slots = sum(slot.size_bytes for slot in schedule.slots)
+    assert {kind: size for kind, size in end.items() if size} == {
+        Kind.SLOTS: slots,
+        Kind.INPUTS: inputs,
+        **({Kind.GRADIENTS: returned} if returned else {}),
+    }
+
+
+# --- CUDA, played
+
+
+class Cuda:
+    """Events whose times are a counter; `log` has what was asked of which stream."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[tuple[str, Any]] = []
+        self.stream: Any = "user"
+        self.now_ms = 100.0
+        cuda = self
+
+        class Event:
+            def __init__(self, enable_timing: bool = False) -> None:
+                assert enable_timing
+                self.ms = -1.0
+
+            def record(self, stream: Any = None) -> None:
+                cuda.now_ms += 1.0
+                self.ms = cuda.now_ms
+                cuda.log.append(("record", stream or cuda.stream))
+
+            def synchronize(self) -> None:
+                cuda.log.append(("synchronize", None))
+
+            def elapsed_time(self, other: Any) -> float:
+                return float(other.ms - self.ms)
+
+        @contextmanager
+        def device(_: torch.device) -> Iterator[None]:
+            yield
+
+        stats = {"allocated_bytes": {"all": {"current": 77}}}
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: "new")
+        monkeypatch.setattr(torch.cuda, "device", device)
+        monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
+
+
+def test_on_cuda_events_stand_around_the_work_and_nothing_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = Cuda(monkeypatch)
+    tracer = Tracer(torch.device("cuda", 0))
+    assert ("record", "user") not in cuda.log, "the clock is read on a stream of its own"
+    cuda.log.clear()
+    recording = tracer.run(build(Spec(stages=2, training=False)), "forward")
+    recording.next_op()
+    prefetch = recording.timed(lambda: cuda.log.append(("work", cuda.stream)))
+    recording.next_op()
+    recording.next_op()
+    forward = recording.timed(lambda: cuda.log.append(("work", cuda.stream)))
+    unknown = recording.timed(int)
+    assert unknown is int, "what is no op of the table is left alone"
+    forward()
+    cuda.stream = "h2d"  # put off until now
+    prefetch()
+    assert cuda.log == [
+        *(("record", "user"), ("work", "user"), ("record", "user")),
+        *(("record", "h2d"), ("work", "h2d"), ("record", "h2d")),
+    ]
+    marks = {mark.info.name: mark for mark in tracer.marks}
+    assert set(marks) == {"0PREFETCH@0", "0F"}
+    assert marks["0F"].memory_bytes == 77
+    assert marks["0PREFETCH@0"].memory_bytes is None
+    clock = tracer.clock
+    lengths = {n: clock.at_s(m.stop) - clock.at_s(m.start) for n, m in marks.items()}
+    assert lengths == {name: pytest.approx(0.001) for name in marks}
+
+
+def test_the_clocks_pair_is_the_tightest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three readings the one in which the host waited least: 11 to 12, not 0 to 10."""
+    Cuda(monkeypatch)
+    readings = iter([0.0, 10.0, 11.0, 12.0, 20.0, 25.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(readings))
+    clock = _Clock(torch.device("cuda", 0))
+    event: Any = torch.cuda.Event(enable_timing=True)
+    event.ms = 102.0 + 4.0  # the second pair's event was at 102 ms
+    assert clock.at_s(event) == pytest.approx(11.5 + 0.004)
+
+
+# --- on a GPU
+
+
+class Deep(nn.Module):
+    """Layers large enough that copies and computes overlap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2048, 2048) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_spans_keep_the_schedules_edges() -> None:
+    """What an op waits for is over when it begins, across streams too (by 10 us of resolution)."""
+    model = megacompile.megacompile(Deep(), lowering="eager", resident=0, activations="recompute")
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(4096, 2048, device="cuda")
+    for _ in range(3):
+        with trace(model) as t:
+            model(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [run.graph for run in t.measured.runs] == ["forward", "backward", "update"]
+    for i, run in enumerate(t.measured.runs[:2]):  # the update's are all of the host
+        nodes = wanted(run.schedule, run.graph)
+        by_name = {span.op.name: span for span in t.measured.of_run(i)}
+        assert set(by_name) == {ops.label(n) for n in nodes}
+        for node in nodes:
+            for source in map(values.producer, node.all_input_nodes):
+                if source in nodes:
+                    earlier, later = by_name[ops.label(source)], by_name[ops.label(node)]
+                    assert earlier.stop_s <= later.start_s + 1e-5, (earlier, later)
+    updates = [span for span in t.spans if span.op.lane == HOST]
+    assert len(updates) == len(schedules(model)[0].buckets)
+    device = [span for span in t.spans if span.op.lane != HOST]
+    assert min(u.start_s for u in updates) >= max(s.stop_s for s in device) - 1e-3, "one axis"
+    total = sum(t.measured.busy_s(lane) for lane in ("h2d", "compute", "d2h"))
+    assert total > 0
+    peak = max(size for _, size in t.measured.memory())
+    assert 0 < peak <= torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda e: e.pop("ts"), "X 0F: ts"),
+        (lambda e: e.update(dur=-1.0), "0F ends before it begins"),
+        (lambda e: e.update(tid=9), "thread (1, 9) has no name"),
+        (lambda e: e.update(pid=9), "process 9 has no name"),
+        (lambda e: e.update(ph="Z"), "phase 'Z'"),
+        (lambda e: e.update(dur=1.5e6), "1F overlaps the one before it"),
+    ],
+)
+def test_faults_in_a_file_are_found(change: Any, fault: str) -> None:
+    info = OpInfo("0F", "forward", "compute", "layers.0")
+    spans = (
+        Span(info, 0.0, 1.0, "m", -1),
+        Span(OpInfo("1F", "forward", "compute", "layers.1"), 1.0, 2.0, "m", -1),
+    )
+    document = perfetto.document(Timeline(spans, (), "cpu"))
+    assert faults(document) == []
+    change(next(e for e in document["traceEvents"] if e["name"] == "0F"))
+    assert fault in faults(document)
+
+
+# --- the prediction
+
+
+def test_a_prediction_has_the_ops_that_were_measured(timelines: tuple[Timeline, Timeline]) -> None:
+    measured, predicted = timelines
+    for i in range(len(measured.runs)):
+        wanted = Counter(span.op for span in measured.of_run(i))
+        assert Counter(span.op for span in predicted.of_run(i)) == wanted
+        start = min(span.start_s for span in measured.of_run(i))
+        assert min(span.start_s for span in predicted.of_run(i)) == pytest.approx(start)
+
+
+# Read again.
+
+
+def test_what_was_saved_is_read_again(timelines: tuple[Timeline, Timeline], tmp_path: Path) -> None:
+    """Two models, measured and predicted: all but the schedules."""
+    perfetto.save(tmp_path / "step.json", *timelines)
+    document = json.loads((tmp_path / "step.json").read_text())
+    assert faults(document) == [] == faults(perfetto.document(timelines[0]))
+    perfetto.save(tmp_path / "alone.json", timelines[0])
+    assert perfetto.load(tmp_path / "alone.json")[1] is None
+    for wanted, got in zip(timelines, perfetto.load(tmp_path / "step.json"), strict=True):
+        assert got is not None
+        assert got.device == wanted.device
+        assert got.models == wanted.models
+        assert [(r.model, r.graph) for r in got.runs] == [(r.model, r.graph) for r in wanted.runs]
+        assert all(run.schedule is None for run in got.runs)
+        assert len(got.spans) == len(wanted.spans)
+        for a, b in zip(got.spans, wanted.spans, strict=True):
+            assert (a.op.name, a.op.kind, a.op.lane, a.op.module, a.op.size_bytes) == (
+                b.op.name,
+                b.op.kind,
+                b.op.lane,
+                b.op.module,
+                b.op.size_bytes,
+            )
+            assert (a.model, a.run, a.memory_bytes) == (b.model, b.run, b.memory_bytes)
+            assert a.start_s == pytest.approx(b.start_s, abs=1e-8)
+            assert a.stop_s == pytest.approx(b.stop_s, abs=2e-8)
+        assert critical_path(got, got.models[0]) == []
+    again = perfetto.document(*perfetto.load(tmp_path / "step.json"))
+    before = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    kinds = Counter((e["ph"], e["name"]) for e in before)
+    assert Counter((e["ph"], e["name"]) for e in again["traceEvents"]) == kinds
+
+
+@pytest.mark.parametrize(
+    ("points", "name", "wanted"),
+    [
+        (100.0, "3RECOMPUTE", "3RECOMPUTE"),
+        (70.0, "2PREFETCH@1", "2PREFETCH@1"),
+        (60.0, "2PREFETCH@1", "2PREFETCH"),
+        (10.0, "3RECOMPUTE", "3"),
+        (10.0, "10.1PREFETCH@1", ""),
+        (3.0, "3F", ""),
+        (10.0, "SNAPSHOT", ""),
+    ],
+)
+def test_as_much_of_a_name_as_fits(points: float, name: str, wanted: str) -> None:
+    assert plot.name_in(points, name) == wanted
+
+
+def test_a_row_a_stream_and_model() -> None:
+    def span(model: str, lane: str) -> Span:
+        return Span(OpInfo("0F", "forward", lane, ""), 0.0, 1.0, model, -1)
+
+    timeline = Timeline((span("a", "compute"), span("b", "host"), span("a", "h2d")))
+    rows = [("a", "h2d"), ("a", "compute"), ("b", "host")]
+    assert plot.lanes(timeline) == rows
+    assert plot.lanes(replace(timeline, order=("c", "b", "a"))) == [rows[2], *rows[:2]]
+
+
+def test_what_stands_in_the_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    _, model = twins(stack()[0])
+    with trace(model, hardware=H200) as t:
+        step(model, stack()[1])
+    for ending, magic in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
+        t.plot(str(tmp_path / f"step.{ending}"))
+        assert (tmp_path / f"step.{ending}").read_bytes().startswith(magic)
+    figure = plot._figure(t.measured, t.predicted)
+    titles = [axis.get_title(loc="left").partition(":")[0] for axis in figure.axes]
+    assert titles == ["predicted, NVIDIA H200", "measured, cpu", "device memory"]
+    above = [axis.get_position().y0 for axis in figure.axes]
+    assert above == sorted(above, reverse=True)
+    for axis in figure.axes[:2]:
+        rows = [label.get_text().replace("\n", " ") for label in axis.get_yticklabels()]
+        assert rows == ["to the device (h2d)", "compute", "to the host (d2h)"]
+        bars = sum(len(c.get_paths()) for c in axis.collections)
+        assert bars == len(t.spans)
+    legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    kinds = ["prefetch", "forward", "recompute", "backward", "offload grad"]
+    assert legend == [*kinds, "critical path"]
+    assert figure.axes[0].get_legend().get_title().get_text() == "op (number: its stage)"
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.draw()
+    renderer = canvas.get_renderer()
+    box = figure.axes[0].get_legend().get_window_extent(renderer)
+    assert box.x0 >= figure.axes[0].get_window_extent(renderer).x1, "outside of the bars"
+    assert box.x1 <= figure.bbox.x1, "and inside of the picture"
+    for axis, timeline in zip(figure.axes, (t.predicted, t.measured), strict=False):
+        (path,) = axis.lines
+        whole = Period(timeline.start_s, timeline.stop_s, 1)
+        chunks = [p for p in critical_path(timeline, "Stack", whole) if p.span is not None]
+        assert len(path.get_xdata()) == 3 * len(chunks) > 0
+    shown = {text.get_text() for axis in figure.axes[:2] for text in axis.texts}
+    texts = [text for axis in figure.axes[:2] for text in axis.texts]
+    boxes = [text.get_window_extent(renderer) for text in texts]
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    known = {span.op.name for span in t.spans}
+    assert shown <= known | {name.partition("@")[0] for name in known} | set("0123456789")
+
+
+# --- one model for many cases
+
+
+class Clock:
+    """Stands in for the host's clock: it moves on when it is read, and when told."""
+
+    TICK_S = 2.0**-20
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._lock = threading.Lock()  # the host's updates run in a thread of their own
+
+    def advance(self, seconds: float) -> float:
+        with self._lock:
+            self.now_s += seconds
+            return self.now_s
+
+    def perf_counter(self) -> float:
+        return self.advance(self.TICK_S)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    stand_in = Clock()
+    monkeypatch.setattr(time, "perf_counter", stand_in.perf_counter)
+    return stand_in
+
+
+@pytest.mark.parametrize("made", [dropout, batchnorm, tied], ids=lambda made: made.__name__)
+def test_every_op_is_recorded_in_its_order(made: Any) -> None:
+    """And an op begins when what it waits for is over."""
+    model_and_inputs: Made = made()
+    _, model = twins(model_and_inputs[0])
+    for _ in range(2):  # the second accumulates
+        before = time.perf_counter()
+        with trace(model) as t:
+            step(model, model_and_inputs[1])
+        length = time.perf_counter() - before
+        assert [run.graph for run in t.measured.runs] == ["forward", "backward"]
+        for i, run in enumerate(t.measured.runs):
+            nodes, spans = wanted(run.schedule, run.graph), t.measured.of_run(i)
+            assert names(spans) == [ops.label(n) for n in nodes]
+            assert [span.op.lane for span in spans] == [ops.stream_of(n).value for n in nodes]
+            at = dict(zip(nodes, spans, strict=True))
+            for node, span in at.items():
+                assert 0.0 <= span.start_s <= span.stop_s <= length
+                for source in map(values.producer, node.all_input_nodes):
+                    assert source not in at or at[source].stop_s <= span.start_s
+    assert any(span.op.kind == "fetch_grad" for span in t.spans)
+
+
+def test_a_trained_model(clock: Clock) -> None:
+    """Lengths, bytes, updates of the host as a lane, sums, blocks in blocks, failures."""
+    _, model = twins(stack()[0])
+    inputs = stack()[1]
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, inputs)
+    (schedule,) = schedules(model)
+    with trace(model) as alone:  # the forward that named the buckets ran before
+        optimizer.step()
+    assert names(alone.spans) == [f"{bucket.label}UPDATE" for bucket in schedule.buckets]
+    assert "Stack update x1" in alone.table()
+    optimizer.zero_grad()
+    codes = schedule.stages[1].traced.code
+    honest = codes[Code.FORWARD]
+
+    def slow(given: Any) -> Any:
+        clock.advance(0.02)
+        return honest(given)
+
+    codes[Code.FORWARD] = slow
+    with trace(model) as t:
+        assert t.spans == () and "nothing ran" in t.table()
+        step(model, inputs)
+        half = len(t.spans)
+        optimizer.step()
+    codes[Code.FORWARD] = honest
+    assert 0 < half < len(t.spans) and "over" in repr(t)
+    sizes = {bucket.name: bucket.size_bytes for bucket in schedule.buckets}
+    for span in t.spans:
+        like = {str(s.index) for s in schedule.stages if s.traced is schedule.stages[1].traced}
+        late = span.op.kind == "forward" and span.op.name[:-1] in like
+        if span.op.lane != HOST:
+            assert span.duration_s == pytest.approx(Clock.TICK_S + 0.02 * late), span
+        if span.op.kind == "prefetch":
+            assert span.op.size_bytes == sizes[span.op.module]
+        elif span.op.kind == "offload_grad":
+            gradients = [p.numel() * 4 for p in model.get_submodule(span.op.module).parameters()]
+            assert span.op.size_bytes == sum(gradients)
+        else:
+            assert span.op.size_bytes == 0
+        if span.op.kind in ("forward", "recompute", "backward"):
+            assert span.op.module == schedule.stages[int(re.sub(r"\D", "", span.op.name))].name
+    updates = [span for span in t.spans if span.op.lane == HOST]
+    assert sorted(names(updates)) == sorted(f"{b.label}UPDATE" for b in schedule.buckets)
+    assert {span.op.module for span in updates} == {b.name for b in schedule.buckets}
+    assert {t.measured.runs[span.run].graph for span in updates} == {"update"}
+    assert {span.op.kind for span in updates} == {"update_host"}
+    last = max(span.stop_s for span in t.spans if span.op.lane != HOST)
+    assert min(span.start_s for span in updates) >= last, "one time axis"
+    found = t.measured
+    for lane in found.lanes:
+        spans = [span for span in t.spans if span.op.lane == lane]
+        busy_s = covered_s((span.start_s, span.stop_s) for span in spans)
+        assert found.busy_s(lane) == pytest.approx(busy_s) and busy_s <= found.total_s
+    counts = {kind.kind: kind.count for kind in found.kinds()}
+    assert counts == Counter(span.op.kind for span in t.spans)
+    totals = t.to_dict()["measured"]
+    assert totals["total_s"] == found.total_s
+    assert totals["streams"]["compute"]["busy_s"] == found.busy_s("compute")
+    rows = {line.split()[0]: line.split() for line in t.table().splitlines() if line}
+    assert rows["prefetch"][1:3] == ["h2d", str(counts["prefetch"])]
+    assert float(rows["compute"][1]) == pytest.approx(found.busy_s("compute") * 1e3, abs=1e-3)
+    for code, graph, op in ((Code.FORWARD, "forward", ops.forward),
+                            (Code.BACKWARD, "backward", ops.backward)):  # fmt: skip
+        honest = codes[code]
+
+        def fail(given: Any) -> Any:
+            raise ValueError("in the stage")
+
+        codes[code] = fail
+        model.zero_grad()
+        with pytest.raises(ValueError, match="in the stage"), trace(model) as failed:
+            step(model, inputs)
+        codes[code] = honest
+        assert tracer_of(model) is None and failed.spans, "what ran is there"
+        done = {n for n in names(failed.spans) if failed.spans}
+        first = next(n for n in ops.nodes_of(schedule.graphs[graph], op)
+                     if ops.arguments(n)[0].traced is schedule.stages[1].traced)  # fmt: skip
+        assert ops.label(first) not in done
+    with trace(model) as again:
+        step(model, inputs)
+    assert [run.graph for run in again.measured.runs] == ["forward", "backward"]
+
+
+def test_blocks_of_several_traces_models_and_threads() -> None:
+    """Each has its part, on an axis of its own; outside of all nothing is recorded."""
+    models = [twins(stack()[0])[1] for _ in range(2)]
+    model, inputs = models[0], stack()[1]
+    first, second = trace(model), trace(model)
+    with trace(model) as outer:
+        step(model, inputs)
+        with trace(model) as inner:
+            step(model, inputs)
+        first.__enter__()
+        step(model, inputs)
+        second.__enter__()
+        step(model, inputs)
+        first.__exit__(None, None, None)
+        with torch.no_grad():
+            model(**inputs)
+        second.__exit__(None, None, None)
+    assert tracer_of(model) is None
+    step(model, inputs)
+    runs = [len(t.measured.runs) for t in (outer, inner, first, second)]
+    assert runs == [9, 2, 4, 3]
+    assert "Stack forward x5, Stack backward x4" in outer.table()
+    assert names(inner.spans) == names([span for span in outer.spans if span.run in (2, 3)])
+    shift = outer.measured.of_run(2)[0].start_s - inner.spans[0].start_s
+    assert shift > outer.measured.of_run(1)[-1].stop_s, "each begins its own axis"
+    with pytest.raises(TraceError), inner:
+        pass
+    with trace(*models, models[0]) as both:
+        for each in models:
+            step(each, inputs)
+    assert [run.model for run in both.measured.runs] == ["Stack", "Stack", "Stack 2", "Stack 2"]
+    assert both.measured.of_run(1)[-1].stop_s <= both.measured.of_run(2)[0].start_s
+    found: dict[int, Trace] = {}
+
+    def run(i: int) -> None:
+        with trace(models[i]) as found[i]:
+            for _ in range(5):
+                models[i](**inputs)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(found[i].measured.runs) for i in range(2)] == [5, 5]
+    assert tracer_of(models[0]) is tracer_of(models[1]) is None
+    for wrong in ((nn.Linear(2, 2),), ()):
+        with pytest.raises(ModelError):
+            trace(*wrong)
+
+
+# --- files and pictures
+
+
+@pytest.fixture(scope="module")
+def timelines() -> tuple[Timeline, Timeline]:
+    """Two steps of two models, measured and predicted."""
+    models = [twins(stack()[0])[1] for _ in range(2)]
+    with trace(*models, hardware=H200) as t:
+        for _ in range(2):
+            for model in models:
+                step(model, stack()[1])
+    assert t.predicted is not None
+    return t.measured, t.predicted
+
+
+def test_a_prediction_is_the_cost_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lengths are those of `simulate`, whatever was measured. Rates come from a file, if they
+    are not given; nothing is measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _, model = twins(stack()[0])
+    slow = Hardware("slow", 1e-3, 1e-3, 1e-3, 1e-3, 1.0, 1.0, 0.0)
+    with trace(model, hardware=slow) as t, trace(model) as unknown:
+        step(model, stack()[1])
+    assert t.predicted is not None
+    total = sum(t.predicted.run_s(i) for i in range(2))
+    schedule = t.measured.runs[1].schedule
+    assert schedule is not None
+    assert total == pytest.approx(simulate(schedule, slow).total_s)
+    rows = [line.split() for line in t.table().splitlines() if line.startswith("Stack ")]
+    assert [row[1] for row in rows[-2:]] == ["forward", "backward"]
+    assert sum(float(row[-2]) for row in rows[-2:]) == pytest.approx(total * 1e3, rel=1e-2)
+    assert [g["runs"] for g in t.to_dict()["predicted"]["graphs"]] == [1, 1]
+    assert unknown.predicted is None and unknown.to_dict()["predicted"] is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"traceEvents": [{}], "otherData": {"device": ""}}', "null"]
+    + ['{"traceEvents": [], "otherData": {"device": "cpu"}}'],
+)
+def test_a_file_that_is_no_trace(text: str, tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text(text)
+    for name in ("other.json", "gone.json"):
+        with pytest.raises(TraceError, match=name):
+            perfetto.load(tmp_path / name)
+
+
+def test_pictures_that_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model = twins(stack()[0])
+    with trace(model) as nothing:
+        pass
+    for name in ("step.png", "step.docx"):
+        with pytest.raises(TraceError):
+            nothing.plot(str(tmp_path / name))
+    with trace(model) as t:
+        step(model, stack()[1])
+    with pytest.raises(TraceError):
+        t.plot(str(tmp_path / "step.docx"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingExtraError) as error:
+        t.plot(str(tmp_path / "step.png"))
+    assert isinstance(error.value, ImportError)
