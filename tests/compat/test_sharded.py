@@ -12,12 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megacompile import compat
-from megacompile.runtime.optim.blockwise import quantize
-from megacompile.runtime.optim.states import BlockwiseTensor, to_plain
-from megacompile.runtime.params.guards import guard, guard_dtensors, release
 from tests.processes import group_of_one
 
 
@@ -70,21 +67,6 @@ def test_a_tensor_like_another(mesh: DeviceMesh) -> None:
     assert compat.like(part, param) is param
 
 
-def test_a_dtensor_over_a_subclass_keeps_it(mesh: DeviceMesh) -> None:
-    """Of states in 8 bits: read, written and gathered by the names of DTensor."""
-    param = shared(mesh, 70, 70)
-    codes, absmax = quantize(torch.zeros(4900), True)
-    view = BlockwiseTensor(compat.local(param), codes, absmax, signed=True, settle=lambda: None)
-    state: Any = compat.like(param, view)
-    assert compat.local(state) is view and state.shape == param.shape
-    assert state.dtype == torch.float32
-    with torch.no_grad():
-        state.copy_(compat.like(param, torch.ones(70, 70)))
-    assert absmax.eq(1).all() and state.full_tensor().eq(1).all()
-    plain = to_plain({"state": [state]})["state"][0]
-    assert type(plain) is DTensor and type(compat.local(plain)) is torch.Tensor
-
-
 def test_a_shared_parameter(mesh: DeviceMesh) -> None:
     part = torch.ones(3, 2)
     made: Any = compat.sharded_parameter(
@@ -121,42 +103,6 @@ def test_where_autograd_ends(mesh: DeviceMesh) -> None:
         assert "AccumulateGrad" in type(node).__name__
         (param * 2).sum().backward()
         assert compat.accumulator_of(param) is node
-
-
-class Asked:
-    """A guard that counts."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def open(self, tensor: torch.Tensor) -> None:
-        self.count += 1
-        release(tensor)
-
-    def serve(self, function: Any, args: Any, kwargs: Any) -> Any:
-        return NotImplemented
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda p: p.full_tensor(),
-        lambda p: p.to_local(),
-        lambda p: p + 1,
-        lambda p: p.redistribute(placements=[Replicate()]),
-        lambda p: p._local_tensor,
-        lambda p: torch.linalg.vector_norm(p),
-        lambda p: p.detach(),
-        lambda p: p.untyped_storage(),
-    ],
-)
-def test_whoever_uses_a_guarded_dtensor_asks(mesh: DeviceMesh, use: Any) -> None:
-    guard_dtensors()
-    param, asked = shared(mesh, 3, 2), Asked()
-    assert guard(param, asked)
-    assert param.shape == (3, 2) and asked.count == 0
-    use(param)
-    assert asked.count == 1 and type(param) is DTensor
 
 
 def test_a_part_behind_the_beginning_of_its_memory_is_copied(mesh: DeviceMesh) -> None:

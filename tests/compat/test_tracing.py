@@ -5,18 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 import linecache
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._inductor import cpu_vec_isa
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from megacompile import compat
-from megacompile.compat import inductor
 
 aten = torch.ops.aten
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -217,45 +215,34 @@ def test_inductor_compiles_graphs() -> None:
     assert torch.allclose(found, torch.ones(8).sin() + 1)
 
 
-@pytest.fixture
-def anew() -> Iterator[None]:
-    """What hands graphs on is made anew, around whatever stands for `aot_autograd` then."""
-    inductor._hand_graphs_on.cache_clear()
-    yield
-    inductor._hand_graphs_on.cache_clear()
-
-
-@pytest.mark.usefixtures("anew")
-def test_functional_graphs_are_not_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others are: AOTAutograd is asked. Inductor gets values of the mode of its inputs."""
-    asked: list[fx.GraphModule] = []
+@pytest.mark.parametrize("case", ["functional", "changes a value", "freezing"])
+def test_functional_graphs_are_not_traced_again(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are: AOTAutograd names their nodes. Inductor gets values of the mode of its inputs."""
     given: list[tuple[fx.GraphModule, Any]] = []
-
-    def aot_autograd(**_: Any) -> Any:
-        return lambda module, inputs: asked.append(module)
 
     def inner(module: fx.GraphModule, inputs: Any, **_: Any) -> Any:
         given.append((module, inputs))
         return lambda inputs: [len(inputs)]
 
-    monkeypatch.setattr(inductor._AOT, "aot_autograd", aot_autograd)
     compile_fx = functools.partial(torch._inductor.compile_fx.compile_fx, inner_compile=inner)
     monkeypatch.setattr(torch._inductor, "compile", compile_fx)
-    module = fx.symbolic_trace(lambda x: (aten.add.Tensor(aten.sin.default(x), 1),))
-    changing = fx.symbolic_trace(lambda x: (aten.add_.Tensor(aten.sin.default(x), 1),))
+    add = aten.add_.Tensor if case == "changes a value" else aten.add.Tensor
+    module = fx.symbolic_trace(lambda x: (add(aten.sin.default(x), 1),))
+    (sine,) = module.graph.find_nodes(op="call_function", target=aten.sin.default)
+    sine.name = "ours"
     with compat.fake_mode():
         fake: Any = torch.ones(8)
-    assert compat.compile_inductor(module, [fake])(torch.ones(8)) == [1]
-    assert not asked
-    ((handed, (value,)),) = given
-    assert handed is not module and not any("val" in node.meta for node in module.graph.nodes)
+    with torch._inductor.config.patch(freezing=case == "freezing"):
+        code = compat.compile_inductor(module, [fake])
+    ((handed, inputs),) = given
     (sine,) = handed.graph.find_nodes(op="call_function", target=aten.sin.default)
-    (mode,) = {each.fake_mode for each in (sine.meta["val"], value, fake)}
-    assert isinstance(mode, FakeTensorMode)
-    compat.compile_inductor(changing, [fake])
-    with torch._inductor.config.patch(freezing=True):
-        compat.compile_inductor(module, [fake])
-    assert len(asked) == 2 and len(given) == 1
+    assert (sine.name == "ours") == (case == "functional")
+    assert aten.add_.Tensor not in targets(handed)
+    if case == "functional":
+        assert code(torch.ones(8)) == [1]
+        assert handed is not module and not any("val" in node.meta for node in module.graph.nodes)
+        (mode,) = {each.fake_mode for each in (sine.meta["val"], *inputs, fake)}
+        assert isinstance(mode, FakeTensorMode)
 
 
 def test_inductors_decompositions() -> None:
@@ -277,24 +264,27 @@ def test_a_compiler_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_compiler
-def test_vector_instructions_are_tried_in_one_process_of_several() -> None:
-    names = compat.vector_isas()
+def test_vector_instructions_are_tried_in_one_process_of_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that another process has named are taken over; any other one is tried."""
+    names, found = compat.vector_isas(), list[tuple[str, bool]]()
     compat.use_vector_isas([])
     assert compat.vector_isas() == names, "what is known stays so"
-    code = (
-        "from torch._inductor import cpu_vec_isa\n"
-        "from megacompile import compat\n"
-        "def tried(isa, code): raise SystemExit(3)\n"
-        "cpu_vec_isa.VecISA.check_build = tried\n"
-        "compat.use_vector_isas({names})\n"
-        "assert compat.vector_isas() == {found} == compat.vector_isas()\n"
-        "assert cpu_vec_isa.VecISA.check_build is tried\n"
-    )
-    script = code.format(names=names, found=names)
-    subprocess.run([sys.executable, "-c", script], check=True)
-    if names:
-        script = code.format(names=names[1:], found=names[1:])
-        assert subprocess.run([sys.executable, "-c", script]).returncode == 3
+    assert "self.check_build(" in inspect.getsource(cpu_vec_isa.VecISA)
+
+    def listed() -> list[Any]:
+        for isa in cpu_vec_isa.supported_vec_isa_list:
+            found.append((str(isa), isa.check_build("code")))
+        return []
+
+    tried = functools.partialmethod(lambda isa, code: False)
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", tried)
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", listed)
+    every = list(map(str, cpu_vec_isa.supported_vec_isa_list))
+    compat.use_vector_isas(every[1:])
+    assert found == [(name, name in every[1:]) for name in every]
+    assert vars(cpu_vec_isa.VecISA)["check_build"] is tried
 
 
 def test_custom_operators_with_a_backward_in_python() -> None:
