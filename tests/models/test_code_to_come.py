@@ -1,19 +1,24 @@
-"""Training goes on while code is compiled: stages run their ATen graphs until it is there."""
+"""Training goes on while code is compiled: stages run their ATen graphs until it is there.
+
+A script stands in for the process that compiles, and what Inductor gives is the ATen graph.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from megacompile import megacompile
+from megacompile import compat, megacompile
 from megacompile.beside import compile_pool
 from megacompile.ir.stages import Code
-from megacompile.passes.stages import lower
 from megacompile.passes.stages.direct import direct
 from megacompile.passes.stages.lower import CodeToCome
 from megacompile.plan.budget import Budget
@@ -21,39 +26,39 @@ from tests import inside
 
 
 class Pool:
-    """Processes that compile when they are told to, and Inductor as it is here: what it gives is
-    the ATen graph."""
+    """A process that compiles when it is told to, and Inductor in this one."""
 
-    def __init__(self) -> None:
-        self.asked = 0  # graphs that it was given
-        self.compiled = 0  # graphs that Inductor has compiled, or found in its caches
-        self.is_done = False
+    def __init__(self, fifo: int) -> None:
+        self.fifo = fifo
+        self.compiled = 0  # graphs that Inductor has compiled here, or found in its caches
         self.error: Exception | None = None
 
-    def submit(self, graphs: Callable[[], Iterator[Any]], device: torch.device) -> Pool:
-        del device
-        self.asked += len(list(graphs()))
-        return self
+    def finish(self) -> None:
+        """Whatever it is asked for is compiled."""
+        os.write(self.fifo, b"ready\n" * 500)
 
-    def done(self) -> bool:
-        return self.is_done
-
-    def take(self, part: object) -> None:
-        del part
-
-    def code(self, module: Any) -> Any:
+    def compile(self, module: Any, inputs: Any) -> Any:
         self.compiled += 1
         if self.error is not None:
             raise self.error
-        return direct(module)
+        return lambda *given: module(*(given[0] if len(inputs) != len(given) else given))
 
 
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
-    pool = Pool()
-    monkeypatch.setattr(compile_pool, "submit", pool.submit)
-    monkeypatch.setattr(lower, "compiled", pool.code)
-    return pool
+def pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pool]:
+    fifo, script = tmp_path / "answers", tmp_path / "python"
+    os.mkfifo(fifo)
+    reads = "exec 3<&0\ncat <&3 > /dev/null &\n"  # whatever it is asked for
+    script.write_text(f"#!/bin/sh\n{reads}echo ready\nexec cat {fifo}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setenv(compile_pool.VARIABLE, "1")
+    made = Pool(os.open(fifo, os.O_RDWR))
+    monkeypatch.setattr(torch._inductor, "compile", made.compile)
+    with torch._inductor.config.patch(compile_threads=2):
+        yield made
+    compile_pool.stop()
+    os.close(made.fifo)
 
 
 def net() -> nn.Module:
@@ -66,51 +71,42 @@ def streamed(model: nn.Module, **options: Any) -> nn.Module:
     return megacompile(model, device="cpu", lowering="inductor", progress=False, **options)
 
 
-def inputs(rows: int) -> torch.Tensor:
+def inputs(rows: int) -> Tensor:
     return torch.linspace(-1, 1, rows * 8).view(rows, 8)
-
-
-def gradients(model: nn.Module, rows: int) -> list[torch.Tensor]:
-    model.zero_grad()
-    model(inputs(rows)).square().sum().backward()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 def check(model: nn.Module, rows: int) -> None:
     """It gives the plain model's gradients."""
-    for found, expected in zip(gradients(model, rows), gradients(net(), rows), strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+    plain = net()
+    for each in (model, plain):
+        each.zero_grad()
+        each(inputs(rows)).square().sum().backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, atol=1e-4, rtol=1e-3)
 
 
 def test_a_later_program_waits_for_no_code(pool: Pool) -> None:
-    """The first one does. The next ones run until all of their code is there, then run that."""
+    """The first one does. The next ones run until all of their code is there, and no backward is
+    to come; then they run that."""
     model = streamed(net())
     check(model, 4)
     first = pool.compiled
-    assert first > 2 and pool.asked == 0
+    assert first > 2 and compile_pool._pool is None
     check(model, 6)
     check(model, 7)
-    assert pool.compiled == first and pool.asked > 2
-    pool.is_done = True
-    check(model, 5)
-    assert pool.compiled == first + pool.asked
-    check(model, 7)
-    assert pool.compiled == first + pool.asked
-
-
-def test_code_is_not_used_while_a_backward_is_to_come(pool: Pool) -> None:
-    model = streamed(net())
-    check(model, 4)
-    check(model, 6)
-    first = pool.compiled
     waiting = model(inputs(6)).square().sum()
-    pool.is_done = True
+    assert pool.compiled == first
+    pool.finish()
+    inside.wait_for_code(model)
     with torch.no_grad():
         model(inputs(7))
     assert pool.compiled == first
     waiting.backward()
-    check(model, 6)
-    assert pool.compiled > first
+    check(model, 5)
+    second = pool.compiled
+    assert second > first
+    check(model, 7)
+    assert pool.compiled == second
 
 
 class Scale(nn.Module):
@@ -118,7 +114,7 @@ class Scale(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(8))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.weight * x
 
 
@@ -127,7 +123,10 @@ def test_a_recompute_draws_what_its_forward_drew(pool: Pool) -> None:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), Scale()), Scale(), Scale()]
     model = streamed(nn.Sequential(*layers), activations="recompute")
-    for rows, pool.is_done in ((4, False), (6, False), (7, False), (7, True), (6, True)):
+    for rows in (4, 6, 7, 7, 6):
+        if rows == 7:
+            pool.finish()
+            inside.wait_for_code(model)
         model.zero_grad()
         y = model(inputs(rows))
         y.sum().backward()
@@ -135,53 +134,49 @@ def test_a_recompute_draws_what_its_forward_drew(pool: Pool) -> None:
         assert torch.equal(bias.grad, 2 * y.count_nonzero(0))
 
 
-@pytest.mark.parametrize("why", ["deterministic", "eager"])
-def test_others_wait(why: str, pool: Pool) -> None:
-    """Where each run must give the same numbers, or there is nothing to compile."""
+@pytest.mark.parametrize("why", ["deterministic", "no processes"])
+def test_others_wait(why: str, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each run must give the same numbers, or nobody else compiles."""
+    if why == "no processes":
+        monkeypatch.setenv(compile_pool.VARIABLE, "0")
     torch.use_deterministic_algorithms(why == "deterministic")
     try:
-        model = streamed(net()) if why == "deterministic" else megacompile(net(), device="cpu")
-        for rows in (4, 6, 7):
-            check(model, rows)
+        model = streamed(net())
+        check(model, 4)
+        first = pool.compiled
+        check(model, 6)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert pool.asked == 0
+    assert pool.compiled > first and compile_pool._pool is None
 
 
-def test_without_processes_everybody_waits(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_pool, "submit", lambda graphs, device: None)
-    model = streamed(net())
-    check(model, 4)
-    first = pool.compiled
-    check(model, 6)
-    assert pool.compiled > first
-
-
-def test_what_cannot_be_compiled_stays_as_it_is(
-    pool: Pool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("happens", ["no kernel", "memory runs out"])
+def test_what_happens_to_code_meanwhile(
+    happens: str, pool: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """What cannot be compiled stays as it is, and is not tried again. Where memory runs out, code
+    is waited for: operators that are not fused need more."""
     model = streamed(net())
     check(model, 4)
     check(model, 6)
-    pool.is_done, pool.error = True, RuntimeError("no kernel")
-    with caplog.at_level("WARNING", "megacompile.compile"):
-        check(model, 6)
-    assert "a stage stays uncompiled: no kernel" in caplog.text
-    compiled = pool.compiled
-    check(model, 7)
-    assert pool.compiled == compiled, "nor is it tried again"
-
-
-def test_where_memory_runs_out_code_is_waited_for(pool: Pool) -> None:
-    model = streamed(net())
-    check(model, 4)
     first = pool.compiled
-    check(model, 6)
-    compiler = inside.streamed(model).buckets.plans.compiler
-    assert compiler.step_down() == "stages run compiled code"
-    assert pool.compiled == first + pool.asked
-    check(model, 6)
+    pool.finish()
+    if happens == "memory runs out":
+        assert inside.step_down(model)
+        assert pool.compiled > first
+        check(model, 6)
+    else:
+        inside.wait_for_code(model)
+        pool.error = RuntimeError(happens)
+        with caplog.at_level("WARNING", "megacompile.compile"):
+            check(model, 6)
+        assert happens in caplog.text
+    second = pool.compiled
     check(model, 7)
+    assert pool.compiled == second
+
+
+# --- what belongs together
 
 
 class Drawn:
@@ -189,14 +184,17 @@ class Drawn:
 
     def __init__(self, *, random: bool, code: dict[Any, Any] | None = None) -> None:
         graph = torch.fx.Graph()
-        graph.output((graph.call_function(torch.ops.aten.neg.default, (graph.placeholder("x"),)),))
+        x = graph.placeholder("x")
+        with compat.fake_mode():
+            x.meta["val"] = torch.ones(2)
+        graph.output((graph.call_function(torch.ops.aten.neg.default, (x,)),))
         self.random = random
         self.code = {} if code is None else code
         self.graphs = dict.fromkeys(Code, torch.fx.GraphModule({}, graph))
 
 
-def template(**kwargs: Any) -> Any:
-    return Drawn(**kwargs)
+def template(**given: Any) -> Any:
+    return Drawn(**given)
 
 
 def test_code_that_draws_runs_in_one_way(pool: Pool) -> None:
@@ -212,8 +210,8 @@ def test_code_that_draws_runs_in_one_way(pool: Pool) -> None:
     new = template(random=True)
     assert to_come.without([(new, Code.FORWARD)], waits=False) == []
     assert to_come.without([(new, Code.RECOMPUTE)], waits=True) == []
-    pool.is_done = True
-    assert to_come.is_ready() and to_come.load()
+    pool.finish()
+    assert to_come.load() and to_come.is_ready()
     to_come.use()
     assert not to_come and not to_come.is_ready()
     assert to_come.without([(new, Code.BACKWARD)], waits=False) == [(new, Code.BACKWARD)]
@@ -223,18 +221,13 @@ def test_it_is_loaded_bit_by_bit(pool: Pool) -> None:
     to_come = CodeToCome(torch.device("cpu"))
     each = template(random=False)
     to_come.without([(each, Code.FORWARD), (each, Code.BACKWARD)], waits=False)
+    pool.finish()
     before = dict(each.code)
     assert not to_come.load(0.0) and to_come.load()
     assert each.code == before
     to_come.use()
     assert each.code.keys() == before.keys()
     assert all(each.code[code] is not before[code] for code in before)
-
-
-def test_unfused_operators_must_fit_beside_what_is_planned() -> None:
-    budget = Budget(SimpleNamespace(options=SimpleNamespace(gpu_memory=100)))  # type: ignore
-    budget._needed_bytes = 80
-    assert budget.holds(20, 90) and not budget.holds(21, 90) and not budget.holds(20, 101)
 
 
 def test_what_needs_the_strides_that_were_traced_waits(pool: Pool) -> None:
@@ -249,10 +242,16 @@ def test_what_needs_the_strides_that_were_traced_waits(pool: Pool) -> None:
     (found,) = direct(module, any_strides=True)(x.t().contiguous().t())
     assert found is not None and torch.equal(found, x.view(6))
 
-    to_come = CodeToCome(torch.device("cpu"))
     strided = template(random=False)
-    for node in strided.graphs[Code.FORWARD].graph.find_nodes(
+    (neg,) = strided.graphs[Code.FORWARD].graph.find_nodes(
         op="call_function", target=torch.ops.aten.neg.default
-    ):
-        node.target = torch.ops.aten.as_strided.default
-    assert to_come.without([(strided, Code.BACKWARD)], waits=False) == [(strided, Code.BACKWARD)]
+    )
+    neg.target = torch.ops.aten.as_strided.default
+    wanted = [(strided, Code.BACKWARD)]
+    assert CodeToCome(torch.device("cpu")).without(wanted, waits=False) == wanted
+
+
+def test_unfused_operators_must_fit_beside_what_is_planned() -> None:
+    budget = Budget(SimpleNamespace(options=SimpleNamespace(gpu_memory=100)))  # type: ignore[arg-type]
+    budget._needed_bytes = 80
+    assert budget.holds(20, 90) and not budget.holds(21, 90) and not budget.holds(20, 101)
