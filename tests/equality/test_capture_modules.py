@@ -1,126 +1,20 @@
-"""Code that Dynamo does not capture, and modules nobody listed: slower, never wrong, said once.
-
-Each test does the same to a megacompiled model and to a plain copy of it, in the same process, and
-compares every bit.
-"""
+"""Modules that nobody listed: captured or not, they train as in the plain model, in every bit."""
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from megacompile import compat
 from tests import zoo
-from tests.zoo import WIDTH, Stack, assert_same, assert_steps_same, batch, equal, step, twins
-
-# --- graph breaks
-
-
-class Breaks(nn.Module):
-    """A stack with something in the middle that Dynamo cannot capture."""
-
-    def __init__(self, middle: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.stack = Stack()
-        self.scale = nn.Parameter(torch.full((WIDTH,), 1.5))
-        self.middle = middle
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        hidden = self.stack.layers[0](self.stack.embed(x))
-        hidden = self.middle(self, hidden)
-        return F.mse_loss(self.stack.head(self.stack.layers[1](hidden)), y)
-
-
-def _print(module: Any, h: Tensor) -> Tensor:
-    print("mean", float(h.mean()))
-    return h
-
-
-def _branch(module: Any, h: Tensor) -> Tensor:
-    return h + 1 if h.sum() > 0 else h - 1
-
-
-def _eager_read(module: Any, h: Tensor) -> Tensor:
-    torch._dynamo.graph_break()
-    scaled: Tensor = h * module.scale * float(module.scale.detach().mean())
-    return scaled
-
-
-def _eager_layer(module: Any, h: Tensor) -> Tensor:
-    result: Tensor = module.stack.layers[2](h) * module.scale
-    return result
-
-
-def _item(module: Any, h: Tensor) -> Tensor:
-    scale: float = module.scale.sum().item()
-    return h * scale
-
-
-def _numpy(module: Any, h: Tensor) -> Tensor:
-    return h + torch.from_numpy(h.detach().numpy() * 0.5)
-
-
-MIDDLES = {
-    "graph_break()": lambda module, h: (torch._dynamo.graph_break(), h)[1],
-    "print": _print,
-    "branch on a value": _branch,
-    "parameter in eager code": _eager_read,
-    "layer in eager code": torch._dynamo.disable(_eager_layer),
-    "item of a parameter": _item,
-    "numpy": _numpy,
-}
-
-
-@pytest.mark.parametrize("middle", MIDDLES)
-def test_graph_breaks(middle: str) -> None:
-    torch.manual_seed(0)
-    plain, streamed = twins(Breaks(MIDDLES[middle]))
-    for _ in range(2):
-        assert_steps_same(plain, streamed, batch())
-
-
-# --- what is said
-
-
-def said(caught: list[warnings.WarningMessage]) -> list[str]:
-    return [str(w.message) for w in caught if str(w.message).startswith("megacompile")]
-
-
-def test_eager_code_is_said_once_with_its_place() -> None:
-    torch.manual_seed(0)
-    _, streamed = twins(Breaks(torch._dynamo.disable(_scale_in_eager)))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        step(streamed, batch())
-        step(streamed, batch())
-    (message,) = said(caught)
-    line = inspect.getsourcelines(_scale_in_eager)[1] + 1
-    assert f"{__file__}:{line} (_scale_in_eager) runs in eager mode" in message
-    assert "graph_breaks" in message
-
-
-def _scale_in_eager(module: Any, h: Tensor) -> Tensor:
-    scaled: Tensor = h * module.scale
-    return scaled
-
-
-def test_captured_code_says_nothing() -> None:
-    _, streamed, inputs = zoo.stacks()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step(streamed, inputs)
-        step(streamed, inputs)
-
-
-# --- modules nobody listed
+from tests.zoo import WIDTH, assert_same, equal, twins
 
 Make = Callable[[], tuple[nn.Module, tuple[Any, ...]]]  # gives the inputs too
 MODULES: dict[str, Make] = {}
@@ -150,11 +44,6 @@ class Wrapped(nn.Module):
 
 def linear() -> nn.Module:
     return nn.Linear(WIDTH, WIDTH)
-
-
-@unusual
-def _lstm() -> tuple[nn.Module, tuple[Any, ...]]:
-    return nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.2, batch_first=True), (sequence(),)
 
 
 @unusual
@@ -446,3 +335,65 @@ def test_unusual_modules(name: str) -> None:
         for mine, theirs in zip(*found, strict=True):
             assert equal(mine, theirs) if isinstance(mine, Tensor) else mine == theirs
         assert_same(plain, streamed)
+
+
+# --- recurrent layers, whatever Dynamo is told of them
+
+LAYERS: dict[str, Callable[[], nn.RNNBase]] = {
+    "LSTM": lambda: nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.2, batch_first=True),
+    "GRU": lambda: nn.GRU(WIDTH, WIDTH, batch_first=True),
+    "RNN": lambda: nn.RNN(WIDTH, WIDTH, bias=False, batch_first=True),
+    "both ways": lambda: nn.LSTM(WIDTH, WIDTH // 2, bidirectional=True, batch_first=True),
+    "projected": lambda: nn.LSTM(WIDTH, 2 * WIDTH, proj_size=WIDTH, batch_first=True),
+}
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer between two that are captured; packed where it gets lengths."""
+
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layer = layer
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        hidden = self.first(x)
+        if lengths is None:
+            hidden, _ = self.layer(hidden)
+        else:
+            packed = pack_padded_sequence(hidden, lengths, batch_first=True, enforce_sorted=False)
+            hidden, _ = pad_packed_sequence(self.layer(packed)[0], batch_first=True)
+        result: Tensor = self.last(hidden).square().mean()
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:megacompile. .* runs in eager mode")
+@pytest.mark.parametrize("name", LAYERS)
+def test_recurrent_layers(name: str) -> None:
+    """They are not captured, though the user has set Dynamo's own option for them; behind a call
+    the layer is itself."""
+    before = compat.dynamo_options()
+    compat.set_dynamo_options({"allow_rnn": True})
+    try:
+        torch.manual_seed(0)
+        plain, streamed = twins(Recurrent(LAYERS[name]()))
+        x = torch.randn(2, 5, WIDTH)
+        for lengths in (None, torch.tensor([5, 3]), torch.tensor([2, 4])):
+            losses = []
+            for model in (plain, streamed):
+                torch.manual_seed(0)
+                losses.append(model(x, lengths))
+                losses[-1].backward()
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
+            assert equal(*(loss.detach() for loss in losses))
+            assert_same(plain, streamed)
+        plain.eval(), streamed.eval()
+        with torch.no_grad():
+            assert equal(plain(x), streamed(x))
+            assert equal(streamed.layer(x)[0], plain.layer(x)[0])
+        assert [*map(id, streamed.layer.all_weights[0])] == [
+            *map(id, [*streamed.layer.parameters()][: len(streamed.layer.all_weights[0])])
+        ]
+    finally:
+        compat.set_dynamo_options(before)
