@@ -486,86 +486,70 @@ def test_functional_calls_with_ties_and_buffers(kind: str) -> None:
 
 # --- torch.compile around it: it leaves the model as it is, which is said once
 
-BACKEND = "aot_eager"
-Train = Callable[[], Tensor]
-
-
-def train(call: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Tensor:
-    loss: Tensor = call(**batch())
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-def doubled(model: nn.Module) -> Callable[..., Tensor]:
-    return lambda **inputs: model(**inputs) * 2 + 1
-
 
 def norm(model: nn.Module) -> Tensor:
     return torch.stack([p.square().sum() for p in model.parameters()]).sum()
 
 
-def compiled(function: Any, **options: Any) -> Any:
-    return torch.compile(function, backend=BACKEND, **options)
-
-
-def layers(model: Any, optimizer: torch.optim.Optimizer) -> Train:
+def by_layer(model: Any) -> Any:
     for layer in model.layers:
-        layer.compile(backend=BACKEND)
-    return lambda: train(model, optimizer)
+        layer.compile(backend="aot_eager")
+    return model
 
 
-def method(model: Any, optimizer: torch.optim.Optimizer) -> Train:
+def by_method(model: Any) -> Any:
     if inside.is_streamed(model):
-        model.compile(backend=BACKEND)
+        model.compile(backend="aot_eager")
         model.compile()
-    return lambda: train(model, optimizer)
+    return model
 
 
-def penalty(model: Any, optimizer: torch.optim.Optimizer) -> Train:
-    """Reads parameters behind a step, whose update may be on its way."""
-    of_all = compiled(norm) if inside.is_streamed(model) else norm
-    return lambda: train(model, optimizer) + of_all(model).detach()
+def compiled(function: Any, **options: Any) -> Any:
+    return torch.compile(function, backend="aot_eager", **options)
 
 
-def wrapped(made: Callable[[Any], Any], **options: Any) -> Any:
-    def loop(model: Any, optimizer: torch.optim.Optimizer) -> Train:
-        call = made(model)
-        call = compiled(call, **options) if inside.is_streamed(model) else call
-        return lambda: train(call, optimizer)
-
-    return loop
-
-
-def train_step(model: Any, optimizer: torch.optim.Optimizer) -> Train:
-    def one() -> Tensor:
-        return train(model, optimizer)
-
-    made: Train = compiled(one) if inside.is_streamed(model) else one
-    return made
-
-
-AROUND: dict[str, tuple[Any, int]] = {  # and how often something is said
-    "model": (wrapped(lambda model: model), 1),
-    "model, fullgraph": (wrapped(lambda model: model, fullgraph=True), 1),
-    "loss": (wrapped(doubled), 1),
-    "train step": (train_step, 1),
-    "method": (method, 1),
-    "penalty": (penalty, 0),
-    "layers": (layers, 0),
+# What is called for a loss, plain and of the streamed model; and how often something is said.
+Made = Callable[[Any], Callable[..., Tensor]]
+AROUND: dict[str, tuple[Made, Made, int]] = {
+    "model": (lambda m: m, compiled, 1),
+    "model, fullgraph": (lambda m: m, lambda m: compiled(m, fullgraph=True), 1),
+    "loss": (
+        lambda m: lambda **inputs: m(**inputs) * 2 + 1,
+        lambda m: compiled(lambda **inputs: m(**inputs) * 2 + 1),
+        1,
+    ),
+    "penalty": (  # it reads parameters behind a step, whose update may be on its way
+        lambda m: lambda **inputs: m(**inputs) + norm(m).detach(),
+        lambda m: lambda **inputs: m(**inputs) + compiled(norm)(m).detach(),
+        0,
+    ),
+    "method": (by_method, by_method, 1),
+    "layers": (by_layer, by_layer, 0),
+    "train step": (lambda m: m, lambda m: m, 1),
 }
 
 
 @pytest.mark.parametrize("name", AROUND)
 def test_torch_compile_changes_nothing(name: str) -> None:
-    plain, streamed, _ = stacks()
-    around, count = AROUND[name]
+    models = plain, streamed = twins(zoo.stack()[0])
+    *makes, count = AROUND[name]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in models]
+
+    def train(call: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> Tensor:
+        loss = call(**batch())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    steps: list[Callable[..., Tensor]] = [train, compiled(train) if name == "train step" else train]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        loops = [around(m, torch.optim.AdamW(m.parameters(), lr=0.01)) for m in (plain, streamed)]
+        calls = [make(model) for make, model in zip(makes, models, strict=True)]
         for _ in range(3):
-            assert equal(*(loop() for loop in loops))
+            assert equal(
+                *(step(*each) for step, *each in zip(steps, calls, optimizers, strict=True))
+            )
             assert_same(plain, streamed)
     assert len([w for w in caught if str(w.message).startswith("megacompile")]) == count
     assert schedules(streamed), "and it is still streamed"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megacompile import compat, megacompile, schedules
 from megacompile.ir import ops
 from tests import inside
+from tests.draws import drawn
 from tests.zoo import assert_close, assert_same, twins
 
 pytestmark = pytest.mark.skipif(not compat.has_cpp_compiler(), reason="no C++ compiler here")
@@ -52,9 +53,7 @@ class Annealed(nn.Module):
         return F.cross_entropy(self.second(h).float() / temperature, labels) + penalty
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("dtype", drawn([torch.bfloat16], [torch.float32]))
 def test_sizes_and_floats_are_compiled_once(dtype: torch.dtype) -> None:
     """At most three times: as they were first, with symbols for what has changed, and for all."""
     torch.manual_seed(0)
@@ -116,15 +115,13 @@ class Added(nn.Module):
 
 
 FLOATS: dict[str, tuple[type[nn.Module], tuple[float, ...], int]] = {  # and how many programs
+    "no float in the backward": (Added, (0.1, 0.2, 0.3, 0.4, 0.37), 2),
     "comparisons": (Compares, (0.1, 0.2, 0.3, 0.4, 0.37, 0.2, 0.12, 0.5), 5),
     "a size": (Sized, (1.0, 0.9, 0.6, 0.6), 3),
-    "no float in the backward": (Added, (0.1, 0.2, 0.3, 0.4, 0.37), 2),
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["comparisons", *(pytest.param(n, marks=pytest.mark.thorough) for n in [*FLOATS][1:])]
-)
+@pytest.mark.parametrize("name", drawn([*FLOATS][:1], [*FLOATS][1:]))
 def test_what_is_made_of_a_float(name: str) -> None:
     """Each way that comparisons can turn out is a program; no value is."""
     kind, values, programs = FLOATS[name]
@@ -164,7 +161,7 @@ class Numbers(nn.Module):
         return [case(y, k) for case in NUMBERS]
 
 
-@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("lowering", drawn(["eager"], ["inductor"]))
 def test_numbers_are_those_of_python(lowering: str) -> None:
     torch.manual_seed(0)
     plain, streamed = twins(Numbers(), **{**OPTIONS, "lowering": lowering})
@@ -362,9 +359,7 @@ class Counts(nn.Module):
         return result
 
 
-@pytest.mark.parametrize(
-    "lowering", ["eager", pytest.param("inductor", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("lowering", drawn(["eager"], ["inductor"]))
 @pytest.mark.filterwarnings("error:megacompile.*captured anew")
 def test_a_counter_in_an_attribute_may_be_a_symbol(lowering: str) -> None:
     """With Dynamo's option its second value is one, as it is for an argument."""
