@@ -346,7 +346,12 @@ def test_inputs_move_together_and_stay_what_they_are() -> None:
 
     table, moves = torch.zeros(100, 1000), list[int]()
     columns = [table[:, 0], table[:, 7], table[:, 20:30]]
-    moved_together(columns, lambda t: (moves.append(t.numel()), t.clone())[1])
+
+    def noted(tensor: Tensor) -> Tensor:
+        moves.append(tensor.numel())
+        return tensor.clone()
+
+    moved_together(columns, noted)
     assert sorted(moves) == [100, 100, 1000]
 
     root = torch.ones(3, 4, requires_grad=True)

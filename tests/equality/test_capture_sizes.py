@@ -104,7 +104,7 @@ class Loop:
         return {id(code): code for code in codes}
 
     @property
-    def planned(self) -> list[int] | None:
+    def planned(self) -> list[int | float] | None:
         """The sizes that memory is planned for."""
         symbols = schedules(self.model)[-1].symbols
         return None if symbols is None else list(symbols.planned.values())

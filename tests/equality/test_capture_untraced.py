@@ -327,7 +327,8 @@ def test_a_method_that_is_patched_after_a_call_is_called(monkeypatch: pytest.Mon
             y.square().mean().backward()
         assert equal(*(y.detach() for y in outputs))
         assert_same(plain, streamed)
-        return outputs[0].detach()
+        before: Tensor = outputs[0].detach()
+        return before
 
     before = assert_equal()
     for which, attribute, patch in PATCHES.values():
@@ -490,7 +491,8 @@ def test_how_a_packed_parameter_is_put_together_is_part_of_the_key() -> None:
             self.others = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
 
         def forward(self, x: Tensor, i: int) -> Tensor:
-            y = F.linear(x.to(self.layers[i].weight.dtype), self.layers[i].weight)
+            weight: Any = self.layers[i].weight
+            y = F.linear(x.to(weight.dtype), weight)
             torch._dynamo.graph_break()
             result: Tensor = self.others[i](y.float())
             return result

@@ -278,5 +278,6 @@ def test_a_model_of_transformers(tied: bool) -> None:
     inner = hf_qwen2(vocab_size=CLASSES, tie_word_embeddings=tied)
     plain, streamed = twins(LossAlone(inner), dynamic=False)  # a count would be a symbol
     for count in (None, torch.tensor(200), 200):
-        step(plain, streamed, ids(), **({} if count is None else {"num_items_in_batch": count}))
+        given: Any = {} if count is None else {"num_items_in_batch": count}
+        step(plain, streamed, ids(), **given)
         assert is_chunked(streamed)

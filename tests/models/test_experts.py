@@ -14,9 +14,9 @@ from torch.nn import functional
 from megacompile import compat
 from megacompile.cli.target import LossAlone
 from megacompile.cost.experts import active_parameters
-from megacompile.cost.fusion import Analysis, analyse
+from megacompile.cost.fusion import analyse
 from megacompile.cost.hardware import H200
-from megacompile.cost.kernels import Kind
+from megacompile.cost.kernels import Analysis, Kind
 from megacompile.cost.ops import analysis_of
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code

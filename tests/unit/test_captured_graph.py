@@ -65,7 +65,7 @@ def captured(compiler: Compiler, *, doubles: bool = True) -> CapturedGraph:
     def run(program: Program, args: Sequence[Any]) -> Sequence[Any]:
         return [program]
 
-    plans: Any = Plans(compiler, Placement())  # type: ignore[arg-type]
+    plans: Any = Plans(compiler, Placement())
     machine = inside.machine(megacompile(nn.Linear(1, 1), device="cpu", lowering="eager"))
     return CapturedGraph("Model.1", fx.GraphModule(nn.Module(), graph), lambda: plans, machine, run)
 
@@ -91,7 +91,7 @@ def test_a_program_is_made_once_and_knows_what_it_was_captured_with() -> None:
 def test_new_buckets_need_new_programs() -> None:
     graph, other = captured(Compiler()), Compiler()
     first = graph(torch.ones(2))[0]
-    plans: Any = Plans(other, Placement())  # type: ignore[arg-type]
+    plans: Any = Plans(other, Placement())
     graph.current_plans = lambda: plans
     assert graph(torch.ones(2))[0] is not first and len(other.captures) == 1
 
