@@ -7,7 +7,8 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import Thread
 from typing import Any
 
@@ -23,15 +24,20 @@ VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 needs_compiler = pytest.mark.skipif(not compat.has_cpp_compiler(), reason="needs a C++ compiler")
 
 
-def captured(function: Callable[..., Any], *args: Any) -> list[fx.GraphModule]:
-    """The graphs that Dynamo makes of a call."""
-    graphs: list[fx.GraphModule] = []
+def keeping(graphs: list[fx.GraphModule]) -> Callable[..., Any]:
+    """A backend that notes what it is given, and runs it as it is."""
 
     def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Any:
         graphs.append(module)
         return module
 
-    torch.compile(function, backend=backend)(*args)
+    return backend
+
+
+def captured(function: Callable[..., Any], *args: Any) -> list[fx.GraphModule]:
+    """The graphs that Dynamo makes of a call."""
+    graphs: list[fx.GraphModule] = []
+    torch.compile(function, backend=keeping(graphs))(*args)
     return graphs
 
 
@@ -235,58 +241,48 @@ def test_frames_of_captures() -> None:
 # --- Dynamo
 
 
-def test_options_are_known_and_come_back() -> None:
+@contextmanager
+def options(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Set for a while; gives those from before."""
     before = compat.dynamo_options()
-    assert set(before) == set(compat.CALL_OPTIONS)
-    compat.set_dynamo_options(compat.CALL_OPTIONS)
-    assert compat.dynamo_options() == compat.CALL_OPTIONS
-    compat.set_dynamo_options(before)
+    compat.set_dynamo_options(given)
+    try:
+        yield before
+    finally:
+        compat.set_dynamo_options(before)
     assert compat.dynamo_options() == before
 
 
-def test_dynamo_reads_the_options_that_are_set() -> None:
+def test_options_are_read_by_dynamo_and_come_back() -> None:
     config: Any = torch._dynamo.config
-    before, plain, known = compat.dynamo_options(), config.get_config_copy(), config.get_hash()
-    compat.set_dynamo_options(compat.CALL_OPTIONS)
-    try:
+    plain, known = config.get_config_copy(), config.get_hash()
+    with options(compat.CALL_OPTIONS) as before:
+        assert set(before) == set(compat.CALL_OPTIONS)
+        assert compat.dynamo_options() == compat.CALL_OPTIONS
         assert {name: getattr(config, name) for name in compat.CALL_OPTIONS} == compat.CALL_OPTIONS
         assert config.get_config_copy() == {**plain, **compat.CALL_OPTIONS}
         assert config.get_hash() != known
-    finally:
-        compat.set_dynamo_options(before)
     assert config.get_config_copy() == plain and config.get_hash() == known
 
 
 def test_options_are_those_of_a_thread() -> None:
     before, seen = compat.dynamo_options(), list[bool]()
-    other = {name: not value for name, value in before.items()}
-    compat.set_dynamo_options(other)
-    try:
+    with options({name: not value for name, value in before.items()}):
         thread = Thread(target=lambda: seen.append(compat.dynamo_options() == before))
         thread.start()
         thread.join()
-    finally:
-        compat.set_dynamo_options(before)
     assert seen == [VERSION >= (2, 12)]
 
 
 def test_options_capture_anew_for_hooks() -> None:
-    before = compat.dynamo_options()
-    compat.set_dynamo_options(compat.CALL_OPTIONS)
-    try:
-        model, graphs = nn.Linear(2, 2), []
-
-        def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Any:
-            graphs.append(module)
-            return module
-
-        call = torch.compile(compat.frame_of(model, "hooked"), backend=backend)
+    model = nn.Linear(2, 2)
+    made: list[fx.GraphModule] = []
+    with options(compat.CALL_OPTIONS):
+        call = torch.compile(compat.frame_of(model, "hooked"), backend=keeping(made))
         call(torch.ones(1, 2))
         model.register_forward_hook(lambda module, args, output: output * 2)
         doubled = call(torch.ones(1, 2))
-    finally:
-        compat.set_dynamo_options(before)
-    assert len(graphs) == 2 and torch.equal(doubled, model(torch.ones(1, 2)))
+    assert len(made) == 2 and torch.equal(doubled, model(torch.ones(1, 2)))
 
 
 def test_a_compiled_function_is_forgotten() -> None:
@@ -446,32 +442,49 @@ def test_frames_of_users() -> None:
     assert found == [True, False], "the hook is a user's, and torch calls it"
 
 
-def test_dropout_is_captured_with_its_rate() -> None:
-    wanted = [False]
+def handlers() -> dict[Any, Any]:
+    """What Dynamo captures functions by."""
+    found: dict[Any, Any] = (
+        torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers()
+    )
+    return found
+
+
+def test_dropout_is_captured_with_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, made = [False], list[fx.GraphModule]()
 
     def scaled(x: torch.Tensor, rate: float) -> torch.Tensor:
         return x * rate
 
+    monkeypatch.setitem(handlers(), nn.functional.dropout, None)  # put back behind the test
+    del handlers()[nn.functional.dropout]
     compat.capture_dropout_as(scaled, lambda: wanted[0])
-    handlers = torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers()
-    try:
-        handlers.pop(torch.nn.functional.dropout)
-        compat.capture_dropout_as(scaled, lambda: wanted[0])
-        captured: list[str] = []
+    function = torch.compile(lambda x, rate: nn.functional.dropout(x, rate), backend=keeping(made))
+    for wanted[0], rates in ((False, (0.1, 0.2, 0.3)), (True, (0.4, 0.5, 0.6))):
+        for rate in rates:
+            function(torch.ones(2), rate)
+    found = ["functional.dropout" in str(module.graph) for module in made]
+    assert found == [True, True, True, False]
 
-        def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Any:
-            captured.append(str(module.graph))
-            return module
 
+def test_a_function_with_sizes_is_captured_as_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a size is a symbol; and not with arguments that the other has not."""
+    made: list[fx.GraphModule] = []
+
+    def spaced(start: float, end: float, steps: int) -> torch.Tensor:
+        return torch.arange(steps) * (end - start)
+
+    monkeypatch.setitem(handlers(), torch.linspace, None)
+    del handlers()[torch.linspace]
+    compat.capture_sized_as(torch.linspace, spaced, lambda: True)
+    for given in ({}, {"dtype": torch.float64}):
         function = torch.compile(
-            lambda x, rate: torch.nn.functional.dropout(x, rate), backend=backend
+            lambda x, given=given: torch.linspace(0, 1, x.shape[0], **given), backend=keeping(made)
         )
-        for wanted[0], rates in ((False, (0.1, 0.2, 0.3)), (True, (0.4, 0.5, 0.6))):
-            for rate in rates:
-                function(torch.ones(2), rate)
-    finally:
-        handlers.pop(torch.nn.functional.dropout, None)  # the next model puts ours there again
-    assert ["functional.dropout" in graph for graph in captured] == [True, True, True, False]
+        for rows in (4, 6):
+            function(torch.ones(rows))
+    found = ["torch.arange" in str(module.graph) for module in made]
+    assert found == [False, True, False, False]
 
 
 def test_dynamo_compiles_under_the_lock() -> None:
@@ -518,36 +531,6 @@ def test_a_function_within_its_callers_has_no_frame_of_its_own() -> None:
     assert [n.target for n in graph.graph.nodes if n.op == "call_method"] == ["sin", "sin"]
     torch.compiler.reset()
     assert len(captured(_twice, torch.ones(2))) == 1  # of `_once` alone, the second time from it
-
-
-def test_a_function_with_sizes_is_captured_as_another() -> None:
-    """Where a size is a symbol; and not with arguments that the other has not."""
-
-    def spaced(start: float, end: float, steps: int) -> torch.Tensor:
-        return torch.arange(steps) * (end - start)
-
-    handlers = torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers()
-    ours = handlers.pop(torch.linspace, None)
-    captured: list[str] = []
-
-    def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Any:
-        captured.append(str(module.graph))
-        return module
-
-    try:
-        compat.capture_sized_as(torch.linspace, spaced, lambda: True)
-        for options in ({}, {"dtype": torch.float64}):
-            function = torch.compile(
-                lambda x, options=options: torch.linspace(0, 1, x.shape[0], **options),
-                backend=backend,
-            )
-            for rows in (4, 6):
-                function(torch.ones(rows))
-    finally:
-        handlers.pop(torch.linspace, None)
-        if ours is not None:
-            handlers[torch.linspace] = ours
-    assert ["torch.arange" in graph for graph in captured] == [False, True, False, False]
 
 
 def test_a_while_loop_is_found() -> None:
