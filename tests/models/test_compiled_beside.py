@@ -116,6 +116,7 @@ print(*asked)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 def test_kernels_in_triton_are_told_of(tmp_path: Path) -> None:
     """Compiled for a GPU, then found; whoever listened before is told too. In a process where they
