@@ -17,7 +17,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megacompile import schedules
 from megacompile.ir.capture import ConstantInput
-from megacompile.runtime.model.attempts import Attempts
 from tests import inside
 from tests.quantized import Int8
 from tests.zoo import (
@@ -259,20 +258,6 @@ def test_what_dynamo_cannot_trace_runs_as_it_is(case: str, where: str) -> None:
         pytest.skip("this torch traces it")
     assert len(untraced) == 1
     assert where == "in a skipped frame" or len(texts) == 1
-
-
-def test_fewer_calls_are_traced_in_vain() -> None:
-    """The first three, then every second, fourth, ... one; a trace that succeeds begins anew."""
-    attempts = Attempts()
-    for _ in range(2):
-        tried = []
-        for call in range(1, 40):
-            if attempts.is_due():
-                tried.append(call)
-                attempts.failed("")
-        assert tried == [1, 2, 3, 5, 9, 17, 33]
-        attempts.traced()
-    assert attempts.is_due() and attempts.is_due()
 
 
 # --- methods of a model's classes that are patched after a call

@@ -1,5 +1,5 @@
 """Quantized bases of torchao and bitsandbytes, and PEFT over them; those that are not there are
-skipped. The mechanism alone is tested in tests/test_packed.py, without them."""
+skipped. The mechanism alone is tested in tests/equality, without them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from megacompile import compat, megacompile, schedules
-from megacompile.runtime.model.streamed import StreamedModel
-from tests import quantized
+from megacompile import megacompile, schedules
+from tests import inside, quantized
 from tests.quantized import Quantize
 
 Make = Callable[[], Quantize]
@@ -105,9 +104,7 @@ def test_a_4_bit_product_is_one_node_for_dynamo(kind: str) -> None:
     streamed = megacompile(model(kind), lowering="eager")
     streamed(IDS).backward()
     assert bnb.matmul_4bit is theirs
-    call = compat.compiled_call(streamed)
-    assert isinstance(call, StreamedModel)
-    graph = call.graphs[-1].module.graph
+    graph = inside.streamed(streamed).graphs[-1].module.graph
     products = [n for n in graph.nodes if "matmul_4bit" in str(n.target)]
     assert len(products) == 6
     assert not [n for n in graph.nodes if "autograd_function" in str(n.target)]
