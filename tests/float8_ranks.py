@@ -20,7 +20,7 @@ from torchao.float8 import (  # type: ignore[import-not-found, unused-ignore]
 )
 
 from megacompile import accumulate, megacompile
-from tests.test_float8 import IDS, RECIPES, adamw, decoder
+from tests.models.test_float8 import IDS, RECIPES, adamw, decoder
 
 WORLD = 2
 WAYS = ("exact", "in the backward")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 from typing import Any
 
 from torch import nn
@@ -58,3 +59,17 @@ def residents(model: nn.Module) -> set[str]:
 def ways(model: nn.Module) -> set[UpdatePath]:
     """How the host updates the buckets of a model."""
     return set(streamed(model).updates.ways.values())
+
+
+def wait_for_code(model: nn.Module) -> None:
+    """Until processes beside this one have compiled what they were asked to, or cannot."""
+    compiler: Any = streamed(model).buckets.plans.compiler
+    for jobs, _ in compiler.pipeline.to_come._batches:
+        if jobs is not None:
+            done = concurrent.futures.wait(list(jobs.futures.values()), timeout=100)
+            assert not done.not_done
+
+
+def step_down(model: nn.Module) -> str:
+    """What a model does when device memory runs out: the first thing that it can do without."""
+    return streamed(model).buckets.plans.compiler.step_down()

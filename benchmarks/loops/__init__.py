@@ -1,5 +1,5 @@
 """The loops that people write, over real models with small sizes: captures, seconds and losses.
 
-`python -m benchmarks.loops` measures them (`__main__`), `tests/test_real_loops.py` counts their
-captures. `catalogue` has all of them by name.
+`python -m benchmarks.loops` measures them (`__main__`), `tests/models/test_real_loops.py` counts
+their captures. `catalogue` has all of them by name.
 """

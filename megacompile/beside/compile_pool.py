@@ -50,7 +50,7 @@ _MOST = 8  # processes, by default
 _PROCESS_BYTES = 2 * 2**30  # of host memory, with the processes that compile its kernels
 _SHARE = 8  # they take no more than one of so many parts of what is free
 _THREADS = 4  # of each of them, for kernels
-_PATIENCE_S = 300.0  # with one graph
+_PATIENCE_S = 300.0
 _MANY = 8  # graphs: for fewer, no process is started
 _IDLE_S = 20.0  # after the last graph
 _READY = "ready"  # for a job, the last of which is done
@@ -83,7 +83,7 @@ class Jobs:
     def __init__(self, pool: CompilePool) -> None:
         self.pool = pool
         self.futures: dict[fx.GraphModule, Future[None]] = {}  # by `Graph.part`
-        self._until_s = time.monotonic() + _PATIENCE_S
+        self._until_s = time.monotonic() + pool.patience_s
 
     def take(self, part: fx.GraphModule) -> None:
         """Called before a graph is compiled here: wait for the process that compiles it, if one
@@ -92,9 +92,9 @@ class Jobs:
         if future is None or future.cancel():
             return
         try:
-            error = future.exception(_PATIENCE_S)
+            error = future.exception(self.pool.patience_s)
         except TimeoutError:
-            error = TimeoutError(f"it takes more than {_PATIENCE_S:g} s")
+            error = TimeoutError(f"it takes more than {self.pool.patience_s:g} s")
         if error is None:
             _compiled[0] += 1
         else:
@@ -120,9 +120,18 @@ class CompilePool:
         device: index of the GPU that they compile for; None: the CPU.
         threads: of each, for kernels.
         loads: they may take device memory.
+        patience_s: with one graph.
     """
 
-    def __init__(self, count: int, device: int | None, threads: int, *, loads: bool) -> None:
+    def __init__(
+        self,
+        count: int,
+        device: int | None,
+        threads: int,
+        *,
+        loads: bool,
+        patience_s: float = _PATIENCE_S,
+    ) -> None:
         request = pickle.dumps((device, threads))
         self._jobs: queue.SimpleQueue[tuple[Future[None], Job] | None] = queue.SimpleQueue()
         self._processes = [
@@ -131,6 +140,7 @@ class CompilePool:
         ]
         self._works = False
         self._loads = loads
+        self.patience_s = patience_s
         self.kept = False  # are there jobs without a waiter?
         forks.tell(self)
 

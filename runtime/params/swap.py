@@ -144,10 +144,12 @@ class Proxies:
         """Make the proxies again of parameters that were frozen, or trained, since.
 
         Of what eager code uses, each call gets its own: the links of several calls would otherwise
-        be one, and autograd would add their gradients in another order.
+        be one, and autograd would add their gradients in another order. A transform of
+        `torch.func` takes no new link, and has an order of its own.
         """
         use_unguarded(undos)
-        used = self.notice.has_used if self.notice.has_used_any else None
+        follows = self.notice.has_used_any and not compat.in_transform()
+        used = self.notice.has_used if follows else None
         stale = {
             id(param): param
             for _, _, param, proxy in self.sites

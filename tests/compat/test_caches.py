@@ -1,0 +1,218 @@
+"""What compat takes for granted of Inductor's caches, and of graphs for other processes."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch._subclasses import fake_tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from megacompile import compat
+
+
+def test_caches_that_are_off_are_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert compat.code_cache() == tmp_path
+    for option in ({"fx_graph_cache": False}, {"force_disable_caches": True}):
+        with torch._inductor.config.patch(option):
+            assert compat.code_cache() is None
+
+
+def test_what_is_compiled_is_counted() -> None:
+    assert isinstance(compat.cache_counts(), compat.CacheCounts)
+    from torch._dynamo.utils import counters
+
+    before = compat.cache_counts()
+    counters["inductor"]["fxgraph_cache_hit"] += 2
+    counters["inductor"]["fxgraph_cache_miss"] += 3
+    counters["inductor"]["fxgraph_cache_bypass"] += 4
+    after = compat.cache_counts()
+    assert after.since(before) == (2, 7)
+
+
+def test_what_is_compiled_without_caches_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._inductor, "compile", lambda module, inputs: module)
+    before = compat.cache_counts()
+    compat.compile_inductor(make_fx(torch.sin)(torch.ones(3)), [torch.ones(3)])
+    assert compat.cache_counts().since(before) == (0, 1)
+    with compat.counted():
+        pass
+    assert compat.cache_counts().since(before) == (0, 2)
+
+
+def test_what_is_counted_already_is_not_counted_again() -> None:
+    from torch._dynamo.utils import counters
+
+    before = compat.cache_counts()
+    with compat.counted():
+        counters["inductor"]["fxgraph_cache_hit"] += 1
+    assert compat.cache_counts().since(before) == (1, 0)
+
+
+def test_without_triton_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    compat.note_kernels("megacompile", print)
+
+
+def changed_dtype() -> Callable[[], None]:
+    torch.set_default_dtype(torch.float64)
+    return lambda: torch.set_default_dtype(torch.float32)
+
+
+def changed_precision() -> Callable[[], None]:
+    before = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    return lambda: setattr(
+        torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", before
+    )
+
+
+def changed_determinism() -> Callable[[], None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return lambda: torch.use_deterministic_algorithms(False)
+
+
+def changed_threads() -> Callable[[], None]:
+    before = torch._inductor.config.cpp.threads
+    torch._inductor.config.cpp.threads = 3
+    return lambda: setattr(torch._inductor.config.cpp, "threads", before)
+
+
+CHANGES = (changed_dtype, changed_precision, changed_determinism, changed_threads)
+
+
+def test_settings_are_used_for_a_while() -> None:
+    """Those of another moment of this process: then those of now again."""
+    settings = compat.compile_settings()
+    undo = [change() for change in CHANGES]
+    try:
+        changed = compat.compile_settings()
+        with pytest.raises(KeyError), compat.compile_settings_in_use(settings):
+            assert compat.compile_settings() == settings != changed
+            raise KeyError
+        assert compat.compile_settings() == changed
+    finally:
+        for each in undo:
+            each()
+    assert compat.compile_settings() == settings
+
+
+def test_settings_of_another_process_are_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its system: a process that sees no GPU would have other keys."""
+    base = torch._inductor.codecache.CacheBase
+    monkeypatch.setattr(base, "get_system", staticmethod(lambda: {"device": "another"}))
+    undo = [change() for change in CHANGES]
+    try:
+        theirs = compat.compile_settings()
+    finally:
+        for each in undo:
+            each()
+    monkeypatch.undo()
+    monkeypatch.setattr(base, "get_system", base.get_system)  # to be put back behind the test
+    mine = compat.compile_settings()
+    assert mine != theirs
+    try:
+        compat.use_compile_settings(theirs)
+        assert compat.compile_settings() == theirs
+    finally:
+        compat.use_compile_settings(mine)
+    assert compat.compile_settings() == mine
+
+
+def test_settings_that_are_unlike_have_other_keys() -> None:
+    usual = compat.compile_settings()
+    assert usual == compat.compile_settings()
+    for change in CHANGES:
+        undo = change()
+        try:
+            assert compat.compile_settings() != usual, change.__name__
+        finally:
+            undo()
+
+
+def test_the_key_of_a_memory_format_is_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the module where it is found first."""
+    from torch._inductor.codecache import FxGraphCachePickler
+
+    compat.settle_cache_keys()
+    module = torch.fx.symbolic_trace(torch.nn.Identity())
+    dumped = FxGraphCachePickler(module).dumps(torch.contiguous_format)
+    assert b"torch.contiguous_format" in dumped
+    assert b"_utils" not in dumped and b"builtins" in dumped
+    other: Any = types.ModuleType("other")
+    other.torch = torch
+    with monkeypatch.context() as planted:
+        planted.setattr(sys, "modules", {"other": other, **sys.modules})
+        assert FxGraphCachePickler(module).dumps(torch.contiguous_format) == dumped
+
+
+def test_the_workers_that_compile_start_as_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    warm = "torch._inductor.async_compile.maybe_warm_pool"
+    assert callable(torch._inductor.async_compile.maybe_warm_pool)
+    monkeypatch.setattr(warm, lambda: asked.append(True))
+    compat.start_compile_workers()
+    assert asked == [True]
+
+
+def test_a_graph_is_the_same_in_another_process() -> None:
+    """What is packed here and unpacked there."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x) + 1
+
+    module = make_fx(function, tracing_mode="fake")(torch.ones(3))
+    other = compat.unpacked_graph(compat.packed_graph(module))
+    assert list(map(str, other.graph.nodes)) == list(map(str, module.graph.nodes))
+    assert "torch.ops.aten.sin.default(x_1)" in other.code
+    (x,) = module.graph.find_nodes(op="placeholder")
+    x.meta["unbacked_bindings"] = {}
+    with pytest.raises(ValueError, match="known when it has run"):
+        compat.packed_graph(module)
+
+
+def test_code_is_made_without_device_memory() -> None:
+    """Nothing is loaded, and no fake tensor is a reason for a context."""
+    config = torch._inductor.config
+    assert compat.compiles_without_device()
+    for name in ("max_autotune", "max_autotune_gemm"):
+        with config.patch({name: True}):
+            assert not compat.compiles_without_device()
+    stock = CachingAutotuner.precompile, fake_tensor.init_gpu_context
+    with compat.without_device_memory():
+        fake_tensor.init_gpu_context(torch.device("cuda:99"))
+        kernel = mock.Mock(spec=CachingAutotuner)
+        CachingAutotuner._make_launchers(kernel)
+        CachingAutotuner._dynamic_scale_rblock(kernel)
+        assert not kernel.mock_calls
+    assert (CachingAutotuner.precompile, fake_tensor.init_gpu_context) == stock
+    for name in ("_make_launchers", "_dynamic_scale_rblock"):
+        assert f"self.{name}()" in inspect.getsource(CachingAutotuner.precompile)
+
+
+def test_who_compiles_kernels() -> None:
+    config = torch._inductor.config
+    with config.patch(compile_threads=1):
+        assert not compat.compiles_in_processes()
+        compat.use_compile_threads(7)
+        assert config.compile_threads == compat.compile_threads() == 7
+        assert compat.compiles_in_processes()
+        with config.patch(fx_graph_cache=False):
+            assert not compat.compiles_in_processes()
+
+
+def test_variables_say_where_the_caches_are(tmp_path: Path) -> None:
+    for name in compat.CACHE_VARIABLES:
+        assert name.endswith("_CACHE_DIR")
+    with mock.patch.dict(os.environ, {compat.CACHE_VARIABLES[0]: str(tmp_path)}):
+        assert compat.code_cache() == tmp_path

@@ -1,0 +1,149 @@
+"""Containers that a forward keeps between calls, as Dynamo traces them: beside plain Python."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megacompile import compat
+from tests.zoo import assert_same, equal, step, twins
+
+CALLS = 5
+
+
+class Keeps(nn.Module):
+    """Has a full deque, and an ordered dict; `change` uses them in each call."""
+
+    def __init__(self, change: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+        self.last: deque[Tensor] = deque([torch.ones(2), torch.ones(2) * 2], maxlen=2)
+        self.named = OrderedDict((name, torch.ones(2) * (i + 1)) for i, name in enumerate("abc"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(self, x)
+
+
+def weighted(values: Any) -> Tensor:
+    """Depends on the order."""
+    found = torch.zeros(2)
+    for i, value in enumerate(values):
+        found = found + value * (i + 1)
+    return found
+
+
+def pop_and_append(m: Any, x: Tensor) -> Tensor:
+    first = m.last.popleft()
+    m.last.append(x)
+    m.last.append(x + first)
+    return weighted(m.last)
+
+
+def copied(m: Any, x: Tensor) -> Tensor:
+    copy = m.last.copy()
+    copy.append(x)
+    return weighted(copy)
+
+
+def in_turn(m: Any, x: Tensor) -> Tensor:
+    name, value = m.named.popitem(last=False)
+    m.named[name] = value
+    found: Tensor = x * value
+    return found
+
+
+def cache(m: Any, x: Tensor) -> Tensor:
+    m.named["new"] = x
+    m.named.move_to_end("new", last=False)
+    while len(m.named) > 2:
+        m.named.popitem()
+    return weighted(m.named.values())
+
+
+CHANGES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "append": lambda m, x: (m.last.append(x), weighted(m.last))[1],
+    "appendleft": lambda m, x: (m.last.appendleft(x), weighted(m.last))[1],
+    "extend": lambda m, x: (m.last.extend([x, x + 1, x + 2]), weighted(m.last))[1],
+    "extendleft": lambda m, x: (m.last.extendleft([x, x + 1]), weighted(m.last))[1],
+    "append, unseen": lambda m, x: (m.last.append(x), x * 2)[1],
+    "pop and append": pop_and_append,
+    "a copy": copied,
+    "the longest": lambda m, x: x * m.last.maxlen,
+    "to the end": lambda m, x: (m.named.move_to_end("a"), x + weighted(m.named.values()))[1],
+    "to the begin": lambda m, x: (
+        m.named.move_to_end("c", last=False),
+        x + weighted(m.named.values()),
+    )[1],
+    "to the end, unseen": lambda m, x: (m.named.move_to_end("a"), x * 2)[1],
+    "in turn": in_turn,
+    "a cache": cache,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_containers_are_those_of_python(change: str) -> None:
+    compat.follow_containers()
+    compat.follow_containers()  # once
+    torch._dynamo.reset()
+    plain, traced = (Keeps(CHANGES[change]) for _ in range(2))
+    compiled = torch.compile(traced, backend="eager", fullgraph=True)
+    for i in range(CALLS):
+        x = torch.full((2,), float(i))
+        assert equal(plain(x), compiled(x)), i
+        assert len(plain.last) == len(traced.last) and all(map(equal, plain.last, traced.last))
+        assert list(plain.named) == list(traced.named)
+        assert all(map(equal, plain.named.values(), traced.named.values()))
+    assert traced.last.maxlen == 2
+
+
+def test_a_deque_of_another_length_is_another_case() -> None:
+    compat.follow_containers()
+    torch._dynamo.reset()
+
+    def forward(last: deque[Tensor], x: Tensor) -> Tensor:
+        last.append(x)
+        return weighted(last)
+
+    compiled = torch.compile(forward, backend="eager", fullgraph=True)
+    for longest in (2, 3, None):
+        plain, traced = (deque([torch.ones(2), torch.zeros(2)], maxlen=longest) for _ in range(2))
+        assert equal(forward(plain, torch.ones(2)), compiled(traced, torch.ones(2)))
+        assert len(plain) == len(traced)
+
+
+class Averages(nn.Module):
+    """Its loss is of the outputs of its last calls, whose oldest are dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.last: deque[Tensor] = deque(maxlen=2)
+        self.used = OrderedDict((str(i), i) for i in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in ("1", "0"):
+            self.used.move_to_end(name)
+        for i in self.used.values():
+            x = self.layers[i](x).tanh()
+        self.last.append(x.detach())
+        return (x - sum(self.last) / len(self.last)).square().sum() + x.square().sum()
+
+
+def test_a_model_trains_with_both() -> None:
+    torch.manual_seed(0)
+    plain, streamed = twins(Averages())
+    for i in range(CALLS):
+        for model in (plain, streamed):
+            step(model, {"x": torch.full((2, 4), i + 1.0)})
+        assert_same(plain, streamed)
+        assert list(plain.used) == list(streamed.used)
+        for model in (plain, streamed):
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(0.1 * p.grad)
+            model.zero_grad()

@@ -1,0 +1,213 @@
+"""Symbols of our own: what Dynamo says of a graph, and tracing with them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megacompile import compat
+from tests.draws import drawn
+
+ROWS = sympy.Symbol("n0", integer=True, positive=True)
+
+
+def test_what_dynamo_says_of_a_graph() -> None:
+    found: list[Any] = []
+
+    def backend(module: fx.GraphModule, _: Any) -> Any:
+        found.append(compat.described_inputs(module))
+        return module.forward
+
+    def double(x: Tensor, scale: float) -> Tensor:
+        return x * scale
+
+    step = torch.compile(double, backend=backend)
+    for rows, scale in ((4, 1.0), (6, 0.5)):
+        step(torch.zeros(rows, 2), scale)
+    assert found[0] is None
+    symbols = [item.number for item in found[-1]]
+    assert {str(symbol) for symbol in symbols if symbol is not None} == {"n0", "n1"}
+    assert compat.DescribedInput(shape=(ROWS, 2), stride=(2, 1)) in found[-1]
+    assert sum(item.in_tensor for item in found[-1]) == 1
+
+
+def test_marks_are_kept() -> None:
+    x = torch.zeros(4, 2)
+    torch._dynamo.mark_dynamic(x, 0)
+    copy: Any = compat.keep_dynamic_marks(x, x.double())
+    assert copy._dynamo_dynamic_indices == {0}
+
+
+def test_tracing_with_symbols() -> None:
+    assert compat.symbols_now() is None
+    fakes = compat.SymbolicFakes({ROWS: 12})
+    with fakes, compat.real_strides():
+        assert compat.symbols_now() is fakes
+        n = fakes.number(ROWS)
+        x = torch.empty(n, 4).t() @ torch.empty(n, 4)
+        long = torch.nn.functional.pad(torch.empty(4, n), (0, 1))
+    assert x.shape == (4, 4)
+    assert compat.is_number(n)
+    assert compat.fakes_of(n) is fakes
+    assert compat.expression_of(long.shape[1]) == (13, ROWS + 1)
+    assert fakes.holds(40)
+    assert bool(n < 20)
+    assert not fakes.holds(40)
+    assert not issubclass(compat.UntraceableSymbols, RuntimeError)
+
+
+def test_operations_with_symbols_are_not_remembered() -> None:
+    before = FakeTensorMode.cache_info()
+    with compat.SymbolicFakes({ROWS: 12}) as fakes:
+        x = torch.empty(fakes.number(ROWS), 4)
+        for _ in range(2):
+            x = x * 2
+    assert FakeTensorMode.cache_info() == before
+
+
+def test_expressions() -> None:
+    assert compat.evaluated(2 * ROWS + 1, {ROWS: 3}) == 7
+    assert compat.as_function(((ROWS + 1, 5), (ROWS,)), [ROWS])(4) == ((5, 5), (4,))
+    graph = fx.Graph()
+    node = compat.reified(graph, 2 * ROWS, {ROWS: graph.placeholder("n")})
+    graph.output(node)
+    assert fx.GraphModule({}, graph)(21) == 42
+
+
+def test_a_slice_of_everything_is_no_operator() -> None:
+    table = compat.symbolic_decompositions()
+    x = torch.zeros(3, 2)
+    assert table[torch.ops.aten.slice.Tensor](x, 0, 0, 3) is x
+
+
+def test_what_is_stated_of_a_size_is_known() -> None:
+    other = sympy.Symbol("n1", integer=True, positive=True)
+    fakes = compat.SymbolicFakes({ROWS: 12, other: 12})
+    with fakes:
+        compat.check(fakes.number(ROWS) == fakes.number(other))
+    assert fakes.holds(7, 7) and not fakes.holds(7, 8)
+    with pytest.raises(RuntimeError):
+        compat.check(False)
+
+
+def test_ints_by_way_of_a_float_are_computed() -> None:
+    fakes = compat.SymbolicFakes({ROWS: 9})
+    _, expression = compat.expression_of(torch.sym_int(fakes.number(ROWS) * 0.3))
+    assert compat.evaluated(expression, {ROWS: 20}) == 6
+    graph = fx.Graph()
+    graph.output(compat.reified(graph, expression, {ROWS: graph.placeholder("n")}))
+    assert fx.GraphModule({}, graph)(20) == 6
+
+
+def test_a_scaled_image_keeps_its_symbols() -> None:
+    """Each operator that scales gives what its C++ gives for numbers."""
+    fakes = compat.SymbolicFakes({ROWS: 9})
+    aten = torch.ops.aten
+    names = [n for n in dir(aten) if "upsample" in n and "vec" in getattr(aten, n).overloads()]
+    assert len(names) >= 12
+    for name in names:
+        operator = getattr(aten, name).vec
+        dims = next(int(c) for c in name if c in "123")
+        corners = [False] if "align_corners" in str(operator._schema) else []
+        for scale in (2.0, 1.5, 0.3):
+            scales = [scale] * dims
+            want = operator(torch.zeros(1, 1, *[9] * dims), None, *corners, scales).shape
+            with fakes:
+                x = torch.zeros((1, 1, *[fakes.number(ROWS)] * dims))
+                got = operator(x, None, *corners, scales)
+            assert [compat.expression_of(n)[0] for n in got.shape] == list(want), name
+            assert compat.expression_of(got.shape[2])[1].free_symbols == {ROWS}, name
+    assert fakes.holds(20)
+
+
+MATRICES = [(3,), (4, 3), (2, 4, 3), (1, 4, 3), (5, 1, 4, 3)]
+OTHERS = [(3,), (3, 6), (2, 3, 6), (1, 2, 3, 6)]
+
+
+@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "trained", drawn([(False, False), (True, True)], [(True, False), (False, True)])
+)
+def test_a_product_of_matrices_is_taken_apart_as_in_cpp(
+    trained: tuple[bool, bool], autocast: bool
+) -> None:
+    """Node by node, forward and backward, whatever the numbers of dimensions."""
+
+    def product(tensors: Sequence[Any], _: Sequence[Any]) -> list[Any]:
+        with compat.functional_mode():
+            a, b = map(compat.to_functional, tensors)
+            turned = a.transpose(0, 1).contiguous().transpose(0, 1) if a.dim() > 2 else a
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                found = [torch.matmul(a, b), torch.matmul(turned, b)]
+            sources = [x for x in (a, b) if x.requires_grad]
+            grads = torch.autograd.grad([x.sum() for x in found], sources) if sources else ()
+            return list(map(compat.from_functional, (*found, *grads)))
+
+    def traced(fakes: Any, shapes: Sequence[Any]) -> str:
+        with fakes:
+            given = [
+                torch.zeros(shape, requires_grad=wanted)
+                for shape, wanted in zip(shapes, trained, strict=True)
+            ]
+            graph = compat.trace(product, given, [], compat.eager_decompositions())
+        graph.graph.eliminate_dead_code()
+        return str(graph.code)
+
+    for a, b in itertools.product(MATRICES, OTHERS):
+        want = traced(compat.fake_mode(), (a, b))
+        symbolic = compat.SymbolicFakes({})
+        assert traced(symbolic, (a, b)) == want, (a, b)
+
+
+def test_a_product_of_matrices_keeps_its_symbols() -> None:
+    fakes = compat.SymbolicFakes({ROWS: 9})
+    with fakes:
+        n = fakes.number(ROWS)
+        got = torch.matmul(torch.zeros(2, 4, n, 3), torch.zeros(2, 4, 3, n))
+        torch.nn.functional.linear(torch.zeros(2, n, 3), torch.zeros(5, 3, requires_grad=True))
+        torch.matmul(torch.zeros(2, 3, 1), torch.zeros(2, 1, n))
+    assert compat.expression_of(got.shape[3])[1] == ROWS
+    assert fakes.holds(20)
+
+
+def test_without_our_mode_cpp_scales() -> None:
+    """torch.export turns on the key of our kernels, too."""
+    x = torch.arange(6.0).view(1, 1, 2, 3)
+    want = torch.nn.functional.interpolate(x, scale_factor=1.5)
+    with torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.PreDispatch):
+        got = torch.nn.functional.interpolate(x, scale_factor=1.5)
+    assert torch.equal(got, want)
+
+
+def test_who_relies_on_a_relation_is_noted() -> None:
+    fakes = compat.SymbolicFakes({ROWS: 12})
+    with fakes:
+        assert fakes.number(ROWS) % 4 == 0
+        fakes.note_fixed(lambda: "the first")
+        assert fakes.number(ROWS) < 100
+        fakes.note_fixed(lambda: "the second")
+    assert fakes.broken([16]) == ""
+    assert fakes.broken([18]).startswith("the first relies on ") and "n0" in fakes.broken([18])
+    assert fakes.broken([200]).startswith("the second relies on ")
+
+
+def test_who_asks_for_a_symbol_is_noted() -> None:
+    fakes = compat.SymbolicFakes({ROWS: 12})
+    assert compat.fakes_in([3, torch.zeros(2)]) is None
+    with fakes:
+        assert compat.fakes_in([3, torch.zeros(2)]) is fakes
+    half = fakes.number(ROWS) // 2
+    fakes.note_fixed(lambda: "nobody")
+    assert int(half) == 6
+    fakes.note_fixed(lambda: "the first")
+    assert fakes.number(ROWS) == 12
+    fakes.note_fixed(lambda: "the second")
+    assert fakes.fixed == {ROWS: "the first"}
+    assert not fakes.has_floats

@@ -1,0 +1,541 @@
+"""What compat takes for granted of tensors, operators and devices."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.tensor import TensorVariable
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megacompile import compat
+from tests.quantized import Int8, Packed
+
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+aten = torch.ops.aten
+
+
+def test_users_of_a_storage_are_counted_exactly() -> None:
+    tensor = torch.zeros(4)
+    assert compat.storage_users(tensor) == 1
+    view, detached = tensor[1:], tensor.detach()
+    assert [compat.storage_users(each) for each in (tensor, view, detached)] == [3, 3, 3]
+    storage = tensor.untyped_storage()
+    assert compat.storage_users(tensor) == 3  # Python's object of the storage is none
+    del storage, view
+    assert compat.storage_users(tensor) == 2
+    param = torch.nn.Parameter(detached)
+    assert compat.storage_users(tensor) == 3
+    param.data = torch.ones(2)
+    assert [compat.storage_users(each) for each in (tensor, param)] == [2, 1]
+    param.grad = torch.ones(2)
+    assert compat.storage_users(param.grad) == 1
+    param.grad = None
+    assert compat.storage_users(param) == 1
+
+
+def test_users_of_a_storage_that_autograd_holds() -> None:
+    value = torch.ones(4, requires_grad=True).exp()
+    assert compat.storage_users(value) == 2  # its own node has saved it, as another tensor
+    value.sum().backward()
+    assert compat.storage_users(value) == 1
+
+
+def test_storage_keys() -> None:
+    tensor, other = torch.zeros(4), torch.zeros(4)
+    assert compat.storage_key(tensor) == compat.storage_key(tensor[2:])
+    assert compat.storage_key(tensor) != compat.storage_key(other)
+
+
+def test_versions_count_changes_in_place() -> None:
+    tensor = torch.zeros(4)
+    before = compat.version(tensor)
+    tensor[1:].add_(1)
+    assert compat.version(tensor) == before + 1
+    tensor.detach().add_(1)
+    assert compat.version(tensor) == before + 2
+    tensor.data.add_(1)  # on purpose, nobody is told
+    assert compat.version(tensor) == before + 2
+    torch.autograd.graph.increment_version(tensor)
+    assert compat.version(tensor) == before + 3
+
+
+def test_bases_of_views() -> None:
+    tensor = torch.zeros(4)
+    assert compat.base_of(tensor) is None
+    assert compat.base_of(tensor[1:][1:]) is tensor
+    assert compat.base_of(tensor.detach()) is None
+
+
+class Wrapped(Tensor):
+    """Says what is asked of it, and knows no operator."""
+
+    asked: list[str] = []
+    __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        cls.asked.append(compat.operator_name(func))
+        return torch.zeros(2)
+
+
+class Listening(Tensor):
+    asked: list[Any] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.asked.append(func)
+        with compat.without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+
+def test_wrappers_have_looks_and_no_data() -> None:
+    like = torch.zeros(4, 2, dtype=torch.bfloat16).t().requires_grad_()
+    made = compat.wrapper(Wrapped, like, torch.device("cpu"))
+    assert isinstance(made, Wrapped)
+    assert (made.shape, made.stride(), made.dtype) == (like.shape, like.stride(), like.dtype)
+    assert made.requires_grad and made.is_leaf
+    Wrapped.asked.clear()
+    torch.Tensor.add(made, 1)
+    assert Wrapped.asked == ["add"]
+    assert compat.NO_TORCH_FUNCTION is Wrapped.__torch_function__
+
+
+def test_subclasses_are_not_asked() -> None:
+    tensor = torch.zeros(2).as_subclass(Listening)
+    Listening.asked.clear()
+    with compat.without_torch_function():
+        tensor.add(1)
+    state = compat.torch_function_state()
+    compat.set_torch_function_state(compat.NO_SUBCLASSES)
+    try:
+        tensor.add(1)
+    finally:
+        compat.set_torch_function_state(state)
+    assert Listening.asked == []
+    tensor.add(1)
+    assert Listening.asked == [Tensor.add]
+
+
+def test_what_asks_for_no_data() -> None:
+    tensor = torch.zeros(2).as_subclass(Listening)
+    Listening.asked.clear()
+    version, base = tensor._version, tensor._base
+    looks = (tensor.shape, tensor.dtype, tensor.device, tensor.is_leaf, tensor.grad, tensor.ndim)
+    tensor.requires_grad_()
+    tensor.grad = None
+    sizes = (tensor.size(), tensor.dim(), tensor.stride(), tensor.is_contiguous(), len(tensor))
+    assert looks and sizes and base is not None and version == 0
+    assert len(Listening.asked) > 10 and set(Listening.asked) <= compat.METADATA
+    for function in (Tensor.add, Tensor.data_ptr, Tensor.tolist, Tensor.data.__get__):  # type: ignore[attr-defined]
+        assert function not in compat.METADATA
+
+
+def test_nothing_is_missing_of_what_asks_for_no_data() -> None:
+    assert len(compat.METADATA) == (62 if VERSION < (2, 13) else 60)  # names, has_names
+
+
+def test_what_overwrites_all_of_a_tensor() -> None:
+    """As a subclass is told of it; what looks at the values, or at a part of them, is none."""
+    tensor = torch.zeros(2).as_subclass(Listening)
+    Listening.asked.clear()
+    tensor.copy_(torch.ones(2))
+    tensor.zero_()
+    tensor.fill_(2.0)
+    tensor.data = torch.ones(2)
+    assert set(Listening.asked) == compat.OVERWRITING
+    for function in (Tensor.add_, Tensor.mul_, Tensor.__setitem__, Tensor.clone):
+        assert function not in compat.OVERWRITING
+
+
+def test_hooks_of_a_parameter() -> None:
+    param = torch.nn.Parameter(torch.zeros(2))
+    assert not compat.gradient_hooks(param) and compat.post_accumulate_hooks(param) == []
+    assert not compat.any_hooked([param])
+    param.register_hook(lambda gradient: None)
+    assert compat.gradient_hooks(param) and compat.post_accumulate_hooks(param) == []
+
+    assert compat.any_hooked([torch.nn.Parameter(torch.zeros(2)), param])
+
+    def hook(param: Tensor) -> None: ...
+
+    another = torch.nn.Parameter(torch.zeros(2))
+    another.register_post_accumulate_grad_hook(hook)
+    assert compat.any_hooked([another])
+    handle = param.register_post_accumulate_grad_hook(hook)
+    assert compat.post_accumulate_hooks(param) == [hook]
+    handle.remove()
+    assert compat.post_accumulate_hooks(param) == []
+
+
+def test_outside_inference_mode() -> None:
+    with torch.inference_mode():
+        assert torch.zeros(1).is_inference()
+        with compat.outside_inference_mode():
+            assert not torch.zeros(1).is_inference() and not torch.is_inference_mode_enabled()
+        assert torch.is_inference_mode_enabled()
+
+
+def test_exports_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in (
+        (torch._C, "_to_dlpack"),
+        (torch._C, "_to_dlpack_versioned"),
+        (torch.utils.dlpack, "to_dlpack"),
+        (torch, "to_dlpack"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    asked: list[Any] = []
+    compat.ask_before_export(asked.append)
+    tensor = torch.zeros(2)
+    torch.utils.dlpack.from_dlpack(tensor)
+    torch.utils.dlpack.to_dlpack(tensor)  # type: ignore[attr-defined]
+    assert len(asked) >= 2 and all(each is tensor for each in asked)
+
+
+def test_transforms_are_seen() -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append((compat.in_transform(), compat.is_of_transform(x)))
+        return x.sum()
+
+    look(torch.zeros(2))
+    torch.func.vmap(look)(torch.zeros(2, 2))
+    torch.func.grad(look)(torch.zeros(2))
+    assert seen == [(False, False), (True, True), (True, True)]
+
+
+# --- operators
+
+
+def node(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    graph = fx.Graph()
+    given = [graph.placeholder(f"x{i}") if a is Tensor else a for i, a in enumerate(args)]
+    return graph.call_function(target, tuple(given), kwargs)
+
+
+def test_names_and_arguments_of_operators() -> None:
+    assert compat.operator_name(aten.mm.default) == "mm"
+    assert compat.operator_name(torch.relu) == compat.operator_name("x") == ""
+    add = node(aten.add.Tensor, Tensor, 2)
+    given = dict(compat.arguments_of(add))
+    assert given == {"self": add.args[0], "other": 2, "alpha": 1}
+    assert dict(compat.arguments_of(node(aten.add.Tensor, Tensor, 2, alpha=3)))["alpha"] == 3
+    assert list(compat.arguments_of(node(torch.relu, Tensor))) == []
+
+
+def test_random_operators() -> None:
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert compat.is_random(node(aten.bernoulli.p, Tensor, 0.5))
+    assert compat.is_random(node(aten.native_dropout.default, Tensor, 0.5, True))
+    assert not compat.is_random(node(aten.mm.default, Tensor, Tensor))
+    assert not compat.is_random(node(attention, Tensor, Tensor, Tensor))
+    drops = node(aten.scaled_dot_product_attention.default, Tensor, Tensor, Tensor, None, 0.1)
+    keeps = node(aten.scaled_dot_product_attention.default, Tensor, Tensor, Tensor, None, 0.0)
+    assert compat.is_random(drops) and not compat.is_random(keeps)
+
+
+def test_what_chooses_kernels_is_read_and_set() -> None:
+    before = compat.kernel_switches()
+    assert hash(before) == hash(compat.kernel_switches())
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        with torch.backends.cudnn.flags(enabled=False, deterministic=True):
+            within = compat.kernel_switches()
+    assert within[:4] == (True, False, True, False)
+    assert within != compat.kernel_switches()
+    compat.set_kernel_switches(within)
+    assert compat.kernel_switches() == within
+    assert not torch.backends.cudnn.enabled and torch.backends.cudnn.deterministic
+    compat.set_kernel_switches(before)
+    assert compat.kernel_switches() == before
+
+
+def test_dynamo_writes_what_chooses_kernels_into_graphs() -> None:
+    found: set[Any] = set()
+
+    def backend(module: fx.GraphModule, _: Any) -> Any:
+        found.update(node.target for node in module.graph.nodes)
+        return module
+
+    @torch.compile(backend=backend)
+    def attend(x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+    attend(torch.ones(1, 1, 2, 2))
+    assert found & set(compat.CHOOSES_KERNELS)
+
+
+def test_an_operators_kernel_does_the_same() -> None:
+    x = torch.ones(2, 3)
+    kernel = compat.kernel_of(aten.sum.dim_IntList)
+    assert kernel is not aten.sum.dim_IntList
+    assert torch.equal(kernel(x, [1], keepdim=True), x.sum(1, keepdim=True))
+    assert compat.kernel_of(torch.add) is torch.add
+
+
+def test_views_and_changes_in_place() -> None:
+    assert compat.gives_views(aten.view.default) and compat.gives_views(aten.split.Tensor)
+    assert not compat.gives_views(aten.mm.default) and not compat.gives_views(aten.add_.Tensor)
+    assert compat.is_mutable(aten.add_.Tensor) and not compat.is_mutable(aten.add.Tensor)
+    assert compat.changes_metadata("squeeze_") and compat.changes_metadata("t_")
+    assert not compat.changes_metadata("add_") and not compat.changes_metadata("squeeze")
+    assert not compat.changes_metadata("__eq__") and not compat.changes_metadata("unknown_")
+
+
+def test_whose_code_a_captured_graph_calls() -> None:
+    class Mine(torch.autograd.Function):
+        pass
+
+    ours = [torch.relu, torch.nn.functional.linear, aten.mm.default, aten.mm, len, torch.sin]
+    assert all(map(compat.is_torchs, ours))
+    higher = torch.ops.higher_order.autograd_function_apply
+    assert not any(
+        map(compat.is_torchs, (higher, Mine.apply, test_whose_code_a_captured_graph_calls))
+    )
+
+
+def test_what_an_operator_writes() -> None:
+    a, b = torch.zeros(2), torch.ones(2)
+    assert [id(x) for x in compat.written(aten.add_.Tensor, (a, b), {})] == [id(a)]
+    assert [id(x) for x in compat.written(aten.add.out, (a, a), {"out": b})] == [id(b)]
+    assert [*map(id, compat.written(aten._foreach_add_.Scalar, ([a, b], 1), {}))] == [id(a), id(b)]
+    assert compat.written(aten.add.Tensor, (a, b), {}) == []
+
+
+def test_trees() -> None:
+    assert compat.tree_map(lambda x: x + 1, {"a": [1, (2,)]}) == {"a": [2, (3,)]}
+
+
+def test_a_number_is_added_to_a_list_of_counters_in_place() -> None:
+    """Of other dtypes than the number's, which stay what they are."""
+    counters = [torch.tensor(2, dtype=d) for d in (torch.float32, torch.float64, torch.int64)]
+    before = [(id(counter), counter.dtype) for counter in counters]
+    compat.FOREACH_ADD(counters, torch.tensor(1), alpha=1)
+    assert [float(counter) for counter in counters] == [3.0] * 3
+    assert [(id(counter), counter.dtype) for counter in counters] == before
+
+
+def test_what_is_called_on_lists_of_gradients() -> None:
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    listening = [torch.ones(2).as_subclass(Listening) for _ in params]
+    for param, gradient in zip(params, listening, strict=True):
+        param.grad = gradient
+    Listening.asked.clear()
+    torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
+    assert {compat.FOREACH_NORM, compat.FOREACH_MUL} <= set(Listening.asked)
+    Listening.asked.clear()
+    torch.optim.SGD(params, foreach=True).zero_grad(set_to_none=False)
+    assert compat.FOREACH_ZERO in Listening.asked
+    optimizer, scaler = torch.optim.SGD(params), torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(1))
+    Listening.asked.clear()
+    scaler.unscale_(optimizer)
+    assert compat.FOREACH_UNSCALE in Listening.asked
+
+
+# --- devices
+
+
+def test_memory_that_is_free() -> None:
+    assert compat.free_device_bytes(torch.device("cpu")) > 2**20
+    assert callable(torch.cuda.get_per_process_memory_fraction)
+
+
+def test_the_allocator_is_set_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    assert compat.use_expandable_segments() is False  # what it is told: tests/test_allocator.py
+    assert callable(torch._C._accelerator_setAllocatorSettings)
+    assert hasattr(torch._C, "_accelerator_getAllocatorSettings") == (VERSION >= (2, 12))
+
+
+def test_wrappers_are_taken_apart_and_put_together() -> None:
+    assert compat.is_wrapper_class(Int8)
+    assert not any(map(compat.is_wrapper_class, (torch.Tensor, nn.Parameter, Packed)))
+    weight = Int8.of(torch.eye(3))
+    names, context = compat.flatten_wrapper(weight)
+    parts = {name: getattr(weight, name) for name in names}
+    assert [*parts] == ["data8", "scale"]
+    again = compat.unflatten_wrapper(Int8, parts, context, weight.shape, weight.stride())
+    assert isinstance(again, Int8) and again.scale is weight.scale
+
+
+def test_the_profiler_is_seen() -> None:
+    assert not compat.profiler_enabled()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert compat.profiler_enabled()
+    assert not compat.profiler_enabled()
+
+
+def test_memory_is_exchanged_in_place() -> None:
+    """Both tensors stay the objects that they are, with what others keep of them."""
+    a: Any = torch.nn.Parameter(torch.empty(2, device="meta"))
+    b = torch.nn.Parameter(torch.ones(3))
+    a.mark = "a"
+    reference = weakref.ref(a)
+    compat.exchange_memory(a, b)
+    assert id(reference()) == id(a) and a.tolist() == [1.0] * 3 and b.is_meta
+    assert a.mark == "a" and a.requires_grad
+    a.sum().backward()
+    assert a.grad is not None and a.grad.tolist() == [1.0] * 3
+    compat.exchange_memory(a, b)
+    assert a.is_meta and a.shape == (2,)
+
+
+def test_the_default_device_is_left() -> None:
+    with torch.device("meta"):
+        assert torch.zeros(1).device.type == "meta"
+        with compat.on_host():
+            assert torch.zeros(1).device.type == "cpu"
+    torch.set_default_device("meta")
+    try:
+        with compat.on_host():
+            assert torch.zeros(1).device.type == "cpu"
+        assert torch.zeros(1).device.type == "meta"
+    finally:
+        torch.set_default_device(None)
+
+
+def test_whether_subclasses_have_their_say() -> None:
+    assert compat.torch_function_enabled()
+    with compat.without_torch_function():
+        assert not compat.torch_function_enabled()
+
+
+def test_no_side_stream_on_the_host() -> None:
+    with compat.side_stream(torch.device("cpu")):
+        assert torch.zeros(1).item() == 0
+
+
+def test_an_operator_that_takes_tensors_for_numbers() -> None:
+    made = compat.taking_tensors(aten.addcmul.default, ("value",))
+    x, half = torch.arange(4.0), torch.tensor(0.5, dtype=torch.float64)
+    assert torch.equal(made(x, x, x, half), torch.addcmul(x, x, x, value=0.5))
+    assert made is compat.taking_tensors(aten.addcmul.default, ("value",))
+    with compat.fake_mode():
+        fake = torch.empty(4)
+        shape = made(fake, fake, fake, torch.empty((), dtype=torch.float64)).shape
+    assert shape == (4,)
+    random = compat.taking_tensors(aten.bernoulli.p, ("p",))
+    assert torch.Tag.nondeterministic_seeded in random.tags
+    assert compat.taking_tensors(aten.mul_.Tensor, ("other",)) is None  # changes its argument
+    assert compat.taking_tensors(torch.relu, ()) is None
+
+
+def test_tree_map_once() -> None:
+    """What is in a container is not taken apart."""
+    inner = [1, 2]
+    tree = {"a": inner, "b": 3}
+    made = compat.tree_map_once(lambda x: [x], tree)
+    assert made == {"a": [inner], "b": [3]} and made["a"][0] is inner
+
+
+def test_leaves() -> None:
+    assert compat.leaves([1, (2, {"a": 3})]) == [1, 2, 3]
+
+
+class _Like(torch.Tensor):
+    pass
+
+
+def test_clipping_takes_a_class_as_plain_when_it_is_told_so() -> None:
+    from torch.utils import _foreach_utils
+
+    before = [*_foreach_utils._foreach_supported_types]
+    try:
+        compat.take_as_plain(_Like)
+        compat.take_as_plain(_Like)
+        assert _foreach_utils._foreach_supported_types == [*before, _Like]
+        like = torch.ones(2).as_subclass(_Like)
+        assert _foreach_utils._has_foreach_support([like], torch.device("cpu"))
+    finally:
+        _foreach_utils._foreach_supported_types[:] = before
+
+
+def test_fp8_products_are_there() -> None:
+    a = torch.ones(16, 16).to(torch.float8_e4m3fn)
+    one = torch.ones(())
+    product = compat.SCALED_MM(a, a.t(), one, one, out_dtype=torch.bfloat16)
+    assert torch.equal(product, torch.full((16, 16), 16.0, dtype=torch.bfloat16))
+
+
+def test_autocast_is_left_for_a_while() -> None:
+    a, b = torch.ones(2, 2), torch.ones(2, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with compat.without_autocast():
+            assert (a @ b).dtype == torch.float32
+            assert not torch.is_autocast_enabled("cpu")
+        assert (a @ b).dtype == torch.bfloat16
+
+
+def test_dynamo_asks_classes_where_they_are_shown() -> None:
+    """Of torch: the methods that `show_classes` wraps, and the names of the sources of keys."""
+
+    class Shown(nn.Parameter):
+        """Shows itself as a plain parameter."""
+
+    compat.show_classes(Shown)
+    for cls, names in (
+        (TensorVariable, ("python_type", "var_getattr", "call_method")),
+        (BuiltinVariable, ("call_type",)),
+        (VariableBuilder, ("wrap_tensor",)),
+    ):
+        for name in names:
+            assert hasattr(vars(cls)[name], "__wrapped__"), name
+    assert hasattr(torch._dynamo.source, "ConstDictKeySource")
+    assert hasattr(torch._dynamo.source, "NonSerializableSetGetItemSource")
+
+
+def test_a_storage_begins_where_its_tensor_does() -> None:
+    whole = torch.arange(12.0)
+    part = whole[2:8].view(2, 3).t()
+    storage = compat.own_storage(part)
+    assert (storage.data_ptr(), storage.nbytes()) == (part.data_ptr(), 24)
+    assert compat.own_storage(torch.empty(0, 3)).nbytes() == 0
+
+
+def test_what_counts_no_version() -> None:
+    mean, variance = torch.zeros(4), torch.ones(4)
+    x, versions = torch.randn(3, 4) + 1, (mean._version, variance._version)
+    assert set(compat.COUNT_NO_VERSION) == {nn.functional.batch_norm, torch.batch_norm}
+    nn.functional.batch_norm(x, mean, variance, training=True)
+    assert mean.any()
+    torch.batch_norm(x, None, None, mean, variance, True, 0.1, 1e-5, False)
+    assert (mean._version, variance._version) == versions
+
+
+def test_a_comparison_of_tensors_is_found() -> None:
+    found = []
+
+    class Noted(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            found.append(compat.compares(func))
+            return func(*args, **(kwargs or {}))
+
+    with Noted():  # type: ignore[no-untyped-call]
+        _ = torch.ones(2) == torch.ones(2)
+    assert found[-1] and not compat.compares(torch.ops.aten.add.Tensor)
+
+
+def test_where_dynamo_notes_a_static_input() -> None:
+    tensor = torch.zeros(2)
+    torch._dynamo.mark_static_address(tensor)
+    assert hasattr(tensor, compat.STATIC_INPUT)
+
+
+def test_a_class_of_parameters_with_a_conversion_of_its_own() -> None:
+    class Own(nn.Parameter):
+        def to(self, *args: Any, **kwargs: Any) -> Any:
+            return self
+
+    assert compat.converts_itself(Own)
+    assert not compat.converts_itself(nn.Parameter)

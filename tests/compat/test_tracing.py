@@ -1,0 +1,316 @@
+"""What compat takes for granted of tracing and Inductor."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import linecache
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._inductor import cpu_vec_isa
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from megacompile import compat
+
+aten = torch.ops.aten
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+needs_compiler = pytest.mark.skipif(not compat.has_cpp_compiler(), reason="needs a C++ compiler")
+
+
+def targets(module: fx.GraphModule) -> list[Any]:
+    return [node.target for node in module.graph.nodes if node.op == "call_function"]
+
+
+# --- tracing
+
+
+def test_fake_tensors_have_looks_and_no_data() -> None:
+    with compat.fake_mode():
+        fake = torch.ones(())
+        made = torch.ones(2, 3) @ torch.ones(3, 4)
+    assert made.shape == (2, 4) and isinstance(made, FakeTensor)
+    for ask in (lambda: fake.item(), lambda: fake.nonzero()):
+        with pytest.raises(compat.UNTRACEABLE), compat.fake_mode():
+            ask()
+    with pytest.raises(compat.UNTRACEABLE), compat.fake_mode():
+        torch.ones(2).nonzero()
+
+
+def test_changes_in_place_become_values() -> None:
+    tensor = torch.ones(2)
+    with compat.functional_mode():
+        wrapped = compat.to_functional(tensor)
+        before = compat.from_functional(wrapped)
+        wrapped.add_(1)
+        after = compat.from_functional(wrapped)
+    assert before is not after and torch.equal(before, torch.ones(2)) and after[0] == 2
+    assert torch.equal(tensor, torch.ones(2)) and compat.from_functional(3) == 3
+
+
+def test_a_value_is_exchanged_behind_autograds_back() -> None:
+    """Views have the new value too, and to autograd nothing was changed."""
+    tensor, new = torch.ones(2), torch.full((2,), 3.0)
+    with compat.functional_mode():
+        wrapped = compat.to_functional(tensor)
+        view, version = wrapped[1:], compat.version(wrapped)
+        compat.set_functional_value(wrapped, compat.to_functional(new))
+        now = compat.from_functional(view)
+        unchanged = compat.version(wrapped) == version
+        view.add_(1)
+        after = compat.from_functional(wrapped)
+    assert now.tolist() == [3] and after.tolist() == [3, 4] and unchanged
+    assert tensor.tolist() == [1, 1]
+
+
+def test_what_a_backward_draws_is_drawn_there() -> None:
+    def function(primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Any:
+        with compat.functional_mode():
+            x, tangent = map(compat.to_functional, (*primals, *tangents))
+            y = x * torch.rand(2)
+            with compat.in_backward():
+                grad = tangent * torch.rand(2)
+            return list(map(compat.from_functional, (y, grad)))
+
+    joint = compat.trace(function, [torch.ones(2)], [torch.ones(2)], {})
+    forward, backward = compat.split_joint(joint, outputs=1, static_primals=())
+    of_backward = [n.name for n in joint.graph.nodes if compat.is_of_backward(n)]
+    assert of_backward == ["rand_1", "mul_1"]
+    drawn = [targets(part).count(aten.rand.default) for part in (forward, backward)]
+    assert drawn == [1, 1]
+
+
+def test_operators_with_effects_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="side effects"), compat.functional_mode():
+        torch.ops.aten._print("x")
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_what_cudnns_operator_changes_is_a_value(native: bool, training: bool) -> None:
+    """(output, means, variances) of a trace."""
+
+    normed_by_cudnn: Any = torch.cudnn_batch_norm
+
+    def normed(primals: Any, tangents: Any) -> Any:
+        with compat.functional_mode(native=native):
+            x, weight, bias, *statistics = map(compat.to_functional, primals)
+            y = normed_by_cudnn(x, weight, bias, *statistics, training, 0.1, 1e-5)[0]
+            return [compat.from_functional(value) for value in (y, *statistics)]
+
+    with compat.fake_mode():
+        x = torch.empty(4, 8, 5, 5)
+        primals = [x, *(torch.empty(8) for _ in range(4))]
+    graph = compat.trace(normed, primals, [], {}).graph
+    made = [node.target for node in graph.nodes if node.op == "call_function"]
+    outputs: Any = graph.output_node().args[0]
+    changed = [node for node in outputs[1:] if node.op != "placeholder"]
+    assert len(changed) == (2 if training else 0)
+    functional = (
+        aten._native_batch_norm_legit_functional.default if native else compat.CUDNN_BATCH_NORM
+    )
+    assert made[0] is (functional if training else aten.cudnn_batch_norm.default)
+
+
+def test_a_trace_has_flat_names() -> None:
+    def f(primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Any:
+        return [primals[0] * primals[1], (tangents[0],)]
+
+    ones = torch.ones(2)
+    module = compat.trace(f, [ones, ones], [ones], {})
+    names = [node.name for node in module.graph.find_nodes(op="placeholder")]
+    assert names == ["primals_1", "primals_2", "tangents_1"]
+    assert targets(module) == [aten.mul.Tensor] and len(module(ones, ones, ones)) == 2
+    again = compat.flatten_signature(module)
+    assert isinstance(again(ones, ones, ones), tuple)
+
+
+def test_a_trace_on_real_tensors_has_one_fake_mode() -> None:
+    ones = torch.ones(2)
+    module = compat.trace(lambda p, t: [(p[0] * 2).sin().max(0)], [ones], [], {})
+    vals = [node.meta["val"] for node in module.graph.nodes if "val" in node.meta]
+    fakes = [val for val in torch.utils._pytree.tree_leaves(vals) if isinstance(val, FakeTensor)]
+    assert len(fakes) > 5 and len({id(fake.fake_mode) for fake in fakes}) == 1
+
+
+def test_dropout_masks_are_drawn_in_the_order_of_memory() -> None:
+    like = torch.empty(3, 4).t()
+    table = compat.eager_decompositions()
+    torch.manual_seed(0)
+    expected = torch.empty_like(like).bernoulli_(0.5)
+    torch.manual_seed(0)
+    assert torch.equal(table[aten.bernoulli.p](like, 0.5), expected)
+    torch.manual_seed(0)
+    assert not torch.equal(torch.bernoulli(like, 0.5), expected)  # else the table is not needed
+
+
+def test_sources_of_graphs_are_not_kept() -> None:
+    def count() -> tuple[int, int]:
+        return len(fx.graph_module._loader.eval_cache), len(linecache.cache)
+
+    before = count()
+    with compat.without_sources():
+        module = fx.symbolic_trace(lambda x: torch.sin(x))
+        assert count() != before
+    assert count() == before and module(torch.zeros(1)) == 0
+    fx.symbolic_trace(lambda x: torch.sin(x))
+    assert count() != before  # else nothing need be forgotten
+
+
+# --- the partitioner and Inductor
+
+
+def saved(
+    function: Callable[[Tensor], Tensor],
+    target: Any = None,
+    mark: Callable[[fx.Node], None] | None = None,
+    **options: Any,
+) -> list[str]:
+    """What is saved for a function's backward, where the first node of `target` is marked."""
+
+    def f(primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Any:
+        leaf = primals[0].requires_grad_()
+        with torch.enable_grad():
+            out = function(leaf)
+        return [out, *torch.autograd.grad(out, leaf, tangents[0])]
+
+    module = compat.trace(f, [torch.ones(8)], [torch.ones(8)], {})
+    if mark is not None:
+        mark(module.graph.find_nodes(op="call_function", target=target)[0])
+    forward, backward = compat.split_joint(module, outputs=1, static_primals=(), **options)
+    (output,) = forward.graph.find_nodes(op="output")
+    _, *kept = forward(torch.ones(8))
+    (gradient,) = backward(*kept, torch.ones(8))
+    leaf = torch.ones(8, requires_grad=True)
+    function(leaf).sum().backward()
+    assert leaf.grad is not None and torch.allclose(gradient, leaf.grad), "a wrong gradient"
+    return [value.name for value in output.args[0][1:]]
+
+
+def test_what_the_partitioner_saves() -> None:
+    def exp(x: Tensor) -> Tensor:
+        return x.exp().sin()
+
+    def double(x: Tensor) -> Tensor:
+        return (x * 2).sin()
+
+    assert saved(exp) == ["exp"] and saved(exp, memory_budget=0.0) == ["primals_1"]
+    assert saved(exp, aten.exp.default, compat.mark_must_recompute) == ["primals_1"]
+    assert saved(double) == ["primals_1"]
+    assert "primals_1" not in saved(double, aten.mul.Tensor, compat.mark_must_save)
+
+
+@needs_compiler
+def test_inductor_compiles_graphs() -> None:
+    module = fx.symbolic_trace(lambda x: (aten.add.Tensor(aten.sin.default(x), 1),))
+    with compat.fake_mode():
+        fake = torch.ones(8)
+    for node in module.graph.nodes:
+        node.meta["val"] = fake
+    code = compat.compile_inductor(module, [fake])
+    (found,) = code(torch.ones(8))
+    assert torch.allclose(found, torch.ones(8).sin() + 1)
+
+
+@pytest.mark.parametrize("case", ["functional", "changes a value", "freezing"])
+def test_functional_graphs_are_not_traced_again(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are: AOTAutograd names their nodes. Inductor gets values of the mode of its inputs."""
+    given: list[tuple[fx.GraphModule, Any]] = []
+
+    def inner(module: fx.GraphModule, inputs: Any, **_: Any) -> Any:
+        given.append((module, inputs))
+        return lambda inputs: [len(inputs)]
+
+    compile_fx = functools.partial(torch._inductor.compile_fx.compile_fx, inner_compile=inner)
+    monkeypatch.setattr(torch._inductor, "compile", compile_fx)
+    add = aten.add_.Tensor if case == "changes a value" else aten.add.Tensor
+    module = fx.symbolic_trace(lambda x: (add(aten.sin.default(x), 1),))
+    (sine,) = module.graph.find_nodes(op="call_function", target=aten.sin.default)
+    sine.name = "ours"
+    with compat.fake_mode():
+        fake: Any = torch.ones(8)
+    with torch._inductor.config.patch(freezing=case == "freezing"):
+        code = compat.compile_inductor(module, [fake])
+    ((handed, inputs),) = given
+    (sine,) = handed.graph.find_nodes(op="call_function", target=aten.sin.default)
+    assert (sine.name == "ours") == (case == "functional")
+    assert aten.add_.Tensor not in targets(handed)
+    if case == "functional":
+        assert code(torch.ones(8)) == [1]
+        assert handed is not module and not any("val" in node.meta for node in module.graph.nodes)
+        (mode,) = {each.fake_mode for each in (sine.meta["val"], *inputs, fake)}
+        assert isinstance(mode, FakeTensorMode)
+
+
+def test_inductors_decompositions() -> None:
+    table = compat.inductor_decompositions()
+    assert aten.native_layer_norm.default in table and aten.mm.default in table
+    table.clear()
+    assert compat.inductor_decompositions() != {}
+
+
+def test_a_compiler_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(compat.has_cpp_compiler(), bool)
+    builder = inspect.getmodule(compat.has_cpp_compiler).cpp_builder  # type: ignore[union-attr]
+
+    def fail() -> str:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(builder, "get_cpp_compiler", fail)
+    assert not compat.has_cpp_compiler()
+
+
+@needs_compiler
+def test_vector_instructions_are_tried_in_one_process_of_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that another process has named are taken over; any other one is tried."""
+    names, found = compat.vector_isas(), list[tuple[str, bool]]()
+    compat.use_vector_isas([])
+    assert compat.vector_isas() == names, "what is known stays so"
+    assert "self.check_build(" in inspect.getsource(cpu_vec_isa.VecISA)
+
+    def listed() -> list[Any]:
+        for isa in cpu_vec_isa.supported_vec_isa_list:
+            found.append((str(isa), isa.check_build("code")))
+        return []
+
+    tried = functools.partialmethod(lambda isa, code: False)
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", tried)
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", listed)
+    every = list(map(str, cpu_vec_isa.supported_vec_isa_list))
+    compat.use_vector_isas(every[1:])
+    assert found == [(name, name in every[1:]) for name in every]
+    assert vars(cpu_vec_isa.VecISA)["check_build"] is tried
+
+
+def test_custom_operators_with_a_backward_in_python() -> None:
+    schema = "(Tensor x, int n, *, float scale=2.0) -> Tensor"
+
+    def scaled(x: torch.Tensor, n: int, scale: float = 2.0) -> torch.Tensor:
+        return x * n * scale
+
+    name = "megacompile_tests::scaled"
+    made = torch.library.custom_op(name, scaled, mutates_args=(), schema=schema)
+    assert compat.custom_operator(torch.ops.megacompile_tests.scaled) is None, "no backward yet"
+    made.register_autograd(lambda ctx, grad: (grad, None), setup_context=lambda ctx, **given: None)
+    found = compat.custom_operator(torch.ops.megacompile_tests.scaled)
+    assert isinstance(found, compat.CustomOperator)
+    assert found.inputs == ["Tensor x", "int n", "float scale"]
+    arguments = found.arguments((torch.ones(2), 3), {})
+    assert arguments[1:] == [3, 2.0]
+    assert found.call(arguments).tolist() == [6.0, 6.0]
+    assert found.placed(["x", "n", "scale"]) == ["x", "n"]
+    assert compat.custom_operator(torch.ops.aten.mm.default) is None
+
+
+def test_operators_of_higher_order() -> None:
+    assert compat.is_higher_order(torch.ops.higher_order.cond)
+    assert not compat.is_higher_order(torch.ops.aten.mm.default)
+
+
+def test_products_of_experts() -> None:
+    assert compat.eager_grouped_mm(torch.ops.aten.mm.default, torch.device("cpu")) is None

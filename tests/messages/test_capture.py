@@ -1,0 +1,327 @@
+"""What is said of capture, in full: how to provoke it, the class, and the text."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megacompile import megacompile, schedules
+from megacompile.beside import compile_pool
+from megacompile.errors import BackwardError, OptionError
+from tests.zoo import stacks
+
+
+def streamed(model: nn.Module, **options: Any) -> Any:
+    return megacompile(model, device="cpu", lowering="eager", progress=False, **options)
+
+
+class Function(nn.Module):
+    """A layer, and a function of it and what it gives."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Any], width: int = 4) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+        self.function = function
+        self.name = ""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, self.layer(x))
+
+
+def read_in_eager(module: Any, h: Tensor) -> Tensor:
+    scaled: Tensor = h * module.layer.bias
+    return scaled
+
+
+def eager_code() -> None:
+    streamed(Function(torch._dynamo.disable(read_in_eager)))(torch.ones(2, 4))
+
+
+@torch.library.custom_op("megacompile_tests::never_fake", mutates_args=())
+def never_fake(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@never_fake.register_fake
+def _(x: Tensor) -> Tensor:
+    raise RuntimeError("no fake tensors here")
+
+
+def untraced() -> None:
+    streamed(Function(lambda m, x: never_fake(x.detach()) + x))(torch.ones(2, 4))
+
+
+def counted(module: Any, x: Tensor) -> Tensor:
+    return x * len(module.name)
+
+
+def another_case() -> None:
+    model = streamed(Function(counted))
+    for i in range(18):
+        model.name = f"case {i}"
+        model(torch.ones(2, 4))
+
+
+def far_between() -> None:
+    model = streamed(Function(counted))
+    for i in range(10):
+        model.name = f"case {i}"
+        for _ in range(3):
+            model(torch.ones(2, 4))
+
+
+def a_part_by_itself() -> None:
+    part = Function(counted)
+    model = streamed(nn.Sequential(part, nn.Linear(4, 4)))
+    model(torch.ones(2, 4))
+    for i in range(9):
+        part.name = f"case {i}"
+        part(torch.ones(2, 4))
+
+
+@torch.library.custom_op("megacompile_tests::sizes_gradient", mutates_args=())
+def sizes_gradient(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@sizes_gradient.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty((int(x.shape[0]), *x.shape[1:]))
+
+
+@torch.library.custom_op("megacompile_tests::sizes", mutates_args=())
+def sizes(x: Tensor) -> Tensor:
+    return x * 2
+
+
+sizes.register_fake(torch.empty_like)
+sizes.register_autograd(lambda _, gradient: sizes_gradient(gradient))
+
+
+def asked_size() -> None:
+    model = streamed(Function(lambda m, x: sizes(x)))
+    for rows in range(2, 12):
+        model(torch.ones(rows, 4)).sum().backward()
+
+
+def clamped(module: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        module.layer.weight.clamp_(-0.1, 0.1)
+    result: Tensor = module.layer(x)
+    return result
+
+
+def unscheduled() -> None:
+    streamed(Function(clamped))(torch.ones(2, 4))
+
+
+def hooked_output() -> None:
+    model = streamed(Function(lambda m, x: (m.layer(x), x)))
+    for _ in range(2):
+        result, hidden = model(torch.ones(3, 4))
+        hidden.retain_grad()
+        (result.sum() + hidden.sum()).backward()
+
+
+def logits() -> None:
+    def both(module: Any, x: Tensor) -> Any:
+        scores = module.layer(x)
+        return F.cross_entropy(scores, torch.tensor([0, 1])), scores
+
+    streamed(Function(both), head="chunked")(torch.ones(2, 4))
+
+
+def shared() -> None:
+    def fills(module: Any, x: Tensor) -> Tensor:
+        module.seen.mul_(2)
+        return x
+
+    model = streamed(Function(fills))
+    model.seen = model.layer.weight.data[:2]
+    model(torch.ones(2, 4))
+
+
+def compiled() -> None:
+    _, model, inputs = stacks()
+    made: Any = torch.compile(model, backend="eager")
+    made(**inputs)
+
+
+def compiled_method() -> None:
+    _, model, _ = stacks()
+    model.compile(backend="eager")
+    model.compile()
+
+
+def fullgraph() -> None:
+    _, model, inputs = stacks()
+    torch.compile(lambda: model(**inputs) * 2, backend="eager", fullgraph=True)()
+
+
+def later_backward() -> None:
+    def two(module: Any, x: Tensor) -> Any:
+        return x.square().sum(), torch.var(x, correction=60)
+
+    model = streamed(Function(two))
+    for rows in (18, 20, 5):
+        model(torch.ones(rows, 4))[0].backward()
+    model(torch.ones(5, 4))[1].backward()
+
+
+def changed_output() -> None:
+    out = streamed(Function(lambda m, x: x.exp()))(torch.ones(2, 4))
+    out.mul_(2)
+    out.sum().backward()
+
+
+def processes() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(compile_pool.VARIABLE, "many")
+        compile_pool.start(torch.device("cpu"))
+
+
+class Case(NamedTuple):
+    """`{}` in a text stands for what depends on the machine or the line."""
+
+    provoke: Callable[[], None]
+    error: type[Exception]
+    text: str
+
+
+SLOWER = "(slower, same numbers; said once)"
+ANEW = f"was captured anew in 8 of its last 8 calls, which took {{}} s {SLOWER}: "
+GUARD = "what they were captured for did not hold (model.name == 'case {}'); "
+FEWER = "let fewer things change from call to call, or make them arguments, or tensors"
+BOTH = "fetching 2 of 2 parameters (80 B of 80 B, 100 %) at each use (slower, same numbers)"
+FILE = __file__
+
+CASES = [
+    Case(
+        eager_code,
+        UserWarning,
+        f"megacompile: {FILE}:{{}} (read_in_eager) runs in eager mode and fetches 1 of 2 "
+        f"parameters (16 B of 80 B, 20 %) at each use {SLOWER}: a graph break at {FILE}:{{}} "
+        "(forward): Skip calling `torch.compiler.disable()`d function; TORCH_LOGS=graph_breaks "
+        "says more",
+    ),
+    Case(
+        untraced,
+        UserWarning,
+        f"megacompile: {FILE}:{{}} (forward) runs in eager mode and fetches 2 of 2 parameters "
+        f"(80 B of 80 B, 100 %) at each use {SLOWER}: Dynamo could not trace {FILE}:{{}} "
+        "(<lambda>): megacompile_tests.never_fake.default: RuntimeError('no fake tensors here'); "
+        "TORCH_LOGS=+dynamo says more",
+    ),
+    Case(another_case, UserWarning, f"megacompile: Function {ANEW}{GUARD}{FEWER}"),
+    Case(a_part_by_itself, UserWarning, f"megacompile: Sequential {ANEW}{GUARD}{FEWER}"),
+    Case(
+        asked_size,
+        UserWarning,
+        f"megacompile: Function {ANEW}each value of a size gets its own code: the stage Function, "
+        "with its backward; pad to a few sizes",
+    ),
+    Case(
+        unscheduled,
+        UserWarning,
+        f"megacompile: Function is not scheduled and runs in eager mode, {BOTH}: parameter "
+        "'layer.weight' is changed in place by clamp_",
+    ),
+    Case(
+        shared,
+        UserWarning,
+        f"megacompile: Function is not scheduled and runs in eager mode, {BOTH}: inputs "
+        "l_model_seen share memory and one is changed in place, but a parameter is in that memory "
+        "too; pass copies (.clone())",
+    ),
+    Case(
+        hooked_output,
+        UserWarning,
+        "megacompile: Function: output 1 has a hook, or retains its gradient, and other outputs "
+        "are computed from it: what comes through those does not reach the hook, and what the hook "
+        "changes does not reach them (other numbers than the plain model's; said once); end the "
+        "captured graph after the line that computes it: torch._dynamo.graph_break()",
+    ),
+    Case(
+        logits,
+        UserWarning,
+        "megacompile(): Function: head='chunked', but the head is whole: the logits (scores) are "
+        "returned to the caller; return the loss",
+    ),
+    Case(
+        compiled,
+        UserWarning,
+        "megacompile: Stack is called from code that torch.compile captures, which leaves it as it "
+        "is: megacompile compiles it (said once); leave out torch.compile where it is around the "
+        "model alone",
+    ),
+    Case(
+        compiled_method,
+        UserWarning,
+        "megacompile: Stack.compile() does nothing: megacompile compiles the model (said once); "
+        "leave it out",
+    ),
+    Case(
+        fullgraph,
+        torch._dynamo.exc.Unsupported,
+        "{}reason: megacompile compiles this model itself; leave out fullgraph=True, or "
+        "torch.compile){}",
+    ),
+    Case(
+        later_backward,
+        BackwardError,
+        "Function.1: a backward for these outputs has no code for sizes of 5 together; call "
+        "megacompile(model, dynamic=False), so that each set of sizes gets its own",
+    ),
+    Case(
+        changed_output,
+        BackwardError,
+        "Function: an output of shape (2, 4) was changed in place since the forward, whose "
+        "backward needs it as it was; change a copy (.clone()), or call backward() before",
+    ),
+    Case(
+        processes,
+        OptionError,
+        "MEGACOMPILE_COMPILE_PROCESSES=many: needed a number of processes, such as 4, or 0",
+    ),
+]
+
+
+def heard(provoke: Callable[[], None]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        provoke()
+    return [str(w.message) for w in caught if str(w.message).startswith("megacompile")]
+
+
+@pytest.mark.filterwarnings("ignore:var..:UserWarning")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.provoke.__name__)
+def test_a_message(case: Case) -> None:
+    """Once, however often there is a reason for it."""
+    if case.error is UserWarning:
+        (text,) = heard(case.provoke)
+    else:
+        with pytest.raises(case.error) as raised:
+            case.provoke()
+        text = str(raised.value)
+    pattern = ".*".join(map(re.escape, case.text.split("{}")))
+    assert re.fullmatch(pattern, text, re.DOTALL), text
+
+
+def test_nothing_is_said_without_a_reason() -> None:
+    """Captures that are far between; steps of a model that is captured."""
+    assert heard(far_between) == []
+    _, model, inputs = stacks()
+
+    def steps() -> None:
+        for _ in range(2):
+            model(**inputs).backward()
+
+    assert heard(steps) == []
+    assert schedules(model)

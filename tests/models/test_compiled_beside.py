@@ -1,0 +1,133 @@
+"""What one process compiles, others find: stages, updates and kernels, with Inductor as it is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from megacompile import compat, explain, megacompile
+from megacompile.beside import compile_pool
+from tests import inside
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_compiler = pytest.mark.skipif(not compat.has_cpp_compiler(), reason="needs a C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Inductor's caches are empty, and no process is left behind."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.compiler.reset()
+    yield
+    compile_pool.stop()
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def trained() -> tuple[nn.Module, float]:
+    """The model behind three sizes, of which the second is captured with a symbol; the sum of the
+    gradients of the first, which waits for its code."""
+    model = megacompile(net(), device="cpu", lowering="inductor", progress=False)
+    sums = []
+    for rows in (4, 6, 7):
+        model(torch.linspace(-1, 1, rows * 8).view(rows, 8)).square().sum().backward()
+        inside.wait_for_code(model)
+        found = [p.grad.double().sum() for p in model.parameters() if p.grad is not None]
+        sums.append(float(sum(found)))
+    return model, sums[0]
+
+
+ELSEWHERE = """
+import other
+import torch
+from tests.models.test_compiled_beside import compat, trained
+torch.set_num_threads(1)
+print(compat.cache_counts().made, trained()[1], compat.cache_counts().made)
+"""
+
+
+@needs_compiler
+def test_no_graph_is_compiled_twice(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Processes compile all of it, and this one finds it. So does another run, whatever it has
+    imported first, with the same numbers; its log says so."""
+    with monkeypatch.context() as patient:  # this process compiles nothing that it may ask for
+        patient.setattr("concurrent.futures.Future.cancel", lambda self: False)
+        patient.setenv(compile_pool.VARIABLE, "1")
+        compile_pool.start(torch.device("cpu"))
+        started = [each.pid for each in psutil.Process().children()]
+        before = compat.cache_counts()
+        with caplog.at_level("INFO", "megacompile.compile"):
+            model, found = trained()
+    counts = compat.cache_counts().since(before)
+    assert counts.made == 0 and counts.found > 2
+    stages = explain(model, changes=False).code["stages"]
+    assert (stages.found, stages.made) == counts
+    assert 0 < stages.beside <= stages.found, "those for another variant are compiled later"
+    assert "compiled by processes beside this one" in caplog.text
+    assert len(started) == 1 and not psutil.pid_exists(started[0]), "it had device memory"
+
+    (tmp_path / "other.py").write_text("import torch\n")
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE],
+        env={**os.environ, "PYTHONPATH": paths, "MEGACOMPILE_LOG": "compile"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=True,
+    )
+    before_it, total, made = done.stdout.split()
+    assert before_it == made == "0" and float(total) == found
+    lines = [line for line in done.stderr.splitlines() if " templates in " in line]
+    said = [line.partition("compiled ")[2].replace("(", "").split() for line in lines]
+    assert said and all(words[0] == words[5] for words in said), "all of them from the cache"
+
+
+KERNELS = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from megacompile import compat
+from megacompile.runtime.optim.kernels.fetch import _fetch
+
+asked = []
+triton.knobs.compilation.listener = lambda **given: asked.append(given["cache_hit"])
+compat.note_kernels("megacompile", lambda name, found, time_s: print(name, found, time_s > 0))
+compat.note_kernels("mega", lambda *given: print("another package's"))
+kinds = {"source": "i64", "target": "*i64", "numel": "i64", "BLOCK": "constexpr"}
+source = ASTSource(_fetch, kinds, constexprs={"BLOCK": 1024})
+for _ in range(2):
+    triton.compile(source, GPUTarget("cuda", 90, 32))
+print(*asked)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+def test_kernels_in_triton_are_told_of(tmp_path: Path) -> None:
+    """Compiled for a GPU, then found; whoever listened before is told too. In a process where they
+    are compiled, not interpreted."""
+    caches = {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", KERNELS],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **caches},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["fetch False True", "fetch True True", "False True"]

@@ -1,0 +1,296 @@
+"""Training with torchao's float8 layers; skipped where torchao is not installed.
+
+What makes equal layers share their code is tested without torchao, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megacompile import megacompile, schedules
+from megacompile.cli import main, target
+from megacompile.errors import MegacompileError
+from megacompile.ir.stages import Code
+from megacompile.ir.tiles import Piece, pieces_of
+from tests import processes
+
+float8 = pytest.importorskip("torchao.float8")
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+WIDTH, WORDS = 32, 48
+IDS = torch.randint(0, WORDS, (4, 2, 40), generator=torch.Generator().manual_seed(1))
+
+
+class Layer(nn.Module):
+    """Attention and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.after = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.mixed = nn.Linear(WIDTH, 3 * WIDTH)
+        self.back = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        each = self.mixed(self.norm(x)).unflatten(-1, (2, 3 * WIDTH // 2)).transpose(1, 2)
+        query, key, value = each.chunk(3, -1)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.back(attended.transpose(1, 2).flatten(2))
+        result: Tensor = x + self.down(F.silu(self.up(self.after(x))))
+        return result
+
+
+class Decoder(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).float().flatten(0, 1), ids.flatten())
+
+
+def decoder(recipe: str, *, layers: int = 2, **options: Any) -> Decoder:
+    """In bfloat16, with the linear layers of its layers in float8."""
+    torch.manual_seed(0)
+    made = Decoder(layers).to(torch.bfloat16)
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    config = dataclasses.replace(config, **options)
+    float8.convert_to_float8_training(made.layers, config=config)
+    return made
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def trained(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    micro: int = 1,
+    gradients: bool = True,
+) -> list[Tensor]:
+    """Losses, gradients and in the end parameters, of steps of some micro-batches."""
+    found = []
+    for k, ids in enumerate(IDS, start=1):
+        loss = model(ids)
+        loss.backward()
+        found.append(loss.detach().clone())
+        if k % micro == 0:
+            if gradients:
+                found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*found, *(p.detach().clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("emulate", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_is_equal_in_every_bit(recipe: str, emulate: bool) -> None:
+    plain = decoder(recipe, emulate=emulate)
+    expected = trained(plain, adamw(plain))
+    streamed = megacompile(decoder(recipe, emulate=emulate), lowering="eager")
+    found = trained(streamed, adamw(streamed))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    schedule = schedules(streamed)[-1]
+    assert [len(stage.buckets) for stage in schedule.stages] == [1] * 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activations": "keep"},
+        {"activations": "recompute"},
+        {"activations": "offload"},
+        {"activations": "selective"},
+        {"resident": "all"},
+    ],
+    ids=str,
+)
+def test_no_plan_changes_a_bit(options: dict[str, Any]) -> None:
+    plain = decoder("rowwise_with_gw_hp")
+    expected = trained(plain, adamw(plain), micro=2)
+    streamed = megacompile(decoder("rowwise_with_gw_hp"), lowering="eager", **options)
+    found = trained(streamed, adamw(streamed), micro=2)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("tiles", [2, 5])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_in_tiles_it_is_equal_but_for_sums_over_tokens(recipe: str, tiles: int) -> None:
+    """In bfloat16 they are rounded once, and not after each of two steps."""
+    plain, model = decoder(recipe), decoder(recipe)
+    streamed = megacompile(model, lowering="eager", tiles=tiles)
+    losses = [made(IDS[0]) for made in (plain, streamed)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    for one, other in zip(plain.parameters(), streamed.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        error = (one.grad - other.grad).norm() / one.grad.norm()
+        assert error < 2**-8, "half a step of bfloat16"
+    for stage in schedules(streamed)[-1].stages[1:3]:
+        for code, graph in stage.traced.graphs.items():
+            pieces = [piece for _, piece in pieces_of(graph.graph) if not piece.is_whole]
+            assert products(pieces), f"{code} has fp8 products in tiles"
+
+
+def products(pieces: list[Piece]) -> list[str]:
+    """The fp8 products of a tile of these pieces."""
+    nodes = (node for piece in pieces for node in piece.tiles[0].module.graph.nodes)
+    return [node.name for node in nodes if node.target is torch.ops.aten._scaled_mm.default]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_update_in_the_backward_takes_the_same_gradients(recipe: str) -> None:
+    """The update itself rounds otherwise: one step is within that, and later ones start there."""
+    plain, model = decoder(recipe), decoder(recipe)
+    expected = trained(plain, adamw(plain), gradients=False)
+    optimizer = adamw(model)
+    streamed = megacompile(model, optimizer=optimizer, lowering="eager")
+    found = trained(streamed, optimizer, gradients=False)
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-3, atol=0)
+    torch.testing.assert_close(found[: len(IDS)], expected[: len(IDS)], rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_equal_layers_share_a_template(recipe: str) -> None:
+    model = decoder(recipe, layers=5)
+    streamed = megacompile(model, lowering="eager")
+    streamed(IDS[0]).backward()
+    stages = schedules(streamed)[-1].stages
+    assert len(stages) == 7 and len({id(stage.template) for stage in stages}) == 3
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_inductor_is_equal_up_to_rounding(recipe: str) -> None:
+    plain, model = decoder(recipe, layers=1), decoder(recipe, layers=1)
+    streamed = megacompile(model, lowering="inductor")
+    for made in (plain, streamed):
+        made(IDS[0]).backward()
+    for one, other in zip(plain.parameters(), streamed.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        error = (one.grad - other.grad).norm() / one.grad.norm()
+        assert error < 2**-3, "one step of e5m2 is a fourth, and few numbers round to another"
+
+
+def test_scales_for_fsdp_change_nothing() -> None:
+    plain = decoder("tensorwise")
+    streamed = megacompile(decoder("tensorwise"), lowering="eager")
+    for made in (plain, streamed):
+        optimizer = adamw(made)
+        for ids in IDS[:2]:
+            made(ids).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            float8.precompute_float8_dynamic_scale_for_fsdp(made)
+    for one, other in zip(plain.parameters(), streamed.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_weights_that_fsdp_would_gather_are_refused() -> None:
+    model = decoder("tensorwise", enable_fsdp_float8_all_gather=True)
+    with pytest.raises(MegacompileError, match="WeightWithDynamicFloat8CastTensor"):
+        megacompile(model)(IDS[0])
+
+
+def test_ranks_that_share_a_model_scale_by_whole_weights(tmp_path: Path) -> None:
+    """A scale of the whole weight is not that of a rank's rows: a loss has its every bit."""
+    from tests import float8_ranks
+
+    world = float8_ranks.WORLD
+    processes.torchrun("tests.float8_ranks", str(tmp_path), ranks=world, timeout_s=240)
+    ranks = [torch.load(tmp_path / str(rank)) for rank in range(world)]
+    for recipe in RECIPES:
+        expected = float8_ranks.alone(recipe)
+        for rank, found in enumerate(ranks):
+            exact, updated = (found[recipe, way] for way in float8_ranks.WAYS)
+            for losses in (exact["losses"], updated["losses"]):
+                assert all(map(torch.equal, losses, expected["losses"][rank])), recipe
+            for kind in ("grads", "params"):
+                for name, value in expected[kind].items():
+                    assert torch.equal(exact[kind][name], value), f"{recipe}: {kind} {name}"
+            torch.testing.assert_close(updated["params"], expected["params"], rtol=1e-2, atol=1e-3)
+
+
+def test_no_weight_is_saved() -> None:
+    """Neither a weight nor its cast: a backward makes it again, from the parameter in its slot."""
+    streamed = megacompile(decoder("tensorwise"), lowering="eager", activations="keep")
+    streamed(IDS[0]).backward()
+    stage = schedules(streamed)[-1].stages[1]
+    assert stage.template is not None and Code.BACKWARD in stage.template.graphs
+    saved = {meta.shape for meta in stage.template.saved}
+    weights = {tuple(param.shape) for param in stage.buckets[0].params}
+    assert not saved & (weights | {shape[::-1] for shape in weights if len(shape) == 2})
+
+
+CONFIG = {
+    "model_type": "qwen2",
+    "hidden_size": 4096,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 512,
+}
+
+
+def test_plan_leaves_the_head_and_odd_widths_as_they_are(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**CONFIG, "num_hidden_layers": 1, "intermediate_size": 8200}))
+    made = target.build(str(path), batch=1, seq=16, dtype=None, float8="rowwise").model
+    linear = {name: type(m) for name, m in made.named_modules() if isinstance(m, nn.Linear)}
+    plain = {name.rpartition(".")[2] for name, kind in linear.items() if kind is nn.Linear}
+    assert plain == {"lm_head", "gate_proj", "up_proj", "down_proj"} and len(linear) == 8
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `plan` says of a config, in bf16 and in each recipe."""
+    pytest.importorskip("transformers")
+    path = tmp_path_factory.mktemp("plan") / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    found = {}
+    for recipe in (None, *RECIPES):
+        options = ["--host-memory", "1TiB", "--batch", "4", *(["--float8", recipe] * bool(recipe))]
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            assert main(["plan", str(path), *filter(None, options), "--json"]) == 0
+        found[recipe or "bf16"] = json.loads(out.getvalue())
+    return found
+
+
+def test_plan_knows_how_fast_float8_is(planned: dict[str, Any]) -> None:
+    """Products at twice the rate, and casts that take a part of it again: more with a scale for
+    each row, whose reductions of columns read slowly."""
+    bf16 = planned["bf16"]["step_s"]
+    assert bf16 / 2 < planned["tensorwise"]["step_s"] < 0.75 * bf16
+    assert bf16 / 2 < planned["rowwise"]["step_s"] < 0.85 * bf16
+    assert planned["rowwise"]["step_s"] < planned["rowwise_with_gw_hp"]["step_s"] < bf16
+
+
+def test_plan_knows_what_float8_saves(planned: dict[str, Any]) -> None:
+    """What products read in the backward is saved in fp8, but for gradients of weights in bf16."""
+    saved = {
+        name: found["plan"]["device"]["kinds"]["saved tensors"] for name, found in planned.items()
+    }
+    assert saved["tensorwise"] < 0.8 * saved["bf16"]
+    assert saved["rowwise"] < 0.8 * saved["bf16"]
+    assert saved["rowwise_with_gw_hp"] == pytest.approx(saved["bf16"], rel=0.01)

@@ -1,0 +1,161 @@
+"""A few programs of frames, and that the draw sees what it is there to see.
+
+`python -m tests.frames` does more. Planted faults stand in for `megacompile()` in that tool.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import nn
+
+from tests.draws import drawn
+from tests.frames import command, judge
+from tests.frames.case import Case, Options
+from tests.frames.parts import KINDS
+
+Part = tuple[str, int]
+
+
+def part(kind: str, *features: str) -> Part:
+    """A part of that kind which has these features."""
+    for seed in range(2000):
+        found = KINDS[kind](random.Random(seed)).features
+        if all(feature in found for feature in features):
+            return kind, seed
+    raise AssertionError(f"{kind} never has {features}")
+
+
+@pytest.mark.parametrize("numbers", drawn([range(2, 4)], [range(4, 60)]), ids=str)
+def test_programs_equal_the_plain_ones(numbers: range) -> None:
+    counts = command.prove(0, numbers)
+    assert counts.mismatches == 0, "\n".join(text for _, _, text in counts.found.values())
+    assert counts.cases == len(numbers)
+
+
+def test_every_part_runs_plain(tmp_path: Path) -> None:
+    """Only what is changed between a forward and its backward raises."""
+    raised = set()
+    for kind in KINDS:
+        for seed in range(8):
+            path = tmp_path / f"{kind.replace(' ', '_')}_{seed}.py"
+            path.write_text(Case(((kind, seed),)).text())
+            error = judge.plain(path, judge.EAGER).raised
+            assert error is None or "modified by an inplace operation" in str(error), path
+            assert error is None or judge.plain(path, judge.EAGER, now=False).raised is None
+            raised |= {kind} if error else set()
+    assert raised == {"changed"}
+
+
+def test_a_program_depends_on_its_own_parts_alone() -> None:
+    one, other = part("alias"), part("asks")
+    alone, both = Case((one,)).text(), Case((one, other)).text()
+    assert set(alone.splitlines()[1:]) <= set(both.splitlines())
+    assert command.numbered(3, 17) == command.numbered(3, 17) != command.numbered(3, 18)
+
+
+# Planted faults, in place of `megacompile()`.
+
+
+def plain_model(model: Any, **_: object) -> Any:
+    return model
+
+
+def another_model(model: Any, **_: object) -> None:
+    """Its tensors get other memory."""
+    for value in [*model.parameters(), *model.buffers()]:
+        value.data = value.data.clone()
+
+
+def copied_input(model: Any, **_: object) -> None:
+    """It does not see that an input changes."""
+
+    def copies(_: Any, args: Any, inputs: dict[str, Any]) -> Any:
+        return args, {name: value.clone() for name, value in inputs.items()}
+
+    model.register_forward_pre_hook(copies, with_kwargs=True)
+
+
+def no_hooks(model: Any, **_: object) -> None:
+    """Gradients reach no hook of a tensor."""
+    for value in model.modules():
+        if hasattr(value, "note"):
+            value.note = lambda g: None
+
+
+def bits(model: Any, **_: object) -> None:
+    """It rounds otherwise."""
+    model.register_forward_hook(lambda m, args, out: (out[0] * (1 + 2e-7), out[1]))
+
+
+def raises(model: nn.Module, **_: object) -> None:
+    raise RuntimeError("planted")
+
+
+FAULTS = {
+    plain_model: (),
+    another_model: (part("alias", "detach", "read"),),
+    no_hooks: (part("hook in the forward", "adds to a buffer"),),
+    bits: (part("helper", "in a loop"),),
+    raises: (part("optimizer"),),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault: Any) -> None:
+    parts = FAULTS[fault]
+    others = (part("kept view", "of a parameter", "made in the forward"), part("asks", "shape"))
+    case = Case((others[0], *parts, others[1]), rows=(3, 2, 4), options=Options(lookahead=1))
+    with mock.patch.object(judge, "megacompile", fault):
+        verdict = judge.judge(case)
+        assert verdict.kind == ("mismatch" if parts else "equal"), verdict
+        if parts:
+            small = judge.shrink(case, judge.EAGER)
+            assert judge.judge(small).kind == "mismatch"
+            assert small.size[:2] == (1, 0)
+
+
+def warns(model: Any, **_: object) -> None:
+    another_model(model)
+    warnings.warn("p0.o.weight shares its memory with another tensor", stacklevel=1)
+
+
+ALIAS, WRITTEN = part("alias", "detach", "read"), part("alias", "detach", "written")
+CHANGED = part("changed", "input", "read by a product")
+OF_A_BUFFER = part("changed", "buffer", "read by a product")
+VIEW = part("kept view", "of a buffer", "made in __init__")
+
+
+@pytest.mark.parametrize(
+    ("fault", "parts", "kind"),
+    [
+        (plain_model, (CHANGED,), "raises too"),
+        (copied_input, (CHANGED,), "not seen"),
+        (raises, (OF_A_BUFFER,), "mismatch"),
+        (warns, (ALIAS,), "warned"),  # which is enough for an alias
+        (warns, (WRITTEN,), "warned"),
+        (warns, (VIEW,), "mismatch"),
+        (warns, (ALIAS, CHANGED), "warned"),
+        (another_model, (ALIAS, CHANGED), "mismatch"),
+    ],
+)
+def test_what_a_difference_is_called(fault: Any, parts: tuple[Part, ...], kind: str) -> None:
+    with mock.patch.object(judge, "megacompile", fault):
+        assert judge.judge(Case(parts)).kind == kind
+
+
+def test_mismatches_are_counted_by_what_they_have() -> None:
+    one, more = Case((ALIAS,)), Case((ALIAS, part("asks", "shape")))
+    counts, other = command.Counts(), command.Counts()
+    with mock.patch.object(judge, "megacompile", another_model):
+        counts.add(7, more, judge.EAGER)
+        counts.add(8, one, judge.EAGER)
+        other.add(2, one, judge.EAGER)
+    counts.join(other)
+    (((label,), (at, count, _)),) = counts.found.items()
+    assert label == "alias (detach, read)" and (at, count) == (2, 3)

@@ -1,0 +1,380 @@
+"""Models whose stages Inductor compiles: as the plain model but for rounding, compiled once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megacompile import compat, megacompile, schedules
+from megacompile.ir import ops
+from tests import inside
+from tests.draws import drawn
+from tests.zoo import assert_close, assert_same, twins
+
+pytestmark = pytest.mark.skipif(not compat.has_cpp_compiler(), reason="no C++ compiler here")
+cudnn_batch_norm: Any = torch.cudnn_batch_norm
+OPTIONS: Any = {"lowering": "inductor", "progress": False}
+
+
+def compiled() -> int:
+    """How many graphs Inductor has compiled so far, or found in its caches."""
+    return sum(compat.cache_counts())
+
+
+def assert_gradients_close(plain: nn.Module, streamed: nn.Module, places: float = 1e-5) -> None:
+    for mine, theirs in zip(plain.parameters(), streamed.parameters(), strict=True):
+        torch.testing.assert_close(theirs.grad, mine.grad, rtol=places, atol=places)
+
+
+# --- sizes and floats that change from call to call
+
+
+class Annealed(nn.Module):
+    """A size that is an expression, a temperature, a weight of a loss, and a scale that a counter
+    makes."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8, dtype=dtype)
+        self.second = nn.Linear(8, 4, dtype=dtype)
+
+    def forward(self, x: Tensor, temperature: float, weight: float, step: int) -> Tensor:
+        h = (self.first(x) * temperature).tanh() + x * (1 / (step + 4))
+        h = torch.lerp(torch.where(h > temperature - 1, h, -weight), x, weight)
+        h = h.view(x.shape[0] * 2, 4).relu().view(x.shape)
+        penalty = (h.square() + 0.1).pow(1 + weight).mean() * weight + (temperature**h).mean()
+        labels = torch.arange(x.shape[0]) % 4
+        return F.cross_entropy(self.second(h).float() / temperature, labels) + penalty
+
+
+@pytest.mark.parametrize("dtype", drawn([torch.bfloat16], [torch.float32]))
+def test_sizes_and_floats_are_compiled_once(dtype: torch.dtype) -> None:
+    """At most three times: as they were first, with symbols for what has changed, and for all."""
+    torch.manual_seed(0)
+    plain, streamed = twins(Annealed(dtype), **OPTIONS)
+    places = 1e-5 if dtype == torch.float32 else 2e-2
+    counts = []
+    for k, rows in enumerate((4, 4, 4, 6, 9, 33, 5, 7)):
+        x = torch.linspace(-1, 1, rows * 8).view(rows, 8).to(dtype)
+        losses = [each(x, 1.0 - k / 20, 0.01 * (k + 1), k) for each in (plain, streamed)]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(*losses, rtol=places, atol=places)
+        counts.append(compiled())
+    assert all(p.grad is not None and p.grad.dtype == dtype for p in streamed.parameters())
+    assert_gradients_close(plain, streamed, 2 * places)
+    assert counts[4:] == [counts[4]] * 4 and len(schedules(streamed)) <= 3
+    symbols = schedules(streamed)[-1].symbols
+    assert symbols is not None and len(symbols.planned) == 4
+
+
+class Compares(nn.Module):
+    """What it computes depends on comparisons of a float, and on ints that are made of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, t: float) -> Tensor:
+        y = self.first(x).tanh()
+        near = abs(t - 0.2) < 1e-6
+        y = self.second(y * int(t * 10) + (t > 0.25) * y.mean())
+        loss: Tensor = y.square().mean() * bool(t) + near * y.sum() + max(t, 0.3) * y.mean()
+        return loss
+
+
+class Sized(nn.Module):
+    """A float that makes a size: each of its values has code of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, stride: float) -> Tensor:
+        made: Tensor = self.linear(x).sum() * torch.arange(0.0, 8.0, stride).sum()
+        return made
+
+
+class Added(nn.Module):
+    """Its backward takes no float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, t: float) -> Tensor:
+        y = self.linear(x)
+        return torch.where(y > t, y, t).mean() + int(t * 10)
+
+
+FLOATS: dict[str, tuple[type[nn.Module], tuple[float, ...], int]] = {  # and how many programs
+    "no float in the backward": (Added, (0.1, 0.2, 0.3, 0.4, 0.37), 2),
+    "comparisons": (Compares, (0.1, 0.2, 0.3, 0.4, 0.37, 0.2, 0.12, 0.5), 5),
+    "a size": (Sized, (1.0, 0.9, 0.6, 0.6), 3),
+}
+
+
+@pytest.mark.parametrize("name", drawn([*FLOATS][:1], [*FLOATS][1:]))
+def test_what_is_made_of_a_float(name: str) -> None:
+    """Each way that comparisons can turn out is a program; no value is."""
+    kind, values, programs = FLOATS[name]
+    torch.manual_seed(0)
+    plain, streamed = twins(kind(), **OPTIONS)
+    x = torch.linspace(-1, 1, 48).view(6, 8)
+    for t in values:
+        losses = [model(x, t) for model in (plain, streamed)]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(*losses)
+    assert_gradients_close(plain, streamed)
+    assert len(schedules(streamed)) <= programs
+
+
+NUMBERS: list[Callable[[Tensor, int], Tensor]] = [
+    lambda x, k: x * (-1) ** torch.arange(4),
+    lambda x, k: x * (-0.5) ** torch.arange(4),
+    lambda x, k: x * (-2) ** (x > 0).long(),
+    lambda x, k: x * (-1) ** x.shape[0],
+    lambda x, k: x * (-1) ** k,
+    lambda x, k: x * ((-1) ** (k + 1) + (-3) ** (k // 2)),
+    lambda x, k: x + k.bit_length() + k.__add__(1),
+    lambda x, k: x[:, : (k - 3) ** 2 % 4 + 1],
+]
+
+
+class Numbers(nn.Module):
+    """Powers of negative numbers as FX writes them, and their methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, k: int) -> list[Tensor]:
+        y = self.layer(x)
+        return [case(y, k) for case in NUMBERS]
+
+
+@pytest.mark.parametrize("lowering", drawn(["eager"], ["inductor"]))
+def test_numbers_are_those_of_python(lowering: str) -> None:
+    torch.manual_seed(0)
+    plain, streamed = twins(Numbers(), **{**OPTIONS, "lowering": lowering})
+    for k in range(2, 7):
+        x = torch.linspace(-1, 1, 4 * k).view(k, 4)
+        found = [model(x, k) for model in (plain, streamed)]
+        for values in found:
+            torch.stack([value.square().sum() for value in values]).sum().backward()
+        for i, (mine, theirs) in enumerate(zip(*found, strict=True)):
+            torch.testing.assert_close(theirs, mine, msg=f"case {i} of {k}")
+            assert lowering == "inductor" or torch.equal(mine, theirs), (i, k)
+    assert_gradients_close(plain, streamed)
+    if lowering == "eager":
+        assert_same(plain, streamed)
+
+
+# --- odd operators
+
+
+class Odd(nn.Module):
+    """A norm by cuDNN's operator, as torch calls it on a GPU; a part in float32 within autocast; an
+    output that is expanded, as of a policy that has one deviation for all."""
+
+    def __init__(self, *, by_cudnn: bool) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.by_cudnn = by_cudnn
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.conv(x)
+        if self.by_cudnn and self.training:
+            norm, statistics = self.norm, (self.norm.running_mean, self.norm.running_var)
+            x = cudnn_batch_norm(x, norm.weight, norm.bias, *statistics, True, 0.1, 1e-5)[0]
+        else:
+            x = self.norm(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = self.first(x)
+            with torch.autocast("cpu", enabled=False):
+                y = self.second(hidden.float())
+        return y, y.sum(0).expand_as(y)
+
+
+def test_odd_operators() -> None:
+    torch.manual_seed(0)
+    plain, model = Odd(by_cudnn=False), Odd(by_cudnn=True)
+    model.load_state_dict(plain.state_dict())
+    megacompile(model, device="cpu", activations="recompute", **OPTIONS)
+    for k in range(3):
+        x = torch.randn(4, 4, 6, 6, generator=torch.Generator().manual_seed(k))
+        outputs = []
+        for each in (plain, model):
+            each.train(k < 2)
+            outputs.append(each(x))
+            torch.stack([y.square().mean() for y in outputs[-1]]).sum().backward()
+        for mine, theirs in zip(*outputs, strict=True):
+            torch.testing.assert_close(theirs, mine, rtol=2e-2, atol=2e-2)
+    assert_gradients_close(plain, model, 3e-2)
+    for name in ("norm.running_mean", "norm.running_var"):
+        statistic = plain.get_buffer(name)
+        torch.testing.assert_close(model.get_buffer(name), statistic, rtol=1e-4, atol=1e-5)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(4, 4, 6, 5))
+    assert type(caught.value) is RuntimeError
+
+
+# --- batch norms: their statistics are changed once a step, by whichever kernel
+
+
+class Pair(nn.Module):
+    """Gives what two stages of it compute; a norm aside, whose output nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+            for _ in range(3)
+        )
+        self.aside = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        half = self.layers[1](self.layers[0](x))
+        self.aside(half)
+        return half, self.layers[2](half)
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_no_backward_takes_statistics(lowering: str) -> None:
+    """So no copy of them is made, and a backward for other outputs than was guessed is right."""
+    torch.manual_seed(0)
+    models = plain, streamed = twins(Pair(), **{**OPTIONS, "lowering": lowering})
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for which in (1, 1, 0, 1):
+            generator = torch.Generator().manual_seed(which)
+            model(torch.randn(4, 4, 6, 6, generator=generator))[which].square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, a), b in zip(
+        plain.state_dict().items(), streamed.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4, msg=name)
+        assert lowering == "inductor" or torch.equal(a, b), name
+    copied = [ops.nodes_of(s.forward, ops.snapshot) for s in schedules(streamed)]
+    changed = [ops.nodes_of(s.forward, ops.assign) for s in schedules(streamed)]
+    assert len(changed[0]) == 12  # three of each norm
+    # torch's operator in one piece takes running means and variances, whether it needs them or not
+    assert (len(copied[0]) == 0) == (lowering == "inductor")
+
+
+class SomeEager(nn.Module):
+    """(3, 4) -> (3, 4)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor, eager: bool) -> Tensor:
+        return uncaptured(self, x) if eager else self.plainly(x)
+
+    def plainly(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.linear(x)).relu()
+        return y
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def uncaptured(model: SomeEager, x: Tensor) -> Tensor:
+    return model.plainly(x)
+
+
+@pytest.mark.filterwarnings("ignore:megacompile")  # one is not captured
+@pytest.mark.parametrize("first_is_eager", [True, False])
+def test_captured_and_eager_forwards_before_one_backward(first_is_eager: bool) -> None:
+    """The eager one has saved the statistics, and the captured one counts no version of them."""
+    torch.manual_seed(0)
+    plain, streamed = twins(SomeEager())
+    x = torch.randn(3, 4)
+    for model in (plain, streamed):
+        outputs = [model(x, eager) for eager in (first_is_eager, not first_is_eager)]
+        (outputs[0].square() + outputs[1]).mean().backward()
+    assert_same(plain, streamed)
+    statistics = (plain.norm.running_mean, streamed.norm.running_mean)
+    assert len({value._version for value in statistics if value is not None}) == 1
+
+
+@pytest.fixture
+def _exact() -> Iterator[None]:
+    """No TF32, and algorithms that add in one order."""
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+        yield
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_exact")
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_batch_norms_on_the_gpu(activations: str, lowering: str) -> None:
+    torch.manual_seed(0)
+    plain = Pair().cuda()
+    streamed = megacompile(
+        copy.deepcopy(plain), resident=0, activations=activations, lowering=lowering
+    )
+    exact, outputs = lowering == "eager", []
+    for model in (plain, streamed):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for k in range(4):
+            x = torch.randn(4, 4, 6, 6, generator=torch.Generator().manual_seed(k)).cuda()
+            model.train(k < 3)
+            outputs.append(model(x)[1])
+            if k < 3:
+                outputs[-1].square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    for a, b in zip(outputs[:4], outputs[4:], strict=True):
+        assert torch.equal(a, b) if exact else torch.allclose(a, b, atol=1e-4)
+    for name, statistic in plain.named_buffers():
+        other = streamed.get_buffer(name)
+        assert not exact or torch.equal(statistic, other), name
+        assert torch.allclose(statistic.float(), other.float(), atol=1e-4), name
+
+
+# --- what is captured anew in each call
+
+
+class Counts(nn.Module):
+    """What it computes depends on a whole number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        result: Tensor = self.layers(x) * 0.9**self.calls
+        return result
+
+
+@pytest.mark.parametrize("lowering", drawn(["eager"], ["inductor"]))
+@pytest.mark.filterwarnings("error:megacompile.*captured anew")
+def test_a_counter_in_an_attribute_may_be_a_symbol(lowering: str) -> None:
+    """With Dynamo's option its second value is one, as it is for an argument."""
+    torch.manual_seed(0)
+    plain, model = twins(Counts(), **{**OPTIONS, "lowering": lowering})
+    x = torch.randn(2, 4)
+    with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
+        for _ in range(12):
+            found = [each(x) for each in (plain, model)]
+            for y in found:
+                y.square().sum().backward()
+            torch.testing.assert_close(*found)
+    assert model.calls == plain.calls == 12
+    assert len(inside.streamed(model).graphs) == 2
+    assert_gradients_close(plain, model)
+    if lowering == "eager":
+        assert_close(plain, model)

@@ -1,0 +1,185 @@
+"""Quantized bases of torchao and bitsandbytes, and PEFT over them; those that are not there are
+skipped. The mechanism alone is tested in tests/equality, without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megacompile import megacompile, schedules
+from tests import inside, quantized
+from tests.quantized import Quantize
+
+Make = Callable[[], Quantize]
+IDS = torch.arange(16).view(2, 8)
+INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # its stubs lack it
+
+
+def torchao(name: str, **options: Any) -> Quantize:
+    api = pytest.importorskip("torchao.quantization")
+
+    def quantize(layer: nn.Linear) -> nn.Linear:
+        api.quantize_(layer, getattr(api, name)(**options))
+        return layer
+
+    return quantize
+
+
+def torchao_nf4() -> Quantize:
+    place = "torchao.quantization.quantize_.workflows.nf4.nf4_tensor"
+    nf4 = pytest.importorskip(place)
+
+    def quantize(layer: nn.Linear) -> nn.Linear:
+        layer.weight = nn.Parameter(nf4.to_nf4(layer.weight.detach(), 64, 256), requires_grad=False)
+        return layer
+
+    return quantize
+
+
+def bnb_4bit(**options: Any) -> Quantize:
+    bnb = pytest.importorskip("bitsandbytes").nn
+
+    def quantize(layer: nn.Linear) -> nn.Linear:
+        bias = layer.bias is not None
+        made = bnb.Linear4bit(layer.in_features, layer.out_features, bias=bias, **options)
+        made.load_state_dict(layer.state_dict())
+        if made.bias is not None:  # bitsandbytes would cast it in the forward, which is refused
+            made.bias.data = made.bias.data.to(layer.weight.dtype)
+        result: nn.Linear = made.to("cpu")
+        return result
+
+    return quantize
+
+
+def bnb_8bit() -> Quantize:
+    bnb = pytest.importorskip("bitsandbytes").nn
+
+    def quantize(layer: nn.Linear) -> nn.Linear:
+        made = bnb.Linear8bitLt(
+            layer.in_features, layer.out_features, bias=False, has_fp16_weights=False
+        )
+        made.load_state_dict(layer.state_dict())
+        result: nn.Linear = made.to("cpu")
+        return result
+
+    return quantize
+
+
+KINDS: dict[str, Make] = {
+    "torchao int8": lambda: torchao("Int8WeightOnlyConfig"),
+    "torchao int4": lambda: torchao("IntxWeightOnlyConfig", weight_dtype=INT4),
+    "torchao float8": lambda: torchao("Float8WeightOnlyConfig"),
+    "torchao nf4": torchao_nf4,
+    "bitsandbytes nf4": lambda: bnb_4bit(quant_type="nf4", compress_statistics=False),
+    "bitsandbytes nf4, nested": lambda: bnb_4bit(quant_type="nf4", compress_statistics=True),
+    "bitsandbytes fp4": lambda: bnb_4bit(quant_type="fp4", compress_statistics=True),
+    "bitsandbytes int8": bnb_8bit,
+}
+
+
+def model(kind: str) -> quantized.Model:
+    return quantized.model(KINDS[kind](), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_is_equal_in_every_bit(kind: str) -> None:
+    expected = quantized.trained(model(kind))
+    streamed = megacompile(model(kind), lowering="eager")
+    found = quantized.trained(streamed)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    schedule = schedules(streamed)[-1]  # bitsandbytes notes a dtype in the first call
+    assert [len(stage.buckets) for stage in schedule.stages] == [1] * 5
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "fp4" in kind or "nf4, " in kind])
+def test_a_4_bit_product_is_one_node_for_dynamo(kind: str) -> None:
+    """Dynamo would capture forward and backward of bitsandbytes' function at each of its uses."""
+    bnb = pytest.importorskip("bitsandbytes")
+    theirs = bnb.matmul_4bit
+    streamed = megacompile(model(kind), lowering="eager")
+    streamed(IDS).backward()
+    assert bnb.matmul_4bit is theirs
+    graph = inside.streamed(streamed).graphs[-1].module.graph
+    products = [n for n in graph.nodes if "matmul_4bit" in str(n.target)]
+    assert len(products) == 6
+    assert not [n for n in graph.nodes if "autograd_function" in str(n.target)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_dict_is_the_plain_one(kind: str) -> None:
+    plain, streamed = model(kind), megacompile(model(kind), lowering="eager")
+    streamed(IDS)
+    expected, found = plain.state_dict(), streamed.state_dict()
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert type(found[name]) is type(value)
+        if type(value) is torch.Tensor:
+            assert torch.equal(found[name], value)
+    again = model(kind)
+    with torch.no_grad():
+        again.get_parameter("layers.0.first.up.weight").zero_()
+    again.load_state_dict(found, strict=False)  # of bitsandbytes, 4 bits are loaded by others
+    assert torch.equal(again(IDS), plain(IDS))
+
+
+def peft_model(folder: Path | None = None) -> Any:
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    quantize = bnb_4bit(quant_type="nf4", compute_dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+    )
+    base = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for layer in base.model.layers:
+        for parent in (layer.self_attn, layer.mlp):
+            for name, child in list(parent.named_children()):
+                if type(child) is nn.Linear:
+                    setattr(parent, name, quantize(child))
+    base.is_loaded_in_4bit = True  # as from_pretrained() notes: PEFT asks
+    if folder is not None:
+        return peft.PeftModel.from_pretrained(base, folder, is_trainable=True)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    return peft.get_peft_model(base, config)
+
+
+def losses(made: Any, steps: int = 3) -> list[float]:
+    optimizer = torch.optim.AdamW([p for p in made.parameters() if p.requires_grad], lr=1e-2)
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(steps):
+        ids = torch.randint(0, 128, (2, 16), generator=generator)
+        loss = made(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def test_qlora_with_peft(tmp_path: Path) -> None:
+    plain, streamed = peft_model(), megacompile(peft_model(), lowering="eager")
+    expected = losses(plain)
+    assert losses(streamed) == pytest.approx(expected, rel=2e-3)
+    assert len(schedules(streamed)) == 1
+    streamed.save_pretrained(tmp_path)
+    again = peft_model(tmp_path)
+    adapters = dict(streamed.named_parameters())
+    for name, param in again.named_parameters():
+        if "lora_" in name:
+            assert torch.equal(param, adapters[name])
+    merged = streamed.merge_and_unload()
+    assert not any("lora_" in name for name, _ in merged.named_parameters())
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        assert merged(input_ids=ids).logits.isfinite().all()

@@ -1,0 +1,93 @@
+"""Loops that people write, over models of libraries: few captures, and the plain model's losses.
+
+The loops are those of `python -m benchmarks.loops`, with tiny models. Lengths change from step to
+step, the last batch of an epoch is smaller, calls in eval mode come between the steps.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.loops.__main__ import main
+from benchmarks.loops.catalogue import LOOPS
+from benchmarks.loops.loop import Engine
+from benchmarks.loops.measure import Measured, run
+from tests.draws import drawn
+from tests.zoo import equal
+
+STEPS = 8
+SETTLED = 4  # steps in which all that differs has come: lengths, a smaller batch, other calls
+
+FAST = ("llama-varying", "gru-varying")  # a decoder, and what is captured in part
+ON_GPU = (
+    *FAST,
+    *("llama-eval", "llama-lora", "bert-varying", "qwen3-moe-varying", "vit-last", "t5-varying"),
+    *("whisper-labels", "llama-accumulated", "gemma3-varying", "convnext-last"),
+)
+
+
+def chosen(name: str) -> Any:
+    """The loop; the test is skipped where a package of it is missing."""
+    loop = LOOPS[name]
+    for package in loop.needs:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    return loop
+
+
+def assert_few_captures(ours: Measured, theirs: Measured) -> None:
+    """No more graphs than torch.compile has, and no more late than it has."""
+    graphs, programs = ours.graphs, [step.programs for step in ours.steps]
+    why = "\n".join(line for step in ours.steps for line in step.why)
+    said = f"graphs {graphs}, programs {programs}, torch.compile's {theirs.graphs}\n{why}"
+    late = sum(theirs.graphs[SETTLED:])
+    assert sum(graphs) <= sum(theirs.graphs), said
+    assert sum(graphs[SETTLED:]) <= late, said
+    assert sum(programs[SETTLED:]) <= late, said
+
+
+@pytest.mark.parametrize("name", drawn(FAST, [name for name in LOOPS if name not in FAST]))
+@pytest.mark.filterwarnings("ignore")
+def test_few_captures_and_the_same_bits(name: str) -> None:
+    loop = chosen(name)
+    plain, compiled, ours = (
+        run(loop, engine, size="least", steps=STEPS)
+        for engine in (Engine.PLAIN, Engine.COMPILE, Engine.OURS)
+    )
+    # where transformers takes another kernel once it is captured, it does so for torch.compile too
+    same = plain if compiled.losses == plain.losses else compiled
+    assert ours.losses == same.losses
+    pairs = zip(same.model.named_parameters(), ours.model.parameters(), strict=True)
+    assert [key for (key, a), b in pairs if not equal(a.detach(), b.detach())] == []
+    assert_few_captures(ours, compiled)
+
+
+@pytest.mark.thorough
+def test_each_loop_is_a_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--only", "^gru", "--steps", "2", "--engines", "plain,ours", "--size", "least"]
+    assert main([*arguments, "--device", "cpu", "--out", str(tmp_path / "out.jsonl")]) == 0
+    printed = capsys.readouterr().out
+    assert "| gru-varying | ours |" in printed and "0e+00" in printed
+    assert main(["--table", str(tmp_path / "out.jsonl")]) == 0
+    assert "| gru-varying | ours |" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_GPU)
+@pytest.mark.filterwarnings("ignore")
+def test_few_captures_with_inductor(name: str) -> None:
+    """Losses are equal but for rounding, and for the dropout that Inductor draws."""
+    loop = chosen(name)
+    options: dict[str, Any] = {"size": "least", "steps": STEPS, "device": "cuda"}
+    with torch._inductor.config.patch(fallback_random=True):
+        plain = run(loop, Engine.PLAIN, **options)
+        ours = run(loop, Engine.OURS, lowering="inductor", **options)
+    for mine, theirs in zip(plain.losses, ours.losses, strict=True):
+        assert theirs == pytest.approx(mine, rel=1e-2)
+    assert_few_captures(ours, run(loop, Engine.COMPILE, **options))

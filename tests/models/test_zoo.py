@@ -1,0 +1,240 @@
+"""Models of other libraries, as they are: the same numbers as plain. docs/zoo.md has all of them.
+
+`make zoo` compares every model; here is a part of them, of torch and transformers alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.draws import drawn
+from tests.zoo import command, table
+from tests.zoo.catalogue import ENTRIES
+from tests.zoo.command import faults, tolerance
+from tests.zoo.compare import Result, Worst, compare, error
+from tests.zoo.entry import BATCH, Entry, Family, Rounding, floats
+from tests.zoo.lengths import Counted, resized
+
+FAST = ("llama (eager)", "resnet", "nn.LSTM", "nn.EmbeddingBag")
+OTHERS = ("mixtral (sdpa)", "t5", "bert (eager)", "vit (sdpa)", "nn.Transformer")
+
+
+@pytest.mark.parametrize("name", drawn(FAST, OTHERS))
+def test_same_numbers(name: str) -> None:
+    entry = ENTRIES[name]
+    if not entry.is_there:
+        pytest.skip(f"{entry.needs} is not installed")
+    result = compare(entry)
+    assert faults(entry, result) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("name", ENTRIES)
+def test_same_numbers_on_the_gpu(name: str, lowering: str) -> None:
+    entry = ENTRIES[name]
+    if not entry.is_there:
+        pytest.skip(f"{entry.needs} is not installed")
+    result = compare(entry, device="cuda", lowering=lowering)
+    assert result.error <= tolerance(entry, inductor=lowering == "inductor"), result.where
+
+
+def test_the_page_is_what_the_command_writes() -> None:
+    """And has a row of every model; what is in the rows, `make zoo` compares."""
+    text = table.PAGE.read_text()
+    rows = table.rows_of(text)
+    assert text.startswith(table.INTRODUCTION)
+    assert list(rows) == list(ENTRIES)
+    assert all(row.line() in text.splitlines() for row in rows.values())
+
+
+# --- what the command does with results
+
+
+ENTRY = ENTRIES["nn.Conv1d"]
+EXACT = Result("nn.Conv1d", 0, 3, 1.0, 0.0, "", (), 1.0)
+OFF = replace(EXACT, error=3e-6, where="step 0: loss")
+BROKEN = replace(EXACT, breaks=1, streamed=0.999)
+ROUNDED = replace(ENTRY, rounding=Rounding(1e-5, "it rounds"))
+
+
+def written(entry: Entry, result: Result) -> tuple[dict[str, table.Row], str]:
+    """The rows of one result, and its page."""
+    row = table.Row.of(entry, result)
+    return {entry.name: row}, table.page({entry.family: [row]}, "torch 1.2")
+
+
+def test_rows_are_read_as_they_are_written_and_compared() -> None:
+    """What differs from the page is told, but for rounding that varies between machines."""
+    for result in (EXACT, OFF, BROKEN):
+        rows, text = written(replace(ROUNDED, note="it branches"), result)
+        assert table.rows_of(text) == rows
+        assert table.changes(rows, text) == []
+    rows, text = written(ENTRY, EXACT)
+    for other in (OFF, BROKEN, replace(EXACT, stages=4)):
+        assert len(table.changes(written(ENTRY, other)[0], text)) == 1
+    assert len(table.changes(rows, "")) == 1
+    assert (table.versions_of(text), table.versions_of("")) == ("torch 1.2", "")
+    _, text = written(ROUNDED, OFF)
+    assert table.changes(written(ROUNDED, replace(OFF, error=3e-7))[0], text) == []
+    assert table.changes(written(ROUNDED, EXACT)[0], text) != []
+
+
+def test_runs_of_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On the CPU it fills all columns but one; with Inductor on a GPU that one, which no run there
+    is held to. In tiles the page is left alone."""
+    monkeypatch.setattr(table, "PAGE", tmp_path / "zoo.md")
+    failed: list[str] = []
+    given = {ENTRY.name: EXACT}
+    monkeypatch.setattr(command, "_compare_all", lambda *_, gpu, tiles: (dict(given), failed))
+    assert command.main(["--tiles", "3", "--write"]) == 0 and not table.PAGE.exists()
+    assert command.main(["--write"]) == 0
+    given[ENTRY.name] = replace(OFF, stages=9)
+    assert command.main(["--gpu", "--write"]) == 0
+    (row,) = table.rows_of(table.PAGE.read_text()).values()
+    assert (row.stages, row.error, row.inductor) == ("3", "0", "1e-5")
+    assert command.main(["--gpu"]) == 0
+    given[ENTRY.name] = EXACT
+    assert command.main(["--write"]) == command.main([]) == 0
+    assert list(table.rows_of(table.PAGE.read_text()).values()) == [row]
+    failed.append(ENTRY.name)
+    assert command.main(["--tiles", "3"]) == 1
+
+
+def test_faults() -> None:
+    assert faults(ENTRY, OFF, gpu=True) == []
+    assert faults(ENTRY, replace(OFF, error=2e-3), gpu=True) != []
+    assert faults(ENTRY, EXACT) == faults(ROUNDED, OFF) == []
+    assert len(faults(ENTRY, OFF)) == len(faults(ENTRY, BROKEN)) == 1
+    assert faults(ENTRY, OFF, tiles=3) == []
+    assert faults(replace(ENTRY, note="it branches"), BROKEN) == []
+
+
+def test_more_captures_than_those_of_torch_compile_are_found() -> None:
+    fine = Counted("llama", [1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 0, 0, 0], True, ())
+    assert not fine.is_more and "MORE" not in fine.line()
+    for more in ({"graphs": [1, 1, 1, 0, 0]}, {"programs": [1, 1, 0, 0, 1]}):
+        assert replace(fine, **more).is_more  # type: ignore[arg-type]
+    assert not replace(fine, programs=[1, 1, 0, 0, 1], theirs=[1, 1, 0, 0, 1]).is_more
+
+
+def test_inputs_get_other_sizes() -> None:
+    grid = torch.tensor([[1, 4, 4]] * BATCH)
+    call = {
+        "input_ids": torch.arange(8).view(BATCH, 4),
+        "pixel_values": torch.arange(8.0).view(2 * BATCH, 2),
+        "image_grid_thw": grid,
+        "labels": [{"boxes": torch.ones(1)}] * BATCH,
+    }
+    sized = resized(call, 3, 2)
+    assert sized["input_ids"].tolist() == [
+        [0, 1, 2, 3, 3, 3],
+        [4, 5, 6, 7, 7, 7],
+        [0, 1, 2, 3, 3, 3],
+    ]
+    assert sized["pixel_values"][:, 0].tolist() == [0, 2, 4, 6, 0, 2]
+    assert sized["image_grid_thw"].tolist() == [[1, 4, 4]] * 3
+    assert len(sized["labels"]) == 3
+
+
+class Wrong(nn.Module):
+    """Computes something else where it is captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x * (1 + 1e-6) if torch.compiler.is_compiling() else x
+
+
+def test_a_difference_is_found() -> None:
+    result = compare(Entry("wrong", Family.TORCH, Wrong, lambda: {"x": torch.ones(2, 4)}))
+    assert 1e-7 < result.error < 1e-5
+    assert "grad" in result.where or "output" in result.where
+    assert (result.breaks, result.streamed) == (0, 1.0)
+
+
+class Breaking(nn.Module):
+    """A layer that breaks the graph: what lies on each side of it is a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x).relu()
+        torch._dynamo.graph_break()
+        x = self.after(x).relu()
+        return x
+
+
+def test_layers_that_share_a_graph_are_counted_each() -> None:
+    made = Entry(
+        "layers",
+        Family.TORCH,
+        lambda: nn.Sequential(*(Breaking() for _ in range(3))),
+        lambda: {"input": torch.ones(2, 4)},
+    )
+    result = compare(made)
+    assert (result.breaks, result.stages, result.streamed) == (5, 6, 1.0)
+
+
+class Normed(nn.Module):
+    """`x + RMSNorm(x)`, with the norm in a captured graph that neither makes x nor adds to it."""
+
+    def __init__(self, dtype: torch.dtype, *, grouped: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64, dtype=dtype)
+        self.grouped = grouped
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        read = x.view_as(x) if self.grouped else x
+        normed = read * read.pow(2).mean(-1, keepdim=True).rsqrt()
+        torch._dynamo.graph_break()
+        return x + normed
+
+
+@pytest.mark.parametrize("dtype", drawn([torch.float32], [torch.float64]))
+def test_what_turns_between_captured_and_eager_code_cost(dtype: torch.dtype) -> None:
+    """Rounding alone: the plain backward adds (x + a) + b, and the captured one x + (a + b)."""
+
+    def compared(*, grouped: bool) -> Result:
+        call = {"x": floats(8, 64).to(dtype)}
+        build = functools.partial(Normed, dtype, grouped=grouped)
+        return compare(Entry("normed", Family.TORCH, build, lambda: call))
+
+    assert 0 < compared(grouped=False).error < 20 * torch.finfo(dtype).eps
+    assert compared(grouped=True).error == 0  # the plain backward adds `a + b` first, too
+
+
+@pytest.mark.parametrize(
+    ("plain", "streamed", "wanted"),
+    [
+        (torch.tensor([1.0, -4.0]), torch.tensor([1.0, -3.0]), 0.25),
+        (torch.tensor([torch.nan]), torch.tensor([torch.nan]), 0.0),
+        (torch.tensor([1.0]), torch.tensor([torch.nan]), torch.inf),
+        (torch.tensor([1]), torch.tensor([2]), torch.inf),
+        (torch.ones(2), torch.ones(3), torch.inf),
+        (torch.zeros(1), torch.zeros(1).double(), torch.inf),
+    ],
+)
+def test_errors(plain: Tensor, streamed: Tensor, wanted: float) -> None:
+    assert error(plain, streamed) == wanted
+
+
+def test_what_only_one_has_is_an_error() -> None:
+    worst = Worst()
+    worst.compare("step 0", {"a": torch.ones(1)}, {})
+    assert worst.error == torch.inf
+    assert worst.where == "step 0: only one has ['a']"

@@ -1,0 +1,222 @@
+"""Processes that compile stages: this one goes on whatever they do. Scripts stand in for them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import fx, nn
+
+from megacompile import compat, megacompile
+from megacompile.beside import compile_pool
+from megacompile.beside.compile_pool import CompilePool, Graph
+from megacompile.errors import OptionError
+
+CPU = torch.device("cpu")
+Run = Callable[[str], None]
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Run]:
+    """Call it with what each process does, a line of sh; none is left behind."""
+    script = tmp_path / "python"
+
+    def does(line: str) -> None:
+        script.write_text(f"#!/bin/sh\n{line}\n")
+        script.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(script))
+
+    yield does
+    compile_pool.stop()
+    assert alive() == []
+
+
+def alive() -> list[int]:
+    """Processes that this one has started, but for those of other tests."""
+    found = psutil.Process().children(recursive=True)
+    return [each.pid for each in found if each.status() != psutil.STATUS_ZOMBIE]
+
+
+def graph(**meta: Any) -> Graph:
+    """sin(x)"""
+    made = fx.Graph()
+    x = made.placeholder("x")
+    x.meta.update(meta)
+    made.output((made.call_function(torch.ops.aten.sin.default, (x,)),))
+    module = fx.GraphModule(nn.Module(), made)
+    with compat.fake_mode():
+        return Graph(module, module, [torch.ones(3)])
+
+
+TAKE = "echo ready; head -c 100 > /dev/null; "  # and what it does with a graph
+ANSWERS = {
+    TAKE + "echo ready; exec sleep 100": "",
+    TAKE + "echo 'ValueError: no graph'; exec sleep 100": "ValueError: no graph",
+    TAKE + "exit 1": "",  # what is said depends on whether the pipe breaks first
+    TAKE + "exec sleep 100": "it takes more than",
+}
+
+
+@pytest.mark.parametrize("does", ANSWERS)
+def test_nobody_waits_for_ever(
+    does: str,
+    children: Run,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A graph is compiled by a process, or this one compiles it, for a reason that is logged."""
+    monkeypatch.setattr("concurrent.futures.Future.cancel", lambda self: False)  # all have begun
+    children(does)
+    pool = CompilePool(1, None, 1, loads=True, patience_s=0.3)
+    before, asked = compile_pool.compiled(), graph()
+    with caplog.at_level(logging.INFO, "megacompile.compile"):
+        pool.submit([asked]).take(asked.part)
+    succeeds = "echo ready; exec" in does
+    assert compile_pool.compiled() == before + succeeds
+    assert ("no process compiled" not in caplog.text) == succeeds
+    assert ANSWERS[does] in caplog.text
+    pool.stop()
+
+
+def test_what_no_process_has_begun_is_withdrawn(children: Run) -> None:
+    """This process compiles it, and does not wait for one that does not get ready."""
+    children("exec sleep 100")
+    pool = CompilePool(1, None, 1, loads=True)
+    first, second = graph(), graph()
+    jobs = pool.submit([first, second])
+    jobs.take(first.part)
+    assert not jobs.done() and not pool.is_over
+    jobs.withdraw()
+    assert jobs.done()
+    pool.stop()
+
+
+@pytest.mark.parametrize("does", ["exit 1", "echo nothing; exec sleep 100"])
+def test_processes_that_do_not_get_ready_are_over(does: str, children: Run) -> None:
+    children(does)
+    pool = CompilePool(1, None, 1, loads=True)
+    asked = graph()
+    jobs = pool.submit([asked])
+    for thread in threading.enumerate():
+        if thread.name == "megacompile-compile":
+            thread.join()
+    assert pool.is_over and jobs.done()
+    jobs.take(asked.part)
+
+
+def test_a_graph_that_cannot_be_sent_is_compiled_here(
+    children: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor is one that comes after it lost. Options of Inductor may be functions."""
+    children("echo ready; exec sleep 100")
+    pool = CompilePool(1, None, 1, loads=True)
+    with caplog.at_level(logging.INFO, "megacompile.compile"):
+        jobs = pool.submit([graph(unbacked_bindings={}), graph()])
+    assert len(jobs.futures) == 1 and "cannot be sent" in caplog.text
+    with torch._inductor.config.patch({"custom_partitioner_fn": lambda: None}):
+        assert not pool.submit([graph()]).futures
+    pool.stop()
+
+
+def test_an_interrupt_ends_the_processes(children: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    children("echo ready; exec sleep 100")
+    monkeypatch.setenv(compile_pool.VARIABLE, "2")
+    compile_pool.start(CPU)
+    compile_pool.start(CPU)  # there are some
+    assert len(alive()) >= 2
+    with pytest.raises(KeyboardInterrupt), compile_pool.compiling(lambda: [graph()], 1, CPU):
+        raise KeyboardInterrupt
+    assert alive() == []
+
+
+def test_they_are_kept_for_later_programs(children: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for those; the processes are there until they have been idle."""
+    children("echo ready; exec sleep 100")
+    monkeypatch.setenv(compile_pool.VARIABLE, "1")
+    later = compile_pool.submit(lambda: [graph()], CPU)
+    assert later is not None
+    with compile_pool.compiling(lambda: [graph()], 1, CPU) as take:
+        take(graph().part)  # nobody was asked for it
+    assert len(alive()) == 1
+    with torch._inductor.config.patch(max_autotune=True):  # kernels are timed, on the device
+        assert compile_pool.submit(lambda: [graph()], CPU) is None
+
+
+def test_a_model_that_is_refused_leaves_none_behind(
+    children: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children("echo ready; exec sleep 100")
+    monkeypatch.setenv(compile_pool.VARIABLE, "1")
+    compile_pool.start(CPU)
+    layer = nn.Linear(2, 2)
+
+    def exhausted(*_: Any, **__: Any) -> Any:
+        raise MemoryError("no memory for a bucket")
+
+    with monkeypatch.context() as planted, pytest.raises(MemoryError):
+        planted.setattr(torch, "empty", exhausted)
+        megacompile(layer, device="cpu", lowering="inductor")
+    assert alive() == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks beside threads
+def test_a_forked_child_leaves_them_alone(children: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    children("echo ready; exec sleep 100")
+    monkeypatch.setenv(compile_pool.VARIABLE, "1")
+    compile_pool.start(CPU)
+    before = alive()
+    child = os.fork()
+    if child == 0:
+        compile_pool.stop()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert alive() == before
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "count"),
+    [
+        ("", {}, 0),  # nobody asked, and there is no GPU
+        ("0", {}, 0),
+        ("3", {}, 3),
+        ("3", {"fx_graph_cache": False}, 0),
+        ("3", {"compile_threads": 1}, 0),
+    ],
+    ids=str,
+)
+def test_as_many_are_started_as_somebody_asks_for(
+    value: str,
+    options: dict[str, Any],
+    count: int,
+    children: Run,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    children("exec sleep 100")
+    monkeypatch.setenv(compile_pool.VARIABLE, value)
+    with torch._inductor.config.patch({"compile_threads": 8, **options}):
+        compile_pool.start(CPU)
+    assert len(alive()) == count
+
+
+def test_none_is_started_without_an_executable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(compile_pool.VARIABLE, "1")
+    for executable in ("", "/nowhere/python"):
+        monkeypatch.setattr(sys, "executable", executable)
+        compile_pool.start(CPU)
+        assert compile_pool.submit(lambda: [graph()], CPU) is None
+
+
+@pytest.mark.parametrize("value", ["many", "-1", "2.5"])
+def test_other_numbers_are_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(compile_pool.VARIABLE, value)
+    with pytest.raises(OptionError, match=compile_pool.VARIABLE):
+        compile_pool.start(CPU)
