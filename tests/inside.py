@@ -58,3 +58,8 @@ def residents(model: nn.Module) -> set[str]:
 def ways(model: nn.Module) -> set[UpdatePath]:
     """How the host updates the buckets of a model."""
     return set(streamed(model).updates.ways.values())
+
+
+def update_by(model: nn.Module, workers: Any) -> None:
+    """Let somebody else make the host's updates: `workers` is asked as `Workers` are."""
+    machine(model).host_updates.workers = workers

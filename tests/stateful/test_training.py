@@ -1,0 +1,369 @@
+"""A state machine of what a training loop may do; a plain model does the same and is compared.
+
+What the user sees of each action must be equal in every bit, and it raises where the plain one
+does. To look waits for updates in flight, so the whole state is compared where the machine draws
+it, and at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from megacompile import megacompile, released
+from megacompile.errors import BackwardError, OptimizerError
+from megacompile.runtime.params.proxies import StreamedParameter
+from tests import adversary
+from tests.interrupts import traced
+from tests.stateful import side as loops
+from tests.stateful.late import AnyOpcode, late
+from tests.stateful.side import Side
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a model is megacompiled."""
+
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    breaks: bool = False  # of the graph
+    late: bool = False  # updates are made when somebody waits
+    adversarial: bool = False  # streams run in any order
+    exact: bool = True
+
+
+CONFIGS = {
+    "late": Config({"resident": 0}, late=True),
+    "adversary": Config({"resident": "400"}, adversarial=True),
+    "resident": Config({"resident": "all"}),
+    "recompute": Config({"activations": "recompute", "slots": 2, "lookahead": 1, "resident": 0}),
+    "broken": Config({"resident": 0}, breaks=True, late=True),
+    "disk": Config({"disk": tempfile.gettempdir(), "resident": 0}),
+    "planned": Config({"gpu_memory": 2**16}),
+}
+
+
+PHASES = [hypothesis.Phase.generate]
+
+
+class Pair:
+    """The two models of a configuration, which are captured once."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        torch.manual_seed(0)
+        model = loops.Net(config.breaks)
+        self.plain = Side(copy.deepcopy(model), compiled=False)
+        megacompile(model, device="cpu", lowering="eager", progress=False, **config.options)
+        self.device = adversary.attach(model) if config.adversarial else None
+        if config.late:
+            late(model)
+        self.ours = Side(model, compiled=True)
+
+
+class Training(RuleBasedStateMachine):
+    """A loop over both sides."""
+
+    def __init__(self, pair: Pair) -> None:
+        super().__init__()
+        self.pair, self.plain, self.ours = pair, pair.plain, pair.ours
+        self.tied = self.stepped = self.begun = False
+
+    # --- the comparison
+
+    def both(self, act: str, *args: Any) -> None:
+        """Both do it, and show the same or raise."""
+        results = []
+        for each in (self.plain, self.ours):
+            torch.manual_seed(1)
+            try:
+                results.append(getattr(each, act)(*args))
+            except (RuntimeError, loops.Planted, BackwardError, OptimizerError) as error:
+                results.append(error)
+        wanted, got = results
+        if isinstance(wanted, Exception) or isinstance(got, Exception):
+            if not isinstance(got, Exception):
+                raise AssertionError(f"{act}: no error as {wanted!r}")
+            if not isinstance(wanted, Exception):
+                raise got
+            self.restart()
+        elif where := loops.difference(wanted, got):
+            raise AssertionError(f"{act}{args}: {where}")
+
+    def restart(self) -> None:
+        """Behind an error: what was computed so far is dropped."""
+        for each in (self.plain, self.ours):
+            each.drop()
+            each.model.train()
+            each.model.zero_grad()
+        self.begun = False
+
+    def compare(self) -> None:
+        if where := loops.difference(self.plain.shape(), self.ours.shape()):
+            raise AssertionError(f"{where}")
+
+    # --- rules
+
+    @initialize(
+        kind=st.sampled_from(list(loops.OPTIMIZERS)), whole=st.booleans(), seed=st.integers(0, 99)
+    )
+    def begin(self, kind: str, whole: bool, seed: int) -> None:
+        if self.pair.device is not None:
+            self.pair.device.policy = adversary.Random(seed)
+        for each in (self.plain, self.ours):
+            each.reset(kind, whole=whole)
+        self.begun = True
+
+    @rule(
+        rows=st.sampled_from([3, 4]),
+        seed=st.integers(0, 9),
+        extra=st.sampled_from(loops.EXTRAS),
+        needs=st.booleans(),
+    )
+    def forward(self, rows: int, seed: int, extra: str, needs: bool) -> None:
+        if len(self.plain.losses) < 3:
+            self.both("forward", rows, seed, "" if self.tied else extra, needs)
+
+    @rule(rows=st.sampled_from([2, 3]), mode=st.sampled_from(["eval", "train", "inference"]))
+    def evaluate(self, rows: int, mode: str) -> None:
+        self.both("evaluate", rows, mode)
+
+    @precondition(lambda self: self.plain.losses)
+    @rule(
+        which=st.integers(0, 2),
+        how=st.sampled_from(["", "", "", "retain", "thread", "grad", "inputs"]),
+    )
+    def backward(self, which: int, how: str) -> None:
+        self.both("backward", which, how)
+
+    @precondition(lambda self: len(self.plain.losses) > 1 and not self.tied)
+    @rule()
+    def all_backwards(self) -> None:
+        self.both("all_backwards")
+
+    @rule(
+        where=st.sampled_from(["forward", "loss", "hook", "pre hook", "post hook", "closure"]),
+        number=st.integers(0, 9),
+    )
+    def fail(self, where: str, number: int) -> None:
+        if self.plain.losses or where not in ("loss", "hook"):
+            self.both("fail", where, number)
+
+    @rule(which=st.integers(0, 1))
+    def step(self, which: int) -> None:
+        self.both("step", which)
+        self.stepped = True
+
+    @rule(seed=st.integers(0, 9))
+    def closure(self, seed: int) -> None:
+        self.both("drop")
+        self.both("closure", seed)
+
+    @rule(to_none=st.booleans(), by_model=st.booleans())
+    def zero_grad(self, to_none: bool, by_model: bool) -> None:
+        self.both("zero_grad", to_none, by_model)
+
+    @rule(largest=st.sampled_from([1e-3, 1e3]), foreach=st.booleans())
+    def clip(self, largest: float, foreach: bool) -> None:
+        self.both("clip", largest, foreach)
+
+    @precondition(lambda self: self.stepped)
+    @rule()
+    def schedule(self) -> None:
+        self.both("schedule")
+
+    @rule(option=st.sampled_from([("lr", 1e-3), ("weight_decay", 0.2), ("momentum", 0.5)]))
+    def options(self, option: tuple[str, float]) -> None:
+        self.both("options", *option)
+
+    @rule()
+    def add_group(self) -> None:
+        self.both("add_group")
+
+    @rule(
+        kind=st.sampled_from(list(loops.OPTIMIZERS)),
+        states=st.sampled_from(["", "copied", "shared"]),
+        keep=st.booleans(),
+    )
+    def other_optimizer(self, kind: str, states: str, keep: bool) -> None:
+        self.both("other_optimizer", kind, states, keep)
+
+    @rule(number=st.integers(0, 9), how=st.sampled_from(loops.STATES))
+    def state(self, number: int, how: str) -> None:
+        self.both("state", number, how)
+
+    @rule(
+        number=st.integers(0, 9),
+        how=st.sampled_from(loops.WRITES),
+        value=st.sampled_from([0.5, 0.25]),
+    )
+    def write(self, number: int, how: str, value: float) -> None:
+        self.both("drop")
+        if "data" in how:
+            self.both("forget")
+        self.both("write", number, how, value)
+
+    @rule()
+    def swap_data(self) -> None:
+        self.both("drop")
+        self.both("forget")
+        self.both("swap_data")
+
+    @rule(number=st.integers(0, 9), how=st.sampled_from(loops.GRADIENTS))
+    def gradient(self, number: int, how: str) -> None:
+        self.both("gradient", number, how)
+
+    @rule(number=st.integers(0, 9), kind=st.sampled_from(loops.ALIASES))
+    def alias(self, number: int, kind: str) -> None:
+        self.both("alias", number, kind)
+
+    @precondition(lambda self: self.plain.aliases)
+    @rule(which=st.integers(0, 3))
+    def write_alias(self, which: int) -> None:
+        self.both("drop")
+        self.both("write_alias", which)
+
+    @precondition(lambda self: self.plain.aliases)
+    @rule()
+    def forget(self) -> None:
+        self.both("forget")
+
+    @rule(number=st.integers(0, 9), use=st.sampled_from(loops.USES))
+    def look(self, number: int, use: str) -> None:
+        self.both("look", number, use)
+
+    @rule()
+    def look_at_all(self) -> None:
+        self.compare()
+
+    @rule(number=st.integers(0, 9), kind=st.sampled_from(["tensor", "post accumulate"]))
+    def hook(self, number: int, kind: str) -> None:
+        if len(self.plain.hooks) < 3:
+            self.both("hook", number, kind)
+
+    @precondition(lambda self: self.plain.hooks)
+    @rule()
+    def unhook(self) -> None:
+        self.both("unhook")
+
+    @rule(frozen=st.booleans())
+    def freeze(self, frozen: bool) -> None:
+        self.both("freeze", frozen)
+
+    @precondition(lambda self: not self.tied)
+    @rule(sure=st.integers(0, 3))
+    def tie(self, sure: int) -> None:
+        if sure == 0:  # it is captured anew
+            for act in ("drop", "forget", "tie"):
+                self.both(act)
+            self.tied = True
+
+    @rule(by=st.sampled_from(["file", "deepcopy"]))
+    def save(self, by: str) -> None:
+        self.both("save", by)
+
+    @precondition(lambda self: self.plain.saved is not None)
+    @rule(assign=st.booleans(), what=st.sampled_from([(True, True), (True, False), (False, True)]))
+    def load(self, assign: bool, what: tuple[bool, bool]) -> None:
+        self.both("drop")
+        self.both("load", False, *what)
+
+    @rule(by=st.sampled_from(["deepcopy", "pickle"]))
+    def copied_model(self, by: str) -> None:
+        self.both("copied_model", by)
+
+    @rule()
+    def fork(self) -> None:
+        self.both("fork")
+
+    @rule()
+    def released(self) -> None:
+        self.both("drop")
+        with released(self.ours.model):
+            if self.pair.config.options.get("resident") == "all":
+                self.compare()
+
+    @rule(act=st.sampled_from(["forward", "backward", "step", "evaluate"]), at=st.integers(1, 9000))
+    def interrupt(self, act: str, at: int) -> None:
+        """Ctrl-C; then a checkpoint is loaded."""
+        if act == "backward" and not self.plain.losses:
+            return
+        args: dict[str, tuple[Any, ...]] = {
+            "forward": (3, 1, "", False),
+            "backward": (0, ""),
+            "step": (0,),
+            "evaluate": (3, "eval"),
+        }
+        opcodes = AnyOpcode(at)
+        with contextlib.suppress(KeyboardInterrupt, RuntimeError), traced(opcodes):
+            getattr(self.ours, act)(*args[act])
+        hypothesis.note(f"interrupted at {opcodes.stopped}")
+        params = self.ours.model.parameters()
+        assert not any(isinstance(p, StreamedParameter) for p in params), opcodes.stopped
+        if not opcodes.stopped:
+            with contextlib.suppress(RuntimeError):
+                getattr(self.plain, act)(*args[act])
+        self.restart()
+        self.ours.model.load_state_dict(self.plain.model.state_dict())
+        for mine, theirs in zip(self.plain.optimizers, self.ours.optimizers, strict=True):
+            theirs.load_state_dict(copy.deepcopy(mine.state_dict()))
+        for each in (self.plain, self.ours):
+            each.forget()
+            each.seen.clear()
+
+    def teardown(self) -> None:
+        try:
+            if self.plain.optimizers:
+                self.compare()
+        finally:
+            for each in (self.plain, self.ours):
+                each.end()
+
+
+def settings(examples: int, steps: int) -> hypothesis.settings:
+    """The same draws each time."""
+    return hypothesis.settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        phases=PHASES,
+        print_blob=False,
+        report_multiple_bugs=False,
+    )
+
+
+def run(config: str, examples: int, steps: int = 20) -> None:
+    pair = Pair(CONFIGS[config])
+    make: Callable[[], Training] = hypothesis.seed(list(CONFIGS).index(config))(
+        functools.partial(Training, pair)
+    )
+    with contextlib.ExitStack() as stack:
+        if pair.device is not None:
+            stack.enter_context(adversary.adversarial())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        run_state_machine_as_test(make, settings=settings(examples, steps))
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_training(config: str) -> None:
+    run(config, 20)
