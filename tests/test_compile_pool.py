@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.test_fork import in_child
 from torch import nn
 
 from megacompile import compat, explain, megacompile
@@ -22,7 +23,6 @@ from megacompile.errors import HostMemoryError, OptionError
 from megacompile.runtime.model.streamed import StreamedModel
 from tests import inside
 from tests.test_cpp_process import process_is_alive
-from tests.test_fork import in_child
 from tests.zoo import equal
 
 needs_compiler = pytest.mark.skipif(not compat.has_cpp_compiler(), reason="needs a C++ compiler")

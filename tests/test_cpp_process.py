@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.test_fork import in_child
 from torch.optim import SGD, AdamW, RMSprop
 
 from megacompile import compat, megacompile
@@ -31,7 +32,6 @@ from megacompile.runtime.updates.cpp_process import CppProcess
 from megacompile.runtime.updates.update import UpdatePath
 from tests.draws import drawn
 from tests.inside import ways
-from tests.test_fork import in_child
 from tests.training import adamw, data, net, train
 from tests.zoo import equal, twins
 

@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.test_shared_gradients import Broken, Eager, Net, inputs
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -33,7 +34,6 @@ from megacompile.runtime.model.data_parallel import (
 )
 from tests.inside import is_streamed, residents
 from tests.inside import streamed as streamed_of
-from tests.test_shared_gradients import Broken, Eager, Net, inputs
 from tests.zoo import equal
 
 WORLD = 2

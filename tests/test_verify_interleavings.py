@@ -17,8 +17,8 @@ from torch import fx
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.verify.proof import HazardKind, hazards
-from tests.schedule_faults import waits_for
 from tests.interleavings import Interleavings
+from tests.schedule_faults import waits_for
 from tests.schedules import Spec, arguments, build, set_arguments
 
 SMALL = [

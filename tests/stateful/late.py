@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import inside
-from tests.interrupts import Opcodes, not_traced
+from tests.interrupts import Opcodes, is_ours, not_traced
 
 
 class Late:
@@ -110,3 +110,24 @@ class AnyOpcode(Opcodes):
                 raise KeyboardInterrupt(self.stopped)
             return self
         return super().__call__(frame, event, arg)
+
+
+class AtCall:
+    """Raises where a function of ours is called for the n-th time, as by memory that runs out.
+
+    Args:
+        name: of the function.
+        left: n.
+        error: that is raised.
+    """
+
+    def __init__(self, name: str, left: int, error: BaseException) -> None:
+        self.name, self.left, self.error = name, left, error
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
+        del arg
+        if event == "call" and frame.f_code.co_name == self.name and is_ours(frame):
+            self.left -= 1
+            if self.left == 0:
+                raise self.error
+        return None

@@ -84,7 +84,7 @@ class Training(RuleBasedStateMachine):
     def __init__(self, pair: Pair) -> None:
         super().__init__()
         self.pair, self.plain, self.ours = pair, pair.plain, pair.ours
-        self.tied = self.stepped = self.begun = False
+        self.tied = self.stepped = self.replaced = False
 
     # --- the comparison
 
@@ -113,7 +113,6 @@ class Training(RuleBasedStateMachine):
             each.drop()
             each.model.train()
             each.model.zero_grad()
-        self.begun = False
 
     def compare(self) -> None:
         if where := loops.difference(self.plain.shape(), self.ours.shape()):
@@ -129,7 +128,6 @@ class Training(RuleBasedStateMachine):
             self.pair.device.policy = adversary.Random(seed)
         for each in (self.plain, self.ours):
             each.reset(kind, whole=whole)
-        self.begun = True
 
     @rule(
         rows=st.sampled_from([3, 4]),
@@ -140,6 +138,7 @@ class Training(RuleBasedStateMachine):
     def forward(self, rows: int, seed: int, extra: str, needs: bool) -> None:
         if len(self.plain.losses) < 3:
             self.both("forward", rows, seed, "" if self.tied else extra, needs)
+            self.replaced = False
 
     @rule(rows=st.sampled_from([2, 3]), mode=st.sampled_from(["eval", "train", "inference"]))
     def evaluate(self, rows: int, mode: str) -> None:
@@ -216,8 +215,9 @@ class Training(RuleBasedStateMachine):
     )
     def write(self, number: int, how: str, value: float) -> None:
         self.both("drop")
-        if "data" in how:
+        if how in ("data", "new data"):
             self.both("forget")
+            self.replaced = True
         self.both("write", number, how, value)
 
     @rule()
@@ -225,11 +225,13 @@ class Training(RuleBasedStateMachine):
         self.both("drop")
         self.both("forget")
         self.both("swap_data")
+        self.replaced = True
 
     @rule(number=st.integers(0, 9), how=st.sampled_from(loops.GRADIENTS))
     def gradient(self, number: int, how: str) -> None:
         self.both("gradient", number, how)
 
+    @precondition(lambda self: not self.replaced)  # it is taken over in the next call
     @rule(number=st.integers(0, 9), kind=st.sampled_from(loops.ALIASES))
     def alias(self, number: int, kind: str) -> None:
         self.both("alias", number, kind)
