@@ -7,6 +7,7 @@ gradients between backwards is drawn in `test_training.py`.
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -205,6 +206,10 @@ def before_node(param: Any, hook: Callable[..., None]) -> Any:
     return node
 
 
+def note(calls: list[Any], name: str, param: Any) -> None:
+    calls.append((name, None if param.grad is None else param.grad.clone()))
+
+
 REGISTER = [on_tensor, behind, on_node, before_node]
 
 
@@ -218,11 +223,8 @@ def test_hooks_see_what_they_see_in_the_plain_model(kind: type[Net], device: str
         keep: list[Any] = []
         for name, param in model.named_parameters():
             for register in REGISTER:
-
-                def hook(name: str = f"{name}, {register.__name__}", param: Any = param) -> None:
-                    calls.append((name, None if param.grad is None else param.grad.clone()))
-
-                keep.append(register(param, hook))
+                see = functools.partial(note, calls, f"{name}, {register.__name__}", param)
+                keep.append(register(param, see))
         for k, loss in enumerate([twice, l2, twice]):
             loss(model, inputs(k).to(device)).backward()
             calls.append(("end", None))

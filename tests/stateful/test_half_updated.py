@@ -119,7 +119,7 @@ def test_a_second_optimizer_is_refused_before_it_changes_anything() -> None:
 def test_optimizers_that_are_no_hindrance() -> None:
     """Over what was accumulated, over other parameters, and around the one that updates."""
     pair = Pair()
-    for k, (each, optimizer) in enumerate(pair.both):
+    for k, (each, _) in enumerate(pair.both):
         if k:
             with accumulate(each):
                 backward(each, 0)
