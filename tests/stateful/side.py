@@ -11,7 +11,7 @@ import contextlib
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from megacompile.api import accumulate
 from tests.loops import child_writes, in_threads
 from tests.zoo import equal
 
@@ -89,10 +90,11 @@ class Side:
 
     Args:
         model: the same each time: captures are made once. `reset` begins anew.
+        updates: the optimizer that the backward updates for, on the other side too.
     """
 
-    def __init__(self, model: Any, *, compiled: bool) -> None:
-        self.model, self.compiled = model, compiled
+    def __init__(self, model: Any, *, compiled: bool, updates: Optimizer | None = None) -> None:
+        self.model, self.compiled, self.updates = model, compiled, updates
         self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.start = copy.deepcopy(model.state_dict())
         self.reset("adamw", whole=True)
@@ -109,7 +111,12 @@ class Side:
         self.model.zero_grad()
         self.model.load_state_dict(self.start)
         some = [p for n, p in self.params.items() if whole or not n.startswith("head")]
-        self.optimizers = [OPTIMIZERS[kind](some)]
+        if self.updates is None:
+            self.optimizers = [OPTIMIZERS[kind](some)]
+        else:
+            self.updates.state.clear()
+            self.updates.param_groups[0].update(lr=1e-2, initial_lr=1e-2)
+            self.optimizers = [self.updates]
         self.scheduler = LambdaLR(self.optimizers[0], lambda i: 1 / (1 + i))
         self.losses: list[Tensor] = []
         self.aliases: list[Any] = []
@@ -131,7 +138,8 @@ class Side:
     def shape(self) -> list[Any]:
         """All that the user can look at."""
         found: list[Any] = [(n, p.detach().clone()) for n, p in self.model.named_parameters()]
-        found += [None if p.grad is None else p.grad.clone() for p in self.params.values()]
+        if self.updates is None:
+            found += [None if p.grad is None else p.grad.clone() for p in self.params.values()]
         found += [buffer.clone() for buffer in self.model.buffers()]
         found += [copy.deepcopy(each.state_dict()) for each in self.optimizers]
         found += [copied(alias) for alias in self.aliases]
@@ -227,6 +235,19 @@ class Side:
         return []
 
     # --- steps
+
+    def whole_step(self, seed: int, micro: int) -> list[Any]:
+        """Of some micro-batches, of which all but the last are marked."""
+        found = []
+        for k in range(micro):
+            total = self.model(inputs(3, seed + k))[0].square().mean()
+            marks = self.compiled and k + 1 < micro
+            with accumulate(self.model) if marks else contextlib.nullcontext():
+                total.backward()
+            found.append(total.detach().clone())
+        self.optimizers[0].step()
+        self.optimizers[0].zero_grad()
+        return found
 
     def step(self, which: int) -> list[Any]:
         """Of one of the optimizers."""
@@ -493,32 +514,25 @@ def copied(value: Any) -> Any:
     return copy.copy(value)
 
 
-def same(a: Any, b: Any) -> bool:
-    """Are nested containers equal in every bit?"""
+def same(a: Any, b: Any, rtol: float = 0.0) -> bool:
+    """Are two values equal in every bit, or but for rounding?"""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return equal(a.detach(), b.detach())
-    if isinstance(a, dict) and isinstance(b, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
+        a, b = a.detach(), b.detach()
+        rounded = rtol and a.shape == b.shape and a.is_floating_point()
+        return torch.allclose(a, b, rtol=rtol, atol=rtol) if rounded else equal(a, b)
     if hasattr(a, "__array__") and hasattr(b, "__array__"):
-        return equal(torch.as_tensor(a), torch.as_tensor(b))
-    return bool(a == b)
+        return same(torch.as_tensor(a), torch.as_tensor(b), rtol)
+    return bool(a == b) or bool(rtol and isinstance(a, float) and abs(a - b) <= rtol)
 
 
-def difference(a: Any, b: Any, path: str = "") -> str:
-    """Where nested containers differ first."""
+def difference(a: Any, b: Any, rtol: float = 0.0, path: str = "") -> str:
+    """Where nested containers differ first; "" where they are equal."""
+    found: list[str] = []
     if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
-        found = (
-            difference(x, y, f"{path}[{i}]") for i, (x, y) in enumerate(zip(a, b, strict=True))
-        )
-        return next(filter(None, found), "")
-    if isinstance(a, dict) and isinstance(b, dict) and list(a) == list(b):
-        return next(filter(None, (difference(a[k], b[k], f"{path}.{k}") for k in a)), "")
-    return "" if same(a, b) else f"{path}: {a} and {b}"
-
-
-@contextlib.contextmanager
-def nothing() -> Iterator[None]:
-    """What surrounds the calls of most models."""
-    yield
+        pairs = enumerate(zip(a, b, strict=True))
+        found = [difference(x, y, rtol, f"{path}[{i}]") for i, (x, y) in pairs]
+    elif isinstance(a, dict) and isinstance(b, dict) and list(a) == list(b):
+        found = [difference(a[k], b[k], rtol, f"{path}.{k}") for k in a]
+    elif not same(a, b, rtol):
+        found = [f"{path}: {a} and {b}"]
+    return next(filter(None, found), "")

@@ -41,7 +41,6 @@ from tests.training import (
     move,
     net,
     schedulers,
-    sgd,
     train,
 )
 from tests.zoo import assert_same, equal, twins
@@ -99,38 +98,6 @@ def test_every_optimizer_is_bitwise_the_stock_one() -> None:
         assert streamed.layers[0].norm.weight.grad is None is streamed.spare.weight.grad
 
 
-def closures(model: Any) -> Any:
-    (optimizer,) = sgd(model, momentum=0.9)
-    losses: list[float] = []
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = model(**data(3))
-        loss.backward()
-        return float(loss.detach())
-
-    step: Any = optimizer.step
-    for i in range(4):
-        losses.append(step(closure=closure) if i % 2 else step(closure))
-    assert len(set(losses)) == 4
-    return losses
-
-
-def halves(model: Any) -> Any:
-    params = list(model.parameters())
-    half = len(params) // 2
-    train(model, [AdamW(params[:half], lr=1e-2), SGD(params[half:], lr=0.1, momentum=0.9)])
-
-
-def one_of_two_over_a_bucket(model: Any) -> Any:
-    params = list(model.parameters())
-    first, second = AdamW(params[::2], lr=1e-2), AdamW(params[1::2], lr=1e-3)
-    for i in range(6):
-        gradients(model, i)
-        (first if i % 3 else second).step()
-        model.zero_grad()
-
-
 def scaler(model: Any) -> Any:
     (optimizer,) = adamw(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=3)
@@ -144,18 +111,6 @@ def scaler(model: Any) -> Any:
     assert 1.0 < scaler.get_scale() < 2.0**127, "some steps were skipped"
     assert 0 < optimizer.state[model.get_parameter(NAME)]["step"] < STEPS
     model.zero_grad()  # what was unscaled has NaN of another kind
-
-
-def gradients_that_the_user_set(model: Any) -> Any:
-    (optimizer,) = adamw(model)
-    for i in range(4):
-        optimizer.zero_grad()
-        gradients(model, i)
-        param = model.get_parameter(NAME)
-        param.grad = param.grad * 2 if i % 2 else torch.full_like(param, 0.1)
-        model.spare.weight.grad = torch.ones(2, 2)
-        model.head.bias.grad = None
-        optimizer.step()
 
 
 def hooks(model: Any) -> Any:
@@ -240,11 +195,7 @@ def a_rejected_option(model: Any) -> Any:
 
 
 LOOPS: list[Callable[[Any], Any]] = [
-    closures,
-    halves,
-    one_of_two_over_a_bucket,
     scaler,
-    gradients_that_the_user_set,
     hooks,
     states_set_and_loaded_while_gradients_accumulate,
     options_switched_off_and_on,

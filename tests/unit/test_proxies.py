@@ -301,14 +301,6 @@ def test_the_model_runs_on_proxies_and_is_put_back() -> None:
     assert equal(got.detach(), model(**batch()).detach())
 
 
-def test_an_exception_puts_the_parameters_back() -> None:
-    model = Stack()
-    params = list(model.parameters())
-    with pytest.raises(RuntimeError, match="in the forward"), swapped_in(proxies_of(model)):
-        raise RuntimeError("in the forward")
-    assert all(now is then for now, then in zip(model.parameters(), params, strict=True))
-
-
 def test_a_parameter_that_the_forward_replaces_stays_replaced() -> None:
     model = Stack()
     other = nn.Parameter(torch.ones(1))
@@ -383,27 +375,6 @@ def test_a_proxy_of_no_model_says_nothing(recwarn: pytest.WarningsRecorder) -> N
 # --- gradients of eager code
 
 
-def gradients_of(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
-    """What a backward on proxies leaves in the parameters' `p.grad`."""
-    proxies = proxies_of(model)
-    with swapped_in(proxies):
-        loss = run(model)
-    loss.backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def test_gradients_go_to_the_parameters() -> None:
-    torch.manual_seed(0)
-    model = Stack()
-    plain = copy.deepcopy(model)
-    found = gradients_of(model, lambda m: m(**batch()))
-    plain(**batch()).backward()
-    assert list(found) != []
-    for name, param in plain.named_parameters():
-        assert type(found[name]) is Tensor
-        assert equal(param.grad, found[name]), name
-
-
 def test_each_call_has_its_own_proxies_of_what_eager_code_uses() -> None:
     """And of nothing else: a call of a model need not make hundreds of them."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -416,24 +387,6 @@ def test_each_call_has_its_own_proxies_of_what_eager_code_uses() -> None:
     first, second, third = seen
     assert [a is b for a, b in zip(first, second, strict=True)] == [True, True, False, False]
     assert [a is b for a, b in zip(second, third, strict=True)] == [True, True, False, False]
-
-
-def test_a_tied_parameter_has_one_gradient() -> None:
-    model, inputs = tied()
-    plain = copy.deepcopy(model)
-    found = gradients_of(model, lambda m: m(**inputs))
-    plain(**inputs).backward()
-    assert equal(found["embed.weight"], plain.embed.weight.grad)
-
-
-def test_frozen_and_unused_parameters_have_none() -> None:
-    model = Stack()
-    model.spare = nn.Linear(2, 2)
-    model.embed.requires_grad_(False)
-    found = gradients_of(model, lambda m: m(**batch()))
-    assert set(found) == {
-        name for name, _ in model.named_parameters() if not name.startswith(("spare", "embed"))
-    }
 
 
 def test_parameters_that_are_no_floats_need_no_gradient() -> None:

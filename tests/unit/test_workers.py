@@ -207,28 +207,20 @@ def test_what_the_device_does_now_is_ahead_of_what_waits(two: Workers) -> None:
     assert two._for_host() is waiting[0]
 
 
-def test_a_slow_host_leaves_the_first_one_to_a_device_that_comes() -> None:
-    two = working(patience_s=60)
+@pytest.mark.parametrize(("comes", "who"), [(True, "device"), (False, "host")])
+def test_a_slow_host_leaves_the_first_one_to_a_device_that_comes(comes: bool, who: str) -> None:
+    """And does not wait for one that does not."""
+    two = working(patience_s=60 if comes else 0.1)
     paced(two, 1000.0, 1e-6)
     log: list[str] = []
     all_jobs = jobs(*(Made(name, log) for name in "abc"))
     for job in all_jobs:
         two.submit(job)
-    two.help(futures(all_jobs))
+    if comes:
+        two.help(futures(all_jobs))
     for job in all_jobs:
         job.future.result(60)
-    assert log == ["a by device", "b by device", "c by device"]
-
-
-def test_and_does_not_wait_for_one_that_does_not(two: Workers) -> None:
-    paced(two, 1000.0, 1e-6)
-    log: list[str] = []
-    all_jobs = jobs(*(Made(name, log) for name in "abc"))
-    for job in all_jobs:
-        two.submit(job)
-    for job in all_jobs:
-        job.future.result(60)
-    assert log == ["a by host", "b by host", "c by host"]
+    assert log == [f"{name} by {who}" for name in "abc"]
 
 
 def left_to_the_device(two: Workers, all_jobs: list[Job]) -> None:
@@ -241,15 +233,21 @@ def left_to_the_device(two: Workers, all_jobs: list[Job]) -> None:
     two._helped.clear()
 
 
-def test_a_device_that_gets_slow_leaves_more_to_the_host(two: Workers) -> None:
+def test_a_device_that_gets_slow_leaves_more_to_the_host(
+    two: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The host has left it everything, and looks again when it has made one."""
+    now_s, log = [0.0], list[str]()
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
     paced(two, 0.02, 1e-6)
-    log: list[str] = []
 
     class Slow(Made):
         def by_chunks(self, chunks: Any) -> None:
-            time.sleep(0.2)
+            now_s[0] += 10.0
             super().by_chunks(chunks)
+            if self.name == "a":
+                return
+            assert all_jobs[3].future.result(60) is None, "the host makes the last one meanwhile"
 
     made = [Slow(name, log) for name in "abcd"]
     all_jobs = jobs(*made)
@@ -301,28 +299,20 @@ def test_each_is_made_once(two: Workers) -> None:
         assert sorted(entry.split()[0] for entry in log) == [str(i) for i in range(8)]
 
 
-def test_what_the_device_cannot_make_is_the_hosts(two: Workers) -> None:
+def test_what_the_device_cannot_make_is_the_hosts_and_an_error_is_one_updates(
+    two: Workers,
+) -> None:
     log: list[str] = []
-    made = [Made("a", log), Made("b", log), Made("c", log, on_device=False)]
+    made = [Made("a", log), Made("b", log), Made("c", log, on_device=False), Made("d", log)]
+    made[3].error = ArithmeticError("out of numbers")
     all_jobs = begun(two, made)
     two.help(futures(all_jobs))
     all_jobs[1].future.result(60)
+    with pytest.raises(ArithmeticError):
+        all_jobs[3].future.result(60)
     made[0].may.set()
     all_jobs[2].future.result(60)
-    assert log == ["b by device", "a by host", "c by host"]
-
-
-def test_an_error_is_that_updates_alone(two: Workers) -> None:
-    log: list[str] = []
-    made = [Made(name, log) for name in "abc"]
-    made[2].error = ArithmeticError("out of numbers")
-    all_jobs = begun(two, made)
-    two.help(futures(all_jobs))
-    with pytest.raises(ArithmeticError):
-        all_jobs[2].future.result(60)
-    all_jobs[1].future.result(60)
-    made[0].may.set()
-    all_jobs[0].future.result(60)
+    assert log == ["b by device", "d by device", "a by host", "c by host"]
 
 
 def test_without_device_memory_the_host_makes_all() -> None:
