@@ -132,7 +132,8 @@ class Side:
 
     def param(self, number: int) -> nn.Parameter:
         """One of those that are trained and that a call uses."""
-        found = [p for n, p in self.model.named_parameters() if not n.startswith("spare")]
+        named = self.model.named_parameters()
+        found: list[nn.Parameter] = [p for n, p in named if not n.startswith("spare")]
         return found[number % len(found)]
 
     def shape(self) -> list[Any]:
@@ -257,7 +258,7 @@ class Side:
     def closure(self, seed: int) -> list[Any]:
         """A step that makes its own gradients."""
 
-        def closure() -> Tensor:
+        def closure() -> Any:
             self.optimizers[0].zero_grad()
             loss: Tensor = self.model(inputs(3, seed))[0].square().mean()
             loss.backward()

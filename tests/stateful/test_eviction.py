@@ -75,11 +75,12 @@ def test_programs_that_are_not_used_any_more_go() -> None:
     assert len(graph.programs) == FEW
     first = [ref(program) for program in inside.programs(model)]
     made = [ref(executor) for executor in inside.executors(model)]
+    gone: list[Any] = [*first, *made]
     templates = len(compiler.pipeline.templates)
     run(model, range(3, 7))
     gc.collect()
     assert len(graph.programs) == FEW
-    assert [r() for r in (*first, *made)] == [None] * len([*first, *made])
+    assert [r() for r in gone] == [None] * len(gone)
     assert len(compiler.pipeline.templates) <= templates * 2
     after = len(compiler.pipeline.templates), len(sources())
     run(model, range(7, 11))

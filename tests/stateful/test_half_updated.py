@@ -384,7 +384,8 @@ def test_a_loader_that_reads_first(tmp_path: Path) -> None:
             "model": get_model_state_dict(model),
             "of": get_optimizer_state_dict(model, optimizer),
         }
-        for use in (lambda: backward(model, 2), optimizer.step):
+        uses: list[Callable[[], object]] = [lambda: backward(model, 2), optimizer.step]
+        for use in uses:
             with pytest.raises(OptimizerError, match="half updated"):
                 use()
         load(targets, checkpoint_id=tmp_path)

@@ -297,7 +297,12 @@ def train_until_killed(folder: str) -> None:
     train(model, [optimizer], KILLED_AT - CHECKPOINT_AT, start=CHECKPOINT_AT)
     started, forever = threading.Event(), threading.Event()
     workers: Any = inside.machine(model).host_updates.workers
-    workers._host.submit(lambda: (started.set(), forever.wait()))
+
+    def hold() -> None:
+        started.set()
+        forever.wait()
+
+    workers._host.submit(hold)
     optimizer.zero_grad()
     gradients(model, KILLED_AT)
     optimizer.step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
@@ -77,7 +77,9 @@ def test_training_goes_on_as_if_nothing_had_been(
     for lends in (False, True):
         model = stack()[0]
         optimizer = AdamW(model.parameters(), lr=1e-2)
-        extra = {"optimizer": optimizer} if name == "updates in the backward" else {}
+        extra: dict[str, Any] = (
+            {"optimizer": optimizer} if name == "updates in the backward" else {}
+        )
         megacompile(model, **options, **extra)
         train(model, optimizer, range(2))
         placed = inside.residents(model)
@@ -126,7 +128,11 @@ def test_what_may_be_done_inside() -> None:
             next(model.parameters()).add_(1)
         with released(model):
             pass
-        uses = [lambda: model(**batch()), optimizers[1].step, lambda: unmegacompile(model)]
+        uses: list[Callable[[], object]] = [
+            lambda: model(**batch()),
+            optimizers[1].step,
+            lambda: unmegacompile(model),
+        ]
         for use in uses:
             with pytest.raises(ModelError, match="used inside of|after the block"):
                 use()

@@ -57,7 +57,7 @@ CONFIGS = {
     "planned": Config({"gpu_memory": 2**16}, late=True),
     "in backward": Config(in_backward=True),
 }
-PHASES = [hypothesis.Phase.generate]
+EXAMPLES = 12
 
 
 class Pair:
@@ -68,7 +68,8 @@ class Pair:
         torch.manual_seed(0)
         model = loops.Net(config.breaks)
         plain = copy.deepcopy(model)
-        options, optimizers = dict(config.options), [None, None]
+        options = dict(config.options)
+        optimizers: list[Any] = [None, None]
         if config.in_backward:
             optimizers = [loops.OPTIMIZERS["adamw"](list(m.parameters())) for m in (plain, model)]
             options["optimizer"] = optimizers[1]
@@ -430,16 +431,17 @@ def settings(examples: int, steps: int) -> hypothesis.settings:
         database=None,
         deadline=None,
         suppress_health_check=list(hypothesis.HealthCheck),
-        phases=PHASES,
+        phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
         print_blob=False,
         report_multiple_bugs=False,
     )
 
 
-def run(config: str, examples: int, steps: int = 20) -> None:
+def run(config: str, examples: int, steps: int = 20, seed: int = 0) -> None:
+    """Draw some loops for a configuration."""
     pair = Pair(CONFIGS[config])
     kind: type[Both] = Updating if CONFIGS[config].in_backward else Training
-    make = hypothesis.seed(list(CONFIGS).index(config))(functools.partial(kind, pair))
+    make: Any = hypothesis.seed(seed + list(CONFIGS).index(config))(functools.partial(kind, pair))
     with contextlib.ExitStack() as stack:
         if pair.device is not None:
             stack.enter_context(adversary.adversarial())
@@ -450,4 +452,10 @@ def run(config: str, examples: int, steps: int = 20) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_training(config: str) -> None:
-    run(config, 20)
+    run(config, EXAMPLES)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("config", CONFIGS)
+def test_training_for_longer(config: str) -> None:
+    run(config, 20 * EXAMPLES, 40, seed=100)

@@ -73,8 +73,8 @@ def test_a_capture_is_quiet_and_a_run_is_not() -> None:
                 look()
             return super().forward(x)
 
-    @torch._dynamo.assume_constant_result  # runs while Dynamo captures
-    def look() -> int:
+    @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+    def look() -> int:  # runs while Dynamo captures
         frozen.append(gc.get_freeze_count() > 0)
         return 0
 

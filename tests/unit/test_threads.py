@@ -209,7 +209,7 @@ def test_memory_that_is_being_made_ahead_does_not_count(monkeypatch: pytest.Monk
         budget.make_ahead([Wanted(size, pin=True)], "gradients", torch.device("cpu"))
         assert begun.wait(TIMEOUT_S)
     finally:
-        threading.settrace(None)  # type: ignore[arg-type]
+        threading.settrace(None)
     threading.Timer(0.05, go_on.set).start()
     kept = budget.make(size - 4096, "parameters", pin=False)
     assert len(kept) == size - 4096
