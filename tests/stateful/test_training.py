@@ -45,6 +45,7 @@ class Config:
     late: bool = False  # updates are made when somebody waits
     adversarial: bool = False  # streams run in any order
     in_backward: bool = False  # the update
+    examples: int = 8  # loops that are drawn
 
 
 CONFIGS = {
@@ -54,10 +55,9 @@ CONFIGS = {
     "recompute": Config({"activations": "recompute", "slots": 2, "lookahead": 1, "resident": 0}),
     "broken": Config({"resident": 0}, breaks=True, late=True),
     "disk": Config({"disk": tempfile.gettempdir(), "resident": 0}, late=True),
-    "planned": Config({"gpu_memory": 2**16}, late=True),
-    "in backward": Config(in_backward=True),
+    "planned": Config({"gpu_memory": 2**16}, late=True, examples=4),
+    "in backward": Config(in_backward=True, examples=16),
 }
-EXAMPLES = 12
 
 
 class Pair:
@@ -423,7 +423,7 @@ class Updating(Both):
         self.interrupted("whole_step", at, 1, 1)
 
 
-def settings(examples: int, steps: int) -> hypothesis.settings:
+def settings(examples: int, steps: int, *phases: hypothesis.Phase) -> hypothesis.settings:
     """The same draws each time."""
     return hypothesis.settings(
         max_examples=examples,
@@ -431,13 +431,13 @@ def settings(examples: int, steps: int) -> hypothesis.settings:
         database=None,
         deadline=None,
         suppress_health_check=list(hypothesis.HealthCheck),
-        phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
+        phases=[hypothesis.Phase.generate, *phases],
         print_blob=False,
         report_multiple_bugs=False,
     )
 
 
-def run(config: str, examples: int, steps: int = 20, seed: int = 0) -> None:
+def run(config: str, examples: int, steps: int, *phases: hypothesis.Phase, seed: int = 0) -> None:
     """Draw some loops for a configuration."""
     pair = Pair(CONFIGS[config])
     kind: type[Both] = Updating if CONFIGS[config].in_backward else Training
@@ -447,15 +447,16 @@ def run(config: str, examples: int, steps: int = 20, seed: int = 0) -> None:
             stack.enter_context(adversary.adversarial())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        run_state_machine_as_test(make, settings=settings(examples, steps))
+        run_state_machine_as_test(make, settings=settings(examples, steps, *phases))
 
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_training(config: str) -> None:
-    run(config, EXAMPLES)
+    """A loop that fails is not made smaller, which takes minutes: `make thorough` does that."""
+    run(config, CONFIGS[config].examples, 20)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("config", CONFIGS)
 def test_training_for_longer(config: str) -> None:
-    run(config, 20 * EXAMPLES, 40, seed=100)
+    run(config, 20 * CONFIGS[config].examples, 40, hypothesis.Phase.shrink, seed=100)
