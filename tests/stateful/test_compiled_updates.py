@@ -23,6 +23,8 @@ from megacompile.runtime.optim.twin import apply
 from megacompile.runtime.optim.update import Update
 from megacompile.runtime.updates.compiled import Compiled
 from tests import inside
+from tests.interrupts import traced
+from tests.stateful.late import AtCall
 from tests.training import adamw as adamw_in_groups
 from tests.training import net, train
 from tests.zoo import assert_close, twins
@@ -172,6 +174,11 @@ def errors_of_the_user(model: Any) -> list[Optimizer]:
     with pytest.raises(Planted):
         optimizer.step(planted)
     assert_untouched(model, optimizer, before)
+    if inside.is_streamed(model) and not inside.residents(model):
+        # the second of its parts cannot be prepared, as when the compiler of its code fails
+        with pytest.raises(Planted), traced(AtCall("prepare", 2, Planted())):
+            optimizer.step()
+        assert_untouched(model, optimizer, before)
     handle = optimizer.register_step_post_hook(planted)
     with pytest.raises(Planted):
         optimizer.step()

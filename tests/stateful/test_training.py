@@ -45,19 +45,22 @@ class Config:
     late: bool = False  # updates are made when somebody waits
     adversarial: bool = False  # streams run in any order
     in_backward: bool = False  # the update
-    examples: int = 8  # loops that are drawn
+    examples: int = 4  # loops that are drawn
 
 
 CONFIGS = {
-    "late": Config({"resident": 0}, late=True),
+    "late": Config({"resident": 0}, late=True, examples=8),
     "adversary": Config({"resident": "400"}, late=True, adversarial=True),
     "resident": Config({"resident": "all"}),
     "recompute": Config({"activations": "recompute", "slots": 2, "lookahead": 1, "resident": 0}),
     "broken": Config({"resident": 0}, breaks=True, late=True),
     "disk": Config({"disk": tempfile.gettempdir(), "resident": 0}, late=True),
-    "planned": Config({"gpu_memory": 2**16}, late=True, examples=4),
-    "in backward": Config(in_backward=True, examples=16),
+    "planned": Config({"gpu_memory": 2**16}, late=True, examples=3),
+    "in backward": Config(in_backward=True, examples=10),
 }
+
+
+STEPS = 40  # that a loop has at most
 
 
 class Pair:
@@ -187,6 +190,23 @@ class Training(Both):
     )
     def backward(self, which: int, how: str) -> None:
         self.both("backward", which, how)
+
+    @rule(seed=st.integers(0, 9), extra=st.sampled_from(loops.EXTRAS), retain=st.booleans())
+    def micro_batch(self, seed: int, extra: str, retain: bool) -> None:
+        self.forward(3, seed, extra)
+        if self.plain.losses:
+            self.both("backward", len(self.plain.losses) - 1, "retain" if retain else "")
+
+    @rule(seed=st.integers(0, 9), to_none=st.sampled_from([None, None, True, False]))
+    def ordinary_step(self, seed: int, to_none: bool | None) -> None:
+        """What most loops do, so that what is unusual comes between."""
+        self.both("drop")
+        if to_none is not None:
+            self.both("zero_grad", to_none, True)
+        self.micro_batch(seed, "", False)
+        self.step(0)
+
+    another_micro_batch, another_step = micro_batch, ordinary_step  # they are drawn twice as often
 
     @precondition(lambda self: len(self.plain.losses) > 1 and not self.tied)
     @rule()
@@ -453,10 +473,10 @@ def run(config: str, examples: int, steps: int, *phases: hypothesis.Phase, seed:
 @pytest.mark.parametrize("config", CONFIGS)
 def test_training(config: str) -> None:
     """A loop that fails is not made smaller, which takes minutes: `make thorough` does that."""
-    run(config, CONFIGS[config].examples, 20)
+    run(config, CONFIGS[config].examples, STEPS)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("config", CONFIGS)
 def test_training_for_longer(config: str) -> None:
-    run(config, 20 * CONFIGS[config].examples, 40, hypothesis.Phase.shrink, seed=100)
+    run(config, 20 * CONFIGS[config].examples, STEPS, hypothesis.Phase.shrink, seed=100)
