@@ -54,7 +54,7 @@ CONFIGS = {
     "resident": Config({"resident": "all"}),
     "recompute": Config({"activations": "recompute", "slots": 2, "lookahead": 1, "resident": 0}),
     "broken": Config({"resident": 0}, breaks=True, late=True),
-    "disk": Config({"disk": tempfile.gettempdir(), "resident": 0}, late=True),
+    "disk": Config({"disk": tempfile.gettempdir(), "resident": 0}),
     "planned": Config({"gpu_memory": 2**16}, late=True, examples=3),
     "in backward": Config(in_backward=True, examples=10),
 }
@@ -369,7 +369,8 @@ class Training(Both):
             "step": (0,),
             "evaluate": (3, "eval"),
         }
-        if act != "backward" or self.plain.losses:
+        threads = "disk" in self.pair.config.options  # whose moment no draw decides
+        if not threads and (act != "backward" or self.plain.losses):
             self.interrupted(act, at, *args[act])
 
 
