@@ -73,3 +73,8 @@ def wait_for_code(model: nn.Module) -> None:
 def step_down(model: nn.Module) -> str:
     """What a model does when device memory runs out: the first thing that it can do without."""
     return streamed(model).buckets.plans.compiler.step_down()
+
+
+def update_by(model: nn.Module, workers: Any) -> None:
+    """Let somebody else make the host's updates: `workers` is asked as `Workers` are."""
+    machine(model).host_updates.workers = workers

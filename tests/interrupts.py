@@ -11,7 +11,7 @@ import contextlib
 import pathlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -81,7 +81,7 @@ def is_ours(frame: FrameType) -> bool:
 
 
 @contextlib.contextmanager
-def traced(opcodes: Opcodes) -> Iterator[None]:
+def traced(opcodes: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
     """For its duration, in this thread."""
     before = sys.gettrace()
     sys.settrace(opcodes)

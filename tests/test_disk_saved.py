@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.test_fork import in_child
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -34,7 +35,6 @@ from megacompile.runtime.disk.transfers import Way
 from tests import inside, zoo
 from tests.disks import few_buffers, harsh
 from tests.draws import drawn
-from tests.test_fork import in_child
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="scratch files are for Linux"),

@@ -137,6 +137,7 @@ class CapturedGraph:
         self.evicted = evicted  # called when programs were given up
         self.begins_call = begins_call  # was nothing done yet in this call of the model?
         self.runs = runs  # called before it runs
+        self.most = PROGRAMS  # that are kept
         self.programs: dict[Hashable, Program | None] = {}
         self.stale = False  # are they to be made again, because buckets have moved?
         self.changed: frozenset[int] = frozenset()  # the inputs that a program changes in place
@@ -283,9 +284,9 @@ class CapturedGraph:
 
     def _evict(self) -> None:
         """Removes the programs that were called longest ago, where there are too many."""
-        if len(self.programs) <= PROGRAMS:
+        if len(self.programs) <= self.most:
             return
-        for key in list(self._called)[: len(self.programs) - PROGRAMS]:
+        for key in list(self._called)[: len(self.programs) - self.most]:
             del self._called[key]
             self.programs.pop(key, None)
         self.evicted()

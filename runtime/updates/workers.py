@@ -17,7 +17,7 @@ import functools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -26,6 +26,7 @@ import torch
 from megacompile import log
 from megacompile.runtime.device import forks
 from megacompile.runtime.device.background import Background, fulfil
+from megacompile.runtime.optim.update import Update
 from megacompile.runtime.updates.chunks import Chunks, ChunkStreams
 from megacompile.runtime.updates.flight import Timed, untimed
 from megacompile.runtime.updates.update import BucketUpdate, UpdatePath
@@ -95,10 +96,22 @@ class Workers:
     Args:
         device: that helps.
         cores: on which the host updates; none: on any.
+        streams: makes those that chunks go through.
+        chunks: makes what takes updates through them.
+        patience_s: with a device that is to help.
     """
 
-    def __init__(self, device: torch.device, cores: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        cores: Collection[int] = (),
+        *,
+        streams: Callable[[torch.device], ChunkStreams] = ChunkStreams,
+        chunks: Callable[[ChunkStreams, Sequence[Update]], Chunks] = Chunks,
+        patience_s: float = _PATIENCE_S,
+    ) -> None:
         self.device = device
+        self._make_streams, self._make_chunks, self._patience_s = streams, chunks, patience_s
         self._waiting: deque[Job] = deque()
         self._helped: deque[Collection[Future[None]]] = deque()  # which the device will come to
         self._device_ends_s = 0.0  # what it makes, as far as is known
@@ -128,9 +141,9 @@ class Workers:
         if not updates:
             return
         if self._streams is None:
-            self._streams = ChunkStreams(self.device)
+            self._streams = self._make_streams(self.device)
         try:
-            chunks = Chunks(self._streams, updates)
+            chunks = self._make_chunks(self._streams, updates)
         except torch.OutOfMemoryError:
             log.logger("update").info("no device memory is left to help the host with updates")
             return
@@ -174,7 +187,7 @@ class Workers:
         its_s = self._device_pace.seconds(first.update)
         if mine_s is None or its_s is None or mine_s <= its_s:
             return
-        while not self._is_helped(first) and time.perf_counter() < first.since_s + _PATIENCE_S:
+        while not self._is_helped(first) and time.perf_counter() < first.since_s + self._patience_s:
             time.sleep(0.001)
 
     def _make(self, job: Job, lane: str, work: Callable[[], None], pace: Pace) -> None:

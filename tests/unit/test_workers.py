@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from megacompile import megacompile, trace
-from megacompile.cost.optimizer import CHUNKS, OptimizerCost, chunks_bytes
+from megacompile.cost.optimizer import OptimizerCost
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Part
 from megacompile.options import Options
@@ -28,12 +28,13 @@ from megacompile.runtime.optim.sgd import SGD as SGD_RULE
 from megacompile.runtime.optim.update import State, Update
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates import chunks as moving
-from megacompile.runtime.updates import update, workers
-from megacompile.runtime.updates.chunks import _placed, chunks
+from megacompile.runtime.updates.chunks import ChunkStreams, _placed, chunks
 from megacompile.runtime.updates.update import UpdatePath
-from megacompile.runtime.updates.workers import Job, Workers
+from megacompile.runtime.updates.workers import Job, Pace, Workers
 from megacompile.tracing.timeline import DEVICE, HOST
-from tests.test_simulate import streamed
+from tests import inside
+from tests.interrupts import traced
+from tests.stateful.late import AtCall
 
 CPU = torch.device("cpu")
 
@@ -130,12 +131,15 @@ class Made:
         self._make("device")
 
 
-@pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> Workers:
+def working(**given: Any) -> Workers:
     """The two of them, without a device."""
-    monkeypatch.setattr(workers, "ChunkStreams", lambda device: device)
-    monkeypatch.setattr(workers, "Chunks", lambda streams, updates: streams)
-    return Workers(CPU)
+    here: Any = {"streams": lambda device: device, "chunks": lambda streams, updates: streams}
+    return Workers(CPU, **here | given)
+
+
+@pytest.fixture
+def two() -> Workers:
+    return working()
 
 
 def jobs(*updates: Made) -> list[Job]:
@@ -203,30 +207,20 @@ def test_what_the_device_does_now_is_ahead_of_what_waits(two: Workers) -> None:
     assert two._for_host() is waiting[0]
 
 
-def test_a_slow_host_leaves_the_first_one_to_a_device_that_comes(
-    two: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(workers, "_PATIENCE_S", 60)
+@pytest.mark.parametrize(("comes", "who"), [(True, "device"), (False, "host")])
+def test_a_slow_host_leaves_the_first_one_to_a_device_that_comes(comes: bool, who: str) -> None:
+    """And does not wait for one that does not."""
+    two = working(patience_s=60 if comes else 0.1)
     paced(two, 1000.0, 1e-6)
     log: list[str] = []
     all_jobs = jobs(*(Made(name, log) for name in "abc"))
     for job in all_jobs:
         two.submit(job)
-    two.help(futures(all_jobs))
+    if comes:
+        two.help(futures(all_jobs))
     for job in all_jobs:
         job.future.result(60)
-    assert log == ["a by device", "b by device", "c by device"]
-
-
-def test_and_does_not_wait_for_one_that_does_not(two: Workers) -> None:
-    paced(two, 1000.0, 1e-6)
-    log: list[str] = []
-    all_jobs = jobs(*(Made(name, log) for name in "abc"))
-    for job in all_jobs:
-        two.submit(job)
-    for job in all_jobs:
-        job.future.result(60)
-    assert log == ["a by host", "b by host", "c by host"]
+    assert log == [f"{name} by {who}" for name in "abc"]
 
 
 def left_to_the_device(two: Workers, all_jobs: list[Job]) -> None:
@@ -239,15 +233,21 @@ def left_to_the_device(two: Workers, all_jobs: list[Job]) -> None:
     two._helped.clear()
 
 
-def test_a_device_that_gets_slow_leaves_more_to_the_host(two: Workers) -> None:
+def test_a_device_that_gets_slow_leaves_more_to_the_host(
+    two: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The host has left it everything, and looks again when it has made one."""
+    now_s, log = [0.0], list[str]()
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
     paced(two, 0.02, 1e-6)
-    log: list[str] = []
 
     class Slow(Made):
         def by_chunks(self, chunks: Any) -> None:
-            time.sleep(0.2)
+            now_s[0] += 10.0
             super().by_chunks(chunks)
+            if self.name == "a":
+                return
+            assert all_jobs[3].future.result(60) is None, "the host makes the last one meanwhile"
 
     made = [Slow(name, log) for name in "abcd"]
     all_jobs = jobs(*made)
@@ -274,7 +274,7 @@ def test_what_the_device_leaves_after_all_is_the_hosts(two: Workers) -> None:
 
 
 def test_a_pace_that_was_slow_by_chance_is_forgotten() -> None:
-    pace, update = workers.Pace(), jobs(Made("", []))[0].update
+    pace, update = Pace(), jobs(Made("", []))[0].update
     assert pace.seconds(update) is None
     for seconds in (2.0, 4.0):
         pace.learn(update, seconds)
@@ -288,7 +288,7 @@ def test_a_pace_that_was_slow_by_chance_is_forgotten() -> None:
 
 
 def test_each_is_made_once(two: Workers) -> None:
-    for _ in range(200):
+    for _ in range(100):
         log: list[str] = []
         all_jobs = jobs(*(Made(str(i), log) for i in range(8)))
         for job in all_jobs:
@@ -299,37 +299,27 @@ def test_each_is_made_once(two: Workers) -> None:
         assert sorted(entry.split()[0] for entry in log) == [str(i) for i in range(8)]
 
 
-def test_what_the_device_cannot_make_is_the_hosts(two: Workers) -> None:
+def test_what_the_device_cannot_make_is_the_hosts_and_an_error_is_one_updates(
+    two: Workers,
+) -> None:
     log: list[str] = []
-    made = [Made("a", log), Made("b", log), Made("c", log, on_device=False)]
+    made = [Made("a", log), Made("b", log), Made("c", log, on_device=False), Made("d", log)]
+    made[3].error = ArithmeticError("out of numbers")
     all_jobs = begun(two, made)
     two.help(futures(all_jobs))
     all_jobs[1].future.result(60)
+    with pytest.raises(ArithmeticError):
+        all_jobs[3].future.result(60)
     made[0].may.set()
     all_jobs[2].future.result(60)
-    assert log == ["b by device", "a by host", "c by host"]
+    assert log == ["b by device", "d by device", "a by host", "c by host"]
 
 
-def test_an_error_is_that_updates_alone(two: Workers) -> None:
-    log: list[str] = []
-    made = [Made(name, log) for name in "abc"]
-    made[2].error = ArithmeticError("out of numbers")
-    all_jobs = begun(two, made)
-    two.help(futures(all_jobs))
-    with pytest.raises(ArithmeticError):
-        all_jobs[2].future.result(60)
-    all_jobs[1].future.result(60)
-    made[0].may.set()
-    all_jobs[0].future.result(60)
-
-
-def test_without_device_memory_the_host_makes_all(
-    two: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_device_memory_the_host_makes_all() -> None:
     def none_left(streams: Any, updates: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(workers, "Chunks", none_left)
+    two = working(chunks=none_left)
     log: list[str] = []
     made = [Made(name, log) for name in "ab"]
     all_jobs = begun(two, made)
@@ -340,9 +330,7 @@ def test_without_device_memory_the_host_makes_all(
     assert log == ["a by host", "b by host"]
 
 
-def test_the_host_may_begin_the_last_one_while_the_device_gets_ready(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_host_may_begin_the_last_one_while_the_device_gets_ready() -> None:
     """What an update consists of is gone once somebody makes it."""
     log: list[str] = []
 
@@ -361,9 +349,7 @@ def test_the_host_may_begin_the_last_one_while_the_device_gets_ready(
         return device
 
     taken: list[Any] = []
-    monkeypatch.setattr(workers, "ChunkStreams", streams)
-    monkeypatch.setattr(workers, "Chunks", lambda streams, updates: taken.extend(updates))
-    two = Workers(CPU)
+    two = working(streams=streams, chunks=lambda streams, updates: taken.extend(updates))
     for job in both:
         two.submit(job)
     assert made[0].began.wait(60)
@@ -371,18 +357,11 @@ def test_the_host_may_begin_the_last_one_while_the_device_gets_ready(
     assert taken == ["of b"]
 
 
-def test_an_interrupted_submit_leaves_nobody_behind(
-    two: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_submit_leaves_nobody_behind(two: Workers) -> None:
     log: list[str] = []
     left, *others = jobs(*(Made(name, log) for name in "abc"))
-
-    def interrupted(work: Callable[[], None]) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(two._host, "submit", interrupted)
-        two.submit(left)
+    with pytest.raises(KeyboardInterrupt), traced(AtCall("submit", 2, KeyboardInterrupt())):
+        two.submit(left)  # it calls that of its thread
     for job in others:
         two.submit(job)
     for job in others:
@@ -390,65 +369,72 @@ def test_an_interrupted_submit_leaves_nobody_behind(
     assert log == ["a by host", "b by host", "c by host"]
 
 
+class Stream:
+    """A stream whose work is done when it is issued."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+        self.device = CPU
+
+    def wait_event(self, event: Any) -> None:
+        """It has come."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """It is done."""
+
+    def synchronize(self) -> None:
+        self.log.append(self.name)
+
+
 def chunks_of(
-    monkeypatch: pytest.MonkeyPatch, issue: Any, *, buffers: int = 1
+    monkeypatch: pytest.MonkeyPatch, updates: list[Update], buffers: int
 ) -> tuple[moving.Chunks, list[str]]:
-    """Chunks whose streams do nothing, and the streams that were waited for."""
-    waited: list[str] = []
-
-    class Stream:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def wait_event(self, event: Any) -> None:
-            pass
-
-        def synchronize(self) -> None:
-            waited.append(self.name)
-
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(moving, "_issue", issue)
-    here = moving.Chunks.__new__(moving.Chunks)
-    here.streams = moving.ChunkStreams.__new__(moving.ChunkStreams)
-    for name in ("h2d", "compute", "d2h"):
-        setattr(here.streams, name, Stream(name))
-    here.device, here.buffer_bytes, here.ours = CPU, 2**20, None
-    here.buffers = [torch.empty(2**20, dtype=torch.uint8) for _ in range(buffers)]
-    return here, waited
-
-
-def test_a_piece_that_fails_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its buffer goes back to the allocator, while a copy into it may be under way."""
-
-    def fails(*args: Any) -> Any:
-        raise ArithmeticError("no such kernel")
-
-    here, waited = chunks_of(monkeypatch, fails)
-    with pytest.raises(ArithmeticError):
-        here.update([(SGD_RULE, some_update(SGD_RULE, 4096, state="none"))])
-    assert waited == ["h2d", "compute", "d2h"]
-
-
-def test_an_update_begins_while_the_one_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """8-bit states are updated parameter by parameter: the link would be idle between two."""
+    """Chunks on streams of the CPU, and what was waited for and begun."""
     log: list[str] = []
 
-    class End:
-        def __init__(self, k: int) -> None:
-            self.k = k
+    class Event:
+        def __init__(self, **_: Any) -> None:
+            self.k = sum(entry.startswith("begin") for entry in log)
+
+        def record(self) -> None:
+            log.append(f"begin {self.k}")
 
         def synchronize(self) -> None:
             log.append(f"end {self.k}")
 
-    def issue(rule: Any, here: Update, buffer: torch.Tensor, streams: Any) -> End:
-        k = sum(entry.startswith("begin") for entry in log)
-        log.append(f"begin {k}")
-        return End(k)
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    streams: Any = ChunkStreams.__new__(ChunkStreams)
+    for name in ("h2d", "compute", "d2h"):
+        setattr(streams, name, Stream(name, log))
+    here = moving.Chunks.__new__(moving.Chunks)
+    here.streams, here.device, here.buffer_bytes, here.ours = streams, CPU, 2**20, None
+    here.buffers = [torch.empty(2**20, dtype=torch.uint8) for _ in range(buffers)]
+    return here, log
 
-    here, _ = chunks_of(monkeypatch, issue, buffers=2)
-    small = [(SGD_RULE, some_update(SGD_RULE, 4096, state="none")) for _ in range(3)]
-    here.update(small)
+
+def test_a_piece_that_fails_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its buffer goes back to the allocator, while a copy into it may be under way."""
+    small = some_update(SGD_RULE, 4096, state="none")
+    here, log = chunks_of(monkeypatch, [small], 1)
+    rule: Any = object()  # no rule: no such kernel
+    with pytest.raises(AttributeError):
+        here.update([(rule, small)])
+    assert log == ["h2d", "compute", "d2h"]
+
+
+def test_an_update_begins_while_the_one_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8-bit states are updated parameter by parameter: the link would be idle between two."""
+    small = [some_update(SGD_RULE, 4096, state="fp32", copy=True) for _ in range(3)]
+    wanted = [clone(each) for each in small]
+    here, log = chunks_of(monkeypatch, small, 2)
+    here.update([(SGD_RULE, each) for each in small])
     assert log == ["begin 0", "begin 1", "end 0", "begin 2", "end 2", "end 1"]
+    update_bucket(SGD_RULE, wanted)
+    for whole, each in zip(wanted, small, strict=True):
+        for (name, want), (_, got) in zip(whole.tensors(), each.tensors(), strict=True):
+            assert torch.equal(want, got), name
 
 
 def test_an_interrupted_wait_leaves_the_guards() -> None:
@@ -508,23 +494,25 @@ def test_who_is_helped(options: dict[str, Any], helps: bool) -> None:
     assert not OptimizerCost.of(made).helped
 
 
-def test_the_pieces_take_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    schedule = streamed()
-    assert chunks_bytes(schedule, OptimizerCost(helped=True)) == 0  # buckets are too small
-    monkeypatch.setattr("megacompile.cost.optimizer.LEAST_HELPED", 1)
-    assert chunks_bytes(schedule, OptimizerCost()) == 0
-    largest = max(sum(p.numel for p in bucket.params) for bucket in schedule.buckets)
-    assert chunks_bytes(schedule, OptimizerCost(helped=True)) == CHUNKS * largest * 16  # fp32
-
-
 # --- on a GPU: who made an update shows in nothing but the time
+
+
+_WIDTH = 1024  # a bucket has more elements than the least that the device helps with
+
+
+class ByDevice(Workers):
+    """The host leaves all to the device."""
+
+    def _for_host(self) -> Job | None:
+        return None
 
 
 class _Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(4)
+            nn.Sequential(nn.Linear(_WIDTH, 4096), nn.GELU(), nn.Linear(4096, _WIDTH))
+            for _ in range(3)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -556,23 +544,23 @@ _CASES: dict[str, tuple[torch.dtype, dict[str, Any], Callable[[nn.Module], Optim
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", _CASES)
-def test_host_and_device_round_alike(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_and_device_round_alike(case: str) -> None:
     """All by the host, all by the device, and divided: the same bits everywhere.
 
     The gradients are given: a kernel that sums may do so in another order when compiled again.
     """
     dtype, options, make = _CASES[case]
-    monkeypatch.setattr(update, "LEAST_HELPED", 1)
-    monkeypatch.setattr(moving, "CHUNK_BYTES", 2**21)
 
-    def trained(**other: Any) -> tuple[list[torch.Tensor], set[str]]:
+    def trained(by_device: bool = False, **other: Any) -> tuple[list[torch.Tensor], set[str]]:
         torch.manual_seed(0)
         model = _Net().to(dtype)
         optimizer = make(model)
         model = megacompile(
             model, lowering="inductor", resident=0, progress=False, **options, **other
         )
-        x = torch.randn(16, 512, dtype=dtype, device="cuda")
+        if by_device:
+            inside.update_by(model, ByDevice(torch.device("cuda")))
+        x = torch.randn(16, _WIDTH, dtype=dtype, device="cuda")
         generator = torch.Generator().manual_seed(1)
         with trace(model) as traced:
             for _ in range(5):
@@ -597,8 +585,7 @@ def test_host_and_device_round_alike(case: str, monkeypatch: pytest.MonkeyPatch)
     # a share that no bucket fits into: the device helps, and nothing is left for the step
     divided, by = trained(device_update=1e-9)
     assert DEVICE in by
-    monkeypatch.setattr(Workers, "_for_host", lambda self: None)
-    by_device, by = trained(device_update=1e-9)
+    by_device, by = trained(by_device=True, device_update=1e-9)
     assert by == {DEVICE}
     for want, *others in zip(alone, divided, by_device, strict=True):
         for got in others:

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,14 +21,17 @@ from megacompile.errors import HostMemoryError
 from megacompile.ir.ops import Part
 from megacompile.page_locks import PageLocks
 from megacompile.runtime.device.background import Background
-from megacompile.runtime.device.buffers import HostBuffer, SharedFile
+from megacompile.runtime.device.buffers import SharedFile
 from megacompile.runtime.device.buffers_ahead import Wanted
 from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.live import Live
 from megacompile.runtime.disk.scratch import Place, ScratchFile
+from megacompile.runtime.params.fill import Fill
 from megacompile.runtime.params.guards import guard_of
 from megacompile.runtime.params.pending import Pending
 from megacompile.runtime.params.streamed_copy import StreamedCopy
+from tests.interrupts import traced
+from tests.stateful.late import AtCall
 
 TIMEOUT_S = 60
 
@@ -54,7 +57,7 @@ def test_buffers_that_are_made_at_a_time_have_no_memory_in_common(often: None) -
     assert os.fstat(file.fd).st_size >= sum(places[-1]), "memory behind its end is nobody's"
 
 
-def test_what_a_kernel_reads_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_kernel_reads_is_kept() -> None:
     """Two threads drop what is read: neither drops what the other one has looked at."""
     fetch = pytest.importorskip("megacompile.runtime.optim.kernels.fetch")
     others: list[Callable[[], None]] = [fetch._drop_read]
@@ -143,7 +146,7 @@ def test_places_of_a_disk_are_taken_once(tmp_path: Path, often: None) -> None:
     assert len(set(starts)) == len(starts)
 
 
-def test_a_hole_is_whose_who_looks_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hole_is_whose_who_looks_at_it(tmp_path: Path) -> None:
     """Another thread takes a place while a hole is looked at."""
     file = ScratchFile(tmp_path)
     first, _ = file.take(file.alignment), file.take(file.alignment)
@@ -180,7 +183,7 @@ def test_those_that_live_are_told_while_others_come(often: None) -> None:
 
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(come)
-        for _ in range(300):
+        for _ in range(100):
             assert list(live)[:50] == kept
         over.set()
         coming.result()
@@ -191,26 +194,30 @@ def test_those_that_live_are_told_while_others_come(often: None) -> None:
 
 def test_memory_that_is_being_made_ahead_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody asks for it: who needs memory of another size waits until it is gone."""
+    stub = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: stub)
     budget, size = HostBudget(3 * 2**20), 2 * 2**20
     begun, go_on = threading.Event(), threading.Event()
-    real = HostBuffer.settle
 
-    def settle(buffer: HostBuffer) -> None:
-        begun.set()
-        go_on.wait(TIMEOUT_S)
-        real(buffer)
+    def hold(frame: Any, event: str, arg: Any) -> None:
+        if event == "call" and frame.f_code.co_name == "settle" and not begun.is_set():
+            begun.set()
+            go_on.wait(TIMEOUT_S)
 
-    monkeypatch.setattr(HostBuffer, "settle", settle)
-    monkeypatch.setattr(HostBuffer, "lock", lambda buffer: None)
-    budget.make_ahead([Wanted(size, pin=True)], "gradients", torch.device("cpu"))
-    assert begun.wait(TIMEOUT_S)
-    threading.Timer(0.2, go_on.set).start()
+    threading.settrace(hold)  # of threads that begin now
+    try:
+        budget.make_ahead([Wanted(size, pin=True)], "gradients", torch.device("cpu"))
+        assert begun.wait(TIMEOUT_S)
+    finally:
+        threading.settrace(None)
+    threading.Timer(0.05, go_on.set).start()
     kept = budget.make(size - 4096, "parameters", pin=False)
     assert len(kept) == size - 4096
     with pytest.raises(HostMemoryError):
         budget.make(size, "more", pin=False)
 
 
+@pytest.mark.filterwarnings("ignore:megacompile")
 def test_locked_memory_counts_until_it_is_unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread locks while memory goes, and what is refused then is no limit."""
     locks, limit = PageLocks(), 10
@@ -230,27 +237,18 @@ def test_locked_memory_counts_until_it_is_unlocked(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "cudart", lambda: stub)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(PageLocks, "_say", lambda *args: None)
     assert locks.lock(100, 8)
     locks.unlock(100)
     assert locks.lock(300, 6), "13 were refused, and 6 are not"
 
 
-def test_ctrl_c_before_a_fill_begins_leaves_the_parameters(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ctrl_c_before_a_fill_begins_leaves_the_parameters() -> None:
     """Whoever waits for it is told, and does not wait for ever."""
-    from megacompile.runtime.params import fill as module
-
-    def interrupted(future: Future[None], work: Callable[[], None]) -> None:
-        raise KeyboardInterrupt
-
     param = nn.Parameter(torch.ones(2))
     value = torch.zeros(2)
-    fill = module.Fill([param], [value], lambda: None, torch.device("cpu"))
+    fill = Fill([param], [value], lambda: None, torch.device("cpu"))
     param.data = value
-    monkeypatch.setattr(module, "fulfil", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), traced(AtCall("fulfil", 1, KeyboardInterrupt())):
         fill.wait()
     assert fill.done() and bool((param == 1).all())
     with pytest.raises(KeyboardInterrupt):

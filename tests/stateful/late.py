@@ -1,0 +1,133 @@
+"""Updates of host memory that are made when somebody waits for them, and no sooner.
+
+The worst that may happen to a loop: whoever uses a parameter, a gradient or a state without waiting
+for the update in flight sees what was there before it. No thread is needed, so tests are the same
+each time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Collection
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from tests import inside
+from tests.interrupts import Opcodes, is_ours, not_traced
+
+
+class Late:
+    """In the place of the threads that make updates.
+
+    Attributes:
+        waited: the buckets that somebody waited for before they were done.
+        ran: the buckets whose updates were made, in order.
+        fails: the bucket whose update raises.
+        breaks_at: how many updates a step starts before it breaks off; -1: it does not.
+    """
+
+    def __init__(self) -> None:
+        self.waited: list[str] = []
+        self.ran: list[str] = []
+        self.fails = ""
+        self.breaks_at = -1
+        self.breaks_with: BaseException = KeyboardInterrupt()
+        self._waiting: deque[Any] = deque()
+
+    def submit(self, job: Any) -> None:
+        """Let an update wait."""
+        if self.breaks_at == 0:
+            raise self.breaks_with
+        self.breaks_at -= 1
+        self._waiting.append(job)
+        job.future.exception = functools.partial(self._wait, job, job.future.exception)
+
+    def help(self, futures: Collection[Future[None]]) -> None:
+        """No device helps."""
+
+    @property
+    def names(self) -> list[str]:
+        """The buckets whose updates wait."""
+        return [job.update.bucket.layout.name for job in self._waiting]
+
+    def finish(self) -> None:
+        """Make all that wait, as threads do sooner or later."""
+        while self._waiting:
+            self._make(self._waiting.popleft())
+
+    def _wait(self, job: Any, error: Any) -> BaseException | None:
+        if not job.future.done():
+            self.waited.append(job.update.bucket.layout.name)
+        while not job.future.done():  # those before it too, as a thread would
+            self._make(self._waiting.popleft())
+        return error()  # type: ignore[no-any-return]
+
+    def _make(self, job: Any) -> None:
+        name = job.update.bucket.layout.name
+
+        def work() -> None:
+            if name == self.fails:
+                raise ArithmeticError("out of numbers")
+            job.update()
+            self.ran.append(name)
+
+        with not_traced():  # a thread, which no Ctrl-C reaches
+            job.run("host", work)
+
+
+def late(model: Any) -> Late:
+    """Let the updates of a megacompiled model be late from now on."""
+    workers = Late()
+    inside.update_by(model, workers)
+    return workers
+
+
+class AnyOpcode(Opcodes):
+    """Interrupts at the n-th opcode of our code.
+
+    Args:
+        left: n; 0: nowhere.
+        files: the names of those that count, without .py; none: all of ours.
+    """
+
+    def __init__(self, left: int, *files: str) -> None:
+        super().__init__()
+        self.left, self.files = left, files
+        self.seen = 0
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
+        if event == "call" and (
+            frame.f_code.co_name == "__del__"  # Python ignores what it raises
+            or (self.files and Path(frame.f_code.co_filename).stem not in self.files)
+        ):
+            return None
+        if event == "opcode":
+            self.seen += 1
+            if self.seen == self.left:
+                self.stopped = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                raise KeyboardInterrupt(self.stopped)
+            return self
+        return super().__call__(frame, event, arg)
+
+
+class AtCall:
+    """Raises where a function of ours is called for the n-th time, as by memory that runs out.
+
+    Args:
+        name: of the function.
+        left: n.
+        error: that is raised.
+    """
+
+    def __init__(self, name: str, left: int, error: BaseException) -> None:
+        self.name, self.left, self.error = name, left, error
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
+        del arg
+        if event == "call" and frame.f_code.co_name == self.name and is_ours(frame):
+            self.left -= 1
+            if self.left == 0:
+                raise self.error
+        return None

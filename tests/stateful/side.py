@@ -1,0 +1,539 @@
+"""One of two sides that a state machine trains: a plain model, or a megacompiled one.
+
+A `Side` has what a loop has around its model: optimizers, losses that wait for their backward,
+names of memory, hooks, checkpoints. Each method is something that loops do, and gives what the
+user sees of it, for the comparison.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from megacompile.api import accumulate
+from tests.loops import child_writes, in_threads
+from tests.zoo import equal
+
+WIDTH = 6
+LAYERS = 3
+
+
+class Layer(nn.Module):
+    """(rows, WIDTH) -> (rows, WIDTH), with a buffer that the forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.linear(self.norm(x)).tanh()
+        return result
+
+
+class Net(nn.Module):
+    """Layers of one shape, a head, and a parameter without a use.
+
+    Args:
+        breaks: break the graph between the layers, so that there are two captured graphs.
+    """
+
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 4)
+        self.spare = nn.Linear(2, 2)
+        self.breaks = breaks
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if self.breaks and i == 1:
+                torch._dynamo.graph_break()
+        hidden: Tensor = x.relu()
+        result: Tensor = self.head(hidden)
+        return result, hidden
+
+
+OPTIMIZERS: dict[str, Callable[[list[Any]], Optimizer]] = {
+    "adamw": lambda p: AdamW(p, lr=1e-2, betas=(0.5, 0.9)),
+    "sgd": lambda p: SGD(p, lr=0.05, momentum=0.9, dampening=0.5),
+    "adam, amsgrad": lambda p: Adam(p, lr=1e-2, amsgrad=True, weight_decay=0.1),
+    "sgd, plain": lambda p: SGD(p, lr=0.05),
+}
+EXTRAS = ("", "penalty", "penalty first", "head", "view", "twice")
+WRITES = ("in place", "data", "new data", "through data", "init", "foreach", "numpy", "part")
+USES = (
+    *("value", "sum", "numpy", "data", "item", "grad", "state_dict", "saved", "deepcopy", "stack"),
+    *("lerp", "foreach", "vector", "layer"),
+)
+ALIASES = ("detach", "data", "view", "numpy", "state_dict", "grad", "state")
+GRADIENTS = ("set", "scaled", "in place", "through data", "none", "swapped", "zeros")
+STATES = ("scaled", "set", "deleted", "through view")
+
+
+class Planted(Exception):
+    """What the user's code raises."""
+
+
+class Side:
+    """A model and what a loop has around it.
+
+    Args:
+        model: the same each time: captures are made once. `reset` begins anew.
+        updates: the optimizer that the backward updates for, on the other side too.
+    """
+
+    def __init__(self, model: Any, *, compiled: bool, updates: Optimizer | None = None) -> None:
+        self.model, self.compiled, self.updates = model, compiled, updates
+        self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.start = copy.deepcopy(model.state_dict())
+        self.reset("adamw", whole=True)
+
+    def reset(self, kind: str, *, whole: bool) -> None:
+        """As at first, with a new optimizer of this kind; not `whole`: it lacks the head."""
+        for layer in self.model.layers:
+            layer.linear.weight = None
+        for name, param in self.params.items():
+            module, _, attribute = name.rpartition(".")
+            setattr(self.model.get_submodule(module), attribute, param)
+            param.requires_grad_(True)
+        self.model.train()
+        self.model.zero_grad()
+        self.model.load_state_dict(self.start)
+        some = [p for n, p in self.params.items() if whole or not n.startswith("head")]
+        if self.updates is None:
+            self.optimizers = [OPTIMIZERS[kind](some)]
+        else:
+            self.updates.state.clear()
+            self.updates.param_groups[0].update(lr=1e-2, initial_lr=1e-2)
+            self.optimizers = [self.updates]
+        self.scheduler = LambdaLR(self.optimizers[0], lambda i: 1 / (1 + i))
+        self.losses: list[Tensor] = []
+        self.aliases: list[Any] = []
+        self.hooks: list[Any] = []
+        self.seen: list[Any] = []
+        self.saved: Any = None
+
+    def end(self) -> None:
+        """Remove what would be there in the next example."""
+        for handle in self.hooks:
+            handle.remove()
+        self.optimizers, self.losses, self.aliases, self.hooks = [], [], [], []
+
+    def param(self, number: int) -> nn.Parameter:
+        """One of those that are trained and that a call uses."""
+        named = self.model.named_parameters()
+        found: list[nn.Parameter] = [p for n, p in named if not n.startswith("spare")]
+        return found[number % len(found)]
+
+    def shape(self) -> list[Any]:
+        """All that the user can look at."""
+        found: list[Any] = [(n, p.detach().clone()) for n, p in self.model.named_parameters()]
+        if self.updates is None:
+            found += [None if p.grad is None else p.grad.clone() for p in self.params.values()]
+        found += [buffer.clone() for buffer in self.model.buffers()]
+        found += [copy.deepcopy(each.state_dict()) for each in self.optimizers]
+        found += [copied(alias) for alias in self.aliases]
+        return [*found, list(self.seen)]
+
+    # --- calls of the model
+
+    def forward(self, rows: int, seed: int, extra: str, needs: bool) -> list[Any]:
+        """A loss that waits for its backward."""
+        x = inputs(rows, seed).requires_grad_(needs)
+        total = self.penalty() if extra == "penalty first" else torch.zeros(())
+        out, hidden = self.model(x)
+        total = total + out.square().mean() + (hidden.mean() if seed % 2 else 0.0)
+        if extra == "twice":
+            total = total + self.model(x + 1)[0].mean()
+        elif extra == "penalty":
+            total = total + self.penalty()
+        elif extra == "head":
+            total = total + self.model.head(inputs(3, seed + 1)).mean()
+        elif extra == "view":
+            total = total + self.model.layers[1].linear.weight.view(-1)[:5].square().sum()
+        self.losses.append(total)
+        self.x = x
+        return [total.detach().clone(), out.detach().clone(), hidden.detach().clone()]
+
+    def penalty(self) -> Tensor:
+        """Of all parameters that are trained."""
+        used = [p for n, p in self.model.named_parameters() if not n.startswith("spare")]
+        return 0.01 * torch.stack([p.square().sum() for p in used]).sum()
+
+    def evaluate(self, rows: int, mode: str) -> list[Any]:
+        """A call without gradients."""
+        way = torch.inference_mode if mode == "inference" else torch.no_grad
+        self.model.train(mode == "train")
+        with way():
+            out, hidden = self.model(inputs(rows, rows))
+        self.model.train()
+        return [out.clone(), hidden.clone()]
+
+    def backward(self, which: int, how: str) -> list[Any]:
+        """Of one of the losses that wait."""
+        which %= len(self.losses)
+        loss = self.losses[which] if how == "retain" else self.losses.pop(which)
+        found: Any = None
+        if how == "thread":
+            in_threads([loss.backward])
+        elif how == "grad":
+            params = [p for p in self.params.values() if p.requires_grad]
+            found = torch.autograd.grad(loss, params, allow_unused=True)
+        elif how == "inputs":
+            loss.backward(inputs=[p for p in list(self.params.values())[2:7] if p.requires_grad])
+        else:
+            loss.backward(retain_graph=how == "retain")
+        return [found, None if self.x.grad is None else self.x.grad.clone()]
+
+    def all_backwards(self) -> list[Any]:
+        """Of all that wait, added."""
+        torch.stack(self.losses).sum().backward()
+        self.losses.clear()
+        return []
+
+    def drop(self) -> list[Any]:
+        """The losses that wait."""
+        self.losses.clear()
+        return []
+
+    def fail(self, where: str, number: int) -> list[Any]:
+        """Code of the user's raises: in the forward, in the backward, or around the step."""
+        if where == "forward":
+            self.model(torch.ones(3, WIDTH + 1))
+        if where in ("loss", "hook"):
+            loss = self.losses.pop()
+            at: Any = loss if where == "loss" else self.param(number)
+            handle = at.register_hook(raise_planted)
+            try:
+                loss.backward()
+            finally:
+                handle.remove()
+        if where == "pre hook":
+            handle = self.optimizers[0].register_step_pre_hook(raise_planted)
+            try:
+                self.optimizers[0].step()
+            finally:
+                handle.remove()
+        if where == "post hook":
+            handle = self.optimizers[0].register_step_post_hook(raise_planted)
+            try:
+                self.optimizers[0].step()
+            finally:
+                handle.remove()
+        if where == "closure":
+            self.optimizers[0].step(raise_planted)
+        return []
+
+    # --- steps
+
+    def whole_step(self, seed: int, micro: int) -> list[Any]:
+        """Of some micro-batches, of which all but the last are marked."""
+        found = []
+        for k in range(micro):
+            total = self.model(inputs(3, seed + k))[0].square().mean()
+            marks = self.compiled and k + 1 < micro
+            with accumulate(self.model) if marks else contextlib.nullcontext():
+                total.backward()
+            found.append(total.detach().clone())
+        self.optimizers[0].step()
+        self.optimizers[0].zero_grad()
+        return found
+
+    def step(self, which: int) -> list[Any]:
+        """Of one of the optimizers."""
+        self.optimizers[which % len(self.optimizers)].step()
+        return []
+
+    def closure(self, seed: int) -> list[Any]:
+        """A step that makes its own gradients."""
+
+        def closure() -> Any:
+            self.optimizers[0].zero_grad()
+            loss: Tensor = self.model(inputs(3, seed))[0].square().mean()
+            loss.backward()
+            return loss.detach()
+
+        return [self.optimizers[0].step(closure)]
+
+    def zero_grad(self, to_none: bool, by_model: bool) -> list[Any]:
+        (self.model if by_model else self.optimizers[0]).zero_grad(set_to_none=to_none)
+        return []
+
+    def clip(self, largest: float, foreach: bool) -> list[Any]:
+        norm = nn.utils.clip_grad_norm_(self.params.values(), largest, foreach=foreach)
+        return [norm.clone()]
+
+    def schedule(self) -> list[Any]:
+        self.scheduler.step()
+        return []
+
+    def options(self, name: str, value: float) -> list[Any]:
+        for group in self.optimizers[0].param_groups:
+            if name in group:
+                group[name] = value
+        return []
+
+    def add_group(self) -> list[Any]:
+        """The head, if it is not there."""
+        optimizer = self.optimizers[0]
+        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        head = [p for p in self.model.head.parameters() if id(p) not in known]
+        if head:
+            optimizer.add_param_group({"params": head, "lr": 1e-3})
+            self.scheduler = LambdaLR(optimizer, lambda i: 1 / (1 + i))
+        return []
+
+    def other_optimizer(self, kind: str, states: str, keep: bool) -> list[Any]:
+        """Another optimizer, beside the one that there is or in its place."""
+        of = self.optimizers[0]
+        params = [p for group in of.param_groups for p in group["params"]]
+        made = OPTIMIZERS[kind](params)
+        if states and type(made) is type(of) and len(of.param_groups) == 1:
+            given = of.state_dict()
+            made.load_state_dict(given if states == "shared" else copy.deepcopy(given))
+        self.optimizers = [made, of] if keep else [made]
+        return []
+
+    def state(self, number: int, how: str) -> list[Any]:
+        """Something is done to a state of a parameter."""
+        state = self.optimizers[0].state.get(self.param(number), {})
+        names = [n for n, value in state.items() if isinstance(value, Tensor) and value.dim()]
+        for name in names[:1]:
+            if how == "scaled":
+                state[name].mul_(0.5)
+            elif how == "set":
+                state[name] = torch.full_like(state[name], 0.25)
+            elif how == "deleted":
+                del self.optimizers[0].state[self.param(number)]
+            else:
+                state[name].view(-1)[:2].fill_(0.5)
+        return []
+
+    # --- what is written to parameters and gradients
+
+    def write(self, number: int, how: str, value: float) -> list[Any]:
+        param = self.param(number)
+        with torch.no_grad():
+            if how == "in place":
+                param.mul_(value)
+            elif how == "data":
+                param.data = param.data * value
+            elif how == "new data":
+                param.data = torch.full_like(param, value)
+            elif how == "through data":
+                param.data.add_(value)
+            elif how == "init":
+                nn.init.constant_(param, value)
+            elif how == "foreach":
+                torch._foreach_mul_([param, self.param(number + 1)], value)
+            elif how == "numpy":
+                param.detach().numpy()[...] *= value
+            else:
+                param[:2].copy_(torch.full_like(param[:2], value))
+        return []
+
+    def swap_data(self) -> list[Any]:
+        """Of two parameters in different buckets."""
+        a, b = (self.model.layers[i].linear.bias for i in (0, 2))
+        a.data, b.data = b.data, a.data
+        return []
+
+    def gradient(self, number: int, how: str) -> list[Any]:
+        """Something is done to `p.grad`."""
+        param = self.param(number)
+        if how == "set":
+            param.grad = torch.full_like(param, 0.1)
+        elif how == "zeros":
+            param.grad = torch.zeros_like(param).t() if param.dim() == 2 else None
+        elif how == "none" or param.grad is None:
+            param.grad = None
+        elif how == "scaled":
+            param.grad = param.grad * 2
+        elif how == "in place":
+            param.grad.mul_(0.5)
+        elif how == "through data":
+            param.grad.data.mul_(0.5)
+        else:
+            a, b = (self.model.layers[i].linear.weight for i in (0, 2))
+            a.grad, b.grad = b.grad, a.grad
+        return []
+
+    def alias(self, number: int, kind: str) -> list[Any]:
+        """Keep another name of memory."""
+        param = self.param(number)
+        state = list(self.optimizers[0].state.get(param, {}).values())
+        made: dict[str, Callable[[], Any]] = {
+            "detach": param.detach,
+            "data": lambda: param.data,
+            "view": lambda: param.detach().view(-1)[1:4],
+            "numpy": lambda: param.detach().numpy(),
+            "state_dict": lambda: dict(self.model.state_dict()),
+            "grad": lambda: param.grad,
+            "state": lambda: state[-1].view(-1) if state else None,
+        }
+        self.aliases.append(made[kind]())
+        return []
+
+    def write_alias(self, which: int) -> list[Any]:
+        alias = self.aliases[which % len(self.aliases)]
+        for each in alias.values() if isinstance(alias, dict) else [alias]:
+            if each is not None and (not isinstance(each, Tensor) or each.is_floating_point()):
+                each *= 0.5
+        return []
+
+    def forget(self) -> list[Any]:
+        """The other names."""
+        self.aliases.clear()
+        return []
+
+    # --- the model as a whole
+
+    def look(self, number: int, use: str) -> list[Any]:
+        """Whoever reads waits for what is in flight."""
+        param = self.param(number)
+        uses: dict[str, Callable[[], Any]] = {
+            "value": lambda: param + 0,
+            "sum": param.sum,
+            "numpy": lambda: param.detach().numpy().copy(),
+            "data": lambda: param.data.clone(),
+            "item": lambda: param.view(-1)[0].item(),
+            "grad": lambda: None if param.grad is None else param.grad * 1,
+            "state_dict": lambda: copied(dict(self.model.state_dict())),
+            "saved": lambda: through_file(self.optimizers[0].state_dict()),
+            "deepcopy": lambda: copy.deepcopy(param).detach(),
+            "stack": lambda: torch.stack([param, torch.ones_like(param)]),
+            "lerp": lambda: torch.ones_like(param).lerp_(param, 0.25),
+            "foreach": lambda: list(torch._foreach_mul([param.detach()], 2.0)),
+            "vector": lambda: nn.utils.parameters_to_vector(self.model.parameters()),
+            "layer": lambda: self.model.layers[number % LAYERS].eval()(inputs(2, 1)),
+        }
+        with torch.no_grad():
+            found = uses[use]()
+        self.model.train()
+        return [found]
+
+    def hook(self, number: int, kind: str) -> list[Any]:
+        """Register one that notes what it sees; some change the gradient."""
+        param = self.param(number)
+
+        def halve(gradient: Tensor) -> Tensor:
+            self.seen.append(gradient.clone())
+            return gradient * 0.5
+
+        def note(of: Tensor) -> None:
+            self.seen.append(None if of.grad is None else of.grad.clone())
+
+        if kind == "tensor":
+            self.hooks.append(param.register_hook(halve))
+        else:
+            self.hooks.append(param.register_post_accumulate_grad_hook(note))
+        return []
+
+    def unhook(self) -> list[Any]:
+        self.hooks.pop().remove()
+        return []
+
+    def freeze(self, frozen: bool) -> list[Any]:
+        self.model.layers[1].requires_grad_(not frozen)
+        return []
+
+    def tie(self) -> list[Any]:
+        """A layer gets the matrix of another one."""
+        self.model.layers[2].linear.weight = self.model.layers[0].linear.weight
+        return []
+
+    def save(self, by: str) -> list[Any]:
+        found = [self.model.state_dict(), [each.state_dict() for each in self.optimizers]]
+        self.saved = through_file(found) if by == "file" else copy.deepcopy(found)
+        return []
+
+    def load(self, assign: bool, model: bool, optimizer: bool) -> list[Any]:
+        """A checkpoint, or the half of it."""
+        states, others = self.saved
+        if model:
+            values = {name: value.clone() for name, value in states.items()}
+            self.model.load_state_dict(values, assign=assign)
+            for name, param in self.model.named_parameters():
+                self.params[name] = param
+        if optimizer:
+            for each, state in zip(self.optimizers, others, strict=False):
+                each.load_state_dict(copy.deepcopy(state))
+        return []
+
+    def copied_model(self, by: str) -> list[Any]:
+        """A copy is a plain model that trains on its own."""
+        other = copy.deepcopy(self.model) if by == "deepcopy" else twin_by_pickle(self.model)
+        out, _ = other(inputs(3, 5))
+        out.square().mean().backward()
+        return [[p.detach().clone(), p.grad] for p in other.parameters()]
+
+    def fork(self) -> list[Any]:
+        """A child writes to all parameters."""
+        return [child_writes(self.model)]
+
+
+def raise_planted(*args: Any) -> Any:
+    """Some code of the user's."""
+    raise Planted
+
+
+def inputs(rows: int, seed: int) -> Tensor:
+    """(rows, WIDTH)."""
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def through_file(value: Any) -> Any:
+    """What was saved, as it is loaded."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def twin_by_pickle(model: Any) -> Any:
+    """A pickled copy."""
+    return pickle.loads(pickle.dumps(model))
+
+
+def copied(value: Any) -> Any:
+    """A copy of what is in containers."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: copied(each) for key, each in value.items()}
+    return copy.copy(value)
+
+
+def same(a: Any, b: Any, rtol: float = 0.0) -> bool:
+    """Are two values equal in every bit, or but for rounding?"""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        a, b = a.detach(), b.detach()
+        rounded = rtol and a.shape == b.shape and a.is_floating_point()
+        return torch.allclose(a, b, rtol=rtol, atol=rtol) if rounded else equal(a, b)
+    if hasattr(a, "__array__") and hasattr(b, "__array__"):
+        return same(torch.as_tensor(a), torch.as_tensor(b), rtol)
+    return bool(a == b) or bool(rtol and isinstance(a, float) and abs(a - b) <= rtol)
+
+
+def difference(a: Any, b: Any, rtol: float = 0.0, path: str = "") -> str:
+    """Where nested containers differ first; "" where they are equal."""
+    found: list[str] = []
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
+        pairs = enumerate(zip(a, b, strict=True))
+        found = [difference(x, y, rtol, f"{path}[{i}]") for i, (x, y) in pairs]
+    elif isinstance(a, dict) and isinstance(b, dict) and list(a) == list(b):
+        found = [difference(a[k], b[k], rtol, f"{path}.{k}") for k in a]
+    elif not same(a, b, rtol):
+        found = [f"{path}: {a} and {b}"]
+    return next(filter(None, found), "")

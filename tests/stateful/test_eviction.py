@@ -1,0 +1,181 @@
+"""What shapes, models and steps leave behind: nothing but what is in use."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import linecache
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+from weakref import ref
+
+import torch
+from torch import Tensor, fx, nn
+
+from megacompile import megacompile, schedules
+from tests import inside
+from tests.zoo import assert_same, twins
+
+FEW = 3
+WIDTH = 4
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.last(self.first(x).tanh()).square().mean()
+        return loss
+
+
+X = torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)
+SWITCHES = ("flash", "mem_efficient", "math", "cudnn")
+
+
+@contextlib.contextmanager
+def kind(number: int) -> Iterator[None]:
+    """One of 16 kinds of call, which the same captured graph serves: which kernels are allowed."""
+    cuda: Any = torch.backends.cuda
+    before = [getattr(cuda, f"{name}_sdp_enabled")() for name in SWITCHES]
+    try:
+        for i, name in enumerate(SWITCHES):
+            getattr(cuda, f"enable_{name}_sdp")(bool(number >> i & 1))
+        yield
+    finally:
+        for name, was in zip(SWITCHES, before, strict=True):
+            getattr(cuda, f"enable_{name}_sdp")(was)
+
+
+def loss_of(model: Any, number: int) -> Tensor:
+    with kind(number):
+        loss: Tensor = model(X)
+    return loss
+
+
+def sources() -> set[str]:
+    """The sources of graph modules and schedules that Python keeps."""
+    ours = {name for name in linecache.cache if name.startswith("<megacompile")}
+    return ours | set(fx.graph_module._loader.eval_cache)
+
+
+def run(model: Any, kinds: range) -> None:
+    for number in kinds:
+        loss_of(model, number).backward()
+
+
+def test_programs_that_are_not_used_any_more_go() -> None:
+    plain, model = twins(Tiny())
+    run(model, range(1))
+    (graph,) = inside.streamed(model).graphs
+    graph.most = FEW
+    compiler: Any = inside.streamed(model).buckets.plans.compiler
+    run(model, range(1, 3))
+    assert len(graph.programs) == FEW
+    first = [ref(program) for program in inside.programs(model)]
+    made = [ref(executor) for executor in inside.executors(model)]
+    gone: list[Any] = [*first, *made]
+    templates = len(compiler.pipeline.templates)
+    run(model, range(3, 7))
+    gc.collect()
+    assert len(graph.programs) == FEW
+    assert [r() for r in gone] == [None] * len(gone)
+    assert len(compiler.pipeline.templates) <= templates * 2
+    after = len(compiler.pipeline.templates), len(sources())
+    run(model, range(7, 11))
+    gc.collect()
+    assert (len(compiler.pipeline.templates), len(sources())) == after
+    for each in (plain, model):
+        each.zero_grad()
+    # a backward whose program has gone meanwhile
+    mine, theirs = (loss_of(each, 11) for each in (plain, model))
+    for number in range(12, 16):
+        loss_of(model, number)
+    mine.backward()
+    theirs.backward()
+    for each in (plain, model):
+        run(each, range(1, 2))
+    assert_same(plain, model)
+    names = [t.index for s in schedules(model) for t in s.templates]
+    assert len(set(names)) == len({id(t) for s in schedules(model) for t in s.templates})
+    # one that is used stays
+    kept = [ref(program) for program in inside.programs(model)]
+    for number in range(2, 6):
+        run(model, range(number, number + 1))
+        run(model, range(1, 2))
+    gc.collect()
+    assert len(graph.programs) == FEW
+    assert sum(reference() is not None for reference in kept) == 1
+
+
+def counts() -> tuple[int, int]:
+    gc.collect()
+    return len(gc.get_objects()), len(sources())
+
+
+def growth(one: Callable[[], object]) -> float:
+    """Objects that a call of `one` leaves behind, once there were some."""
+    one()
+    before, _ = counts()
+    for _ in range(2):
+        one()
+    return (counts()[0] - before) / 2
+
+
+def test_a_model_that_is_gone_leaves_nothing() -> None:
+    def one() -> list[Any]:
+        model: Any = megacompile(Tiny(), device="cpu", lowering="eager")
+        model(X).backward()
+        held: Any = inside.streamed(model)
+        return [
+            *(ref(item) for item in (held, held.graphs[0], held.graphs[0].module)),
+            *(ref(item) for item in (held.buckets, held.buckets.plans.compiler)),
+            *(ref(f._torchdynamo_orig_callable.__code__) for f in held._compiled.values()),
+        ]
+
+    def compiled() -> None:
+        model = Tiny()
+
+        def call() -> Any:
+            return model(X)
+
+        twin: Any = torch.compile(call, backend="eager")
+        twin()
+        torch._dynamo.reset_code(call.__code__)  # type: ignore[attr-defined]
+
+    one()
+    objects = min(growth(one) for _ in range(2))  # what tests before left to caches is not ours
+    _, before = counts()
+    gone = [one() for _ in range(2)]
+    assert counts()[1] <= before + 2  # Dynamo's own, of each captured graph
+    assert all(reference() is None for references in gone for reference in references)
+    assert objects < 200 + growth(compiled)  # torch 2.11 keeps its guards of all that it compiled
+
+
+class Config:
+    """What a model's options stand in."""
+
+
+class Asks(nn.Module):
+    """Dynamo guards on attributes that are not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.config = Config()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self.config, "scale") or hasattr(self.layer, "scale"):
+            x = x * 2
+        return cast(Tensor, self.layer(x).sum())
+
+
+def test_a_model_that_asks_for_what_it_lacks_leaves_nothing() -> None:
+    model: Any = megacompile(Asks(), device="cpu", lowering="eager")
+    model(torch.ones(2, 4)).backward()
+    gone: list[Any] = [ref(model.config), ref(model.layer)]
+    gone += [ref(param) for param in model.parameters()]
+    del model
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * 4

@@ -1,0 +1,398 @@
+"""The update in the backward: whose update it is, and what becomes of a backward that fails."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import SGD, AdamW, Optimizer
+
+from megacompile import megacompile, restoring
+from megacompile.api import accumulate
+from megacompile.errors import BackwardError, ModelError, OptimizerError
+from tests import zoo
+from tests.training import take_steps
+from tests.zoo import WIDTH, assert_close
+
+
+def net(between: Any = None) -> Any:
+    torch.manual_seed(0)
+    return zoo.Stack(between=between)
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), lr=1e-2)
+
+
+def momentum(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
+def backward(model: Any, seed: int) -> None:
+    zoo.step(model, zoo.batch(seed))
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]  # behind what is in flight
+
+
+class Mine(SGD):
+    """One that has no update of ours."""
+
+
+class Wrapper(Optimizer):
+    """Steps another one inside of its own step, as wrappers do that average or look ahead."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+        self.param_groups = inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+class Pair:
+    """A plain model, and one whose backward updates."""
+
+    def __init__(
+        self, make: Callable[[nn.Module], Optimizer] = adamw, between: Any = None, **options: Any
+    ) -> None:
+        self.plain = net(between)
+        self.model: Any = copy.deepcopy(self.plain)
+        self.of_plain, self.optimizer = make(self.plain), make(self.model)
+        options = {"device": "cpu", "lowering": "eager", "optimizer": self.optimizer, **options}
+        megacompile(self.model, **options)
+        self.both = [(self.plain, self.of_plain), (self.model, self.optimizer)]
+        self.at = 0
+
+    def steps(self, count: int) -> None:
+        """Of both."""
+        for each, optimizer in self.both:
+            take_steps(each, optimizer, count, start=self.at)
+        self.at += count
+
+    def close(self) -> None:
+        """Both are the same, but for rounding."""
+        assert_close(self.plain, self.model)
+
+
+# --- other optimizers, and parameters that the optimizer does not know
+
+
+def test_a_second_optimizer_is_refused_before_it_changes_anything() -> None:
+    pair = Pair()
+    model = pair.model
+    pair.steps(1)
+    for kind in (SGD, Mine):
+        second = kind(model.head.parameters(), lr=0.1)
+        for first in (True, False):
+            for each, _ in pair.both:
+                each.zero_grad()
+                backward(each, 7)
+            if not first:
+                pair.optimizer.step()
+            before = values(model)
+            with pytest.raises(OptimizerError, match="head"):
+                second.step()
+            assert all(map(torch.equal, before, values(model)))
+            if first:
+                pair.optimizer.step()
+            pair.of_plain.step()
+    pair.steps(1)
+    pair.close()
+
+
+def test_optimizers_that_are_no_hindrance() -> None:
+    """Over what was accumulated, over other parameters, and around the one that updates."""
+    pair = Pair()
+    for k, (each, _) in enumerate(pair.both):
+        if k:
+            with accumulate(each):
+                backward(each, 0)
+        else:
+            backward(each, 0)
+        SGD(each.head.parameters(), lr=0.1).step()
+        each.zero_grad()
+    zoo.assert_same(pair.plain, pair.model)
+    others = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    for (each, optimizer), other in zip(pair.both, others, strict=True):
+        second, wrapper = SGD([other], lr=0.1), Wrapper(optimizer)
+        for i in range(3):
+            backward(each, i)
+            other.sum().backward()
+            (wrapper if i else optimizer).step()
+            second.step()
+            optimizer.zero_grad()
+            second.zero_grad()
+    assert torch.equal(*others)
+    pair.close()
+
+
+class Adapted(nn.Module):
+    """With a bypass."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        torch.manual_seed(1)
+        self.adapter = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x) + self.adapter(x)
+        return result
+
+
+@pytest.mark.parametrize("graph_break", [False, True])
+def test_a_module_that_the_optimizer_does_not_know(graph_break: bool) -> None:
+    """It is refused until it is frozen, or added."""
+    pair = Pair(between=zoo._break if graph_break else None)
+    pair.steps(1)
+    for each, _ in pair.both:
+        each.layers[1] = Adapted(each.layers[1])
+    before = values(pair.model)
+    pair.optimizer.zero_grad()
+    with pytest.raises(OptimizerError, match=r"'layers.1.adapter.\w+'.*add_param_group"):
+        backward(pair.model, 2)
+    assert all(map(torch.equal, before, values(pair.model)))
+    for each, _ in pair.both:
+        each.layers[1].adapter.requires_grad_(False)
+    pair.steps(1)
+    for each, optimizer in pair.both:
+        each.layers[1].adapter.requires_grad_(True)
+        optimizer.add_param_group({"params": list(each.layers[1].adapter.parameters())})
+    pair.steps(2)
+    pair.close()
+    params = pair.optimizer.param_groups[0]["params"]
+    params[:] = [p for p in params if p is not pair.model.head.bias]
+    with pytest.raises(OptimizerError, match="'head.bias'"):
+        take_steps(pair.model, pair.optimizer, 1)
+
+
+LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a penalty": lambda m, x: m(x).mean() + torch.stack([p.sum() for p in m.parameters()]).sum(),
+    "one before": lambda m, x: m.head.weight.square().sum() + m(x).mean(),
+    "the head": lambda m, x: m(x).mean() + m.head(x).sum(),
+    "tied": lambda m, x: nn.functional.linear(m(x), m.head.weight.t()).mean(),
+    "a view": lambda m, x: m(x).mean() + m.head.weight.view(-1)[:20].abs().sum(),
+}
+
+
+def test_what_others_use_is_refused() -> None:
+    """Before anything is updated; and goes on afterwards. A frozen one is no hindrance."""
+    pair = Pair()
+    pair.steps(1)
+    x = zoo.batch(3)["x"]
+    before = values(pair.model)
+    for loss in LOSSES.values():
+        with pytest.raises(BackwardError, match="optimizer="):
+            loss(pair.model, x).backward()
+        assert all(map(torch.equal, before, values(pair.model)))
+        pair.model.zero_grad()
+    pair.steps(1)
+    pair.close()
+    for each, optimizer in pair.both:
+        each.head.requires_grad_(False)
+        each.zero_grad()
+        LOSSES["the head"](each, x).backward()
+        optimizer.step()
+        each.zero_grad()
+    pair.close()
+
+
+# --- a backward that fails
+
+
+class Fails(torch.autograd.Function):
+    """In the backward, when it is told to."""
+
+    armed = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if Fails.armed:
+            raise KeyError("out of luck")
+        return gradients[0]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def fails(i: int, hidden: Tensor) -> Tensor:
+    """Behind the second layer: the backward of what is behind it comes first."""
+    result: Tensor = Fails.apply(hidden) if i == 1 else hidden  # type: ignore[no-untyped-call]
+    return result
+
+
+class Half(Pair):
+    """Half of it can be updated, again and again; `saved` is the checkpoint before."""
+
+    def __init__(self, make: Callable[[nn.Module], Optimizer] = adamw, **options: Any) -> None:
+        super().__init__(make, fails, **options)
+        self.steps(2)
+
+    def fail(self) -> None:
+        """Leave it half updated."""
+        self.saved = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+        self.optimizer.zero_grad()
+        Fails.armed = True
+        try:
+            with pytest.raises(KeyError, match="out of luck"):
+                backward(self.model, 2)
+        finally:
+            Fails.armed = False
+
+    def refused(self) -> None:
+        """Whatever saves or goes on says that it is half updated, each time."""
+        model, optimizer = self.model, self.optimizer
+        uses = [lambda: backward(model, 2), optimizer.step, model.state_dict, optimizer.state_dict]
+        for use in uses * 2:
+            with pytest.raises(OptimizerError, match="half updated"):
+                use()
+
+    def load(self, *, copying: bool = False) -> None:
+        """The checkpoint, by load_state_dict() or in place."""
+        if copying:
+            with torch.no_grad():
+                for name, param in self.model.named_parameters():
+                    param.copy_(self.saved[0][name])
+        else:
+            self.model.load_state_dict(self.saved[0])
+        self.optimizer.load_state_dict(copy.deepcopy(self.saved[1]))
+
+    def go_on(self) -> None:
+        """All is as if nothing had been."""
+        self.steps(2)
+        self.close()
+
+
+@pytest.mark.parametrize("make", [adamw, momentum])
+def test_a_checkpoint_goes_on(make: Any) -> None:
+    """Whether it is loaded when the backward failed, or when everything has said so."""
+    half = Half(make)
+    for told in (False, True):
+        for copying in (False, True):
+            half.fail()
+            if told:
+                half.refused()
+            half.load(copying=copying)
+            half.go_on()
+    # half a checkpoint is not enough
+    half.fail()
+    half.optimizer.load_state_dict(copy.deepcopy(half.saved[1]))
+    half.refused()
+    half.load()
+    half.fail()
+    half.model.load_state_dict(half.saved[0])
+    half.refused()
+    half.load()
+    # a step behind it does not count; one of nothing is none
+    counts = {float(v) for s in half.optimizer.state.values() for k, v in s.items() if k == "step"}
+    assert counts == ({float(half.at)} if make is adamw else set())
+    half.optimizer.zero_grad()
+    half.optimizer.step()
+    half.go_on()
+
+
+def test_everything_is_overwritten() -> None:
+    """In place: parameters, states and their counters. Whatever is left out is missed."""
+    half = Half()
+    half.fail()
+    with torch.no_grad():
+        for name, param in half.model.named_parameters():
+            param.copy_(half.saved[0][name])
+    half.refused()
+    states = [half.optimizer.state[p] for p in half.model.parameters()]
+    for name in ("exp_avg", "exp_avg_sq", "step"):
+        with pytest.raises(OptimizerError, match="half updated"):
+            half.model.state_dict()
+        for i, state in enumerate(states):
+            state[name].copy_(half.saved[1]["state"][i][name])
+    half.go_on()
+
+
+def test_where_nothing_was_updated_nothing_needs_to_be_loaded() -> None:
+    """A backward that failed before; and a checkpoint that is loaded instead of the step."""
+    pair = Pair()
+    pair.steps(1)
+
+    def refuse(gradient: Tensor) -> Tensor:
+        raise KeyError("no luck")
+
+    for each, optimizer in pair.both:
+        loss = zoo.loss_of(each(**zoo.batch(1)))
+        loss.register_hook(refuse)
+        optimizer.zero_grad()
+        with pytest.raises(KeyError, match="no luck"):
+            loss.backward()
+    pair.steps(2)
+    pair.close()
+    saved = copy.deepcopy((pair.model.state_dict(), pair.optimizer.state_dict()))
+    backward(pair.model, 7)
+    pair.model.load_state_dict(saved[0])
+    pair.optimizer.load_state_dict(saved[1])
+    pair.steps(2)
+    pair.close()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_a_loader_that_reads_first(tmp_path: Path) -> None:
+    """As that of torch.distributed.checkpoint. What is not restored is refused again."""
+    half = Half()
+    model, optimizer = half.model, half.optimizer
+    half.fail()
+    whole = copy.deepcopy(half.plain)
+    of_whole = adamw(whole)
+    whole.load_state_dict(half.saved[0])
+    of_whole.load_state_dict(copy.deepcopy(half.saved[1]))
+    state = {"model": get_model_state_dict(whole), "of": get_optimizer_state_dict(whole, of_whole)}
+    save(state, checkpoint_id=tmp_path)
+    with pytest.raises(OptimizerError):
+        get_model_state_dict(model)
+    for loaded in ("nothing", "the model", "the optimizer"):
+        with pytest.raises(OptimizerError, match="half updated"), restoring(model):
+            for each in (model, optimizer):
+                each.state_dict()
+            if loaded == "the model":
+                model.load_state_dict(half.saved[0])
+            if loaded == "the optimizer":
+                optimizer.load_state_dict(copy.deepcopy(half.saved[1]))
+        half.refused()
+        half.load()
+        half.fail()
+    with pytest.raises(ZeroDivisionError), restoring(model):
+        model.state_dict()
+        raise ZeroDivisionError
+    half.refused()
+    with restoring(model):
+        targets: dict[str, Any] = {
+            "model": get_model_state_dict(model),
+            "of": get_optimizer_state_dict(model, optimizer),
+        }
+        uses: list[Callable[[], object]] = [lambda: backward(model, 2), optimizer.step]
+        for use in uses:
+            with pytest.raises(OptimizerError, match="half updated"):
+                use()
+        load(targets, checkpoint_id=tmp_path)
+        set_model_state_dict(model, targets["model"])
+        set_optimizer_state_dict(model, optimizer, targets["of"])
+    half.go_on()
+    with restoring(model):  # there is nothing to be restored
+        half.go_on()
+    with pytest.raises(ModelError), restoring(net()):
+        pass

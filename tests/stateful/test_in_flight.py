@@ -1,0 +1,282 @@
+"""`optimizer.step()` returns before its updates are made; whoever looks waits for them.
+
+The updates are late: they are made when somebody waits. That each read waits, and sees what the
+plain model has, is drawn in `test_training.py`; here is who waits for what, and what fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from megacompile import trace
+from megacompile.errors import OptimizerError
+from tests import inside
+from tests.interrupts import traced
+from tests.stateful.late import AnyOpcode, Late, late
+from tests.training import (
+    BUCKET,
+    NAME,
+    adamw,
+    assert_states_same,
+    data,
+    gradients,
+    net,
+    take_steps,
+    train,
+)
+from tests.zoo import WIDTH, assert_same, batch, equal, step, twins
+
+
+class Flying:
+    """A plain model and a streamed one, whose updates are late."""
+
+    def __init__(self) -> None:
+        self.plain, self.model = twins(net())
+        (self.mine,), (self.theirs,) = adamw(self.plain), adamw(self.model)
+        self.both: list[tuple[Any, Optimizer]] = [
+            (self.plain, self.mine),
+            (self.model, self.theirs),
+        ]
+        for model, optimizer in self.both:
+            train(model, [optimizer], 2)
+        self.saved = copy.deepcopy((self.plain.state_dict(), self.mine.state_dict()))
+        self.workers: Late = late(self.model)
+        self.steps = 2
+
+    def step(self) -> None:
+        """Another one; the update of the streamed model is in flight."""
+        for model, optimizer in self.both:
+            optimizer.zero_grad()
+            gradients(model, self.steps)
+            if model is self.model:
+                self.workers.finish()
+                self.workers.waited.clear()
+                self.workers.ran.clear()
+            optimizer.step()
+        self.steps += 1
+
+    def load(self) -> None:
+        """The checkpoint, on both sides."""
+        for model, optimizer in self.both:
+            model.load_state_dict(self.saved[0])
+            optimizer.load_state_dict(copy.deepcopy(self.saved[1]))
+
+
+def test_who_waits_for_what() -> None:
+    both = Flying()
+    workers, model = both.workers, both.model
+    both.step()
+    param, last = model.get_parameter(NAME), model.head.weight
+    assert not workers.waited and not workers.ran, "step() does not wait"
+    # what is known without the values
+    assert param.shape == (2 * WIDTH, WIDTH) and param.dtype == torch.float32
+    assert (param.numel(), param.dim(), param.device.type) == (512, 2, "cpu")
+    assert param.requires_grad and param.is_leaf and param.grad is not None
+    assert isinstance(param, nn.Parameter) and type(param) is not nn.Parameter
+    assert param in both.theirs.state and len({param, param}) == 1
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) > 0
+    assert workers.waited == []
+    # a use waits for its bucket alone, and for those before it
+    param.sum()
+    assert workers.waited == [BUCKET]
+    assert workers.ran[-1] == BUCKET and "head+spare" not in workers.ran
+    assert type(param) is nn.Parameter and type(param.grad) is torch.Tensor
+    assert type(both.theirs.state[param]["exp_avg"]) is torch.Tensor
+    assert type(last) is not nn.Parameter
+    assert_same(both.plain, model)
+
+    # the next forward waits bucket after bucket
+    both.step()
+    order = workers.names
+    assert order.index("embed") < order.index("layers.0") < order.index("layers.2")
+    assert order[-1] == "head+spare", "in the order in which the forward reads them"
+    both.theirs.zero_grad()
+    both.mine.zero_grad()
+    assert workers.waited == []
+    with torch.no_grad():
+        assert equal(both.plain(**data(7)), model(**data(7)))
+    assert workers.waited == [name for name in order if name in workers.waited]
+    assert workers.waited[-1] == "head+spare"
+    assert_same(both.plain, model)
+
+    # an option is for the next step
+    both.step()
+    before = [group["lr"] for group in both.theirs.param_groups]
+    for group in both.theirs.param_groups:
+        group["lr"] = 1000.0
+    assert workers.waited == []
+    assert_same(both.plain, model)
+    for group, lr in zip(both.theirs.param_groups, before, strict=True):
+        group["lr"] = lr
+
+    # gradients that the step reads are zeroed and overwritten behind it
+    for to_none in (False, True):
+        both.step()
+        for each, optimizer in both.both:
+            optimizer.zero_grad(set_to_none=to_none)
+            gradients(each, 9)
+        assert BUCKET in workers.waited
+        assert_same(both.plain, model)
+
+    # who has another name of its memory need not wait: the step does
+    aliases: dict[str, Callable[[], Any]] = {
+        "p.detach()": lambda: model.get_parameter(NAME).detach(),
+        "a view": lambda: model.get_parameter(NAME).detach()[2:],
+        "numpy": lambda: model.get_parameter(NAME).detach().numpy(),
+        "a state's": lambda: both.theirs.state[model.get_parameter(NAME)]["exp_avg"].view(-1),
+    }
+    for kind, name in aliases.items():
+        alias = name()
+        both.step()
+        assert workers.waited == [BUCKET], kind
+        del alias
+    every = model.state_dict()
+    both.step()
+    assert BUCKET in workers.waited and not workers.names
+    del every
+    assert_same(both.plain, model)
+
+
+def test_a_failed_update_is_said_until_a_checkpoint_is_loaded() -> None:
+    both = Flying()
+    uses: dict[str, Callable[[], Any]] = {
+        "p": lambda: both.model.get_parameter(NAME).sum(),
+        "call": lambda: both.model(**data(0)),
+        "step": both.theirs.step,
+        "load": lambda: both.model.load_state_dict(both.saved[0]),
+    }
+    for name, use in uses.items():
+        train(both.model, [both.theirs], 1, start=7)  # states that were loaded are adopted
+        gc.collect()  # frames of errors have names for what the step guards
+        both.theirs.zero_grad()
+        gradients(both.model, 2)
+        both.workers.fails = BUCKET
+        both.theirs.step()
+        if name == "load":  # it makes parameters whole, and waits for the update
+            use()
+        else:
+            with pytest.raises(OptimizerError, match=f"'{BUCKET}'") as caught:
+                use()
+            assert isinstance(caught.value.__cause__, ArithmeticError)
+            del caught
+            with pytest.raises(OptimizerError, match="half updated"):
+                use()
+        both.workers.fails = ""
+        both.model.load_state_dict(both.saved[0])
+        with pytest.raises(OptimizerError, match="half updated"):  # half of a checkpoint
+            both.theirs.step()
+        both.load()
+        for model, optimizer in both.both:
+            train(model, [optimizer], 2, start=2)
+        assert_same(both.plain, both.model)
+        assert_states_same(both.mine.state_dict(), both.theirs.state_dict())
+        both.load()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_step_that_breaks_off_behind_its_count(error: type[BaseException]) -> None:
+    """Where it fails, all buckets are torn. Ctrl-C tears them where it leaves some updated only."""
+    both = Flying()
+    model, workers = both.model, both.workers
+    for begun in (0, 2):
+        train(model, [both.theirs], 1, start=7)  # states that were loaded are adopted
+        torn_from = copy.deepcopy(model.state_dict())
+        both.theirs.zero_grad()
+        gradients(model, 2)
+        workers.breaks_at, workers.breaks_with = begun, error("breaks off")
+        with pytest.raises(error, match="breaks off"):
+            both.theirs.step()
+        workers.breaks_at = -1
+        workers.finish()
+        torn = error is RuntimeError or begun > 0
+        pendings = [bucket.pending for bucket in inside.buckets(model).values()]
+        assert {pending.is_torn() for pending in pendings} == {torn}
+        if not torn:  # nothing of it was made
+            assert all(equal(v, torn_from[n]) for n, v in model.state_dict().items())
+        else:
+            for use in (model.state_dict, both.theirs.state_dict, lambda: model(**data(2))):
+                with pytest.raises(OptimizerError, match="half updated"):
+                    use()
+        both.load()
+        for each, optimizer in both.both:
+            train(each, [optimizer], 2, start=2)
+        assert_same(both.plain, model)
+        both.load()
+
+
+class Loss(nn.Module):
+    """One bucket: there are some hundred instructions for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.head(x), y)
+
+
+@pytest.mark.parametrize("aliased", [False, True], ids=["", "aliased"])
+def test_an_old_update_never_overwrites_a_checkpoint(aliased: bool) -> None:
+    """Ctrl-C at any bytecode of a step, and then a checkpoint is loaded."""
+    torch.manual_seed(0)
+    plain, model = twins(Loss())
+    optimizers = [SGD(each.parameters(), 0.1, 0.9) for each in (plain, model)]
+    for each, optimizer in zip((plain, model), optimizers, strict=True):
+        take_steps(each, optimizer, 2)
+    workers = late(model)
+    checkpoint = copy.deepcopy((plain.state_dict(), optimizers[0].state_dict()))
+    aliases = dict(model.state_dict()) if aliased else {}
+    found = {n: torch.randn_like(p) for n, p in plain.named_parameters()}
+    at, seen = 0, 0
+    while True:
+        at += 37
+        for name, param in model.named_parameters():
+            param.grad = found[name].clone()
+        opcodes = AnyOpcode(at)
+        try:
+            with traced(opcodes):
+                optimizers[1].step()
+        except KeyboardInterrupt:
+            seen += 1
+        else:
+            break
+        for name, alias in aliases.items():  # the step itself waits
+            alias.copy_(checkpoint[0][name])
+        if not aliased:
+            model.load_state_dict(checkpoint[0])
+        optimizers[1].load_state_dict(copy.deepcopy(checkpoint[1]))
+        workers.finish()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, checkpoint[0][name]), (opcodes.stopped, name)
+    assert seen > 50
+    model.load_state_dict(checkpoint[0])
+    optimizers[1].load_state_dict(copy.deepcopy(checkpoint[1]))
+    for each, optimizer in zip((plain, model), optimizers, strict=True):
+        each.zero_grad()
+        take_steps(each, optimizer, 3)
+    assert_same(plain, model)
+    assert equal(step(plain, batch(5)), step(model, batch(5)))
+
+
+def test_a_trace_does_not_wait_for_what_was_interrupted() -> None:
+    _, model = twins(Loss())
+    optimizer = SGD(model.parameters(), 0.1, 0.9)
+    take_steps(model, optimizer, 3)
+    workers = late(model)
+    for at in range(100, 6000, 800):
+        step(model, batch(0))
+        with trace(model) as recorded:
+            with contextlib.suppress(KeyboardInterrupt), traced(AnyOpcode(at)):
+                optimizer.step()
+            take_steps(model, optimizer, 1)
+        workers.finish()
+        assert recorded.spans

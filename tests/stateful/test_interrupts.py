@@ -1,0 +1,202 @@
+"""Ctrl-C at any bytecode of a call: the model is whole, can be saved, and works.
+
+Real signal handlers run at fewer places: Python looks for signals behind calls and at jumps back.
+`make thorough` takes every bytecode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from megacompile import compat
+from megacompile.runtime.params import undo
+from megacompile.runtime.params.proxies import StreamedParameter
+from tests import inside
+from tests.draws import drawn
+from tests.interrupts import traced
+from tests.stateful.late import AnyOpcode
+from tests.zoo import WIDTH, assert_steps_same, batch, differences, step, twins
+
+CALL = ("streamed", "proxies", "undo", "compat", "contextlib", "guards", "swap")
+
+
+class Two(nn.Module):
+    """As small as can be: every bytecode is a case."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        result: Tensor = (self.second(self.first(x)) - y).square().mean()
+        return result
+
+
+def state() -> tuple[Any, ...]:
+    """What a call changes for its own time in this thread."""
+    return (
+        compat.dynamo_options(),
+        compat.torch_function_state(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+    )
+
+
+def is_free(lock: Any) -> bool:
+    """Can another thread acquire a lock?"""
+    found: list[bool] = []
+
+    def look() -> None:
+        found.append(lock.acquire(blocking=False))
+        if found[0]:
+            lock.release()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def interrupted(call: Callable[[], object], at: int, *files: str) -> AnyOpcode:
+    """A call with a Ctrl-C at a bytecode, if it comes to it."""
+    opcodes = AnyOpcode(at, *files)
+    with contextlib.suppress(KeyboardInterrupt), traced(opcodes):
+        call()
+    return opcodes
+
+
+def assert_whole(model: Any, params: dict[str, nn.Parameter], before: Any, place: str) -> None:
+    """Its parameters are in their places, it can be saved, and nobody holds it."""
+    now = dict(model.named_parameters())
+    assert not any(isinstance(param, StreamedParameter) for param in now.values()), place
+    assert list(now) == list(params) and all(now[k] is params[k] for k in params), place
+    torch.save(model.state_dict(), io.BytesIO())
+    assert is_free(inside.streamed(model).buckets.alone), place
+    assert state() == before, place
+
+
+@pytest.mark.parametrize("stride", drawn([5], [1]))
+def test_at_any_bytecode_of_a_call(stride: int) -> None:
+    """Of the model, and by `functional_call` with parameters of the caller's."""
+    torch.manual_seed(0)
+    plain, model = twins(Two())
+    assert_steps_same(plain, model, batch())
+    params, before = dict(model.named_parameters()), state()
+    weights = {"first.weight": params["first.weight"] * 2, "second.bias": torch.ones(WIDTH)}
+    given = dict(weights)
+    calls: list[Callable[[], object]] = [
+        lambda: model(**batch()),
+        lambda: functional_call(model, weights, kwargs=batch()),
+    ]
+    for call in calls:
+        call()
+        count = interrupted(call, 0, *CALL).seen
+        assert count > 500
+        for at in range(1, count + 1, stride):
+            opcodes = interrupted(call, at, *CALL)
+            assert opcodes.stopped
+            assert_whole(model, params, before, opcodes.stopped)
+            assert all(weights[name] is given[name] for name in given), opcodes.stopped
+            if at % (7 * stride) == 1:
+                model.zero_grad()
+                step(model, batch())
+                assert differences(plain, model) == [], opcodes.stopped
+
+
+def test_while_a_model_is_taken_over() -> None:
+    """Parameters half in old buckets and half in new ones: the next call takes them over."""
+    torch.manual_seed(0)
+    plain, model = twins(Two())
+    assert_steps_same(plain, model, batch())
+    files, before = ("streamed", "proxies", "host", "buffers", "swap"), state()
+
+    def change(seed: int) -> None:
+        torch.manual_seed(seed)
+        weight = torch.randn(WIDTH, WIDTH)
+        for each in (plain, model):
+            each.first.weight = nn.Parameter(weight.clone())
+            each.zero_grad()
+
+    for _ in range(2):  # the first take-over says and imports what the next ones do not
+        change(0)
+        count = interrupted(lambda: model(**batch()), 0, *files).seen
+    stopped = 0
+    for at in range(1, count + 1, count // 15):
+        change(at)
+        params = dict(model.named_parameters())
+        opcodes = interrupted(lambda: model(**batch()), at, *files)
+        stopped += bool(opcodes.stopped)
+        assert_whole(model, params, before, opcodes.stopped)
+        assert_steps_same(plain, model, batch())
+    assert stopped > 10
+
+
+def test_what_two_interrupts_have_left_is_put_back() -> None:
+    """The second of them where the first is made good."""
+    torch.manual_seed(0)
+    plain, model = twins(Two())
+    inside.streamed(model).buckets.proxies.swap_in([])
+    assert_steps_same(plain, model, batch())
+    assert not any(isinstance(param, StreamedParameter) for param in model.parameters())
+
+
+def test_undos_run_backwards_on_any_way_out() -> None:
+    done: list[str] = []
+    interrupts = [KeyboardInterrupt()]
+
+    def broken_off() -> None:
+        done.append("second")
+        if interrupts:
+            raise interrupts.pop()
+
+    def body(undos: undo.Undos) -> str:
+        undos += [lambda: done.append("first"), broken_off]
+        if error is None:
+            return "result"
+        raise error
+
+    error: ValueError | None = None
+    with pytest.raises(KeyboardInterrupt):
+        undo.undone(body)
+    assert done == ["second", "second", "first"], "what is broken off runs again"
+    done.clear()
+    assert undo.undone(body) == "result"
+    assert done == ["second", "first"]
+    done.clear()
+    error = ValueError("in the body")
+    with pytest.raises(ValueError, match="in the body"):
+        undo.undone(body)
+    assert done == ["second", "first"]
+
+
+def test_exchange_changes_only_what_is_there() -> None:
+    old, new, other = object(), object(), object()
+    one, two = {"a": old, "b": other}, {"a": old}
+    undo.exchange([one, one, one, two], ["a", "b", "gone", "a"], [old] * 4, [new] * 4)
+    assert (one, two) == ({"a": new, "b": other}, {"a": new})
+
+
+def test_a_lock_is_held_until_the_undos_run() -> None:
+    lock = threading.RLock()
+
+    def inner(undos: undo.Undos) -> None:
+        undo.hold(lock, undos)
+        assert not is_free(lock)
+
+    def outer(undos: undo.Undos) -> None:
+        undo.hold(lock, undos)
+        undo.undone(inner)
+        assert not is_free(lock)
+
+    undo.undone(outer)
+    assert is_free(lock)

@@ -1,0 +1,483 @@
+"""A state machine of what a training loop may do; a plain model does the same and is compared.
+
+What the user sees of each action must be equal in every bit, and it raises where the plain one
+does. To look waits for updates in flight, so the whole state is compared where the machine draws
+it, and at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import tempfile
+import warnings
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from megacompile import megacompile, released
+from megacompile.runtime.params.proxies import StreamedParameter
+from tests import adversary
+from tests.interrupts import traced
+from tests.stateful import side as loops
+from tests.stateful.late import AnyOpcode, late
+from tests.stateful.side import Side
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a model is megacompiled."""
+
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    breaks: bool = False  # of the graph
+    late: bool = False  # updates are made when somebody waits
+    adversarial: bool = False  # streams run in any order
+    in_backward: bool = False  # the update
+    examples: int = 4  # loops that are drawn
+
+
+CONFIGS = {
+    "late": Config({"resident": 0}, late=True, examples=8),
+    "adversary": Config({"resident": "400"}, late=True, adversarial=True),
+    "resident": Config({"resident": "all"}),
+    "recompute": Config({"activations": "recompute", "slots": 2, "lookahead": 1, "resident": 0}),
+    "broken": Config({"resident": 0}, breaks=True, late=True),
+    "disk": Config({"disk": tempfile.gettempdir(), "resident": 0}),
+    "planned": Config({"gpu_memory": 2**16}, late=True, examples=3),
+    "in backward": Config(in_backward=True, examples=10),
+}
+
+
+STEPS = 40  # that a loop has at most
+
+
+class Pair:
+    """The two models of a configuration, which are captured once."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        torch.manual_seed(0)
+        model = loops.Net(config.breaks)
+        plain = copy.deepcopy(model)
+        options = dict(config.options)
+        optimizers: list[Any] = [None, None]
+        if config.in_backward:
+            optimizers = [loops.OPTIMIZERS["adamw"](list(m.parameters())) for m in (plain, model)]
+            options["optimizer"] = optimizers[1]
+        megacompile(model, device="cpu", lowering="eager", progress=False, **options)
+        self.device = adversary.attach(model) if config.adversarial else None
+        if config.late:
+            late(model)
+        self.plain = Side(plain, compiled=False, updates=optimizers[0])
+        self.ours = Side(model, compiled=True, updates=optimizers[1])
+
+
+class Both(RuleBasedStateMachine):
+    """Both sides do the same, and are compared."""
+
+    rtol = 0.0
+
+    def __init__(self, pair: Pair) -> None:
+        super().__init__()
+        self.pair, self.plain, self.ours = pair, pair.plain, pair.ours
+
+    def both(self, act: str, *args: Any) -> None:
+        """Both do it, and show the same or raise."""
+        results = []
+        for each in (self.plain, self.ours):
+            torch.manual_seed(1)
+            try:
+                results.append(getattr(each, act)(*args))
+            except (RuntimeError, ValueError, loops.Planted) as error:
+                results.append(error)
+        wanted, got = results
+        if isinstance(wanted, Exception) or isinstance(got, Exception):
+            if not isinstance(got, Exception):
+                raise AssertionError(f"{act}: no error as {wanted!r}")
+            if not isinstance(wanted, Exception):
+                raise got
+            self.restart()
+        elif where := loops.difference(wanted, got, self.rtol):
+            raise AssertionError(f"{act}{args}: {where}")
+
+    def restart(self) -> None:
+        """Behind an error: what was computed so far is dropped."""
+        for each in (self.plain, self.ours):
+            each.drop()
+            each.model.train()
+            each.model.zero_grad()
+
+    def compare(self) -> None:
+        if where := loops.difference(self.plain.shape(), self.ours.shape(), self.rtol):
+            raise AssertionError(f"{where}")
+
+    def interrupted(self, act: str, at: int, *args: Any) -> None:
+        """Ctrl-C in what the megacompiled side does; then a checkpoint is loaded."""
+        opcodes = AnyOpcode(at)
+        with contextlib.suppress(KeyboardInterrupt, RuntimeError), traced(opcodes):
+            getattr(self.ours, act)(*args)
+        hypothesis.note(f"interrupted at {opcodes.stopped}")
+        params = self.ours.model.parameters()
+        assert not any(isinstance(p, StreamedParameter) for p in params), opcodes.stopped
+        if not opcodes.stopped:
+            with contextlib.suppress(RuntimeError):
+                getattr(self.plain, act)(*args)
+        self.restart()
+        self.ours.model.load_state_dict(self.plain.model.state_dict())
+        for mine, theirs in zip(self.plain.optimizers, self.ours.optimizers, strict=True):
+            theirs.load_state_dict(copy.deepcopy(mine.state_dict()))
+        for each in (self.plain, self.ours):
+            each.forget()
+            each.seen.clear()
+
+    def teardown(self) -> None:
+        try:
+            if self.plain.optimizers:
+                self.compare()
+        finally:
+            for each in (self.plain, self.ours):
+                each.end()
+
+
+class Training(Both):
+    """A loop that may do anything."""
+
+    def __init__(self, pair: Pair) -> None:
+        super().__init__(pair)
+        self.tied = self.stepped = self.replaced = self.frozen = False
+
+    # --- rules
+
+    @initialize(
+        kind=st.sampled_from(list(loops.OPTIMIZERS)), whole=st.booleans(), seed=st.integers(0, 99)
+    )
+    def begin(self, kind: str, whole: bool, seed: int) -> None:
+        if self.pair.device is not None:
+            self.pair.device.policy = adversary.Random(seed)
+        for each in (self.plain, self.ours):
+            each.reset(kind, whole=whole)
+
+    @rule(
+        rows=st.sampled_from([3, 4]),
+        seed=st.integers(0, 9),
+        extra=st.sampled_from(loops.EXTRAS),
+    )
+    def forward(self, rows: int, seed: int, extra: str) -> None:
+        if len(self.plain.losses) < 3:
+            self.both("forward", rows, seed, "" if self.tied else extra, seed == 0)
+            self.replaced = False
+
+    @rule(mode=st.sampled_from(["eval", "train", "inference"]))
+    def evaluate(self, mode: str) -> None:
+        self.both("evaluate", 3, mode)
+
+    @precondition(lambda self: self.plain.losses)
+    @rule(
+        which=st.integers(0, 2),
+        how=st.sampled_from(["", "", "", "retain", "thread", "grad", "inputs"]),
+    )
+    def backward(self, which: int, how: str) -> None:
+        self.both("backward", which, how)
+
+    @rule(seed=st.integers(0, 9), extra=st.sampled_from(loops.EXTRAS), retain=st.booleans())
+    def micro_batch(self, seed: int, extra: str, retain: bool) -> None:
+        self.forward(3, seed, extra)
+        if self.plain.losses:
+            self.both("backward", len(self.plain.losses) - 1, "retain" if retain else "")
+
+    @rule(seed=st.integers(0, 9), to_none=st.sampled_from([None, None, True, False]))
+    def ordinary_step(self, seed: int, to_none: bool | None) -> None:
+        """What most loops do, so that what is unusual comes between."""
+        self.both("drop")
+        if to_none is not None:
+            self.both("zero_grad", to_none, True)
+        self.micro_batch(seed, "", False)
+        self.step(0)
+
+    another_micro_batch, another_step = micro_batch, ordinary_step  # they are drawn twice as often
+
+    @precondition(lambda self: len(self.plain.losses) > 1 and not self.tied)
+    @rule()
+    def all_backwards(self) -> None:
+        self.both("all_backwards")
+
+    @rule(
+        where=st.sampled_from(["forward", "loss", "hook", "pre hook", "post hook", "closure"]),
+        number=st.integers(0, 9),
+    )
+    def fail(self, where: str, number: int) -> None:
+        if self.plain.losses or where not in ("loss", "hook"):
+            self.both("fail", where, number)
+
+    @rule(which=st.integers(0, 1))
+    def step(self, which: int) -> None:
+        self.both("step", which)
+        self.stepped = True
+
+    @rule(seed=st.integers(0, 9))
+    def closure(self, seed: int) -> None:
+        self.both("drop")
+        self.both("closure", seed)
+
+    @rule(to_none=st.booleans(), by_model=st.booleans())
+    def zero_grad(self, to_none: bool, by_model: bool) -> None:
+        self.both("zero_grad", to_none, by_model)
+
+    @rule(largest=st.sampled_from([1e-3, 1e3]), foreach=st.booleans())
+    def clip(self, largest: float, foreach: bool) -> None:
+        self.both("clip", largest, foreach)
+
+    @precondition(lambda self: self.stepped)
+    @rule()
+    def schedule(self) -> None:
+        self.both("schedule")
+
+    @rule(option=st.sampled_from([("lr", 1e-3), ("weight_decay", 0.2), ("momentum", 0.5)]))
+    def options(self, option: tuple[str, float]) -> None:
+        self.both("options", *option)
+
+    @rule()
+    def add_group(self) -> None:
+        self.both("add_group")
+
+    @rule(
+        kind=st.sampled_from(list(loops.OPTIMIZERS)),
+        states=st.sampled_from(["", "copied", "shared"]),
+        keep=st.booleans(),
+    )
+    def other_optimizer(self, kind: str, states: str, keep: bool) -> None:
+        self.both("other_optimizer", kind, states, keep)
+
+    @rule(number=st.integers(0, 9), how=st.sampled_from(loops.STATES))
+    def state(self, number: int, how: str) -> None:
+        self.both("state", number, how)
+
+    @rule(
+        number=st.integers(0, 9),
+        how=st.sampled_from(loops.WRITES),
+        value=st.sampled_from([0.5, 0.25]),
+    )
+    def write(self, number: int, how: str, value: float) -> None:
+        self.both("drop")
+        if how in ("data", "new data"):
+            self.both("forget")
+            self.replaced = True
+        self.both("write", number, how, value)
+
+    @rule()
+    def swap_data(self) -> None:
+        self.both("drop")
+        self.both("forget")
+        self.both("swap_data")
+        self.replaced = True
+
+    @rule(number=st.integers(0, 9), how=st.sampled_from(loops.GRADIENTS))
+    def gradient(self, number: int, how: str) -> None:
+        self.both("gradient", number, how)
+
+    @precondition(lambda self: not self.replaced)  # it is taken over in the next call
+    @rule(number=st.integers(0, 9), kind=st.sampled_from(loops.ALIASES))
+    def alias(self, number: int, kind: str) -> None:
+        self.both("alias", number, kind)
+
+    @precondition(lambda self: self.plain.aliases)
+    @rule(which=st.integers(0, 3))
+    def write_alias(self, which: int) -> None:
+        self.both("drop")
+        self.both("write_alias", which)
+
+    @precondition(lambda self: self.plain.aliases)
+    @rule()
+    def forget(self) -> None:
+        self.both("forget")
+
+    @rule(number=st.integers(0, 9), use=st.sampled_from(loops.USES))
+    def look(self, number: int, use: str) -> None:
+        self.both("look", number, use)
+
+    @rule()
+    def look_at_all(self) -> None:
+        self.compare()
+
+    @rule(number=st.integers(0, 9), kind=st.sampled_from(["tensor", "post accumulate"]))
+    def hook(self, number: int, kind: str) -> None:
+        if len(self.plain.hooks) < 3:
+            self.both("hook", number, kind)
+
+    @precondition(lambda self: self.plain.hooks)
+    @rule()
+    def unhook(self) -> None:
+        self.both("unhook")
+
+    @rule(sure=st.integers(0, 3))
+    def freeze(self, sure: int) -> None:
+        """A layer; or let it train again."""
+        if sure == 0 or self.frozen:  # it is captured anew
+            self.frozen = not self.frozen
+            self.both("freeze", self.frozen)
+
+    @precondition(lambda self: not self.tied)
+    @rule(sure=st.integers(0, 3))
+    def tie(self, sure: int) -> None:
+        if sure == 0:  # it is captured anew
+            for act in ("drop", "forget", "tie"):
+                self.both(act)
+            self.tied = True
+
+    @rule(by=st.sampled_from(["file", "deepcopy"]))
+    def save(self, by: str) -> None:
+        self.both("save", by)
+
+    @precondition(lambda self: self.plain.saved is not None)
+    @rule(assign=st.booleans(), what=st.sampled_from([(True, True), (True, False), (False, True)]))
+    def load(self, assign: bool, what: tuple[bool, bool]) -> None:
+        self.both("drop")
+        self.both("load", False, *what)
+
+    @rule(by=st.sampled_from(["deepcopy", "pickle"]))
+    def copied_model(self, by: str) -> None:
+        self.both("copied_model", by)
+
+    @rule()
+    def fork(self) -> None:
+        self.both("fork")
+
+    @rule()
+    def released(self) -> None:
+        self.both("drop")
+        with released(self.ours.model):
+            if self.pair.config.options.get("resident") == "all":
+                self.compare()
+
+    @rule(act=st.sampled_from(["forward", "backward", "step", "evaluate"]), at=st.integers(1, 9000))
+    def interrupt(self, act: str, at: int) -> None:
+        args: dict[str, tuple[Any, ...]] = {
+            "forward": (3, 1, "", False),
+            "backward": (0, ""),
+            "step": (0,),
+            "evaluate": (3, "eval"),
+        }
+        threads = "disk" in self.pair.config.options  # whose moment no draw decides
+        if not threads and (act != "backward" or self.plain.losses):
+            self.interrupted(act, at, *args[act])
+
+
+class Updating(Both):
+    """A loop whose backward updates; it is equal but for rounding."""
+
+    rtol = 1e-5
+
+    @initialize()
+    def begin(self) -> None:
+        for each in (self.plain, self.ours):
+            each.reset("adamw", whole=True)
+
+    @rule(seed=st.integers(0, 9), micro=st.integers(1, 2))
+    def whole_step(self, seed: int, micro: int) -> None:
+        self.both("whole_step", seed, micro)
+
+    @rule(mode=st.sampled_from(["eval", "inference"]))
+    def evaluate(self, mode: str) -> None:
+        self.both("evaluate", 3, mode)
+
+    @rule(number=st.integers(0, 9), use=st.sampled_from([u for u in loops.USES if u != "grad"]))
+    def look(self, number: int, use: str) -> None:
+        self.both("look", number, use)
+
+    @rule()
+    def look_at_all(self) -> None:
+        self.compare()
+
+    @rule(number=st.integers(0, 9), how=st.sampled_from(["in place", "init", "foreach", "part"]))
+    def write(self, number: int, how: str) -> None:
+        self.both("write", number, how, 0.5)
+
+    @rule(number=st.integers(0, 9), how=st.sampled_from(loops.STATES))
+    def state(self, number: int, how: str) -> None:
+        self.both("state", number, how)
+
+    @rule(number=st.integers(0, 9), kind=st.sampled_from(["detach", "view", "state"]))
+    def alias(self, number: int, kind: str) -> None:
+        self.both("alias", number, kind)
+
+    @precondition(lambda self: self.plain.aliases)
+    @rule(which=st.integers(0, 3))
+    def write_alias(self, which: int) -> None:
+        self.both("write_alias", which)
+
+    @rule(option=st.sampled_from([("lr", 1e-3), ("weight_decay", 0.2)]))
+    def options(self, option: tuple[str, float]) -> None:
+        self.both("options", *option)
+
+    @rule(by=st.sampled_from(["file", "deepcopy"]))
+    def save(self, by: str) -> None:
+        self.both("save", by)
+
+    @precondition(lambda self: self.plain.saved is not None)
+    @rule(what=st.sampled_from([(True, True), (True, False), (False, True)]))
+    def load(self, what: tuple[bool, bool]) -> None:
+        self.both("load", False, *what)
+
+    @rule(by=st.sampled_from(["deepcopy", "pickle"]))
+    def copied_model(self, by: str) -> None:
+        self.both("copied_model", by)
+
+    @rule()
+    def released(self) -> None:
+        with released(self.ours.model):
+            self.compare()
+
+    @rule(at=st.integers(1, 20_000))
+    def interrupt(self, at: int) -> None:
+        self.interrupted("whole_step", at, 1, 1)
+
+
+def settings(examples: int, steps: int, *phases: hypothesis.Phase) -> hypothesis.settings:
+    """The same draws each time."""
+    return hypothesis.settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        phases=[hypothesis.Phase.generate, *phases],
+        print_blob=False,
+        report_multiple_bugs=False,
+    )
+
+
+def run(config: str, examples: int, steps: int, *phases: hypothesis.Phase, seed: int = 0) -> None:
+    """Draw some loops for a configuration."""
+    pair = Pair(CONFIGS[config])
+    kind: type[Both] = Updating if CONFIGS[config].in_backward else Training
+    make: Any = hypothesis.seed(seed + list(CONFIGS).index(config))(functools.partial(kind, pair))
+    with contextlib.ExitStack() as stack:
+        if pair.device is not None:
+            stack.enter_context(adversary.adversarial())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        run_state_machine_as_test(make, settings=settings(examples, steps, *phases))
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_training(config: str) -> None:
+    """A loop that fails is not made smaller, which takes minutes: `make thorough` does that."""
+    run(config, CONFIGS[config].examples, STEPS)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("config", CONFIGS)
+def test_training_for_longer(config: str) -> None:
+    run(config, 20 * CONFIGS[config].examples, STEPS, hypothesis.Phase.shrink, seed=100)
