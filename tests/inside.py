@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from megacompile.ir.placement import Placement
+from megacompile.plan.chooser import Chooser
 from megacompile.runtime.model.program import Program
 from megacompile.runtime.model.streamed import StreamedModel
 from megacompile.runtime.ops.executor import Executor
@@ -58,3 +62,36 @@ def residents(model: nn.Module) -> set[str]:
 def ways(model: nn.Module) -> set[UpdatePath]:
     """How the host updates the buckets of a model."""
     return set(streamed(model).updates.ways.values())
+
+
+def want(model: nn.Module, *names: str, on_disk: Collection[str] = ()) -> None:
+    """Let these buckets live on the device, and the states of others on the disk, from the next
+    call on, as if a plan wanted it."""
+    keys = {bucket.layout.name: key for key, bucket in machine(model).buckets.items()}
+    wanted = Placement(
+        frozenset(keys[name] for name in names), frozenset(keys[name] for name in on_disk)
+    )
+    compiler: Any = streamed(model).buckets.plans.compiler
+    compiler.chooser._wanted = wanted
+
+
+def choose(model: nn.Module, **choice: Any) -> None:
+    """Let the plans of a model that trains be made from these choices (`plan/choice.py`)."""
+    compiler: Any = streamed(model).buckets.plans.compiler
+    compiler.chooser = _Chosen(compiler.chooser, choice)
+
+
+class _Chosen:
+    """A chooser that has made up its mind."""
+
+    def __init__(self, chooser: Chooser, choice: dict[str, Any]) -> None:
+        self.chooser, self.choice = chooser, choice
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.chooser, name)
+
+    def choose(self, stages: Any, schedule: Any, *others: Any) -> Any:
+        found = self.chooser.choose(stages, schedule, *others)
+        if schedule.backward is None:
+            return found
+        return found._replace(choice=replace(found.choice, **self.choice))

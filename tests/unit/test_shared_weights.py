@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import threading
 import time
@@ -20,8 +21,7 @@ import torch
 from megacompile.errors import OptimizerError
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Part
-from megacompile.page_locks import PAGE_LOCKS
-from megacompile.runtime.device import buffers, shared_buffers
+from megacompile.runtime.device import shared_buffers
 from megacompile.runtime.device.buffers import SharedFile
 from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.rank_notes import namespace
@@ -218,24 +218,35 @@ def test_a_child_of_a_fork_has_its_own() -> None:
     assert bool((buffer.bytes(100) == 1).all()) and a.read(1) == 0
 
 
+class Runtime:
+    """Of CUDA: notes what is page-locked."""
+
+    def __init__(self) -> None:
+        self.locked: list[tuple[int, ...]] = []
+
+    def cudaHostRegister(self, *args: int) -> int:
+        self.locked.append(args)
+        return 0
+
+
 def test_locking_writes_nothing_to_the_rows_of_others() -> None:
     """To touch pages may write what was read, and their ranks write at the same time."""
     (a,) = shared({0: MIB}, count=1)
-    buffer = a.buffer(0, a.rows(0).leave)
-    with (
-        mock.patch.object(PAGE_LOCKS, "lock", return_value=True) as lock,
-        mock.patch.object(buffers, "touch_pages") as touch,
-    ):
+    runtime = Runtime()
+    with mock.patch.object(torch.cuda, "cudart", lambda: runtime):
+        buffer = a.buffer(0, a.rows(0).leave)
+        before = os.fstat(a._file.fd or 0).st_blocks
         buffer.settle()
-    assert lock.call_count == 1 and not touch.called
+    assert len(runtime.locked) == 1
+    assert os.fstat(a._file.fd or 0).st_blocks == before, "no page was touched"
 
 
 def test_each_rank_locks_the_pages_of_the_whole_bucket() -> None:
     """And its budget has its own rows."""
     linear = torch.nn.Linear(64, 96, bias=False)
     whole = Bucket.layout(3, "layer", [("weight", linear.weight)], ranks=2)
-    budgets, made = [HostBudget(), HostBudget()], []
-    with mock.patch.object(PAGE_LOCKS, "lock", return_value=True) as lock:
+    budgets, made, runtime = [HostBudget(), HostBudget()], [], Runtime()
+    with mock.patch.object(torch.cuda, "cudart", lambda: runtime):
         for rank, (own, budget) in enumerate(
             zip(shared({3: whole.size_bytes}), budgets, strict=True)
         ):
@@ -244,8 +255,8 @@ def test_each_rank_locks_the_pages_of_the_whole_bucket() -> None:
             made.append(
                 HostBucket(whole, [param], pin=True, rank=rank, budget=budget, shared_weights=own)
             )
-    assert [call.args[1] for call in lock.call_args_list] == 2 * [whole.size_bytes]
-    assert len({call.args[0] for call in lock.call_args_list}) == 2, "each maps it elsewhere"
+    assert [size for _, size, _ in runtime.locked] == 2 * [max(whole.size_bytes, mmap.PAGESIZE)]
+    assert len({address for address, *_ in runtime.locked}) == 2, "each maps it elsewhere"
     for bucket, budget in zip(made, budgets, strict=True):
         assert bucket.flat.view(torch.float32).equal(linear.weight.detach().flatten())
         assert budget.held_bytes == budget.locked_bytes == whole.size_bytes // 2
@@ -259,11 +270,12 @@ def test_what_another_process_says_is_not_believed() -> None:
     file = SharedFile()
     assert file.fd is not None and file.take(MIB) == 0
     said = shared_buffers._Said(namespace(), os.getpid(), file.fd, 12345)
-    assert "it finds another file" in shared_buffers._opened(said, 0)[1]
+    opened = shared_buffers._opened
+    assert opened(said, 0)[1]
     gone = shared_buffers._Said(namespace(), os.getpid(), 10**6, 12345)
-    assert "it cannot open a file of rank 4: " in shared_buffers._opened(gone, 4)[1]
+    assert "rank 4" in opened(gone, 4)[1]
     other = shared_buffers._Said("another boot", os.getpid(), file.fd, 12345)
-    assert "rank 4 is on another host" in shared_buffers._opened(other, 4)[1]
+    assert "another host" in opened(other, 4)[1]
 
 
 def test_it_has_no_name() -> None:
