@@ -615,8 +615,10 @@ def attach(model: Any) -> Adversary:
 
 
 def await_compute(model: Any) -> None:
-    """Behind a backward or a step, where buckets live on the device: the user looks at their memory.
-    What he does there is queued behind it, on the same stream; here it has to run."""
+    """Wait for the compute stream, behind a backward or a step where buckets live on the device.
+
+    What the user does with their memory is queued behind it, on the same stream; here it has to run.
+    """
     streams = inside.machine(model).streams
     if isinstance(streams, Adversary):
         streams.synchronize(Stream.COMPUTE)

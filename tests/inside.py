@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -95,3 +96,16 @@ class _Chosen:
         if schedule.backward is None:
             return found
         return found._replace(choice=replace(found.choice, **self.choice))
+
+
+def drop_disk_buffers(model: nn.Module) -> None:
+    """Let whoever reads from a disk next need new buffers."""
+    of = machine(model)
+    for bucket in of.buckets.values():
+        bucket.pending.settle()
+    if of.staging is not None:
+        of.staging._sets = deque(None for _ in of.staging._sets)
+    for loans in (
+        (of.weight_staging.prefetches, of.weight_staging.updates) if of.weight_staging else ()
+    ):
+        loans._free = deque((None, None) for _ in loans._free)

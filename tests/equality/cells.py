@@ -1,9 +1,9 @@
 """A cell of the table: a model, a loop around it, and the options that it is megacompiled with.
 
-`Twin` trains the plain model and the streamed one, which is on an adversarial device and on a disk
-that shows what is not read or written yet as NaN. Where the arithmetic is not torch.optim's (another
-dtype, an update in the backward) the twin is the same model with all that is not arithmetic left
-out: everything streamed from host memory, in program order.
+The streamed model is on an adversarial device, and on a disk that shows what is not read or written
+yet as NaN. It must be equal to the plain one. Where the arithmetic is not torch.optim's (another
+dtype, an update in the backward), it must be equal to the same model with all else left out:
+everything is streamed from host memory, in program order.
 """
 
 from __future__ import annotations
