@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from megacompile.ir.placement import Placement
+from megacompile.ir.stream import Stream
 from megacompile.plan.chooser import Chooser
+from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.model.program import Program
 from megacompile.runtime.model.streamed import StreamedModel
 from megacompile.runtime.ops.executor import Executor
@@ -109,3 +112,27 @@ def drop_disk_buffers(model: nn.Module) -> None:
         (of.weight_staging.prefetches, of.weight_staging.updates) if of.weight_staging else ()
     ):
         loans._free = deque((None, None) for _ in loans._free)
+
+
+@contextmanager
+def before_each_op(model: nn.Module, function: Callable[[Stream], None] | None) -> Iterator[None]:
+    """For its duration a function is called on the stream of each op, ahead of it; None: the ops
+    wait for nothing."""
+    streams = machine(model).streams
+    issue, outer = streams.issue, vars(streams).get("issue")
+
+    def late(stream: Stream, waits: Iterable[Handle], work: Callable[[], Any]) -> Handle:
+        def run() -> Any:
+            if function is not None:
+                function(stream)
+            return work()
+
+        return issue(stream, waits if function is not None else (), run)
+
+    streams.issue = late  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del streams.issue
+        if outer is not None:
+            streams.issue = outer

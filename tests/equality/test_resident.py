@@ -156,7 +156,7 @@ def test_moves_wait_for_backwards_and_keep_everything() -> None:
     assert_same(plain, model)
     machine = inside.machine(model)
     largest = max(b.layout.size_bytes for b in machine.buckets.values() if b.resident is None)
-    assert {buffer.numel() for buffer in machine.slots.buffers} == {largest}
+    assert max(buffer.numel() for buffer in machine.slots.buffers) == largest
     assert before == {name: id(param) for name, param in model.named_parameters()}
 
 

@@ -51,8 +51,9 @@ class Pair:
         """Run both, which are equal; gives the buckets that were fetched."""
         with torch.no_grad(), trace(self.model) as recorded:
             assert torch.equal(self.model(x), self.plain(x))
-        names = [span.name for span in recorded.spans if span.name.endswith("PREFETCH")]
-        return " ".join(name.removesuffix("PREFETCH") for name in names)
+        names = [span.op.name.partition("@")[0] for span in recorded.spans]
+        fetched = [name for name in names if name.endswith("PREFETCH")]
+        return " ".join(name.removesuffix("PREFETCH") for name in fetched)
 
     def both(self, change: Callable[[Net], object]) -> None:
         for model in (self.plain, self.model):

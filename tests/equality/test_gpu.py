@@ -1,0 +1,479 @@
+"""What only a GPU can show: pinned memory, races between streams, peak memory, side streams.
+
+The same loops on the CPU, on an adversarial device: test_table.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import mmap
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megacompile import accumulate, megacompile, updates
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.stream import Stream
+from megacompile.runtime.params.bucket import HostBucket
+from tests import cases, inside, zoo
+from tests.zoo import WIDTH, Block, Stack, batch, equal, stack, step
+
+pytestmark = pytest.mark.gpu
+
+MILLISECOND = 1_800_000  # cycles, about
+SEEDS = 20
+
+
+@contextlib.contextmanager
+def delayed(model: nn.Module, cycles: Callable[[Stream], int]) -> Iterator[list[int]]:
+    """For its duration every op of a model is preceded by a sleep on its stream; gives the cycles
+    so far."""
+    slept: list[int] = []
+
+    def sleep(stream: Stream) -> None:  # runs with `stream` as the current one
+        slept.append(cycles(stream))
+        if slept[-1]:
+            torch.cuda._sleep(slept[-1])
+
+    with inside.before_each_op(model, sleep):
+        yield slept
+
+
+def random_cycles(seed: int) -> Callable[[Stream], int]:
+    """Up to a millisecond for each third op."""
+    generator = random.Random(seed)
+    return lambda stream: generator.choice((0, 0, generator.randrange(MILLISECOND)))
+
+
+def cycles_on(slow: Stream) -> Callable[[Stream], int]:
+    """Two milliseconds for each op of one stream."""
+    return lambda stream: 2 * MILLISECOND if stream is slow else 0
+
+
+def poison(model: Any) -> None:
+    """NaN in every slot and host buffer that is written anew: what is read too early shows."""
+    machine = inside.machine(model)
+    for buffer in machine.slots.buffers:
+        buffer.fill_(255)
+    for bucket in machine.buckets.values():
+        for gradient in bucket.grads.values():
+            gradient.fill_(torch.nan)
+    assert machine.activations.held_bytes >= machine.activations.lent_bytes
+    for free in machine.activations._free:
+        free.memory.bytes(free.size_bytes).fill_(255)
+
+
+def twins(**options: Any) -> tuple[Any, Any]:
+    """(a plain model on the GPU, the same one streamed)."""
+    torch.manual_seed(0)
+    model = Stack(layers=6, block=lambda: Block(dropout=0.2))
+    plain = copy.deepcopy(model).cuda()
+    return plain, megacompile(model, **{**STREAMED, "lowering": "eager", **options})
+
+
+# Everything is streamed and recomputed, though there is room for all of it.
+STREAMED: dict[str, Any] = {"device": "cuda", "resident": 0, "activations": "recompute"}
+
+
+def on_gpu(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value.cuda() for key, value in inputs.items()}
+
+
+def gradients(model: nn.Module, micro_batches: int = 2) -> dict[str, Tensor]:
+    """Those of several backwards, the later ones added; read the moment backward() returns."""
+    model.zero_grad()
+    for i in range(micro_batches):
+        torch.manual_seed(i)
+        model(**on_gpu(batch(i))).backward()
+    return {
+        name: p.grad.detach().to("cpu", copy=True)
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+
+
+def assert_equal(wanted: dict[str, Tensor], got: dict[str, Tensor], what: object) -> None:
+    assert list(wanted) == list(got), what
+    wrong = [name for name in wanted if not equal(wanted[name], got[name])]
+    assert wrong == [], f"{what}: {wrong}"
+
+
+# --- pinned memory
+
+
+def mapping_bytes(tensor: Tensor) -> int:
+    """The size of the mapping that a host tensor lies in."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if start <= tensor.data_ptr() < end:
+            return end - start
+    raise AssertionError("nowhere")
+
+
+def test_parameters_and_gradients_are_pinned() -> None:
+    _, model = twins()
+    gradients(model)
+    for name, param in model.named_parameters():
+        assert param.device.type == "cpu", name
+        assert param.is_pinned(), name
+        assert param.grad is not None and param.grad.is_pinned(), name
+
+
+def test_pinned_memory_has_the_exact_size() -> None:
+    """33 MiB and a bit take 33 MiB and a page; the caching host allocator would take 64."""
+    size = (33 * 2**20 + 12) // 4
+    param = nn.Parameter(torch.ones(size))
+    bucket = HostBucket(Bucket.layout(0, "unit", [("p", param)]), [param], pin=True)
+    assert mapping_bytes(bucket.flat) == 33 * 2**20 + 4096
+    assert bucket.flat[:1].is_pinned() and bucket.flat[-1:].is_pinned()
+    bucket.make_grads()
+    assert mapping_bytes(bucket.grads[0]) == 33 * 2**20 + 4096
+    assert bucket.grads[0].is_pinned()
+
+
+def test_pinned_memory_is_unlocked_when_it_goes() -> None:
+    """To lock an address range that is still locked would fail, and warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            params = [nn.Parameter(torch.ones(2**20)) for _ in range(3)]
+            named = [(f"p{i}", p) for i, p in enumerate(params)]
+            bucket = HostBucket(Bucket.layout(0, "unit", named), params, pin=True)
+            bucket.make_grads()
+            assert params[2].is_pinned()
+            del params, named, bucket
+            gc.collect()
+
+
+# --- races
+
+
+OFFLOADING: dict[str, Any] = {"activations": "offload", "lookahead": 1}
+RACES: list[dict[str, Any]] = [
+    {},
+    {"lookahead": 1},
+    {"lookahead": 3, "slots": 6},
+    *({"lookahead": 1, "activations": choice} for choice in ("keep", "selective", "offload")),
+]
+
+
+@pytest.mark.parametrize("options", RACES, ids=str)
+def test_random_delays_change_nothing(options: dict[str, Any]) -> None:
+    """Whatever op is late, those that need it wait: bitwise the plain gradients, 20 times. Host
+    buffers of one micro-batch are lent to the next while copies are late."""
+    plain, model = twins(**options)
+    wanted = gradients(plain)
+    assert_equal(wanted, gradients(model), "no delays")
+    offloads = options.get("activations") == "offload"
+    assert bool(inside.machine(model).activations.peak_bytes) == offloads
+    for seed in range(SEEDS):
+        with delayed(model, random_cycles(seed)) as slept:
+            poison(model)
+            assert_equal(wanted, gradients(model), f"seed {seed}")
+            assert sum(slept) > 0
+
+
+@pytest.mark.parametrize("options", [{}, OFFLOADING], ids=["recompute", "offload"])
+@pytest.mark.parametrize("slow", list(Stream), ids=lambda stream: stream.value)
+def test_one_slow_stream_changes_nothing(slow: Stream, options: dict[str, Any]) -> None:
+    plain, model = twins(**options)
+    wanted = gradients(plain, 3)
+    assert_equal(wanted, gradients(model, 3), "no delays")
+    with delayed(model, cycles_on(slow)):
+        poison(model)
+        assert_equal(wanted, gradients(model, 3), slow)
+
+
+def test_activations_wait_in_pinned_memory_of_the_exact_size() -> None:
+    _, model = twins(**OFFLOADING)
+    gradients(model)
+    pool = inside.machine(model).activations
+    assert pool.held_bytes == pool.peak_bytes > 0
+    for buffer in pool._free:
+        assert buffer.memory.bytes(buffer.size_bytes).is_pinned()
+        assert len(buffer.memory) == max(buffer.size_bytes, mmap.PAGESIZE)
+
+
+def test_delays_show_a_race_that_is_there() -> None:
+    """The test of the tests: without the waits between streams, the numbers are wrong."""
+    plain, model = twins()
+    wanted = gradients(plain)
+    assert_equal(wanted, gradients(model), "no delays")
+    with delayed(model, cycles_on(Stream.H2D)), inside.before_each_op(model, None):
+        poison(model)
+        got = gradients(model)
+    assert any(not equal(wanted[name], got[name]) for name in wanted)
+    torch.cuda.synchronize()
+
+
+def test_host_memory_may_be_edited_when_the_call_returns() -> None:
+    """A parameter, whose last prefetch is done then, and an input that is page-locked."""
+    _, model = twins()
+    model.eval()
+    x = batch()["x"].pin_memory()
+    with torch.no_grad():
+        wanted = model(x).clone()
+        with delayed(model, cycles_on(Stream.COMPUTE)):
+            torch.cuda._sleep(10 * MILLISECOND)
+            got = model(x)
+            x.fill_(torch.nan)
+            assert equal(got, wanted)
+        x.copy_(batch()["x"])
+        with delayed(model, cycles_on(Stream.H2D)):
+            for param in model.parameters():
+                param.mul_(1)  # edited: nothing is taken from the slots that it is left in
+            poison(model)
+            got = model(x)
+            for param in model.parameters():
+                param.fill_(torch.nan)
+            assert equal(got, wanted)
+        assert not equal(model(x), wanted), "the next call sees the edit"
+
+
+# --- streams of the user
+
+
+@pytest.mark.parametrize("forward_aside", [True, False], ids=["forward aside", "forward"])
+@pytest.mark.parametrize("backward_aside", [True, False], ids=["backward aside", "backward"])
+def test_forward_and_backward_in_side_streams(forward_aside: bool, backward_aside: bool) -> None:
+    plain, model = twins()
+    wanted_x = batch()["x"].cuda().requires_grad_()
+    torch.manual_seed(0)
+    plain(wanted_x, batch()["y"].cuda()).backward()
+    main = torch.cuda.current_stream()
+    forward_stream = torch.cuda.Stream() if forward_aside else main
+    backward_stream = torch.cuda.Stream() if backward_aside else main
+    gradients(model)  # everything is compiled
+    for seed in range(5):
+        with delayed(model, random_cycles(seed)):
+            model.zero_grad()
+            poison(model)
+            x = batch()["x"].cuda().requires_grad_()
+            y = batch()["y"].cuda()
+            torch.manual_seed(0)
+            forward_stream.wait_stream(main)
+            with torch.cuda.stream(forward_stream):
+                loss = model(x, y)
+            backward_stream.wait_stream(forward_stream)
+            with torch.cuda.stream(backward_stream):
+                loss.backward()
+            got = {n: p.grad.clone() for n, p in model.named_parameters()}  # on the host: no wait
+            main.wait_stream(backward_stream)
+            main.wait_stream(forward_stream)
+            assert_equal({n: p.grad.cpu() for n, p in plain.named_parameters()}, got, seed)
+            assert x.grad is not None and equal(x.grad.cpu(), wanted_x.grad.cpu())
+
+
+# --- memory
+
+
+class Deep(nn.Module):
+    """Many layers of 16 MiB, and next to no activations."""
+
+    def __init__(self, layers: int = 48, width: int = 2048) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most device memory that `run` takes beyond what was taken before."""
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_peak_memory_is_far_below_the_resident_models(lowering: str) -> None:
+    """Megacompiling and tracing included: three slots and a few gradients of 96 matrices."""
+    model = Deep()
+    alone: dict[str, Any] = {"slots": 3, "device_update": 0}  # a plan may use what memory there is
+    x = torch.randn(8, 2048)
+
+    def resident() -> None:
+        plain = copy.deepcopy(model).cuda()
+        for _ in range(2):
+            plain(x.cuda()).backward()
+
+    def streamed() -> None:
+        made = megacompile(copy.deepcopy(model), lowering=lowering, **alone, **STREAMED)
+        for _ in range(2):
+            made(x).backward()
+
+    most, least = peak_bytes(resident), peak_bytes(streamed)
+    weights = sum(p.numel() * p.itemsize for p in model.parameters())
+    assert most >= 2 * weights, "weights and gradients"
+    assert least < most / 4, (least, most)
+
+
+def test_device_memory_does_not_grow_from_step_to_step() -> None:
+    _, model = twins()
+    gradients(model)
+    first = peak_bytes(lambda: gradients(model))
+    left = torch.cuda.memory_allocated()
+    for _ in range(5):
+        assert peak_bytes(lambda: gradients(model)) <= first
+        assert torch.cuda.memory_allocated() <= left
+
+
+def test_parameters_stay_on_the_host_and_buffers_move() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(3)]
+    model = megacompile(nn.Sequential(*layers), lowering="eager", **STREAMED)
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert {b.device.type for b in model.buffers()} == {"cuda"}
+    out = model(batch()["x"])
+    assert out.device.type == "cuda"
+    out.square().mean().backward()
+    assert {p.grad.device.type for p in model.parameters() if p.grad is not None} == {"cpu"}
+
+
+# --- the optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, clip: bool) -> list[float]:
+    """Losses of six steps; the updates overlap with the next forward."""
+    losses = []
+    for k in range(6):
+        loss = step(model, {name: x.cuda() for name, x in batch(k).items()})
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("on the host", "in the backward", "on the host, delayed", "in the backward, delayed"),
+        *("planned", "planned, delayed"),
+    ],
+)
+def test_training_equals_the_plain_loop(how: str, lowering: str) -> None:
+    plain = stack()[0].cuda()
+    streamed = stack()[0]
+    adamw = torch.optim.AdamW
+    in_backward = how.startswith("in the backward")
+    optimizer = adamw(streamed.parameters(), 0.01)
+    options = {} if how.startswith("planned") else STREAMED
+    streamed = megacompile(
+        streamed, lowering=lowering, optimizer=optimizer if in_backward else None, **options
+    )
+    wanted = train(plain, adamw(plain.parameters(), 0.01), clip=not in_backward)
+    late = delayed(streamed, random_cycles(3)) if "delayed" in how else contextlib.nullcontext()
+    with late:
+        got = train(streamed, optimizer, clip=not in_backward)
+    assert got == pytest.approx(wanted, rel=1e-4)
+    for mine, theirs in zip(streamed.parameters(), plain.parameters(), strict=True):
+        mine, theirs = mine.detach().cpu(), theirs.detach().cpu()
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=2e-4)
+
+
+def test_another_name_of_a_parameter_has_the_new_value_when_the_backward_returns() -> None:
+    """Nobody can make its reader wait: the update in the backward is on its way for a while."""
+    model = stack()[0]
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    model = megacompile(model, optimizer=optimizer, **STREAMED)
+    aliases = {name: p.detach() for name, p in model.named_parameters()}
+    for k in range(3):
+        late = delayed(model, cycles_on(Stream.D2H)) if k else contextlib.nullcontext()
+        with late:  # everything is compiled by then
+            step(model, on_gpu(batch(k)))
+            seen = {name: alias.clone() for name, alias in aliases.items()}
+            optimizer.step()
+            optimizer.zero_grad()
+            assert_equal({n: p.detach() for n, p in model.named_parameters()}, seen, k)
+
+
+def test_norms_of_the_device_serve_clipping() -> None:
+    model = megacompile(stack()[0], lowering="inductor", **STREAMED)
+    step(model, {name: x.cuda() for name, x in batch().items()})
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert {type(g).__name__ for g in gradients} == {"GuardedTensor"}
+    served = torch.nn.utils.get_total_norm(gradients)
+    assert {type(g).__name__ for g in gradients} == {"GuardedTensor"}, "nobody looked at them"
+    plain = torch.nn.utils.get_total_norm([g.clone() for g in gradients])
+    torch.testing.assert_close(served, plain, rtol=1e-6, atol=0)
+
+
+def test_muon_runs_on_the_device() -> None:
+    plain, model = stack()[0], megacompile(stack()[0], **STREAMED)
+    for each in (plain, model):
+        optimizer = torch.optim.Muon([p for p in each.parameters() if p.dim() == 2], 0.01)
+        for k in range(3):
+            inputs = batch(k) if each is plain else {n: x.cuda() for n, x in batch(k).items()}
+            step(each, inputs)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "torch.optim on the device" in updates(model).values()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=2e-2, atol=2e-3)
+
+
+# --- places, by arithmetic that is the same
+
+
+@pytest.mark.parametrize("states", [None, "int8"])
+@pytest.mark.parametrize("masters", [None, torch.bfloat16], ids=["", "masters"])
+@pytest.mark.parametrize("micro", [1, 3])
+def test_residents_are_updated_as_what_is_streamed(states: Any, masters: Any, micro: int) -> None:
+    """In the backward, by the same kernel, on the bucket's own memory; norms are of the device.
+
+    Inductor rounds a stage that is kept otherwise than one that is recomputed, and plans differ.
+    """
+    found, norms = [], []
+    for resident in (0, "20KiB", "all"):
+        model = stack()[0]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        options: dict[str, Any] = {"state_dtype": states, "compute_dtype": masters}
+        options |= {**STREAMED, "resident": resident, "optimizer": optimizer}
+        model = megacompile(model, lowering="inductor", **options)
+        for i in range(3):
+            for k in range(micro - 1):
+                with accumulate(model):
+                    step(model, on_gpu(batch(10 * i + k)))
+            step(model, on_gpu(batch(10 * i + 9)))
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf).cpu())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert bool(inside.residents(model)) == bool(resident)
+        found.append({name: p.detach().cpu().clone() for name, p in model.named_parameters()})
+    assert_equal(found[0], found[1], "some resident")
+    assert_equal(found[0], found[2], "all resident")
+    torch.testing.assert_close(norms[:3], norms[3:6])  # summed on the host, and on the device
+
+
+@pytest.mark.parametrize("name", ["demo gpt", "batch norm", "shared layer", "tied", "dropout"])
+def test_stages_kept_on_the_host_are_bitwise_the_plain_model(name: str) -> None:
+    """With copies that take time: what is freed too early is somebody else's by then."""
+    device = torch.device("cuda")
+    case = cases.build(name)
+    plain = copy.deepcopy(case.model).to(device)
+    model: Any = megacompile(case.model, lowering="eager", lookahead=1, device="cuda", resident=0)
+    inside.choose(model, keep=1, saved_on_host=2)
+    for i in range(3):
+        for each in (plain, model):
+            torch.manual_seed(i)
+            case.loss(each, i, device).backward()
+        zoo.assert_same(plain, model)
+    pool = inside.machine(model).activations
+    assert pool.peak_bytes and not pool.lent_bytes
