@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from megacompile.ir.placement import Placement
 from megacompile.ir.stream import Stream
 from megacompile.plan.chooser import Chooser
+from megacompile.runtime.device.buffers_ahead import Wanted
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.model.program import Program
 from megacompile.runtime.model.streamed import StreamedModel
@@ -136,3 +137,15 @@ def before_each_op(model: nn.Module, function: Callable[[Stream], None] | None) 
         del streams.issue
         if outer is not None:
             streams.issue = outer
+
+
+def left_for_backward(output: Tensor) -> int:
+    """Device bytes that a forward left for its backward, but for the user's inputs."""
+    call: Any = output.grad_fn
+    saved, inputs = call.call.saved_values, call.call.inputs_by_name
+    return sum(v.nbytes for k, v in saved.items() if isinstance(v, Tensor) and k not in inputs)
+
+
+def wanted(size_bytes: int) -> Wanted:
+    """Host memory that will be asked for."""
+    return Wanted(size_bytes, pin=False)

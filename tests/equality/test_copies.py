@@ -10,8 +10,7 @@ import copy
 import io
 import pickle
 import types
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from megacompile import megacompile, schedules
+from megacompile import schedules
 from tests import inside
 from tests.zoo import WIDTH, assert_same, differences, equal, twins
 
@@ -207,85 +206,3 @@ def test_a_shallow_copy_is_a_module_of_its_own_around_the_same_layers() -> None:
     assert_same(plain, streamed)
     with pytest.raises(ValueError, match="Modes"):
         schedules(copy.copy(streamed))
-
-
-# --- the loop of pytorch/examples' word_language_model
-
-
-class Words(nn.Module):
-    """Its RNNModel."""
-
-    def __init__(self, kind: str, words: int = 11) -> None:
-        super().__init__()
-        self.words = words
-        self.drop = nn.Dropout(0.2)
-        self.encoder = nn.Embedding(words, WIDTH)
-        self.rnn = getattr(nn, kind)(WIDTH, WIDTH, 2, dropout=0.2)
-        self.decoder = nn.Linear(WIDTH, words)
-
-    def forward(self, words: Tensor, hidden: Any) -> tuple[Tensor, Any]:
-        output, hidden = self.rnn(self.drop(self.encoder(words)), hidden)
-        decoded = self.decoder(self.drop(output)).view(-1, self.words)
-        return nn.functional.log_softmax(decoded, dim=1), hidden
-
-    def init_hidden(self, rows: int) -> Any:
-        zeros = next(self.parameters()).new_zeros(2, rows, WIDTH)
-        return (zeros, zeros.clone()) if isinstance(self.rnn, nn.LSTM) else zeros
-
-
-def detached(hidden: Any) -> Any:
-    return hidden.detach() if isinstance(hidden, Tensor) else tuple(map(detached, hidden))
-
-
-def batches(source: Tensor, length: int = 5) -> Iterator[tuple[Tensor, Tensor]]:
-    for k in range(0, len(source) - 1, length):
-        end = min(k + length, len(source) - 1)
-        yield source[k:end], source[k + 1 : end + 1].reshape(-1)
-
-
-def evaluated(model: nn.Module, source: Tensor) -> float:
-    model.eval()
-    total, hidden = 0.0, model.init_hidden(3)  # type: ignore[operator]
-    with torch.no_grad():
-        for words, targets in batches(source):
-            output, hidden = model(words, hidden)
-            total += nn.functional.nll_loss(output, targets).item()
-    return total
-
-
-def words_trained(model: Any, file: Path) -> list[float]:
-    """Trains for two epochs, each of which saves the model; loads the last one in the end."""
-    torch.manual_seed(0)
-    source = torch.randint(11, (18, 3))
-    losses = []
-    for _ in range(2):
-        model.train()
-        hidden = model.init_hidden(3)
-        for words, targets in batches(source):
-            model.zero_grad()
-            hidden = detached(hidden)
-            output, hidden = model(words, hidden)
-            loss = nn.functional.nll_loss(output, targets)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-            for param in model.parameters():
-                param.data.add_(param.grad, alpha=-1.0)
-            losses.append(loss.item())
-        losses.append(evaluated(model, source))
-        with file.open("wb") as opened:
-            torch.save(model, opened)
-    with file.open("rb") as opened:
-        again = torch.load(opened, weights_only=False)
-    again.rnn.flatten_parameters()
-    model.rnn.flatten_parameters()
-    return [*losses, evaluated(again, source), evaluated(model, source)]
-
-
-@pytest.mark.parametrize("kind", ["LSTM", pytest.param("GRU", marks=pytest.mark.thorough)])
-def test_a_model_that_is_saved_whole_after_each_epoch(kind: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    plain = Words(kind)
-    streamed = megacompile(copy.deepcopy(plain), device="cpu", lowering="eager")
-    losses = words_trained(plain, tmp_path / "plain.pt")
-    assert words_trained(streamed, tmp_path / "streamed.pt") == losses
-    assert differences(plain, streamed) == []

@@ -30,8 +30,6 @@ from megacompile.errors import (
     DiskError,
     HostMemoryError,
     OptimizerError,
-    OptionError,
-    OptionTypeError,
 )
 from tests import disks, inside, quantized, zoo
 
@@ -239,30 +237,6 @@ def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
         with pytest.raises(DiskError) as raised:
             trained(tmp_path, disk_memory="8KiB", **options)
         assert raised.value.errno == errno.EDQUOT
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"disk": 3}, OptionTypeError),
-        ({"disk": "/absent/folder"}, OptionError),
-        ({"disk_memory": 2**30}, OptionError),
-        ({"disk": "/tmp", "disk_memory": -1}, OptionError),
-        ({"disk": "/tmp", "disk_weights": 1}, OptionTypeError),
-        ({"disk_weights": True}, OptionError),
-        ({"disk": "/tmp", "device_update": 0.5, "lowering": "inductor", **WEIGHTS}, OptionError),
-        ({"disk": "/tmp", "compute_dtype": torch.bfloat16, **WEIGHTS}, OptionError),
-        ({"disk_saved": True}, OptionError),
-        ({"disk": "/tmp", "disk_saved": True, "activations": "recompute"}, OptionError),
-        ({"disk": "/tmp", "disk_saved": 1}, OptionTypeError),
-    ],
-    ids=str,
-)
-def test_options_that_are_refused(options: Any, error: type[Exception]) -> None:
-    model = net()
-    with pytest.raises(error):
-        megacompile(model, device="cpu", **options)
-    assert not inside.is_streamed(model)
 
 
 # --- bytes, buffers and places

@@ -6,6 +6,7 @@ Loops over streamed and resident buckets, in every bit: test_table.py.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -318,3 +319,19 @@ def test_bad_options_and_states_are_refused_before_anything_changes(way: str) ->
     assert not torch.equal(
         weight, before[[n for n, _ in model.named_parameters()].index("layers.1.up.weight")]
     )
+
+
+def test_decoupled_decay_of_lion_is_its_own_step() -> None:
+    """It is divided by an lr that no parameter group has: said once, and every bit is the plain
+    one's."""
+    plain, model = zoo.twins(mixed()[0])
+    for each in (plain, model):
+        optimizer = Lion(groups(each), lr=1e-3, weight_decay=0.1, decoupled_weight_decay=True)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for i in range(3):
+                zoo.step(each, batch(i))
+                optimizer.step()
+                optimizer.zero_grad()
+        assert sum("Lion" in str(w.message) for w in said) == (each is model)
+    zoo.assert_same(plain, model)

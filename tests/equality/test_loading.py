@@ -23,7 +23,7 @@ from megacompile import (
     megacompile,
     save,
 )
-from tests.checkpoints import Net, changed_header, ids, on_meta, same, saved, values
+from tests.checkpoints import Net, ids, on_meta, same, saved, values
 
 pytest.importorskip("safetensors")
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -195,104 +195,36 @@ def test_shapes_that_differ(plain: Net, tmp_path: Path) -> None:
 # --- files that are damaged
 
 
-def _truncate(folder: Path) -> None:
-    file = folder / "model-00002-of-00003.safetensors"
-    os.truncate(file, file.stat().st_size - 1)
+SECOND, INDEX = "model-00002-of-00003.safetensors", "model.safetensors.index.json"
 
 
-def _truncate_header(folder: Path) -> None:
-    os.truncate(folder / "model-00002-of-00003.safetensors", 20)
-
-
-def _torch_save(folder: Path) -> None:
-    torch.save({"a": torch.ones(2)}, folder / "model-00002-of-00003.safetensors")
+def _index(place: str) -> Callable[[Path], object]:
+    text = json.dumps({"weight_map": dict.fromkeys(["embed.weight"], place)})
+    return lambda folder: (folder / INDEX).write_text(text)
 
 
 def _old_torch_save(folder: Path) -> None:
-    path = folder / "model-00002-of-00003.safetensors"
-    torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
+    torch.save({"a": torch.ones(2)}, folder / SECOND, _use_new_zipfile_serialization=False)
 
 
-def _lose_file(folder: Path) -> None:
-    (folder / "model-00002-of-00003.safetensors").unlink()
-
-
-def _lose_index(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").unlink()
-
-
-def _lose_all(folder: Path) -> None:
-    for file in folder.iterdir():
-        file.rename(file.with_suffix(".bin"))
-
-
-def _bad_index(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": 3}')
-
-
-def _outside(folder: Path) -> None:
-    index = {"weight_map": {"embed.weight": "../model.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def _other_index(folder: Path) -> None:
-    index = {"weight_map": {"embed.weight": "model-00002-of-00003.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def _several(folder: Path) -> None:
+def _other_names(folder: Path) -> None:
     for k, file in enumerate(sorted(folder.iterdir())):
         file.rename(folder / f"part{k}.safetensors")
 
 
-def _two_indices(folder: Path) -> None:
-    (folder / "other.safetensors.index.json").write_text("{}")
-
-
-def _no_header(folder: Path) -> None:
-    file = folder / "model-00002-of-00003.safetensors"
-    file.write_bytes((16).to_bytes(8, "little") + b"{" * 100)
-
-
-def _wrong_offsets(folder: Path) -> None:
-    def change(header: dict[str, Any]) -> None:
-        said = next(value for name, value in header.items() if name != "__metadata__")
-        said["shape"] = [3, 3]
-
-    changed_header(folder / "model-00002-of-00003.safetensors", change)
-
-
-def _unknown_dtype(folder: Path) -> None:
-    def change(header: dict[str, Any]) -> None:
-        for name, said in header.items():
-            if name != "__metadata__" and said["dtype"] == "F32":
-                said["dtype"] = "F8_E8M0"
-                said["shape"] = [4 * said["shape"][0], *said["shape"][1:]]
-
-    changed_header(folder / "model-00002-of-00003.safetensors", change)
-
-
 def _twice(folder: Path) -> None:
-    first = folder / "model-00001-of-00003.safetensors"
-    (folder / "model-00002-of-00003.safetensors").write_bytes(first.read_bytes())
+    (folder / SECOND).write_bytes((folder / SECOND.replace("00002", "00001", 1)).read_bytes())
 
 
-DAMAGE: dict[str, Callable[[Path], None]] = {
-    "truncated": _truncate,
-    "header": _truncate_header,
-    "torch.save": _torch_save,
+DAMAGE: dict[str, Callable[[Path], object]] = {  # beside test_damaged_files.py
+    "truncated": lambda folder: os.truncate(folder / SECOND, (folder / SECOND).stat().st_size - 1),
     "old torch.save": _old_torch_save,
-    "a file": _lose_file,
-    "index": _lose_index,
-    "other format": _lose_all,
-    "bad index": _bad_index,
-    "outside": _outside,
-    "other index": _other_index,
-    "several": _several,
-    "two indices": _two_indices,
-    "no header": _no_header,
-    "offsets": _wrong_offsets,
-    "dtype": _unknown_dtype,
+    "a file": lambda folder: (folder / SECOND).unlink(),
+    "index": lambda folder: (folder / INDEX).unlink(),
+    "outside": _index("../model.safetensors"),
+    "other index": _index(SECOND),
+    "several": _other_names,
+    "two indices": lambda folder: (folder / f"other.{INDEX[6:]}").write_text("{}"),
     "twice": _twice,
 }
 
