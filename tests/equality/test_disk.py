@@ -191,6 +191,7 @@ def test_an_error_in_the_middle_of_a_step(
 def test_saved_tensors_that_cannot_be_written_or_read(tmp_path: Path, way: str) -> None:
     """In the forward or in the backward; the error names the op, and the model goes on."""
     model, optimizer = trained(tmp_path, **SAVED)
+    values((model, optimizer))  # states are there
     for served, number in ((0, errno.ENOSPC), (3, errno.EIO)):
         with failing(way, served, number), pytest.raises(DiskError, match="_SAVED of ") as raised:
             loss_of(model, 0).backward()

@@ -225,7 +225,7 @@ def test_8_bit_states_resume(optimizer: str, updater: str, numbers: str) -> None
         saved = other.optimizers[0].state_dict()
         for state in saved["state"].values():
             assert {type(value) for value in state.values()} == {Tensor}
-        if i == 3:
+        if i == 3 and numbers == "8-bit states":  # with bfloat16 parameters torch would cast them
             plain = cells.plain(cell)
             made = cells.optimizers(optimizer, plain)[0]
             made.load_state_dict(through_file(saved))

@@ -116,7 +116,6 @@ def held(model: Any) -> int:
         ({"in_backward": True}, 8),
         ({"in_backward": True, "state_dtype": torch.bfloat16}, 4),
         ({"in_backward": True, "state_dtype": "int8"}, 2),
-        ({"state_dtype": "int8"}, 4 + 2),
         ({"lowering": "inductor"}, 4 + 8),
     ],
     ids=str,

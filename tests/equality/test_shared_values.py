@@ -237,7 +237,7 @@ def test_what_autograd_accepts(name: str, activations: str) -> None:
 def test_what_is_large_is_not_copied_for_a_backward() -> None:
     """Autograd accepts the change; a copy of the tensor would be in no plan."""
     case = Case(
-        lambda net, x, other: (net.body(x) * other.double().float()[:8, :8]).sum(),
+        lambda net, x, other: (net.body(x).sum() * other.double().float()).sum(),
         refill,
         lambda: torch.randn(1024, 1024),
     )
