@@ -281,6 +281,7 @@ class Memory:
     def __init__(self) -> None:
         self.known: dict[int, tuple[set[Handle], dict[int, Tensor]]] = {}
         self.visible: deque[int] = deque(maxlen=64)  # storages that the user may hold
+        self.residents: dict[int, list[int]] = {}  # bucket -> storages, which outlive their names
         self.poisoned = 0
 
     def name(self, handle: Handle) -> None:
@@ -300,7 +301,8 @@ class Memory:
             if names:
                 continue
             del self.known[storage]
-            if storage not in self.visible and compat.storage_users(tensor) == len(tensors):
+            lasts = storage in self.visible or any(storage in r for r in self.residents.values())
+            if not lasts and compat.storage_users(tensor) == len(tensors):
                 poison(tensor.untyped_storage(), tensor.dtype)
                 self.poisoned += 1
 
@@ -426,6 +428,13 @@ class LateOps(BoundOps):
         streams: Any = self.machine.streams
         streams.wait_for(done)
         return done
+
+    def resident(self, bucket: Bucket, **after: Any) -> Handle:
+        handle = super().resident(bucket, **after)
+        streams: Any = self.machine.streams
+        there = self.machine.buckets[bucket.key].streamed
+        streams.memory.residents[bucket.key] = list(map(_storage, there))
+        return handle
 
     def alloc_grad(self, bucket: Bucket) -> Handle:
         self._fresh = True
@@ -603,6 +612,16 @@ def attach(model: Any) -> Adversary:
 
     machine.host_updates.start = behind_gradients  # type: ignore[assignment,method-assign]
     return device
+
+
+def await_compute(model: Any) -> None:
+    """Wait for the compute stream, behind a backward or a step where buckets live on the device.
+
+    What the user does with their memory is queued behind it, on the same stream; here it has to run.
+    """
+    streams = inside.machine(model).streams
+    if isinstance(streams, Adversary):
+        streams.synchronize(Stream.COMPUTE)
 
 
 @contextmanager

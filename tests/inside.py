@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import concurrent.futures
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from megacompile.ir.placement import Placement
+from megacompile.ir.stream import Stream
+from megacompile.plan.chooser import Chooser
+from megacompile.runtime.device.buffers_ahead import Wanted
+from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.model.program import Program
 from megacompile.runtime.model.streamed import StreamedModel
 from megacompile.runtime.ops.executor import Executor
@@ -78,3 +87,85 @@ def step_down(model: nn.Module) -> str:
 def update_by(model: nn.Module, workers: Any) -> None:
     """Let somebody else make the host's updates: `workers` is asked as `Workers` are."""
     machine(model).host_updates.workers = workers
+
+
+def want(model: nn.Module, *names: str, on_disk: Collection[str] = ()) -> None:
+    """Let these buckets live on the device, and the states of others on the disk, from the next
+    call on, as if a plan wanted it."""
+    keys = {bucket.layout.name: key for key, bucket in machine(model).buckets.items()}
+    wanted = Placement(
+        frozenset(keys[name] for name in names), frozenset(keys[name] for name in on_disk)
+    )
+    compiler: Any = streamed(model).buckets.plans.compiler
+    compiler.chooser._wanted = wanted
+
+
+def choose(model: nn.Module, **choice: Any) -> None:
+    """Let the plans of a model that trains be made from these choices (`plan/choice.py`)."""
+    compiler: Any = streamed(model).buckets.plans.compiler
+    compiler.chooser = _Chosen(compiler.chooser, choice)
+
+
+class _Chosen:
+    """A chooser that has made up its mind."""
+
+    def __init__(self, chooser: Chooser, choice: dict[str, Any]) -> None:
+        self.chooser, self.choice = chooser, choice
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.chooser, name)
+
+    def choose(self, stages: Any, schedule: Any, *others: Any) -> Any:
+        found = self.chooser.choose(stages, schedule, *others)
+        if schedule.backward is None:
+            return found
+        return found._replace(choice=replace(found.choice, **self.choice))
+
+
+def drop_disk_buffers(model: nn.Module) -> None:
+    """Let whoever reads from a disk next need new buffers."""
+    of = machine(model)
+    for bucket in of.buckets.values():
+        bucket.pending.settle()
+    if of.staging is not None:
+        of.staging._sets = deque(None for _ in of.staging._sets)
+    for loans in (
+        (of.weight_staging.prefetches, of.weight_staging.updates) if of.weight_staging else ()
+    ):
+        loans._free = deque((None, None) for _ in loans._free)
+
+
+@contextmanager
+def before_each_op(model: nn.Module, function: Callable[[Stream], None] | None) -> Iterator[None]:
+    """For its duration a function is called on the stream of each op, ahead of it; None: the ops
+    wait for nothing."""
+    streams = machine(model).streams
+    issue, outer = streams.issue, vars(streams).get("issue")
+
+    def late(stream: Stream, waits: Iterable[Handle], work: Callable[[], Any]) -> Handle:
+        def run() -> Any:
+            if function is not None:
+                function(stream)
+            return work()
+
+        return issue(stream, waits if function is not None else (), run)
+
+    streams.issue = late  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del streams.issue
+        if outer is not None:
+            streams.issue = outer
+
+
+def left_for_backward(output: Tensor) -> int:
+    """Device bytes that a forward left for its backward, but for the user's inputs."""
+    call: Any = output.grad_fn
+    saved, inputs = call.call.saved_values, call.call.inputs_by_name
+    return sum(v.nbytes for k, v in saved.items() if isinstance(v, Tensor) and k not in inputs)
+
+
+def wanted(size_bytes: int) -> Wanted:
+    """Host memory that will be asked for."""
+    return Wanted(size_bytes, pin=False)

@@ -1,0 +1,448 @@
+"""What lies on a disk: faults in the middle of a step, limits, bytes, and who else looks at it.
+
+The numbers of loops with states, parameters and saved tensors on a disk: test_table.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import functools
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from megacompile import explain, full_parameters, megacompile, released, save, unmegacompile
+from megacompile.errors import (
+    DiskError,
+    HostMemoryError,
+    OptimizerError,
+)
+from tests import disks, inside, quantized, zoo
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="scratch files are for Linux"),
+    pytest.mark.filterwarnings("ignore:megacompile. disk=.* has no direct I/O"),
+]
+
+MODES: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "in the backward": {"optimizer": True},
+    "8 bits, in the backward": {"optimizer": True, "state_dtype": "int8"},
+}
+WEIGHTS, SAVED = {"disk_weights": True}, {"disk_saved": True, "activations": "offload"}
+Trained = tuple[Any, Any]
+
+
+class Layer(nn.Module):
+    """A base with an adapter beside it, in one bucket: of odd sizes, so that they share pages."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(width, 3, bias=False)
+        self.base = nn.Linear(width, width)
+        self.up = nn.Linear(3, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 67), *(Layer(67) for _ in range(3)), nn.Linear(67, 8))
+
+
+def adapted(name: str) -> bool:
+    return "up" in name or "down" in name
+
+
+def trained(
+    folder: Path | None, steps: int = 4, *, adapters: bool = False, **options: Any
+) -> Trained:
+    """A small model that took some steps, and its optimizer."""
+    torch.manual_seed(0)
+    model = net()
+    for name, param in model.named_parameters():
+        param.requires_grad_(adapted(name) or not adapters)
+    optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    options = dict(options)
+    if options.pop("optimizer", False):
+        options["optimizer"] = optimizer
+    if folder is None:
+        for name in ("disk_weights", "disk_saved", "disk_memory"):
+            options.pop(name, None)
+    megacompile(model, device="cpu", lowering="eager", disk=folder, progress=False, **options)
+    run(model, optimizer, steps)
+    return model, optimizer
+
+
+def loss_of(model: Any, k: int, rows: int = 50) -> Tensor:
+    x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(k))
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def run(model: Any, optimizer: Any, steps: int, first: int = 0) -> None:
+    for k in range(first, steps):
+        optimizer.zero_grad()
+        loss_of(model, k).backward()
+        optimizer.step()
+
+
+def values(of: Trained) -> list[Tensor]:
+    """Copies of parameters and states."""
+    found = list(of[0].parameters())
+    for state in of[1].state_dict()["state"].values():
+        found += [value for value in state.values() if isinstance(value, Tensor)]
+    return [value.detach().clone() for value in found]
+
+
+def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
+    assert len(one) == len(other) and all(map(zoo.equal, one, other))
+
+
+@functools.cache
+def in_memory(mode: str, steps: int = 8) -> list[Tensor]:
+    """What the same loop gives without a disk."""
+    return values(trained(None, steps, **MODES[mode]))
+
+
+# --- faults
+
+
+@contextmanager
+def failing(way: str, first: int = 0, number: int = errno.EIO) -> Iterator[None]:
+    """For its duration a drive that serves so many calls of one direction, and no more."""
+    real, left = getattr(os, way), iter(range(first))
+
+    def call(*args: Any) -> int:
+        if next(left, None) is None:
+            raise OSError(number, os.strerror(number))
+        return int(real(*args))
+
+    with mock.patch.object(os, way, call):
+        yield
+
+
+def refused(model: Any, optimizer: Any, folder: Path) -> None:
+    """Whatever saves or goes on says what is torn, each time."""
+    uses: list[Callable[[], Any]] = [
+        model.state_dict,
+        optimizer.state_dict,
+        lambda: save(model, folder / "saved"),
+        lambda: next(full_parameters(model)),
+        lambda: model(torch.zeros(3, 8)),
+        optimizer.step,
+    ]
+    for use in uses * 2:
+        with pytest.raises(OptimizerError):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("mode", "way", "served", "weights", "first"),
+    [
+        ("exact", "preadv", 4, False, "model"),
+        ("exact", "pwritev", 2, False, "optimizer"),
+        ("in the backward", "preadv", 8, False, "optimizer"),
+        ("in the backward", "pwritev", 2, False, "model"),
+        ("8 bits, in the backward", "pwritev", 2, False, "optimizer"),
+        ("exact", "preadv", 9, True, ""),
+        ("exact", "pwritev", 0, True, ""),
+        ("in the backward", "preadv", 0, True, ""),
+        ("in the backward", "pwritev", 9, True, ""),
+    ],
+)
+def test_an_error_in_the_middle_of_a_step(
+    tmp_path: Path, mode: str, way: str, served: int, weights: bool, first: str
+) -> None:
+    """Every use says what is torn; a checkpoint makes it whole, and training goes on."""
+    options = MODES[mode] | (WEIGHTS if weights else {})
+    model, optimizer = trained(tmp_path, **options)
+    kept, states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    with failing(way, served), pytest.raises((OptimizerError, DiskError)):
+        run(model, optimizer, 5, first=4)
+        copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    if first:
+        refused(model, optimizer, tmp_path)
+    optimizer.zero_grad()
+    loads = [lambda: model.load_state_dict(kept), lambda: optimizer.load_state_dict(states)]
+    for load in loads if first != "optimizer" else loads[::-1]:
+        load()
+        if first and load is not loads[first == "model"]:
+            refused(model, optimizer, tmp_path)
+    run(model, optimizer, 8, first=4)
+    assert_same(values((model, optimizer)), in_memory(mode))
+
+
+@pytest.mark.parametrize("way", ["preadv", "pwritev"])
+def test_saved_tensors_that_cannot_be_written_or_read(tmp_path: Path, way: str) -> None:
+    """In the forward or in the backward; the error names the op, and the model goes on."""
+    model, optimizer = trained(tmp_path, **SAVED)
+    values((model, optimizer))  # states are there
+    for served, number in ((0, errno.ENOSPC), (1, errno.EIO)):
+        with failing(way, served, number), pytest.raises(DiskError, match="_SAVED of ") as raised:
+            loss_of(model, 0).backward()
+        assert raised.value.errno == number
+    model.zero_grad()
+    gc.collect()
+    run(model, optimizer, 8, first=4)
+    assert_same(values((model, optimizer)), in_memory("exact"))
+
+
+@pytest.mark.parametrize("mode", ["exact", "in the backward"])
+@pytest.mark.parametrize("weights", [False, True])
+def test_no_host_memory_for_what_is_read(tmp_path: Path, mode: str, weights: bool) -> None:
+    """Found by the thread that gives buffers: whoever waits for one is told, and nobody hangs."""
+    options = MODES[mode] | (WEIGHTS if weights else {})
+    model, optimizer = trained(tmp_path, **options)
+    kept, states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    inside.drop_disk_buffers(model)
+    with (
+        disks.no_host_memory(inside.machine(model)),
+        pytest.raises((OptimizerError, HostMemoryError)),
+    ):
+        run(model, optimizer, 6, first=4)
+    optimizer.zero_grad()
+    model.load_state_dict(kept)
+    optimizer.load_state_dict(states)
+    run(model, optimizer, 8, first=4)
+    assert_same(values((model, optimizer)), in_memory(mode))
+
+
+def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
+    """For parameters it is found before anything moves; for states and saved tensors when they
+    first go there."""
+    model = net()
+    before = [param.data_ptr() for param in model.parameters()]
+    with pytest.raises(DiskError) as raised:
+        megacompile(
+            model, device="cpu", lowering="eager", disk=tmp_path, disk_memory="16KiB", **WEIGHTS
+        )
+    assert raised.value.errno == errno.EDQUOT
+    assert [param.data_ptr() for param in model.parameters()] == before
+    megacompile(model, device="cpu", lowering="eager")
+    for options in ({}, SAVED):
+        with pytest.raises(DiskError) as raised:
+            trained(tmp_path, disk_memory="8KiB", **options)
+        assert raised.value.errno == errno.EDQUOT
+
+
+# --- bytes, buffers and places
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"optimizer": True}, WEIGHTS, {**WEIGHTS, "optimizer": True}, SAVED], ids=str
+)
+def test_a_step_moves_the_bytes_that_the_plan_says(tmp_path: Path, options: Any) -> None:
+    """Of a tower whose layers are whole pages, so that nothing else goes along."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(5)))
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    if "optimizer" in options:
+        options = options | {"optimizer": optimizer}
+    megacompile(model, device="cpu", lowering="eager", disk=tmp_path, progress=False, **options)
+
+    def stepped() -> Any:
+        optimizer.zero_grad()
+        model(torch.randn(1024, 32)).square().mean().backward()
+        optimizer.step()
+        values((model, optimizer))  # it is over
+        return explain(model, changes=False).disk_traffic
+
+    before = stepped()
+    for k in range(2, 4):
+        after = stepped()
+        assert (before.so_far.steps, after.so_far.steps) == (k - 1, k)
+        assert after.so_far.read_bytes - before.so_far.read_bytes == after.read_bytes > 0
+        assert after.so_far.written_bytes - before.so_far.written_bytes == after.written_bytes > 0
+        before = after
+    dictionary = explain(model, changes=False).to_dict()["disk_traffic"]
+    assert dictionary["read_bytes"] == after.read_bytes and dictionary["so_far"]["steps"] == 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_frozen_is_never_written(tmp_path: Path, mode: str) -> None:
+    model, optimizer = trained(tmp_path, adapters=True, **MODES[mode], **WEIGHTS)
+    staging: Any = inside.machine(model).weight_staging
+    before = staging.written_bytes
+    run(model, optimizer, 5, first=4)
+    values((model, optimizer))
+    size = sum(p.nbytes for name, p in model.named_parameters() if adapted(name))
+    padding = 6 * 256 + 3 * staging.disk.file.alignment  # between neighbours, and behind the last
+    assert size <= staging.written_bytes - before <= size + padding
+    assert_same(values((model, optimizer)), values(trained(None, 5, adapters=True, **MODES[mode])))
+
+
+def test_saved_tensors_have_few_buffers_and_give_their_places_back(tmp_path: Path) -> None:
+    model, _ = trained(tmp_path, **SAVED)
+    machine = inside.machine(model)
+    store: Any = machine.saved_disk
+    before = store.written_bytes, store.read_bytes
+    for k in range(3):
+        losses = [loss_of(model, 10 * k + i) for i in range(3)]
+        torch.stack(losses).sum().backward()
+        lost = loss_of(model, k)
+        del lost, losses
+        until(lambda: store.places.lent_bytes == 0)
+    assert 0 < before[0] == before[1]
+    assert 12 * before[0] == 4 * (store.written_bytes - before[0]), "each forward writes as much"
+    assert machine.activations.lent_bytes == 0
+    assert machine.activations.peak_bytes <= 3 * 50 * 67 * 4, "not those of three forwards"
+    assert os.listdir(tmp_path) == []
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for the disk's threads: they forget what they have written when they come to it."""
+    end_s = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end_s
+        os.sched_yield()
+
+
+def test_a_lost_forward_leaves_its_places_when_they_are_written(tmp_path: Path) -> None:
+    """A disk that stands still writes to them later, and to nobody else's."""
+    model, _ = trained(tmp_path, 1, **SAVED)
+    plain, _ = trained(None, 1)
+    store: Any = inside.machine(model).saved_disk
+    until(lambda: store.places.lent_bytes == 0)
+    go, real = threading.Event(), os.pwritev
+
+    def late(*args: Any) -> int:
+        go.wait(60)
+        return real(*args)
+
+    for each in (plain, model):
+        each.zero_grad()
+    with mock.patch.object(os, "pwritev", late):
+        threading.Timer(0.2, go.set).start()
+        lost = loss_of(model, 1)
+        del lost
+        gc.collect()
+        loss_of(model, 2).backward()
+    loss_of(plain, 2).backward()
+    zoo.assert_same(plain, model)
+    until(lambda: store.places.lent_bytes == 0)
+
+
+def test_a_run_that_is_cut_off_gives_its_buffers_back(tmp_path: Path) -> None:
+    model, optimizer = trained(tmp_path, **WEIGHTS)
+    staging: Any = inside.machine(model).weight_staging
+    host = next(iter(inside.machine(model).buckets.values()))
+    for _ in range(5):  # more than there are
+        prefetched = staging.read(host, [], "a read")
+        updated = staging.read_trained(host, [0], [], "another")
+        staging.give_up()
+        prefetched.settle()  # a copy that was issued already, and is for nobody
+        with pytest.raises(OptimizerError):
+            updated.settle()
+    run(model, optimizer, 8, first=4)
+    assert_same(values((model, optimizer)), in_memory("exact"))
+
+
+# --- who else looks
+
+
+def test_another_name_for_a_parameter_shows_what_a_step_made(tmp_path: Path) -> None:
+    model, optimizer = trained(tmp_path, **WEIGHTS)
+    names = model.state_dict()
+    for k in range(4, 8):
+        run(model, optimizer, k + 1, first=k)
+        seen = {name: value.clone() for name, value in names.items()}
+        assert all(torch.equal(seen[name], p) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("options", [WEIGHTS, {**WEIGHTS, **SAVED, "optimizer": True}], ids=str)
+def test_what_a_child_of_a_fork_does_is_its_own(tmp_path: Path, options: Any) -> None:
+    """The backward of the parent's forward is refused."""
+    mode = "in the backward" if "optimizer" in options else "exact"
+    wanted = in_memory(mode)
+    model, optimizer = trained(tmp_path, **options)
+    loss = loss_of(model, 0) if "disk_saved" in options else None
+    child = os.fork()
+    if child == 0:
+        status = 1
+        signal.alarm(120)  # a child that hangs ends
+        try:
+            if loss is not None:
+                with pytest.raises(DiskError):
+                    loss.backward()
+            model.zero_grad()
+            run(model, optimizer, 8, first=4)
+            assert_same(values((model, optimizer)), wanted)
+            with torch.no_grad():
+                next(iter(model.parameters())).fill_(3.0)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    del loss
+    run(model, optimizer, 8, first=4)
+    assert_same(values((model, optimizer)), wanted)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("place", [WEIGHTS, {"resident": "40KiB"}], ids=["disk", "some resident"])
+def test_everything_comes_back(tmp_path: Path, mode: str, place: Any) -> None:
+    """Into other memory and again, for whoever asks, with frozen parameters, and for good."""
+    found = []
+    for options in ({}, place):
+        model, optimizer = trained(
+            tmp_path if options is WEIGHTS else None, 2, **MODES[mode], **options
+        )
+        if options is not WEIGHTS:
+            assert bool(inside.residents(model)) == bool(options)
+        with released(model):
+            seen = [value.clone() for _, value in full_parameters(model)]
+        run(model, optimizer, 3, first=2)
+        for name, param in model.named_parameters():
+            param.requires_grad_(adapted(name))
+        run(model, optimizer, 4, first=3)
+        model.requires_grad_(True)
+        run(model, optimizer, 5, first=4)
+        unmegacompile(model, device="cpu")
+        if mode == "exact":
+            run(model, optimizer, 6, first=5)
+        found.append(seen + values((model, optimizer)))
+    assert_same(*found)
+
+
+def test_a_model_that_is_made_on_the_disk(tmp_path: Path) -> None:
+    """Of the values of a checkpoint, without ever being in memory as a whole."""
+    pytest.importorskip("safetensors")
+    expected, _ = trained(None)
+    save(expected, tmp_path / "saved")
+    with torch.device("meta"):
+        model = net()
+    options: dict[str, Any] = {"disk": tmp_path, "checkpoint": tmp_path / "saved", **WEIGHTS}
+    megacompile(model, device="cpu", lowering="eager", **options)
+    assert all(map(torch.equal, model.parameters(), expected.parameters()))
+    assert torch.equal(loss_of(model, 1), loss_of(expected, 1))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [quantized.wrapped, pytest.param(quantized.stateful, marks=pytest.mark.thorough)],
+)
+def test_a_packed_base(tmp_path: Path, kind: Any) -> None:
+    found = []
+    for options in ({"disk": tmp_path, **WEIGHTS}, {}):
+        model = quantized.model(kind)
+        megacompile(model, device="cpu", lowering="eager", **options)
+        found.append(quantized.trained(model))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

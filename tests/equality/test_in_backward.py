@@ -1,0 +1,337 @@
+"""The update in the backward: near the plain loop, and what it refuses in time.
+
+Loops over streamed and resident buckets, in every bit: test_table.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from megacompile import accumulate, megacompile, updates
+from megacompile.errors import (
+    BackwardError,
+    ModelError,
+    OptimizerError,
+    OptionError,
+    OptionTypeError,
+)
+from tests import inside, zoo
+from tests.equality import cells
+from tests.equality.cells import Cell
+from tests.lion import Lion
+from tests.training import groups
+from tests.zoo import WIDTH, batch, mixed
+
+Model = Any
+
+
+@pytest.mark.parametrize("optimizer", cells.BY_RULE)
+def test_near_the_plain_loop(optimizer: str) -> None:
+    """Also in micro-batches and with a schedule; what gets no gradient stays. Of Lion the sign of
+    what is nearly 0 may be another."""
+    run = cells.build(Cell(optimizer=optimizer, updater="backward"))
+    for loop in ("once", "accumulated", "scheduled"):
+        want = cells.expected(Cell(optimizer=optimizer, loop=loop))
+        got = cells.trained(cells.on(run, loop))
+        assert set(updates(run.model).values()) == {"in the backward"}
+        held = [bucket.grads for bucket in inside.buckets(run.model).values()]
+        assert loop != "once" or not any(held), "no gradient comes to the host"
+        wants = {name.rpartition(" (")[0]: value for name, value in want.items()}
+        for name, value in got.items():
+            want_value = wants[name.rpartition(" (")[0]]
+            if not name.startswith(("loss", "prediction")) and value.numel() > 1:
+                near = torch.isclose(value, want_value, rtol=1e-3, atol=1e-5)
+                assert near.double().mean() > 0.99, (loop, name)
+                if optimizer != "lion":
+                    assert near.all() or (value - want_value).norm() < 1e-3 * want_value.norm()
+    spare = run.model.spare.weight
+    assert torch.equal(spare, run.start["spare.weight"]) and spare not in run.optimizers[0].state
+
+
+def test_states_move_between_plain_and_streamed() -> None:
+    """A checkpoint has the same names, and goes on in either."""
+    runs = [cells.build(Cell(optimizer="amsgrad", updater="backward"))]
+    plain = cells.plain(Cell())
+    runs.append(cells.Run(Cell(optimizer="amsgrad"), plain, cells.optimizers("amsgrad", plain)))
+    reference = cells.plain(Cell())
+    runs.append(cells.Run(Cell(), reference, cells.optimizers("amsgrad", reference)))
+    for i, k in enumerate((0, 1, 0, 1)):
+        for run in (runs[k], runs[2]):
+            run.zero()
+            run.backward(run.loss(i))
+            run.step()
+        other = runs[1 - k]
+        other.model.load_state_dict(copy.deepcopy(runs[k].model.state_dict()))
+        saved = copy.deepcopy(runs[k].optimizers[0].state_dict())
+        other.optimizers[0].load_state_dict(saved)
+        names = {key: list(v) for key, v in saved["state"].items()}
+        assert names == {
+            key: list(v) for key, v in runs[2].optimizers[0].state_dict()["state"].items()
+        }
+    zoo.assert_close(reference, plain, tolerance=1e-5)
+
+
+# --- gradients that are used up
+
+
+def pair(make: Callable[[Any], Optimizer] = AdamW) -> tuple[Model, Model, Optimizer]:
+    """(plain, megacompiled with an optimizer, that)."""
+    plain = mixed()[0]
+    streamed = copy.deepcopy(plain)
+    optimizer = make(groups(streamed, lr=1e-3))
+    megacompile(streamed, device="cpu", lowering="eager", optimizer=optimizer)
+    return plain, streamed, optimizer
+
+
+USES: dict[str, Callable[[Model], Any]] = {
+    "a product": lambda m: m.head.weight.grad * 2,
+    "norm": lambda m: m.head.weight.grad.norm(p=1),
+    "item": lambda m: m.head.bias.grad[0].item(),
+    "clip_grad_norm_ by another norm": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0, 1),
+    "clip_grad_value_": lambda m: nn.utils.clip_grad_value_(m.parameters(), 1.0),
+    "add_": lambda m: m.head.weight.grad.add_(2),
+    "deepcopy": lambda m: copy.deepcopy(m.head.weight.grad),
+    "clipping": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1e-3),
+    "clipping, not foreach": lambda m: nn.utils.clip_grad_norm_(
+        m.parameters(), 1e-3, foreach=False
+    ),
+    "a second backward": lambda m: m(**batch(1)).backward(),
+}
+
+
+def test_what_comes_too_late_says_so() -> None:
+    """And the step behind it is as if it had not been asked for."""
+    _, streamed, optimizer = pair()
+    for k, (use, function) in enumerate(USES.items(), 1):
+        streamed(**batch(0)).backward()
+        with pytest.raises(OptimizerError):
+            function(streamed)
+        gradient = streamed.head.weight.grad
+        assert gradient is not None and gradient.shape == (WIDTH, WIDTH), use
+        with torch.no_grad():
+            streamed(**batch(2))  # it is captured, and asks each parameter for its gradient
+        optimizer.step()
+        assert streamed.head.weight.grad is None, use
+        assert optimizer.state[streamed.head.weight]["step"] == k, use
+    streamed(**batch(0)).backward()
+    rate = optimizer.param_groups[0]["lr"]
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(OptimizerError, match="lr"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = rate
+    optimizer.zero_grad(set_to_none=False)  # the update has been made all the same
+    assert streamed.head.weight.grad.shape == (WIDTH, WIDTH)
+    optimizer.step()
+    assert optimizer.state[streamed.head.weight]["step"] == k + 1
+
+
+def test_a_scaled_loss_is_refused_in_time() -> None:
+    """Nothing is updated. A scaler that is not enabled, or of another loss, is no matter."""
+    plain, streamed, optimizer = pair()
+    mine = AdamW(groups(plain, lr=1e-3))
+    scaler, off = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)
+    weight = torch.ones(2, requires_grad=True)
+    for model, its in ((plain, mine), (streamed, optimizer)):
+        for i in range(3):
+            if model is streamed:
+                loss = model(**batch(i))
+                scaled: Any = scaler.scale([loss])[0] if i % 2 else scaler.scale(loss)
+                with pytest.raises(OptimizerError):
+                    scaled.backward()
+                model.zero_grad()
+            other: Any = scaler.scale(weight.sum())
+            other.backward()
+            loss = off.scale(model(**batch(i)))
+            loss.backward()
+            off.step(its)
+            off.update()
+            its.zero_grad()
+    zoo.assert_close(plain, streamed)
+    (streamed(**batch(0)) * scaler.get_scale()).backward()
+    with pytest.raises(OptimizerError):
+        scaler.unscale_(optimizer)
+
+
+NORMS: dict[str, Callable[[nn.Module], Tensor]] = {
+    "clip_grad_norm_": lambda m: nn.utils.clip_grad_norm_(m.parameters(), torch.inf),
+    "not foreach": lambda m: nn.utils.clip_grad_norm_(m.parameters(), torch.inf, foreach=False),
+    "get_total_norm": lambda m: nn.utils.get_total_norm(
+        [p.grad for p in m.parameters() if p.grad is not None]
+    ),
+    "of one": lambda m: torch.linalg.vector_norm(m.get_parameter("head.weight").grad),
+    "a limit above it": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1e6),
+}
+
+
+@pytest.mark.parametrize("resident", [0, "all"])
+def test_the_norm_is_that_of_the_plain_loop(resident: Any) -> None:
+    """Of a backward and of micro-batches, alone or with gradients of others."""
+    plain = mixed()[0]
+    streamed = copy.deepcopy(plain)
+    mine, theirs = (SGD(groups(each), lr=0.1) for each in (plain, streamed))
+    options: dict[str, Any] = {"optimizer": theirs, "resident": resident}
+    megacompile(streamed, device="cpu", lowering="eager", **options)
+    other = nn.Linear(3, 3)
+    for i, norm in enumerate([*NORMS.values(), *NORMS.values()]):
+        found = []
+        for model, optimizer in ((plain, mine), (streamed, theirs)):
+            if i >= len(NORMS) and model is streamed:
+                with accumulate(streamed):
+                    streamed(**batch(20 + i)).backward()
+            elif i >= len(NORMS):
+                plain(**batch(20 + i)).backward()
+            model(**batch(i)).backward()
+            found.append(norm(model))
+            if i == 0:
+                other.zero_grad()
+                other(torch.ones(3)).sum().backward()
+                params = [*model.parameters(), *other.parameters()]
+                both = nn.utils.clip_grad_norm_(params, torch.inf)
+                assert other.weight.grad is not None
+                want = (found[-1].square() + 4 * 3).sqrt()
+                torch.testing.assert_close(both, want)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert found[1].shape == () and found[1].dtype == found[0].dtype
+        torch.testing.assert_close(*found, rtol=1e-5, atol=0)
+    zoo.assert_close(plain, streamed)
+
+
+def test_gradients_that_are_there() -> None:
+    """Within `accumulate`, and those that `autograd.grad` gives, which updates nothing."""
+    plain, streamed, optimizer = pair()
+    before = streamed.head.weight.detach().clone()
+    found = [
+        torch.autograd.grad(model(**batch(0)), [model.head.weight, model.layers[1].up.weight])
+        for model in (plain, streamed)
+    ]
+    assert all(map(zoo.equal, *found)) and streamed.head.weight.grad is None
+    inputs = [{**batch(1), "x": batch(1)["x"].requires_grad_()} for _ in range(2)]
+    plain(**inputs[0]).backward()
+    with accumulate(streamed):
+        streamed(**inputs[1]).backward()
+    zoo.assert_same(plain, streamed)
+    assert zoo.equal(inputs[0]["x"].grad, inputs[1]["x"].grad)
+    want = nn.utils.clip_grad_norm_(plain.parameters(), 1e-2)
+    assert zoo.equal(want, nn.utils.clip_grad_norm_(streamed.parameters(), 1e-2))
+    zoo.assert_same(plain, streamed)
+    assert torch.equal(streamed.head.weight, before)
+    other = nn.Linear(3, 3)
+    both = SGD([*streamed.parameters(), *other.parameters()], foreach=True)
+    other(torch.ones(3)).sum().backward()
+    both.zero_grad(set_to_none=False)
+    assert other.weight.grad is not None and not other.weight.grad.any()
+
+
+# --- refused from the start
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_are_refused(kind: str) -> None:
+    _, streamed, _ = pair()
+    getattr(streamed.head.weight, kind)(lambda *_: None)
+    with pytest.raises(BackwardError, match=r"head\.weight"):
+        streamed(**batch(0)).backward()
+
+
+def test_what_cannot_update_in_the_backward() -> None:
+    model = mixed()[0]
+    odd: Any = {"differentiable": True}
+    some = [p for n, p in model.named_parameters() if n != "head.bias"]
+    for optimizer, error in (
+        (Adagrad(model.parameters()), OptionError),
+        (3, OptionTypeError),
+        (Adam(model.parameters(), **odd), OptionError),
+        (Lion(model.parameters(), decoupled_weight_decay=True), OptionError),
+        (AdamW(some), OptionError),
+    ):
+        with pytest.raises(error):
+            megacompile(model, device="cpu", optimizer=optimizer)
+        assert not inside.is_streamed(model)
+    model.head.bias.requires_grad_(False)
+    megacompile(model, device="cpu", optimizer=AdamW(some))
+    model = mixed()[0]
+    for _ in range(2):
+        with pytest.raises(ModelError), accumulate(model):
+            raise AssertionError("not reached")
+        megacompile(model, device="cpu")
+
+
+def _option(name: str, value: Any) -> Callable[[Optimizer, Tensor], None]:
+    return lambda optimizer, _: optimizer.param_groups[0].update({name: value})
+
+
+def _state(change: Callable[[Tensor], Any]) -> Callable[[Optimizer, Tensor], None]:
+    def put(optimizer: Optimizer, param: Tensor) -> None:
+        optimizer.state[param]["exp_avg"] = change(optimizer.state[param]["exp_avg"] + 0)
+
+    return put
+
+
+def _missing(optimizer: Optimizer, param: Tensor) -> None:
+    optimizer.state[param]["other"] = optimizer.state[param].pop("exp_avg")
+
+
+BAD: list[tuple[Callable[[Optimizer, Tensor], None], str]] = [
+    (_option("lr", "0.1"), "lr"),
+    (_option("weight_decay", None), "weight_decay"),
+    (_option("betas", (0.9,)), "betas"),
+    (_state(lambda m: m[:8]), "exp_avg"),
+    (_state(lambda m: m.long()), "exp_avg"),
+    (_missing, "exp_avg"),
+]
+
+
+@pytest.mark.parametrize("way", ["own step", "rule", "backward"])
+def test_bad_options_and_states_are_refused_before_anything_changes(way: str) -> None:
+    model: Model = mixed()[0]
+    optimizer = Lion(groups(model), lr=1e-3)
+    options: dict[str, Any] = {"optimizer": optimizer} if way == "backward" else {}
+    options |= {"state_dtype": torch.bfloat16} if way == "rule" else {}
+    megacompile(model, device="cpu", lowering="eager", **options)
+
+    def stepped() -> None:
+        optimizer.zero_grad()
+        model(**batch(0)).backward()
+        optimizer.step()
+
+    stepped()
+    weight = model.layers[1].up.weight
+    before = [p.detach().clone() for p in model.parameters()]
+    for bad, name in BAD:
+        options = dict(optimizer.param_groups[0])
+        state = {key: value + 0 for key, value in optimizer.state[weight].items()}
+        bad(optimizer, weight)
+        with pytest.raises(OptimizerError, match=name):
+            stepped()
+        assert all(map(torch.equal, model.parameters(), before)), name
+        optimizer.param_groups[0].update(options)
+        optimizer.state[weight] = state
+    stepped()
+    assert not torch.equal(
+        weight, before[[n for n, _ in model.named_parameters()].index("layers.1.up.weight")]
+    )
+
+
+def test_decoupled_decay_of_lion_is_its_own_step() -> None:
+    """It is divided by an lr that no parameter group has: said once, and every bit is the plain
+    one's."""
+    plain, model = zoo.twins(mixed()[0])
+    for each in (plain, model):
+        optimizer = Lion(groups(each), lr=1e-3, weight_decay=0.1, decoupled_weight_decay=True)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for i in range(3):
+                zoo.step(each, batch(i))
+                optimizer.step()
+                optimizer.zero_grad()
+        assert sum("Lion" in str(w.message) for w in said) == (each is model)
+    zoo.assert_same(plain, model)

@@ -1,0 +1,519 @@
+"""`megacompile(model_on_meta, checkpoint=...)`: values, errors, and what is left after an error."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megacompile import (
+    Checkpoint,
+    CheckpointError,
+    MissingExtraError,
+    ModelError,
+    OptionError,
+    megacompile,
+    save,
+)
+from tests.checkpoints import Net, ids, on_meta, same, saved, values
+
+pytest.importorskip("safetensors")
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture
+def plain() -> Net:
+    torch.manual_seed(0)
+    model = Net()
+    model(ids()).backward()  # statistics of the BatchNorms
+    model.zero_grad()
+    return model
+
+
+def steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor | None = None
+) -> list[float]:
+    batch = ids() if batch is None else batch
+    losses = []
+    for _ in range(3):
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_a_model_on_meta_trains_as_the_one_that_was_saved(
+    plain: Net, tmp_path: Path, files: int
+) -> None:
+    saved(plain, tmp_path, files)
+    model = on_meta()
+    optimizer = torch.optim.AdamW(model.parameters())  # made before: it keeps the parameters
+    objects = {name: param for name, param in model.named_parameters()}
+    state = torch.get_rng_state()
+    assert megacompile(model, checkpoint=tmp_path) is model
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(param is objects[name] for name, param in model.named_parameters())
+    assert model.head.weight is model.embed.weight
+    assert same(values(plain), values(model)) == []
+    assert steps(plain, torch.optim.AdamW(plain.parameters())) == steps(model, optimizer)
+    assert same(values(plain), values(model)) == []
+
+
+def test_a_model_with_values_gets_those_of_the_checkpoint(plain: Net, tmp_path: Path) -> None:
+    saved(plain, tmp_path)
+    torch.manual_seed(1)
+    model: Any = Net()
+    model.layers[0].scale.fill_(3.0)  # not persistent: it stays
+    megacompile(model, checkpoint=str(tmp_path))
+    assert same(values(plain), values(model)) == ["layers.0.scale"]
+
+
+def test_a_file_or_an_index_may_be_given(plain: Net, tmp_path: Path) -> None:
+    """And tied weights may be there twice."""
+    from safetensors.torch import save_file
+
+    saved(plain, tmp_path / "two", 2)
+    twice = {name: value.clone() for name, value in plain.state_dict().items()}
+    save_file(twice, tmp_path / "other.safetensors")
+    for given in (tmp_path / "two/model.safetensors.index.json", tmp_path / "other.safetensors"):
+        assert same(values(plain), values(megacompile(on_meta(), checkpoint=given))) == []
+    assert same(values(plain), values(megacompile(on_meta(), checkpoint=tmp_path))) == []
+
+
+def test_other_strides_are_kept(tmp_path: Path) -> None:
+    def make() -> Any:
+        model: Any = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3))
+        return model.to(memory_format=torch.channels_last)
+
+    plain = make()
+    saved(plain, tmp_path)
+    model = megacompile(on_meta(make), checkpoint=tmp_path)
+    assert same(values(plain), values(model)) == []
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_masters_are_read_from_fewer_digits(plain: Net, tmp_path: Path) -> None:
+    saved(plain.bfloat16(), tmp_path)
+    model = megacompile(on_meta(), checkpoint=tmp_path, compute_dtype=torch.bfloat16)
+    expected = {n: v.float() if v.is_floating_point() else v for n, v in values(plain).items()}
+    assert model.embed.weight.dtype == torch.float32
+    kept = {name for name in expected if not name.endswith("scale")}
+    assert [name for name in same(expected, values(model)) if name in kept] == []
+
+
+def test_the_streamed_copy_has_what_was_read(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+    plain = make()
+    saved(plain, tmp_path)
+    dtypes: dict[str, Any] = {"compute_dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}
+    model: Any = megacompile(on_meta(make), checkpoint=tmp_path, **dtypes)
+    x = torch.randn(3, 4)
+    y = model(x)
+    y.sum().backward()
+    assert {param.grad.dtype for param in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(y, plain.bfloat16()(x.bfloat16()))
+
+
+def test_digits_are_lost_only_when_asked(plain: Net, tmp_path: Path) -> None:
+    saved(plain, tmp_path)
+    half = on_meta().bfloat16()
+    with pytest.raises(CheckpointError, match="dtypes"):
+        megacompile(half, checkpoint=tmp_path)
+    megacompile(half, checkpoint=Checkpoint(tmp_path, cast=True))
+    assert torch.equal(half.embed.weight, plain.embed.weight.bfloat16())
+
+
+class Wrapper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(Net())
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(x)
+
+
+def test_the_path_of_a_wrapper_is_left_out(plain: Net, tmp_path: Path) -> None:
+    saved(plain, tmp_path / "inner")
+    model = megacompile(on_meta(Wrapper), checkpoint=tmp_path / "inner")
+    assert same(values(plain), values(model.inner[0])) == []
+    saved(model, tmp_path / "whole")
+    again = megacompile(on_meta(Wrapper), checkpoint=tmp_path / "whole")
+    assert same(values(model), values(again)) == []
+
+
+def test_names_are_translated(plain: Net, tmp_path: Path) -> None:
+    saved(Wrapper(), tmp_path)
+    names = Checkpoint(tmp_path, names=lambda name: f"inner.0.{name}")
+    model = megacompile(on_meta(), checkpoint=names)
+    assert not any(param.is_meta for param in model.parameters())
+
+
+def test_names_that_do_not_fit_are_listed_and_may_be_allowed(plain: Net, tmp_path: Path) -> None:
+    saved(Net(layers=2, tied=False), tmp_path)
+    model = on_meta()
+    with pytest.raises(CheckpointError, match="layers.2.norm.weight"):
+        megacompile(model, checkpoint=tmp_path)
+    assert all(param.is_meta for param in model.parameters())
+    given = Checkpoint(tmp_path, initialize="layers.2.*")
+    with pytest.raises(CheckpointError, match="head.weight"):
+        megacompile(model, checkpoint=given)
+    assert all(param.is_meta for param in model.parameters())
+    small = on_meta(layers=1, tied=False)
+    with pytest.raises(CheckpointError, match="layers.1."):
+        megacompile(small, checkpoint=tmp_path)
+    megacompile(small, checkpoint=Checkpoint(tmp_path, ignore=("layers.1.*",)))
+    torch.manual_seed(7)
+    grown = megacompile(on_meta(tied=False), checkpoint=given)
+    torch.manual_seed(7)
+    torch.rand(1), torch.rand(1)  # the blocks before it have a buffer that the checkpoint lacks
+    like = on_meta().layers[2].to_empty(device="cpu")
+    like.up.reset_parameters()
+    like.down.reset_parameters()
+    assert torch.equal(grown.layers[2].up.weight, like.up.weight)
+    assert torch.equal(grown.layers[2].down.weight, like.down.weight)
+
+
+def test_shapes_that_differ(plain: Net, tmp_path: Path) -> None:
+    saved(plain, tmp_path)
+    with pytest.raises(CheckpointError, match="embed.weight"):
+        megacompile(on_meta(words=16), checkpoint=tmp_path)
+
+
+# --- files that are damaged
+
+
+SECOND, INDEX = "model-00002-of-00003.safetensors", "model.safetensors.index.json"
+
+
+def _index(place: str) -> Callable[[Path], object]:
+    text = json.dumps({"weight_map": dict.fromkeys(["embed.weight"], place)})
+    return lambda folder: (folder / INDEX).write_text(text)
+
+
+def _old_torch_save(folder: Path) -> None:
+    torch.save({"a": torch.ones(2)}, folder / SECOND, _use_new_zipfile_serialization=False)
+
+
+def _other_names(folder: Path) -> None:
+    for k, file in enumerate(sorted(folder.iterdir())):
+        file.rename(folder / f"part{k}.safetensors")
+
+
+def _twice(folder: Path) -> None:
+    (folder / SECOND).write_bytes((folder / SECOND.replace("00002", "00001", 1)).read_bytes())
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {  # beside test_damaged_files.py
+    "truncated": lambda folder: os.truncate(folder / SECOND, (folder / SECOND).stat().st_size - 1),
+    "old torch.save": _old_torch_save,
+    "a file": lambda folder: (folder / SECOND).unlink(),
+    "index": lambda folder: (folder / INDEX).unlink(),
+    "outside": _index("../model.safetensors"),
+    "other index": _index(SECOND),
+    "several": _other_names,
+    "two indices": lambda folder: (folder / f"other.{INDEX[6:]}").write_text("{}"),
+    "twice": _twice,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_checkpoints_are_refused(plain: Net, tmp_path: Path, damage: str) -> None:
+    folder = saved(plain, tmp_path / "checkpoint", 3)
+    DAMAGE[damage](folder)
+    model = on_meta()
+    with pytest.raises(CheckpointError, match=str(folder)):
+        megacompile(model, checkpoint=folder)
+    assert all(param.is_meta for param in model.parameters())
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="none"):
+        megacompile(on_meta(), checkpoint=tmp_path / "none")
+
+
+def test_a_file_that_shrinks_or_an_interrupt_while_it_is_read(
+    plain: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is as before, on meta or with its values, and can be loaded later."""
+    saved(plain, tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    real = os.preadv
+
+    def shrink(*args: Any) -> int:
+        os.truncate(file, 1000)
+        return real(*args)
+
+    def interrupt(*args: Any) -> int:
+        raise KeyboardInterrupt
+
+    torch.manual_seed(1)
+    for model in (on_meta(), Net()):
+        before = {name: value for name, value in model.named_parameters()}
+        kept = None if before["embed.weight"].is_meta else values(model)
+        for fault, error in ((shrink, CheckpointError), (interrupt, KeyboardInterrupt)):
+            file.write_bytes(whole)
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "preadv", fault)
+                with pytest.raises(error):
+                    megacompile(model, checkpoint=tmp_path)
+            assert all(param is before[name] for name, param in model.named_parameters())
+            if kept is None:
+                assert all(value.is_meta for value in [*before.values(), *model.buffers()])
+                assert model(torch.empty(4, dtype=torch.int64, device="meta")).is_meta
+            else:
+                assert same(kept, values(model)) == []
+        file.write_bytes(whole)
+        loaded = values(megacompile(model, checkpoint=tmp_path))
+        assert same(values(plain), loaded) in ([], [n for n in loaded if n.endswith("scale")])
+
+
+# --- what is given
+
+
+def test_what_is_no_path() -> None:
+    with pytest.raises(OptionError, match="checkpoint"):
+        megacompile(on_meta(), checkpoint={})  # type: ignore[arg-type]
+
+
+def test_a_second_call_loads_nothing(plain: Net, tmp_path: Path) -> None:
+    saved(plain, tmp_path)
+    model = megacompile(on_meta(), checkpoint=tmp_path)
+    with pytest.raises(OptionError, match="Net"):
+        megacompile(model, checkpoint=tmp_path)
+    assert megacompile(model) is model
+
+
+def test_hooks_on_meta_are_refused(plain: Net, tmp_path: Path) -> None:
+    saved(plain, tmp_path)
+    model = on_meta()
+    model.embed.weight.register_hook(lambda grad: grad)
+    with pytest.raises(ModelError, match="embed.weight"):
+        megacompile(model, checkpoint=tmp_path)
+
+
+def test_modules_that_refer_to_their_parameters_elsewhere(tmp_path: Path) -> None:
+    """`nn.LSTM` has a list of them, and weak references."""
+    torch.manual_seed(0)
+    plain = nn.LSTM(4, 4)
+    saved(plain, tmp_path)
+    model = on_meta(lambda: nn.LSTM(4, 4))
+    megacompile(model, checkpoint=tmp_path)
+    x = torch.randn(3, 2, 4)
+    assert torch.equal(model(x)[0], plain(x)[0])
+
+
+def test_meta_that_comes_later(plain: Net, tmp_path: Path) -> None:
+    saved(plain, tmp_path)
+    model = megacompile(on_meta(), checkpoint=tmp_path)
+    model.layers.append(on_meta().layers[0])
+    with pytest.raises(ModelError, match="layers.3"):
+        model(ids())
+
+
+def test_frozen_parameters_stay_frozen(plain: Net, tmp_path: Path) -> None:
+    saved(plain, tmp_path)
+    model = on_meta()
+    model.layers.requires_grad_(False)
+    megacompile(model, checkpoint=tmp_path)(ids()).backward()
+    assert [n for n, p in model.named_parameters() if p.grad is not None] == ["embed.weight"]
+
+
+def test_resident_buckets_are_filled(plain: Net, tmp_path: Path) -> None:
+    """On the CPU a resident bucket lies there too: who moves first, and what is equal."""
+    saved(plain, tmp_path)
+    model = megacompile(on_meta(), checkpoint=tmp_path, resident="all")
+    assert same(values(plain), values(model)) == []
+    losses = steps(model, torch.optim.AdamW(model.parameters()))
+    assert losses == steps(plain, torch.optim.AdamW(plain.parameters()))
+
+
+def test_checkpoints_need_the_extra(
+    plain: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(plain, tmp_path)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(MissingExtraError, match="safetensors"):
+        megacompile(on_meta(), checkpoint=tmp_path)
+
+
+# --- names that transformers converts
+
+
+def mixtral(layers: int = 1, experts: int = 3) -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=experts,
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+class LossAlone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = mixtral(layers=2)
+
+
+@pytest.mark.parametrize("size", ["4KB", "1GB"])
+def test_experts_that_are_stored_apart(tmp_path: Path, size: str) -> None:
+    """A group of them may lie in several files."""
+    torch.manual_seed(0)
+    plain = mixtral(layers=2)
+    plain.save_pretrained(tmp_path, max_shard_size=size)
+    wrapped = megacompile(on_meta(LossAlone), checkpoint=tmp_path)
+    assert same(values(plain), values(wrapped.model)) == []
+
+
+def test_experts_that_do_not_fit(tmp_path: Path) -> None:
+    mixtral().save_pretrained(tmp_path)
+    model = on_meta(mixtral, experts=4)
+    with pytest.raises(CheckpointError, match="shapes"):  # the router, before anything is read
+        megacompile(model, checkpoint=tmp_path)
+    for layer in model.model.layers:
+        layer.mlp.gate.weight = nn.Parameter(torch.empty(3, 16, device="meta"))
+    with pytest.raises(CheckpointError, match="experts"):
+        megacompile(model, checkpoint=tmp_path)
+    assert all(param.is_meta for param in model.parameters())
+    half = on_meta(mixtral)
+    half.model.layers[0].mlp.experts.bfloat16()
+    with pytest.raises(CheckpointError, match="experts.gate_up_proj"):
+        megacompile(half, checkpoint=tmp_path)
+    with pytest.raises(CheckpointError, match="layers.1.mlp.gate.weight"):
+        megacompile(on_meta(mixtral, layers=2), checkpoint=tmp_path)
+
+
+def test_a_base_model_reads_the_checkpoint_of_one_with_a_head(tmp_path: Path) -> None:
+    plain = mixtral()
+    plain.save_pretrained(tmp_path)
+    base = on_meta(lambda: mixtral().model)
+    with pytest.raises(CheckpointError, match="lm_head.weight"):
+        megacompile(base, checkpoint=tmp_path)
+    megacompile(base, checkpoint=Checkpoint(tmp_path, ignore="lm_head.*"))
+    assert same(values(plain.model), values(base)) == []
+
+
+def hrm() -> Any:
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "HrmTextConfig"):
+        pytest.skip("needs a model whose q, k and v are stored as one")
+    config = transformers.HrmTextConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_layers_per_stack=1,
+        num_attention_heads=2,
+        head_dim=8,
+        H_cycles=1,
+        L_cycles=1,
+        L_bp_cycles=[1],
+    )
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def test_tensors_that_are_stored_as_one(tmp_path: Path) -> None:
+    """One of the checkpoint becomes several; and the other way when it is saved."""
+    import safetensors.torch
+
+    plain = hrm()
+    plain.save_pretrained(tmp_path / "theirs")
+    model = megacompile(on_meta(hrm), checkpoint=tmp_path / "theirs")
+    assert same(values(plain), values(model)) == []
+    save(model, tmp_path / "ours")
+    theirs, ours = (
+        safetensors.torch.load_file(tmp_path / which / "model.safetensors")
+        for which in ("theirs", "ours")
+    )
+    assert any("qkv" in name for name in ours) and same(theirs, ours) == []
+
+
+# --- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("resident", [0, "all", "auto"])
+def test_on_a_gpu_what_is_read_is_page_locked_and_trains(tmp_path: Path, resident: Any) -> None:
+    torch.manual_seed(0)
+    plain = Net(layers=2, width=64, words=256)
+    saved(plain, tmp_path, 2)
+    options: dict[str, Any] = {"lowering": "eager", "resident": resident}
+    model = megacompile(
+        on_meta(layers=2, width=64, words=256), checkpoint=tmp_path, device="cuda", **options
+    )
+    assert same(values(plain), {n: v.cpu() for n, v in values(model).items()}) == []
+    on_device = [param.is_cuda for param in model.parameters()]
+    assert all(on_device) if resident == "all" else not any(on_device)
+    assert all(param.is_cuda or param.is_pinned() for param in model.parameters())
+    reference = megacompile(plain, device="cuda", **options)
+    steps_of = [
+        steps(each, torch.optim.AdamW(each.parameters()), ids().cuda())
+        for each in (reference, model)
+    ]
+    assert steps_of[0] == steps_of[1]
+
+
+_PEAK = """
+import sys
+from pathlib import Path
+from benchmarks.process_memory import status_bytes
+from megacompile import megacompile
+from tests.checkpoints import Net, on_meta
+
+megacompile(on_meta(layers=1), device="cpu")  # what a first call imports
+model = on_meta(layers=8, width=1024)
+Path("/proc/self/clear_refs").write_text("5")
+before = status_bytes("VmHWM")
+options = {"checkpoint": sys.argv[1]} if len(sys.argv) > 1 else {}
+megacompile(model, device="cpu", **options)
+print(status_bytes("VmHWM") - before, status_bytes("VmRSS") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize(
+    "what",
+    [
+        "a checkpoint in other digits",
+        pytest.param("a checkpoint", marks=pytest.mark.thorough),
+        pytest.param("random numbers", marks=pytest.mark.thorough),
+    ],
+)
+def test_at_the_peak_there_is_no_more_than_the_model(what: str, tmp_path: Path) -> None:
+    """Every tensor goes straight into its bucket."""
+    model = Net(layers=8, width=1024)
+    size = sum(param.nbytes for param in model.parameters())
+    if what == "a checkpoint in other digits":
+        model.bfloat16()  # one tensor at a time has a copy, in each of a few threads
+    save(model, tmp_path, max_shard_size="64MiB")
+    arguments = [] if what == "random numbers" else [str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-c", _PEAK, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    peak, steady = map(int, done.stdout.split()[-2:])
+    assert 0.9 * size < steady < 1.1 * size + 2**25
+    assert peak < 1.05 * steady + 2**25

@@ -1,0 +1,346 @@
+"""`save()`: what is in the folder, and what is there when it is killed or the disk is full."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megacompile import CheckpointError, OptionError, megacompile, save
+from tests.checkpoints import Net, ids, on_meta, same, values
+
+safetensors = pytest.importorskip("safetensors.torch")
+transformers = pytest.importorskip("transformers")
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def configs() -> dict[str, Any]:
+    common = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "use_cache": False}
+    common |= {"intermediate_size": 32, "num_key_value_heads": 1}
+    qwen2 = {**common, "num_hidden_layers": 2}
+    return {
+        "qwen2": transformers.Qwen2Config(**qwen2),
+        "tied": transformers.Qwen2Config(**qwen2, tie_word_embeddings=True),
+        "gpt2": transformers.GPT2Config(
+            vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32, use_cache=False
+        ),
+        "mixtral": transformers.MixtralConfig(**common, num_hidden_layers=1, num_local_experts=2),
+    }
+
+
+def from_config(config: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def trained(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    model = megacompile(Net())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(ids()).backward()
+    optimizer.step()  # its updates run in the background
+    return model
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
+    model = trained()
+    save(model, tmp_path / "a" / "b")
+    assert names(tmp_path / "a" / "b") == ["model.safetensors"]
+    again = megacompile(on_meta(), checkpoint=tmp_path / "a" / "b")
+    assert same(values(model), values(again)) == []
+    assert "head.weight" not in safetensors.load_file(tmp_path / "a" / "b" / "model.safetensors")
+
+
+def test_files_have_at_most_that_size_and_an_index(tmp_path: Path) -> None:
+    model = trained()
+    save(model, tmp_path, max_shard_size=2000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = [name for name in names(tmp_path) if name.endswith(".safetensors")]
+    assert len(files) > 1 and set(index["weight_map"].values()) == set(files)
+    total = 0
+    for name in files:
+        tensors = safetensors.load_file(tmp_path / name)
+        sizes = [tensor.numel() * tensor.itemsize for tensor in tensors.values()]
+        total += sum(sizes)
+        assert sum(sizes) <= 2000 or len(sizes) == 1
+    assert index["metadata"]["total_size"] == total
+    assert same(values(model), values(megacompile(on_meta(), checkpoint=tmp_path))) == []
+
+
+def test_a_part_and_a_plain_model_are_saved_too(tmp_path: Path) -> None:
+    model = trained()
+    save(model.layers[1], tmp_path / "part")
+    assert "up.weight" in safetensors.load_file(tmp_path / "part" / "model.safetensors")
+    plain = Net()
+    save(plain, tmp_path / "plain")
+    again = megacompile(on_meta(), checkpoint=tmp_path / "plain")
+    assert same(values(plain), values(again)) == []
+
+
+def test_other_strides(tmp_path: Path) -> None:
+    module: Any = nn.Conv2d(3, 4, 3)
+    model = megacompile(module.to(memory_format=torch.channels_last))
+    save(model, tmp_path)
+    assert torch.equal(
+        safetensors.load_file(tmp_path / "model.safetensors")["weight"], model.weight
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("qwen2", 2000), ("tied", "5GB"), ("gpt2", 2000), ("mixtral", 2000)]
+)
+def test_transformers_reads_it(name: str, size: Any, tmp_path: Path) -> None:
+    model = megacompile(from_config(configs()[name]))
+    save(model, tmp_path / "ours", max_shard_size=size)
+    back, said = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True
+    )
+    assert not any(said[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert same(values(back), values(model)) == []
+    back.save_pretrained(tmp_path / "theirs")
+    theirs = safetensors.load_file(tmp_path / "theirs" / "model.safetensors")
+    ours: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "ours").glob("*.safetensors"):
+        ours |= safetensors.load_file(file)
+    assert same(theirs, ours) == []
+    again = on_meta(from_config, config=configs()[name])
+    megacompile(again, checkpoint=tmp_path / "ours")
+    assert same(values(model), values(again)) == []
+
+
+def test_an_older_save_is_replaced_whatever_files_it_had(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for seed, size in enumerate((2000, "5GB", 4000, 2000, "5GB")):
+        torch.manual_seed(seed)
+        model = Net()
+        save(model, tmp_path, max_shard_size=size)
+        assert same(values(model), values(megacompile(on_meta(), checkpoint=tmp_path))) == []
+        shards = [name for name in names(tmp_path) if "-of-" in name]
+        assert len({name[-17:] for name in shards}) <= 1  # of one save
+        assert not any(name.endswith(".incomplete") for name in names(tmp_path))
+    assert names(tmp_path) == ["model.safetensors", "notes.txt"]
+
+
+# --- killed
+
+
+_KILLED = """
+import os, signal, sys
+import torch
+from pathlib import Path
+from megacompile import save
+from tests.checkpoints import Net
+
+left = int(sys.argv[2])
+
+def counted(stock):
+    def call(*args):
+        global left
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        return stock(*args)
+    return call
+
+torch.manual_seed(1)
+model = Net()
+os.fsync, os.replace = counted(os.fsync), counted(os.replace)
+save(model, sys.argv[1], max_shard_size=int(sys.argv[3]))
+"""
+
+
+def _kill_at(place: int, folder: Path, size: int) -> bool:
+    """Save the model of seed 1, and kill it there; False where it was done before."""
+    done = subprocess.run(
+        [sys.executable, "-c", _KILLED, str(folder), str(place), str(size)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        timeout=300,
+    )
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr.decode()
+    return done.returncode != 0
+
+
+@pytest.mark.parametrize(("before", "size"), [(2000, 2000), (2000, 10**9), (10**9, 2000)])
+def test_who_is_killed_leaves_the_old_one_or_none_or_the_new_one(
+    before: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process an exception that `save` does not catch stands for the kill."""
+    torch.manual_seed(0)
+    old = Net()
+    torch.manual_seed(1)
+    new = Net()
+    save(old, tmp_path / "old", max_shard_size=before)
+    seen = set()
+    for place in range(100):
+        folder = tmp_path / str(place)
+        shutil.copytree(tmp_path / "old", folder)
+        if not _interrupted(place, new, folder, size, monkeypatch):
+            break
+        try:
+            found = values(megacompile(on_meta(), checkpoint=folder))
+        except CheckpointError as error:
+            assert str(folder) in str(error)
+            seen.add("none")
+        else:
+            assert same(found, values(old)) == [] or same(found, values(new)) == []
+            seen.add("new" if same(found, values(new)) == [] else "old")
+        save(new, folder, max_shard_size=size)  # what was left is in nobody's way
+        assert same(values(new), values(megacompile(on_meta(), checkpoint=folder))) == []
+        assert not any(name.endswith(".incomplete") for name in names(folder))
+    assert place > 4
+    assert seen >= {"old", "new"}
+
+
+@pytest.mark.parametrize("size", [2000, 10**9])
+@pytest.mark.parametrize("other", [{}, {"rms_norm_eps": 0.5}])
+def test_weights_never_meet_the_config_of_another_save(
+    other: dict[str, Any], size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`from_pretrained` would take it: the shapes are the same, and the numbers are not."""
+    config = configs()["qwen2"]
+    models = []
+    for k, changed in enumerate(({}, other)):
+        mine = copy.deepcopy(config)
+        mine.update(changed)
+        torch.manual_seed(k)
+        models.append(from_config(mine).eval())
+    tokens = torch.arange(8)[None]
+    logits = [model(tokens).logits for model in models]
+    save(models[0], tmp_path / "old", max_shard_size=size)
+    seen = set()
+    for place in range(100):
+        folder = tmp_path / str(place)
+        shutil.copytree(tmp_path / "old", folder)
+        if not _interrupted(place, models[1], folder, size, monkeypatch):
+            break
+        try:
+            found = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        except OSError as error:
+            assert "no file named" in str(error)
+            seen.add("none")
+            continue
+        (which,) = [k for k in (0, 1) if torch.equal(found.eval()(tokens).logits, logits[k])]
+        seen.add(("old", "new")[which])
+        save(models[1], folder, max_shard_size=size)
+        assert not any(name.endswith(".incomplete") for name in names(folder))
+    assert place > 4
+    assert seen == ({"old", "new"} if size > 2000 and not other else {"old", "none", "new"})
+
+
+class Killed(BaseException):
+    """No `except Exception` sees it."""
+
+
+def _interrupted(
+    place: int, model: nn.Module, folder: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> bool:
+    left = [place]
+
+    def counted(stock: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not left[0]:
+                raise Killed
+            left[0] -= 1
+            return stock(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", counted(os.fsync))
+        patch.setattr("os.replace", counted(os.replace))
+        patch.setattr(Path, "unlink", counted(Path.unlink))
+        try:
+            save(model, folder, max_shard_size=size)
+        except Killed:
+            return True
+    return False
+
+
+@pytest.mark.thorough
+def test_a_process_that_is_killed(tmp_path: Path) -> None:
+    """Really, once, between two renames."""
+    torch.manual_seed(0)
+    save(Net(), tmp_path, max_shard_size=2000)
+    files = len(names(tmp_path))
+    assert _kill_at(files + 3, tmp_path, 2000)
+    assert any(name.endswith(".incomplete") for name in names(tmp_path))
+    with pytest.raises(CheckpointError, match="safetensors|checkpoint"):
+        megacompile(on_meta(), checkpoint=tmp_path)
+
+
+# --- refused
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found before anything is written; and while it is written."""
+    torch.manual_seed(0)
+    model = Net()
+    save(model, tmp_path)
+    there = names(tmp_path)
+    with monkeypatch.context() as patch:
+        usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+        patch.setattr("shutil.disk_usage", lambda path: usage)
+        with pytest.raises(CheckpointError, match="free"):
+            save(Net(), tmp_path)
+    assert names(tmp_path) == there
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        with pytest.raises(CheckpointError):
+            save(Net(), tmp_path)
+    assert names(tmp_path) == there
+    assert same(values(model), values(megacompile(on_meta(), checkpoint=tmp_path))) == []
+
+
+def test_a_disk_that_is_full_for_the_library(tmp_path: Path) -> None:
+    """The system refuses to write beyond a limit on the size of files."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    model = Net()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
+    try:
+        with pytest.raises(CheckpointError):
+            save(model, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert names(tmp_path) == []
+
+
+def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match="file"):
+        save(Net(), tmp_path / "file")
+
+
+def test_what_cannot_be_saved(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="meta"):
+        save(on_meta(), tmp_path)
+    with pytest.raises(OptionError, match="max_shard_size"):
+        save(Net(), tmp_path, max_shard_size=0)
+
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"a": 1}
+
+    with pytest.raises(CheckpointError, match="_extra_state"):
+        save(Extra(2, 2), tmp_path)
+    assert names(tmp_path) == []

@@ -1,0 +1,319 @@
+"""`p.grad` that takes the factor of `clip_grad_norm_` without a pass over its memory.
+
+On the host it answers for its norm too (`HostGradient`). On the device (`DeviceGradient`) norms are
+torch's, and the update multiplies.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megacompile.errors import BackwardError
+from megacompile.runtime.params.guards import guard_of
+from megacompile.runtime.params.lazy import HostGradient, lazy_of
+from megacompile.runtime.params.lazy_on_device import DeviceGradient
+from tests.zoo import equal
+
+SHAPES = [(4, 3), (5,), (), (2, 2, 2)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+BF16 = torch.bfloat16
+Params = list[nn.Parameter]
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> Params:
+    """With gradients that are plain tensors."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
+    for param in params:
+        param.grad = torch.randn(param.shape).to(dtype)
+    return params
+
+
+def grad(param: nn.Parameter) -> Tensor:
+    assert param.grad is not None
+    return param.grad
+
+
+class Watched:
+    """Parameters like `parameters()` with gradients on the host; counts the waits."""
+
+    def __init__(self, *, norms: bool = True, lie: float = 1.0) -> None:
+        """`lie` is a factor of the norms, to tell that they were used."""
+        self.params = parameters()
+        self.settled = 0
+        self.guards = []
+        for i, param in enumerate(self.params):
+            values = grad(param)
+            known = (lie * float(values.norm()), lie * float(values.abs().max()))
+            norm = (lambda known=known: known) if norms else None
+            self.guards.append(HostGradient(values, self._settle, norm, f"p{i}"))
+
+    def _settle(self) -> None:
+        self.settled += 1
+
+    def scales(self) -> list[float]:
+        return [guard.scale for guard in self.guards]
+
+    def plain(self) -> list[bool]:
+        """Which gradients are plain tensors again?"""
+        return [type(grad(param)) is Tensor for param in self.params]
+
+
+def on_device(dtype: torch.dtype = torch.float32) -> tuple[Params, list[Tensor]]:
+    """The same gradients on the device; and their memory, under other names."""
+    params = parameters(dtype)
+    memory = [grad(p).detach() for p in params]
+    for i, param in enumerate(params):
+        DeviceGradient(grad(param), lambda: None, f"p{i}")
+    return params, memory
+
+
+def noted(params: Params) -> list[bool]:
+    found = [guard_of(grad(param)) for param in params]
+    return [isinstance(who, DeviceGradient) and who.factor is not None for who in found]
+
+
+def assert_gradients(params: Params, wants: Params, *, bits: bool = False) -> None:
+    for param, want in zip(params, wants, strict=True):
+        if bits:
+            assert equal(grad(param) + 0, grad(want) + 0)
+        else:
+            torch.testing.assert_close(grad(param) + 0, grad(want) + 0, rtol=1e-6, atol=0)
+
+
+# --- on the host
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("norm_type", [2, 2.0, math.inf])
+def test_clipping_on_the_host(norm_type: float, foreach: bool | None) -> None:
+    """The gradients are not read, and not written: the factor is noted."""
+    wants, watched = parameters(), Watched()
+    want = nn.utils.clip_grad_norm_(wants, 0.5, norm_type, foreach=foreach)
+    got = nn.utils.clip_grad_norm_(watched.params, 0.5, norm_type, foreach=foreach)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    assert type(got) is Tensor and not any(watched.plain())
+    assert set(watched.scales()) == {watched.scales()[0]} and watched.scales()[0] < 1
+    assert_gradients(watched.params, wants)
+    assert all(watched.plain()) and watched.scales() == [1.0] * len(SHAPES)
+
+
+def test_the_norms_are_those_it_was_given() -> None:
+    watched = Watched(lie=10.0)
+    total = nn.utils.get_total_norm([grad(p) for p in watched.params])
+    want = nn.utils.get_total_norm([grad(p) for p in parameters()])
+    torch.testing.assert_close(total, 10 * want, rtol=1e-6, atol=0)
+    assert watched.settled == 0 and not any(watched.plain())
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("norm_type", [2, math.inf])
+def test_norms_are_of_the_gradients_dtype(dtype: torch.dtype, norm_type: float) -> None:
+    """As torch's are; so is the factor that gradients which are not served are multiplied by."""
+    values = torch.arange(1.0, 12.0).to(dtype)
+    gradient = values.clone()
+    largest = float(values.float().norm()), float(values.abs().max())
+    HostGradient(gradient, lambda: None, lambda: largest, "p")
+    want = nn.utils.get_total_norm([values, values], norm_type)
+    got = nn.utils.get_total_norm([gradient, values], norm_type)
+    assert got.dtype is want.dtype is dtype
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    ("norm_type", "known"), [(1, True), (3, True), (0.5, True), (2, False)], ids=str
+)
+def test_norms_that_nobody_knows_are_computed(norm_type: float, known: bool) -> None:
+    wants, watched = parameters(), Watched(norms=known, lie=10.0)
+    want = nn.utils.clip_grad_norm_(wants, 0.5, norm_type)
+    assert equal(want, nn.utils.clip_grad_norm_(watched.params, 0.5, norm_type))
+    assert_gradients(watched.params, wants, bits=known)
+
+
+def test_clipped_twice_and_a_negative_factor() -> None:
+    wants, watched = parameters(), Watched()
+    for largest in (0.5, 0.1, 10.0):
+        want = nn.utils.clip_grad_norm_(wants, largest)
+        got = nn.utils.clip_grad_norm_(watched.params, largest)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+    for params in (wants, watched.params):
+        grad(params[0]).mul_(-3)
+    assert watched.settled and not any(watched.plain()), "it waits for an update that runs"
+    torch.testing.assert_close(grad(watched.params[0]).norm(), grad(wants[0]).norm())
+    assert_gradients(watched.params, wants)
+
+
+def test_metadata_is_no_use() -> None:
+    watched = Watched()
+    gradient = grad(watched.params[0])
+    assert (gradient.shape, gradient.dtype, gradient.numel()) == ((4, 3), torch.float32, 12)
+    assert gradient.layout is torch.strided and not gradient.is_sparse
+    assert not any(watched.plain()) and watched.settled == 0
+    assert lazy_of(gradient) is watched.guards[0]
+    assert lazy_of(None) is None and lazy_of(torch.ones(1)) is None
+
+
+def _add(params: Params) -> None:
+    grad(params[0]).add_(1)
+
+
+def _accumulate(params: Params) -> None:
+    """Autograd does that in C++, and asks nobody: the version tells."""
+    (params[1] * 3).sum().backward()
+
+
+def _replace(params: Params) -> None:
+    params[2].grad = grad(params[2]) + 0
+
+
+@pytest.mark.parametrize("edit", [_add, _accumulate, _replace])
+def test_an_edit_gives_the_norm_of_what_it_is_then(edit: Callable[[Params], None]) -> None:
+    wants, watched = parameters(), Watched()
+    for params in (wants, watched.params):
+        edit(params)
+    want = nn.utils.clip_grad_norm_(wants, 0.5)
+    got = nn.utils.clip_grad_norm_(watched.params, 0.5)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    assert_gradients(watched.params, wants)
+
+
+def test_nan_norms() -> None:
+    watched = Watched()
+    for guard in watched.guards:
+        guard.norms = lambda: (math.nan, math.nan)
+    assert nn.utils.clip_grad_norm_(watched.params, 0.5).isnan()
+    with pytest.raises(RuntimeError, match="non-finite"):
+        nn.utils.clip_grad_norm_(watched.params, 0.5, error_if_nonfinite=True)
+
+
+# --- on the device
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("norm_type", [2, math.inf, 1, 3])
+def test_clipping_on_the_device(norm_type: float, foreach: bool | None, dtype: torch.dtype) -> None:
+    """Norms are torch's, nothing is written, and who looks sees what torch would have written."""
+    wants, (params, memory) = parameters(dtype), on_device(dtype)
+    for largest in (0.5, 0.1, 10.0):
+        want = nn.utils.clip_grad_norm_(wants, largest, norm_type, foreach=foreach)
+        got = nn.utils.clip_grad_norm_(params, largest, norm_type, foreach=foreach)
+        assert equal(got, want) and type(got) is Tensor
+        if largest == 0.5:
+            assert all(noted(params))
+            for values, before in zip(memory, parameters(dtype), strict=True):
+                assert equal(values, grad(before))
+    assert_gradients(params, wants, bits=True)
+    assert not any(noted(params))
+
+
+def test_lists_go_through_the_functions_for_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `foreach=` too: torch asks for the classes of the gradients."""
+    params, _ = on_device()
+    stock: Any = torch.linalg.vector_norm
+
+    def stacked_alone(tensor: Tensor, *args: Any) -> Any:
+        assert guard_of(tensor) is None
+        return stock(tensor, *args)
+
+    monkeypatch.setattr(torch.Tensor, "mul_", None)
+    monkeypatch.setattr(torch.linalg, "vector_norm", stacked_alone)
+    nn.utils.clip_grad_norm_(params, 0.5)
+    assert all(noted(params))
+
+
+def test_each_factor_is_rounded_and_is_that_of_the_call() -> None:
+    wants, (params, _) = parameters(BF16), on_device(BF16)
+    for value in (0.3, 0.7):
+        for each in (wants, params):
+            factor = torch.tensor(value, dtype=BF16)
+            torch._foreach_mul_([grad(p) for p in each], factor)
+            factor.fill_(100.0)
+        assert all(noted(params)) or value != 0.3
+    assert_gradients(params, wants, bits=True)
+
+
+FACTORS: dict[str, Callable[[], Any]] = {
+    "a number": lambda: 0.3,
+    "another dtype": lambda: torch.tensor(0.3),
+    "one dimension": lambda: torch.tensor([0.3], dtype=BF16),
+    "with a gradient": lambda: torch.tensor(0.3, dtype=BF16, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_other_factors_multiply_at_once(factor: str) -> None:
+    wants, (params, _) = parameters(BF16), on_device(BF16)
+    with torch.no_grad():
+        for each in (wants, params):
+            for param in each[:2]:
+                grad(param).mul_(FACTORS[factor]())
+    assert not any(noted(params))
+    assert_gradients(params, wants, bits=True)
+
+
+def test_together_with_plain_gradients() -> None:
+    """As those that a hook has seen; what autograd adds before clipping is in the norm."""
+    wants, (params, memory) = parameters(), on_device()
+    params[1].grad = memory[1]
+    for each in (wants, params):
+        (each[3] * 3).sum().backward()
+    want = nn.utils.clip_grad_norm_(wants, 0.5)
+    assert equal(nn.utils.clip_grad_norm_(params, 0.5), want)
+    assert noted(params) == [True, False, True, True]
+    assert equal(memory[1], grad(wants[1]))
+    assert_gradients(params, wants, bits=True)
+
+
+# --- both
+
+USES: dict[str, Callable[[Tensor], Any]] = {
+    "add": lambda g: g + 1,
+    "clone": lambda g: g.clone(),
+    "sum": lambda g: g.sum(),
+    "item": lambda g: g[0, 0].item(),
+    "numpy": lambda g: g.numpy().copy(),
+    "deepcopy": copy.deepcopy,
+    "mul by a tensor": lambda g: g.mul_(torch.ones(4, 3)),
+    "zero_": lambda g: g.zero_(),
+    "norm with dim": lambda g: torch.linalg.vector_norm(g, dim=0),
+    "norm with out": lambda g: torch.linalg.vector_norm(g, out=torch.empty(())),
+    "detach": lambda g: g.detach().clone(),
+    "repr": repr,
+    "div_": lambda g: g.div_(2),
+}
+BOTH = pytest.mark.parametrize("make", [lambda: Watched().params, lambda: on_device()[0]])
+
+
+@BOTH
+@pytest.mark.parametrize("use", USES)
+def test_any_other_use_multiplies_first(use: str, make: Callable[[], Params]) -> None:
+    want, params = grad(parameters()[0]), make()
+    got = grad(params[0])
+    for gradient in (want, got):
+        gradient.mul_(torch.tensor(0.5))
+    assert guard_of(got) is not None
+    mine, theirs = USES[use](want), USES[use](got)
+    if isinstance(mine, Tensor):
+        assert equal(mine, theirs)
+    else:
+        assert (mine == theirs) if isinstance(mine, (str, float)) else (mine == theirs).all()
+    assert type(got) is Tensor and equal(want, got)
+    assert type(grad(params[1])) is not Tensor, "the others wait"
+
+
+@BOTH
+def test_accumulation_behind_clipping_is_refused(make: Callable[[], Params]) -> None:
+    """Half of the gradient would be scaled."""
+    params = make()
+    nn.utils.clip_grad_norm_(params, 0.5)
+    (params[1] * 3).sum().backward()
+    with pytest.raises(BackwardError, match="'p1'"):
+        grad(params[1]).sum()

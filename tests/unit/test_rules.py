@@ -1,0 +1,438 @@
+"""The update rules in plain torch, against torch.optim and lion-pytorch on plain tensors; 8-bit
+blocks; stochastic rounding; and what is known of optimizers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Muon
+
+from megacompile.runtime.optim import blockwise, stochastic
+from megacompile.runtime.optim.blockwise import absmax_numel, dequantize, dynamic_code, quantize
+from megacompile.runtime.optim.registry import KNOWN, RULES, known, rule_of
+from megacompile.runtime.optim.rule import OptimizerRule
+from megacompile.runtime.optim.states import BlockwiseTensor
+from megacompile.runtime.optim.twin import apply, function_of
+from megacompile.runtime.optim.update import State, Update
+from tests.lion import Lion
+
+NUMEL, STEPS = 5003, 10
+BF16 = torch.bfloat16
+ADAM, SGD_RULE, LION = RULES
+assert [rule.name for rule in RULES] == ["adam", "sgd", "lion"]
+
+
+def gradients(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(NUMEL).to(dtype) for _ in range(STEPS)]
+
+
+def start(dtype: torch.dtype = torch.float32) -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(NUMEL).to(dtype)
+
+
+def stock(kind: Any, given: Iterable[Tensor], dtype: torch.dtype, **options: Any) -> Any:
+    """(the parameter, its states, its group) after steps of an optimizer's own."""
+    leaf = nn.Parameter(start(dtype))
+    optimizer = kind([leaf], **({} if kind is Lion else {"foreach": False}), **options)
+    for grad in given:
+        leaf.grad = grad.clone()
+        optimizer.step()
+    return leaf.detach(), optimizer.state[leaf], optimizer.param_groups[0]
+
+
+def by_rule(
+    rule: OptimizerRule,
+    group: Any,
+    given: Iterable[Tensor],
+    dtype: torch.dtype = torch.float32,
+    *,
+    state: str = "as the parameter",
+    scale: float = 1.0,
+    **more: Any,
+) -> tuple[Tensor, dict[str, State]]:
+    """The same by the rule. What is in a momentum buffer before its first step does not matter."""
+    param = start(dtype)
+    made: list[State | None] = [None] * len(rule.moments)
+    for i, moment in enumerate(rule.moments):
+        if moment.option is None or group[moment.option]:
+            zeros = torch.zeros(NUMEL)
+            made[i] = zeros.to(dtype) if state == "as the parameter" else zeros
+            if state == "8 bits":
+                made[i] = quantize(zeros, moment.signed)
+            elif rule is SGD_RULE:
+                made[i] = torch.full_like(param, torch.nan)
+    for step, grad in enumerate(given, 1):
+        hyper = rule.hyper(group, step=torch.tensor(float(step)), first=step == 1, scale=scale)
+        apply(rule, Update(param, grad, tuple(made), hyper, **more))
+    found = zip((moment.name for moment in rule.moments), made, strict=True)
+    return param, {name: value for name, value in found if value is not None}
+
+
+def distance(got: Tensor, want: Tensor) -> float:
+    """Relative to the largest value."""
+    return float((got.double() - want.double()).abs().max() / want.double().abs().max())
+
+
+LR = torch.tensor(1e-2, dtype=torch.float64)
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adamw": (AdamW, {"lr": 1e-2}),
+    "adamw, lr in a tensor": (AdamW, {"lr": LR}),
+    "adamw, no decay": (AdamW, {"lr": 1e-2, "weight_decay": 0.0}),
+    "adamw, maximize": (AdamW, {"lr": 1e-2, "weight_decay": 0.1, "maximize": True}),
+    "adamw, amsgrad": (AdamW, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True}),
+    "adamw, low betas": (AdamW, {"lr": 1e-2, "betas": (0.3, 0.6), "eps": 1e-3}),
+    "adam": (Adam, {"lr": 1e-2}),
+    "adam, decay": (Adam, {"lr": 1e-2, "weight_decay": 0.1}),
+    "adam, all": (Adam, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True, "maximize": True}),
+    "adam, decoupled": (Adam, {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "sgd": (SGD, {"lr": 0.1}),
+    "sgd, decay": (SGD, {"lr": 0.1, "weight_decay": 0.1}),
+    "sgd, lr in a tensor": (SGD, {"lr": LR, "momentum": 0.9}),
+    "sgd, momentum": (SGD, {"lr": 0.1, "momentum": 0.9}),
+    "sgd, dampening": (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
+    "sgd, nesterov": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "sgd, maximize": (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "maximize": True}),
+    "lion": (Lion, {"lr": 1e-2}),
+    "lion, decay": (Lion, {"lr": 1e-2, "weight_decay": 0.3}),
+    "lion, low betas": (Lion, {"lr": 1e-2, "betas": (0.5, 0.7)}),
+    "lion, extreme betas": (Lion, {"lr": 1e-2, "betas": (0.0, 1.0)}),
+}
+DTYPES = pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14)], ids=["fp32", "fp64"]
+)
+
+
+@DTYPES
+@pytest.mark.parametrize("case", CASES)
+def test_a_rule_is_its_optimizer(case: str, dtype: torch.dtype, tolerance: float) -> None:
+    """The parameter and its states; of Lion the sign of what is nearly 0 may be another."""
+    kind, options = CASES[case]
+    given = gradients(dtype)
+    want, states, group = stock(kind, given, dtype, **options)
+    rule = rule_of(kind([nn.Parameter(start())], **options))
+    assert rule is not None
+    param, made = by_rule(rule, group, given, dtype)
+    if rule is LION:
+        flipped = (param - want).abs() > tolerance * want.abs().max()
+        assert flipped.double().mean() <= 2e-3 and (param - want).abs().max() <= 0.25
+    else:
+        assert distance(param, want) <= tolerance
+    assert made.keys() == {name for name, value in states.items() if name != "step" and value.dim()}
+    for name, value in made.items():
+        assert isinstance(value, Tensor)
+        assert torch.allclose(value, states[name], rtol=10 * tolerance, atol=10 * tolerance), name
+
+
+def test_scale_is_a_factor_of_the_gradient() -> None:
+    """As after clip_grad_norm_: each gradient a quarter."""
+    quarters = [grad / 4 for grad in gradients()]
+    for kind, options in (CASES["adam, decay"], CASES["sgd, nesterov"]):
+        want, _, group = stock(kind, quarters, torch.float32, **options)
+        rule = ADAM if kind is Adam else SGD_RULE
+        assert distance(by_rule(rule, group, gradients(), scale=0.25)[0], want) <= 1e-6
+
+
+def test_no_gradient_is_no_step_of_lion() -> None:
+    """The sign of 0 is 0."""
+    group = {"lr": 1.0, "betas": (0.9, 0.99), "weight_decay": 0.0}
+    param, made = by_rule(LION, group, [torch.zeros(NUMEL)])
+    assert torch.equal(param, start()) and not made["exp_avg"].any()  # type: ignore[union-attr]
+
+
+# --- low precision
+
+
+def test_a_bf16_parameter_is_rounded_once() -> None:
+    """One step from bf16 values with fp32 moments is the fp32 step, rounded to nearest."""
+    grad = gradients(BF16)[:1]
+    leaf = nn.Parameter(start(BF16).float())
+    optimizer = AdamW([leaf], lr=1e-2, foreach=False)
+    leaf.grad = grad[0].float()
+    optimizer.step()
+    low, _ = by_rule(ADAM, optimizer.param_groups[0], grad, BF16, state="fp32")
+    want = leaf.detach()
+    assert (low == want.bfloat16()).double().mean() > 0.999 and distance(low, want) <= 2.0**-8
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", [AdamW, SGD, Lion])
+def test_copy_out_and_factor(kind: Any, dtype: torch.dtype) -> None:
+    """The copy is the rounded master; with `out` the parameter stays; a factor is `mul_` ahead."""
+    optimizer = kind([nn.Parameter(start())], lr=0.1)
+    rule, (group,) = rule_of(optimizer), optimizer.param_groups
+    assert rule is not None
+    given = gradients(dtype)[:1]
+    copied = torch.zeros(NUMEL, dtype=dtype)
+    master, _ = by_rule(rule, group, given, copy=copied)
+    assert torch.equal(copied, master.to(dtype)) and not torch.equal(master, start())
+    out = torch.zeros(NUMEL)
+    param, _ = by_rule(rule, group, given, out=out)
+    assert torch.equal(param, start()) and torch.equal(out, master)
+    factor = torch.tensor(0.3).to(dtype)
+    scaled, _ = by_rule(rule, group, given, factor=factor)
+    assert torch.equal(scaled, by_rule(rule, group, [given[0] * factor])[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "tolerance"),
+    [
+        (AdamW, {"lr": 1e-2}, 0.05),
+        (AdamW, {"lr": 1e-2, "amsgrad": True}, 0.05),
+        (SGD, {"lr": 0.1, "momentum": 0.9}, 0.03),
+        (Lion, {"lr": 1e-2}, 0.2),
+    ],
+)
+def test_8_bit_states_follow_those_of_32(kind: Any, options: Any, tolerance: float) -> None:
+    """After ten steps of correlated gradients the parameters moved alike."""
+    bias = start() * 2
+    given = [bias + grad for grad in gradients()]
+    want, states, group = stock(kind, given, torch.float32, **options)
+    rule = rule_of(kind([nn.Parameter(start())], **options))
+    assert rule is not None
+    param, made = by_rule(rule, group, given, state="8 bits")
+    moved, wanted = param - start(), want - start()
+    assert 0 < (moved - wanted).norm() < tolerance * wanted.norm()
+    for name, value in made.items():
+        back = dequantize(*value, rule.signed(name))
+        assert (back - states[name]).norm() < 0.1 * states[name].norm(), name
+
+
+# --- 8-bit blocks
+
+BOTH = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
+
+
+@BOTH
+def test_the_map(signed: bool) -> None:
+    """256 different values, ascending, 0 and 1 among them; seven decades, in pairs if signed."""
+    code = dynamic_code(signed)
+    assert code.shape == (256,) and code.dtype == torch.float32
+    assert (code[1:] > code[:-1]).all()
+    assert (code == 0).sum() == 1 and code[-1] == 1 and code.abs()[code != 0].min() < 1e-6
+    assert code[0] == (-1 if signed else 0)
+    assert not signed or (code[1:][code[1:] < 0].flip(0).neg() == code[code > 0][:-2]).all()
+    for decade in range(7):
+        low, high = 10.0 ** (decade - 7), 10.0 ** (decade - 6)
+        inside = int(((code >= low) & (code < high)).sum())
+        assert inside == (2**decade if signed else 2 ** (decade + 1))
+
+
+@BOTH
+def test_codes_are_the_nearest(signed: bool) -> None:
+    """Those of torch.bucketize on the midpoints, at, just below and just above each too."""
+    code = dynamic_code(signed)
+    midpoints = (code[1:] + code[:-1]) / 2
+    up, down = torch.tensor(2.0), torch.tensor(-2.0)
+    near = [torch.nextafter(midpoints, up), torch.nextafter(midpoints, down)]
+    others = [torch.rand(10**5) ** 6, torch.logspace(-40, 0, 10**4), torch.tensor([0.0, -0.0])]
+    values = torch.cat([midpoints, *near, code, *others])
+    values = torch.cat([values, -values]) if signed else values
+    values = values.clamp(-1 if signed else 0, 1)
+    rows = torch.nn.functional.pad(values, (0, -len(values) % 255)).view(-1, 255)
+    rows = torch.cat([rows, torch.ones(len(rows), 1)], 1)  # each block's absmax is 1
+    codes, absmax = quantize(rows.flatten(), signed)
+    assert (absmax == 1).all() and len(codes.unique()) == 256
+    assert torch.equal(codes.long(), torch.bucketize(rows.flatten(), midpoints))
+
+
+@BOTH
+@pytest.mark.parametrize("numel", [0, 1, 255, 256, 257, 10**6 + 3])
+def test_round_trip(numel: int, signed: bool) -> None:
+    """Shapes, dtypes, and an error within half of the widest gap of the map."""
+    torch.manual_seed(numel)
+    values = torch.randn(numel) * 10.0 ** torch.randint(-6, 3, (numel,))
+    values = values if signed else values.abs()
+    codes, absmax = quantize(values, signed)
+    assert codes.shape == values.shape and codes.dtype == torch.uint8
+    assert absmax.shape == (absmax_numel(numel),) and absmax.dtype == torch.float32
+    back = dequantize(codes, absmax, signed)
+    assert back.shape == values.shape and back.dtype == torch.float32
+    assert dequantize(codes, absmax, signed, BF16).dtype == BF16
+    if numel:
+        blocks = values.abs().split(blockwise.BLOCK)
+        largest = torch.cat([torch.full_like(block, float(block.max())) for block in blocks])
+        assert torch.equal(absmax, largest[:: blockwise.BLOCK])
+        bound = torch.diff(dynamic_code(signed)).max() / 2
+        assert ((back - values).abs() <= largest * bound * (1 + 1e-5)).all()
+
+
+@BOTH
+def test_zeros_and_what_is_not_finite(signed: bool) -> None:
+    """Zeros stay zeros; NaN and inf take their block along; small parameters have no blocks."""
+    values = torch.zeros(600)
+    values[:256] = 1.0
+    values[10] = 0.0
+    codes, absmax = quantize(values, signed)
+    assert absmax.tolist() == [1.0, 0.0, 0.0]
+    assert torch.equal(dequantize(codes, absmax, signed), values)
+    for bad in (torch.nan, torch.inf):
+        values = torch.ones(600)
+        values[300] = bad
+        finite = dequantize(*quantize(values, signed), signed).isfinite()
+        assert not finite[256:512].any() and finite[:256].all() and finite[512:].all()
+    assert [blockwise.quantizes(numel) for numel in (1, 4095, 4096, 10**6)] == [0, 0, 1, 1]
+
+
+@BOTH
+def test_clear_is_to_store_zeros(signed: bool) -> None:
+    codes = [torch.full((1000,), 7, dtype=torch.uint8) for _ in range(2)]
+    largest = [torch.ones(4) for _ in range(2)]
+    cleared, stored = (
+        BlockwiseTensor(torch.empty(10, 100), c, m, signed=signed, settle=lambda: None)
+        for c, m in zip(codes, largest, strict=True)
+    )
+    cleared.clear()
+    stored.store(torch.zeros(10, 100))
+    assert torch.equal(*codes) and torch.equal(*largest)
+
+
+@pytest.mark.parametrize("flush", [False, True], ids=["", "denormals are flushed"])
+@BOTH
+def test_what_was_quantized_is_quantized_to_the_same(signed: bool, flush: bool) -> None:
+    """Of all magnitudes, with a largest one of either sign, not finite ones and a short block."""
+    torch.manual_seed(0)
+    rows = torch.randn(2000, blockwise.BLOCK) * 10.0 ** -torch.rand(2000, blockwise.BLOCK).mul(8)
+    rows = rows if signed else rows.abs()
+    magnitudes = 10.0 ** torch.linspace(-37.9, 38, len(rows), dtype=torch.float64)
+    rows = rows.double() / rows.double().abs().amax(1, keepdim=True) * magnitudes[:, None]
+    bad = torch.randn(5, blockwise.BLOCK).abs()
+    bad[0, 3] = bad[1, 7] = torch.inf
+    bad[1, 8] = bad[2, 0] = torch.nan
+    bad[3, 5], bad[4] = -torch.inf if signed else torch.inf, 0.0
+    small = rows[:500].float() * 1e-7  # some are no normal numbers
+    codes, absmax = quantize(torch.cat([rows.float(), small, bad]).flatten()[:-100], signed)
+    torch.set_flush_denormal(flush)
+    try:
+        again, largest = quantize(dequantize(codes, absmax, signed), signed)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(codes, again)
+    assert torch.equal(absmax.view(torch.int32), largest.view(torch.int32))
+
+
+@BOTH
+@pytest.mark.parametrize("sign", [1, -1])
+def test_every_code_stands_for_itself(signed: bool, sign: int) -> None:
+    """With each exponent, and mantissas from the first to the last, of the largest magnitude."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    if signed and sign < 0:
+        codes[-1] = 0  # the largest of the block
+    mantissas = torch.linspace(0, 2**23 - 1, 16).round().int()
+    exponents = torch.arange(1, 255, dtype=torch.int32)
+    absmax = ((exponents[:, None] << 23) | mantissas).flatten().view(torch.float32)
+    absmax = absmax[absmax >= blockwise.SMALLEST]
+    mine = codes.repeat(len(absmax))
+    again, largest = quantize(dequantize(mine, absmax, signed), signed)
+    assert torch.equal(again, mine) and torch.equal(largest, absmax)
+
+
+# --- stochastic rounding
+
+
+def test_philox_is_the_published_one() -> None:
+    """Its known answers for zeros (Random123's kat_vectors): the first word."""
+    assert stochastic.philox(0, torch.tensor([0])).tolist() == [0x6627E8D5]
+
+
+def test_stochastic_rounding_takes_the_neighbours() -> None:
+    """Only the two of a value, the nearer the likelier; what bf16 has stays."""
+    torch.manual_seed(0)
+    values = torch.randn(2**16)
+    rounded = stochastic.round_stochastic(values, torch.tensor(stochastic.seed_of(1, 2, 3))).float()
+    error = (rounded - values).abs()
+    gap = 2.0 ** (values.abs().log2().floor() - 7)
+    assert (error < gap).all()
+    assert 0.3 < (error > gap / 2).double().mean() * 2 < 0.7
+    assert abs(float(((rounded - values) / gap).double().mean())) < 4 * 0.5 / 2**8
+    exact = values.bfloat16()
+    assert torch.equal(stochastic.round_stochastic(exact.float(), 9), exact)
+    between = torch.full((4096,), 2.0 - 2.0**-9)  # a carry goes into the exponent
+    assert set(stochastic.round_stochastic(between, 1).tolist()) == {2.0 - 2.0**-7, 2.0}
+
+
+def test_seeds_differ_by_everything() -> None:
+    seeds = {
+        stochastic.seed_of(t, p, s, shard)
+        for t in (0, 1, 2**63 + 5)
+        for p in range(20)
+        for s in range(10)
+        for shard in range(2)
+    }
+    assert len(seeds) == 3 * 20 * 10 * 2 and all(0 <= seed < 2**63 for seed in seeds)
+    assert stochastic.seed_of(1, 2, 3) == stochastic.seed_of(1, 2, 3)
+
+
+# --- compiled to C++
+
+
+@pytest.mark.parametrize(
+    "kind", [AdamW, pytest.param(SGD, marks=pytest.mark.thorough)], ids=["adam", "8-bit sgd"]
+)
+def test_the_compiled_rule_is_the_rule(kind: Any) -> None:
+    """A bf16 parameter stochastically rounded; an fp32 master, its copy and 8-bit states. One
+    compilation serves every step."""
+    optimizer = kind([nn.Parameter(start())], lr=0.1, **({"momentum": 0.9} if kind is SGD else {}))
+    rule, (group,) = rule_of(optimizer), optimizer.param_groups
+    assert rule is not None
+    if kind is SGD:
+        states: Any = (quantize(torch.zeros(NUMEL), True),)
+        tensors = [start(), gradients()[0], states, torch.zeros(NUMEL, dtype=BF16)]
+    else:
+        states = (torch.zeros(NUMEL), torch.zeros(NUMEL), None)
+        tensors = [start(BF16), gradients(BF16)[0], states, None]
+    stepped = function_of(rule)
+    compiled = torch.compile(stepped, dynamic=True, fullgraph=True, options={"cpp_wrapper": True})
+    mine, its = copy.deepcopy(tensors), copy.deepcopy(tensors)
+    try:
+        for step in (1, 2, 3):
+            hyper = torch.tensor(rule.hyper({**group, "lr": 0.1 / step}, step=step))
+            seed = torch.tensor(stochastic.seed_of(0, 0, step)) if kind is AdamW else None
+            compiled(*mine, hyper, seed)
+            stepped(*its, hyper, seed)
+            torch.compiler.set_stance("fail_on_recompile")
+    finally:
+        torch.compiler.set_stance("default")
+    if kind is SGD:
+        assert distance(mine[0], its[0]) <= 1e-6 and torch.equal(mine[3], mine[0].bfloat16())
+        assert (mine[2][0][0].int() - its[2][0][0].int()).abs().max() <= 1
+    else:
+        assert all(distance(mine[2][k], its[2][k]) <= 1e-6 for k in range(2))
+        assert (mine[0] != its[0]).double().mean() <= 1e-3
+
+
+# --- what is known of optimizers
+
+
+def test_a_rule_knows_its_states() -> None:
+    assert ADAM.state_names({"amsgrad": False}) == ("exp_avg", "exp_avg_sq")
+    assert ADAM.state_names({"amsgrad": True}) == ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    assert SGD_RULE.state_names({"momentum": 0.9}) == ("momentum_buffer",)
+    assert not SGD_RULE.has_states({"momentum": 0}) and LION.state_names({}) == ("exp_avg",)
+    assert [ADAM.signed(moment.name) for moment in ADAM.moments] == [True, False, False]
+    for rule in RULES:  # the kernel takes the states that there are for the first ones
+        optional = [moment.option is not None for moment in rule.moments]
+        assert optional == sorted(optional), rule.name
+
+
+def test_an_optimizer_is_known_by_its_very_class() -> None:
+    class Mine(AdamW):
+        """May do anything in its step."""
+
+    class Another(torch.optim.Optimizer):
+        """Has the name of one that is known, and another module."""
+
+    Another.__name__ = Another.__qualname__ = "Lion"
+    params = [nn.Parameter(torch.zeros(1))]
+    assert rule_of(AdamW(params)) is ADAM and rule_of(Mine(params)) is None
+    assert rule_of(Lion(params)) is LION and rule_of(Another(params, {})) is None
+    muon = known(Muon)
+    assert muon is not None and muon not in RULES
+    classes = [kind for each in KNOWN for kind in each.types]
+    assert len(classes) == len(set(classes)), "an optimizer has two rules"
