@@ -139,7 +139,7 @@ def drop_disk_buffers(model: nn.Module) -> None:
 def before_each_op(model: nn.Module, function: Callable[[Stream], None] | None) -> Iterator[None]:
     """For its duration a function is called on the stream of each op, ahead of it; None: the ops
     wait for nothing."""
-    streams = machine(model).streams
+    streams: Any = machine(model).streams
     issue, outer = streams.issue, vars(streams).get("issue")
 
     def late(stream: Stream, waits: Iterable[Handle], work: Callable[[], Any]) -> Handle:
@@ -148,9 +148,10 @@ def before_each_op(model: nn.Module, function: Callable[[Stream], None] | None) 
                 function(stream)
             return work()
 
-        return issue(stream, waits if function is not None else (), run)
+        handle: Handle = issue(stream, waits if function is not None else (), run)
+        return handle
 
-    streams.issue = late  # type: ignore[method-assign]
+    streams.issue = late
     try:
         yield
     finally:

@@ -135,7 +135,7 @@ def wide(
     (made,) = captured(Wide(), 4096, 2048, hardware=DISK, **options)
     if not disk_weights:
         return made
-    stored = {"disk": "/absent", "disk_memory": 100 * GIB, "disk_weights": True}
+    stored: dict[str, Any] = {"disk": "/absent", "disk_memory": 100 * GIB, "disk_weights": True}
     given = replace(made.compiler.setting.options, **stored)
     x = torch.empty(4096, 2048, device="meta", dtype=torch.bfloat16)
     model = Wide().to("meta", torch.bfloat16)

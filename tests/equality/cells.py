@@ -125,7 +125,7 @@ BY_RULE = ("adamw", "amsgrad", "sgd", "nesterov", "lion")
 OPTIMIZERS = (*BY_RULE, "muon", "rmsprop", "adafactor")
 
 
-def optimizers(name: str, model: nn.Module) -> list[Optimizer]:
+def optimizers(name: str, model: Any) -> list[Optimizer]:
     """Over two groups: matrices, and vectors, which decay otherwise."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.dim() == 2]

@@ -44,7 +44,8 @@ MODES: dict[str, dict[str, Any]] = {
     "in the backward": {"optimizer": True},
     "8 bits, in the backward": {"optimizer": True, "state_dtype": "int8"},
 }
-WEIGHTS, SAVED = {"disk_weights": True}, {"disk_saved": True, "activations": "offload"}
+WEIGHTS: dict[str, Any] = {"disk_weights": True}
+SAVED: dict[str, Any] = {"disk_saved": True, "activations": "offload"}
 Trained = tuple[Any, Any]
 
 
@@ -179,7 +180,10 @@ def test_an_error_in_the_middle_of_a_step(
     if first:
         refused(model, optimizer, tmp_path)
     optimizer.zero_grad()
-    loads = [lambda: model.load_state_dict(kept), lambda: optimizer.load_state_dict(states)]
+    loads: list[Any] = [
+        lambda: model.load_state_dict(kept),
+        lambda: optimizer.load_state_dict(states),
+    ]
     for load in loads if first != "optimizer" else loads[::-1]:
         load()
         if first and load is not loads[first == "model"]:
@@ -401,7 +405,8 @@ def test_what_a_child_of_a_fork_does_is_its_own(tmp_path: Path, options: Any) ->
 def test_everything_comes_back(tmp_path: Path, mode: str, place: Any) -> None:
     """Into other memory and again, for whoever asks, with frozen parameters, and for good."""
     found = []
-    for options in ({}, place):
+    each: tuple[dict[str, Any], ...] = ({}, place)
+    for options in each:
         model, optimizer = trained(
             tmp_path if options is WEIGHTS else None, 2, **MODES[mode], **options
         )
@@ -441,7 +446,8 @@ def test_a_model_that_is_made_on_the_disk(tmp_path: Path) -> None:
 )
 def test_a_packed_base(tmp_path: Path, kind: Any) -> None:
     found = []
-    for options in ({"disk": tmp_path, **WEIGHTS}, {}):
+    each: tuple[dict[str, Any], ...] = ({"disk": tmp_path, **WEIGHTS}, {})
+    for options in each:
         model = quantized.model(kind)
         megacompile(model, device="cpu", lowering="eager", **options)
         found.append(quantized.trained(model))

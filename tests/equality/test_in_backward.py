@@ -246,13 +246,14 @@ def test_what_cannot_update_in_the_backward() -> None:
     model = mixed()[0]
     odd: Any = {"differentiable": True}
     some = [p for n, p in model.named_parameters() if n != "head.bias"]
-    for optimizer, error in (
+    refused: tuple[tuple[Any, type[Exception]], ...] = (
         (Adagrad(model.parameters()), OptionError),
         (3, OptionTypeError),
         (Adam(model.parameters(), **odd), OptionError),
         (Lion(model.parameters(), decoupled_weight_decay=True), OptionError),
         (AdamW(some), OptionError),
-    ):
+    )
+    for optimizer, error in refused:
         with pytest.raises(error):
             megacompile(model, device="cpu", optimizer=optimizer)
         assert not inside.is_streamed(model)

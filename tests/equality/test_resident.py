@@ -257,7 +257,7 @@ def test_large_gradients_note_the_factor_of_clipping(make: Callable[[Any], Optim
     for resident in (0, "all"):
         model: Any = copy.deepcopy(start)
         optimizer = make(model.parameters())
-        options = {"state_dtype": BF16} if isinstance(optimizer, AdamW) else {}
+        options: dict[str, Any] = {"state_dtype": BF16} if isinstance(optimizer, AdamW) else {}
         megacompile(model, device="cpu", lowering="eager", resident=resident, **options)
         seen = []
         for i in range(4):

@@ -125,7 +125,8 @@ def test_transformers_reads_it(name: str, size: Any, tmp_path: Path) -> None:
 
 def test_an_older_save_is_replaced_whatever_files_it_had(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    for seed, size in enumerate((2000, "5GB", 4000, 2000, "5GB")):
+    sizes: tuple[int | str, ...] = (2000, "5GB", 4000, 2000, "5GB")
+    for seed, size in enumerate(sizes):
         torch.manual_seed(seed)
         model = Net()
         save(model, tmp_path, max_shard_size=size)

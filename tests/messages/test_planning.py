@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -158,7 +158,7 @@ def no_cuda(device: Any) -> Any:
 
 ROWS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a function": (
-        lambda: megacompile(lambda x: x),
+        lambda: megacompile(cast(Any, lambda x: x)),
         ModelError,
         "megacompile(): got function; needed a torch.nn.Module (for a function, wrap it in a "
         "module that owns the parameters)",

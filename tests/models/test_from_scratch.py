@@ -30,7 +30,8 @@ def test_gradients_of_a_value_with_several_readers_are_summed() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             first = self.layers[0](x)
             last = self.layers[2](self.layers[1](first) + first)
-            return (last + first).sum()
+            total: torch.Tensor = (last + first).sum()
+            return total
 
     torch.manual_seed(0)
     plain, model = Skips(), Skips()
@@ -41,4 +42,5 @@ def test_gradients_of_a_value_with_several_readers_are_summed() -> None:
     plain(x).backward()
     streamed.step(x)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None
         assert torch.allclose(mine.grad, theirs.grad, rtol=1e-6)

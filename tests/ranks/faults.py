@@ -336,7 +336,9 @@ def run(folder: Path, names: list[str], kind: str) -> dict[str, list[dict[str, A
     found: dict[str, list[dict[str, Any]]] = {}
     for name, pids in cases.items():
         for pid, result in pids.items():
-            facts = json.loads(result.read_text()) if result.exists() else {"kind": "none"}
+            facts: dict[str, Any] = {"kind": "none"}
+            if result.exists():
+                facts = json.loads(result.read_text())
             facts |= {"pid": pid, "ending_s": ends_s[pid] - facts.pop("at", ends_s[pid])}
             found.setdefault(name, []).append(facts)
     return found

@@ -104,7 +104,7 @@ def test_a_thread_begins_with_the_first_work_and_ends_with_its_owner() -> None:
 
 def test_what_was_given_is_done_though_its_owner_is_gone() -> None:
     owner, may, over = Background("gone"), threading.Event(), threading.Event()
-    owner.submit(lambda: may.wait(60))  # type: ignore[arg-type,return-value]
+    owner.submit(lambda: may.wait(60))  # type: ignore[arg-type]
     owner.submit(over.set)
     del owner
     gc.collect()
@@ -116,7 +116,7 @@ def test_what_was_given_is_done_though_its_owner_is_gone() -> None:
 def test_work_that_raises_stops_nothing() -> None:
     """It must not: that it does is said, and what is behind it is done."""
     owner = Background("raises")
-    owner.submit(lambda: 1 / 0)  # type: ignore[arg-type,return-value]
+    owner.submit(lambda: 1 / 0)  # type: ignore[arg-type]
     assert owner.call(lambda: "behind") == "behind"
 
 

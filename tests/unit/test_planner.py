@@ -92,8 +92,9 @@ def test_near_a_plan_that_was_found_for_a_tenth_less_is_one_that_will_do() -> No
 
 
 def test_spread_is_as_far_apart_as_can_be() -> None:
-    every: list[Any] = [*range(10)]
-    assert [spread(every, n) for n in (0, 1, 2, 3)] == [[], [5], [2, 7], [1, 5, 8]]
+    every: Any = [*range(10)]
+    found: Any = [spread(every, n) for n in (0, 1, 2, 3)]
+    assert found == [[], [5], [2, 7], [1, 5, 8]]
 
 
 @pytest.mark.parametrize("how", drawn([(1024, 40.0)], [(8192, 160.0), (4096, 60.0)]))

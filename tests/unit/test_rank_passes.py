@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,10 +20,8 @@ from megacompile.passes.schedule.reduce_scatter import insert_reduce_scatter
 from tests.actions import apply, parse, text
 
 
-def gathered(line: str, *, whole: int | None = None, ranks: int = 2, **stubs: Any) -> Schedule:
-    schedule = parse(line, ranks=ranks, **stubs)
-    plan = replace(schedule.plan, whole=frozenset(() if whole is None else {whole}))
-    return apply(insert_all_gather, replace(schedule, plan=plan))
+def gathered(line: str, *, ranks: int = 2, **stubs: Any) -> Schedule:
+    return apply(insert_all_gather, parse(line, ranks=ranks, **stubs))
 
 
 def reduced(line: str, *, ranks: int = 2, rank: int = 0, **stubs: Any) -> Schedule:
@@ -51,20 +48,6 @@ CASES: dict[str, tuple[Callable[..., Schedule], dict[str, Any], str, str]] = {
         *(gathered, {}, "0PREFETCH@0 1PREFETCH@1 0F 2PREFETCH@0 1F 2F"),
         "0PREFETCH_SHARD@0 0ALL_GATHER@0 1PREFETCH_SHARD@1 1ALL_GATHER@1 0F "
         "2PREFETCH_SHARD@0 2ALL_GATHER@0 1F 2F",
-    ),
-    "a bucket that the plan says is copied whole": (
-        *(gathered, {"whole": 0}, "0PREFETCH@0 1PREFETCH@1 0F 1F | 1B 0PREFETCH@0 0RECOMPUTE 0B"),
-        "0PREFETCH_WHOLE@0 1PREFETCH_SHARD@1 1ALL_GATHER@1 0F 1F | "
-        "1B 0PREFETCH_WHOLE@0 0RECOMPUTE 0B",
-    ),
-    "and updated": (
-        *(gathered, {"whole": 1}, UPDATING.format("")),
-        "0F 1F | 1FETCH_STATE 1PREFETCH_WHOLE@0 1B 1REDUCE_SCATTER 1UPDATE 1OFFLOAD_STATE 0B",
-    ),
-    "what is read behind the sum is gathered: another rank may have updated its rows by then": (
-        *(gathered, {"whole": 1, "reads": {0: "0 1"}}, UPDATING.format("1PREFETCH@1 0RECOMPUTE ")),
-        "0F 1F | 1FETCH_STATE 1PREFETCH_SHARD@0 1ALL_GATHER@0 1B 1REDUCE_SCATTER "
-        "1PREFETCH_SHARD@1 1ALL_GATHER@1 0RECOMPUTE 1UPDATE 1OFFLOAD_STATE 0B",
     ),
     "one rank gathers nothing": (
         *(gathered, {"ranks": 1}, "0PREFETCH@0 0F | 0B"),

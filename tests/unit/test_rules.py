@@ -200,7 +200,8 @@ def test_8_bit_states_follow_those_of_32(kind: Any, options: Any, tolerance: flo
     moved, wanted = param - start(), want - start()
     assert 0 < (moved - wanted).norm() < tolerance * wanted.norm()
     for name, value in made.items():
-        back = dequantize(*value, rule.signed(name))
+        codes, scales = value
+        back = dequantize(codes, scales, rule.signed(name))
         assert (back - states[name]).norm() < 0.1 * states[name].norm(), name
 
 

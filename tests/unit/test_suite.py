@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,7 @@ def patch_faults(source: str) -> list[str]:
     faults = []
     for node in ast.walk(tree):
         for place in _set_by(node):
-            text = place.value if isinstance(place, ast.Constant) else dotted(place)
+            text: Any = place.value if isinstance(place, ast.Constant) else dotted(place)
             if str(text).partition(".")[0] in names | {"megacompile", "benchmarks"}:
                 faults.append(f"{place.lineno}: patches {text}")
     return sorted(faults)
@@ -130,8 +131,9 @@ def sentence_faults(source: str) -> list[str]:
             continue  # which a test plants itself
         for keyword in node.keywords:
             if keyword.arg == "match" and isinstance(keyword.value, ast.Constant):
-                if len(str(keyword.value.value).split()) > 2:
-                    faults.append(f"{node.lineno}: {keyword.value.value}")
+                text = repr(keyword.value.value)
+                if len(text.split()) > 2:
+                    faults.append(f"{node.lineno}: {text[1:-1]}")
     return faults
 
 

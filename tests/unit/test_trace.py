@@ -375,6 +375,7 @@ def test_what_stands_in_the_picture(tmp_path: Path) -> None:
     assert box.x0 >= figure.axes[0].get_window_extent(renderer).x1, "outside of the bars"
     assert box.x1 <= figure.bbox.x1, "and inside of the picture"
     for axis, timeline in zip(figure.axes, (t.predicted, t.measured), strict=False):
+        assert timeline is not None
         (path,) = axis.lines
         whole = Period(timeline.start_s, timeline.stop_s, 1)
         chunks = [p for p in critical_path(timeline, "Stack", whole) if p.span is not None]
@@ -459,7 +460,7 @@ def test_a_trained_model(clock: Clock) -> None:
 
     codes[Code.FORWARD] = slow
     with trace(model) as t:
-        assert t.spans == () and "nothing ran" in t.table()
+        assert not t.spans and "nothing ran" in t.table()
         step(model, inputs)
         half = len(t.spans)
         optimizer.step()

@@ -60,11 +60,13 @@ def free_what_is_left(schedule: Schedule) -> None:
 
 
 def swap_states(schedule: Schedule) -> None:
-    swap(*ops.nodes_of(graph(schedule.update), ops.update)[:2], 3)
+    first, second, *_ = ops.nodes_of(graph(schedule.update), ops.update)
+    swap(first, second, 3)
 
 
 def swap_gradients(schedule: Schedule) -> None:
-    swap(*ops.nodes_of(graph(schedule.update), ops.update)[:2], 2)
+    first, second, *_ = ops.nodes_of(graph(schedule.update), ops.update)
+    swap(first, second, 2)
 
 
 def states_elsewhere(schedule: Schedule) -> Schedule:
@@ -92,7 +94,8 @@ def before_the_last_reader(schedule: Schedule) -> None:
 
 
 def other_gradients(schedule: Schedule) -> None:
-    swap(*in_place(schedule)[:2], 1)
+    first, second, *_ = in_place(schedule)
+    swap(first, second, 1)
 
 
 def streamed_in_place(schedule: Schedule) -> None:
