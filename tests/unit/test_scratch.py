@@ -223,8 +223,8 @@ def test_a_round_trip_in_chunks(disk: Memory, monkeypatch: pytest.MonkeyPatch) -
     done(disk.read(buffers, there, "look", after=[written]))
     assert all(map(torch.equal, there, source))
     assert written.done() and not written.failed() and not written.busy()
-    sizes = [size for _, size in sorted(calls)]
-    assert sizes == [4 * 2**20] * 4 + [PAGE, 5 * PAGE]
+    sizes = sorted(size for _, size in calls)
+    assert sizes == [PAGE, 5 * PAGE, *[4 * 2**20] * 4]
 
 
 def test_nothing_to_do_is_done(disk: Memory) -> None:
