@@ -141,28 +141,27 @@ def each_row_is_there_once(here: Here) -> None:
     assert files() == before
 
 
-def planned(here: Here) -> None:
+def planned(here: Here, resident: int = 3000) -> None:
     """Whole copies of what a plan has left on the host: buckets move there first."""
-    for resident in (3000, 0):
-        records: list[Values] = []
-        for whole in (False, True):
-            torch.manual_seed(0)
-            options: dict[str, Any] = {"gpu_memory": "200MiB", "resident": resident}
-            model: Any = Words()
-            megacompile(model, mesh=here.mesh, device="cpu", whole_buckets=whole, **options)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-            for step in range(3):
-                model(modes.batch(model, step, here.rank)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            records.append(contents(model, optimizer))
-            torch.compiler.reset()
-        wrong = differing(records[1], records[0])
-        assert not wrong, "\n".join(wrong)
-        (schedule,) = package.schedules(model)
-        actions = ops.actions(schedule.forward)
-        assert is_whole(model) == [not resident, True, True, True]
-        assert ("GATHER" in actions) == bool(resident) and "PREFETCH_WHOLE" in actions
+    records: list[Values] = []
+    for whole in (False, True):
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"gpu_memory": "200MiB", "resident": resident}
+        model: Any = Words()
+        megacompile(model, mesh=here.mesh, device="cpu", whole_buckets=whole, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(3):
+            model(modes.batch(model, step, here.rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        records.append(contents(model, optimizer))
+        torch.compiler.reset()
+    wrong = differing(records[1], records[0])
+    assert not wrong, "\n".join(wrong)
+    (schedule,) = package.schedules(model)
+    actions = ops.actions(schedule.forward)
+    assert is_whole(model) == [not resident, True, True, True]
+    assert ("GATHER" in actions) == bool(resident) and "PREFETCH_WHOLE" in actions
 
 
 def from_a_checkpoint(here: Here) -> None:
@@ -203,6 +202,7 @@ TWO: dict[str, Check] = {
 }
 MORE: dict[str, Check] = {
     "loads and forks": disturbed(loads_and_forks),
+    "planned, all": lambda here: planned(here, 0),
     "from a checkpoint": from_a_checkpoint,
     "stored and loaded": stored_and_loaded,
     **loops.WHOLE,
