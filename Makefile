@@ -48,16 +48,17 @@ EXAMPLES ?= .examples
 TORCH ?= torch==2.13.0
 ARGS ?=
 
-# The versions stand in pyproject.toml and in compat/ too: tests/test_compat.py compares them.
+# The versions stand in pyproject.toml and in compat/ too: tests/compat/test_entries.py compares them.
 MATRIX ?= 2.11 2.12 2.13 2.14 2.15
 # Torch's private APIs, capture, numbers, gradients, the update, loops over real models: what a new
 # version of torch breaks.
-FAST := $(wildcard tests/test_compat*.py) $(patsubst %,tests/test_%.py, \
-	captured numbers gradients shared_gradients step eviction proxies torch_compile real_loops)
+FAST := tests/compat tests/unit/test_captured_graph.py $(wildcard tests/equality/test_capture*.py) \
+	tests/equality/test_numbers.py tests/stateful/test_training.py tests/models/test_real_loops.py
 # Where other packages are skipped if they are not there; test_ecosystem needs a GPU.
-LOOPS := $(patsubst %,tests/test_%.py, \
-	adapters examples float8 quantized_bases micro_steps what_is_streamed released ecosystem \
-	torchrun torchrun_saves train_lm trainer_flags real_loops)
+LOOPS := $(patsubst %,tests/models/test_%.py, adapters float8 quantized_bases micro_steps ecosystem \
+	real_loops examples trainer_flags) \
+	$(patsubst %,tests/%.py, equality/test_modules_in_a_model stateful/test_released \
+	ranks/test_torchrun ranks/test_other_loops)
 
 ifdef PY
 INSTALLED :=
@@ -100,7 +101,7 @@ test: $(INSTALLED)
 	$(PY) -m pytest $$($(PY) -c '$(IN_PARALLEL)') $(ARGS)
 
 gpu: $(INSTALLED)
-	$(PY) -m pytest $$($(PY) -c '$(IN_PARALLEL)') -m gpu --ignore tests/test_zoo.py $(ARGS)
+	$(PY) -m pytest $$($(PY) -c '$(IN_PARALLEL)') -m gpu --ignore tests/models/test_zoo.py $(ARGS)
 
 thorough: $(INSTALLED)
 	$(PY) -m pytest $$($(PY) -c '$(IN_PARALLEL)') -m thorough $(ARGS)

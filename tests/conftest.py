@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.gate import Gate
 
 # What asserts for the tests says why, as they do.
-pytest.register_assert_rewrite("tests.schedule_faults", "tests.gate", "tests.training", "tests.zoo")
+pytest.register_assert_rewrite("tests.edits", "tests.gate", "tests.training", "tests.zoo")
 torch.set_num_threads(1)  # the models are small: threads cost more than they gain
 # Each process that compiles would build and load a library for each set of vector instructions that
 # the CPU reports, and trust none: half a minute. Inductor reads it when it is first imported.
