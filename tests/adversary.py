@@ -617,7 +617,7 @@ def attach(model: Any) -> Adversary:
 def await_compute(model: Any) -> None:
     """Wait for the compute stream, behind a backward or a step where buckets live on the device.
 
-    What the user does with their memory is queued behind it, on the same stream; here it has to run.
+    What the user does with their memory is queued behind it, on one stream; here it has to run.
     """
     streams = inside.machine(model).streams
     if isinstance(streams, Adversary):
