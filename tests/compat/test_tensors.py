@@ -351,7 +351,9 @@ def test_memory_that_is_free() -> None:
 
 def test_the_allocator_is_set_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
-    assert compat.use_expandable_segments() is False  # what it is told: tests/unit/test_allocator.py
+    assert (
+        compat.use_expandable_segments() is False
+    )  # what it is told: tests/unit/test_allocator.py
     assert callable(torch._C._accelerator_setAllocatorSettings)
     assert hasattr(torch._C, "_accelerator_getAllocatorSettings") == (VERSION >= (2, 12))
 

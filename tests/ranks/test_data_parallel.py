@@ -79,7 +79,7 @@ UNREDUCED: list[tuple[dict[str, Any], str]] = [  # what is not as usual, what th
 ]
 
 
-@pytest.mark.parametrize(("changed", "named"), UNREDUCED, ids=str)
+@pytest.mark.parametrize(("changed", "named"), UNREDUCED, ids=range(len(UNREDUCED)))
 def test_a_wrap_that_could_not_reduce_gradients_on_the_host(
     changed: dict[str, Any], named: str
 ) -> None:

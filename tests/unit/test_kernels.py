@@ -185,7 +185,9 @@ SQUARE = [  # each pair of rule, state and parameter
 ]
 
 
-@pytest.mark.parametrize(("rule", "state", "param"), SQUARE, ids=str)
+@pytest.mark.parametrize(
+    ("rule", "state", "param"), SQUARE, ids=[f"{r.name}-{s}-{p}" for r, s, p in SQUARE]
+)
 def test_every_dtype(rule: OptimizerRule, param: torch.dtype, state: torch.dtype) -> None:
     check(rule, some_updates(rule, param=param, state=state))
 
