@@ -20,8 +20,8 @@ Models of other libraries, as they are, with tiny configurations. Each is traine
 with SGD and then called in eval mode, plain and megacompiled with `lowering="eager"`, on the CPU.
 Losses, outputs, gradients, parameters and buffers are compared. `make zoo` does it and compares
 what comes out with this page, if the packages are those that it was made with; `make zoo
-ARGS=--write` writes the page. A part of it is in `make test`. On a GPU, `pytest tests/models/test_zoo.py
--m gpu` compares all of them, with Inductor too.
+ARGS=--write` writes the page. A part of it is in `make test`. On a GPU,
+`pytest tests/models/test_zoo.py -m gpu` compares all of them, with Inductor too.
 
 - **graph breaks**: the calls of captured graphs in a training step, less one. What lies between
   two of them runs in eager mode, on streamed copies.
