@@ -6,7 +6,7 @@ import gc
 import mmap
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -218,14 +218,20 @@ class Cudart:
         return 0
 
 
+def forget_refusals() -> None:
+    """Nothing was refused yet."""
+    vars(PAGE_LOCKS).update(vars(PageLocks()))
+
+
 @pytest.fixture
-def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
+def cudart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cudart]:
     made = Cudart()
-    vars(PAGE_LOCKS).update(vars(PageLocks()))  # nothing was refused yet
+    forget_refusals()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: made.calls.append("synchronize"))
-    return made
+    yield made
+    forget_refusals()
 
 
 def test_a_bucket_is_locked_as_a_whole_and_unlocked_with_its_last_tensor(cudart: Cudart) -> None:
@@ -327,13 +333,14 @@ class System:
 
 
 @pytest.fixture
-def system(monkeypatch: pytest.MonkeyPatch) -> System:
+def system(monkeypatch: pytest.MonkeyPatch) -> Iterator[System]:
     made = System(4 * MIB)
-    vars(PAGE_LOCKS).update(vars(PageLocks()))  # nothing was refused yet
+    forget_refusals()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
-    return made
+    yield made
+    forget_refusals()
 
 
 @pytest.mark.filterwarnings("ignore:megacompile. cudaHostRegister")

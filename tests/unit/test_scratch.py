@@ -319,7 +319,7 @@ def test_a_slow_disk_is_said(disk: Memory, monkeypatch: pytest.MonkeyPatch) -> N
         gate.set()
 
     monkeypatch.setattr(time, "monotonic", lambda: float(next(times)))
-    monkeypatch.setattr(warnings, "warn", warn)
+    monkeypatch.setattr(warnings, "warn_explicit", warn)
     request = begun(disk.read([disk.buffer(SIZE)], [memory()], "3READ_STATE", before=gate.wait))
     done(request)
     assert len(said) == 1 and "3READ_STATE" in said[0]

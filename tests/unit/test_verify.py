@@ -66,7 +66,6 @@ LINE = "0F 1F 2F 3F 4F"
 PLANS: dict[str, Callable[[], Schedule]] = {  # by the product's passes, of what no `Spec` has
     "ranks": lambda: planned("0F 1F 2F", ranks=3),
     "ranks, adding": lambda: planned("0F 1F 2F", ranks=3, accumulate=True, inductor=True),
-    "ranks, whole": lambda: planned("0F 1F 2F", ranks=3, whole=frozenset(range(3)), update=True),
     "replicas": lambda: planned("0F 1F 2F", ranks=2, replicas=2),
     "rerunning": lambda: planned(LINE, rerun=2),
     "resident, updating": lambda: planned("0F 1F 2F", resident=frozenset({1}), update=True),
