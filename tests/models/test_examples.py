@@ -35,7 +35,7 @@ NEEDED = {
     "diffusion_unet": ("diffusers",),
     "vision_vit": ("transformers",),
 }
-OTHERS = {"train_lm", "example_parts", "ranks"}
+OTHERS = {"train_lm", "example_parts", "ranks", "from_scratch"}
 # Where a quantized product is computed by another kernel than in the plain loop.
 LOOSE = {"qlora_bitsandbytes": 1e-4}
 
