@@ -224,6 +224,7 @@ class Loss(nn.Module):
         return nn.functional.mse_loss(self.head(x), y)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("aliased", [False, True], ids=["", "aliased"])
 def test_an_old_update_never_overwrites_a_checkpoint(aliased: bool) -> None:
     """Ctrl-C at any bytecode of a step, and then a checkpoint is loaded."""
