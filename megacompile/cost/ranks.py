@@ -319,7 +319,7 @@ def _measured(device: torch.device, ranks: int, meet: Callable[[], object]) -> H
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """How ranks with GPUs learn what they get."""
+    """Measures what ranks with GPUs get."""
 
     kept: Callable[[torch.device, int], Hardware | None] = cached_of_rank
     measure: Callable[[torch.device, int, Callable[[], object]], Hardware] = _measured
