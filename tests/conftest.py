@@ -9,16 +9,13 @@ import os
 import tempfile
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
-if TYPE_CHECKING:
-    from tests.gate import Gate
-
 # What asserts for the tests says why, as they do.
-pytest.register_assert_rewrite("tests.edits", "tests.gate", "tests.training", "tests.zoo")
+pytest.register_assert_rewrite("tests.edits", "tests.training", "tests.zoo")
 torch.set_num_threads(1)  # the models are small: threads cost more than they gain
 # Each process that compiles would build and load a library for each set of vector instructions that
 # the CPU reports, and trust none: half a minute. Inductor reads it when it is first imported.
@@ -94,17 +91,6 @@ def _fresh_fakes() -> Iterator[None]:
     torch._subclasses.FakeTensorMode.cache_clear()
     resumed = torch._dynamo.resume_execution.ContinueExecutionCache
     getattr(resumed, "generated_code_metadata", {}).clear()
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """Holds the host's updates back while a test says so."""
-    from tests.gate import Gate  # not above: triton would be imported before its variable is set
-
-    made = Gate(monkeypatch)
-    yield made
-    made.held = False
-    made.open()
 
 
 @pytest.fixture

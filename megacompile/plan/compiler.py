@@ -240,8 +240,8 @@ class PassCompiler:
         self.chooser.forget()
 
     def find_gradients(self) -> bool:
-        """From now on a forward may find gradients on the device. Are plans chosen again for that?
-        No backward may be to come."""
+        """From now on a forward may find gradients on the device. True if plans are chosen again
+        for that. No backward may be to come."""
         return self.chooser.find_gradients()
 
     def step_down(self) -> str:
