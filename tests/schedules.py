@@ -63,6 +63,18 @@ class Spec:
         return ",".join(parts) or "plain"
 
 
+EVERYTHING = Spec(
+    stages=5,
+    slots=3,
+    accumulate=True,
+    shared=True,
+    reuse=True,
+    random=frozenset({1}),
+    keep=frozenset({2}),
+    changes=frozenset({1, 3}),
+)
+
+
 def build(spec: Spec) -> Schedule:
     """The schedule of a spec; it has no hazards."""
     stages = _stages(spec)

@@ -30,20 +30,10 @@ from megacompile.verify.proof import hazards
 from tests.edits import edited
 from tests.layouts import layout_of, odd_tensors
 from tests.planned import planned
-from tests.schedules import ACTIVATION, SAVED, Spec, build, find, set_arguments
+from tests.schedules import ACTIVATION, EVERYTHING, SAVED, Spec, build, find, set_arguments
 
 CPU = torch.device("cpu")
 BUCKET = Bucket(0, "layers.3", (), 0, "3")
-EVERYTHING = Spec(
-    stages=5,
-    slots=3,
-    accumulate=True,
-    shared=True,
-    reuse=True,
-    random=frozenset({1}),
-    keep=frozenset({2}),
-    changes=frozenset({1, 3}),
-)
 STUBS: list[Callable[..., Any]] = [
     function
     for _, function in inspect.getmembers(ops, inspect.isfunction)

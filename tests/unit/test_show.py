@@ -20,19 +20,9 @@ from megacompile.ir.schedule import Plan, Schedule
 from megacompile.show import python
 from megacompile.show.table import table
 from tests import steps
-from tests.schedules import Spec, arguments, build, find, set_arguments
+from tests.schedules import EVERYTHING, Spec, arguments, build, find, set_arguments
 from tests.zoo import scheduled
 
-EVERYTHING = Spec(
-    stages=5,
-    slots=3,
-    accumulate=True,
-    shared=True,
-    reuse=True,
-    random=frozenset({1}),
-    keep=frozenset({2}),
-    changes=frozenset({1, 3}),
-)
 UPDATING = Spec(stages=3, update=True)
 SPECS = [
     Spec(),
