@@ -84,6 +84,16 @@ def _fresh_dynamo() -> None:
             finalizer.detach()
 
 
+@pytest.fixture(autouse=True)
+def _subclasses_work() -> Iterator[None]:
+    """A test that leaves `__torch_function__` off fails itself, and not those after it."""
+    yield
+    torch_c: Any = torch._C  # its stubs leave these out
+    enabled = torch_c._is_torch_function_enabled()
+    torch_c._set_torch_function_state(torch_c._TorchFunctionState.ENABLED)
+    assert enabled, "the test has left __torch_function__ off in this thread"
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _fresh_fakes() -> Iterator[None]:
     """What torch keeps for good, of fake tensors and of graph breaks, does not outlive a module."""

@@ -1,4 +1,8 @@
-"""Ctrl-C at any bytecode: `KeyboardInterrupt` raised before an opcode of our code.
+"""Ctrl-C wherever Python runs a signal handler: `KeyboardInterrupt` raised in our code.
+
+Python 3.11 runs one where a function begins, after a call, and where a loop goes round. None comes
+between the last call of a `with` over a context manager in C and its `__exit__`, so none is drawn
+there. The exception is raised before the opcode that follows, where the same handler is in force.
 
 Ours are the frames of megacompile, of the code that it prints, and of `contextlib` that these call.
 Those of torch are left alone, which does not promise to survive it; so are those of the adversarial
@@ -8,6 +12,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dis
+import functools
+import itertools
 import pathlib
 import random
 import sys
@@ -23,35 +30,54 @@ _PACKAGES = tuple(
 )
 
 
-Place = tuple[str, int]  # a function, and one of the opcodes that it runs, from 1
+Place = tuple[str, int]  # a function, and one of the places of an interrupt that it passes, from 1
 
 
-class Opcodes:
-    """Counts the opcodes that run, by function, and interrupts before one of them."""
+class Places:
+    """Counts the places of an interrupt that our code passes, by function, and interrupts at one.
 
-    def __init__(self, stop_at: Place | None = None) -> None:
+    Args:
+        stop_at: that one; None: nowhere.
+        files: the names of those that count, without .py; none: all of ours.
+
+    Attributes:
+        passed: how many there were.
+        stopped: where it was interrupted; "" if it was not.
+    """
+
+    def __init__(self, stop_at: Place | int | None = None, *files: str) -> None:
+        """`stop_at` as a number: the place that is passed as the n-th, from 1."""
         self.counts: collections.Counter[str] = collections.Counter()
-        self.stop_at = stop_at
+        self.stop_at, self.files = stop_at, files
+        self.passed = 0
         self.stopped = ""
         self._names: dict[CodeType, str] = {}
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         del arg
         if event == "call":
-            if not is_ours(frame):
+            if not is_ours(frame) or not self._is_wanted(frame.f_code):
                 return None
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        elif event == "opcode":
-            code = frame.f_code
-            name = self._names.get(code)
-            if name is None:
-                name = f"{code.co_filename}:{code.co_firstlineno} {code.co_qualname}"
-                self._names[code] = name
+        elif event == "opcode" and frame.f_lasti in _places(frame.f_code):
+            name = self._name(frame.f_code)
             self.counts[name] += 1
-            if self.stop_at == (name, self.counts[name]):
+            self.passed += 1
+            if self.stop_at in (self.passed, (name, self.counts[name])):
                 self.stopped = f"{name}, line {frame.f_lineno}, opcode {frame.f_lasti}"
                 raise KeyboardInterrupt(self.stopped)
         return self
+
+    def _is_wanted(self, code: CodeType) -> bool:
+        if code.co_name == "__del__":  # Python ignores what it raises
+            return False
+        return not self.files or pathlib.Path(code.co_filename).stem in self.files
+
+    def _name(self, code: CodeType) -> str:
+        if code not in self._names:
+            place = f"{code.co_filename}:{code.co_firstlineno} {code.co_qualname}"
+            self._names[code] = place
+        return self._names[code]
 
     def any(self, rng: random.Random) -> Place:
         """One that was counted: each file is as likely as any other, and each function in it."""
@@ -59,6 +85,25 @@ class Opcodes:
         file = rng.choice(files)
         name = rng.choice(sorted(name for name in self.counts if name.partition(":")[0] == file))
         return name, rng.randint(1, self.counts[name])
+
+
+@functools.cache
+def _places(code: CodeType) -> frozenset[int]:
+    """The offsets of the opcodes before which a Ctrl-C may come."""
+    bytecode = dis.Bytecode(code)
+    entries: Any = bytecode.exception_entries  # type: ignore[attr-defined]
+
+    def handler(offset: int) -> tuple[int, int] | None:
+        return next(((e.target, e.depth) for e in entries if e.start <= offset < e.end), None)
+
+    opcodes = list(bytecode)
+    places = {
+        after.offset
+        for before, after in itertools.pairwise(opcodes)
+        if before.opname in ("RESUME", "CALL", "CALL_FUNCTION_EX")
+        and handler(before.offset) == handler(after.offset)
+    }
+    return frozenset(places | {each.argval for each in opcodes if "JUMP_BACKWARD" in each.opname})
 
 
 @contextlib.contextmanager
@@ -81,10 +126,10 @@ def is_ours(frame: FrameType) -> bool:
 
 
 @contextlib.contextmanager
-def traced(opcodes: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
+def traced(places: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
     """For its duration, in this thread."""
     before = sys.gettrace()
-    sys.settrace(opcodes)
+    sys.settrace(places)
     try:
         yield
     finally:

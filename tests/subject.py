@@ -23,7 +23,7 @@ from megacompile.plan import pipeline
 from megacompile.runtime.model.lookup import streamed_model
 from megacompile.runtime.params.proxies import StreamedParameter
 from tests import adversary, disks, loops, nets
-from tests.interrupts import Opcodes, traced
+from tests.interrupts import Places, traced
 from tests.loops import Loop, Result
 from tests.nets import Choice, Net
 from tests.zoo import equal
@@ -231,7 +231,7 @@ class Subject:
         self.start = {k: v.clone() for k, v in self.model.state_dict().items()}
         self.device = streamed(self.model, choice, self.optimizer)
         self.rtol = 0.0
-        self._opcodes: Opcodes | None = None  # of a loop that is not interrupted
+        self._places: Places | None = None  # of a loop that is not interrupted
         self._random = random.Random(loop.interrupt)
 
     @property
@@ -292,19 +292,19 @@ class Subject:
 
     def _interrupted(self) -> list[str]:
         """A loop that is interrupted somewhere; gives what is wrong with the model afterwards."""
-        if self._opcodes is None:
+        if self._places is None:
             for _ in range(2):  # the first compiles
-                self._opcodes = Opcodes()
-                self._stop_at(self._opcodes)
-        assert self._opcodes is not None
-        opcodes = Opcodes(self._opcodes.any(self._random))
-        self._stop_at(opcodes)
-        self.last = opcodes
-        self.counts.interrupted += bool(opcodes.stopped)
+                self._places = Places()
+                self._stop_at(self._places)
+        assert self._places is not None
+        places = Places(self._places.any(self._random))
+        self._stop_at(places)
+        self.last = places
+        self.counts.interrupted += bool(places.stopped)
         params = dict(self.model.named_parameters())
         found = [f"{n} is a proxy" for n, p in params.items() if isinstance(p, StreamedParameter)]
         if found:
-            raise AssertionError(f"interrupted at {opcodes.stopped}: {found}")
+            raise AssertionError(f"interrupted at {places.stopped}: {found}")
         try:
             torch.save(self.model.state_dict(), io.BytesIO())
         except OptimizerError:  # half of it is updated; it is loaded anew
@@ -313,9 +313,9 @@ class Subject:
             self.counts.half_updated += 1
         return found
 
-    def _stop_at(self, opcodes: Opcodes) -> None:
+    def _stop_at(self, places: Places) -> None:
         self._reset()
-        with contextlib.suppress(KeyboardInterrupt, BackwardError, OptimizerError), traced(opcodes):
+        with contextlib.suppress(KeyboardInterrupt, BackwardError, OptimizerError), traced(places):
             self._train()
 
 

@@ -18,7 +18,7 @@ from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from tests import adversary, inside, loops, prove
 from tests.draws import drawn
-from tests.interrupts import Opcodes, traced
+from tests.interrupts import Places, traced
 from tests.loops import Loop
 from tests.mutants import Truth, mutate
 from tests.nets import Choice, Net
@@ -188,17 +188,17 @@ def test_differences_are_found() -> None:
     assert differences(wanted, {"y": wanted["y"]}) == ["x.grad"]
 
 
-def test_an_interrupt_comes_before_the_opcode_that_was_chosen() -> None:
-    counted = Opcodes()
+def test_an_interrupt_comes_at_the_place_that_was_chosen() -> None:
+    counted = Places()
     with traced(counted):
         inside.is_streamed(torch.nn.Linear(1, 1))
         adversary.Random(0)
         ops.actions(fx.Graph())
-    place = next(iter(counted.counts)), 3
-    stopped = Opcodes(place)
+    place = next(iter(counted.counts.items()))
+    stopped = Places(place)
     with pytest.raises(KeyboardInterrupt), traced(stopped):
         ops.actions(fx.Graph())
-    assert stopped.counts == {place[0]: 3} and place[0] in stopped.stopped
+    assert stopped.counts[place[0]] == place[1] and place[0] in stopped.stopped
 
 
 class Replay(adversary.LateExecutor):

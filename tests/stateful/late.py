@@ -11,11 +11,10 @@ import functools
 from collections import deque
 from collections.abc import Collection
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 from tests import inside
-from tests.interrupts import Opcodes, is_ours, not_traced
+from tests.interrupts import is_ours, not_traced
 
 
 class Late:
@@ -82,34 +81,6 @@ def late(model: Any) -> Late:
     workers = Late()
     inside.update_by(model, workers)
     return workers
-
-
-class AnyOpcode(Opcodes):
-    """Interrupts at the n-th opcode of our code.
-
-    Args:
-        left: n; 0: nowhere.
-        files: the names of those that count, without .py; none: all of ours.
-    """
-
-    def __init__(self, left: int, *files: str) -> None:
-        super().__init__()
-        self.left, self.files = left, files
-        self.seen = 0
-
-    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
-        if event == "call" and (
-            frame.f_code.co_name == "__del__"  # Python ignores what it raises
-            or (self.files and Path(frame.f_code.co_filename).stem not in self.files)
-        ):
-            return None
-        if event == "opcode":
-            self.seen += 1
-            if self.seen == self.left:
-                self.stopped = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-                raise KeyboardInterrupt(self.stopped)
-            return self
-        return super().__call__(frame, event, arg)
 
 
 class AtCall:

@@ -30,9 +30,9 @@ from hypothesis.stateful import (
 from megacompile import megacompile, released
 from megacompile.runtime.params.proxies import StreamedParameter
 from tests import adversary
-from tests.interrupts import traced
+from tests.interrupts import Places, traced
 from tests.stateful import side as loops
-from tests.stateful.late import AnyOpcode, late
+from tests.stateful.late import late
 from tests.stateful.side import Side
 
 
@@ -125,13 +125,13 @@ class Both(RuleBasedStateMachine):
 
     def interrupted(self, act: str, at: int, *args: Any) -> None:
         """Ctrl-C in what the megacompiled side does; then a checkpoint is loaded."""
-        opcodes = AnyOpcode(at)
-        with contextlib.suppress(KeyboardInterrupt, RuntimeError), traced(opcodes):
+        places = Places(at)
+        with contextlib.suppress(KeyboardInterrupt, RuntimeError), traced(places):
             getattr(self.ours, act)(*args)
-        hypothesis.note(f"interrupted at {opcodes.stopped}")
+        hypothesis.note(f"interrupted at {places.stopped}")
         params = self.ours.model.parameters()
-        assert not any(isinstance(p, StreamedParameter) for p in params), opcodes.stopped
-        if not opcodes.stopped:
+        assert not any(isinstance(p, StreamedParameter) for p in params), places.stopped
+        if not places.stopped:
             with contextlib.suppress(RuntimeError):
                 getattr(self.plain, act)(*args)
         self.restart()
@@ -361,7 +361,7 @@ class Training(Both):
             if self.pair.config.options.get("resident") == "all":
                 self.compare()
 
-    @rule(act=st.sampled_from(["forward", "backward", "step", "evaluate"]), at=st.integers(1, 9000))
+    @rule(act=st.sampled_from(["forward", "backward", "step", "evaluate"]), at=st.integers(1, 1700))
     def interrupt(self, act: str, at: int) -> None:
         args: dict[str, tuple[Any, ...]] = {
             "forward": (3, 1, "", False),
@@ -439,7 +439,7 @@ class Updating(Both):
         with released(self.ours.model):
             self.compare()
 
-    @rule(at=st.integers(1, 20_000))
+    @rule(at=st.integers(1, 3500))
     def interrupt(self, at: int) -> None:
         self.interrupted("whole_step", at, 1, 1)
 

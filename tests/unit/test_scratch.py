@@ -469,17 +469,17 @@ def test_a_request_that_nobody_began_is_begun_by_who_waits(disk: Memory) -> None
 
 
 @pytest.mark.thorough
-def test_ctrl_c_at_any_opcode(disk: Memory) -> None:
+def test_ctrl_c_anywhere(disk: Memory) -> None:
     """What was interrupted can be waited for, with threads that have begun and with new ones."""
     buffer, source = disk.buffer(SIZE), memory().random_()
-    counted = interrupts.Opcodes()
+    counted = interrupts.Places()
     with interrupts.traced(counted):
         done(Memory(Disk(disk.file)).write([buffer], [source], "fill"))
     for name, count in counted.counts.items():
         for k in range(1, count + 1, max(1, count // 8)):
             request = Memory(Disk(disk.file)).write([buffer], [source.random_()], "fill")
             assert request is not None
-            stopper = interrupts.Opcodes((name, k))
+            stopper = interrupts.Places((name, k))
             with suppress(KeyboardInterrupt), interrupts.traced(stopper):
                 done(request)
             request.wait()
