@@ -224,6 +224,24 @@ def visible(state: dict[str, Any]) -> list[torch.Tensor]:
     return [v for k, v in state.items() if k != "step" and type(compat.local(v)) is torch.Tensor]
 
 
+def visible_on_disk(bucket: HostBucket) -> list[torch.Tensor]:
+    """The visible states of a bucket whose states are on a disk, of every optimizer.
+
+    A step reads and writes all of them, also those that it does not change: what a user would write
+    meanwhile to a state of another optimizer, or of a parameter without a gradient, would be lost.
+    """
+    if not bucket.states.on_disk():
+        return []
+    states = (
+        owner.state[param]
+        for owner in bucket.states.owners()
+        if isinstance(owner, Optimizer)
+        for param in bucket.params
+        if param in owner.state
+    )
+    return [each for state in states for each in visible(state)]
+
+
 def move_loaded(optimizer: Optimizer, param: nn.Parameter) -> None:
     """Moves states that were loaded before a parameter moved to where it is."""
     if param not in optimizer.state:

@@ -38,6 +38,7 @@ from megacompile.runtime.params.optimizer_states import (
     names_like,
     new_counter,
     visible,
+    visible_on_disk,
 )
 from megacompile.runtime.step import hooks
 from megacompile.runtime.step.groups import Groups
@@ -121,6 +122,10 @@ class Parts:
             parts = map(compat.local, (*mine, gradient))
             if bucket.aliased(each.at) or any(map(is_shared, parts)):
                 part.aliased = True
+        known = {id(state) for state in part.states}
+        others = [s for s in visible_on_disk(bucket) if id(s) not in known]
+        part.visible += others
+        part.aliased = part.aliased or any(map(is_shared, map(compat.local, others)))
         if update.way is UpdatePath.STOCK and any(
             map(_has_tensors, {id(step.group): step.group for step in update.steps}.values())
         ):

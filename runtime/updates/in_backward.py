@@ -23,7 +23,12 @@ from megacompile.runtime.optim.registry import known
 from megacompile.runtime.optim.states import is_shared
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.consumed import consumed
-from megacompile.runtime.params.optimizer_states import drop_empty, reserve, visible
+from megacompile.runtime.params.optimizer_states import (
+    drop_empty,
+    reserve,
+    visible,
+    visible_on_disk,
+)
 from megacompile.runtime.params.torn import Left
 from megacompile.runtime.updates.device_buffers import (
     Landing,
@@ -280,7 +285,7 @@ class InBackward:
     def _visible(self, host: HostBucket, buffers: Iterable[int]) -> list[torch.Tensor]:
         """The states that the user can see."""
         states = (self.optimizer.state[host.params[i]] for i in buffers)
-        return [v for state in states for v in visible(state)]
+        return visible_on_disk(host) or [v for state in states for v in visible(state)]
 
 
 def _dropped(updates: weakref.ref[InBackward], backward: int) -> None:

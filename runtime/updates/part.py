@@ -22,7 +22,7 @@ class BucketPart:
     way: UpdatePath  # how it is made of what is on the host
     trained: list[Trained]
     states: list[torch.Tensor]  # those of its states that the user can see
-    visible: list[torch.Tensor]  # the same, and the gradients without a guard
+    visible: list[torch.Tensor]  # the same, all that lie on a disk, gradients without a guard
     aliased: bool  # its memory has a name that cannot be guarded
     first: list[ParamUpdate]  # whose states torch.optim's own first step will make
     left: DeviceUpdate | None  # what the backward left on the device for it

@@ -61,17 +61,8 @@ def vars_of(cell: Cell) -> list[str]:
     return [getattr(cell, name).replace(" ", "_") for name in AXES]
 
 
-# A state on a disk is read as something else after an edit. It is not known yet why.
-OPEN = {"tied-muon-autocast-offload-disk-disk-step-3_ahead_of_6"}
-
-
-def marks_of(k: int, name: str) -> list[pytest.MarkDecorator]:
-    marks = [pytest.mark.thorough] if k >= ALWAYS else []
-    return [*marks, pytest.mark.xfail(reason="see OPEN")] if name in OPEN else marks
-
-
 NAMED = [
-    pytest.param(k, id=name, marks=marks_of(k, name))
+    pytest.param(k, id=name, marks=[pytest.mark.thorough] if k >= ALWAYS else [])
     for k, name in enumerate("-".join(vars_of(cell)) for cell in CELLS)
 ]
 
