@@ -10,6 +10,7 @@ import errno
 import functools
 import gc
 import os
+import random
 import signal
 import sys
 import threading
@@ -33,6 +34,7 @@ from megacompile.errors import (
     OptimizerError,
 )
 from tests import disks, inside, quantized, zoo
+from tests.equality import cells
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="scratch files are for Linux"),
@@ -425,6 +427,30 @@ def test_everything_comes_back(tmp_path: Path, mode: str, place: Any) -> None:
             run(model, optimizer, 6, first=5)
         found.append(seen + values((model, optimizer)))
     assert_same(*found)
+
+
+def test_states_that_a_step_leaves_alone_wait_for_its_write(tmp_path: Path) -> None:
+    """A step writes all states of a bucket: of another optimizer, of a parameter without gradient.
+
+    What is written to them meanwhile is not lost.
+    """
+    run = cells.build(cells.Cell(optimizer="muon", states="disk"), tmp_path)
+    cells.once(run)
+    muon, adamw = run.optimizers
+    still = [muon.param_groups[0]["params"][0], adamw.param_groups[0]["params"][1]]
+    run.zero()
+    run.backward(run.loss(3))
+    for param in still:
+        param.grad = None
+    expected = []
+    with cells.harsh_disk(random.Random(0)):
+        run.step()
+        for optimizer, param in zip(run.optimizers, still, strict=True):
+            name = "exp_avg" if optimizer is adamw else "momentum_buffer"
+            state = optimizer.state[param][name]
+            expected.append((state, state.mul_(0.5).clone()))
+        run.model.state_dict()  # which waits for all
+    assert all(state.equal(value) for state, value in expected)
 
 
 def test_a_model_that_is_made_on_the_disk(tmp_path: Path) -> None:
