@@ -118,7 +118,7 @@ def megacompile(
         device_update: the share of the parameters, from 0 to 1, that `optimizer.step()` updates on
             the device: the first in forward order. Their states come in during the backward and
             take device memory until the middle of the next forward. Meanwhile the host updates the
-            others, and the device helps it from the other end, in chunks. With 0 the host updates
+            others, and the device helps it, in chunks. With 0 the host updates
             alone. With `disk`, it is a share of those that are on the host with their states.
             Default: what the plan finds best; none on the CPU, with `lowering="eager"`, with
             `compute_dtype` or with `disk_weights=True`.
