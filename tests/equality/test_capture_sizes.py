@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from megacompile import schedules
 from megacompile.errors import BackwardError
 from tests import inside
-from tests.draws import drawn
 from tests.zoo import assert_same, differences, equal, twins
 
 VOCABULARY = 50
@@ -114,7 +113,7 @@ def test_any_number_of_lengths_takes_two_captures() -> None:
     """Memory is planned for the largest call, and nothing is traced for that. Another number of
     rows is one capture more."""
     loop = Loop(Model(2))
-    lengths = {8: None, 12: [12], 9: [12], 100: [112], 50: [112], 101: [112], 130: [160], 3: [160]}
+    lengths = {8: None, 12: [12], 9: [12], 100: [112], 50: [112], 130: [160], 3: [160]}
     traced = []
     for length, planned in lengths.items():
         loop.step(tokens(2, length))
@@ -126,6 +125,7 @@ def test_any_number_of_lengths_takes_two_captures() -> None:
     for rows, length in ((3, 5), (5, 20), (2, 8), (7, 3)):
         loop.step(tokens(rows, length))
     assert loop.graphs == 3
+    loop.step(tokens(1, 9))  # a size of its own
 
 
 def test_a_long_batch_of_few_rows_needs_no_more_than_a_short_one_of_many() -> None:
@@ -135,20 +135,7 @@ def test_a_long_batch_of_few_rows_needs_no_more_than_a_short_one_of_many() -> No
     assert loop.planned == [16, 16]
 
 
-def test_one_row_and_one_token_are_sizes_of_their_own() -> None:
-    loop = Loop()
-    for size in ((2, 8), (3, 12), (1, 9), (4, 2), (1, 8)):
-        loop.step(tokens(*size))
-
-
-def test_sizes_of_another_model_of_the_class_do_not_count() -> None:
-    for size in ((2, 8), (3, 12)):
-        loop = Loop()
-        loop.step(tokens(*size))
-        assert loop.planned is None and loop.graphs == 1
-
-
-@pytest.mark.parametrize("activations", drawn(["recompute", "offload"], ["keep", "selective"]))
+@pytest.mark.parametrize("activations", ["recompute", "offload"])
 def test_a_backward_belongs_to_the_plan_of_its_forward(activations: str) -> None:
     """Gradients of several lengths are accumulated, in another order; one is planned for anew."""
     loop = Loop(activations=activations)
@@ -169,7 +156,7 @@ def test_a_backward_belongs_to_the_plan_of_its_forward(activations: str) -> None
 def test_evaluation_has_one_program_for_all_lengths() -> None:
     loop = Loop()
     with torch.no_grad():
-        for n in (8, 12, 9, 30, 5, 6, 7, 10, 11, 13, 14, 15, 16):
+        for n in (8, 12, 9, 30, 5):
             found = [model.eval()(tokens(3, n)) for model in (loop.plain, loop.model)]
             assert all(map(equal, *found))
     assert loop.programs == 2
@@ -180,7 +167,7 @@ def test_a_temperature_and_a_counter_build_nothing() -> None:
     for temperature, count in ((1.0, 0), (0.5, 1), (0.25, 2), (0.2, 3)):
         loop.step(x, temperature, count)
     before = loop.graphs, loop.programs, loop.traced
-    for k in range(1, 15):
+    for k in range(1, 5):
         loop.step(x, 0.1 * k, 3 + k)
     assert (loop.graphs, loop.programs) == before[:2]
     assert loop.traced.keys() == before[2].keys()
@@ -283,10 +270,6 @@ def turned(low: Tensor, wide: Tensor) -> Tensor:
     return F.grid_sample(low, grid, align_corners=False)
 
 
-def to_size(low: Tensor, wide: Tensor) -> Tensor:
-    return F.interpolate(low, size=wide.shape[-2:], mode="bilinear")
-
-
 def by_scale(low: Tensor, wide: Tensor) -> Tensor:
     return F.interpolate(low, scale_factor=2)
 
@@ -326,7 +309,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Shapes, int]] = {  # and how ma
     "strides of kernels": (lambda: linear(pooled), [(n, 6, WIDTH) for n in (3, 2, 4, 5)], 2),
     "a write": (Shifted, [(2, 4), (3, 5), (3, 6), (2, 7), (4, 8)], 2),
     "numbers": (Sized, ROWS[:4], 4),
-    "to a size": (lambda: UNet(to_size), IMAGES, 2),
     "by a scale": (lambda: UNet(by_scale), IMAGES, 2),
     "an affine grid": (lambda: UNet(turned), IMAGES, 2),
     "one dimension": (
@@ -355,16 +337,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Shapes, int]] = {  # and how ma
             last,
         ),
         [(2, 4, 8, 8), (2, 4, 12, 16), (2, 4, 17, 12), (2, 4, 24, 20)],
-        2,
-    ),
-    "three dimensions": (
-        lambda: summed(
-            nn.Conv3d(4, 4, 3, padding=1),
-            up(scale_factor=2),
-            up(scale_factor=2, mode="trilinear"),
-            lambda x: F.affine_grid(x.mean((3, 4))[:, :3, :4], list(x.shape), align_corners=True),
-        ),
-        [(2, 4, 4, n, n + 1) for n in (4, 6, 9, 10)],
         2,
     ),
 }
@@ -496,17 +468,7 @@ class Helper(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize(
-    ("kind", "dynamic"),
-    [
-        (Tasks, None),
-        (Helper, True),
-        *(
-            pytest.param(kind, dynamic, marks=pytest.mark.thorough)
-            for kind, dynamic in ((Helper, None), (Tasks, True), (Tasks, False), (Helper, False))
-        ),
-    ],
-)
+@pytest.mark.parametrize(("kind", "dynamic"), [(Tasks, None), (Helper, True)])
 def test_each_parameter_that_is_an_argument_is_itself(
     kind: type[nn.Module], dynamic: bool | None
 ) -> None:

@@ -50,11 +50,7 @@ def configs() -> dict[str, Any]:
     small = {**common, "intermediate_size": 32, "num_hidden_layers": 2}
     yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
     return {
-        "qwen2": transformers.Qwen2Config(**small, num_key_value_heads=1),
         "tied": transformers.Qwen2Config(**small, num_key_value_heads=1, tie_word_embeddings=True),
-        "gpt2": transformers.GPT2Config(
-            vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32, use_cache=False
-        ),
         "yarn": transformers.LlamaConfig(**small, rope_parameters=yarn),
         "mixtral": transformers.MixtralConfig(**small, num_key_value_heads=1, num_local_experts=2),
     }
@@ -64,7 +60,7 @@ def from_config(config: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
 
 
-@pytest.mark.parametrize("name", ["tied", "gpt2", "yarn", "mixtral"])
+@pytest.mark.parametrize("name", ["tied", "yarn", "mixtral"])
 def test_models_of_transformers(name: str) -> None:
     """As `to_empty` and `initialize_weights`; buffers as in a model that was built in memory."""
     config = configs()[name]
@@ -77,10 +73,9 @@ def test_models_of_transformers(name: str) -> None:
     assert same(dict(reference.named_parameters()), dict(model.named_parameters())) == []
     assert same(dict(plain.named_buffers()), dict(model.named_buffers())) == []
     assert not any(hasattr(param, "_is_hf_initialized") for param in model.parameters())
-    if name in ("tied", "gpt2"):
+    if name == "tied":
         plain.load_state_dict(model.state_dict())
         tokens = torch.arange(8)[None]
-        plain.eval(), model.eval()  # GPT-2 has dropout
         expected = plain(input_ids=tokens, labels=tokens).loss
         assert torch.equal(expected, model(input_ids=tokens, labels=tokens).loss)
         moved = from_config(config).to("meta")  # which makes parameters of their own of tied ones

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from megacompile import BackwardError, megacompile
 from tests.zoo import assert_same
@@ -99,17 +98,8 @@ CASES = {
         lambda net, x, other: net.body(x.view(-1, 8)).square().sum(),
         lambda net, x, other, out: x._base.mul_(2),
     ),
-    "labels": Case(
-        lambda net, x, other: F.cross_entropy(net.body(x).view(-1, 8), other.view(-1)),
-        refill,
-        classes,
-    ),
-    "a target": Case(lambda net, x, other: F.mse_loss(net.body(x), other.view(8, 8)), refill),
     "indices": Case(lambda net, x, other: net.body(x)[other.view(-1)].sum(), refill, classes),
     "the matrix of a product": Case(lambda net, x, other: (net.body(x) @ other).sum(), refill),
-    "views of views": Case(
-        lambda net, x, other: (net.body(x) * other.t()[2:3].expand(8, 8)).sum(), refill
-    ),
     "chunks": Case(
         lambda net, x, other: (net.body(x)[:, :4] * other.chunk(2, -1)[1]).sum(), refill
     ),
@@ -161,18 +151,8 @@ ACCEPTED = {
     "what a copy is made of": Case(
         lambda net, x, other: (net.body(x) * other.t().flatten().view(8, 8)).sum(), refill
     ),
-    "what is cast": Case(
-        lambda net, x, other: (net.body(x) * other.double().float()).sum(), refill
-    ),
-    "what is repeated": Case(
-        lambda net, x, other: (net.body(x) @ other[:1].repeat(8, 1)).sum(), refill
-    ),
     "what a nonlinear layer is behind": Case(
         lambda net, x, other: torch.tanh(net.body(x) + other).sum(), refill
-    ),
-    "a bias": Case(
-        lambda net, x, other: net.body(x).square().sum(),
-        lambda net, x, other, out: net.blocks[0].first.bias.detach().mul_(2),
     ),
     "the first weight": Case(
         lambda net, x, other: net.two_layers(x).sum(),
@@ -209,13 +189,10 @@ def pair(case: Case, **options: Any) -> tuple[nn.Module, nn.Module]:
     return plain, megacompile(copy.deepcopy(plain), device="cpu", progress=False, **options)
 
 
-def both(names: Iterable[str]) -> list[Any]:
-    """Each with saved tensors that are kept, and with what is computed again."""
-    return [
-        pytest.param(name, how, marks=[pytest.mark.thorough] if how != "keep" and k % 3 else [])
-        for k, name in enumerate(names)
-        for how in ("keep", "recompute")
-    ]
+def both(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Each with saved tensors that are kept, every third one with what is computed again, too."""
+    kept = [(name, "keep") for name in names]
+    return [*kept, *((name, "recompute") for name, _ in kept[::3])]
 
 
 @pytest.mark.parametrize(("name", "activations"), both(CASES))
@@ -227,8 +204,6 @@ def test_what_autograd_refuses(name: str, activations: str) -> None:
 
 @pytest.mark.parametrize(("name", "activations"), both(ACCEPTED))
 def test_what_autograd_accepts(name: str, activations: str) -> None:
-    if (name, activations) == ("a bias", "recompute"):
-        pytest.skip("a recompute reads the bias: the backward is refused")
     plain, streamed = pair(ACCEPTED[name], activations=activations)
     assert not run(plain, ACCEPTED[name]) and not run(streamed, ACCEPTED[name])
     assert_same(plain, streamed)
@@ -245,8 +220,7 @@ def test_what_is_large_is_not_copied_for_a_backward() -> None:
     assert run(plain, case) is None and run(streamed, case) is BackwardError
 
 
-@pytest.mark.parametrize("frozen", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_a_parameter_that_code_in_eager_mode_has_saved(frozen: bool) -> None:
+def test_a_parameter_that_code_in_eager_mode_has_saved() -> None:
     """A product, a view and a function of autograd save it, a sum does not."""
 
     class Times(torch.autograd.Function):
@@ -275,7 +249,7 @@ def test_a_parameter_that_code_in_eager_mode_has_saved(frozen: bool) -> None:
         case = Case(use, lambda net, x, other, out: net.gain.detach().mul_(2))
         torch.manual_seed(0)
         plain = Net(case.use)
-        plain.gain = nn.Parameter(torch.randn(8), requires_grad=not frozen)
+        plain.gain = nn.Parameter(torch.randn(8))
         streamed = copy.deepcopy(plain)
         megacompile(streamed, device="cpu", progress=False, lowering="eager")
         with warnings.catch_warnings():
