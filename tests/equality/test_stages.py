@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from megacompile import schedules
 from megacompile.errors import ModelError
 from tests import whole, zoo
+from tests.equality.nets import Applies, in_a_row
 from tests.zoo import WIDTH, Stack, assert_same, batch, equal, step, twins
 
 pytestmark = pytest.mark.filterwarnings("ignore:megacompile. .* runs in eager mode")
@@ -28,27 +29,17 @@ def rows(count: int, seed: int = 0) -> Tensor:
 # Dropout whose rate changes from step to step.
 
 
-class Annealed(nn.Module):
+def annealed(*, inplace: bool = False) -> Any:
     """Rates of a function and of modules, as keywords and by position, and in place."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.drop = nn.Dropout(0.1)
-        self.inplace = False
-
-    def forward(self, x: Tensor, rate: float) -> Tensor:
-        self.drop.p = rate
-        x = self.drop(self.layers[0](x))
-        x = F.dropout(self.layers[1](x).tanh(), p=self.drop.p, training=self.training)
-        x = F.dropout(self.layers[2](x) * 2, self.drop.p, self.training, self.inplace)
+    def forward(m: Any, x: Tensor, rate: float) -> Tensor:
+        m.drop.p = rate
+        x = m.drop(m.first(x))
+        x = F.dropout(m.middle(x).tanh(), p=m.drop.p, training=m.training)
+        x = F.dropout(m.last(x) * 2, m.drop.p, m.training, inplace)
         return x.square().mean()
 
-
-class InPlace(Annealed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inplace = True
+    return in_a_row(forward, count=3, width=8, drop=nn.Dropout(0.1))
 
 
 # What one of a batch's strides decides.
@@ -81,15 +72,10 @@ class Block(nn.Module):
         return y + x
 
 
-class Pictures(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Block(), Mix(), Block(), Block()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().sum()
+def pictures(m: Any, x: Tensor) -> Tensor:
+    for layer in m.layers:
+        x = layer(x)
+    return x.square().sum()
 
 
 # A layer whose weight acts on each row, by way of vmap.
@@ -110,17 +96,11 @@ class Mapped(nn.Module):
         return result
 
 
-class Mapping(nn.Module):
+def mapping(m: Any, x: Tensor) -> Tensor:
     """Some of its layers are under a checkpoint."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Mapped() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i, layer in enumerate(self.layers):
-            x = checkpoint(layer, x, use_reentrant=False) if i % 2 else layer(x)
-        return x.square().sum()
+    for i, layer in enumerate(m.layers):
+        x = checkpoint(layer, x, use_reentrant=False) if i % 2 else layer(x)
+    return x.square().sum()
 
 
 # A custom operator whose backward asks for data.
@@ -170,18 +150,15 @@ def operator() -> Iterator[Any]:
     yield made
 
 
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.weight = nn.Parameter(torch.randn(3, 8, 5))
-        self.last = nn.Linear(5, 2)
+def grouped(m: Any, x: Tensor, ends: Tensor) -> Tensor:
+    y, counts = torch.ops.megacompile_tests.grouped(m.first(x), m.weight, ends, scale=0.25)
+    out: Tensor = m.head(y).square().mean() * counts[0]
+    return out
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        op = torch.ops.megacompile_tests.grouped
-        y, counts = op(self.first(x), self.weight, ends, scale=0.25)
-        out: Tensor = self.last(y).square().mean() * counts[0]
-        return out
+
+def experts() -> Any:
+    weight = nn.Parameter(torch.randn(3, 8, 5))
+    return in_a_row(grouped, count=1, width=8, weight=weight, head=nn.Linear(5, 2))
 
 
 def expert_calls() -> list[tuple[Any, ...]]:
@@ -201,11 +178,23 @@ class Row:
 
 RATES = [0.1, 0.11, 0.12, 0.0, 0.5, 1.0]
 ROWS: dict[str, Row] = {
-    "many dropout rates": Row(Annealed, lambda: [(rows(6), p) for p in RATES], 2),
-    "dropout in place": Row(InPlace, lambda: [(rows(6), p) for p in (0.1, 0.2)], 2),
-    "strides": Row(Pictures, lambda: [(rows(144).view(1, 8, 12, 12),)] * 2, 1, None),
-    "vmap": Row(Mapping, lambda: [(rows(2),)] * 2, 1, 3),
-    "a backward that asks for data": Row(Experts, expert_calls, 2),
+    "many dropout rates": Row(annealed, lambda: [(rows(6), p) for p in RATES], 2),
+    "dropout in place": Row(
+        lambda: annealed(inplace=True), lambda: [(rows(6), p) for p in (0.1, 0.2)], 2
+    ),
+    "strides": Row(
+        lambda: Applies(pictures, layers=nn.ModuleList([Block(), Mix(), Block(), Block()])),
+        lambda: [(rows(144).view(1, 8, 12, 12),)] * 2,
+        1,
+        None,
+    ),
+    "vmap": Row(
+        lambda: Applies(mapping, layers=nn.ModuleList(Mapped() for _ in range(4))),
+        lambda: [(rows(2),)] * 2,
+        1,
+        3,
+    ),
+    "a backward that asks for data": Row(experts, expert_calls, 2),
     "layers of a function that is left whole": Row(
         whole.Model, lambda: [(torch.linspace(-1, 1, 8).view(2, 4),)] * 2, 1, 3
     ),
@@ -261,7 +250,7 @@ def test_rates_of_other_captures_are_left_alone() -> None:
         graphs.append(str(module.graph))
         return module
 
-    compiled = torch.compile(Annealed(), backend=backend)
+    compiled = torch.compile(annealed(), backend=backend)
     for rate in (0.1, 0.2, 0.3):
         compiled(rows(6), rate)
     assert graphs and not any("megacompile" in graph for graph in graphs)
@@ -293,22 +282,15 @@ LOOK_UPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class Coded(nn.Module):
-    """Looks something up in its hidden states."""
-
-    def __init__(self, code: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.embed, self.layer, self.code = nn.Linear(8, 8), nn.Linear(8, 8), code
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.code(self.layer(torch.tanh(self.embed(x))), mask).square().sum()
-
-
-@pytest.mark.filterwarnings("ignore:megacompile. Coded is not scheduled.*side effects")
+@pytest.mark.filterwarnings("ignore:megacompile. Applies is not scheduled.*side effects")
 def test_code_that_raises_on_zeros() -> None:
     for name, code in LOOK_UPS.items():
-        torch.manual_seed(0)
-        plain, streamed = twins(Coded(code))
+
+        def forward(m: Any, x: Tensor, mask: Tensor, code: Any = code) -> Tensor:
+            found: Tensor = code(m.last(torch.tanh(m.first(x))), mask).square().sum()
+            return found
+
+        plain, streamed = twins(in_a_row(forward, width=8))
         for seed in range(2):
             mask = torch.randint(2, (3, 5), generator=torch.Generator().manual_seed(seed))
             mask[:, 0] = 1
