@@ -20,7 +20,6 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code
 from megacompile.plan.abstract import abstract_options, abstract_programs, abstract_schedules
 from megacompile.plan.equal_layers import equal_layers
-from tests import whole
 
 IDS = torch.zeros(2, 8, dtype=torch.int64)
 
@@ -120,17 +119,6 @@ def test_no_memory_is_taken() -> None:
     assert len(schedule.stages) == 24 and len(schedule.templates) <= 3
 
 
-def test_options_reach_the_passes() -> None:
-    model = Mixed()
-    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
-    given: dict[str, Any] = {"compute_dtype": torch.bfloat16, "lookahead": 1}
-    options = abstract_options(optimizer=optimizer, **given)
-    (schedule,) = abstract_schedules(model, (IDS, IDS), options=options)
-    assert len(schedule.slots) == 2
-    assert {p.dtype for b in schedule.buckets for p in b.params} == {torch.bfloat16}
-    assert "UPDATE" in actions([schedule])[1] and "OFFLOAD_GRAD" not in actions([schedule])[1]
-
-
 def test_one_capture_gives_several_schedules() -> None:
     (program,) = abstract_programs(Mixed(), (IDS, IDS))
     assert sum(isinstance(item, ParamInput) for item in program.capture.inputs) == 9
@@ -185,13 +173,6 @@ class Moded(Layer):
         return super().forward(x, scale, **options) if torch.is_grad_enabled() else x.sin()
 
 
-class Pair(Layer):
-    """Gives its input back, too."""
-
-    def forward(self, x: Tensor, scale: Tensor, **options: Any) -> Any:
-        return super().forward(x, scale, **options), x
-
-
 class Net(nn.Module):
     def __init__(self, layers: list[nn.Module], call: Callable[..., Any]) -> None:
         super().__init__()
@@ -222,7 +203,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "one reads its place": of(Placed, plain),
     "a tensor twice": of(Layer, lambda layer, k, x: layer(x, x if k < 2 else x * 2)),
     "grad mode": of(Moded, frozen),
-    "an input is given back": of(Pair, lambda layer, k, x: layer(x, x * 2)[0]),
     "a call twice": of(Layer, lambda layer, k, x: layer(layer(x, x), x)),
 }
 
@@ -250,14 +230,6 @@ def test_layers_that_differ_are_not_equal() -> None:
         assert [len(group) for group in equal_layers(model)] == [4]
         change(model.layers)
         assert not equal_layers(model), name
-
-
-def test_equal_configurations_are_equal() -> None:
-    """Of layers whose function is left whole."""
-    model = whole.Model()
-    assert [len(group) for group in equal_layers(model)] == [4]
-    model.layers[2] = whole.Whole(config=whole.Config(whole.Rounding.HALVES))
-    assert equal_layers(model) == []
 
 
 def listed(made: Capture) -> list[str]:

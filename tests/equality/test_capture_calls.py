@@ -134,18 +134,6 @@ def test_nested_inputs_and_inputs_that_are_outputs() -> None:
         assert_same(plain, streamed)
 
 
-@pytest.mark.gpu
-def test_inputs_on_the_host_are_moved() -> None:
-    model, inputs = zoo.stack()
-    plain = copy.deepcopy(model).cuda()
-    streamed = megacompile(model, device="cuda", lowering="eager")
-    loss = streamed(inputs["x"], y=inputs["y"])
-    assert loss.device == torch.device("cuda", torch.cuda.current_device())
-    loss.backward()
-    step(plain, {key: value.cuda() for key, value in inputs.items()})
-    assert_same(plain.cpu(), streamed)
-
-
 X, Y = batch(1).values()
 
 
@@ -313,21 +301,12 @@ def test_functional_calls_of_one_model() -> None:
         assert places(model) == before, name
         for optimizer in optimizers:
             optimizer.step()
-    wrong = {"head.weight": torch.ones(1, 2)}
-    with pytest.raises(RuntimeError):
-        called(model, wrong)
-    assert all(type(p) is nn.Parameter for p in model.parameters())
     for each in models:
         each.zero_grad()
         torch.manual_seed(3)
         each.layers.append(zoo.Block())  # taken over in the call, with the tensors given out of it
         each.embed.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
         called(each, {n: p * 2 for n, p in each.named_parameters() if "layers" in n}).backward()
-        each.head.bias = None
-    assert_same(plain, model)
-    for each in models:  # a weight where there was none
-        called(each, {"head.bias": torch.ones(WIDTH, requires_grad=True)}).backward()
-        assert each.head.bias is None
     assert_same(plain, model)
 
 

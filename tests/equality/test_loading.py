@@ -19,7 +19,6 @@ from megacompile import (
     CheckpointError,
     MissingExtraError,
     ModelError,
-    OptionError,
     megacompile,
     save,
 )
@@ -270,19 +269,6 @@ def test_a_file_that_shrinks_or_an_interrupt_while_it_is_read(
 
 
 # --- what is given
-
-
-def test_what_is_no_path() -> None:
-    with pytest.raises(OptionError, match="checkpoint"):
-        megacompile(on_meta(), checkpoint={})  # type: ignore[arg-type]
-
-
-def test_a_second_call_loads_nothing(plain: Net, tmp_path: Path) -> None:
-    saved(plain, tmp_path)
-    model = megacompile(on_meta(), checkpoint=tmp_path)
-    with pytest.raises(OptionError, match="Net"):
-        megacompile(model, checkpoint=tmp_path)
-    assert megacompile(model) is model
 
 
 def test_hooks_on_meta_are_refused(plain: Net, tmp_path: Path) -> None:

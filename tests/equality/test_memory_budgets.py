@@ -429,17 +429,3 @@ class Normed(Dropping):
         for layer, norm in zip(self.layers, self.norms, strict=True):
             x = norm(exhausting(layer(x)))
         return x.square().mean()
-
-
-def test_buckets_move_before_the_first_step() -> None:
-    """The optimizer makes its states on the device at once."""
-    plain, model = Dropping(), dropping()
-    for each in (plain, model):
-        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
-        torch.manual_seed(0)
-        each(torch.ones(8, 16)).backward()
-        optimizer.step()
-    assert len(schedules(model)) == 1, "what ran is there, though another one comes next"
-    buckets = inside.buckets(model).values()
-    assert all(bucket.resident is not None for bucket in buckets)
-    assert equal(plain, model)

@@ -54,16 +54,6 @@ def test_a_call_that_finds_nothing_changed_moves_nothing() -> None:
     assert all(a is b for a, b in zip(model.buffers(), before[3], strict=True))
 
 
-def test_replaced_data_goes_to_its_place() -> None:
-    plain, model = twins(stack()[0])
-    before = places(model)
-    for each in (plain, model):
-        each.layers[1].up.weight.data = torch.ones(32, 16)
-        each.head.bias.data = torch.ones(16)
-    assert equal(step(plain, batch()), step(model, batch()))
-    assert places(model) == before
-
-
 EXCHANGES: dict[str, Callable[[Any], None]] = {
     "two layers": lambda m: exchange(m.layers[0].up.weight, m.layers[2].up.weight),
     "within a layer": lambda m: exchange(m.layers[1].norm.weight, m.layers[1].down.bias),
@@ -150,14 +140,6 @@ def test_aliases_that_are_cut_are_told_of_once(kind: str) -> None:
             step(model, {key: value.to(dtype) for key, value in batch().items()})
     assert len([w for w in said if "embed.weight" in str(w.message)]) == 1
     del keep
-
-
-def test_a_flat_buffer_made_before_is_told_of() -> None:
-    model: Any = stack()[0]
-    flat = puts_into_a_flat_buffer(model)
-    with pytest.warns(UserWarning, match=r"Stack.embed.weight .*\(2 parameters"):
-        twins(model)
-    del flat
 
 
 MADE_BEFORE: dict[str, Callable[[Any], Any]] = {
