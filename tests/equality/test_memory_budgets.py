@@ -182,13 +182,12 @@ def test_a_step_that_needs_more_than_the_plan_counted_changes_nothing(
     model(x).square().mean().backward()
 
 
-@pytest.mark.parametrize("states", [0.5, 1.5])
-def test_nor_does_one_without_any_plan(states: float) -> None:
+def test_nor_does_one_without_any_plan() -> None:
     """Nobody has counted them. torch.optim's own first step makes them."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     before = [param.detach().clone() for param in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters())
-    megacompile(model, device="cpu", host_memory=int((2 + states) * size_of(model)))
+    megacompile(model, device="cpu", host_memory=int(2.5 * size_of(model)))
     model(torch.ones(2, 64)).sum().backward()
     for _ in range(2):
         with pytest.raises(HostMemoryError):
