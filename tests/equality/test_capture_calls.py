@@ -23,16 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megacompile import compat, megacompile, schedules
 from tests import inside, zoo
-from tests.zoo import (
-    WIDTH,
-    Stack,
-    assert_same,
-    batch,
-    equal,
-    stacks,
-    step,
-    twins,
-)
+from tests.equality.nets import Applies, in_a_row
+from tests.zoo import WIDTH, Stack, assert_same, batch, equal, stacks, step, twins
 
 # --- inputs and outputs
 
@@ -55,17 +47,15 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-class Several(nn.Module):
-    """Gives its prediction and its middle in a form of choice."""
+def several(form: Callable[[Tensor, Tensor], Any]) -> Any:
+    """A stack that gives its prediction and its middle in a form of choice."""
 
-    def __init__(self, form: Callable[[Tensor, Tensor], Any]) -> None:
-        super().__init__()
-        self.stack = Stack()
-        self.form = form
+    def forward(m: Any, x: Tensor) -> Any:
+        hidden = m.stack.layers[0](m.stack.embed(x))
+        return form(m.stack.head(m.stack.layers[1](hidden)), hidden)
 
-    def forward(self, x: Tensor) -> Any:
-        hidden = self.stack.layers[0](self.stack.embed(x))
-        return self.form(self.stack.head(self.stack.layers[1](hidden)), hidden)
+    torch.manual_seed(0)
+    return Applies(forward, stack=Stack())
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -77,8 +67,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_of_outputs(form: str) -> None:
-    torch.manual_seed(0)
-    plain, streamed = twins(Several(FORMS[form]))
+    plain, streamed = twins(several(FORMS[form]))
     for chosen in (slice(None), slice(0, 1), slice(1, 2)):  # which outputs get a gradient
         results = [model(batch()["x"]) for model in (plain, streamed)]
         assert type(results[0]) is type(results[1])
@@ -106,21 +95,15 @@ def test_outputs_of_transformers_and_what_they_generate() -> None:
     assert torch.equal(*(m.generate(**prompt, **wanted) for m in (plain, streamed)))
 
 
-class Through(nn.Module):
+def through(m: Any, data: dict[str, Any], *, scale: float, add: Tensor | None) -> Any:
     """Takes containers, numbers and what may be missing; gives its input back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, data: dict[str, Any], *, scale: float, add: Tensor | None) -> Any:
-        first, rest = data["pair"]
-        out: Tensor = self.layer(first) * scale + rest["y"]
-        return first, out if add is None else out + add, first[1:]
+    first, rest = data["pair"]
+    out: Tensor = m.first(first) * scale + rest["y"]
+    return first, out if add is None else out + add, first[1:]
 
 
 def test_nested_inputs_and_inputs_that_are_outputs() -> None:
-    plain, streamed = twins(Through())
+    plain, streamed = twins(in_a_row(through, count=1, width=WIDTH))
     for scale, add in ((2.0, None), (0.5, None), (0.5, torch.ones(WIDTH))):
         grads = []
         for model in (plain, streamed):
@@ -146,33 +129,30 @@ def test_hooks_on_saved_tensors_see_nothing_of_a_capture() -> None:
     assert_same(*models)
 
 
-class Inside(nn.Module):
+def within(device: str = "cpu") -> Any:
     """Enters and leaves autocast; a part of it computes in float32 all the same."""
 
-    def __init__(self, device: str = "cpu") -> None:
-        super().__init__()
-        self.stack = Stack()
-        self.values = nn.Linear(WIDTH, 3 * WIDTH)
-        self.device = device
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast(self.device, torch.bfloat16):
-            prediction = self.stack(x)
-            with torch.autocast(self.device, enabled=False):
-                prediction = prediction.float() @ self.stack.head.weight
-        q, k, v = self.values(x).view(1, 4, 3, 2, 8).permute(2, 0, 3, 1, 4)
+    def forward(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            prediction = m.stack(x)
+            with torch.autocast(device, enabled=False):
+                prediction = prediction.float() @ m.stack.head.weight
+        q, k, v = m.values(x).view(1, 4, 3, 2, 8).permute(2, 0, 3, 1, 4)
         heads = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)  # in float32, on a CPU
         return F.mse_loss(prediction, y) + heads.float().square().mean()
+
+    torch.manual_seed(0)
+    return Applies(forward, stack=Stack(), values=nn.Linear(WIDTH, 3 * WIDTH))
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_autocast_inside(activations: str) -> None:
     """What was traced there has its casts already."""
-    models = twins(Inside(), activations=activations)
-    for within in (False, True):
+    models = twins(within(), activations=activations)
+    for enabled in (False, True):
         for each in models:
             torch.manual_seed(0)
-            with torch.autocast("cpu", torch.bfloat16, enabled=within):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
                 loss = each(**batch())
             loss.backward()
         assert_same(*models)
@@ -181,8 +161,7 @@ def test_autocast_inside(activations: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("lowering", "tolerance"), [("eager", 0.0), ("inductor", 1e-2)])
 def test_autocast_on_a_gpu(lowering: str, tolerance: float) -> None:
-    torch.manual_seed(0)
-    model, inputs = Inside("cuda"), {key: value.cuda() for key, value in batch().items()}
+    model, inputs = within("cuda"), {key: value.cuda() for key, value in batch().items()}
     plain = copy.deepcopy(model).cuda()
     megacompile(model, lowering=lowering)
     for each in (plain, model):
@@ -240,19 +219,9 @@ def given_parameters(model: nn.Module) -> Tensor:
     return torch.stack([p.grad.sum() for p in given.values() if p.grad is not None]).sum()
 
 
-class Around(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.scale = nn.Parameter(torch.tensor(3.0))
-
-    def forward(self, **inputs: Tensor) -> Tensor:
-        result: Tensor = self.inner(**inputs) * self.scale
-        return result
-
-
 def in_a_module_around(model: nn.Module) -> Tensor:
-    made = Around(model)
+    scale = nn.Parameter(torch.tensor(3.0))
+    made = Applies(lambda m, **inputs: m.inner(**inputs) * m.scale, inner=model, scale=scale)
     return called(made, {n: p * 2 for n, p in made.named_parameters()})
 
 

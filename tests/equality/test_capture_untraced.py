@@ -19,16 +19,7 @@ from megacompile import schedules
 from tests import inside
 from tests.equality.nets import Applies, in_a_row
 from tests.quantized import Int8
-from tests.zoo import (
-    WIDTH,
-    Stack,
-    assert_same,
-    assert_steps_same,
-    batch,
-    equal,
-    step,
-    twins,
-)
+from tests.zoo import WIDTH, Stack, assert_same, assert_steps_same, batch, equal, step, twins
 
 
 @contextmanager

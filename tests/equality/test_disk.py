@@ -27,11 +27,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from megacompile import explain, full_parameters, megacompile, released, save, unmegacompile
-from megacompile.errors import (
-    DiskError,
-    HostMemoryError,
-    OptimizerError,
-)
+from megacompile.errors import DiskError, HostMemoryError, OptimizerError
 from tests import disks, inside, quantized, zoo
 
 pytestmark = [

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from megacompile import accumulate, megacompile, updates
-from megacompile.errors import (
-    OptimizerError,
-)
+from megacompile.errors import OptimizerError
 from tests import inside, zoo
 from tests.equality import cells
 from tests.equality.cells import Cell

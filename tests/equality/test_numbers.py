@@ -159,12 +159,7 @@ def test_tiles_whose_saved_tensors_wait_elsewhere_are_bitwise(tmp_path: Path) ->
     for place, options in places.items():
         activations = "keep" if place == "keep" else "offload"
         found[place] = trained(
-            "dropout",
-            steps=2,
-            rounded=True,
-            tiles=5,
-            activations=activations,
-            **options,
+            "dropout", steps=2, rounded=True, tiles=5, activations=activations, **options
         )
     for place, op in (("offload", ops.offload_saved), ("disk", ops.write_saved)):
         assert_same(found["keep"], found[place])

@@ -10,6 +10,7 @@ import gc
 import io
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -97,31 +98,19 @@ def test_as_many_buckets_are_resident_as_fit(training: str) -> None:
 
 def test_gradients_of_micro_batches_are_planned_for() -> None:
     """Where they do not fit beside all buckets, fewer buckets are resident."""
-
-    def made(**options: Any) -> tuple[Model, Optimizer]:
-        torch.manual_seed(0)
+    budget = 13 * 4 * 72 * 73 + 2**16  # parameters and moments, and a quarter of the gradients
+    x, few = torch.ones(3, 72), []
+    for micro in (1, 2):
         model = nn.Sequential(*(nn.Linear(72, 72) for _ in range(4)))
         optimizer = AdamW(model.parameters(), lr=1e-2)
-        megacompile(model, device="cpu", lowering="eager", optimizer=optimizer, **options)
-        return model, optimizer
-
-    def trained(model: Model, optimizer: Optimizer, micro: int) -> Model:
+        options: dict[str, Any] = {"optimizer": optimizer, "resident": "auto", "gpu_memory": budget}
+        megacompile(model, device="cpu", lowering="eager", **options)
         for k in range(micro):
-            if k + 1 < micro:
-                with accumulate(model):
-                    model(torch.ones(3, 72)).square().mean().backward()
-            else:
-                model(torch.ones(3, 72)).square().mean().backward()
+            with accumulate(model) if k + 1 < micro else nullcontext():
+                model(x).square().mean().backward()
         optimizer.step()
-        model(torch.ones(3, 72)).square().mean().backward()
-        return model
-
-    numel = sum(param.numel() for param in made(resident=0)[0].parameters())
-    budget = 13 * numel + 2**16  # parameters and moments, and a quarter of the gradients
-    few = [
-        len(residents(trained(*made(resident="auto", gpu_memory=budget), micro)))
-        for micro in (1, 2)
-    ]
+        model(x).square().mean().backward()
+        few.append(len(residents(model)))
     assert few[1] < few[0] == 4
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import json
 import os
@@ -17,27 +16,10 @@ from torch import nn
 
 from megacompile import CheckpointError, OptionError, megacompile, save
 from tests.checkpoints import Net, ids, on_meta, same, values
+from tests.equality.nets import from_config
 
 safetensors = pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")
-
-
-def configs() -> dict[str, Any]:
-    common = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "use_cache": False}
-    common |= {"intermediate_size": 32, "num_key_value_heads": 1}
-    qwen2 = {**common, "num_hidden_layers": 2}
-    return {
-        "qwen2": transformers.Qwen2Config(**qwen2),
-        "tied": transformers.Qwen2Config(**qwen2, tie_word_embeddings=True),
-        "gpt2": transformers.GPT2Config(
-            vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32, use_cache=False
-        ),
-        "mixtral": transformers.MixtralConfig(**common, num_hidden_layers=1, num_local_experts=2),
-    }
-
-
-def from_config(config: Any) -> Any:
-    return transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
 
 
 def names(folder: Path) -> list[str]:
@@ -90,7 +72,7 @@ def test_a_part_and_a_plain_model_are_saved_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "size"), [("tied", "5GB"), ("gpt2", 2000), ("mixtral", 2000)])
 def test_transformers_reads_it(name: str, size: Any, tmp_path: Path) -> None:
-    model = megacompile(from_config(configs()[name]))
+    model = megacompile(from_config(name))
     save(model, tmp_path / "ours", max_shard_size=size)
     back, said = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", output_loading_info=True
@@ -103,7 +85,7 @@ def test_transformers_reads_it(name: str, size: Any, tmp_path: Path) -> None:
     for file in (tmp_path / "ours").glob("*.safetensors"):
         ours |= safetensors.load_file(file)
     assert same(theirs, ours) == []
-    again = on_meta(from_config, config=configs()[name])
+    again = on_meta(from_config, name=name)
     megacompile(again, checkpoint=tmp_path / "ours")
     assert same(values(model), values(again)) == []
 
@@ -163,13 +145,10 @@ def test_weights_never_meet_the_config_of_another_save(
     other: dict[str, Any], size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`from_pretrained` would take it: the shapes are the same, and the numbers are not."""
-    config = configs()["qwen2"]
     models = []
     for k, changed in enumerate(({}, other)):
-        mine = copy.deepcopy(config)
-        mine.update(changed)
         torch.manual_seed(k)
-        models.append(from_config(mine).eval())
+        models.append(from_config("qwen2", **changed).eval())
     tokens = torch.arange(8)[None]
     logits = [model(tokens).logits for model in models]
     save(models[0], tmp_path / "old", max_shard_size=size)

@@ -215,6 +215,17 @@ def test_a_lower_budget_saves_less_and_computes_more() -> None:
     assert nodes[3] > nodes[0]
 
 
+def _leaks(net: Net, x: Tensor) -> Any:
+    """A view of a parameter is given."""
+    return net.head(net.layers[0](net.embed(x))).sum(), net.embed.weight.t()[:2]
+
+
+def test_no_view_of_a_parameter_leaves_its_stage() -> None:
+    """The slot that it would be in is filled again."""
+    for stage in templates(Net(_leaks), X).stages:
+        _check_saved(stage)
+
+
 @pytest.mark.parametrize("fraction", [0.0, 0.3])
 def test_what_is_never_saved_or_drawn_again(fraction: float) -> None:
     """Parameters, with views and casts of them; random numbers."""
