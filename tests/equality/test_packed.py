@@ -155,7 +155,7 @@ def test_each_packed_parameter_that_is_an_argument_is_itself() -> None:
     torch.manual_seed(0)
     heads = [quantized.wrapped(nn.Linear(8, size)).weight for size in (1, 3, 1, 3)]
     scale = nn.Parameter(torch.rand(8))
-    plain = Applies(one_of_the_heads, heads=nn.ParameterList(heads), scale=scale)
+    plain: Any = Applies(one_of_the_heads, heads=nn.ParameterList(heads), scale=scale)
     model = megacompile(copy.deepcopy(plain), device="cpu", lowering="eager")
     for task, times in ((0, 1), (1, 2), (2, 5), (3, 1), (1, 5), (0, 2)):
         mine, theirs = (each(torch.tensor(0.5), task, times) for each in (plain, model))

@@ -250,7 +250,7 @@ def test_rates_of_other_captures_are_left_alone() -> None:
         graphs.append(str(module.graph))
         return module
 
-    compiled = torch.compile(annealed(), backend=backend)
+    compiled: Any = torch.compile(annealed(), backend=backend)
     for rate in (0.1, 0.2, 0.3):
         compiled(rows(6), rate)
     assert graphs and not any("megacompile" in graph for graph in graphs)
