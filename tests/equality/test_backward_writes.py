@@ -61,6 +61,13 @@ class ReadsBack(Layer):
         return scaled
 
 
+class Fills(Layer):
+    """What it writes depends on nothing: it is written in the backward all the same."""
+
+    def hook(self, grad: Tensor) -> None:
+        self.amax.fill_(0.5)
+
+
 class Both(Layer):
     """Forward and backward change one buffer."""
 
@@ -157,7 +164,7 @@ class Operator(Layer):
 
 
 LAYERS = [
-    *(Notes, ReadsBack, Both, PartOfABuffer, PartThatIsABuffer),
+    *(Notes, ReadsBack, Fills, Both, PartOfABuffer, PartThatIsABuffer),
     *(Attribute, FunctionLayer, Operator),
 ]
 

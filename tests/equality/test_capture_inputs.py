@@ -36,6 +36,7 @@ CHANGES: dict[str, Callable[[Any, Tensor], Any]] = {
     "by a parameter": lambda m, x: x.add_(m.last(x * 2)),
     "in part": in_part,
     "unrecorded": unrecorded,
+    "detached": lambda m, x: x.detach().mul_(1.5),
 }
 
 
@@ -218,6 +219,20 @@ def test_buffers_that_overlap_and_what_stays_the_same_tensor() -> None:
         shown.append(seen)
     assert equal(*shown)
     assert_same(*models)
+
+
+@pytest.mark.filterwarnings("ignore:megacompile. Applies")
+def test_a_view_whose_shape_is_changed_in_place() -> None:
+    def forward(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        y.mul_(2)
+        y.unsqueeze_(0)
+        total: Tensor = (m.first(x) * y).sum()
+        return total
+
+    plain, streamed = twins(in_a_row(forward, count=1))
+    mine, theirs = torch.ones(5, 4), torch.ones(5, 4)
+    assert equal(plain(mine[:4], mine[1:]), streamed(theirs[:4], theirs[1:]))
+    assert torch.equal(mine, theirs)
 
 
 def test_an_input_in_the_memory_of_a_parameter() -> None:

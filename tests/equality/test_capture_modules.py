@@ -70,6 +70,11 @@ def _odd_parameters() -> tuple[nn.Module, tuple[Any, ...]]:
 
 
 @unusual
+def _no_tensor_inputs() -> tuple[nn.Module, tuple[Any, ...]]:
+    return Applies(lambda m, n, k: m.layer(torch.ones(n, WIDTH)) * k, layer=linear()), (3, 2.5)
+
+
+@unusual
 def _returns_parameters() -> tuple[nn.Module, tuple[Any, ...]]:
     def run(m: Any, x: Tensor) -> Any:
         return m.layer(x), m.one, {"view": m.two.t(), "n": 3, "text": "text", "none": None}

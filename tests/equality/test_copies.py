@@ -37,6 +37,14 @@ class Own(nn.Module):
         return y
 
 
+class OwnDeepCopy(Own):
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnDeepCopy:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return made
+
+
 class OwnState(Own):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__
@@ -69,6 +77,7 @@ class First(nn.Module):
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "LSTM": lambda: First(nn.LSTM(WIDTH, WIDTH, num_layers=2)),
+    "deepcopy": OwnDeepCopy,
     "state": OwnState,
     "nested state": NestedState,
     "reduce": OwnReduce,

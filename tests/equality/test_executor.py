@@ -20,7 +20,7 @@ from megacompile import schedules, trace
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code
-from tests.zoo import batch, batchnorm, step, twins
+from tests.zoo import assert_same, batch, batchnorm, step, twins
 
 LABEL = re.compile(r"(\d[\d.]*)?[A-Z_]+(@\d+)?")
 LAST = 3  # stage of `Layers`
@@ -228,3 +228,11 @@ def test_a_backward_takes_what_its_forward_left_in_the_slots() -> None:
     for _ in range(3):
         plain(x[1]).backward()
     torch.testing.assert_close(plain.layers[1].weight.grad, model.layers[1].weight.grad)
+
+
+def test_a_gradient_gets_the_looks_it_was_traced_with() -> None:
+    plain, model = twins(Layers())
+    for given in (torch.ones(()).expand(4, 16), torch.arange(64.0).reshape(16, 4).t()):
+        for each in (plain, model):
+            each(**X, mean=False).backward(given)
+        assert_same(plain, model)

@@ -98,7 +98,14 @@ def short_batch(model: Any, seen: list[Tensor]) -> None:
         optimizer.zero_grad()
 
 
+def random_numbers(model: Any, seen: list[Tensor]) -> None:
+    """What is drawn behind a step goes on where the forward has left off."""
+    for i in range(2):
+        seen += [step(model, batch(i)), torch.rand(4)]
+
+
 LOOPS: dict[str, Loop] = {
+    "random numbers": random_numbers,
     "accumulate and clip values": training(accumulate=2, clip_value=0.01, set_to_none=False),
     "adam, not foreach": training(optimizer=lambda p, lr: torch.optim.Adam(p, lr, foreach=False)),
     "adamw, fused": training(optimizer=lambda p, lr: torch.optim.AdamW(p, lr, fused=True)),
@@ -109,7 +116,7 @@ LOOPS: dict[str, Loop] = {
 
 
 def test_loops() -> None:
-    both = Both(zoo.dropout()[0])
+    both = Both(zoo.dropout()[0], activations="recompute")
     for name, loop in LOOPS.items():
         both.run(loop, name)
 

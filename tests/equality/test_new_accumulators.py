@@ -22,6 +22,14 @@ def another_dtype(model: nn.Module) -> None:
     model.float()
 
 
+def and_the_old_data(model: Any) -> None:
+    """As around an evaluation in half precision: the parameter's memory is what it was."""
+    before = [param.data for param in model.parameters()]
+    model.half()
+    for param, data in zip(model.parameters(), before, strict=True):
+        param.data = data
+
+
 def set_in_place(model: Any) -> None:
     with torch.no_grad():
         model[0].weight.set_(torch.full((16, 8), 0.1))
@@ -31,7 +39,7 @@ def swapped(model: Any) -> None:
     torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.full((16, 8), 0.1)))
 
 
-CHANGES = (another_dtype, set_in_place, swapped)
+CHANGES = (another_dtype, and_the_old_data, set_in_place, swapped)
 
 
 def hooked(model: Any, seen: list[Tensor]) -> None:

@@ -134,14 +134,23 @@ def test_nothing_stays_whose_memory_somebody_else_can_write() -> None:
     assert [both.forward() for _ in range(2)] == [ALL, ""]
 
 
+def test_another_shape_takes_what_is_there() -> None:
+    """A prompt, then its tokens."""
+    both = Pair(slots=6)
+    assert [both.forward(X), both.forward(X[:1]), both.forward(X[:2])] == [ALL, "", ""]
+
+
 def test_training_gives_the_slots_back_and_evaluation_takes_them_again() -> None:
     both = Pair(slots=5, device_update=0)
     machine = inside.machine(both.model)
     both.forward()
-    for _ in range(2):
+    made = []
+    for _ in range(3):
         assert both.forward() == "1 2 4 5" and len(machine.slots.buffers) == 5
         both.both(_stepped)
         assert both.forward() == ALL
+        made.append([id(executor) for executor in inside.executors(both.model)])
+    assert made[2] == made[1], "nothing is compiled anew"
 
 
 def test_memory_of_what_may_not_stay_is_given_back_too() -> None:
