@@ -1,8 +1,4 @@
-"""Calls of a streamed model: forms, modes, orders, other weights, and `torch.compile` around it.
-
-Most calls are made of one captured model, one after the other, and of a plain copy of it; what they
-give and what they leave is the same in every bit.
-"""
+"""Calls of a streamed model: forms, autocast, other weights, and `torch.compile` around it."""
 
 from __future__ import annotations
 

@@ -256,6 +256,3 @@ def test_errors_leave_the_next_step_right() -> None:
         model.zero_grad()
     assert megacompile(model, device="cpu", lowering="eager", lookahead=2) is model
     assert schedules(model), "a second call with the same options changes nothing"
-
-
-# --- with the libraries

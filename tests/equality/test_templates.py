@@ -1,5 +1,5 @@
-"""Templates: who shares one, what it saves, what its gradients are, and that its code computes, in
-every bit, what autograd does; how much less a stage saves; which code is made."""
+"""Templates: layers that share one, what is saved and how much less a stage may save, and the code
+that is made."""
 
 from __future__ import annotations
 
@@ -150,9 +150,6 @@ def test_a_recompute_leaves_out_what_no_backward_needs() -> None:
         for code in (Code.FORWARD, Code.FORWARD_SAVING, Code.RECOMPUTE, Code.BACKWARD)
     ]
     assert counts == [2, 2, 1, 4]
-
-
-# Random numbers.
 
 
 # How much of it is saved.
