@@ -57,7 +57,7 @@ FAST := tests/compat tests/unit/test_captured_graph.py $(wildcard tests/equality
 # Where other packages are skipped if they are not there; test_ecosystem needs a GPU.
 LOOPS := $(patsubst %,tests/models/test_%.py, adapters float8 quantized_bases micro_steps ecosystem \
 	real_loops examples trainer_flags) \
-	$(patsubst %,tests/%.py, equality/test_modules_in_a_model stateful/test_released \
+	$(patsubst %,tests/%.py, stateful/test_released \
 	ranks/test_torchrun ranks/test_other_loops)
 
 ifdef PY

@@ -18,11 +18,8 @@ from megacompile.ir import ops
 from megacompile.ir.capture import Capture, ParamInput
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code
-from megacompile.options import Lowering
 from megacompile.plan.abstract import abstract_options, abstract_programs, abstract_schedules
 from megacompile.plan.equal_layers import equal_layers
-from tests import whole
-from tests.zoo import hf_gpt2
 
 IDS = torch.zeros(2, 8, dtype=torch.int64)
 
@@ -87,46 +84,16 @@ def test_the_schedule_is_the_one_that_runs() -> None:
             assert getattr(mine, name) == getattr(theirs, name)
 
 
-def _gpt2() -> nn.Module:
-    model: nn.Module = hf_gpt2(n_embd=32, n_layer=2, attn_implementation="sdpa")
-    return model
-
-
-@pytest.mark.filterwarnings("ignore:megacompile. .* runs in eager mode")
-@pytest.mark.parametrize(
-    ("make", "inputs"),
-    [
-        (Broken, {"x": torch.ones(4, 16)}),
-        pytest.param(_gpt2, {"input_ids": IDS, "labels": IDS}, marks=pytest.mark.thorough),
-    ],
-)
-def test_graph_breaks_are_those_of_the_model_that_runs(
-    make: Callable[[], nn.Module], inputs: dict[str, Tensor]
-) -> None:
+def test_graph_breaks_are_those_of_the_model_that_runs() -> None:
+    x = torch.ones(4, 16)
     with torch.device("meta"):
-        model = make()
-    found = abstract_schedules(model, (), inputs, options=EAGER)
-    running: Any = megacompile(make(), device="cpu", progress=False)
+        model = Broken()
+    found = abstract_schedules(model, (x,), options=EAGER)
+    running = megacompile(Broken(), device="cpu", progress=False)
     for _ in range(2):  # which outputs get a gradient is a guess in the first
         running.zero_grad()
-        loss = running(**inputs)
-        (loss if isinstance(loss, Tensor) else loss.loss).backward()
+        running(x).backward()
     assert actions(schedules(running)) == actions(found)
-
-
-def test_defaults_are_those_of_a_gpu_on_every_device() -> None:
-    assert abstract_options().lowering is Lowering.INDUCTOR
-    found = []
-    for device in ("cpu", "meta"):
-        with torch.device(device):
-            model = Mixed()
-        found.append(abstract_schedules(model, (IDS.to(device), IDS.to(device))))
-    assert actions(found[0]) == actions(found[1])
-    ((schedule,), _) = found
-    assert "NORM_GRAD" in actions([schedule])[1]  # a pass of that lowering
-    assert "REUSE" in actions([schedule])[1]
-    assert all(not template.code for template in schedule.templates)  # nothing is compiled
-    assert [record.name for record in schedule.history][-1] == "tokens"
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -152,17 +119,6 @@ def test_no_memory_is_taken() -> None:
     assert len(schedule.stages) == 24 and len(schedule.templates) <= 3
 
 
-def test_options_reach_the_passes() -> None:
-    model = Mixed()
-    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
-    given: dict[str, Any] = {"compute_dtype": torch.bfloat16, "lookahead": 1}
-    options = abstract_options(optimizer=optimizer, **given)
-    (schedule,) = abstract_schedules(model, (IDS, IDS), options=options)
-    assert len(schedule.slots) == 2
-    assert {p.dtype for b in schedule.buckets for p in b.params} == {torch.bfloat16}
-    assert "UPDATE" in actions([schedule])[1] and "OFFLOAD_GRAD" not in actions([schedule])[1]
-
-
 def test_one_capture_gives_several_schedules() -> None:
     (program,) = abstract_programs(Mixed(), (IDS, IDS))
     assert sum(isinstance(item, ParamInput) for item in program.capture.inputs) == 9
@@ -173,9 +129,6 @@ def test_one_capture_gives_several_schedules() -> None:
         (inference,) = abstract_schedules(Mixed(), (IDS,))
     assert inference.backward is None
     assert Code.BACKWARD not in inference.templates[0].graphs
-    found = abstract_schedules(Broken(), (torch.ones(4, 16),))
-    assert [schedule.name for schedule in found] == ["Broken", "Broken.1"]
-    assert all(schedule.backward is not None for schedule in found)
 
 
 def test_bad_input_is_refused() -> None:
@@ -213,30 +166,11 @@ class Placed(Layer):
         return made.tanh() if self.place == 2 else made * self.place
 
 
-class Counting(Layer):
-    """Writes to a buffer."""
-
-    def __init__(self, place: int) -> None:
-        super().__init__(place)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor, scale: Tensor, **options: Any) -> Any:
-        self.get_buffer("calls").add_(1)
-        return super().forward(x, scale, **options)
-
-
 class Moded(Layer):
     """Asks for the grad mode."""
 
     def forward(self, x: Tensor, scale: Tensor, **options: Any) -> Any:
         return super().forward(x, scale, **options) if torch.is_grad_enabled() else x.sin()
-
-
-class Pair(Layer):
-    """Gives its input back, too."""
-
-    def forward(self, x: Tensor, scale: Tensor, **options: Any) -> Any:
-        return super().forward(x, scale, **options), x
 
 
 class Net(nn.Module):
@@ -267,13 +201,9 @@ def of(layer: type[Layer], call: Callable[..., Any]) -> Callable[[], nn.Module]:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "equal": of(Layer, plain),
     "one reads its place": of(Placed, plain),
-    "buffers change": of(Counting, plain),
     "a tensor twice": of(Layer, lambda layer, k, x: layer(x, x if k < 2 else x * 2)),
     "grad mode": of(Moded, frozen),
-    "an input is given back": of(Pair, lambda layer, k, x: layer(x, x * 2)[0]),
-    "constants differ": of(Layer, lambda layer, k, x: layer(x, x, shift=[x, float(k % 2)])),
     "a call twice": of(Layer, lambda layer, k, x: layer(layer(x, x), x)),
-    "backwards": of(Layer, lambda layer, k, x: layer(x.flip(-1), x * k)),
 }
 
 
@@ -288,32 +218,18 @@ def doubled(module: Any, args: Any, result: Tensor) -> Tensor:
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "a hook": lambda m: m[2].down.register_forward_hook(doubled),
     "tied": lambda m: setattr(m[3].down, "weight", m[2].down.weight),
-    "tied inside": lambda m: setattr(m[3].down, "weight", m[3].up.weight),
-    "shared": lambda m: setattr(m[3], "down", m[2].down),
     "frozen": lambda m: m[1].up.weight.requires_grad_(False),
-    "narrow": lambda m: setattr(m[1], "up", nn.Linear(8, 4)),
-    "cast": lambda m: m[1].norm.double(),
     "another forward": lambda m: setattr(m[1], "forward", as_it_is),
     "another eps": lambda m: setattr(m[3].norm, "eps", 1e-3),
-    "another class": lambda m: setattr(m[0], "up", nn.Bilinear(8, 8, 8)),
-    "evaluated": lambda m: m[2].eval(),
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_layers_that_differ_are_not_equal(name: str) -> None:
-    model: Any = MODELS["equal"]()
-    assert [len(group) for group in equal_layers(model)] == [4]
-    CHANGES[name](model.layers)
-    assert not equal_layers(model)
-
-
-def test_equal_configurations_are_equal() -> None:
-    """Of layers whose function is left whole."""
-    model = whole.Model()
-    assert [len(group) for group in equal_layers(model)] == [4]
-    model.layers[2] = whole.Whole(config=whole.Config(whole.Rounding.HALVES))
-    assert equal_layers(model) == []
+def test_layers_that_differ_are_not_equal() -> None:
+    for name, change in CHANGES.items():
+        model: Any = MODELS["equal"]()
+        assert [len(group) for group in equal_layers(model)] == [4]
+        change(model.layers)
+        assert not equal_layers(model), name
 
 
 def listed(made: Capture) -> list[str]:

@@ -163,67 +163,9 @@ class Operator(Layer):
         return noted
 
 
-class Delayed(Layer):
-    """fp8 with delayed scaling: a scale is of what earlier steps have seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in ("x", "w", "g"):
-            self.register_buffer(f"scale_{name}", torch.ones(()))
-            self.register_buffer(f"history_{name}", torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        of: Any = self
-        with torch.no_grad():
-            scaled_by(of.history_x, of.scale_x, x)
-            scaled_by(of.history_w, of.scale_w, self.linear.weight)
-        kind: Any = Product
-        y: Tensor = kind.apply(
-            x, self.linear.weight, of.scale_x, of.scale_w, of.history_g, of.scale_g
-        )
-        return (y + self.linear.bias).tanh()
-
-
-class Product(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, w: Tensor, sx: Tensor, sw: Tensor, history: Tensor, scale: Tensor
-    ) -> Tensor:
-        x, w = cast(x, sx), cast(w, sw)
-        ctx.save_for_backward(x, w)
-        ctx.history, ctx.scale = history, scale
-        return x @ w.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, w = ctx.saved_tensors
-        scaled_by(ctx.history, ctx.scale, grad)
-        grad = cast(grad, ctx.scale)
-        return grad @ w, grad.t() @ x, None, None, None, None
-
-
-def scaled_by(history: Tensor, scale: Tensor, tensor: Tensor) -> None:
-    scale.copy_(history.amax().clamp(min=1e-3))
-    history.copy_(history.roll(1))
-    history[0].copy_(tensor.detach().abs().amax())
-
-
-def cast(tensor: Tensor, scale: Tensor) -> Tensor:
-    narrow = (tensor / scale * 448).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return narrow.to(tensor.dtype) * scale / 448
-
-
 LAYERS = [
-    Notes,
-    ReadsBack,
-    Fills,
-    Both,
-    PartOfABuffer,
-    PartThatIsABuffer,
-    Attribute,
-    FunctionLayer,
-    Operator,
-    Delayed,
+    *(Notes, ReadsBack, Fills, Both, PartOfABuffer, PartThatIsABuffer),
+    *(Attribute, FunctionLayer, Operator),
 ]
 
 
@@ -339,13 +281,12 @@ def test_every_kind() -> None:
         {"activations": "recompute", "resident": 0},
         {"activations": "offload"},
         {"activations": "keep", "detect_anomaly": True},
-        {"slots": 2, "lookahead": 1},
     ],
     ids=str,
 )
 def test_every_mode(options: dict[str, Any]) -> None:
     """Each layer is called twice: the two stages share their buffers."""
-    plain, model = pair(ReadsBack, Both, Delayed, Draws, calls=2, **options)
+    plain, model = pair(ReadsBack, Both, Operator, Draws, calls=2, **options)
     check(steps(model), steps(plain))
 
 
@@ -353,7 +294,7 @@ def test_every_mode(options: dict[str, Any]) -> None:
 def test_graphs_that_are_kept(options: dict[str, Any]) -> None:
     """One that is retained is written twice. Of two forwards before their backwards, a backward
     reads what is in the buffer then, a recompute what was there in its forward."""
-    kinds = [ReadsBack] * 3 if options else [ReadsBack, Delayed, Breaks]
+    kinds = [ReadsBack] * 3 if options else [ReadsBack, Operator, Breaks]
     plain, model = pair(*kinds, activations="recompute", **options)
     for each in (plain, model):
         loss = each(inputs(0))
@@ -377,15 +318,6 @@ def test_an_update_in_the_backward() -> None:
     found, wanted = steps(model, optimizer=mine), steps(plain, optimizer=theirs)
     for name, value in found.items():  # an update in the backward rounds otherwise
         torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.thorough
-def test_with_inductor() -> None:
-    plain, model = pair(ReadsBack, Delayed, lowering="inductor")
-    mine, theirs = steps(model), steps(plain)
-    for name, value in mine.items():
-        torch.testing.assert_close(value, theirs[name], atol=1e-5, rtol=1e-4)
-    assert model.layers[0].seen.count_nonzero() == 3
 
 
 class Gives(Notes):

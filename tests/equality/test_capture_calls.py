@@ -1,8 +1,4 @@
-"""Calls of a streamed model: forms, modes, orders, other weights, and `torch.compile` around it.
-
-Most calls are made of one captured model, one after the other, and of a plain copy of it; what they
-give and what they leave is the same in every bit.
-"""
+"""Calls of a streamed model: forms, autocast, other weights, and `torch.compile` around it."""
 
 from __future__ import annotations
 
@@ -23,25 +19,15 @@ from torch.utils.checkpoint import checkpoint
 
 from megacompile import compat, megacompile, schedules
 from tests import inside, zoo
-from tests.draws import drawn
-from tests.zoo import (
-    WIDTH,
-    Stack,
-    assert_same,
-    assert_steps_same,
-    batch,
-    equal,
-    stacks,
-    step,
-    twins,
-)
+from tests.equality.nets import Applies, in_a_row
+from tests.zoo import WIDTH, Stack, assert_same, batch, equal, stacks, step, twins
 
 # --- inputs and outputs
 
 
 class Output(NamedTuple):
     prediction: Tensor
-    hidden: Tensor
+    hidden: Any
 
 
 @dataclass
@@ -52,24 +38,20 @@ class Record:
 
 FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "same twice": lambda p, h: (h, h, p),
-    "nested": lambda p, h: {"a": (p, [h, None, 3, "text"]), "b": {"c": p}},
+    "nested": lambda p, h: {"a": Output(p, [h, None, 3, "text"]), "b": {"c": p}},
     "dataclass": Record,
-    "namedtuple": Output,
-    "list": lambda p, h: [p, h],
 }
 
 
-class Several(nn.Module):
-    """Gives its prediction and its middle in a form of choice."""
+def several(form: Callable[[Tensor, Tensor], Any]) -> Any:
+    """A stack that gives its prediction and its middle in a form of choice."""
 
-    def __init__(self, form: Callable[[Tensor, Tensor], Any]) -> None:
-        super().__init__()
-        self.stack = Stack()
-        self.form = form
+    def forward(m: Any, x: Tensor) -> Any:
+        hidden = m.stack.layers[0](m.stack.embed(x))
+        return form(m.stack.head(m.stack.layers[1](hidden)), hidden)
 
-    def forward(self, x: Tensor) -> Any:
-        hidden = self.stack.layers[0](self.stack.embed(x))
-        return self.form(self.stack.head(self.stack.layers[1](hidden)), hidden)
+    torch.manual_seed(0)
+    return Applies(forward, stack=Stack())
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -79,12 +61,9 @@ def tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-@pytest.mark.parametrize(
-    "form", drawn(["same twice", "nested", "dataclass"], ["namedtuple", "list"])
-)
+@pytest.mark.parametrize("form", FORMS)
 def test_forms_of_outputs(form: str) -> None:
-    torch.manual_seed(0)
-    plain, streamed = twins(Several(FORMS[form]))
+    plain, streamed = twins(several(FORMS[form]))
     for chosen in (slice(None), slice(0, 1), slice(1, 2)):  # which outputs get a gradient
         results = [model(batch()["x"]) for model in (plain, streamed)]
         assert type(results[0]) is type(results[1])
@@ -100,36 +79,27 @@ def test_forms_of_outputs(form: str) -> None:
     assert_same(plain, streamed)
 
 
-@pytest.mark.parametrize("generates", drawn([False], [True]))
-def test_outputs_of_transformers_and_what_they_generate(generates: bool) -> None:
+def test_outputs_of_transformers_and_what_they_generate() -> None:
     plain, streamed = twins(zoo.hf_gpt2().eval())
     inputs = zoo.tokens()
     with torch.no_grad():
         mine, theirs = plain(**inputs), streamed(**inputs)
     assert type(theirs) is type(mine) and list(theirs) == list(mine)
     assert equal(theirs.logits, mine.logits) and equal(theirs["loss"], mine[0])
-    if not generates:
-        return
     prompt = {"input_ids": inputs["input_ids"][:1, :4]}
     wanted: Any = {"do_sample": False, "max_new_tokens": 3, "pad_token_id": 0}
     assert torch.equal(*(m.generate(**prompt, **wanted) for m in (plain, streamed)))
 
 
-class Through(nn.Module):
+def through(m: Any, data: dict[str, Any], *, scale: float, add: Tensor | None) -> Any:
     """Takes containers, numbers and what may be missing; gives its input back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, data: dict[str, Any], *, scale: float, add: Tensor | None) -> Any:
-        first, rest = data["pair"]
-        out: Tensor = self.layer(first) * scale + rest["y"]
-        return first, out if add is None else out + add, first[1:]
+    first, rest = data["pair"]
+    out: Tensor = m.first(first) * scale + rest["y"]
+    return first, out if add is None else out + add, first[1:]
 
 
 def test_nested_inputs_and_inputs_that_are_outputs() -> None:
-    plain, streamed = twins(Through())
+    plain, streamed = twins(in_a_row(through, count=1, width=WIDTH))
     for scale, add in ((2.0, None), (0.5, None), (0.5, torch.ones(WIDTH))):
         grads = []
         for model in (plain, streamed):
@@ -143,128 +113,7 @@ def test_nested_inputs_and_inputs_that_are_outputs() -> None:
         assert_same(plain, streamed)
 
 
-@pytest.mark.gpu
-def test_inputs_on_the_host_are_moved() -> None:
-    model, inputs = zoo.stack()
-    plain = copy.deepcopy(model).cuda()
-    streamed = megacompile(model, device="cuda", lowering="eager")
-    loss = streamed(inputs["x"], y=inputs["y"])
-    assert loss.device == torch.device("cuda", torch.cuda.current_device())
-    loss.backward()
-    step(plain, {key: value.cuda() for key, value in inputs.items()})
-    assert_same(plain.cpu(), streamed)
-
-
-# --- calls, each of the same model
-
-Call = Callable[[Any], Any]  # what it gives is compared
 X, Y = batch(1).values()
-
-
-def several(model: Any) -> None:
-    """Backwards in another order than their forwards, of which one never has one."""
-    losses = [model(**batch(i)) for i in range(4)]
-    for i in (1, 0, 3):
-        losses[i].backward()
-
-
-def thrice(model: Any) -> None:
-    loss = model(X, Y)
-    loss.backward(retain_graph=True)
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def of_inputs(model: Any) -> Any:
-    """Gradients of a leaf, and of what is none."""
-    x = X.clone().requires_grad_()
-    model(x, Y).backward()
-    model(x.tanh(), Y).backward()
-    return x.grad
-
-
-def around(wrap: Callable[[Any, Tensor], Tensor]) -> Call:
-    def call(model: Any) -> Any:
-        x = X.clone().requires_grad_()
-        wrap(model, model(x)).square().mean().backward()
-        return x.grad
-
-    return call
-
-
-def saved_on_cpu(model: Any, x: Tensor) -> Tensor:
-    with torch.autograd.graph.save_on_cpu():
-        result: Tensor = model(x)
-    return result
-
-
-def cast(enabled: bool) -> Call:
-    def call(model: Any) -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            loss = model(X, Y)
-        loss.backward()
-
-    return call
-
-
-def without(mode: Callable[[], Any]) -> Call:
-    def call(model: Any) -> Any:
-        with mode():
-            return model(X)
-
-    return call
-
-
-def evaluated(model: Any) -> Any:
-    model.eval()
-    with torch.no_grad():
-        found = model(X)
-    model(X, Y).backward()
-    model.train()
-    return found
-
-
-CALLS: dict[str, Call] = {
-    "save_on_cpu": around(saved_on_cpu),  # the first call is in there
-    "positional": lambda m: m(X, Y).backward(),
-    "by name": lambda m: m(y=Y, x=X).backward(),
-    "the loss outside": lambda m: F.mse_loss(m(X), Y).backward(),
-    "inputs": of_inputs,
-    "two in one loss": lambda m: (m(**batch(1)) + 2 * m(**batch(2))).backward(),
-    "several": several,
-    "three times": thrice,
-    "detached between": lambda m: m(m(X).detach(), Y).backward(),
-    "on its own output": lambda m: m(m(X), Y).backward(),
-    "a layer by itself": lambda m: m.layers[1](X).sum().backward(),
-    "checkpoint": around(lambda m, x: checkpoint(m, x, use_reentrant=False)),
-    "reentrant checkpoint": around(lambda m, x: checkpoint(m, x, use_reentrant=True)),
-    "autocast": cast(True),
-    "no autocast": cast(False),
-    "no grad": without(torch.no_grad),
-    "inference": without(torch.inference_mode),
-    "evaluation": evaluated,
-    "training again": lambda m: m(X, Y).backward(),
-}
-
-
-@pytest.mark.parametrize("name", ["dropout", "batchnorm"])
-def test_calls_of_one_model(name: str) -> None:
-    """Statistics move in training mode, and dropout draws what it draws in the plain model."""
-    plain, streamed = twins(zoo.ZOO[name]()[0])
-    for what, call in CALLS.items():
-        if name == "batchnorm" and "checkpoint" in what:
-            continue  # torch ends the plain model's second forward early, before its last norm
-        given = []
-        for model in (plain, streamed):
-            model.zero_grad()
-            torch.manual_seed(0)
-            found = call(model)
-            given.append(None if found is None else found.detach())
-        assert equal(*given), what
-        assert not zoo.differences(plain, streamed), what
-    assert any(schedule.backward is None for schedule in schedules(streamed))
-    streamed.bfloat16(), plain.bfloat16()  # other parameters, in the same model
-    assert_steps_same(plain, streamed, {k: v.bfloat16() for k, v in batch().items()})
 
 
 def test_hooks_on_saved_tensors_see_nothing_of_a_capture() -> None:
@@ -276,33 +125,30 @@ def test_hooks_on_saved_tensors_see_nothing_of_a_capture() -> None:
     assert_same(*models)
 
 
-class Inside(nn.Module):
+def within(device: str = "cpu") -> Any:
     """Enters and leaves autocast; a part of it computes in float32 all the same."""
 
-    def __init__(self, device: str = "cpu") -> None:
-        super().__init__()
-        self.stack = Stack()
-        self.values = nn.Linear(WIDTH, 3 * WIDTH)
-        self.device = device
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast(self.device, torch.bfloat16):
-            prediction = self.stack(x)
-            with torch.autocast(self.device, enabled=False):
-                prediction = prediction.float() @ self.stack.head.weight
-        q, k, v = self.values(x).view(1, 4, 3, 2, 8).permute(2, 0, 3, 1, 4)
+    def forward(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            prediction = m.stack(x)
+            with torch.autocast(device, enabled=False):
+                prediction = prediction.float() @ m.stack.head.weight
+        q, k, v = m.values(x).view(1, 4, 3, 2, 8).permute(2, 0, 3, 1, 4)
         heads = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)  # in float32, on a CPU
         return F.mse_loss(prediction, y) + heads.float().square().mean()
+
+    torch.manual_seed(0)
+    return Applies(forward, stack=Stack(), values=nn.Linear(WIDTH, 3 * WIDTH))
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_autocast_inside(activations: str) -> None:
     """What was traced there has its casts already."""
-    models = twins(Inside(), activations=activations)
-    for within in (False, True):
+    models = twins(within(), activations=activations)
+    for enabled in (False, True):
         for each in models:
             torch.manual_seed(0)
-            with torch.autocast("cpu", torch.bfloat16, enabled=within):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
                 loss = each(**batch())
             loss.backward()
         assert_same(*models)
@@ -311,8 +157,7 @@ def test_autocast_inside(activations: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("lowering", "tolerance"), [("eager", 0.0), ("inductor", 1e-2)])
 def test_autocast_on_a_gpu(lowering: str, tolerance: float) -> None:
-    torch.manual_seed(0)
-    model, inputs = Inside("cuda"), {key: value.cuda() for key, value in batch().items()}
+    model, inputs = within("cuda"), {key: value.cuda() for key, value in batch().items()}
     plain = copy.deepcopy(model).cuda()
     megacompile(model, lowering=lowering)
     for each in (plain, model):
@@ -361,13 +206,6 @@ def inner_step(model: nn.Module) -> Tensor:
     return called(model, weights, 3)
 
 
-def hypernetwork(model: nn.Module) -> Tensor:
-    """Its outputs are the head's weights; everything else is streamed."""
-    torch.manual_seed(5)
-    made = nn.Linear(4, WIDTH * WIDTH)(torch.ones(4)).view(WIDTH, WIDTH)
-    return called(model, {"head.weight": made})
-
-
 def given_parameters(model: nn.Module) -> Tensor:
     """As an average of the weights is: no replacement, so they go into no bucket."""
     given: Weights = {n: nn.Parameter(p.detach() * 0.9) for n, p in named(model).items()}
@@ -377,19 +215,9 @@ def given_parameters(model: nn.Module) -> Tensor:
     return torch.stack([p.grad.sum() for p in given.values() if p.grad is not None]).sum()
 
 
-class Around(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.scale = nn.Parameter(torch.tensor(3.0))
-
-    def forward(self, **inputs: Tensor) -> Tensor:
-        result: Tensor = self.inner(**inputs) * self.scale
-        return result
-
-
 def in_a_module_around(model: nn.Module) -> Tensor:
-    made = Around(model)
+    scale = nn.Parameter(torch.tensor(3.0))
+    made = Applies(lambda m, **inputs: m.inner(**inputs) * m.scale, inner=model, scale=scale)
     return called(made, {n: p * 2 for n, p in made.named_parameters()})
 
 
@@ -402,24 +230,12 @@ def of_samples(model: nn.Module) -> Tensor:
 
 LOSSES: dict[str, Callable[[Any], Tensor]] = {
     "MAML": inner_step,
-    "scaled": lambda m: called(
-        m, {"head.weight": m.head.weight * 2, "head.bias": m.head.weight[0]}
-    ),
-    "one layer": lambda m: called(
-        m, {f"layers.1.{n}": p * 0.5 for n, p in named(m.layers[1]).items()}
-    ),
-    "detached": lambda m: called(m, {n: p.detach() for n, p in named(m).items() if "s.0" in n}),
-    "its own": lambda m: called(m, named(m)),
-    "tied for a call": lambda m: called(m, {"head.weight": m.embed.weight}),
     "exchanged": lambda m: called(
         m, {"head.weight": m.embed.weight, "embed.weight": m.head.weight}
     ),
     "of a streamed one": lambda m: called(m, {"head.weight": m.embed.weight * 2 + m.head.weight}),
-    "hypernetwork": hypernetwork,
     "parameters": given_parameters,
     "a module around": in_a_module_around,
-    "grad": lambda m: grad(lambda w: called(m, w))(named(m))["head.weight"].sum(),
-    "vmap": lambda m: vmap(lambda x: functional_call(m, named(m), x))(X).sum(),
     "gradients of samples": of_samples,
 }
 
@@ -450,24 +266,12 @@ def test_functional_calls_of_one_model() -> None:
         assert places(model) == before, name
         for optimizer in optimizers:
             optimizer.step()
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            assert equal(*(called(each, {"head.weight": torch.eye(WIDTH)}) for each in models))
-    wrong = {"head.weight": torch.ones(1, 2)}
-    with pytest.raises(RuntimeError):
-        called(model, wrong)
-    assert all(type(p) is nn.Parameter for p in model.parameters())
     for each in models:
         each.zero_grad()
         torch.manual_seed(3)
         each.layers.append(zoo.Block())  # taken over in the call, with the tensors given out of it
         each.embed.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
         called(each, {n: p * 2 for n, p in each.named_parameters() if "layers" in n}).backward()
-        each.head.bias = None
-    assert_same(plain, model)
-    for each in models:  # a weight where there was none
-        called(each, {"head.bias": torch.ones(WIDTH, requires_grad=True)}).backward()
-        assert each.head.bias is None
     assert_same(plain, model)
 
 
@@ -500,33 +304,19 @@ def by_layer(model: Any) -> Any:
     return model
 
 
-def by_method(model: Any) -> Any:
-    if inside.is_streamed(model):
-        model.compile(backend="aot_eager")
-        model.compile()
-    return model
-
-
-def compiled(function: Any, **options: Any) -> Any:
-    return torch.compile(function, backend="aot_eager", **options)
+def compiled(function: Any) -> Any:
+    return torch.compile(function, backend="aot_eager")
 
 
 # What is called for a loss, plain and of the streamed model; and how often something is said.
 Made = Callable[[Any], Callable[..., Tensor]]
 AROUND: dict[str, tuple[Made, Made, int]] = {
     "model": (lambda m: m, compiled, 1),
-    "model, fullgraph": (lambda m: m, lambda m: compiled(m, fullgraph=True), 1),
-    "loss": (
-        lambda m: lambda **inputs: m(**inputs) * 2 + 1,
-        lambda m: compiled(lambda **inputs: m(**inputs) * 2 + 1),
-        1,
-    ),
     "penalty": (  # it reads parameters behind a step, whose update may be on its way
         lambda m: lambda **inputs: m(**inputs) + norm(m).detach(),
         lambda m: lambda **inputs: m(**inputs) + compiled(norm)(m).detach(),
         0,
     ),
-    "method": (by_method, by_method, 1),
     "layers": (by_layer, by_layer, 0),
     "train step": (lambda m: m, lambda m: m, 1),
 }
@@ -549,7 +339,7 @@ def test_torch_compile_changes_nothing(name: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         calls = [make(model) for make, model in zip(makes, models, strict=True)]
-        for _ in range(3):
+        for _ in range(2):
             assert equal(
                 *(step(*each) for step, *each in zip(steps, calls, optimizers, strict=True))
             )

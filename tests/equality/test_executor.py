@@ -3,7 +3,6 @@ back as it goes."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import traceback
@@ -21,12 +20,9 @@ from megacompile import schedules, trace
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code
-from megacompile.show import python
-from tests.inside import executors
-from tests.zoo import Made, assert_same, batch, batchnorm, dropout, equal, step, twins
+from tests.zoo import assert_same, batch, batchnorm, step, twins
 
 LABEL = re.compile(r"(\d[\d.]*)?[A-Z_]+(@\d+)?")
-QUIET = ("BEGIN", "SNAPSHOT", "ASSIGN")  # labels that the table leaves out, with ALLOC_GRAD
 LAST = 3  # stage of `Layers`
 
 
@@ -47,23 +43,6 @@ class Layers(nn.Module):
 X = {"x": batch()["x"]}
 
 # --- what is printed is what runs
-
-
-def test_the_source_that_runs_is_printed_and_names_ops_and_objects_of_the_schedule() -> None:
-    _, model = twins(Layers())
-    for _ in range(2):
-        step(model, X)
-    made = executors(model)
-    assert len(made) > 1, "one that writes and one that accumulates"
-    known = {op.name for op in ops.OPS.values()} | {"wait"}
-    for executor in made:
-        assert set(executor._run) == {"forward", "backward", "update"}
-        for name, function in executor._run.items():
-            source = inspect.getsource(function)
-            assert source in str(executor.schedule)
-            assert source == python.graph_code(executor.schedule, name)
-            used = set(function.__code__.co_names) - {"clear"}
-            assert used <= known | set(python.names(executor.schedule))
 
 
 def test_a_traceback_shows_the_line_of_the_schedule() -> None:
@@ -102,11 +81,6 @@ def labels(graph: fx.Graph | None) -> Counter[str]:
     return Counter(ops.label(n) for n in nodes if n.target is not ops.free)
 
 
-def table_labels(schedule: Schedule) -> set[str]:
-    words = set(re.split(r"[\s|]+", schedule.table()))
-    return {word for word in words if LABEL.fullmatch(word)}
-
-
 def ranges(model: nn.Module, folder: Path) -> Counter[str]:
     """The ranges of a step that have the form of a label.
 
@@ -126,22 +100,14 @@ def ranges(model: nn.Module, folder: Path) -> Counter[str]:
     return traced
 
 
-@pytest.mark.parametrize(
-    "made", [batchnorm, pytest.param(dropout, marks=pytest.mark.thorough)], ids=lambda m: m.__name__
-)
 def test_profiler_ranges_are_the_printed_names(
-    made: Callable[[], Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One range for each call of the code, under its label; all of the table's among them. None
-    where nobody records."""
-    _, model = twins(made()[0])
-    for accumulate in (False, True):
-        found = ranges(model, tmp_path)
-        (schedule,) = schedules(model)
-        assert found == labels(schedule.forward) + labels(schedule.backward)  # no optimizer steps
-        assert any(name.endswith("FETCH_GRAD") for name in found) is accumulate
-        shown = {n for n in found if n not in QUIET and not n.endswith("ALLOC_GRAD")}
-        assert shown == table_labels(schedule) - labels(schedule.update).keys()
+    """One range for each call of the code, under its label. None where nobody records."""
+    _, model = twins(batchnorm()[0])
+    found = ranges(model, tmp_path)
+    (schedule,) = schedules(model)
+    assert found == labels(schedule.forward) + labels(schedule.backward)  # no optimizer steps
 
     class Refused(torch.profiler.record_function):
         def __init__(self, name: str) -> None:
@@ -233,25 +199,6 @@ def test_memory_is_given_back_as_a_step_goes() -> None:
             each.backward(retain_graph=retain)
         kept = outputs | {f"saved {LAST}"} if retain else set()
         assert lives.alive() - {f"output {LAST}"} == kept
-    model.zero_grad()
-    lives.reset()
-    with torch.no_grad():
-        model(**X)
-    assert not lives.forwards or lives.forwards == [set(), {"output 0"}, {"output 1"}, {"output 2"}]
-
-
-def test_a_forward_without_gradients_keeps_one_output_and_its_inputs_are_handed_over() -> None:
-    _, model = twins(Layers())
-    with torch.no_grad():
-        model(**X)
-        lives = Lifetimes(model)
-        model(**X)
-    assert lives.forwards == [set(), {"output 0"}, {"output 1"}, {"output 2"}]
-    (executor,) = executors(model)
-    inputs: dict[str, Tensor] = {name: X["x"] for name in executor.inputs("forward")}
-    outputs, saved_values = executor.forward(inputs)
-    assert (inputs, saved_values) == ({}, {}), "nobody else holds them while it runs"
-    assert [type(value) for value in outputs] == [Tensor]
 
 
 # --- what a backward takes over from its forward
@@ -283,18 +230,9 @@ def test_a_backward_takes_what_its_forward_left_in_the_slots() -> None:
     torch.testing.assert_close(plain.layers[1].weight.grad, model.layers[1].weight.grad)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        torch.ones(()).expand(4, 16),
-        torch.arange(64.0).reshape(16, 4).t(),
-        torch.arange(64.0).reshape(4, 16)[:, ::2].repeat_interleave(2, 1),
-    ],
-    ids=["expanded", "transposed", "as traced"],
-)
-def test_a_gradient_gets_the_looks_it_was_traced_with(given: Tensor) -> None:
+def test_a_gradient_gets_the_looks_it_was_traced_with() -> None:
     plain, model = twins(Layers())
-    for each in (plain, model):
-        each(**X, mean=False).backward(given)
-    assert_same(plain, model)
-    assert equal(given, given.clone())
+    for given in (torch.ones(()).expand(4, 16), torch.arange(64.0).reshape(16, 4).t()):
+        for each in (plain, model):
+            each(**X, mean=False).backward(given)
+        assert_same(plain, model)

@@ -104,28 +104,22 @@ def copied(layer: Layer) -> Tensor:
 
 ASKS: dict[str, Ask] = {
     "class": lambda m: 1 + (m.weight.__class__ is nn.Parameter),
-    "class's name": lambda m: 1 + (m.weight.__class__.__name__ == "Parameter"),
     "type's name": lambda m: 1 + (type(m.weight).__name__ == "Parameter"),
     "type's module": lambda m: 1 + type(m.weight).__module__.startswith("torch.nn"),
     "isinstance": lambda m: 1 + isinstance(m.weight, nn.Parameter),
     "attribute": lambda m: m.weight.infshape,
-    "hasattr": lambda m: 1 + hasattr(m.weight, "infshape"),
     "vars": lambda m: 1 + ("infshape" in vars(m.weight)),
     "attribute set": counts,
     "data_ptr": lambda m: read(m.frozen.data_ptr()),
     "storage": lambda m: read(m.frozen.untyped_storage().data_ptr()),
-    "storage's size": lambda m: m.weight.untyped_storage().nbytes() / 64,
     "numpy": lambda m: float(m.frozen.numpy()[0, 1]),
     "numpy written": written,
-    "another pointer": lambda m: 1 + (m.weight.data_ptr() == m.frozen.data_ptr()),
     "a tie's pointer": lambda m: 1 + (m.weight.data_ptr() == m.tied.data_ptr()),
     "tie": lambda m: 1 + (m.weight is m.tied),
     "grad_fn": lambda m: 1 + (m.weight.grad_fn is None),
-    "is_leaf": lambda m: 1 + m.weight.is_leaf,
     "requires_grad": lambda m: 1 + (m.weight.requires_grad and not m.frozen.requires_grad),
     "requires_grad set": thawed,
     "key": lambda m: m.table.get(m.weight, 7.0),
-    "in": lambda m: 1 + (m.weight in m.table),
     "copy": copied,
     "version": lambda m: m.weight._version + 1,
     "hook": hooked,
@@ -133,7 +127,6 @@ ASKS: dict[str, Ask] = {
 }
 IN_CAPTURED_CODE: dict[str, Ask] = {  # `type` and `id` ask no one
     "type": lambda m: 1 + (type(m.weight) is nn.Parameter),
-    "types": lambda m: 1 + (type(m.weight) in (nn.Parameter, nn.Linear)),
     "type of data": lambda m: 1 + (type(m.weight.data) is Tensor),
     "id": lambda m: m.ids.get(id(m.weight), 7.0),
 }

@@ -10,6 +10,7 @@ import gc
 import io
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -62,9 +63,7 @@ def test_what_is_resident_is_not_copied_and_saves_as_a_plain_model() -> None:
 
 TRAINING: dict[str, dict[str, Any]] = {
     "as it is": {},
-    "masters": {"compute_dtype": BF16},
     "masters, bf16 gradients": {"compute_dtype": BF16, "grad_dtype": BF16},
-    "bf16 gradients": {"grad_dtype": BF16},
 }
 
 
@@ -99,31 +98,19 @@ def test_as_many_buckets_are_resident_as_fit(training: str) -> None:
 
 def test_gradients_of_micro_batches_are_planned_for() -> None:
     """Where they do not fit beside all buckets, fewer buckets are resident."""
-
-    def made(**options: Any) -> tuple[Model, Optimizer]:
-        torch.manual_seed(0)
+    budget = 13 * 4 * 72 * 73 + 2**16  # parameters and moments, and a quarter of the gradients
+    x, few = torch.ones(3, 72), []
+    for micro in (1, 2):
         model = nn.Sequential(*(nn.Linear(72, 72) for _ in range(4)))
         optimizer = AdamW(model.parameters(), lr=1e-2)
-        megacompile(model, device="cpu", lowering="eager", optimizer=optimizer, **options)
-        return model, optimizer
-
-    def trained(model: Model, optimizer: Optimizer, micro: int) -> Model:
+        options: dict[str, Any] = {"optimizer": optimizer, "resident": "auto", "gpu_memory": budget}
+        megacompile(model, device="cpu", lowering="eager", **options)
         for k in range(micro):
-            if k + 1 < micro:
-                with accumulate(model):
-                    model(torch.ones(3, 72)).square().mean().backward()
-            else:
-                model(torch.ones(3, 72)).square().mean().backward()
+            with accumulate(model) if k + 1 < micro else nullcontext():
+                model(x).square().mean().backward()
         optimizer.step()
-        model(torch.ones(3, 72)).square().mean().backward()
-        return model
-
-    numel = sum(param.numel() for param in made(resident=0)[0].parameters())
-    budget = 13 * numel + 2**16  # parameters and moments, and a quarter of the gradients
-    few = [
-        len(residents(trained(*made(resident="auto", gpu_memory=budget), micro)))
-        for micro in (1, 2)
-    ]
+        model(x).square().mean().backward()
+        few.append(len(residents(model)))
     assert few[1] < few[0] == 4
 
 
@@ -319,8 +306,9 @@ def in_turns(model: Model, optimizer: Optimizer) -> None:
             each.step()
 
 
-@pytest.mark.parametrize("resident", [0, "all"])
-@pytest.mark.parametrize("loop", [by_hand, shrinks, in_turns])
+@pytest.mark.parametrize(
+    ("loop", "resident"), [(by_hand, 0), (by_hand, "all"), (shrinks, "all"), (in_turns, 0)]
+)
 def test_the_rest_of_a_step(loop: Callable[[Model, Optimizer], None], resident: Any) -> None:
     plain, model = twins(
         (zoo.stack if loop is shrinks else zoo.graph_break)()[0], resident=resident
@@ -342,18 +330,9 @@ def halve(model: Model, optimizer: Optimizer) -> None:
         model.get_parameter(WEIGHT).mul_(0.5)
 
 
-def halve_data(model: Model, optimizer: Optimizer) -> None:
-    model.get_parameter(WEIGHT).data.mul_(0.5)
-
-
 def halve_gradient(model: Model, optimizer: Optimizer) -> None:
     gradient = model.get_parameter(WEIGHT).grad
     gradient.mul_(torch.full_like(gradient, 0.5))
-
-
-def new_gradient(model: Model, optimizer: Optimizer) -> None:
-    weight = model.get_parameter(WEIGHT)
-    weight.grad = torch.ones_like(weight)
 
 
 def no_gradient(model: Model, optimizer: Optimizer) -> None:
@@ -369,13 +348,6 @@ def replace_state(model: Model, optimizer: Optimizer) -> None:
     state["exp_avg"] = state["exp_avg"] * 2
 
 
-def load_states(model: Model, optimizer: Optimizer) -> None:
-    saved = optimizer.state_dict()
-    for entry in saved["state"].values():
-        entry["exp_avg"] = entry["exp_avg"] * 2
-    optimizer.load_state_dict(saved)
-
-
 def accumulates(model: Model, optimizer: Optimizer) -> None:
     model(**data(9)).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
@@ -386,9 +358,8 @@ def other_backward(model: Model, optimizer: Optimizer) -> None:
 
 
 EDITS: dict[Callable[[Model, Optimizer], None], set[str] | None] = {
-    **dict.fromkeys((halve, halve_data, halve_gradient, new_gradient), THERE - {"layers.1"}),
+    **dict.fromkeys((halve, halve_gradient), THERE - {"layers.1"}),
     **dict.fromkeys((no_gradient, double_state, replace_state), THERE - {"layers.1"}),
-    load_states: set(),
     accumulates: THERE,
     other_backward: None,
 }
@@ -426,23 +397,10 @@ def test_the_backward_hands_over_and_changes_before_the_step_are_seen() -> None:
     assert max(readers) < actions.index("DRAIN") < actions.index("4F"), "its memory is taken back"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"resident": 30 * KB},
-        pytest.param({"device_update": SHARE, "compute_dtype": BF16}, marks=pytest.mark.thorough),
-        pytest.param({"resident": "all", "state_dtype": BF16}, marks=pytest.mark.thorough),
-    ],
-    ids=str,
-)
-def test_ten_steps_compiled(options: Any) -> None:
+def test_ten_steps_compiled() -> None:
     """Groups, clipping, accumulation; what is resident is updated by kernel."""
-    plain, model = twins(net(), lowering="inductor", progress=False, **options)
+    plain, model = twins(net(), lowering="inductor", progress=False, resident=30 * KB)
     for each in (plain, model):
         train(each, adamw(each))
     assert residents(model) == {n for n, way in updates(model).items() if "resident" in way}
-    exact = not options.keys() & {"state_dtype", "compute_dtype"}
-    zoo.assert_close(plain, model, tolerance=1e-4 if exact else 0.1)
-    for bucket in inside.buckets(model).values():
-        for master, streamed in zip(bucket.values, bucket.streamed, strict=True):
-            assert torch.equal(master.to(streamed.dtype), streamed)
+    zoo.assert_close(plain, model, tolerance=1e-4)

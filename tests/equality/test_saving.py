@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import json
 import os
 import resource
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +16,10 @@ from torch import nn
 
 from megacompile import CheckpointError, OptionError, megacompile, save
 from tests.checkpoints import Net, ids, on_meta, same, values
+from tests.equality.nets import from_config
 
 safetensors = pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")
-ROOT = Path(__file__).resolve().parent.parent.parent
-
-
-def configs() -> dict[str, Any]:
-    common = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "use_cache": False}
-    common |= {"intermediate_size": 32, "num_key_value_heads": 1}
-    qwen2 = {**common, "num_hidden_layers": 2}
-    return {
-        "qwen2": transformers.Qwen2Config(**qwen2),
-        "tied": transformers.Qwen2Config(**qwen2, tie_word_embeddings=True),
-        "gpt2": transformers.GPT2Config(
-            vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32, use_cache=False
-        ),
-        "mixtral": transformers.MixtralConfig(**common, num_hidden_layers=1, num_local_experts=2),
-    }
-
-
-def from_config(config: Any) -> Any:
-    return transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
 
 
 def names(folder: Path) -> list[str]:
@@ -92,20 +70,9 @@ def test_a_part_and_a_plain_model_are_saved_too(tmp_path: Path) -> None:
     assert same(values(plain), values(again)) == []
 
 
-def test_other_strides(tmp_path: Path) -> None:
-    module: Any = nn.Conv2d(3, 4, 3)
-    model = megacompile(module.to(memory_format=torch.channels_last))
-    save(model, tmp_path)
-    assert torch.equal(
-        safetensors.load_file(tmp_path / "model.safetensors")["weight"], model.weight
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "size"), [("qwen2", 2000), ("tied", "5GB"), ("gpt2", 2000), ("mixtral", 2000)]
-)
+@pytest.mark.parametrize(("name", "size"), [("tied", "5GB"), ("gpt2", 2000), ("mixtral", 2000)])
 def test_transformers_reads_it(name: str, size: Any, tmp_path: Path) -> None:
-    model = megacompile(from_config(configs()[name]))
+    model = megacompile(from_config(name))
     save(model, tmp_path / "ours", max_shard_size=size)
     back, said = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", output_loading_info=True
@@ -118,7 +85,7 @@ def test_transformers_reads_it(name: str, size: Any, tmp_path: Path) -> None:
     for file in (tmp_path / "ours").glob("*.safetensors"):
         ours |= safetensors.load_file(file)
     assert same(theirs, ours) == []
-    again = on_meta(from_config, config=configs()[name])
+    again = on_meta(from_config, name=name)
     megacompile(again, checkpoint=tmp_path / "ours")
     assert same(values(model), values(again)) == []
 
@@ -140,45 +107,7 @@ def test_an_older_save_is_replaced_whatever_files_it_had(tmp_path: Path) -> None
 # --- killed
 
 
-_KILLED = """
-import os, signal, sys
-import torch
-from pathlib import Path
-from megacompile import save
-from tests.checkpoints import Net
-
-left = int(sys.argv[2])
-
-def counted(stock):
-    def call(*args):
-        global left
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        left -= 1
-        return stock(*args)
-    return call
-
-torch.manual_seed(1)
-model = Net()
-os.fsync, os.replace = counted(os.fsync), counted(os.replace)
-save(model, sys.argv[1], max_shard_size=int(sys.argv[3]))
-"""
-
-
-def _kill_at(place: int, folder: Path, size: int) -> bool:
-    """Save the model of seed 1, and kill it there; False where it was done before."""
-    done = subprocess.run(
-        [sys.executable, "-c", _KILLED, str(folder), str(place), str(size)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        timeout=300,
-    )
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr.decode()
-    return done.returncode != 0
-
-
-@pytest.mark.parametrize(("before", "size"), [(2000, 2000), (2000, 10**9), (10**9, 2000)])
+@pytest.mark.parametrize(("before", "size"), [(2000, 2000), (10**9, 2000)])
 def test_who_is_killed_leaves_the_old_one_or_none_or_the_new_one(
     before: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,19 +138,17 @@ def test_who_is_killed_leaves_the_old_one_or_none_or_the_new_one(
     assert seen >= {"old", "new"}
 
 
-@pytest.mark.parametrize("size", [2000, 10**9])
-@pytest.mark.parametrize("other", [{}, {"rms_norm_eps": 0.5}])
+@pytest.mark.parametrize(
+    ("other", "size"), [({}, 10**9), ({"rms_norm_eps": 0.5}, 2000), ({"rms_norm_eps": 0.5}, 10**9)]
+)
 def test_weights_never_meet_the_config_of_another_save(
     other: dict[str, Any], size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`from_pretrained` would take it: the shapes are the same, and the numbers are not."""
-    config = configs()["qwen2"]
     models = []
     for k, changed in enumerate(({}, other)):
-        mine = copy.deepcopy(config)
-        mine.update(changed)
         torch.manual_seed(k)
-        models.append(from_config(mine).eval())
+        models.append(from_config("qwen2", **changed).eval())
     tokens = torch.arange(8)[None]
     logits = [model(tokens).logits for model in models]
     save(models[0], tmp_path / "old", max_shard_size=size)
@@ -274,18 +201,6 @@ def _interrupted(
     return False
 
 
-@pytest.mark.thorough
-def test_a_process_that_is_killed(tmp_path: Path) -> None:
-    """Really, once, between two renames."""
-    torch.manual_seed(0)
-    save(Net(), tmp_path, max_shard_size=2000)
-    files = len(names(tmp_path))
-    assert _kill_at(files + 3, tmp_path, 2000)
-    assert any(name.endswith(".incomplete") for name in names(tmp_path))
-    with pytest.raises(CheckpointError, match="safetensors|checkpoint"):
-        megacompile(on_meta(), checkpoint=tmp_path)
-
-
 # --- refused
 
 
@@ -324,12 +239,6 @@ def test_a_disk_that_is_full_for_the_library(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert names(tmp_path) == []
-
-
-def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(CheckpointError, match="file"):
-        save(Net(), tmp_path / "file")
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch._higher_order_ops import while_loop
 
 from megacompile import megacompile
 from megacompile.errors import BackwardError, ModelError
+from tests.equality.nets import in_a_row
 from tests.inside import buckets, streamed
 from tests.zoo import (
     WIDTH,
@@ -37,18 +38,6 @@ def places(model: Any) -> dict[str, int]:
 # --- buckets
 
 
-def test_parameters_lie_in_the_buckets_of_their_units() -> None:
-    _, model = twins(stack()[0])
-    names = [[place.name for place in bucket.layout.params] for bucket in buckets(model).values()]
-    assert sorted(name for each in names for name in each) == sorted(places(model))
-    assert "layers.1" in buckets(model)
-    for bucket in buckets(model).values():
-        start = bucket.flat.data_ptr()
-        for place, param in zip(bucket.layout.params, bucket.params, strict=True):
-            assert param is model.get_parameter(place.name)
-            assert param.data_ptr() == start + place.offset_bytes
-
-
 def test_a_call_that_finds_nothing_changed_moves_nothing() -> None:
     _, model = twins(batchnorm()[0])
     step(model, batch())
@@ -65,16 +54,6 @@ def test_a_call_that_finds_nothing_changed_moves_nothing() -> None:
     assert all(a is b for a, b in zip(model.buffers(), before[3], strict=True))
 
 
-def test_replaced_data_goes_to_its_place() -> None:
-    plain, model = twins(stack()[0])
-    before = places(model)
-    for each in (plain, model):
-        each.layers[1].up.weight.data = torch.ones(32, 16)
-        each.head.bias.data = torch.ones(16)
-    assert equal(step(plain, batch()), step(model, batch()))
-    assert places(model) == before
-
-
 EXCHANGES: dict[str, Callable[[Any], None]] = {
     "two layers": lambda m: exchange(m.layers[0].up.weight, m.layers[2].up.weight),
     "within a layer": lambda m: exchange(m.layers[1].norm.weight, m.layers[1].down.bias),
@@ -86,40 +65,33 @@ def exchange(p: Tensor, q: Tensor) -> None:
     p.data, q.data = q.data, p.data
 
 
-@pytest.mark.parametrize("kind", EXCHANGES)
-def test_parameters_that_exchange_their_data(kind: str) -> None:
+def test_parameters_that_exchange_their_data() -> None:
     """To adopt the one in its place would overwrite the other."""
     torch.manual_seed(0)
     plain, model = twins(Stack())
-    with torch.no_grad():
-        for each in (plain, model):
-            each.layers[1].norm.weight.mul_(3)
     for each in (plain, model):
+        each.layers[1].norm.weight.data.mul_(3)
         step(each, batch())
-        each.zero_grad()
-        EXCHANGES[kind](each)
-    assert equal(step(plain, batch()), step(model, batch()))
-    assert differences(plain, model) == []
-    addresses = {v.data_ptr() for bucket in buckets(model).values() for v in bucket.values}
-    assert all(address in addresses for address in places(model).values())
+    for kind, change in EXCHANGES.items():
+        for each in (plain, model):
+            each.zero_grad()
+            change(each)
+        assert equal(step(plain, batch()), step(model, batch())), kind
+        assert differences(plain, model) == [], kind
+        addresses = {v.data_ptr() for bucket in buckets(model).values() for v in bucket.values}
+        assert all(address in addresses for address in places(model).values()), kind
 
 
-SHARED: dict[str, Callable[[Any], Tensor]] = {
-    "all of it": lambda m: m.embed.weight.data,
-    "a part": lambda m: m.layers[0].up.weight.data[8:24],
-}
-
-
-@pytest.mark.parametrize("kind", SHARED)
-def test_data_that_two_parameters_share_is_refused(kind: str) -> None:
+def test_data_that_two_parameters_share_is_refused() -> None:
     """A change of one would change the other, which two places in buckets cannot do."""
     _, model = twins(stack()[0])
     step(model, batch())
-    model.head.weight.data = SHARED[kind](model)
-    with pytest.raises(ModelError, match=r"head.weight"):
+    for shared in (model.embed.weight.data, model.layers[0].up.weight.data[8:24]):
+        model.head.weight.data = shared
+        with pytest.raises(ModelError, match=r"head.weight"):
+            step(model, batch())
+        model.head.weight.data = model.head.weight.data.clone()
         step(model, batch())
-    model.head.weight.data = model.head.weight.data.clone()
-    step(model, batch())
 
 
 # --- other tensors in the memory of parameters
@@ -170,34 +142,22 @@ def test_aliases_that_are_cut_are_told_of_once(kind: str) -> None:
     del keep
 
 
-def test_a_flat_buffer_made_before_is_told_of() -> None:
-    model: Any = stack()[0]
-    flat = puts_into_a_flat_buffer(model)
-    with pytest.warns(UserWarning, match=r"Stack.embed.weight .*\(2 parameters"):
-        twins(model)
-    del flat
-
-
 MADE_BEFORE: dict[str, Callable[[Any], Any]] = {
-    "a state dict": lambda model: model.state_dict(),
-    "detached": lambda model: [p.detach() for p in model.parameters()],
     ".data": lambda model: [p.data for p in model.parameters()],
     "views": lambda model: [p.detach()[:1] for p in model.parameters()],
     "numpy": lambda model: [p.detach().numpy() for p in model.parameters()],
 }
 
 
-@pytest.mark.parametrize("kind", MADE_BEFORE)
-def test_other_names_that_were_made_before_are_told_of(kind: str) -> None:
-    model: Any = stack()[0]
-    others = MADE_BEFORE[kind](model)
-    with pytest.warns(UserWarning, match=r"Stack.embed.weight .*\(22 parameters"):
-        megacompile(model, device="cpu", progress=False)
-    del others
-
-
-def test_an_attribute_that_is_a_view_is_named() -> None:
-    model: Any = stack()[0]
+def test_other_names_that_were_made_before_are_told_of() -> None:
+    """A view that is an attribute is named."""
+    for make in MADE_BEFORE.values():
+        model: Any = stack()[0]
+        others = make(model)
+        with pytest.warns(UserWarning, match=r"Stack.embed.weight .*\(22 parameters"):
+            megacompile(model, device="cpu", progress=False)
+        del others
+    model = stack()[0]
     model.layers[1].flat = model.layers[1].up.weight.detach().view(-1)
     with pytest.warns(UserWarning, match=r"Stack.layers.1.flat"):
         megacompile(model, device="cpu", progress=False)
@@ -213,7 +173,6 @@ def trained_before(model: Any) -> Any:
 
 SILENT: dict[str, Callable[[Any], Any]] = {
     "an optimizer and a graph": trained_before,
-    "loaded": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict())),
     "assigned": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
     "tied": lambda model: setattr(model.layers[0].up, "weight", model.layers[1].up.weight),
     "an average": lambda model: torch.optim.swa_utils.AveragedModel(model),
@@ -221,37 +180,32 @@ SILENT: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", SILENT)
 @pytest.mark.filterwarnings("error:megacompile")
-def test_what_is_no_other_name_is_not_told_of(kind: str) -> None:
-    model: Any = stack()[0]
-    held = SILENT[kind](model)
-    megacompile(model, device="cpu", progress=False)
-    del held
+def test_what_is_no_other_name_is_not_told_of() -> None:
+    for make in SILENT.values():
+        model: Any = stack()[0]
+        held = make(model)
+        megacompile(model, device="cpu", progress=False)
+        del held
 
 
-class Keeps(nn.Module):
+def keeps(view: Callable[[Tensor], Tensor], *, keep: bool) -> Any:
     """Keeps, or hands to code behind a graph break, a view of a weight."""
 
-    def __init__(self, view: Callable[[Tensor], Tensor], *, keep: bool) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.view, self.keep = view, keep
-
-    def forward(self, x: Tensor) -> Tensor:
-        view = self.view(self.layer.weight)
-        if self.keep:
-            self.kept = view
-        hidden = self.layer(x)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        taken = view(m.first.weight)
+        if keep:
+            m.kept = taken
+        hidden = m.first(x)
         torch._dynamo.graph_break()
-        loss: Tensor = (hidden * view.sum()).square().sum()
+        loss: Tensor = (hidden * taken.sum()).square().sum()
         return loss
+
+    return in_a_row(forward, count=1)
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "t": lambda weight: weight.detach().t(),
-    "detach": lambda weight: weight.detach(),
-    "row": lambda weight: weight.detach()[0],
     "view": lambda weight: weight.view(-1),
 }
 
@@ -267,23 +221,23 @@ def trains(model: nn.Module, params: Iterable[nn.Parameter]) -> None:
 
 @pytest.mark.parametrize("kind", VIEWS)
 def test_a_view_that_the_forward_keeps_is_told_of(kind: str) -> None:
-    _, model = twins(Keeps(VIEWS[kind], keep=True))
-    with pytest.warns(UserWarning, match="layer.weight") as said:
+    _, model = twins(keeps(VIEWS[kind], keep=True))
+    with pytest.warns(UserWarning, match="first.weight") as said:
         trains(model, model.parameters())
-    assert len([w for w in said if "layer.weight" in str(w.message)]) == 1
+    assert len([w for w in said if "first.weight" in str(w.message)]) == 1
 
 
 @pytest.mark.parametrize("kind", VIEWS)
 @pytest.mark.filterwarnings("error:megacompile")
 def test_a_view_that_is_gone_or_frozen_is_not(kind: str) -> None:
-    plain, model = twins(Keeps(VIEWS[kind], keep=False))
+    plain, model = twins(keeps(VIEWS[kind], keep=False))
     for each in (plain, model):
         trains(each, each.parameters())
     assert_same(plain, model)
-    frozen = Keeps(VIEWS[kind], keep=True)
-    frozen.layer.weight.requires_grad_(False)
+    frozen = keeps(VIEWS[kind], keep=True)
+    frozen.first.weight.requires_grad_(False)
     _, model = twins(frozen)
-    trains(model, [model.layer.bias])
+    trains(model, [model.first.bias])
 
 
 def test_data_that_nobody_else_holds_is_taken_over_in_silence(
@@ -340,23 +294,18 @@ def test_a_buffer_in_two_places_stays_one() -> None:
 # --- to()
 
 
-def test_dtypes_change_and_devices_do_not(recwarn: pytest.WarningsRecorder) -> None:
-    _, model = twins(stack()[0])
-    model.double()
-    assert {p.dtype for p in model.parameters()} == {torch.float64}
+def test_dtypes_change_and_devices_do_not() -> None:
+    """What is applied to parameters sees them; that a device is left out is said once."""
+    plain, model = twins(stack()[0])
+    for each in (plain, model):
+        each.half()
+        each.float()
+    assert differences(plain, model) == []
     assert model.to("cpu") is model
-    assert [w for w in recwarn if "host memory" in str(w.message)] == []
     with pytest.warns(UserWarning, match="host memory") as said:
-        model.to("meta")
+        model.to("meta", torch.float64)
         model.to("meta")
     assert len([w for w in said if "host memory" in str(w.message)]) == 1
-    assert {p.device.type for p in model.parameters()} == {"cpu"}
-
-
-def test_dtype_and_device_at_once() -> None:
-    plain, model = twins(stack()[0])
-    with pytest.warns(UserWarning, match="host memory"):
-        model.to("meta", torch.float64)
     plain.double()
     assert {(p.device.type, p.dtype) for p in model.parameters()} == {("cpu", torch.float64)}
     inputs = {key: value.double() for key, value in batch().items()}
@@ -364,32 +313,7 @@ def test_dtype_and_device_at_once() -> None:
     assert differences(plain, model) == []
 
 
-def test_functions_that_are_applied_see_the_parameters() -> None:
-    plain, model = twins(stack()[0])
-    for each in (plain, model):
-        each.half()
-        each.float()
-        each.share_memory()
-    assert differences(plain, model) == []
-    assert all(p.is_shared() for p in model.parameters())
-
-
 # --- eager code
-
-
-class Halved(nn.Module):
-    """Assigns new data to its weight, in code that is not captured."""
-
-    def __init__(self, assign: Callable[[nn.Linear], None]) -> None:
-        super().__init__()
-        self.first = nn.Linear(16, 16)
-        self.second = nn.Linear(16, 16)
-        self.assign = assign
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.assign(self.first)
-        result: Tensor = self.second(self.first(x)).square().mean()
-        return result
 
 
 def halve(layer: nn.Linear) -> None:
@@ -399,26 +323,19 @@ def halve(layer: nn.Linear) -> None:
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.filterwarnings("ignore:megacompile. .* eager mode")
 def test_data_that_the_forward_assigns(captured: bool) -> None:
-    torch.manual_seed(0)
-    plain, model = twins(Halved(halve if captured else torch._dynamo.disable(halve)))
+    """Also in code that is not captured."""
+    assign = halve if captured else torch._dynamo.disable(halve)
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        assign(m.first)
+        result: Tensor = m.last(m.first(x)).square().mean()
+        return result
+
+    plain, model = twins(in_a_row(forward, width=WIDTH))
     x = batch()["x"]
     for _ in range(2):
         assert equal(step(plain, {"x": x}), step(model, {"x": x}))
     assert differences(plain, model) == []
-
-
-class Late(nn.Module):
-    """Changes a weight in eager code, after the layer was run and before its backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layers[1](self.layers[0](x))
-        change(self.layers[1])
-        result: Tensor = self.layers[2](x).square().mean()
-        return result
 
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator]
@@ -429,32 +346,29 @@ def change(layer: nn.Module) -> None:
 
 @pytest.mark.filterwarnings("ignore:megacompile. .* eager mode")
 def test_a_weight_that_the_forward_changes_too_late_is_an_error() -> None:
-    """As it is in plain code; the recompute would take the changed weight."""
-    plain, model = twins(Late())
+    """In eager code, after the layer was run and before its backward: as it is in plain code. The
+    recompute would take the changed weight."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.middle(m.first(x))
+        change(m.middle)
+        result: Tensor = m.last(x).square().mean()
+        return result
+
+    plain, model = twins(in_a_row(forward, count=3, width=WIDTH))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         plain(batch()["x"]).backward()
-    with pytest.raises(BackwardError, match="layers.1.weight"):
+    with pytest.raises(BackwardError, match="middle.weight"):
         model(batch()["x"]).backward()
-
-
-class Overwrites(nn.Module):
-    """The forward is right, and no backward can be."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.last = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x).exp()
-        y.mul_(2)
-        result: Tensor = self.last(y).square().mean()
-        return result
 
 
 @pytest.mark.filterwarnings("ignore:megacompile. .* eager mode")
 def test_a_backward_that_is_impossible_is_refused_in_the_backward() -> None:
-    plain, model = twins(Overwrites())
+    def forward(m: Any, x: Tensor) -> Tensor:
+        result: Tensor = m.last(m.first(x).exp().mul_(2)).square().mean()
+        return result
+
+    plain, model = twins(in_a_row(forward, width=WIDTH))
     losses = [each(batch()["x"]) for each in (plain, model)]
     assert equal(*losses)
     for loss in losses:
@@ -462,23 +376,14 @@ def test_a_backward_that_is_impossible_is_refused_in_the_backward() -> None:
             loss.backward()
 
 
-class Loops(nn.Module):
-    """Halves what a layer gives until it is small."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.last = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.first(x)
+def test_a_while_loop_has_the_plain_numbers() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        first = m.first(x)
         (y,) = while_loop(lambda y: y.abs().max() > 0.01, lambda y: (y * 0.5,), (first.detach(),))
-        result: Tensor = self.last(first + y).square().mean()
+        result: Tensor = m.last(first + y).square().mean()
         return result
 
-
-def test_a_while_loop_has_the_plain_numbers() -> None:
-    plain, model = twins(Loops())
+    plain, model = twins(in_a_row(forward, width=WIDTH))
     with pytest.warns(UserWarning, match="while_loop"):
         losses = [each(batch()["x"]) for each in (plain, model)]
     assert equal(*losses)

@@ -1,0 +1,55 @@
+"""Small models: a function of the inputs, and the modules and tensors that it uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Applies(nn.Module):
+    """Modules, parameters and buffers by name; the function is given the model, too."""
+
+    def __init__(self, function: Callable[..., Any], **named: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, value in named.items():
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        return self.function(self, *args, **named)
+
+
+def in_a_row(function: Callable[..., Any], *, count: int = 2, width: int = 4, **named: Any) -> Any:
+    """Linear layers of one width, called `first`, `last` and, where there are three, `middle`; the
+    same each time."""
+    torch.manual_seed(0)
+    names = ("first", "last", "middle")[:count]
+    layers = {name: nn.Linear(width, width) for name in names}
+    return Applies(function, **layers, **named)
+
+
+def from_config(name: str, **changes: Any) -> Any:
+    """A tiny model of transformers, without values where the default device is meta."""
+    import transformers
+
+    small: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2}
+    small |= {"intermediate_size": 32, "num_hidden_layers": 2, "use_cache": False}
+    grouped = {**small, "num_key_value_heads": 1}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+    gpt2 = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "use_cache": False}
+    made: dict[str, Callable[[], Any]] = {
+        "qwen2": lambda: transformers.Qwen2Config(**grouped),
+        "tied": lambda: transformers.Qwen2Config(**grouped, tie_word_embeddings=True),
+        "yarn": lambda: transformers.LlamaConfig(**small, rope_parameters=yarn),
+        "mixtral": lambda: transformers.MixtralConfig(**grouped, num_local_experts=2),
+        "gpt2": lambda: transformers.GPT2Config(**gpt2, n_positions=32),
+    }
+    config = made[name]()
+    config.update(changes)
+    return transformers.AutoModelForCausalLM.from_config(config)
