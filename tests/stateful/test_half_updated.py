@@ -24,6 +24,7 @@ from megacompile import megacompile, restoring
 from megacompile.api import accumulate
 from megacompile.errors import BackwardError, ModelError, OptimizerError
 from tests import zoo
+from tests.stateful.late import failing, may_fail
 from tests.training import take_steps
 from tests.zoo import WIDTH, assert_close
 
@@ -216,27 +217,9 @@ def test_what_others_use_is_refused() -> None:
 # --- a backward that fails
 
 
-class Fails(torch.autograd.Function):
-    """In the backward, when it is told to."""
-
-    armed = False
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        if Fails.armed:
-            raise KeyError("out of luck")
-        return gradients[0]
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def fails(i: int, hidden: Tensor) -> Tensor:
     """Behind the second layer: the backward of what is behind it comes first."""
-    result: Tensor = Fails.apply(hidden) if i == 1 else hidden  # type: ignore[no-untyped-call]
-    return result
+    return may_fail(hidden) if i == 1 else hidden
 
 
 class Half(Pair):
@@ -250,12 +233,8 @@ class Half(Pair):
         """Leave it half updated."""
         self.saved = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
         self.optimizer.zero_grad()
-        Fails.armed = True
-        try:
-            with pytest.raises(KeyError, match="out of luck"):
-                backward(self.model, 2)
-        finally:
-            Fails.armed = False
+        with failing():
+            backward(self.model, 2)
 
     def refused(self) -> None:
         """Whatever saves or goes on says that it is half updated, each time."""
