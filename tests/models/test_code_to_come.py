@@ -217,19 +217,6 @@ def test_code_that_draws_runs_in_one_way(pool: Pool) -> None:
     assert to_come.without([(new, Code.BACKWARD)], waits=False) == [(new, Code.BACKWARD)]
 
 
-def test_it_is_loaded_bit_by_bit(pool: Pool) -> None:
-    to_come = CodeToCome(torch.device("cpu"))
-    each = template(random=False)
-    to_come.without([(each, Code.FORWARD), (each, Code.BACKWARD)], waits=False)
-    pool.finish()
-    before = dict(each.code)
-    assert not to_come.load(0.0) and to_come.load()
-    assert each.code == before
-    to_come.use()
-    assert each.code.keys() == before.keys()
-    assert all(each.code[code] is not before[code] for code in before)
-
-
 def test_what_needs_the_strides_that_were_traced_waits(pool: Pool) -> None:
     """Kernels may give others: a view of them is a copy, and `as_strided` would read elsewhere."""
     x = torch.ones(2, 3)
