@@ -211,10 +211,12 @@ class Side:
         """Code of the user's raises: in the forward, in the backward, or around the step."""
         if where == "forward":
             self.model(torch.ones(3, WIDTH + 1))
-        if where in ("loss", "hook"):
+        if where in ("loss", "hook", "behind"):
             loss = self.losses.pop()
             at: Any = loss if where == "loss" else self.param(number)
-            handle = at.register_hook(raise_planted)
+            behind = where == "behind"
+            register = at.register_post_accumulate_grad_hook if behind else at.register_hook
+            handle = register(raise_planted)
             try:
                 loss.backward()
             finally:

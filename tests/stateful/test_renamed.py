@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrize, prune
+from torch.nn.utils import parametrize
 
 from megacompile.ir.capture import TensorInput
 from tests import inside
@@ -142,16 +142,6 @@ class Symmetric(nn.Module):
         return x + x.t()
 
 
-def prune_(model: Any) -> None:
-    for layer in model.layers:
-        prune.l1_unstructured(layer.a, "weight", amount=0.3)
-
-
-def unprune(model: Any) -> None:
-    for layer in model.layers:
-        prune.remove(layer.a, "weight")
-
-
 def parametrize_(model: Any) -> None:
     parametrize.register_parametrization(model.layers[1].a, "weight", Symmetric())
 
@@ -204,7 +194,6 @@ def as_it_is(model: Any) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Any], None], ...]] = {
-    "pruned": (prune_, unprune),
     "parametrized": (parametrize_, unparametrize),
     "adapters": (inject, merge),
     "renamed, and layers that change places": (rename, exchange),
@@ -212,7 +201,7 @@ CHANGES: dict[str, tuple[Callable[[Any], None], ...]] = {
 }
 
 
-@pytest.mark.parametrize("change", drawn([c for c in CHANGES if c != "pruned"], ["pruned"]))
+@pytest.mark.parametrize("change", CHANGES)
 def test_renamed_and_moved_parameters(change: str) -> None:
     plain, model, inputs = pairs()
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (plain, model)]

@@ -61,6 +61,7 @@ CONFIGS = {
 
 
 STEPS = 40  # that a loop has at most
+FAILS = ("forward", "loss", "hook", "behind", "pre hook", "post hook", "closure")
 
 
 class Pair:
@@ -214,11 +215,11 @@ class Training(Both):
         self.both("all_backwards")
 
     @rule(
-        where=st.sampled_from(["forward", "loss", "hook", "pre hook", "post hook", "closure"]),
+        where=st.sampled_from(FAILS),
         number=st.integers(0, 9),
     )
     def fail(self, where: str, number: int) -> None:
-        if self.plain.losses or where not in ("loss", "hook"):
+        if self.plain.losses or where not in ("loss", "hook", "behind"):
             self.both("fail", where, number)
 
     @rule(which=st.integers(0, 1))
