@@ -312,7 +312,7 @@ class Training(Both):
     def look_at_all(self) -> None:
         self.compare()
 
-    @rule(number=st.integers(0, 9), kind=st.sampled_from(["tensor", "post accumulate"]))
+    @rule(number=st.integers(0, 9), kind=st.sampled_from(loops.HOOKS))
     def hook(self, number: int, kind: str) -> None:
         if len(self.plain.hooks) < 3:
             self.both("hook", number, kind)
