@@ -177,12 +177,6 @@ def test_an_optimizer_without_an_update_of_ours_is_stock_and_said_once() -> None
         train(streamed, [theirs], 3, start=1)
     assert_same(plain, streamed)
     assert inside.ways(streamed) == set()
-    # one of another model is left alone
-    other, twin = net(), net()
-    train(other, adamw(other), 2)
-    train(twin, adamw(twin), 2)
-    assert_same(other, twin)
-    assert {type(p) for p in other.parameters()} == {nn.Parameter}
 
 
 def test_a_state_is_a_view_of_the_buckets_flat_one() -> None:

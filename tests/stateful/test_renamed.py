@@ -16,7 +16,6 @@ from torch.nn.utils import parametrize
 
 from megacompile.ir.capture import TensorInput
 from tests import inside
-from tests.draws import drawn
 from tests.zoo import WIDTH, Inputs, Stack, assert_same, assert_steps_same, batch, step, twins
 
 
@@ -70,33 +69,26 @@ def assign(model: Any, target: str, source: str) -> None:
     setattr(model.get_submodule(path), name, getattr(model.get_submodule(owner), other))
 
 
-TIES = {
-    "weights of a layer": ("layers.1.a.weight", "layers.1.b.weight"),
-    "weights of two layers": ("layers.2.a.weight", "layers.0.b.weight"),
-    "a module of another layer": ("layers.1.a", "layers.2.b"),
-    "a layer": ("layers.1", "layers.2"),
-    "head and embedding": ("head.weight", "embed.weight"),
-}
+TIES = [
+    ("layers.1.a.weight", "layers.1.b.weight"),
+    ("layers.1.a", "layers.2.b"),
+    ("head.weight", "embed.weight"),
+]
 
 
-@pytest.mark.parametrize("ties", drawn([list(TIES)[::2]], [[name] for name in TIES]), ids=str)
-def test_tied_after_a_step(ties: list[str]) -> None:
+def test_tied_after_a_step_and_untied() -> None:
     """A graph that was captured before has two inputs where there is one parameter now."""
     plain, model, inputs = pairs()
-    for tie in ties:
+    for tie in TIES:
         for each in (plain, model):
-            assign(each, *TIES[tie])
+            assign(each, *tie)
         assert_steps_same(plain, model, inputs)
         assert_steps_same(plain, model, inputs)
         assert_streamed(model)
-
-
-def test_tied_and_untied_in_turns() -> None:
-    plain, model, inputs = pairs()
-    for i in range(4):
+    for i in range(3):
         for each in (plain, model):
             each.zero_grad()
-            layer = each.layers[1]
+            layer = each.layers[0]
             own = nn.Parameter(layer.b.weight.detach() * 2)
             layer.a.weight = own if i % 2 else layer.b.weight
         assert_steps_same(plain, model, inputs)
