@@ -289,7 +289,8 @@ class Side:
         self.scheduler.step()
         return []
 
-    def options(self, name: str, value: float) -> list[Any]:
+    def options(self, option: tuple[str, float]) -> list[Any]:
+        name, value = option
         for group in self.optimizers[0].param_groups:
             if name in group:
                 group[name] = value
@@ -478,19 +479,20 @@ class Side:
     def save(self, by: str) -> list[Any]:
         found = [self.model.state_dict(), [each.state_dict() for each in self.optimizers]]
         self.saved = through_file(found) if by == "file" else copy.deepcopy(found)
+        self.saved.append([type(each) for each in self.optimizers])
         return []
 
-    def load(self, assign: bool, model: bool, optimizer: bool) -> list[Any]:
-        """A checkpoint, or the half of it."""
-        states, others = self.saved
+    def load(self, halves: tuple[bool, bool]) -> list[Any]:
+        """A checkpoint, or the half of it: that of the model, or of the optimizer."""
+        model, optimizer = halves
+        states, others, kinds = self.saved
         if model:
             values = {name: value.clone() for name, value in states.items()}
-            self.model.load_state_dict(values, assign=assign)
-            for name, param in self.model.named_parameters():
-                self.params[name] = param
+            self.model.load_state_dict(values)
         if optimizer:
-            for each, state in zip(self.optimizers, others, strict=False):
-                each.load_state_dict(copy.deepcopy(state))
+            for each, state, kind in zip(self.optimizers, others, kinds, strict=False):
+                if type(each) is kind:
+                    each.load_state_dict(copy.deepcopy(state))
         return []
 
     def copied_model(self, by: str) -> list[Any]:
