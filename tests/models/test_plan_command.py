@@ -64,10 +64,9 @@ def test_the_figures_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert found["tflop_s"] == pytest.approx(6 * active * found["tokens_per_s"] / 1e12)
     assert found["tokens_take_s"] == pytest.approx(3e9 / found["tokens_per_s"])
     out = printed(capsys, folder, *SMALL, "--tokens", "3e9", "--changes")
-    for words in ("MixtralForCausalLM", "RTX 4090", "2 x 16 tokens", "adamw, float32 states",
-                  "it fits on the device", "tokens/s", "TFLOP/s by 6NT", "3e09 tokens", "the plan",
+    for words in ("MixtralForCausalLM", "RTX 4090", "2 x 16 tokens", "TFLOP/s by 6NT",
                   "what would help", "8-bit optimizer states", "active a token"):  # fmt: skip
-        assert words in out.replace("3e+09", "3e09").replace("3e9 ", "3e09 "), words
+        assert words in out, words
     assert max(map(len, out.splitlines()[1:])) <= 100
 
 

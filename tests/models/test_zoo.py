@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from tests.zoo import command, table
 from tests.zoo.catalogue import ENTRIES
 from tests.zoo.command import faults, tolerance
 from tests.zoo.compare import Result, compare, error
-from tests.zoo.entry import Entry, Family, Rounding, floats
+from tests.zoo.entry import Entry, Family, Rounding
 
 FAST = ("llama (eager)", "resnet", "nn.LSTM", "nn.EmbeddingBag")
 OTHERS = ("mixtral (sdpa)", "t5", "bert (eager)", "vit (sdpa)", "nn.Transformer")
@@ -133,36 +132,6 @@ def test_a_difference_is_found() -> None:
     assert 1e-7 < result.error < 1e-5
     assert "grad" in result.where or "output" in result.where
     assert (result.breaks, result.streamed) == (0, 1.0)
-
-
-class Normed(nn.Module):
-    """`x + RMSNorm(x)`, with the norm in a captured graph that neither makes x nor adds to it."""
-
-    def __init__(self, dtype: torch.dtype, *, grouped: bool) -> None:
-        super().__init__()
-        self.first = nn.Linear(64, 64, dtype=dtype)
-        self.grouped = grouped
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        torch._dynamo.graph_break()
-        read = x.view_as(x) if self.grouped else x
-        normed = read * read.pow(2).mean(-1, keepdim=True).rsqrt()
-        torch._dynamo.graph_break()
-        return x + normed
-
-
-@pytest.mark.parametrize("dtype", drawn([torch.float32], [torch.float64]))
-def test_what_turns_between_captured_and_eager_code_cost(dtype: torch.dtype) -> None:
-    """Rounding alone: the plain backward adds (x + a) + b, and the captured one x + (a + b)."""
-
-    def compared(*, grouped: bool) -> Result:
-        call = {"x": floats(8, 64).to(dtype)}
-        build = functools.partial(Normed, dtype, grouped=grouped)
-        return compare(Entry("normed", Family.TORCH, build, lambda: call))
-
-    assert 0 < compared(grouped=False).error < 20 * torch.finfo(dtype).eps
-    assert compared(grouped=True).error == 0  # the plain backward adds `a + b` first, too
 
 
 @pytest.mark.parametrize(
