@@ -61,7 +61,7 @@ class Net(nn.Module):
             x = layer(x)
             if self.breaks and i == 1:
                 torch._dynamo.graph_break()
-                x = x + self.layers[0].linear.bias  # which both graphs use
+                x = x + self.layers[0].get_parameter("linear.bias")  # which both graphs use
         hidden: Tensor = x.relu()
         result: Tensor = self.head(hidden)
         return result, hidden

@@ -70,7 +70,8 @@ def test_programs_that_are_not_used_any_more_go() -> None:
     run(model, range(1))
     (graph,) = inside.streamed(model).graphs
     graph.most = FEW
-    templates: Any = inside.streamed(model).buckets.plans.compiler.pipeline.templates
+    compiler: Any = inside.streamed(model).buckets.plans.compiler
+    templates = compiler.pipeline.templates
     run(model, range(1, FEW))
     assert len(graph.programs) == FEW
     gone: list[Any] = [ref(each) for each in inside.programs(model) + inside.executors(model)]

@@ -298,9 +298,10 @@ def test_where_nothing_was_updated_nothing_needs_to_be_loaded() -> None:
     """A backward that failed before; and a checkpoint that is loaded instead of the step."""
     pair = Pair()
     pair.steps(1)
+    nothing: dict[str, Any] = {}
     for each, optimizer in pair.both:
         loss = zoo.loss_of(each(**zoo.batch(1)))
-        loss.register_hook(lambda _: {}["no luck"])
+        loss.register_hook(lambda _: nothing["no luck"])
         optimizer.zero_grad()
         with pytest.raises(KeyError, match="no luck"):
             loss.backward()

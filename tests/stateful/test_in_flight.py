@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 from collections.abc import Callable
@@ -160,6 +161,10 @@ EXPORTS: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
+def of_the_parameter(alias: Callable[[Any], Any], model: Any) -> Any:
+    return alias(model.get_parameter(NAME))
+
+
 def own(model: Any) -> Tensor:
     """What the user has put into `p.grad` is guarded itself."""
     param = model.get_parameter(NAME)
@@ -172,7 +177,7 @@ def test_other_names_of_memory() -> None:
     """They are written behind the step, whose update reads what was there."""
     both = Flying()
     for name, alias in ALIASES.items():
-        aliases = both.step(lambda model, of=alias: of(model.get_parameter(NAME)))
+        aliases = both.step(functools.partial(of_the_parameter, alias))
         assert both.workers.waited == [BUCKET], name
         for each in aliases:
             if isinstance(each, Tensor):
@@ -212,6 +217,8 @@ def test_a_failed_update_is_said_until_a_checkpoint_is_loaded() -> None:
     both = Flying()
     uses: dict[str, Callable[[], Any]] = {
         "p": lambda: both.model.get_parameter(NAME).sum(),
+        "call": lambda: both.model(**data(0)),
+        "step": both.theirs.step,
         "load": lambda: both.model.load_state_dict(both.saved[0]),
     }
     for name, use in uses.items():

@@ -228,5 +228,5 @@ def test_wrappers() -> None:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 found.append(train(model, make, kind, closure=closure))
-        assert difference(*found) == "", kind
+        assert difference(found[0], found[1]) == "", kind
         assert differences(plain, streamed) == [], kind
