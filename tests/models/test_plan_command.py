@@ -45,7 +45,7 @@ def test_the_figures_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[s
     """Of a model of transformers with experts, of which a token passes a part."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = config(tmp_path, **EXPERTS)
+    folder = config(tmp_path, **EXPERTS, max_position_embeddings=16)  # --seq is all of it
     given = {**CONFIG, **EXPERTS}
     kind = given.pop("model_type")
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **given))
@@ -248,6 +248,10 @@ def test_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
     assert any("more of the disk" in line for line in refused["why_not"])
     ranks = answer(capsys, *there, "--gpus", "2")
     assert ranks["plan"]["disk"]["there_bytes"] == 2**29
+
+
+def test_tiles_that_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "in 2 tiles" in printed(capsys, TOWER, *SMALL, "--tiles", "2")
 
 
 # --- mistakes: one line on stderr, and code 2

@@ -57,7 +57,7 @@ CONFIGS = {
     "broken": Config({"resident": 0}, breaks=True, late=True),
     "disk": Config({"disk": tempfile.gettempdir(), "resident": 0}),
     "planned": Config({"gpu_memory": 2**16}, late=True, examples=3),
-    "in backward": Config(in_backward=True, examples=10),
+    "in backward": Config(in_backward=True, examples=8),
 }
 
 
