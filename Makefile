@@ -54,9 +54,9 @@ MATRIX ?= 2.11 2.12 2.13 2.14 2.15
 # version of torch breaks.
 FAST := tests/compat tests/unit/test_captured_graph.py $(wildcard tests/equality/test_capture*.py) \
 	tests/equality/test_numbers.py tests/stateful/test_training.py tests/models/test_real_loops.py
-# Where other packages are skipped if they are not there; test_ecosystem needs a GPU.
-LOOPS := $(patsubst %,tests/models/test_%.py, adapters float8 quantized_bases micro_steps ecosystem \
-	real_loops examples trainer_flags) \
+# Where other packages are skipped if they are not there.
+LOOPS := $(patsubst %,tests/models/test_%.py, adapters float8 quantized_bases micro_steps real_loops \
+	examples trainer_flags) \
 	$(patsubst %,tests/%.py, stateful/test_released \
 	ranks/test_torchrun ranks/test_other_loops)
 

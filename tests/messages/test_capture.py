@@ -35,15 +35,6 @@ class Function(nn.Module):
         return self.function(self, self.layer(x))
 
 
-def read_in_eager(module: Any, h: Tensor) -> Tensor:
-    scaled: Tensor = h * module.layer.bias
-    return scaled
-
-
-def eager_code() -> None:
-    streamed(Function(torch._dynamo.disable(read_in_eager)))(torch.ones(2, 4))
-
-
 @torch.library.custom_op("megacompile_tests::never_fake", mutates_args=())
 def never_fake(x: Tensor) -> Tensor:
     return x.clone()
@@ -203,94 +194,50 @@ BOTH = "fetching 2 of 2 parameters (80 B of 80 B, 100 %) at each use (slower, sa
 FILE = __file__
 
 CASES = [
-    Case(
-        eager_code,
-        UserWarning,
-        f"megacompile: {FILE}:{{}} (read_in_eager) runs in eager mode and fetches 1 of 2 "
-        f"parameters (16 B of 80 B, 20 %) at each use {SLOWER}: a graph break at {FILE}:{{}} "
-        "(forward): Skip calling `torch.compiler.disable()`d function; TORCH_LOGS=graph_breaks "
-        "says more",
-    ),
-    Case(
-        untraced,
-        UserWarning,
+    Case(untraced, UserWarning,
         f"megacompile: {FILE}:{{}} (forward) runs in eager mode and fetches 2 of 2 parameters "
         f"(80 B of 80 B, 100 %) at each use {SLOWER}: Dynamo could not trace {FILE}:{{}} "
         "(<lambda>): megacompile_tests.never_fake.default: RuntimeError('no fake tensors here'); "
-        "TORCH_LOGS=+dynamo says more",
-    ),
+        "TORCH_LOGS=+dynamo says more"),
     Case(another_case, UserWarning, f"megacompile: Function {ANEW}{GUARD}{FEWER}"),
     Case(a_part_by_itself, UserWarning, f"megacompile: Sequential {ANEW}{GUARD}{FEWER}"),
-    Case(
-        asked_size,
-        UserWarning,
+    Case(asked_size, UserWarning,
         f"megacompile: Function {ANEW}each value of a size gets its own code: the stage Function, "
-        "with its backward; pad to a few sizes",
-    ),
-    Case(
-        unscheduled,
-        UserWarning,
+        "with its backward; pad to a few sizes"),
+    Case(unscheduled, UserWarning,
         f"megacompile: Function is not scheduled and runs in eager mode, {BOTH}: parameter "
-        "'layer.weight' is changed in place by clamp_",
-    ),
-    Case(
-        shared,
-        UserWarning,
+        "'layer.weight' is changed in place by clamp_"),
+    Case(shared, UserWarning,
         f"megacompile: Function is not scheduled and runs in eager mode, {BOTH}: inputs "
         "l_model_seen share memory and one is changed in place, but a parameter is in that memory "
-        "too; pass copies (.clone())",
-    ),
-    Case(
-        hooked_output,
-        UserWarning,
+        "too; pass copies (.clone())"),
+    Case(hooked_output, UserWarning,
         "megacompile: Function: output 1 has a hook, or retains its gradient, and other outputs "
         "are computed from it: what comes through those does not reach the hook, and what the hook "
         "changes does not reach them (other numbers than the plain model's; said once); end the "
-        "captured graph after the line that computes it: torch._dynamo.graph_break()",
-    ),
-    Case(
-        logits,
-        UserWarning,
+        "captured graph after the line that computes it: torch._dynamo.graph_break()"),
+    Case(logits, UserWarning,
         "megacompile(): Function: head='chunked', but the head is whole: the logits (scores) are "
-        "returned to the caller; return the loss",
-    ),
-    Case(
-        compiled,
-        UserWarning,
+        "returned to the caller; return the loss"),
+    Case(compiled, UserWarning,
         "megacompile: Stack is called from code that torch.compile captures, which leaves it as it "
         "is: megacompile compiles it (said once); leave out torch.compile where it is around the "
-        "model alone",
-    ),
-    Case(
-        compiled_method,
-        UserWarning,
+        "model alone"),
+    Case(compiled_method, UserWarning,
         "megacompile: Stack.compile() does nothing: megacompile compiles the model (said once); "
-        "leave it out",
-    ),
-    Case(
-        fullgraph,
-        torch._dynamo.exc.Unsupported,
+        "leave it out"),
+    Case(fullgraph, torch._dynamo.exc.Unsupported,
         "{}reason: megacompile compiles this model itself; leave out fullgraph=True, or "
-        "torch.compile){}",
-    ),
-    Case(
-        later_backward,
-        BackwardError,
+        "torch.compile){}"),
+    Case(later_backward, BackwardError,
         "Function.1: a backward for these outputs has no code for sizes of 5 together; call "
-        "megacompile(model, dynamic=False), so that each set of sizes gets its own",
-    ),
-    Case(
-        changed_output,
-        BackwardError,
+        "megacompile(model, dynamic=False), so that each set of sizes gets its own"),
+    Case(changed_output, BackwardError,
         "Function: an output of shape (2, 4) was changed in place since the forward, whose "
-        "backward needs it as it was; change a copy (.clone()), or call backward() before",
-    ),
-    Case(
-        processes,
-        OptionError,
-        "MEGACOMPILE_COMPILE_PROCESSES=many: needed a number of processes, such as 4, or 0",
-    ),
-]
+        "backward needs it as it was; change a copy (.clone()), or call backward() before"),
+    Case(processes, OptionError,
+        "MEGACOMPILE_COMPILE_PROCESSES=many: needed a number of processes, such as 4, or 0"),
+]  # fmt: skip
 
 
 def heard(provoke: Callable[[], None]) -> list[str]:

@@ -28,7 +28,7 @@ from megacompile import (
 )
 from megacompile.errors import OptionTypeError
 from tests import quantized
-from tests.zoo import WIDTH, Stack, batch, stack
+from tests.zoo import WIDTH, batch, stack
 
 
 class Meta(nn.Module):
@@ -157,217 +157,111 @@ def no_cuda(device: Any) -> Any:
 
 
 ROWS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "a function": (
-        lambda: megacompile(cast(Any, lambda x: x)),
-        ModelError,
-        "megacompile(): got function; needed a torch.nn.Module (for a function, wrap it in a "
-        "module that owns the parameters)",
-    ),
-    "TorchScript": (
-        lambda: megacompile(torch.jit.script(nn.Linear(2, 2))),
-        ModelError,
-        "megacompile(): RecursiveScriptModule is a TorchScript module, which cannot be "
-        "captured; needed the Python module that it was made from",
-    ),
-    "no parameters": (
-        lambda: megacompile(nn.Sequential(nn.ReLU())),
-        ModelError,
-        "megacompile(): Sequential has no parameters; needed at least one to stream (lazy "
-        "modules get theirs in a first call)",
-    ),
-    "a lazy module": (
-        lambda: megacompile(nn.LazyLinear(2)),
-        ModelError,
-        "megacompile(): parameter LazyLinear.weight is not initialized yet; call the model "
-        "once first",
-    ),
-    "a tensor on meta": (
-        lambda: on_cpu(Meta()),
-        ModelError,
-        "megacompile(): 1 tensors of Meta were on meta and get no values: other; needed a "
-        "checkpoint that has them (checkpoint=), or code that initialises them; give the "
-        "module that has it a reset_parameters() that writes all of it; or build it in memory "
-        "(with torch.device('cpu'):) before megacompile()",
-    ),
-    "a tensor that is neither": (
-        lambda: on_cpu(Stray()),
-        ModelError,
-        "megacompile(): Stray.table is a tensor on meta, and neither a parameter nor a buffer, "
-        "so that nobody can give it values; needed one in memory: make it with device='cpu'",
-    ),
-    "a sparse parameter": (
-        lambda: on_cpu(with_parameter(torch.eye(2).to_sparse())),
-        ModelError,
-        "megacompile(): parameter Linear.extra has layout torch.sparse_coo; needed a dense "
-        "one; use .to_dense()",
-    ),
-    "a quantized parameter": (
-        lambda: on_cpu(
-            with_parameter(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
-        ),
-        ModelError,
-        "megacompile(): parameter Linear.extra is quantized; needed an ordinary dense tensor, "
-        "or a packed one that can be taken apart (as those of torchao and bitsandbytes); "
-        "megacompile the model before quantizing, or dequantize it; of a DTensor, "
-        "param.full_tensor(), and mesh=",
-    ),
-    "a subclass": (
-        lambda: on_cpu(with_parameter(torch.ones(2).as_subclass(Wrapped))),
-        ModelError,
-        "megacompile(): parameter Linear.extra is Wrapped; needed an ordinary dense tensor, or "
-        "a packed one that can be taken apart (as those of torchao and bitsandbytes); "
-        "megacompile the model before quantizing, or dequantize it; of a DTensor, "
-        "param.full_tensor(), and mesh=",
-    ),
-    "sparse gradients": (
-        lambda: on_cpu(nn.Sequential(nn.Embedding(4, 2, sparse=True))),
-        ModelError,
-        "megacompile(): Sequential.0 has sparse=True, whose gradients are sparse tensors; "
-        "needed dense ones; set sparse=False",
-    ),
-    "a trained packed weight": (
-        lambda: on_cpu(packed(True)),
-        ModelError,
-        "megacompile(): parameter Model.layers.0.first.base.weight is a Int8 that requires "
-        "grad; needed a frozen one, as its packed data have no gradients; use "
-        "requires_grad_(False), and train adapters (LoRA) beside it",
-    ),
-    "one that is trained later": (
-        trained_later,
-        ModelError,
-        "a parameter of shape (256, 128) is a Int8 that requires grad since megacompile(); "
-        "needed a frozen one, as its packed data have no gradients; use requires_grad_(False), "
-        "and train adapters (LoRA) beside it",
-    ),
-    "a packed weight in full": (
-        lambda: full_parameters(on_cpu(packed(False))),
-        ModelError,
-        "full_parameters(): parameter 'weight' of layer 'layers.0.first.base' is a quantized "
-        "Int8; needed weights in full; send the adapters alone "
-        "(peft.get_peft_model_state_dict), to an engine that has the same base",
-    ),
-    "compiled before": (
-        lambda: megacompile(compiled(), device="cpu"),
-        OptionError,
-        "megacompile(): Linear was compiled with model.compile() already; leave that out: "
-        "megacompile compiles it",
-    ),
-    "schedules of a plain model": (
-        lambda: schedules(Stack()),
-        ModelError,
-        "schedules(): Stack is not megacompiled; call model = megacompile(model) first",
-    ),
-    "explain a plain model": (
-        lambda: explain(Stack()),
-        ModelError,
-        "explain(): Stack is not megacompiled; call model = megacompile(model) first",
-    ),
-    "explain before a call": (
-        lambda: explain(on_cpu()),
-        ModelError,
-        "explain(): Stack has not run yet; call it on a batch first (where it has run, nothing "
-        "of it was captured, and a warning said why)",
-    ),
-    "trace nothing": (
-        trace,
-        ModelError,
-        "trace(): got no model; needed at least one",
-    ),
-    "trace a plain model": (
-        lambda: trace(nn.Linear(2, 2)),
-        ModelError,
-        "trace(): Linear is not megacompiled; call model = megacompile(model) first",
-    ),
-    "no schedule before a call": (
-        lambda: no_schedule(False),
-        NoScheduleError,
-        "schedules(): Stack has none: it has not been called yet; call model(...) on a batch "
-        "first (or a module in it)",
-    ),
-    "no schedule in eager mode": (
-        lambda: no_schedule(True),
-        NoScheduleError,
-        "schedules(): Stack has none: Dynamo has captured nothing of it, as a warning said",
-    ),
-    "megacompiled inside": (
-        lambda: inside(True),
-        ModelError,
-        "Sequential.0 is megacompiled itself; megacompile only the outermost module that is "
-        "called (a copy.deepcopy of the other is a plain module)",
-    ),
-    "inside of a megacompiled one": (
-        lambda: inside(False),
-        ModelError,
-        "megacompile(): parameter Block.norm.weight is owned by another megacompiled model "
-        "(Stack.layers.1.norm.weight there), and a parameter has one owner; megacompile "
-        "neither of them, but one module that has both and calls them; or give one of them a "
-        "copy of the parameter; or call megacompile.unmegacompile() on the other one, if it is "
-        "not needed any more",
-    ),
-    "replaced by a megacompiled one": (
-        replaced_by_one,
-        ModelError,
-        "Stack.layers.1 is megacompiled itself; megacompile only the outermost module that is "
-        "called (a copy.deepcopy of the other is a plain module)",
-    ),
-    "no CUDA device": (
-        lambda: no_cuda("cuda"),
-        OptionError,
-        "megacompile(): got device='cuda', but this machine has no CUDA device "
-        "(torch.cuda.is_available() is False); use device='cpu' or leave it out",
-    ),
+    "a function": (lambda: megacompile(cast(Any, lambda x: x)), ModelError,
+     "megacompile(): got function; needed a torch.nn.Module (for a function, wrap it in a module "
+     "that owns the parameters)"),
+    "TorchScript": (lambda: megacompile(torch.jit.script(nn.Linear(2, 2))), ModelError,
+     "megacompile(): RecursiveScriptModule is a TorchScript module, which cannot be captured; "
+     "needed the Python module that it was made from"),
+    "no parameters": (lambda: megacompile(nn.Sequential(nn.ReLU())), ModelError,
+     "megacompile(): Sequential has no parameters; needed at least one to stream (lazy modules "
+     "get theirs in a first call)"),
+    "a lazy module": (lambda: megacompile(nn.LazyLinear(2)), ModelError,
+     "megacompile(): parameter LazyLinear.weight is not initialized yet; call the model once "
+     "first"),
+    "a tensor on meta": (lambda: on_cpu(Meta()), ModelError,
+     "megacompile(): 1 tensors of Meta were on meta and get no values: other; needed a "
+     "checkpoint that has them (checkpoint=), or code that initialises them; give the module "
+     "that has it a reset_parameters() that writes all of it; or build it in memory (with "
+     "torch.device('cpu'):) before megacompile()"),
+    "a tensor that is neither": (lambda: on_cpu(Stray()), ModelError,
+     "megacompile(): Stray.table is a tensor on meta, and neither a parameter nor a buffer, so "
+     "that nobody can give it values; needed one in memory: make it with device='cpu'"),
+    "a sparse parameter": (lambda: on_cpu(with_parameter(torch.eye(2).to_sparse())), ModelError,
+     "megacompile(): parameter Linear.extra has layout torch.sparse_coo; needed a dense one; use "
+     ".to_dense()"),
+    "a quantized parameter": (lambda: on_cpu(with_parameter(QUANTIZED)), ModelError,
+     "megacompile(): parameter Linear.extra is quantized; needed an ordinary dense tensor, or a "
+     "packed one that can be taken apart (as those of torchao and bitsandbytes); megacompile the "
+     "model before quantizing, or dequantize it; of a DTensor, param.full_tensor(), and mesh="),
+    "a subclass": (lambda: on_cpu(with_parameter(torch.ones(2).as_subclass(Wrapped))), ModelError,
+     "megacompile(): parameter Linear.extra is Wrapped; needed an ordinary dense tensor, or a "
+     "packed one that can be taken apart (as those of torchao and bitsandbytes); megacompile the "
+     "model before quantizing, or dequantize it; of a DTensor, param.full_tensor(), and mesh="),
+    "sparse gradients": (lambda: on_cpu(nn.Sequential(nn.Embedding(4, 2, sparse=True))), ModelError,
+     "megacompile(): Sequential.0 has sparse=True, whose gradients are sparse tensors; needed "
+     "dense ones; set sparse=False"),
+    "a trained packed weight": (lambda: on_cpu(packed(True)), ModelError,
+     "megacompile(): parameter Model.layers.0.first.base.weight is a Int8 that requires grad; "
+     "needed a frozen one, as its packed data have no gradients; use requires_grad_(False), and "
+     "train adapters (LoRA) beside it"),
+    "one that is trained later": (trained_later, ModelError,
+     "a parameter of shape (256, 128) is a Int8 that requires grad since megacompile(); needed a "
+     "frozen one, as its packed data have no gradients; use requires_grad_(False), and train "
+     "adapters (LoRA) beside it"),
+    "a packed weight in full": (lambda: full_parameters(on_cpu(packed(False))), ModelError,
+     "full_parameters(): parameter 'weight' of layer 'layers.0.first.base' is a quantized Int8; "
+     "needed weights in full; send the adapters alone (peft.get_peft_model_state_dict), to an "
+     "engine that has the same base"),
+    "compiled before": (lambda: megacompile(compiled(), device="cpu"), OptionError,
+     "megacompile(): Linear was compiled with model.compile() already; leave that out: "
+     "megacompile compiles it"),
+    "explain before a call": (lambda: explain(on_cpu()), ModelError,
+     "explain(): Stack has not run yet; call it on a batch first (where it has run, nothing of "
+     "it was captured, and a warning said why)"),
+    "trace nothing": (trace, ModelError,
+     "trace(): got no model; needed at least one"),
+    "no schedule before a call": (lambda: no_schedule(False), NoScheduleError,
+     "schedules(): Stack has none: it has not been called yet; call model(...) on a batch first "
+     "(or a module in it)"),
+    "no schedule in eager mode": (lambda: no_schedule(True), NoScheduleError,
+     "schedules(): Stack has none: Dynamo has captured nothing of it, as a warning said"),
+    "megacompiled inside": (lambda: inside(True), ModelError,
+     "Sequential.0 is megacompiled itself; megacompile only the outermost module that is called "
+     "(a copy.deepcopy of the other is a plain module)"),
+    "inside of a megacompiled one": (lambda: inside(False), ModelError,
+     "megacompile(): parameter Block.norm.weight is owned by another megacompiled model "
+     "(Stack.layers.1.norm.weight there), and a parameter has one owner; megacompile neither of "
+     "them, but one module that has both and calls them; or give one of them a copy of the "
+     "parameter; or call megacompile.unmegacompile() on the other one, if it is not needed any "
+     "more"),
+    "replaced by a megacompiled one": (replaced_by_one, ModelError,
+     "Stack.layers.1 is megacompiled itself; megacompile only the outermost module that is "
+     "called (a copy.deepcopy of the other is a plain module)"),
+    "no CUDA device": (lambda: no_cuda("cuda"), OptionError,
+     "megacompile(): got device='cuda', but this machine has no CUDA device "
+     "(torch.cuda.is_available() is False); use device='cpu' or leave it out"),
     "host memory for the parameters": (
-        lambda: megacompile(nn.Linear(1024, 1024), device="cpu", host_memory="1MiB"),
-        HostMemoryError,
-        "megacompile(): host memory is too small\n  parameters to move to the host         0 "
-        "B\n  one bucket, while moving             4 MiB\n  gradients                          "
-        "  4 MiB\n  needed                               8 MiB\n  available                    "
-        "        1 MiB\nfree host memory (or raise host_memory=), use a smaller dtype "
-        "(model.bfloat16()), or freeze parameters (requires_grad_(False)), which need no "
-        "gradients",
-    ),
-    "backward twice": (
-        twice,
-        BackwardError,
-        "Stack: backward() a second time, but what it needs was freed by the first; call the "
-        "first with retain_graph=True",
-    ),
-    "compiled autograd": (
-        compiled_autograd,
-        BackwardError,
-        "Stack: backward() in compiled autograd...",
-    ),
-    "double backward": (
-        double_backward,
-        BackwardError,
-        "Stack: backward() with create_graph=True: megacompile does not differentiate twice; "
-        "compute this loss with the plain model",
-    ),
-    "a parameter in place": (
-        lambda: changed(edit),
-        BackwardError,
-        "Stack: parameter 'layers.1.up.weight' was changed in place between the forward and "
-        "its backward; call backward() before optimizer.step()",
-    ),
-    "a parameter's data": (
-        lambda: changed(replace_data),
-        BackwardError,
-        "Stack: parameter 'layers.1.up.weight' was changed in place between the forward and "
-        "its backward; call backward() before optimizer.step()",
-    ),
-    "a parameter replaced": (
-        lambda: changed(replace_parameter),
-        BackwardError,
-        "Stack: parameters were replaced between the forward and its backward, and taken over "
-        "by another call; call backward() before that",
-    ),
-    "an input in place": (
-        lambda: changed(lambda given: given[1]["x"].add_(1)),
-        BackwardError,
-        "Stack: input ... of shape (4, 16) was changed in place since the forward, whose "
-        "backward needs it as it was; change a copy (.clone()), or call backward() before",
-    ),
-}
+     lambda: megacompile(nn.Linear(1024, 1024), device="cpu", host_memory="1MiB"), HostMemoryError,
+     "megacompile(): host memory is too small\n"
+     "  parameters to move to the host         0 B\n"
+     "  one bucket, while moving             4 MiB\n"
+     "  gradients                            4 MiB\n"
+     "  needed                               8 MiB\n"
+     "  available                            1 MiB\n"
+     "free host memory (or raise host_memory=), use a smaller dtype (model.bfloat16()), or "
+     "freeze parameters (requires_grad_(False)), which need no gradients"),
+    "backward twice": (twice, BackwardError,
+     "Stack: backward() a second time, but what it needs was freed by the first; call the first "
+     "with retain_graph=True"),
+    "compiled autograd": (compiled_autograd, BackwardError,
+     "Stack: backward() in compiled autograd..."),
+    "double backward": (double_backward, BackwardError,
+     "Stack: backward() with create_graph=True: megacompile does not differentiate twice; "
+     "compute this loss with the plain model"),
+    "a parameter in place": (lambda: changed(edit), BackwardError,
+     "Stack: parameter 'layers.1.up.weight' was changed in place between the forward and its "
+     "backward; call backward() before optimizer.step()"),
+    "a parameter's data": (lambda: changed(replace_data), BackwardError,
+     "Stack: parameter 'layers.1.up.weight' was changed in place between the forward and its "
+     "backward; call backward() before optimizer.step()"),
+    "a parameter replaced": (lambda: changed(replace_parameter), BackwardError,
+     "Stack: parameters were replaced between the forward and its backward, and taken over by "
+     "another call; call backward() before that"),
+    "an input in place": (lambda: changed(lambda given: given[1]["x"].add_(1)), BackwardError,
+     "Stack: input ... of shape (4, 16) was changed in place since the forward, whose backward "
+     "needs it as it was; change a copy (.clone()), or call backward() before"),
+}  # fmt: skip
 OPTIONS: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] = [
     (on_cpu, {"lookahead": 1.0}, OptionTypeError,
      "option 'lookahead' got 1.0 (float); needed an int of at least 1"),
@@ -377,34 +271,30 @@ OPTIONS: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] =
      "option 'lowering' got True (bool); needed one of 'eager', 'inductor'"),
     (on_cpu, {"device": True}, OptionTypeError,
      "option 'device' got True (bool); needed a torch.device, 'cuda:0' or 'cpu'"),
-    (on_cpu, {"activations": 0.5}, OptionTypeError,
-     "option 'activations' got 0.5 (float); needed one of 'auto', 'keep', 'selective', "
-     "'recompute', 'offload'"),
     (on_cpu, {"optimizer": torch.optim.AdamW}, OptionTypeError,
      "option 'optimizer' got <class 'torch.optim.adamw.AdamW'> (type); needed one that has "
      "parameters: AdamW(model.parameters(), ...)"),
+    (on_cpu, {"tiles": True}, OptionTypeError,
+     "option 'tiles' got True (bool); needed 'auto' or an int of at least 1"),
+    (on_cpu, {"gpu_memory": True}, OptionTypeError,
+     "option 'gpu_memory' got True..."),
+    (on_cpu, {"gpu_memory": -1}, OptionError, "got gpu_memory=-1; needed bytes..."),
+    (on_cpu, {"gpu_memory": "20 bananas"}, OptionError,
+     "got gpu_memory='20 bananas'; needed bytes..."),
     (on_cpu, {"lookahead": 0}, OptionError, "got lookahead=0; needed at least 1"),
-    (on_cpu, {"slots": 1}, OptionError, "got slots=1; needed at least 2"),
     (on_cpu, {"lookahead": 3, "slots": 3}, OptionError,
      "got slots=3 with lookahead=3; a prefetch 3 stages ahead needs at least 4 slots; raise "
      "slots or lower lookahead"),
     (on_cpu, {"lowering": 'triton'}, OptionError,
      "got lowering='triton'; needed one of 'eager', 'inductor'"),
-    (on_cpu, {"device": 'gpu'}, OptionError, "got device='gpu'; needed a 'cuda' device or 'cpu'"),
     (on_cpu, {"device": 'meta'}, OptionError,
      "got device='meta'; needed a 'cuda' device or 'cpu'"),
     (on_cpu, {"resident": 'some'}, OptionError,
      "got resident='some'; needed 'auto', 'all', bytes (an int), a text such as "
      '"20GiB", or a fraction of what there is (0 < f <= 1)'),
-    (on_cpu, {"activations": 'host'}, OptionError,
-     "got activations='host'; needed one of 'auto', 'keep', 'selective', 'recompute', "
-     "'offload'"),
     (again, {"lookahead": 1}, OptionError,
      "Stack is megacompiled already, with other options (lookahead: 2 -> 1); call it once, "
      "with the options you want"),
-    (again, {"compute_dtype": torch.bfloat16}, OptionError,
-     "Stack is megacompiled already, with other options (compute_dtype: None -> "
-     "torch.bfloat16); call it once, with the options you want"),
 ]  # fmt: skip
 
 
@@ -459,28 +349,6 @@ class InALoop(Breaks):
         return result
 
 
-class Reads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.LSTM(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.net(x)[0]
-        return result
-
-
-class Counts(nn.Module):
-    """Another case at each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.n = nn.Linear(8, 8), "0"
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.a(x)
-        return result * 2 if self.n == "odd" else result + len(self.n)
-
-
 class Mapped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -502,13 +370,6 @@ def switched_off() -> None:
         model(X)
 
 
-def recompiled() -> None:
-    model = on_cpu(Counts())
-    for i in range(12):
-        model.n = f"case {i}"
-        model(X)
-
-
 def used(loss: Callable[[Any], Tensor]) -> None:
     model = on_cpu(Breaks())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -527,69 +388,34 @@ def moved() -> None:
 
 
 WARNINGS: dict[str, tuple[Callable[[], Any], str]] = {
-    "a graph break": (
-        lambda: thrice(on_cpu(Breaks())),
-        "megacompile: ... (in_eager) runs in eager mode and fetches 1 of 2 parameters (256 B "
-        "of 1 KiB, 25 %) at each use (slower, same numbers; said once): a graph break at ... "
-        "(forward): ...; TORCH_LOGS=graph_breaks says more",
-    ),
-    "a function that is skipped": (
-        lambda: on_cpu(InALoop())(X),
-        "megacompile: ... (forward) runs in eager mode and fetches 2 of 2 parameters (1 KiB "
-        "of 1 KiB, 100 %) at each use (slower, same numbers; said once): a graph break at "
-        "... (forward): ...; TORCH_LOGS=graph_breaks says more",
-    ),
-    "a module of torch's": (
-        lambda: on_cpu(nn.LSTM(8, 8))(X),
-        "megacompile: ... runs in eager mode and fetches 4 of 4 parameters (2.25 KiB of "
-        "2.25 KiB, 100 %) at each use (slower, same numbers; said once): a graph break: "
-        "...; TORCH_LOGS=graph_breaks says more",
-    ),
-    "one inside of a model": (
-        lambda: on_cpu(Reads())(X),
-        "megacompile: ... (forward) runs in eager mode and fetches 4 of 4 parameters (2.25 "
-        "KiB of 2.25 KiB, 100 %) at each use (slower, same numbers; said once): a graph "
-        "break at ... (forward): ...; TORCH_LOGS=graph_breaks says more",
-    ),
-    "capture is switched off": (
-        switched_off,
-        "megacompile: ... (in_eager) runs in eager mode and fetches 2 of 2 parameters (1 KiB "
-        "of 1 KiB, 100 %) at each use (slower, same numbers; said once): capture is switched "
-        "off, by torch.compiler.set_stance('force_eager'); leave that out",
-    ),
-    "a limit of recompilations": (
-        recompiled,
-        "megacompile: Counts was captured anew in 8 of its last 8 calls, which took ... s "
-        "(slower, same numbers; said once): what they were captured for did not hold "
-        "(model.n == 'case 7'); let fewer things change from call to call, or make them "
-        "arguments, or tensors",
-    ),
-    "a graph that is not scheduled": (
-        lambda: on_cpu(Mapped())(X),
-        "megacompile: Mapped is not scheduled and runs in eager mode, fetching 2 of 4 "
-        "parameters (288 B of 576 B, 50 %) at each use (slower, same numbers): it uses "
-        "torch.func (...)",
-    ),
-    "a forward that is called itself": (
-        lambda: used(lambda m: m.b.forward(m.a(X)).sum()),
-        "megacompile: 1 of 2 parameters (768 B of 1 KiB, 75 %) of Breaks have gradients that "
-        "no schedule has computed, 'b.weight' first: code outside of every call used them, "
-        "where they lie (slower, same numbers; said once); write model.b(...), not "
-        ".forward(...) nor the parameter itself, or move that code into a module's forward",
-    ),
-    "a parameter that is used itself": (
-        lambda: used(lambda m: m.a(X).sum() + m.b.weight.square().sum()),
-        "megacompile: 1 of 2 parameters (768 B of 1 KiB, 75 %) of Breaks have gradients that "
-        "no schedule has computed, 'b.weight' first: code outside of every call used them, "
-        "where they lie (slower, same numbers; said once); write model.b(...), not "
-        ".forward(...) nor the parameter itself, or move that code into a module's forward",
-    ),
-    "moved": (
-        moved,
-        "megacompile: parameters stay in host memory and are streamed to the device; "
-        "model.to(device) moved only buffers (said once)",
-    ),
-}
+    "a graph break": (lambda: thrice(on_cpu(Breaks())),
+     "megacompile: ... (in_eager) runs in eager mode and fetches 1 of 2 parameters (256 B of 1 "
+     "KiB, 25 %) at each use (slower, same numbers; said once): a graph break at ... (forward): "
+     "...; TORCH_LOGS=graph_breaks says more"),
+    "a function that is skipped": (lambda: on_cpu(InALoop())(X),
+     "megacompile: ... (forward) runs in eager mode and fetches 2 of 2 parameters (1 KiB of 1 "
+     "KiB, 100 %) at each use (slower, same numbers; said once): a graph break at ... (forward): "
+     "...; TORCH_LOGS=graph_breaks says more"),
+    "a module of torch's": (lambda: on_cpu(nn.LSTM(8, 8))(X),
+     "megacompile: ... runs in eager mode and fetches 4 of 4 parameters (2.25 KiB of 2.25 KiB, "
+     "100 %) at each use (slower, same numbers; said once): a graph break: ...; "
+     "TORCH_LOGS=graph_breaks says more"),
+    "capture is switched off": (switched_off,
+     "megacompile: ... (in_eager) runs in eager mode and fetches 2 of 2 parameters (1 KiB of 1 "
+     "KiB, 100 %) at each use (slower, same numbers; said once): capture is switched off, by "
+     "torch.compiler.set_stance('force_eager'); leave that out"),
+    "a graph that is not scheduled": (lambda: on_cpu(Mapped())(X),
+     "megacompile: Mapped is not scheduled and runs in eager mode, fetching 2 of 4 parameters "
+     "(288 B of 576 B, 50 %) at each use (slower, same numbers): it uses torch.func (...)"),
+    "a forward that is called itself": (lambda: used(lambda m: m.b.forward(m.a(X)).sum()),
+     "megacompile: 1 of 2 parameters (768 B of 1 KiB, 75 %) of Breaks have gradients that no "
+     "schedule has computed, 'b.weight' first: code outside of every call used them, where they "
+     "lie (slower, same numbers; said once); write model.b(...), not .forward(...) nor the "
+     "parameter itself, or move that code into a module's forward"),
+    "moved": (moved,
+     "megacompile: parameters stay in host memory and are streamed to the device; "
+     "model.to(device) moved only buffers (said once)"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WARNINGS)

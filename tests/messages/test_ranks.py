@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adafactor, AdamW
 
-from megacompile import accumulate, megacompile
+from megacompile import megacompile
 from megacompile.cli import main
 from megacompile.cost.hardware import H200
 from megacompile.cost.slowest import RankRates, slow_rates
@@ -112,179 +112,77 @@ def unreduced(**changed: Any) -> Callable[[DeviceMesh], None]:
 
 
 ERRORS: dict[str, tuple[Callable[[DeviceMesh], object], type[MegacompileError], str]] = {
-    "no mesh": (
-        lambda mesh: shared("cpu"),
-        OptionTypeError,
-        (
-            "megacompile(): option 'mesh' got 'cpu' (str); needed a DeviceMesh: "
-            'init_device_mesh("cpu", (world_size,)), after '
-            "torch.distributed.init_process_group()"
-        ),
-    ),
-    "three dimensions": (
-        lambda mesh: shared(init_device_mesh("cpu", (1, 1, 1))),
-        OptionError,
-        (
-            "megacompile(): got a mesh of 3 dimensions; needed one, which shards, or two: ranks"
-            " of the first replicate, ranks of the second shard"
-        ),
-    ),
+    "no mesh": (lambda mesh: shared("cpu"), OptionTypeError,
+     "megacompile(): option 'mesh' got 'cpu' (str); needed a DeviceMesh: "
+     'init_device_mesh("cpu", (world_size,)), after torch.distributed.init_process_group()'),
+    "three dimensions": (lambda mesh: shared(init_device_mesh("cpu", (1, 1, 1))), OptionError,
+     "megacompile(): got a mesh of 3 dimensions; needed one, which shards, or two: ranks of the "
+     "first replicate, ranks of the second shard"),
     "other devices": (
-        lambda mesh: shared(DeviceMesh("meta", [0], _init_backend=False)),
-        OptionError,
-        (
-            "megacompile(): got a mesh of 'meta' devices with device='cpu'; needed "
-            'init_device_mesh("cpu", (world_size,)), after '
-            "torch.distributed.init_process_group()"
-        ),
-    ),
-    "disk_weights": (
-        lambda mesh: shared(mesh, disk=".", disk_weights=True),
-        OptionError,
-        (
-            "megacompile(): got disk_weights=True with mesh=...; parts of parameters cannot lie"
-            " on a disk; leave one of them out (disk= works: optimizer states)"
-        ),
-    ),
-    "whole_buckets": (
-        lambda mesh: shared(mesh, whole_buckets=True),
-        OptionTypeError,
-        (
-            "megacompile(): whole_buckets= was removed; leave it out; ranks gather their parts of "
-            "a bucket on the GPUs"
-        ),
-    ),
-    "again": (
-        lambda mesh: megacompile(shared(mesh), device="cpu"),
-        OptionError,
-        (
-            "megacompile(): Sequential is megacompiled already, with other options (mesh: "
-            "{mesh} -> None); call it once, with the options you want"
-        ),
-    ),
-    "no dimension": (
-        lambda mesh: shared(mesh, scalar()),
-        ModelError,
-        (
-            "megacompile(): parameter Linear.scale has no dimension, so its rows cannot be "
-            "divided among ranks; needed shape (1,) or more: nn.Parameter(param.reshape(1))"
-        ),
-    ),
-    "meta": (
-        lambda mesh: shared(mesh, nn.Linear(2, 2, device="meta")),
-        ModelError,
-        (
-            "megacompile(): parameter Linear.weight is on the meta device, and mesh= was given;"
-            " needed values: checkpoint=folder reads each rank's rows; or build the model on "
-            "the CPU"
-        ),
-    ),
-    "hooks": (
-        lambda mesh: shared(mesh, hooked()),
-        ModelError,
-        (
-            "megacompile(): parameter Linear.weight has hooks, which would be lost when it "
-            "becomes a DTensor; register them after megacompile()"
-        ),
-    ),
-    "a gradient": (
-        lambda mesh: shared(mesh, trained()),
-        ModelError,
-        (
-            "megacompile(): parameter Linear.weight has a gradient, which is not divided among "
-            "ranks; megacompile() before the first backward, or optimizer.zero_grad()"
-        ),
-    ),
-    "a whole parameter": (
-        lambda mesh: with_another_bias(mesh, lambda: torch.zeros(6)),
-        ModelError,
-        (
-            "megacompile(): parameter Sequential.0.bias is whole, and ranks share this model; "
-            "needed placements (Shard(dim=0),) over its mesh: "
-            "nn.Parameter(torch.distributed.tensor.distribute_tensor(param, mesh, placements)),"
-            " and an optimizer that has it"
-        ),
-    ),
+     lambda mesh: shared(DeviceMesh("meta", [0], _init_backend=False)), OptionError,
+     "megacompile(): got a mesh of 'meta' devices with device='cpu'; needed "
+     'init_device_mesh("cpu", (world_size,)), after torch.distributed.init_process_group()'),
+    "disk_weights": (lambda mesh: shared(mesh, disk=".", disk_weights=True), OptionError,
+     "megacompile(): got disk_weights=True with mesh=...; parts of parameters cannot lie on a "
+     "disk; leave one of them out (disk= works: optimizer states)"),
+    "whole_buckets": (lambda mesh: shared(mesh, whole_buckets=True), OptionTypeError,
+     "megacompile(): whole_buckets= was removed; leave it out; ranks gather their parts of a "
+     "bucket on the GPUs"),
+    "again": (lambda mesh: megacompile(shared(mesh), device="cpu"), OptionError,
+     "megacompile(): Sequential is megacompiled already, with other options (mesh: {mesh} -> "
+     "None); call it once, with the options you want"),
+    "no dimension": (lambda mesh: shared(mesh, scalar()), ModelError,
+     "megacompile(): parameter Linear.scale has no dimension, so its rows cannot be divided "
+     "among ranks; needed shape (1,) or more: nn.Parameter(param.reshape(1))"),
+    "meta": (lambda mesh: shared(mesh, nn.Linear(2, 2, device="meta")), ModelError,
+     "megacompile(): parameter Linear.weight is on the meta device, and mesh= was given; needed "
+     "values: checkpoint=folder reads each rank's rows; or build the model on the CPU"),
+    "hooks": (lambda mesh: shared(mesh, hooked()), ModelError,
+     "megacompile(): parameter Linear.weight has hooks, which would be lost when it becomes a "
+     "DTensor; register them after megacompile()"),
+    "a gradient": (lambda mesh: shared(mesh, trained()), ModelError,
+     "megacompile(): parameter Linear.weight has a gradient, which is not divided among ranks; "
+     "megacompile() before the first backward, or optimizer.zero_grad()"),
+    "a whole parameter": (lambda mesh: with_another_bias(mesh, lambda: torch.zeros(6)), ModelError,
+     "megacompile(): parameter Sequential.0.bias is whole, and ranks share this model; needed "
+     "placements (Shard(dim=0),) over its mesh: "
+     "nn.Parameter(torch.distributed.tensor.distribute_tensor(param, mesh, placements)), and an "
+     "optimizer that has it"),
     "another DTensor": (
-        lambda mesh: with_another_bias(
-            mesh, lambda: distribute_tensor(torch.zeros(6), mesh, [Replicate()])
-        ),
-        ModelError,
-        (
-            "megacompile(): parameter Sequential.0.bias is a DTensor of placements "
-            "(Replicate(),) over {mesh}, and ranks share this model; needed placements "
-            "(Shard(dim=0),) over its mesh: "
-            "nn.Parameter(torch.distributed.tensor.distribute_tensor(param, mesh, placements)),"
-            " and an optimizer that has it"
-        ),
-    ),
-    "states by no rows": (
-        divided_before,
-        OptionError,
-        (
-            "megacompile(): Adafactor has a state 'row_var' of shape (6, 1) for parameter "
-            "'0.weight' of shape (6, 4), and mesh= divides states by rows; needed the "
-            "parameter's shape: megacompile() before the first step, and load a checkpoint "
-            "after it"
-        ),
-    ),
-    "means over whole tensors": (
-        steps_over_means,
-        OptimizerError,
-        (
-            "Adafactor.step() computes with means over whole parameters, of which each rank has"
-            " a part (mesh=), and its own step takes no such parts; nothing was updated: use "
-            "AdamW with state_dtype='int8', or leave out mesh="
-        ),
-    ),
-    "nothing to mark": (
-        lambda mesh: accumulate(megacompile(net(), device="cpu")).__enter__(),
-        ModelError,
-        (
-            "accumulate(): Sequential was not megacompiled with optimizer=... or mesh=...; "
-            "without them every backward accumulates, and there is nothing to mark"
-        ),
-    ),
-    "DDP and optimizer=": (
-        wrapped_with_update,
-        ModelError,
-        (
-            "DistributedDataParallel(): Sequential is megacompiled with optimizer=, so that the"
-            " backward updates and gradients never leave the device, but "
-            "DistributedDataParallel would have to reduce them first; leave out optimizer= of "
-            "megacompile()"
-        ),
-    ),
-    "DDP over the host": (
-        unreduced(reduces_on={"cuda"}),
-        ModelError,
-        (
-            "DistributedDataParallel(): Net is megacompiled and its parameters are on the host,"
-            " where the process group cannot reduce their gradients (it has backends for cuda);"
-            ' write init_process_group("cpu:gloo,cuda:nccl") and DistributedDataParallel(model)'
-        ),
-    ),
-    "DDP with device_ids": (
-        unreduced(device_ids=[0]),
-        ModelError,
-        (
-            "DistributedDataParallel(): Net is megacompiled and its parameters are on the host,"
-            " so that it takes no device_ids or output_device, got [0]; write "
-            'init_process_group("cpu:gloo,cuda:nccl") and DistributedDataParallel(model): the '
-            "model moves its inputs to the device itself"
-        ),
-    ),
-    "DDP over both": (
-        unreduced(others_on={"cpu", "cuda"}),
-        ModelError,
-        (
-            "DistributedDataParallel(): Net is megacompiled and its parameters are on the host,"
-            " but others are on cuda; needed one type of device: megacompile the outermost "
-            'module, with resident=0 or resident="all"; and write '
-            'init_process_group("cpu:gloo,cuda:nccl") and DistributedDataParallel(model)'
-        ),
-    ),
-}
+     lambda mesh: with_another_bias(
+         mesh, lambda: distribute_tensor(torch.zeros(6), mesh, [Replicate()])
+     ), ModelError,
+     "megacompile(): parameter Sequential.0.bias is a DTensor of placements (Replicate(),) over "
+     "{mesh}, and ranks share this model; needed placements (Shard(dim=0),) over its mesh: "
+     "nn.Parameter(torch.distributed.tensor.distribute_tensor(param, mesh, placements)), and an "
+     "optimizer that has it"),
+    "states by no rows": (divided_before, OptionError,
+     "megacompile(): Adafactor has a state 'row_var' of shape (6, 1) for parameter '0.weight' of "
+     "shape (6, 4), and mesh= divides states by rows; needed the parameter's shape: "
+     "megacompile() before the first step, and load a checkpoint after it"),
+    "means over whole tensors": (steps_over_means, OptimizerError,
+     "Adafactor.step() computes with means over whole parameters, of which each rank has a part "
+     "(mesh=), and its own step takes no such parts; nothing was updated: use AdamW with "
+     "state_dtype='int8', or leave out mesh="),
+    "DDP and optimizer=": (wrapped_with_update, ModelError,
+     "DistributedDataParallel(): Sequential is megacompiled with optimizer=, so that the "
+     "backward updates and gradients never leave the device, but DistributedDataParallel would "
+     "have to reduce them first; leave out optimizer= of megacompile()"),
+    "DDP over the host": (unreduced(reduces_on={"cuda"}), ModelError,
+     "DistributedDataParallel(): Net is megacompiled and its parameters are on the host, where "
+     "the process group cannot reduce their gradients (it has backends for cuda); write "
+     'init_process_group("cpu:gloo,cuda:nccl") and DistributedDataParallel(model)'),
+    "DDP with device_ids": (unreduced(device_ids=[0]), ModelError,
+     "DistributedDataParallel(): Net is megacompiled and its parameters are on the host, so that "
+     "it takes no device_ids or output_device, got [0]; write "
+     'init_process_group("cpu:gloo,cuda:nccl") and DistributedDataParallel(model): the model '
+     "moves its inputs to the device itself"),
+    "DDP over both": (unreduced(others_on={"cpu", "cuda"}), ModelError,
+     "DistributedDataParallel(): Net is megacompiled and its parameters are on the host, but "
+     "others are on cuda; needed one type of device: megacompile the outermost module, with "
+     'resident=0 or resident="all"; and write init_process_group("cpu:gloo,cuda:nccl") and '
+     "DistributedDataParallel(model)"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ERRORS)

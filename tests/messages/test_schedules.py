@@ -10,17 +10,24 @@ import pytest
 import torch
 from torch import nn
 
-from megacompile import megacompile, schedules, updates
+from megacompile import (
+    eager,
+    explain,
+    full_parameters,
+    megacompile,
+    released,
+    restoring,
+    schedules,
+    trace,
+    unmegacompile,
+    updates,
+)
 from megacompile.errors import (
     AnomalyError,
     ModelError,
-    OptionError,
-    OptionTypeError,
     ScheduleError,
 )
-from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
-from megacompile.sizes import parse_bytes
 from megacompile.verify.proof import verify
 from tests.edits import edited
 from tests.schedules import Spec, build
@@ -68,6 +75,8 @@ class _Root(nn.Module):
         return out
 
 
+ON_A_MODEL = (schedules, updates, explain, trace, full_parameters, unmegacompile)
+AROUND_A_BLOCK = (released, restoring, eager)
 ANOMALIES = {  # (gain, factor of the loss) -> what is said
     (0.0, 1.0): r"backward of stage 'layers.1' \(2B\): the gradient of parameter 'layers.1.gain' "
     r"has 3 inf among 16 elements; what came in is finite: it arises in this stage",
@@ -88,30 +97,15 @@ def test_an_anomaly_is_traced_to_its_stage() -> None:
             (loss * factor).backward()
 
 
-def test_what_is_no_megacompiled_model() -> None:
-    for function, name in ((schedules, "schedules"), (updates, "updates")):
-        compiled = nn.Linear(2, 2)
-        compiled.compile(backend="eager")
-        for model in (nn.Linear(2, 2), compiled):
-            with pytest.raises(ModelError) as raised:
-                function(model)
-            said = f"{name}(): Linear is not megacompiled; call model = megacompile(model) first"
-            assert str(raised.value) == said
-
-
-def test_values_of_options() -> None:
-    for value, text in ((-1, "-1"), ("20 bananas", "'20 bananas'")):
-        with pytest.raises(OptionError, match=rf"gpu_memory={text}.*needed bytes"):
-            parse_bytes("gpu_memory", value, 1000)
-    with pytest.raises(OptionTypeError, match="'gpu_memory' got True"):
-        parse_bytes("gpu_memory", True, 1000)
-    with pytest.raises(OptionTypeError, match="'detect_anomaly' got 1"):
-        megacompile(nn.Linear(2, 2), device="cpu", detect_anomaly=1)  # type: ignore[arg-type]
-
-
-def test_what_is_no_op_yet() -> None:
-    stage = replace(build(Spec()).stages[1], template=None)
-    with pytest.raises(AssertionError, match=r"stage 1 \(layers.1\) has no template yet"):
-        _ = stage.traced
-    with pytest.raises(AssertionError, match="op 'begin' runs through the executor"):
-        ops.begin()
+@pytest.mark.parametrize("function", [*ON_A_MODEL, *AROUND_A_BLOCK], ids=lambda f: f.__name__)
+def test_a_model_that_is_not_megacompiled(function: Any) -> None:
+    compiled = nn.Linear(2, 2)
+    compiled.compile(backend="eager")
+    name = function.__name__
+    for model in (nn.Linear(2, 2), compiled):
+        with pytest.raises(ModelError) as raised:
+            found = function(model)
+            if function in AROUND_A_BLOCK:
+                found.__enter__()
+        said = f"{name}(): Linear is not megacompiled; call model = megacompile(model) first"
+        assert str(raised.value) == said

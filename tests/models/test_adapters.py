@@ -6,6 +6,7 @@ streamed one is refused with the same words.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn import functional
 
 from megacompile import megacompile
 from tests import quantized
+from tests.draws import drawn
 from tests.models.test_quantized_bases import KINDS
 
 peft = pytest.importorskip("peft")
@@ -108,11 +110,18 @@ def keep_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(params, "to", to)
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS)
-@pytest.mark.parametrize("base", BASES)
+OFTEN = [
+    *[("bf16", "DoRA"), ("bf16", "OFT"), ("bitsandbytes nf4, nested", "LoRA")],
+    *[("bitsandbytes int8", "IA3"), ("torchao int4", "VeRA"), ("torchao float8", "LoHa")],
+]
+OTHERS = [pair for pair in itertools.product(BASES, ADAPTERS) if pair not in OFTEN]
+
+
+@pytest.mark.parametrize("pair", drawn(OFTEN, OTHERS), ids=", ".join)
 def test_adapters_train_as_in_the_plain_model(
-    base: str, adapter: str, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    base, adapter = pair
     if why := REFUSED.get((base, adapter)):
         with pytest.raises((ValueError, RuntimeError), match=why):
             quantized.trained(adapted(base, adapter), steps=1)

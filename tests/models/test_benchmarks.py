@@ -13,11 +13,9 @@ from benchmarks import bottlenecks, plans
 from benchmarks.peers import driver, page, process
 from benchmarks.peers.__main__ import main
 from benchmarks.peers.outcome import Outcome, Status
-from benchmarks.peers.plot import draw
 from benchmarks.peers.store import Results, load
 from benchmarks.peers.summary import differing, figures, rows
 from benchmarks.peers.work import Point, Setting
-from benchmarks.plan_cases import Case
 
 SMALL = Setting("3.9b", 16, 1024)
 RUN = {
@@ -42,25 +40,20 @@ def measured(step_s: float, loss: float = 12.0) -> Outcome:
 
 def ended(folder: Path, code: str, **limits: float) -> Outcome:
     """What became of a Python program; its last argument is the file of events."""
-    limit_s = limits.pop("limit_s", 60.0)
+    folder.joinpath(name := str(len([*folder.iterdir()]))).mkdir()
     command = [sys.executable, "-c", f"import json, os, sys, time\nevents = sys.argv[1]\n{code}"]
-    return process.run(command, folder, limit_s=limit_s, **limits)  # type: ignore[arg-type]
+    return process.run(command, folder / name, limit_s=60.0, **limits)  # type: ignore[arg-type]
 
 
-def test_a_process_that_measures(tmp_path: Path) -> None:
+def test_what_becomes_of_a_process(tmp_path: Path) -> None:
+    """It measures, takes too much memory, or is killed by the system."""
     said = measured(0.5).as_json()
     outcome = ended(tmp_path, f"open(events, 'w').write(json.dumps({{'outcome': {said!r}}}))")
     assert outcome.status is Status.OK and outcome.result is not None
     assert outcome.result["step_s"] == 0.5 and outcome.process_s > 0
-
-
-def test_a_process_that_takes_too_much_memory(tmp_path: Path) -> None:
     code = "kept = bytearray(300 * 2**20)\ntime.sleep(600)"
     outcome = ended(tmp_path, code, host_bytes=200 * 2**20)
     assert outcome.status is Status.OUT_OF_MEMORY and "of 0.2 at most" in outcome.reason
-
-
-def test_a_process_that_the_system_kills(tmp_path: Path) -> None:
     outcome = ended(tmp_path, "os.kill(os.getpid(), 9)")
     assert outcome.status is Status.OUT_OF_MEMORY and "killed by the system" in outcome.reason
 
@@ -131,30 +124,19 @@ def shown(loss: float = 12.0) -> Results:
     return results
 
 
-def test_the_table_has_medians_and_reasons() -> None:
-    text = figures(rows(shown()))
-    first, second, third = text.splitlines()[2:]
+def test_what_the_table_shows() -> None:
+    """Medians and reasons; other work is seen."""
+    first, second, third = figures(rows(shown())).splitlines()[2:]
     assert "| 1.500 | 1.000 .. 2.000 |" in first
     assert "| 4.000 |" in second and "12.0000 (+0.0000)" in second
     assert "not installed: no package deepspeed" in third
-
-
-def test_other_work_is_seen() -> None:
     assert differing(rows(shown())) == []
-    (text,) = differing(rows(shown(loss=12.5)))[:1]
-    assert "first loss" in text and "0.01 apart are allowed" in text
+    assert "first loss" in differing(rows(shown(loss=12.5)))[0]
 
 
 def test_the_page_is_what_the_files_give() -> None:
     """Of the results that are in the repository."""
     assert page.main(["--check"]) == 0
-
-
-def test_the_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "picture.png"
-    assert draw(path, rows(shown()), gpu_gib=139.0) == f"{path} is written"
-    assert path.stat().st_size > 1000
 
 
 @pytest.mark.thorough
@@ -175,22 +157,10 @@ def test_from_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("option", "value", "needed"),
     [
-        ("--cap", "abc", "a number above 0, or all"),
-        ("--cap", "0", "a number above 0, or all"),
         ("--cap", "nan", "a number above 0, or all"),
-        ("--cap", "inf", "a number above 0, or all"),
-        ("--tokens", "0x8", "sequences x tokens, such as 16x1024, from 1x2"),
         ("--tokens", "8x1", "sequences x tokens, such as 16x1024, from 1x2"),
-        ("--tokens", "1024", "sequences x tokens, such as 16x1024, from 1x2"),
         ("--repeats", "0", "an integer from 1"),
-        ("--steps", "0", "an integer from 1"),
-        ("--steps", "1.5", "an integer from 1"),
-        ("--warm", "x", "an integer from 0"),
-        ("--timeout", "0", "a number above 0"),
-        ("--minutes", "nan", "a number above 0"),
         ("--wheels", "/nowhere", "a folder that is there"),
-        ("--out", "/nowhere/r.json", "a path in a folder that is there"),
-        ("--plot", "/nowhere/r.png", "a path in a folder that is there"),
         ("--plot", "r.jsn", "an ending among .png, .svg, .pdf"),
     ],
 )
@@ -204,37 +174,13 @@ def test_what_is_out_of_range_is_refused(
     assert said.endswith(f"argument {option}: got {value!r}, needed {needed}")
 
 
-SHAPE = {"width": 256, "intermediate": 512, "vocabulary": 1000, "kv_heads": 2}
-TINY = Case("tiny", 1, 1, SHAPE, 2, 64, state_dtype="int8", in_backward=True, disk=True)
-NARROW = Case("tiny", 1, 1, SHAPE, 2, 64, gpu="3080", device_gib=1, link_gb_s=12.0)
-
-
-def test_which_are_longer() -> None:
+def test_plans_that_are_longer_than_before() -> None:
     def found(now: Any, before: Any) -> list[str]:
         return plans.longer([{"case": "a", "step_s": now}], {"a": before})
 
-    assert found(1.0049, 1.0) == [] and found(0.5, 1.0) == []
+    assert found(1.0049, 1.0) == found(2.0, None) == []
     assert found(1.0051, 1.0) == ["a: 1.005 s, was 1 s (+0.5%)"]
     assert found(None, 2.0) == ["a: does not fit; it took 2 s"]
-    assert found(2.0, None) == []
-    assert plans.longer([{"case": "new", "step_s": 1.0}], {"a": 0.5}) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["--cases", "tiers", "--against", "exhaustive"], "--against is for --cases grid"),
-        (["--compare", "/nowhere.md"], "/nowhere.md: No such file or directory"),
-        (["--compare", __file__], "no table of `python -m benchmarks.plans --out`"),
-        (["--cases", "tiers", "--only", "nothing"], "no case of tiers has it in its name"),
-    ],
-)
-def test_bad_input_of_plans(
-    arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        plans.main(arguments)
-    assert ended.value.code == 2 and error in capsys.readouterr().err
 
 
 def test_what_is_staged_is_what_is_predicted() -> None:

@@ -19,7 +19,6 @@ from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.stages import Code
 from megacompile.ir.tensors import TensorMeta, tensors_bytes
 from megacompile.verify.proof import verify
-from tests.actions import text
 from tests.capturing import Captured, Counting, Net, capture
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
@@ -98,10 +97,6 @@ def test_what_is_returned_to_the_user_stays() -> None:
 def test_what_changes_in_place_is_recomputed_from_its_copy_wherever_that_waits() -> None:
     captured = capture(nn.Sequential(Counting(), Counting(), Counting()), X)
     schedule = captured.build("recompute", keep_last=False)
-    assert text(schedule) == (
-        "0F SNAPSHOT ASSIGN 1F SNAPSHOT ASSIGN 2F SNAPSHOT ASSIGN | "
-        "2RECOMPUTE 2B 1RECOMPUTE 1B 0RECOMPUTE 0B"
-    )
     assert schedule.backward is not None
     for node in ops.nodes_of(schedule.backward, ops.recompute):
         taken = [value.name for value in ops.arguments(node)[2] if value]
@@ -113,12 +108,7 @@ def test_what_changes_in_place_is_recomputed_from_its_copy_wherever_that_waits()
 
 def test_a_layers_last_product_is_not_run_again() -> None:
     """Nobody needs a layer's output in its backward: its down projection is left out."""
-    schedule = capture(Net(Net.chain), X).build("recompute")
-    assert text(schedule) == ("0F 1F 2F 3F 4F | 4B 3RECOMPUTE 3B 2RECOMPUTE 2B 1RECOMPUTE 1B 0B")
-    stage = schedule.stages[1]
-    names = [param.name for param in stage.buckets[0].params]
-    read = [names[i] for i in stage.traced.recompute_primals if i < len(names)]
-    assert read == ["layers.0.up.weight", "layers.0.up.bias"]
+    stage = capture(Net(Net.chain), X).build("recompute").stages[1]
     products = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
     again = stage.traced.graphs[Code.RECOMPUTE].graph
     assert sum(node.target in products for node in again.nodes) == 1

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacompile import compat, megacompile, schedules
-from megacompile.cost.ops import work_of
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code
 from tests.zoo import hf_qwen2
@@ -102,9 +101,7 @@ def flags(schedule: Schedule, code: Code) -> tuple[bool, ...]:
     return tuple(node.args[-3:])
 
 
-@pytest.mark.parametrize(
-    ("tied", "bias", "frozen"), [(True, True, False), (False, False, True), (False, True, False)]
-)
+@pytest.mark.parametrize(("tied", "bias", "frozen"), [(True, True, False), (False, False, True)])
 def test_gradients_of_steps_and_their_sum(tied: bool, bias: bool, frozen: bool) -> None:
     """The second backward accumulates into the first's gradients; one loss has two backwards."""
     plain, streamed = twins(Decoder(tied=tied, bias=bias, frozen=frozen))
@@ -137,20 +134,6 @@ def test_options_of_the_loss_and_counts_of_tokens() -> None:
         loss.backward()
     for p, q in zip(plain.parameters(), streamed.parameters(), strict=True):
         assert torch.equal(q.grad, p.grad) and not p.grad.any()
-
-
-def test_without_symbols_each_length_has_a_head_in_chunks() -> None:
-    class Shifted(Decoder):
-        def forward(self, ids: Tensor, **options: Any) -> Any:
-            scores = self.head(self.norm(self.hidden(ids)))
-            batch, length, classes = scores.shape
-            kept = scores[:, : length - 1].contiguous().view(batch * (length - 1), classes)
-            return F.cross_entropy(kept, ids[:, 1:].reshape(-1))
-
-    plain, streamed = twins(Shifted(), dynamic=False)
-    for length in (30, 31):
-        step(plain, streamed, ids(length=length))
-        assert f"the head of {BATCH * (length - 1)} tokens" in newest(streamed).plan.reasons[0]
 
 
 def test_the_update_in_the_backward() -> None:
@@ -189,17 +172,16 @@ def test_half_precision() -> None:
     assert (q - p.float()).norm() <= 2e-2 * p.float().norm()
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, contextlib.nullcontext])
-def test_no_gradients_are_computed_where_none_is_needed(mode: Any) -> None:
+def test_no_gradients_are_computed_where_none_is_needed() -> None:
     plain, streamed = twins(Decoder())
-    if mode is contextlib.nullcontext:
-        for model in (plain, streamed):
-            model.eval().requires_grad_(False)
-    with mode():
-        torch.testing.assert_close(streamed(ids()), plain(ids()), rtol=1e-6, atol=0)
-    schedule = newest(streamed)
-    assert schedule.backward is None and is_chunked(streamed)
-    assert flags(schedule, Code.FORWARD) == (False, False, False)
+    for model in (plain, streamed):
+        model.eval().requires_grad_(False)
+    for mode in (torch.inference_mode, contextlib.nullcontext):
+        with mode():
+            torch.testing.assert_close(streamed(ids()), plain(ids()), rtol=1e-6, atol=0)
+        schedule = newest(streamed)
+        assert schedule.backward is None and is_chunked(streamed)
+        assert flags(schedule, Code.FORWARD) == (False, False, False)
 
 
 def test_what_is_saved_are_gradients() -> None:
@@ -210,9 +192,6 @@ def test_what_is_saved_are_gradients() -> None:
     last = schedule.stages[-1].traced
     assert flags(schedule, Code.FORWARD) == (False, False, False)
     assert flags(schedule, Code.FORWARD_SAVING) == (True, True, True)
-    products = 2 * ROWS * WIDTH * CLASSES
-    layers = work_of(last, Code.FORWARD)[0] - products  # that share the stage with the head
-    assert work_of(last, Code.FORWARD_SAVING)[0] == layers + 3 * products
     saved = [meta.shape for meta in last.saved]
     assert (CLASSES, WIDTH) in saved and (ROWS, WIDTH) in saved
     backward = last.graphs[Code.BACKWARD].graph
@@ -272,10 +251,9 @@ class LossAlone(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.thorough)])
-def test_a_model_of_transformers(tied: bool) -> None:
+def test_a_model_of_transformers() -> None:
     """Its loss alone, of a mean, or divided by a count that Trainer gives as a tensor."""
-    inner = hf_qwen2(vocab_size=CLASSES, tie_word_embeddings=tied)
+    inner = hf_qwen2(vocab_size=CLASSES, tie_word_embeddings=True)
     plain, streamed = twins(LossAlone(inner), dynamic=False)  # a count would be a symbol
     for count in (None, torch.tensor(200), 200):
         given: Any = {} if count is None else {"num_items_in_batch": count}

@@ -87,26 +87,19 @@ def test_trace_prints_the_step_and_writes_it(
     assert "bad.json" in capsys.readouterr().err
 
 
-def test_trace_as_json(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing else on stdout: what the script prints goes to stderr."""
-    assert main(["trace", "--json", "--step", "2", "--go-on", str(script)]) == 0
+def test_trace_of_one_step_of_a_module(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As JSON, with nothing else on stdout: what the script prints goes to stderr."""
+    monkeypatch.chdir(script.parent)
+    command = ["trace", "--json", "--step", "2", "--go-on", "-m", "train", "argument"]
+    assert main(command) == 0
     printed = capsys.readouterr()
     found = json.loads(printed.out)
     assert found["predicted"] is None
-    measured = found["measured"]
-    assert {run["model"] for run in measured["runs"]} == {"Sequential", "Sequential 2"}
-    assert {"h2d", "compute", "d2h", "host"} == set(measured["streams"])
-    assert "step 4\n" in printed.err, "--go-on"
-
-
-def test_trace_of_the_first_step_of_a_module(
-    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(script.parent)
-    assert main(["trace", "--step", "1", "-m", "train", "argument"]) == 0
-    printed = capsys.readouterr().out
-    assert "arguments ['argument'] __main__" in printed and "step 1\n" not in printed
-    assert "Sequential forward x1, Sequential backward x1" in printed
+    assert {run["model"] for run in found["measured"]["runs"]} == {"Sequential", "Sequential 2"}
+    assert {"h2d", "compute", "d2h", "host"} == set(found["measured"]["streams"])
+    assert "arguments ['argument'] __main__" in printed.err and "step 4\n" in printed.err
 
 
 ERRORS: list[tuple[list[str], str]] = [
@@ -116,11 +109,9 @@ ERRORS: list[tuple[list[str], str]] = [
     (["trace", "--save", "step.txt", "SCRIPT"], "--save step.txt"),
     (["trace", "--save", "no/where.json", "SCRIPT"], "'no'"),
     (["trace", "EMPTY"], "no model"),
-    *((["trace", "-m", name], f"-m {name}: ") for name in ("nowhere", "nowhere.train", "")),
-    (["trace", "-m", "megacompile.nowhere"], "-m megacompile.nowhere: "),
+    (["trace", "-m", "nowhere.train"], "-m nowhere.train: "),
     (["trace", "-m", "megacompile.cli"], "__main__.py"),
     (["demo", "--steps", "2"], "--steps 2: needed 3 or more"),
-    (["demo", "--width", "48"], "--width 48: needed a multiple of 32"),
     (["demo", "--device", "tpu"], "device='tpu'"),
     (["demo", "--save", "x"], "--save x"),
 ]
@@ -256,14 +247,11 @@ def test_arguments_and_help(
 
 
 MISTAKES = [
-    ["frobnicate"], ["--help"], ["plan", "--help"], ["plan"], ["plan", "nowhere"],
-    ["plan", "nowhere.json"], ["plan", "model.gguf"], ["plan", "UNKNOWN"],
-    ["plan", "KNOWN", "--seq", "128"], ["plan", "no_such_module:f"], ["plan", "os.path:missing"],
+    ["frobnicate"], ["--help"], ["plan", "--help"], ["plan", "nowhere.json"],
+    ["plan", "UNKNOWN"], ["plan", "KNOWN", "--seq", "128"], ["plan", "os.path:missing"],
     ["plan", "a:b", "--gpu", "tpu"], ["plan", "a:b", "--gpu-memory", "24"],
-    ["plan", "a:b", "--host-memory", "much"], ["plan", "a:b", "--batch", "0"],
-    ["demo", "--width", "33"], ["demo", "--nonsense"], ["trace", "nowhere.py"],
-    ["trace", "-m", "nowhere"], ["trace", "--save", "step.txt", "nowhere.py"],
-    ["hardware", "--nonsense"],
+    ["demo", "--width", "33"], ["trace", "-m", "nowhere"],
+    ["trace", "--save", "step.txt", "nowhere.py"], ["hardware", "--nonsense"],
 ]  # fmt: skip
 
 

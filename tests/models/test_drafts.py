@@ -21,11 +21,9 @@ from megacompile.cost.simulate import simulate, simulate_script
 from megacompile.cost.stored import disk_memory
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.stages import Code
 from megacompile.plan.abstract import abstract_options, abstract_programs
 from megacompile.plan.choice import Choice
 from megacompile.plan.planner import search
-from tests.planned import PASSES
 
 GIB = 2**30
 CHOICES = (
@@ -121,41 +119,6 @@ def test_a_draft_predicts_what_the_schedule_of_its_choice_does(
         alone = simulate(draft, machine, optimizer=asked.optimizer, steps=3)
         again = simulate_script(script, machine, steps=3)
         assert again.events == alone.events and again.step_s == alone.step_s
-
-
-def test_a_draft_has_one_value_for_what_a_stage_saves() -> None:
-    """But not of what waits on the host, which is the same wherever buckets live."""
-    drafts = problem(False, 0.0).drafts
-    made = drafts.of(Choice(7))
-    whole = drafts.pipeline.planned(drafts.graphs, drafts.variant, Choice(7))
-    assert made.backward is not None and whole.backward is not None
-    assert len(made.backward.nodes) < 0.75 * len(whole.backward.nodes)
-    assert not any(stage.bundles for stage in whole.stages)
-    made = drafts.of(Choice(3, saved_on_host=2))
-    away = made.plan.keep & made.plan.offload
-    assert len(away) == 2
-    assert all(bool(stage.bundles) == (stage.index not in away) for stage in made.stages)
-    resident = frozenset(bucket.key for bucket in drafts.graphs.buckets[:4])
-    waiting = drafts.waiting(Choice(3, saved_on_host=2))
-    assert waiting and waiting == drafts.waiting(Choice(3, resident, saved_on_host=2))
-    assert not drafts.waiting(Choice(3))
-
-
-def test_a_bundle_is_in_memory_of_its_own() -> None:
-    """What is saved of the inputs or outputs is not in it."""
-    layer = problem(False, 0.0).drafts.graphs.stages[1].traced
-    (bundle,) = (each for each in PASSES.bundles_of(layer, fused=True) if len(each) > 1)
-    graph = layer.graphs[Code.FORWARD_SAVING].graph
-    right = ops.returned(graph)
-    for other in (right[0], graph.find_nodes(op="placeholder")[-1]):
-        values = list(right)
-        values[len(values) - len(layer.saved) + bundle[0]] = other  # which is saved instead
-        graph.output_node().args = (tuple(values),)
-        layer.graphs[Code.FORWARD_SAVING].meta.clear()  # what was known of the graph
-        (rest,) = (each for each in PASSES.bundles_of(layer, fused=True) if len(each) > 1)
-        assert rest == bundle[1:]
-    graph.output_node().args = (right,)
-    layer.graphs[Code.FORWARD_SAVING].meta.clear()
 
 
 # Saved tensors on a disk.

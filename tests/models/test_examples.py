@@ -19,7 +19,6 @@ import pytest
 import torch
 import train_lm
 
-from tests.draws import drawn
 from tests.sources import ROOT
 
 STEPS = 4
@@ -112,12 +111,8 @@ TINY = (
 )
 
 
-@pytest.mark.parametrize(
-    "flags",
-    drawn([("--dropout", "0.3", "--clip", "0.1")], [(), ("--dtype", "bfloat16")]),
-    ids=" ".join,
-)
-def test_streamed_losses_are_the_plain_ones(flags: tuple[str, ...]) -> None:
+def test_streamed_losses_are_the_plain_ones() -> None:
+    flags = ("--dropout", "0.3", "--clip", "0.1")
     plain = train_lm.main([*TINY, *flags, "--plain"])
     streamed = train_lm.main([*TINY, *flags])
     assert sorted(plain.train) == [1, 2, 3, 4, 5, 6]
@@ -125,12 +120,11 @@ def test_streamed_losses_are_the_plain_ones(flags: tuple[str, ...]) -> None:
     assert streamed == plain  # every bit of every loss
 
 
-@pytest.mark.parametrize("recipe", train_lm.FLOAT8)
-def test_float8_is_streamed_as_it_is_plain(tmp_path: Path, recipe: str) -> None:
+def test_float8_is_streamed_as_it_is_plain(tmp_path: Path) -> None:
     pytest.importorskip("torchao.float8")
     path = tmp_path / "run.pt"
     flags = [*TINY, "--dtype", "bfloat16"]
-    float8 = [*flags, "--float8", recipe]
+    float8 = [*flags, "--float8", "rowwise"]
     plain = train_lm.main([*float8, "--plain"])
     assert train_lm.main([*float8, "--checkpoint", str(path), "--stop-at", "2"]).train == {
         step: plain.train[step] for step in (1, 2)
@@ -142,44 +136,17 @@ def test_float8_is_streamed_as_it_is_plain(tmp_path: Path, recipe: str) -> None:
     assert plain.train[1] == pytest.approx(train_lm.main([*flags, "--stop-at", "1"]).train[1], 0.01)
 
 
-def without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "torchao" else find(name)
-    )
-
-
-def test_float8_without_torchao(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_torchao(monkeypatch)
-    with pytest.raises(SystemExit) as exit_:
-        train_lm.main([*TINY, "--float8", "rowwise"])
-    assert exit_.value.code == 2
-    assert "error: --float8 needs torchao: pip install torchao" in capsys.readouterr().err
-
-
-def test_loss_falls() -> None:
-    losses = train_lm.main([*TINY, "--plain", "--steps", "60", "--learning-rate", "0.01"])
-    assert losses.train[1] > 5.3
-    assert losses.train[60] < 4.2
-    assert losses.validation[60] < 4.2
-
-
-@pytest.mark.parametrize("before", drawn(["streamed"], ["plain"]))
-@pytest.mark.parametrize("after", drawn(["streamed"], ["plain"]))
-def test_resumed_run_goes_on_exactly(tmp_path: Path, before: str, after: str) -> None:
+def test_resumed_run_goes_on_exactly(tmp_path: Path) -> None:
+    """From streamed to plain and back."""
     flags = [*TINY, "--dropout", "0.3"]  # so that the random state matters
-    path = tmp_path / "run.pt"
-    extra = {"plain": ["--plain"], "streamed": []}
+    path = str(tmp_path / "run.pt")
     whole = train_lm.main([*flags, "--plain"])
-
-    first = train_lm.main([*flags, *extra[before], "--checkpoint", str(path), "--stop-at", "2"])
-    second = train_lm.main([*flags, *extra[after], "--resume", str(path)])
-
+    first = train_lm.main([*flags, "--checkpoint", path, "--stop-at", "2"])
     assert first.train == {step: whole.train[step] for step in (1, 2)}
-    assert second.train == {step: whole.train[step] for step in (3, 4, 5, 6)}
-    assert second.validation == whole.validation
+    for way in (["--plain"], []):
+        second = train_lm.main([*flags, *way, "--resume", path])
+        assert second.train == {step: whole.train[step] for step in (3, 4, 5, 6)}
+        assert second.validation == whole.validation
 
 
 @pytest.mark.parametrize(
@@ -187,19 +154,11 @@ def test_resumed_run_goes_on_exactly(tmp_path: Path, before: str, after: str) ->
     [
         (["--width", "30", "--heads", "4"], "got --heads 4, needed a divisor of --width 30"),
         (["--batch", "0"], "argument --batch: got '0', needed an integer from 1"),
-        (["--steps", "many"], "argument --steps: got 'many', needed an integer from 1"),
         (["--clip", "nan"], "argument --clip: got 'nan', needed a number from 0"),
-        (["--dropout", "1"], "argument --dropout: got '1', needed a number from 0 to below 1"),
-        (["--device", "meta"], "argument --device: got 'meta', needed 'cpu'"),
         (["--device", "cuda:99"], "argument --device: got 'cuda:99', but this machine has"),
-        (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
-        (["--float8", "mxfp8"], "argument --float8: invalid choice: 'mxfp8'"),
         (["--float8", "rowwise", "--width", "40"], "got --width 40, needed a multiple of 16"),
-        (["--float8", "rowwise", "--context", "20"], "got --context 20, needed a multiple of 16"),
-        (["--step", "3"], "unrecognized arguments: --step 3"),
         (["--stop-at", "7"], "got --stop-at 7, but the run ends at --steps 6"),
         (["--checkpoint-every", "2"], "got --checkpoint-every, needed --checkpoint PATH"),
-        (["--checkpoint", "no/such/run.pt"], "needed a path in a folder that exists"),
         (["--resume", "no/such/run.pt"], "got --resume no/such/run.pt, needed a file"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -213,22 +172,14 @@ def test_bad_flag_says_what_it_needs(
     assert message in capsys.readouterr().err
 
 
-def test_text_too_short_for_a_sequence() -> None:
-    with pytest.raises(SystemExit, match="got 10 bytes of text, needed 17 .* --corpus-bytes"):
-        train_lm.main([*TINY, "--plain", "--corpus-bytes", "100"])
-
-
-def test_resume_of_another_run_says_what_differs(tmp_path: Path) -> None:
-    path = tmp_path / "run.pt"
-    train_lm.main([*TINY, "--plain", "--checkpoint", str(path), "--stop-at", "1"])
-    with pytest.raises(SystemExit, match="other flags or data: seed was 0, is 1; layers was 2"):
-        train_lm.main([*TINY, "--plain", "--resume", str(path), "--seed", "1", "--layers", "3"])
-    with pytest.raises(SystemExit, match="is at step 1, and the run ends at step 1"):
-        train_lm.main([*TINY, "--plain", "--resume", str(path), "--stop-at", "1"])
-
-
-def test_resume_of_no_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "run.pt"
-    path.write_text("not a checkpoint")
-    with pytest.raises(SystemExit, match="is not a checkpoint of this program"):
-        train_lm.main([*TINY, "--plain", "--resume", str(path)])
+def test_what_is_no_run_to_resume(tmp_path: Path) -> None:
+    path, text = str(tmp_path / "run.pt"), tmp_path / "text.pt"
+    train_lm.main([*TINY, "--plain", "--checkpoint", path, "--stop-at", "1"])
+    text.write_text("not a checkpoint")
+    for flags, said in (
+        ([path, "--seed", "1", "--layers", "3"], "seed was 0, is 1; layers was 2"),
+        ([path, "--stop-at", "1"], "is at step 1, and the run ends at step 1"),
+        ([str(text)], "is not a checkpoint of this program"),
+    ):
+        with pytest.raises(SystemExit, match=said):
+            train_lm.main([*TINY, "--plain", "--resume", *flags])

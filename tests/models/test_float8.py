@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacompile import megacompile, schedules
-from megacompile.cli import main, target
+from megacompile.cli import main
 from megacompile.errors import MegacompileError
 from megacompile.ir.stages import Code
 from megacompile.ir.tiles import Piece, pieces_of
@@ -100,39 +100,33 @@ def trained(
     return [*found, *(p.detach().clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("emulate", [True, False])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_training_is_equal_in_every_bit(recipe: str, emulate: bool) -> None:
-    plain = decoder(recipe, emulate=emulate)
-    expected = trained(plain, adamw(plain))
-    streamed = megacompile(decoder(recipe, emulate=emulate), lowering="eager")
-    found = trained(streamed, adamw(streamed))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    schedule = schedules(streamed)[-1]
-    assert [len(stage.buckets) for stage in schedule.stages] == [1] * 4
-
-
 @pytest.mark.parametrize(
-    "options",
+    ("recipe", "options", "emulate"),
     [
-        {"activations": "keep"},
-        {"activations": "recompute"},
-        {"activations": "offload"},
-        {"activations": "selective"},
-        {"resident": "all"},
+        ("tensorwise", {}, True),
+        ("rowwise", {}, False),
+        ("rowwise_with_gw_hp", {"activations": "selective"}, False),
+        ("rowwise_with_gw_hp", {"activations": "offload"}, False),
+        ("tensorwise", {"resident": "all"}, False),
     ],
     ids=str,
 )
-def test_no_plan_changes_a_bit(options: dict[str, Any]) -> None:
-    plain = decoder("rowwise_with_gw_hp")
+def test_training_is_equal_in_every_bit(
+    recipe: str, options: dict[str, Any], emulate: bool
+) -> None:
+    """Of micro-batches, in every plan; FSDP's scales, computed ahead, change nothing."""
+    plain = decoder(recipe, emulate=emulate)
     expected = trained(plain, adamw(plain), micro=2)
-    streamed = megacompile(decoder("rowwise_with_gw_hp"), lowering="eager", **options)
+    streamed = megacompile(decoder(recipe, emulate=emulate), lowering="eager", **options)
     found = trained(streamed, adamw(streamed), micro=2)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    schedule = schedules(streamed)[-1]
+    assert [len(stage.buckets) for stage in schedule.stages] == [1] * 4
+    float8.precompute_float8_dynamic_scale_for_fsdp(streamed)
+    assert torch.equal(streamed(IDS[0]), plain(IDS[0]))
 
 
-@pytest.mark.parametrize("tiles", [2, 5])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "tiles"), [("tensorwise", 2), ("rowwise_with_gw_hp", 5)])
 def test_in_tiles_it_is_equal_but_for_sums_over_tokens(recipe: str, tiles: int) -> None:
     """In bfloat16 they are rounded once, and not after each of two steps."""
     plain, model = decoder(recipe), decoder(recipe)
@@ -157,10 +151,9 @@ def products(pieces: list[Piece]) -> list[str]:
     return [node.name for node in nodes if node.target is torch.ops.aten._scaled_mm.default]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_update_in_the_backward_takes_the_same_gradients(recipe: str) -> None:
+def test_the_update_in_the_backward_takes_the_same_gradients() -> None:
     """The update itself rounds otherwise: one step is within that, and later ones start there."""
-    plain, model = decoder(recipe), decoder(recipe)
+    plain, model = decoder("rowwise"), decoder("rowwise")
     expected = trained(plain, adamw(plain), gradients=False)
     optimizer = adamw(model)
     streamed = megacompile(model, optimizer=optimizer, lowering="eager")
@@ -170,18 +163,8 @@ def test_the_update_in_the_backward_takes_the_same_gradients(recipe: str) -> Non
     torch.testing.assert_close(found[: len(IDS)], expected[: len(IDS)], rtol=2e-2, atol=0)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_equal_layers_share_a_template(recipe: str) -> None:
-    model = decoder(recipe, layers=5)
-    streamed = megacompile(model, lowering="eager")
-    streamed(IDS[0]).backward()
-    stages = schedules(streamed)[-1].stages
-    assert len(stages) == 7 and len({id(stage.template) for stage in stages}) == 3
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_inductor_is_equal_up_to_rounding(recipe: str) -> None:
-    plain, model = decoder(recipe, layers=1), decoder(recipe, layers=1)
+def test_inductor_is_equal_up_to_rounding() -> None:
+    plain, model = decoder("tensorwise", layers=1), decoder("tensorwise", layers=1)
     streamed = megacompile(model, lowering="inductor")
     for made in (plain, streamed):
         made(IDS[0]).backward()
@@ -189,20 +172,6 @@ def test_inductor_is_equal_up_to_rounding(recipe: str) -> None:
         assert one.grad is not None and other.grad is not None
         error = (one.grad - other.grad).norm() / one.grad.norm()
         assert error < 2**-3, "one step of e5m2 is a fourth, and few numbers round to another"
-
-
-def test_scales_for_fsdp_change_nothing() -> None:
-    plain = decoder("tensorwise")
-    streamed = megacompile(decoder("tensorwise"), lowering="eager")
-    for made in (plain, streamed):
-        optimizer = adamw(made)
-        for ids in IDS[:2]:
-            made(ids).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            float8.precompute_float8_dynamic_scale_for_fsdp(made)
-    for one, other in zip(plain.parameters(), streamed.parameters(), strict=True):
-        assert torch.equal(one, other)
 
 
 def test_weights_that_fsdp_would_gather_are_refused() -> None:
@@ -230,14 +199,16 @@ def test_ranks_that_share_a_model_scale_by_whole_weights(tmp_path: Path) -> None
             torch.testing.assert_close(updated["params"], expected["params"], rtol=1e-2, atol=1e-3)
 
 
-def test_no_weight_is_saved() -> None:
+def test_equal_layers_share_a_template_that_saves_no_weight() -> None:
     """Neither a weight nor its cast: a backward makes it again, from the parameter in its slot."""
-    streamed = megacompile(decoder("tensorwise"), lowering="eager", activations="keep")
+    streamed = megacompile(decoder("tensorwise", layers=5), lowering="eager", activations="keep")
     streamed(IDS[0]).backward()
-    stage = schedules(streamed)[-1].stages[1]
-    assert stage.template is not None and Code.BACKWARD in stage.template.graphs
-    saved = {meta.shape for meta in stage.template.saved}
-    weights = {tuple(param.shape) for param in stage.buckets[0].params}
+    stages = schedules(streamed)[-1].stages
+    assert len(stages) == 7 and len({id(stage.template) for stage in stages}) == 3
+    template = stages[1].template
+    assert template is not None and Code.BACKWARD in template.graphs
+    saved = {meta.shape for meta in template.saved}
+    weights = {tuple(param.shape) for param in stages[1].buckets[0].params}
     assert not saved & (weights | {shape[::-1] for shape in weights if len(shape) == 2})
 
 
@@ -250,16 +221,6 @@ CONFIG = {
     "num_key_value_heads": 32,
     "vocab_size": 512,
 }
-
-
-def test_plan_leaves_the_head_and_odd_widths_as_they_are(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**CONFIG, "num_hidden_layers": 1, "intermediate_size": 8200}))
-    made = target.build(str(path), batch=1, seq=16, dtype=None, float8="rowwise").model
-    linear = {name: type(m) for name, m in made.named_modules() if isinstance(m, nn.Linear)}
-    plain = {name.rpartition(".")[2] for name, kind in linear.items() if kind is nn.Linear}
-    assert plain == {"lm_head", "gate_proj", "up_proj", "down_proj"} and len(linear) == 8
 
 
 @pytest.fixture(scope="module")
@@ -277,20 +238,16 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def test_plan_knows_how_fast_float8_is(planned: dict[str, Any]) -> None:
+def test_plan_knows_how_fast_float8_is_and_what_it_saves(planned: dict[str, Any]) -> None:
     """Products at twice the rate, and casts that take a part of it again: more with a scale for
-    each row, whose reductions of columns read slowly."""
-    bf16 = planned["bf16"]["step_s"]
-    assert bf16 / 2 < planned["tensorwise"]["step_s"] < 0.75 * bf16
-    assert bf16 / 2 < planned["rowwise"]["step_s"] < 0.85 * bf16
-    assert planned["rowwise"]["step_s"] < planned["rowwise_with_gw_hp"]["step_s"] < bf16
-
-
-def test_plan_knows_what_float8_saves(planned: dict[str, Any]) -> None:
-    """What products read in the backward is saved in fp8, but for gradients of weights in bf16."""
+    each row, whose reductions of columns read slowly. What products read in the backward is saved
+    in fp8, but for gradients of weights in bf16."""
+    steps = {name: found["step_s"] for name, found in planned.items()}
+    assert steps["bf16"] / 2 < steps["tensorwise"] < 0.75 * steps["bf16"]
+    assert steps["bf16"] / 2 < steps["rowwise"] < 0.85 * steps["bf16"]
+    assert steps["rowwise"] < steps["rowwise_with_gw_hp"] < steps["bf16"]
     saved = {
         name: found["plan"]["device"]["kinds"]["saved tensors"] for name, found in planned.items()
     }
-    assert saved["tensorwise"] < 0.8 * saved["bf16"]
-    assert saved["rowwise"] < 0.8 * saved["bf16"]
+    assert saved["tensorwise"] < 0.8 * saved["bf16"] > saved["rowwise"]
     assert saved["rowwise_with_gw_hp"] == pytest.approx(saved["bf16"], rel=0.01)

@@ -14,13 +14,6 @@ def test_it_equals_the_plain_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown.count("streamed") == 4
 
 
-def test_its_schedule_fetches_a_stage_ahead() -> None:
-    assert " ".join(map(str, from_scratch.schedule(3))) == (
-        "0PREFETCH@0 1PREFETCH@1 0F 2PREFETCH@0 1F 2PREFETCH@1 2F 1PREFETCH@0 "
-        "2B 2OFFLOAD_GRAD 0PREFETCH@1 1B 1OFFLOAD_GRAD 0B 0OFFLOAD_GRAD"
-    )
-
-
 def test_gradients_of_a_value_with_several_readers_are_summed() -> None:
     class Skips(torch.nn.Module):
         def __init__(self) -> None:

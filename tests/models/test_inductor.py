@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,22 +54,19 @@ class Annealed(nn.Module):
         return F.cross_entropy(self.second(h).float() / temperature, labels) + penalty
 
 
-@pytest.mark.parametrize("dtype", drawn([torch.bfloat16], [torch.float32]))
-def test_sizes_and_floats_are_compiled_once(dtype: torch.dtype) -> None:
+def test_sizes_and_floats_are_compiled_once() -> None:
     """At most three times: as they were first, with symbols for what has changed, and for all."""
     torch.manual_seed(0)
-    plain, streamed = twins(Annealed(dtype), **OPTIONS)
-    places = 1e-5 if dtype == torch.float32 else 2e-2
+    plain, streamed = twins(Annealed(torch.bfloat16), **OPTIONS)
     counts = []
     for k, rows in enumerate((4, 4, 4, 6, 9, 33, 5, 7)):
-        x = torch.linspace(-1, 1, rows * 8).view(rows, 8).to(dtype)
+        x = torch.linspace(-1, 1, rows * 8).view(rows, 8).bfloat16()
         losses = [each(x, 1.0 - k / 20, 0.01 * (k + 1), k) for each in (plain, streamed)]
         for loss in losses:
             loss.backward()
-        torch.testing.assert_close(*losses, rtol=places, atol=places)
+        torch.testing.assert_close(*losses, rtol=2e-2, atol=2e-2)
         counts.append(compiled())
-    assert all(p.grad is not None and p.grad.dtype == dtype for p in streamed.parameters())
-    assert_gradients_close(plain, streamed, 2 * places)
+    assert_gradients_close(plain, streamed, 4e-2)
     assert counts[4:] == [counts[4]] * 4 and len(schedules(streamed)) <= 3
     symbols = schedules(streamed)[-1].symbols
     assert symbols is not None and len(symbols.planned) == 4
@@ -90,18 +88,6 @@ class Compares(nn.Module):
         return loss
 
 
-class Sized(nn.Module):
-    """A float that makes a size: each of its values has code of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, stride: float) -> Tensor:
-        made: Tensor = self.linear(x).sum() * torch.arange(0.0, 8.0, stride).sum()
-        return made
-
-
 class Added(nn.Module):
     """Its backward takes no float."""
 
@@ -114,27 +100,19 @@ class Added(nn.Module):
         return torch.where(y > t, y, t).mean() + int(t * 10)
 
 
-FLOATS: dict[str, tuple[type[nn.Module], tuple[float, ...], int]] = {  # and how many programs
-    "no float in the backward": (Added, (0.1, 0.2, 0.3, 0.4, 0.37), 2),
-    "comparisons": (Compares, (0.1, 0.2, 0.3, 0.4, 0.37, 0.2, 0.12, 0.5), 5),
-    "a size": (Sized, (1.0, 0.9, 0.6, 0.6), 3),
-}
-
-
-@pytest.mark.parametrize("name", drawn([*FLOATS][:1], [*FLOATS][1:]))
-def test_what_is_made_of_a_float(name: str) -> None:
+@pytest.mark.parametrize("kind", drawn([Added], [Compares]))
+def test_what_is_made_of_a_float(kind: type[nn.Module]) -> None:
     """Each way that comparisons can turn out is a program; no value is."""
-    kind, values, programs = FLOATS[name]
     torch.manual_seed(0)
     plain, streamed = twins(kind(), **OPTIONS)
     x = torch.linspace(-1, 1, 48).view(6, 8)
-    for t in values:
+    for t in (0.1, 0.2, 0.3, 0.4, 0.37, 0.2, 0.12, 0.5):
         losses = [model(x, t) for model in (plain, streamed)]
         for loss in losses:
             loss.backward()
         torch.testing.assert_close(*losses)
     assert_gradients_close(plain, streamed)
-    assert len(schedules(streamed)) <= programs
+    assert len(schedules(streamed)) <= (2 if kind is Added else 5)
 
 
 NUMBERS: list[Callable[[Tensor, int], Tensor]] = [
@@ -161,21 +139,17 @@ class Numbers(nn.Module):
         return [case(y, k) for case in NUMBERS]
 
 
-@pytest.mark.parametrize("lowering", drawn(["eager"], ["inductor"]))
-def test_numbers_are_those_of_python(lowering: str) -> None:
+def test_numbers_are_those_of_python() -> None:
     torch.manual_seed(0)
-    plain, streamed = twins(Numbers(), **{**OPTIONS, "lowering": lowering})
+    plain, streamed = twins(Numbers())
     for k in range(2, 7):
         x = torch.linspace(-1, 1, 4 * k).view(k, 4)
         found = [model(x, k) for model in (plain, streamed)]
         for values in found:
             torch.stack([value.square().sum() for value in values]).sum().backward()
         for i, (mine, theirs) in enumerate(zip(*found, strict=True)):
-            torch.testing.assert_close(theirs, mine, msg=f"case {i} of {k}")
-            assert lowering == "inductor" or torch.equal(mine, theirs), (i, k)
-    assert_gradients_close(plain, streamed)
-    if lowering == "eager":
-        assert_same(plain, streamed)
+            assert torch.equal(mine, theirs), (i, k)
+    assert_same(plain, streamed)
 
 
 # --- odd operators
@@ -293,14 +267,13 @@ def uncaptured(model: SomeEager, x: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:megacompile")  # one is not captured
-@pytest.mark.parametrize("first_is_eager", [True, False])
-def test_captured_and_eager_forwards_before_one_backward(first_is_eager: bool) -> None:
+def test_captured_and_eager_forwards_before_one_backward() -> None:
     """The eager one has saved the statistics, and the captured one counts no version of them."""
     torch.manual_seed(0)
     plain, streamed = twins(SomeEager())
     x = torch.randn(3, 4)
-    for model in (plain, streamed):
-        outputs = [model(x, eager) for eager in (first_is_eager, not first_is_eager)]
+    for model, first in itertools.product((plain, streamed), (True, False)):
+        outputs = [model(x, eager) for eager in (first, not first)]
         (outputs[0].square() + outputs[1]).mean().backward()
     assert_same(plain, streamed)
     statistics = (plain.norm.running_mean, streamed.norm.running_mean)
@@ -360,12 +333,11 @@ class Counts(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("lowering", drawn(["eager"], ["inductor"]))
 @pytest.mark.filterwarnings("error:megacompile.*captured anew")
-def test_a_counter_in_an_attribute_may_be_a_symbol(lowering: str) -> None:
+def test_a_counter_in_an_attribute_may_be_a_symbol() -> None:
     """With Dynamo's option its second value is one, as it is for an argument."""
     torch.manual_seed(0)
-    plain, model = twins(Counts(), **{**OPTIONS, "lowering": lowering})
+    plain, model = twins(Counts())
     x = torch.randn(2, 4)
     with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
         for _ in range(12):
@@ -376,5 +348,4 @@ def test_a_counter_in_an_attribute_may_be_a_symbol(lowering: str) -> None:
     assert model.calls == plain.calls == 12
     assert len(inside.streamed(model).graphs) == 2
     assert_gradients_close(plain, model)
-    if lowering == "eager":
-        assert_close(plain, model)
+    assert_close(plain, model)

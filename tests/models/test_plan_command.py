@@ -45,7 +45,7 @@ def test_the_figures_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[s
     """Of a model of transformers with experts, of which a token passes a part."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = config(tmp_path, **EXPERTS)
+    folder = config(tmp_path, **EXPERTS, max_position_embeddings=16)  # --seq is all of it
     given = {**CONFIG, **EXPERTS}
     kind = given.pop("model_type")
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **given))
@@ -64,10 +64,9 @@ def test_the_figures_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert found["tflop_s"] == pytest.approx(6 * active * found["tokens_per_s"] / 1e12)
     assert found["tokens_take_s"] == pytest.approx(3e9 / found["tokens_per_s"])
     out = printed(capsys, folder, *SMALL, "--tokens", "3e9", "--changes")
-    for words in ("MixtralForCausalLM", "RTX 4090", "2 x 16 tokens", "adamw, float32 states",
-                  "it fits on the device", "tokens/s", "TFLOP/s by 6NT", "3e09 tokens", "the plan",
+    for words in ("MixtralForCausalLM", "RTX 4090", "2 x 16 tokens", "TFLOP/s by 6NT",
                   "what would help", "8-bit optimizer states", "active a token"):  # fmt: skip
-        assert words in out.replace("3e+09", "3e09").replace("3e9 ", "3e09 "), words
+        assert words in out, words
     assert max(map(len, out.splitlines()[1:])) <= 100
 
 
@@ -81,13 +80,6 @@ def test_the_configs_of_the_examples_are_the_models_they_are_named_for(
     for name, size in {**billions, "qwen2.5-32b": 32.8, "qwen2.5-72b": 72.7, "120b": 120.0}.items():
         found = answer(capsys, str(folder / f"{name}.json"), "--seq", "64", "--host-memory", "9TB")
         assert found["plan"]["parameters"] / 1e9 == pytest.approx(size, rel=5e-3)
-
-
-@pytest.mark.parametrize(("name", "tokens"), [("tower", 32), ("Words", 32), ("fixed", None)])
-def test_functions(name: str, tokens: int | None, capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, f"tests.configs:{name}", *SMALL)
-    assert found["tokens_a_step"] == tokens
-    assert (found["tokens_per_s"] is None) == (tokens is None)
 
 
 # --- what fits
@@ -111,8 +103,6 @@ def test_less_memory_is_slower_until_it_does_not_fit(capsys: pytest.CaptureFixtu
         assert found["tried"] == (there > needed * 0.9)
         assert any("tried nevertheless" in r for r in found["plan"]["reasons"]) == found["tried"]
         assert any("more of device memory" in line for line in found["why_not"])
-    out = printed(capsys, TOWER, *SMALL, "--gpu-memory", f"{needed * 95 // 100}B", code=1)
-    assert "it may not fit" in out
 
 
 def test_what_the_host_does_not_hold(capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,26 +184,18 @@ def test_sweep_finds_the_best_batch(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_slower_link_makes_a_step_longer(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = (WORDS, *SMALL, *TIGHT)
+    """Ranks exchange over it, unless another interconnect is given."""
     sheet, fast, slow = (
-        answer(capsys, *argv, *link)["plan"] for link in ((), ("--link", "1"), ("--link", "0.1"))
+        answer(capsys, WORDS, *SMALL, *TIGHT, *link)["plan"]
+        for link in ((), ("--link", "1"), ("--link", "0.1"))
     )
     assert sheet["step_s"] < fast["step_s"] < slow["step_s"]
     assert next(iter(slow["bounds"])) in ("h2d", "d2h")
     copies = {stream["stream"]: stream["predicted_s"] for stream in slow["streams"]}
     assert copies["h2d"] >= 0.8 * 4 * numel(Words()) / 0.1e9
-    assert sheet["hardware"] == "NVIDIA GeForce RTX 4090"
-    assert slow["hardware"].endswith("0.1 GB/s")
-
-
-def test_ranks_exchange_over_the_link_that_is_given(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where their GPUs have no other interconnect, and unless that is given too."""
-    argv = (WORDS, *SMALL, "--gpus", "2", "--gpu-memory", "900KiB")
-    found = [
-        answer(capsys, *argv, *options)["plan"]
-        for options in ((), ("--link", "1"), ("--link", "1", "--interconnect", "0.01"))
-    ]
-    steps = [plan["step_s"] for plan in found]
+    ranks = (WORDS, *SMALL, "--gpus", "2", "--gpu-memory", "900KiB")
+    links = ((), ("--link", "1"), ("--link", "1", "--interconnect", "0.01"))
+    steps = [answer(capsys, *ranks, *options)["plan"]["step_s"] for options in links]
     assert steps == sorted(steps) and len(set(steps)) == 3
 
 
@@ -243,10 +225,6 @@ def test_page_locked_memory_is_a_budget(capsys: pytest.CaptureFixture[str]) -> N
         assert each["step_s"] > change["step_s"] > each["step_s"] - each["pageable_s"]
         assert change["gain"] == pytest.approx(each["step_s"] / change["step_s"] - 1)
     assert len(enough["budgets"]) == 2 and enough["page_locked"]["fits"] is True
-    out = printed(capsys, *argv, "--page-locked", "1MiB")
-    (head,) = (line for line in out.splitlines() if line.startswith("memory  "))
-    assert head.split() == ["memory", "device", "host", "page-locked"]
-    assert "pageable" in out and "page-locked memory (+" in out
 
 
 LESS = ("--gpu-memory", "1600KiB")
@@ -265,35 +243,15 @@ def test_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 < needed <= found["disk"]["there_bytes"] == 2**30 and found["disk"]["fits"]
     assert found["host"]["needed_bytes"] <= found["host"]["there_bytes"] == 3 * MIB
     assert any(stream["stream"] == "read" for stream in found["streams"])
-    names = [change["name"].split(" (")[0] for change in found["budgets"]]
-    assert names == ["device memory", "host memory", "disk memory", "rate of the disk"]
     assert found["budgets"][3]["gain"] > 0.01
     refused = answer(capsys, *argv, *DISK[:4], "--disk-memory", "8KiB", code=1)
     assert any("more of the disk" in line for line in refused["why_not"])
-    out = printed(capsys, *there)
-    table = out[out.index("memory  ") :].split("\n\n")[0].splitlines()
-    assert table[0].split() == ["memory", "device", "host", "disk"]
-    assert [line.split()[0] for line in table[-2:]] == ["needed", "available"]
-    assert len(out.splitlines()) <= 45
-    unused = answer(capsys, LONG, *SMALL, *LESS, *DISK, "--host-memory", "1GiB",
-                    "--disk-memory", "16MiB")["plan"]  # fmt: skip
-    assert not unused["disk"]["needed_bytes"]
-    assert not any("disk" in change["name"] for change in unused["budgets"])
     ranks = answer(capsys, *there, "--gpus", "2")
     assert ranks["plan"]["disk"]["there_bytes"] == 2**29
 
 
 def test_tiles_that_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert "in 2 tiles" in printed(capsys, TOWER, *SMALL, "--tiles", "2")
-
-
-@pytest.mark.thorough
-def test_tiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where it does not fit otherwise."""
-    folder = config(tmp_path, intermediate_size=512, max_position_embeddings=16384)
-    long = ("--batch", "1", "--seq", "16384", "--gpu", "h200", "--gpu-memory")
-    whole, cut = (printed(capsys, folder, *long, memory) for memory in ("120MiB", "80MiB"))
-    assert " tiles" not in whole and "in 4 tiles" in cut
 
 
 # --- mistakes: one line on stderr, and code 2
@@ -303,9 +261,7 @@ def test_tiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "words"),
     [
         (["nowhere.json"], "'nowhere.json'"),
-        (["nowhere"], "package.module:function"),
         (["no_such_module:f"], "cannot import no_such_module"),
-        (["tests.configs:missing"], "'missing'"),
         (["tests.configs:nothing"], "got int; needed a torch.nn.Module"),
         (["tests.configs:broken"], "ValueError: no such"),
         (["tests.configs:breaking"], "cannot be captured"),
@@ -314,29 +270,18 @@ def test_tiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["CONFIG", "--gpu", "a100", "--float8", "rowwise"], "A100"),
         (["CONFIG", "--gpu", "tpu"], "--gpu tpu: needed one of h200, h100"),
         ([TOWER, "--gpu-memory", "24"], "--gpu-memory 24: needed a size"),
-        ([TOWER, "--gpu-memory", "much"], "--gpu-memory much: needed a size"),
         ([TOWER, "--host-memory", "1.5"], "--host-memory 1.5: needed a size"),
         ([TOWER, "--host-memory", "0.5"], "of what?"),
         ([TOWER, "--batch", "0"], "--batch 0: needed 1 or more"),
-        ([TOWER, "--tiles", "0"], "--tiles 0: needed 1 or more"),
         ([TOWER, "--gpus", "2", "--interconnect", "0"], "--interconnect 0"),
-        ([TOWER, "--hosts", "2"], "--hosts 2"),
-        ([TOWER, "--gpus", "2", "--network", "1"], "--network 1"),
         (["CONFIG", "--seq", "128"], "max_position_embeddings 64"),
         (["EMPTY"], "model_type"),
         (["TEXT"], "is no JSON"),
         (["UNKNOWN"], "'qwen33'; nearest: qwen3, "),
         (["model.Q4_K_M.gguf"], "GGUF"),
-        (["model.safetensors"], "weights"),
         (["FOLDER"], ".gguf"),
-        *(
-            ([TOWER, f"--link={link}"], f"--link {link}: needed GB/s")
-            for link in ("0", "-1", "nan", "inf", "fast", "25GB", "")
-        ),
-        *(
-            ([TOWER, f"--page-locked={size}"], f"--page-locked {size}: ")
-            for size in ("much", "1.5", "0GiB", "-1GiB", "0.5")
-        ),
+        *(([TOWER, f"--link={x}"], f"--link {x}: needed GB/s") for x in ("0", "nan", "25GB")),
+        *(([TOWER, f"--page-locked={x}"], f"--page-locked {x}: ") for x in ("1.5", "0GiB", "0.5")),
         ([TOWER, "--disk-memory", "1GiB"], "--disk-memory 1GiB: of what?"),
         ([TOWER, "--disk-rates", "2/2"], "--disk-rates 2/2: of what?"),
         ([TOWER, "--disk", "/absent"], "no such folder"),
@@ -344,7 +289,6 @@ def test_tiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ([TOWER, *DISK[:2], "--disk-memory", "1GiB", "--disk-rates", "2/-1"], "--disk-rates 2/-1"),
         ([TOWER, *DISK[:4], "--disk-memory", "0.5"], "--disk-memory 0.5: of what?"),
         ([TOWER, "--disk-weights"], "--disk-weights: where?"),
-        ([TOWER, "--disk-saved"], "--disk-saved: where?"),
         ([TOWER, "DISK", "--disk-weights", "--compute-dtype", "bfloat16"], "masters"),
         ([TOWER, "DISK", "--disk-weights", "--gpus", "2"], "--gpus"),
         ([TOWER, "DISK", "--disk-saved", "--activations", "keep"], "--activations keep"),
@@ -390,31 +334,3 @@ def test_without_the_packages_that_a_config_needs(
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["plan", folder]) == 2
     assert "pip install transformers" in capsys.readouterr().err
-
-
-def test_an_error_of_transformers_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of several lines, where the last ones say what was wrong with which field."""
-    folder = config(tmp_path)
-    from transformers import AutoConfig
-
-    said = "Validation error for field 'hidden_size':\n  expected int, got str"
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise ValueError(said)
-
-    monkeypatch.setattr(AutoConfig, "for_model", refuse)
-    assert main(["plan", folder, *SMALL]) == 2
-    assert capsys.readouterr().err.endswith(f"transformers: ValueError: {said}\n")
-
-
-def test_the_list_of_model_types_is_that_of_transformers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It is read as text: a process that has not imported transformers knows them all."""
-    pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text('{"model_type": "lama"}')
-    assert main(["plan", str(tmp_path)]) == 2
-    nearest = capsys.readouterr().err.strip().partition("nearest: ")[2].split(", ")
-    assert len(nearest) == 3 and "llama" in nearest

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +16,8 @@ from tests.draws import drawn
 from tests.zoo import command, table
 from tests.zoo.catalogue import ENTRIES
 from tests.zoo.command import faults, tolerance
-from tests.zoo.compare import Result, Worst, compare, error
-from tests.zoo.entry import BATCH, Entry, Family, Rounding, floats
-from tests.zoo.lengths import Counted, resized
+from tests.zoo.compare import Result, compare, error
+from tests.zoo.entry import Entry, Family, Rounding
 
 FAST = ("llama (eager)", "resnet", "nn.LSTM", "nn.EmbeddingBag")
 OTHERS = ("mixtral (sdpa)", "t5", "bert (eager)", "vit (sdpa)", "nn.Transformer")
@@ -116,33 +114,6 @@ def test_faults() -> None:
     assert faults(replace(ENTRY, note="it branches"), BROKEN) == []
 
 
-def test_more_captures_than_those_of_torch_compile_are_found() -> None:
-    fine = Counted("llama", [1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 0, 0, 0], True, ())
-    assert not fine.is_more and "MORE" not in fine.line()
-    for more in ({"graphs": [1, 1, 1, 0, 0]}, {"programs": [1, 1, 0, 0, 1]}):
-        assert replace(fine, **more).is_more  # type: ignore[arg-type]
-    assert not replace(fine, programs=[1, 1, 0, 0, 1], theirs=[1, 1, 0, 0, 1]).is_more
-
-
-def test_inputs_get_other_sizes() -> None:
-    grid = torch.tensor([[1, 4, 4]] * BATCH)
-    call = {
-        "input_ids": torch.arange(8).view(BATCH, 4),
-        "pixel_values": torch.arange(8.0).view(2 * BATCH, 2),
-        "image_grid_thw": grid,
-        "labels": [{"boxes": torch.ones(1)}] * BATCH,
-    }
-    sized = resized(call, 3, 2)
-    assert sized["input_ids"].tolist() == [
-        [0, 1, 2, 3, 3, 3],
-        [4, 5, 6, 7, 7, 7],
-        [0, 1, 2, 3, 3, 3],
-    ]
-    assert sized["pixel_values"][:, 0].tolist() == [0, 2, 4, 6, 0, 2]
-    assert sized["image_grid_thw"].tolist() == [[1, 4, 4]] * 3
-    assert len(sized["labels"]) == 3
-
-
 class Wrong(nn.Module):
     """Computes something else where it is captured."""
 
@@ -163,61 +134,6 @@ def test_a_difference_is_found() -> None:
     assert (result.breaks, result.streamed) == (0, 1.0)
 
 
-class Breaking(nn.Module):
-    """A layer that breaks the graph: what lies on each side of it is a graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.before(x).relu()
-        torch._dynamo.graph_break()
-        x = self.after(x).relu()
-        return x
-
-
-def test_layers_that_share_a_graph_are_counted_each() -> None:
-    made = Entry(
-        "layers",
-        Family.TORCH,
-        lambda: nn.Sequential(*(Breaking() for _ in range(3))),
-        lambda: {"input": torch.ones(2, 4)},
-    )
-    result = compare(made)
-    assert (result.breaks, result.stages, result.streamed) == (5, 6, 1.0)
-
-
-class Normed(nn.Module):
-    """`x + RMSNorm(x)`, with the norm in a captured graph that neither makes x nor adds to it."""
-
-    def __init__(self, dtype: torch.dtype, *, grouped: bool) -> None:
-        super().__init__()
-        self.first = nn.Linear(64, 64, dtype=dtype)
-        self.grouped = grouped
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        torch._dynamo.graph_break()
-        read = x.view_as(x) if self.grouped else x
-        normed = read * read.pow(2).mean(-1, keepdim=True).rsqrt()
-        torch._dynamo.graph_break()
-        return x + normed
-
-
-@pytest.mark.parametrize("dtype", drawn([torch.float32], [torch.float64]))
-def test_what_turns_between_captured_and_eager_code_cost(dtype: torch.dtype) -> None:
-    """Rounding alone: the plain backward adds (x + a) + b, and the captured one x + (a + b)."""
-
-    def compared(*, grouped: bool) -> Result:
-        call = {"x": floats(8, 64).to(dtype)}
-        build = functools.partial(Normed, dtype, grouped=grouped)
-        return compare(Entry("normed", Family.TORCH, build, lambda: call))
-
-    assert 0 < compared(grouped=False).error < 20 * torch.finfo(dtype).eps
-    assert compared(grouped=True).error == 0  # the plain backward adds `a + b` first, too
-
-
 @pytest.mark.parametrize(
     ("plain", "streamed", "wanted"),
     [
@@ -231,10 +147,3 @@ def test_what_turns_between_captured_and_eager_code_cost(dtype: torch.dtype) -> 
 )
 def test_errors(plain: Tensor, streamed: Tensor, wanted: float) -> None:
     assert error(plain, streamed) == wanted
-
-
-def test_what_only_one_has_is_an_error() -> None:
-    worst = Worst()
-    worst.compare("step 0", {"a": torch.ones(1)}, {})
-    assert worst.error == torch.inf
-    assert worst.where == "step 0: only one has ['a']"

@@ -1,4 +1,6 @@
-"""Updates of host memory that are made when somebody waits for them, and no sooner.
+"""What comes at a bad moment: updates of host memory that are late, and errors.
+
+Late updates are made when somebody waits for them, and no sooner.
 
 The worst that may happen to a loop: whoever uses a parameter, a gradient or a state without waiting
 for the update in flight sees what was there before it. No thread is needed, so tests are the same
@@ -7,11 +9,16 @@ each time.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
 
 from tests import inside
 from tests.interrupts import is_ours, not_traced
@@ -102,3 +109,37 @@ class AtCall:
             if self.left == 0:
                 raise self.error
         return None
+
+
+class Fails(torch.autograd.Function):
+    """Gives its input, and raises a KeyError in the backward when it is told to."""
+
+    armed = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if Fails.armed:
+            raise KeyError("out of luck")
+        return gradients[0]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def may_fail(x: Tensor) -> Tensor:
+    """A break of the captured graph, whose backward fails within `failing`."""
+    result: Tensor = Fails.apply(x)  # type: ignore[no-untyped-call]
+    return result
+
+
+@contextlib.contextmanager
+def failing() -> Iterator[None]:
+    """For its duration a backward through `may_fail` raises."""
+    Fails.armed = True
+    try:
+        with pytest.raises(KeyError, match="out of luck"):
+            yield
+    finally:
+        Fails.armed = False

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
 
 from megacompile.api import accumulate
+from megacompile.compat import accumulator_of
 from tests.loops import child_writes, in_threads
 from tests.zoo import equal
 
@@ -59,6 +61,7 @@ class Net(nn.Module):
             x = layer(x)
             if self.breaks and i == 1:
                 torch._dynamo.graph_break()
+                x = x + self.layers[0].get_parameter("linear.bias")  # which both graphs use
         hidden: Tensor = x.relu()
         result: Tensor = self.head(hidden)
         return result, hidden
@@ -70,7 +73,8 @@ OPTIMIZERS: dict[str, Callable[[list[Any]], Optimizer]] = {
     "adam, amsgrad": lambda p: Adam(p, lr=1e-2, amsgrad=True, weight_decay=0.1),
     "sgd, plain": lambda p: SGD(p, lr=0.05),
 }
-EXTRAS = ("", "penalty", "penalty first", "head", "view", "twice")
+EXTRAS = ("", "penalty", "penalty first", "head", "view", "twice", "reentrant")
+HOOKS = ("tensor", "post accumulate", "node", "node before", "takes away")
 WRITES = ("in place", "data", "new data", "through data", "init", "foreach", "numpy", "part")
 USES = (
     *("value", "sum", "numpy", "data", "item", "grad", "state_dict", "saved", "deepcopy", "stack"),
@@ -121,6 +125,7 @@ class Side:
         self.losses: list[Tensor] = []
         self.aliases: list[Any] = []
         self.hooks: list[Any] = []
+        self.nodes: list[Any] = []
         self.seen: list[Any] = []
         self.saved: Any = None
 
@@ -129,6 +134,7 @@ class Side:
         for handle in self.hooks:
             handle.remove()
         self.optimizers, self.losses, self.aliases, self.hooks = [], [], [], []
+        self.nodes = []
 
     def param(self, number: int) -> nn.Parameter:
         """One of those that are trained and that a call uses."""
@@ -156,6 +162,9 @@ class Side:
         total = total + out.square().mean() + (hidden.mean() if seed % 2 else 0.0)
         if extra == "twice":
             total = total + self.model(x + 1)[0].mean()
+        elif extra == "reentrant":  # a backward inside of a backward
+            again = (x + 1).detach().requires_grad_()
+            total = total + checkpoint(self.model, again, use_reentrant=True)[0].mean()
         elif extra == "penalty":
             total = total + self.penalty()
         elif extra == "head":
@@ -211,10 +220,12 @@ class Side:
         """Code of the user's raises: in the forward, in the backward, or around the step."""
         if where == "forward":
             self.model(torch.ones(3, WIDTH + 1))
-        if where in ("loss", "hook"):
+        if where in ("loss", "hook", "behind"):
             loss = self.losses.pop()
             at: Any = loss if where == "loss" else self.param(number)
-            handle = at.register_hook(raise_planted)
+            behind = where == "behind"
+            register = at.register_post_accumulate_grad_hook if behind else at.register_hook
+            handle = register(raise_planted)
             try:
                 loss.backward()
             finally:
@@ -278,7 +289,8 @@ class Side:
         self.scheduler.step()
         return []
 
-    def options(self, name: str, value: float) -> list[Any]:
+    def options(self, option: tuple[str, float]) -> list[Any]:
+        name, value = option
         for group in self.optimizers[0].param_groups:
             if name in group:
                 group[name] = value
@@ -434,10 +446,21 @@ class Side:
         def note(of: Tensor) -> None:
             self.seen.append(None if of.grad is None else of.grad.clone())
 
-        if kind == "tensor":
-            self.hooks.append(param.register_hook(halve))
-        else:
-            self.hooks.append(param.register_post_accumulate_grad_hook(note))
+        def take(*_: Any) -> None:
+            """As Megatron and Apex do, which add gradients to buffers of their own."""
+            note(param)
+            param.grad = None
+
+        node = accumulator_of(param)
+        register: dict[str, Callable[[], Any]] = {
+            "tensor": lambda: param.register_hook(halve),
+            "post accumulate": lambda: param.register_post_accumulate_grad_hook(note),
+            "node": lambda: node.register_hook(lambda *_: note(param)),
+            "node before": lambda: node.register_prehook(lambda _: note(param)),
+            "takes away": lambda: node.register_hook(take),
+        }
+        self.hooks.append(register[kind]())
+        self.nodes.append(node)  # it lives as long
         return []
 
     def unhook(self) -> list[Any]:
@@ -456,19 +479,20 @@ class Side:
     def save(self, by: str) -> list[Any]:
         found = [self.model.state_dict(), [each.state_dict() for each in self.optimizers]]
         self.saved = through_file(found) if by == "file" else copy.deepcopy(found)
+        self.saved.append([type(each) for each in self.optimizers])
         return []
 
-    def load(self, assign: bool, model: bool, optimizer: bool) -> list[Any]:
-        """A checkpoint, or the half of it."""
-        states, others = self.saved
+    def load(self, halves: tuple[bool, bool]) -> list[Any]:
+        """A checkpoint, or the half of it: that of the model, or of the optimizer."""
+        model, optimizer = halves
+        states, others, kinds = self.saved
         if model:
             values = {name: value.clone() for name, value in states.items()}
-            self.model.load_state_dict(values, assign=assign)
-            for name, param in self.model.named_parameters():
-                self.params[name] = param
+            self.model.load_state_dict(values)
         if optimizer:
-            for each, state in zip(self.optimizers, others, strict=False):
-                each.load_state_dict(copy.deepcopy(state))
+            for each, state, kind in zip(self.optimizers, others, kinds, strict=False):
+                if type(each) is kind:
+                    each.load_state_dict(copy.deepcopy(state))
         return []
 
     def copied_model(self, by: str) -> list[Any]:

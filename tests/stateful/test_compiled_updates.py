@@ -166,10 +166,8 @@ def errors_of_the_user(model: Any) -> list[Optimizer]:
     before = looked_at(model, optimizer)
     for register in (optimizer.register_step_pre_hook, register_optimizer_step_pre_hook):
         handle = register(planted)
-        for _ in range(2):
-            with pytest.raises(Planted):
-                optimizer.step()
-            assert_untouched(model, optimizer, before)
+        with pytest.raises(Planted):
+            optimizer.step()
         handle.remove()
     with pytest.raises(Planted):
         optimizer.step(planted)
@@ -329,25 +327,6 @@ def test_a_gradient_is_refused(config: str) -> None:
                 optimizer.zero_grad()
     for one, other in zip(plain, streamed, strict=True):
         assert_close(one, other, 1e-5)
-
-
-def test_torch_refuses_a_parameter_that_is_not_ours() -> None:
-    _, model = twins(Product(), lowering="inductor", progress=False, device_update=0)
-    other = nn.Parameter(torch.ones(3))
-    groups: list[Any] = [{"params": [other]}, {"params": list(model.parameters())}]
-    optimizer = Adam(groups, lr=1e-2)
-    backward(model, 5)
-    before = looked_at(model, optimizer)
-    other.grad = torch.ones(3)
-    optimizer.param_groups[0]["lr"] = "much"
-    with pytest.raises(TypeError):
-        optimizer.step()
-    assert_untouched(model, optimizer, before)
-    assert torch.equal(other.grad, torch.ones(3))
-    optimizer.param_groups[0]["lr"] = 0.5
-    optimizer.step()
-    assert float(other.detach()[0]) < 1
-    assert not torch.equal(before[0], next(model.parameters()))
 
 
 def test_resident_parameters_of_two_groups_that_are_not_contiguous() -> None:

@@ -7,7 +7,6 @@ checkpoints and gradients of a model that stays as it is are drawn in `test_trai
 from __future__ import annotations
 
 import copy
-import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +16,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile import megacompile, schedules, unmegacompile
+from megacompile import ModelError, megacompile, schedules, unmegacompile
 from tests import inside, zoo
 from tests.draws import drawn
 from tests.zoo import (
     WIDTH,
     Block,
-    Stack,
     assert_same,
     assert_steps_same,
     batch,
@@ -34,20 +32,6 @@ from tests.zoo import (
 )
 
 # --- one model after all of these edits, one after the other
-
-
-class Adapter(nn.Module):
-    """What PEFT puts around a frozen layer."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a = nn.Parameter(torch.randn(base.in_features, 2))
-        self.b = nn.Parameter(torch.zeros(2, base.out_features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.base(x) + x @ self.a @ self.b
-        return result
 
 
 def in_place(model: Any) -> None:
@@ -78,17 +62,8 @@ def other_modules(model: Any) -> None:
     model.head = nn.Linear(WIDTH, WIDTH, bias=False)
 
 
-def adapters(model: Any) -> None:
-    for layer in model.layers:
-        layer.up = Adapter(layer.up)
-
-
 def forward_hook(model: Any) -> None:
     model.handle = model.layers[1].register_forward_hook(lambda m, args, out: out * 2)
-
-
-def no_forward_hook(model: Any) -> None:
-    model.handle.remove()
 
 
 def hooks_of_the_model(model: Any) -> None:
@@ -109,7 +84,6 @@ EDITS: list[Callable[[Any], None]] = [
     a_new_parameter,
     forward_hook,
     other_modules,
-    adapters,
     hooks_of_the_model,
     another_dtype,
 ]
@@ -141,23 +115,21 @@ def test_edits_are_seen(resident: Any) -> None:
     assert_steps_same(plain, streamed, inputs)
 
 
+# --- checkpoints and copies
+
+
 def test_buffers_and_checkpoints() -> None:
     """Buffers that the user replaces; state_dict() with a prefix; load_state_dict(assign=True)."""
     plain, streamed = twins(zoo.batchnorm()[0])
     assert_steps_same(plain, streamed, batch())
-    mine, theirs = plain.state_dict(), streamed.state_dict()
-    assert list(mine) == list(theirs)
-    assert all(equal(mine[key], theirs[key]) for key in mine)
-    assert list(streamed.state_dict(prefix="a.")) == [f"a.{key}" for key in mine]
-    torch.manual_seed(9)
-    other = Stack(block=lambda: copy.deepcopy(plain.layers[0])).state_dict()
-    for assign in (False, True):
-        for model in (plain, streamed):
-            model.zero_grad()
-            values = {k: v.clone() for k, v in other.items()}
-            result = model.load_state_dict(values, assign=assign)
-            assert not result.missing_keys and not result.unexpected_keys
-        assert_steps_same(plain, streamed, batch())
+    assert list(streamed.state_dict(prefix="a.")) == [f"a.{key}" for key in plain.state_dict()]
+    other = {name: value * 2 for name, value in plain.state_dict().items()}
+    for model in (plain, streamed):
+        model.zero_grad()
+        values = {k: v.clone() for k, v in other.items()}
+        result = model.load_state_dict(values, assign=True)
+        assert not result.missing_keys and not result.unexpected_keys
+    assert_steps_same(plain, streamed, batch())
     for model in (plain, streamed):
         norm = model.layers[0][1]
         norm.running_mean = torch.full((WIDTH,), 2.0)
@@ -171,60 +143,26 @@ def test_copies_and_files(tmp_path: Path) -> None:
     plain, streamed = twins(zoo.tied()[0])
     for model in (plain, streamed):
         step(model, batch())
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
     copies = copy.deepcopy(plain), copy.deepcopy(streamed)
-    with pytest.raises(ValueError, match="not megacompiled"):
+    with pytest.raises(ModelError):
         schedules(copies[1])
     assert_steps_same(*copies, batch())
     assert_same(plain, streamed)
-    assert_steps_same(plain, streamed, batch())
     paths = [tmp_path / "0.pt", tmp_path / "1.pt"]
-    for what in ("model", "state_dict"):
-        for model, path in zip((plain, streamed), paths, strict=True):
-            torch.save(model if what == "model" else model.state_dict(), path)
-        sizes = [path.stat().st_size for path in paths]
-        assert sizes[1] <= sizes[0] + 1024  # bytes: not the whole bucket for each parameter
-    fresh, _ = zoo.tied()
-    fresh.load_state_dict(torch.load(paths[1], weights_only=True))
-    for model in (plain, streamed):
-        model.zero_grad()
-    loaded = pickle.loads(pickle.dumps(streamed))
+    for model, path in zip((plain, streamed), paths, strict=True):
+        torch.save(model, path)
+    sizes = [path.stat().st_size for path in paths]
+    assert sizes[1] <= sizes[0] + 1024  # bytes: not the whole bucket for each parameter
+    loaded = torch.load(paths[1], weights_only=False)
     again = megacompile(copy.deepcopy(streamed), device="cpu", lowering="eager")
-    step(plain, batch(2))
-    for other in (fresh, loaded, again):
+    for other in (plain, loaded, again):
+        other.zero_grad()
         step(other, batch(2))
-        assert_same(plain, other)
-    with torch.no_grad():
-        again.head.weight.mul_(2)
-    plain.load_state_dict(again.state_dict())
-    assert_steps_same(plain, again, batch(2))
+    assert_same(plain, loaded)
+    assert_same(plain, again)
 
 
-@pytest.mark.thorough
-def test_save_pretrained(tmp_path: Path) -> None:
-    model, inputs = zoo.hf_gpt2(), zoo.tokens()
-    plain, streamed = twins(model)
-    step(streamed, inputs)
-    streamed.save_pretrained(tmp_path)
-    loaded = type(plain).from_pretrained(tmp_path).train()
-    assert_steps_same(plain, loaded, inputs)
-
-
-def test_an_average_of_the_model() -> None:
-    """`torch.optim.swa_utils`; and weights that are exchanged for it while it is evaluated."""
-    plain, streamed, inputs = stacks()
-    for model in (plain, streamed):
-        average = torch.optim.swa_utils.AveragedModel(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(2):
-            step(model, inputs)
-            optimizer.step()
-            average.update_parameters(model)
-        with torch.no_grad():
-            for p, q in zip(model.parameters(), average.parameters(), strict=True):
-                p.copy_(q)
-    assert_steps_same(plain, streamed, inputs)
-
+# --- data that is exchanged
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "all streamed": {"resident": 0, "activations": "recompute"},
@@ -236,8 +174,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.filterwarnings("ignore:megacompile")
 def test_data_that_is_exchanged_there_and_back(options: str) -> None:
-    model = zoo.stack()[0]
-    megacompile(model, device="cpu", lowering="eager", **OPTIONS[options])
+    model = megacompile(zoo.stack()[0], device="cpu", lowering="eager", **OPTIONS[options])
     x = batch()["x"]
     first = model(x)
     first.sum().backward()
@@ -252,7 +189,7 @@ def test_data_that_is_exchanged_there_and_back(options: str) -> None:
     with torch.no_grad():
         assert not model(x).any(), "these are the others"
     exchange()
-    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert all(map(torch.equal, model.parameters(), before))
     assert not any(other.any() for other in others)
     assert torch.equal(model(x), first)
     # no memory is made for new values alone
@@ -284,17 +221,14 @@ def to_average(model: Any, backup: list[Tensor]) -> None:
         p.data = average
 
 
-@pytest.mark.parametrize("change", [to_backup, to_average])
-def test_data_that_is_set_in_each_step_is_no_flat_buffer(
-    change: Callable[[Any, list[Tensor]], None], recwarn: pytest.WarningsRecorder
-) -> None:
+def test_data_that_is_set_in_each_step_is_no_flat_buffer(recwarn: pytest.WarningsRecorder) -> None:
     plain, streamed, _ = stacks()
     for model in (plain, streamed):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         backup: list[Tensor] = []
-        for i in range(4):
+        for i in range(6):
             model(batch(i)["x"]).square().sum().backward()
-            change(model, backup)
+            (to_backup if i < 3 else to_average)(model, backup)
             optimizer.step()
             optimizer.zero_grad()
     assert_same(plain, streamed)
@@ -323,18 +257,15 @@ def test_the_same_object_with_the_same_parameters_goes_on() -> None:
     params = dict(model.named_parameters(remove_duplicate=False))
     for each, _ in both:
         step(each, batch())
-    streamed = megacompile(model, device="cpu", lowering="eager")
-    assert streamed is model and type(streamed) is Stack
-    now = dict(streamed.named_parameters(remove_duplicate=False))
-    assert list(now) == list(params)
-    assert all(now[name] is params[name] and type(now[name]) is nn.Parameter for name in params)
+    megacompile(model, device="cpu", lowering="eager")
     for each, optimizer in both:
-        step(each, batch())
-        optimizer.step()
-        step(each, batch(2))
-        optimizer.step()
-    assert all(p is params[name] for name, p in streamed.named_parameters())
-    assert_same(plain, streamed)
+        for seed in (1, 2):
+            step(each, batch(seed))
+            optimizer.step()
+    assert_same(plain, model)
+    now = dict(model.named_parameters(remove_duplicate=False))
+    assert list(now) == list(params) and all(now[name] is params[name] for name in params)
+    assert {type(param) for param in now.values()} == {nn.Parameter}
 
 
 @pytest.mark.parametrize("first", ["torch.compile", "megacompile"])
@@ -345,40 +276,14 @@ def test_torch_compile_of_the_module(first: str) -> None:
     compiled: Any = torch.compile  # typed as if it gave a function
     if first == "torch.compile":
         around = compiled(model, backend="eager")
-        assert megacompile(around, device="cpu", lowering="eager") is model
-        assert megacompile(around, device="cpu", lowering="eager") is model
+        for _ in range(2):
+            assert megacompile(around, device="cpu", lowering="eager") is model
     else:
         around = compiled(megacompile(model, device="cpu", lowering="eager"), backend="eager")
     assert equal(step(plain, inputs), step(around, inputs))
     assert_same(plain, model)
     assert len(schedules(model)) == 1
     assert unmegacompile(model) is model
-
-
-def test_strides_are_kept() -> None:
-    """Of channels_last, and of transposed weights."""
-    model: Any = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 8))
-    model = model.to(memory_format=torch.channels_last)
-    model[2].weight.data = model[2].weight.data.t().contiguous().t()
-    before = [p.stride() for p in model.parameters()]
-    plain, streamed = twins(model)
-    for m in (plain, streamed):
-        m(torch.ones(2, 3, 4, 4)).square().sum().backward()
-    assert [p.stride() for p in streamed.parameters()] == before
-    assert_same(plain, streamed)
-
-
-@pytest.mark.filterwarnings("ignore:megacompile")
-def test_full_backward_hooks_on_a_module() -> None:
-    plain, streamed, inputs = stacks()
-    seen: list[Tensor] = []
-    for model in (plain, streamed):
-        model.layers[1].register_full_backward_hook(
-            lambda m, grads_in, grads_out: seen.append(grads_out[0])
-        )
-        step(model, inputs)
-    assert len(seen) == 2 and equal(*seen)
-    assert_same(plain, streamed)
 
 
 def test_frozen_between_forward_and_backward() -> None:

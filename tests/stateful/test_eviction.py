@@ -71,37 +71,34 @@ def test_programs_that_are_not_used_any_more_go() -> None:
     (graph,) = inside.streamed(model).graphs
     graph.most = FEW
     compiler: Any = inside.streamed(model).buckets.plans.compiler
-    run(model, range(1, 3))
+    templates = compiler.pipeline.templates
+    run(model, range(1, FEW))
     assert len(graph.programs) == FEW
-    first = [ref(program) for program in inside.programs(model)]
-    made = [ref(executor) for executor in inside.executors(model)]
-    gone: list[Any] = [*first, *made]
-    templates = len(compiler.pipeline.templates)
-    run(model, range(3, 7))
+    gone: list[Any] = [ref(each) for each in inside.programs(model) + inside.executors(model)]
+    count = len(templates)
+    run(model, range(3, 6))
     gc.collect()
-    assert len(graph.programs) == FEW
+    assert len(graph.programs) == FEW and len(templates) <= count * 2
     assert [r() for r in gone] == [None] * len(gone)
-    assert len(compiler.pipeline.templates) <= templates * 2
-    after = len(compiler.pipeline.templates), len(sources())
-    run(model, range(7, 11))
+    after = len(templates), len(sources())
+    run(model, range(7, 9))
     gc.collect()
-    assert (len(compiler.pipeline.templates), len(sources())) == after
+    assert (len(templates), len(sources())) == after
     for each in (plain, model):
         each.zero_grad()
     # a backward whose program has gone meanwhile
-    mine, theirs = (loss_of(each, 11) for each in (plain, model))
-    for number in range(12, 16):
+    losses = [loss_of(each, 11) for each in (plain, model)]
+    for number in range(12, 15):
         loss_of(model, number)
-    mine.backward()
-    theirs.backward()
-    for each in (plain, model):
+    for loss, each in zip(losses, (plain, model), strict=True):
+        loss.backward()
         run(each, range(1, 2))
     assert_same(plain, model)
     names = [t.index for s in schedules(model) for t in s.templates]
     assert len(set(names)) == len({id(t) for s in schedules(model) for t in s.templates})
     # one that is used stays
     kept = [ref(program) for program in inside.programs(model)]
-    for number in range(2, 6):
+    for number in range(2, 5):
         run(model, range(number, number + 1))
         run(model, range(1, 2))
     gc.collect()

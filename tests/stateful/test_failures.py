@@ -11,11 +11,8 @@ What `p.grad` is after a backward that failed:
 
 from __future__ import annotations
 
-import copy
 import gc
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -23,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from megacompile import megacompile
-from megacompile.errors import AnomalyError, OptimizerError, OptionTypeError
+from megacompile.errors import AnomalyError, OptionTypeError
 from tests import inside, zoo
 from tests.training import take_steps
 from tests.watched import Countdown
-from tests.zoo import WIDTH, Block, Stack, assert_same, batch, differences, equal, step
+from tests.zoo import WIDTH, Block, Stack, assert_same, batch, equal, step
 
 
 class Planted(Exception):
@@ -100,7 +97,7 @@ def test_a_failed_step_leaves_no_tensors() -> None:
     model.zero_grad()
     step(model, batch(0))
     before = _tensors()
-    for k in range(0, count, 9):
+    for k in range(0, count, 13):
         model.zero_grad()
         with pytest.raises(Planted), ops.failing(k, Planted()):
             step(model, batch(0))
@@ -118,116 +115,21 @@ def test_training_goes_on_behind_a_failed_step() -> None:
     """Updates of the last step may be in flight when an op fails."""
     plain, model = twins()
     optimizers = [torch.optim.AdamW(each.parameters(), 0.01) for each in (plain, model)]
-    take_steps(plain, optimizers[0], 12)
+    take_steps(plain, optimizers[0], 7)
     take_steps(model, optimizers[1], 2)
     model.zero_grad()
     ops = ops_of(model)
     count = count_of(ops, model)
-    for k in range(2, 12):
+    for k in range(2, 7):
         error = ERRORS[k % 2]
-        with pytest.raises(error), ops.failing((5 * k) % count, error("in an op")):
+        with pytest.raises(error), ops.failing((11 * k) % count, error("in an op")):
             take_steps(model, optimizers[1], 1, start=k)
         optimizers[1].zero_grad()
         take_steps(model, optimizers[1], 1, start=k)
     assert_same(plain, model)
 
 
-def test_an_update_in_the_backward_that_fails_says_so() -> None:
-    """Some layers are updated and some are not: the next backward does not just go on."""
-    torch.manual_seed(0)
-    model: Any = Stack(layers=2, block=Block)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    megacompile(model, device="cpu", lowering="eager", optimizer=optimizer)
-    take_steps(model, optimizer, 1)
-    before, states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    ops = ops_of(model)
-    count = count_of(ops, model)
-    optimizer.step()
-    optimizer.zero_grad()
-    model.load_state_dict(before)
-    with pytest.raises(Planted), ops.failing(count - 5, Planted()):
-        step(model, batch(1))
-    now = {  # in memory: who asks a parameter would be told
-        place.name: value.clone()
-        for bucket in inside.buckets(model).values()
-        for place, value in zip(bucket.layout.params, bucket.values, strict=True)
-    }
-    changed = [name for name, value in now.items() if not equal(value, before[name])]
-    assert 0 < len(changed) < len(before), "half updated"
-    with pytest.raises(OptimizerError, match="Planted"):
-        step(model, batch(1))
-    model.load_state_dict(before)
-    optimizer.load_state_dict(states)
-    take_steps(model, optimizer, 2)  # goes on
-
-
 # The user's code fails.
-
-
-class Fails(nn.Module):
-    """A layer that raises when it is told to."""
-
-    fails = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fails:
-            raise Planted("in the forward")
-        return x + torch.tanh(self.linear(x))
-
-
-def _raise(*args: Any) -> None:
-    raise Planted("in a hook")
-
-
-class _Telling:
-    """The layer fails in this block."""
-
-    def __init__(self, layer: Any) -> None:
-        self.layer = layer
-
-    def __enter__(self) -> None:
-        self.layer.fails = True
-
-    def __exit__(self, *_: object) -> None:
-        self.layer.fails = False
-
-
-PLACES: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
-    "forward": _Telling,
-    "module hook": lambda layer: layer.register_forward_hook(_raise),
-    "gradient hook": lambda layer: layer.linear.weight.register_hook(_raise),
-    "accumulate hook": lambda layer: layer.linear.weight.register_post_accumulate_grad_hook(_raise),
-}
-
-
-def test_code_of_the_user_may_fail() -> None:
-    torch.manual_seed(0)
-    plain, model = zoo.twins(Stack(layers=3, block=Fails))
-    optimizers = [torch.optim.AdamW(each.parameters(), 0.01) for each in (plain, model)]
-    done = 0
-    for name, place in PLACES.items():
-        take_steps(plain, optimizers[0], 3, start=done)
-        take_steps(model, optimizers[1], 2, start=done)
-        with place(model.layers[1]), pytest.raises(Planted):
-            take_steps(model, optimizers[1], 1, start=done + 2)
-        optimizers[1].zero_grad()
-        take_steps(model, optimizers[1], 1, start=done + 2)
-        assert not differences(plain, model), name
-        done += 3
-
-
-def test_a_loss_that_is_never_differentiated() -> None:
-    plain, model = twins()
-    step(model, batch(0))
-    model(**batch(1))  # whatever comes behind it fails
-    model.zero_grad()
-    for each in (plain, model):
-        step(each, batch(2))
-    assert_same(plain, model)
 
 
 # NaN and inf.

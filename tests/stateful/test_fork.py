@@ -203,7 +203,6 @@ def test_page_locked_memory_is_given_back(cudart: None) -> None:
 
 SENT: dict[str, Callable[[Any], object]] = {
     "share_memory()": lambda model: model.share_memory(),
-    "a queue, with state_dict()": lambda model: ForkingPickler.dumps(model.state_dict()),
     "a spawned worker": lambda model: ForkingPickler.dumps(list(model.parameters())),
 }
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
+import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from megacompile import trace
@@ -35,6 +38,9 @@ from tests.training import (
 )
 from tests.zoo import WIDTH, assert_same, batch, equal, step, twins
 
+LIBRARY: Any = torch  # its stubs do not know all of these
+EXCHANGE = "__dlpack_c_exchange_api__"  # libraries that find it read memory without a call
+
 
 class Flying:
     """A plain model and a streamed one, whose updates are late."""
@@ -52,17 +58,19 @@ class Flying:
         self.workers: Late = late(self.model)
         self.steps = 2
 
-    def step(self) -> None:
-        """Another one; the update of the streamed model is in flight."""
+    def step(self, before: Callable[[Any], Any] = lambda model: None) -> list[Any]:
+        """Another one, whose update is in flight; gives what `before` gives, of each model."""
+        found = []
         for model, optimizer in self.both:
             optimizer.zero_grad()
             gradients(model, self.steps)
-            if model is self.model:
-                self.workers.finish()
-                self.workers.waited.clear()
-                self.workers.ran.clear()
+            self.workers.finish()
+            self.workers.waited.clear()
+            self.workers.ran.clear()
+            found.append(before(model))
             optimizer.step()
         self.steps += 1
+        return found
 
     def load(self) -> None:
         """The checkpoint, on both sides."""
@@ -75,39 +83,30 @@ def test_who_waits_for_what() -> None:
     both = Flying()
     workers, model = both.workers, both.model
     both.step()
-    param, last = model.get_parameter(NAME), model.head.weight
+    param = model.get_parameter(NAME)
     assert not workers.waited and not workers.ran, "step() does not wait"
-    # what is known without the values
-    assert param.shape == (2 * WIDTH, WIDTH) and param.dtype == torch.float32
-    assert (param.numel(), param.dim(), param.device.type) == (512, 2, "cpu")
+    assert (param.shape, param.dtype, param.device.type) == ((32, WIDTH), torch.float32, "cpu")
     assert param.requires_grad and param.is_leaf and param.grad is not None
-    assert isinstance(param, nn.Parameter) and type(param) is not nn.Parameter
-    assert param in both.theirs.state and len({param, param}) == 1
-    assert sum(p.numel() for p in model.parameters() if p.requires_grad) > 0
-    assert workers.waited == []
-    # a use waits for its bucket alone, and for those before it
+    assert isinstance(param, nn.Parameter) and param in both.theirs.state
+    assert not hasattr(type(param), EXCHANGE)
+    assert workers.waited == [], "nobody who asks for what is known without the values"
     param.sum()
-    assert workers.waited == [BUCKET]
-    assert workers.ran[-1] == BUCKET and "head+spare" not in workers.ran
+    assert workers.waited == workers.ran[-1:] == [BUCKET] and "head+spare" not in workers.ran
     assert type(param) is nn.Parameter and type(param.grad) is torch.Tensor
+    assert hasattr(type(param), EXCHANGE) == hasattr(Tensor, EXCHANGE)
     assert type(both.theirs.state[param]["exp_avg"]) is torch.Tensor
-    assert type(last) is not nn.Parameter
     assert_same(both.plain, model)
-
-    # the next forward waits bucket after bucket
+    # the next forward waits bucket after bucket, in the order in which it reads them
     both.step()
     order = workers.names
     assert order.index("embed") < order.index("layers.0") < order.index("layers.2")
-    assert order[-1] == "head+spare", "in the order in which the forward reads them"
     both.theirs.zero_grad()
     both.mine.zero_grad()
-    assert workers.waited == []
+    assert workers.waited == [] and order[-1] == "head+spare"
     with torch.no_grad():
         assert equal(both.plain(**data(7)), model(**data(7)))
     assert workers.waited == [name for name in order if name in workers.waited]
     assert workers.waited[-1] == "head+spare"
-    assert_same(both.plain, model)
-
     # an option is for the next step
     both.step()
     before = [group["lr"] for group in both.theirs.param_groups]
@@ -117,33 +116,101 @@ def test_who_waits_for_what() -> None:
     assert_same(both.plain, model)
     for group, lr in zip(both.theirs.param_groups, before, strict=True):
         group["lr"] = lr
-
     # gradients that the step reads are zeroed and overwritten behind it
-    for to_none in (False, True):
-        both.step()
-        for each, optimizer in both.both:
-            optimizer.zero_grad(set_to_none=to_none)
-            gradients(each, 9)
-        assert BUCKET in workers.waited
-        assert_same(both.plain, model)
-
-    # who has another name of its memory need not wait: the step does
-    aliases: dict[str, Callable[[], Any]] = {
-        "p.detach()": lambda: model.get_parameter(NAME).detach(),
-        "a view": lambda: model.get_parameter(NAME).detach()[2:],
-        "numpy": lambda: model.get_parameter(NAME).detach().numpy(),
-        "a state's": lambda: both.theirs.state[model.get_parameter(NAME)]["exp_avg"].view(-1),
-    }
-    for kind, name in aliases.items():
-        alias = name()
-        both.step()
-        assert workers.waited == [BUCKET], kind
-        del alias
-    every = model.state_dict()
     both.step()
-    assert BUCKET in workers.waited and not workers.names
-    del every
+    for each, optimizer in both.both:
+        optimizer.zero_grad(set_to_none=False)
+        gradients(each, 9)
+    assert BUCKET in workers.waited
     assert_same(both.plain, model)
+
+
+# --- other names of memory: the step waits where there is one, and so does who asks for one
+
+
+def flattened(model: nn.Module) -> Tensor:
+    """All gradients as one flat tensor, of which each `p.grad` is a view."""
+    params = [p for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([p.grad.reshape(-1) for p in params if p.grad is not None])
+    offset = 0
+    for param in params:
+        param.grad = flat[offset : offset + param.numel()].view_as(param)
+        offset += param.numel()
+    return flat
+
+
+ALIASES: dict[str, Callable[[Any], Any]] = {
+    "p.detach()": lambda p: p.detach(),
+    "a view": lambda p: p.detach()[2:],
+    "numpy": lambda p: torch.from_numpy(p.detach().numpy()),
+    "a capsule": lambda p: LIBRARY.utils.dlpack.to_dlpack(p.detach()),
+    "p.grad.view(-1)": lambda p: p.grad.view(-1),
+    "p.grad.detach()": lambda p: p.grad.detach(),
+    "p.grad.data": lambda p: p.grad.data,
+    "p.grad.numpy()": lambda p: torch.from_numpy(p.grad.numpy()),
+}
+EXPORTS: dict[str, Callable[[Any], Tensor]] = {
+    "to_dlpack": lambda p: LIBRARY.from_dlpack(LIBRARY.utils.dlpack.to_dlpack(p)),
+    "_to_dlpack_versioned": lambda p: LIBRARY.from_dlpack(LIBRARY._C._to_dlpack_versioned(p)),
+    "from_dlpack": lambda p: LIBRARY.from_dlpack(p.detach()),
+    "__dlpack__": lambda p: LIBRARY.from_dlpack(p.detach().__dlpack__()),
+    "np.from_dlpack": lambda p: torch.from_numpy(np.from_dlpack(p.detach())),
+    "np.asarray": lambda p: torch.from_numpy(np.asarray(p.detach())),
+    "data_ptr": lambda p: (p.data_ptr(), p)[1],
+    "untyped_storage": lambda p: torch.empty(0).set_(p.untyped_storage()).view(p.shape),
+}
+
+
+def of_the_parameter(alias: Callable[[Any], Any], model: Any) -> Any:
+    return alias(model.get_parameter(NAME))
+
+
+def own(model: Any) -> Tensor:
+    """What the user has put into `p.grad` is guarded itself."""
+    param = model.get_parameter(NAME)
+    param.grad = torch.full_like(param, 0.5)
+    found: Tensor = param.grad
+    return found
+
+
+def test_other_names_of_memory() -> None:
+    """They are written behind the step, whose update reads what was there."""
+    both = Flying()
+    for name, alias in ALIASES.items():
+        aliases = both.step(functools.partial(of_the_parameter, alias))
+        assert both.workers.waited == [BUCKET], name
+        for each in aliases:
+            if isinstance(each, Tensor):
+                each.zero_()
+        del each, aliases
+        assert_same(both.plain, both.model)
+    for every in (flattened, lambda model: list(model.state_dict().values())):
+        aliases = both.step(every)
+        assert BUCKET in both.workers.waited and not both.workers.names
+        del aliases
+    states = [opt.state[m.get_parameter(NAME)]["exp_avg"].view(-1) for m, opt in both.both]
+    both.step()
+    assert both.workers.waited == [BUCKET]
+    del states
+    both.step()
+    assert both.workers.waited == [], "nobody else has one"
+    gradients_of_the_user = both.step(own)
+    assert both.workers.waited == []
+    for each in gradients_of_the_user:
+        each.zero_()
+    assert both.workers.waited == [BUCKET]
+    assert_same(both.plain, both.model)
+    for name, export in EXPORTS.items():
+        both.step()
+        plain, param = (model.get_parameter(NAME) for model, _ in both.both)
+        assert both.workers.waited == []
+        found = export(param)
+        assert both.workers.waited == [BUCKET], name
+        assert equal(found.detach(), plain.detach()), name
+        del found
+
+
+# --- what fails
 
 
 def test_a_failed_update_is_said_until_a_checkpoint_is_loaded() -> None:
@@ -182,12 +249,11 @@ def test_a_failed_update_is_said_until_a_checkpoint_is_loaded() -> None:
         both.load()
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_step_that_breaks_off_behind_its_count(error: type[BaseException]) -> None:
+def test_a_step_that_breaks_off_behind_its_count() -> None:
     """Where it fails, all buckets are torn. Ctrl-C tears them where it leaves some updated only."""
     both = Flying()
     model, workers = both.model, both.workers
-    for begun in (0, 2):
+    for error, begun in itertools.product((RuntimeError, KeyboardInterrupt), (0, 2)):
         train(model, [both.theirs], 1, start=7)  # states that were loaded are adopted
         torn_from = copy.deepcopy(model.state_dict())
         both.theirs.zero_grad()
@@ -238,7 +304,7 @@ def test_an_old_update_never_overwrites_a_checkpoint(aliased: bool) -> None:
     found = {n: torch.randn_like(p) for n, p in plain.named_parameters()}
     at, seen = 0, 0
     while True:
-        at += 7
+        at += 13
         for name, param in model.named_parameters():
             param.grad = found[name].clone()
         places = Places(at)
@@ -257,7 +323,7 @@ def test_an_old_update_never_overwrites_a_checkpoint(aliased: bool) -> None:
         workers.finish()
         for name, value in model.state_dict().items():
             assert torch.equal(value, checkpoint[0][name]), (places.stopped, name)
-    assert seen > 50
+    assert seen > 25
     model.load_state_dict(checkpoint[0])
     optimizers[1].load_state_dict(copy.deepcopy(checkpoint[1]))
     for each, optimizer in zip((plain, model), optimizers, strict=True):

@@ -175,26 +175,3 @@ def test_undos_run_backwards_on_any_way_out() -> None:
     with pytest.raises(ValueError, match="in the body"):
         undo.undone(body)
     assert done == ["second", "first"]
-
-
-def test_exchange_changes_only_what_is_there() -> None:
-    old, new, other = object(), object(), object()
-    one, two = {"a": old, "b": other}, {"a": old}
-    undo.exchange([one, one, one, two], ["a", "b", "gone", "a"], [old] * 4, [new] * 4)
-    assert (one, two) == ({"a": new, "b": other}, {"a": new})
-
-
-def test_a_lock_is_held_until_the_undos_run() -> None:
-    lock = threading.RLock()
-
-    def inner(undos: undo.Undos) -> None:
-        undo.hold(lock, undos)
-        assert not is_free(lock)
-
-    def outer(undos: undo.Undos) -> None:
-        undo.hold(lock, undos)
-        undo.undone(inner)
-        assert not is_free(lock)
-
-    undo.undone(outer)
-    assert is_free(lock)

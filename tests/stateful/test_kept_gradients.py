@@ -83,12 +83,3 @@ def test_a_forward_that_finds_them_has_a_plan_that_counts_them() -> None:
     (now,) = schedules(model)
     assert device_memory(now, optimizer=cost, fused=False).peak.total_bytes <= budget
     assert_same(plain, model)
-
-
-def test_where_the_memory_is_enough_nothing_is_planned_anew() -> None:
-    _, model = twins(Wide(6, 64), gpu_memory=2**24)
-    x = torch.ones(512, 64)
-    model(x).backward()
-    (before,) = schedules(model)
-    model(x).backward()
-    assert any(executor.schedule is before for executor in inside.executors(model))

@@ -152,16 +152,10 @@ def test_what_may_be_done_inside() -> None:
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ModelError, match="not megacompiled"), released(Stack()):
-        pass
     model = megacompile(stack()[0], device="cpu", lowering="eager", resident="all")
     loss = model(**batch())
     with pytest.raises(ModelError, match="del loss"), released(model):
         pass
-    loss.backward()
-    with released(model):
-        pass
-    loss = model(**batch())
     del loss
     with released(model):
         pass
@@ -186,18 +180,14 @@ def test_the_memory_is_not_there_any_more(fails: bool) -> None:
     train(plain, theirs, range(2))
     train(model, ours, range(2))
     placed = inside.residents(model)
-    error: type[BaseException] = KeyError if fails else DeviceMemoryError
-    ends = AtCall("move_bucket", len(placed) + 3, torch.OutOfMemoryError("out of memory\nmore"))
-    with pytest.raises(error, match="mine" if fails else "could not be taken there again"):
-        with traced(ends), released(model):
+    full = torch.OutOfMemoryError("out of memory\nmore")
+    with pytest.raises(KeyError if fails else DeviceMemoryError):
+        with traced(AtCall("move_bucket", len(placed) + 3, full)), released(model):
             if fails:
                 raise KeyError("mine")
     assert 0 < len(inside.residents(model)) < len(placed)
     assert_same(plain, model)
-    with (
-        pytest.raises(DeviceMemoryError),
-        traced(AtCall("move_bucket", 1, torch.OutOfMemoryError("CUDA out of memory"))),
-    ):
+    with pytest.raises(DeviceMemoryError), traced(AtCall("move_bucket", 1, full)):
         model(**batch())
     train(plain, theirs, range(2, 4))
     train(model, ours, range(2, 4))
@@ -249,8 +239,6 @@ def test_full_parameters() -> None:
     model.extra = nn.Linear(2, 2)
     with pytest.raises(ModelError, match=r"'extra.weight'"):  # never left out
         full_parameters(model)
-    with pytest.raises(ModelError, match="not megacompiled"):
-        full_parameters(Stack())
 
 
 def test_the_copy_that_the_model_computes_in() -> None:

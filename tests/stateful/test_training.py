@@ -11,6 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import tempfile
 import warnings
 from typing import Any
@@ -56,11 +57,12 @@ CONFIGS = {
     "broken": Config({"resident": 0}, breaks=True, late=True),
     "disk": Config({"disk": tempfile.gettempdir(), "resident": 0}),
     "planned": Config({"gpu_memory": 2**16}, late=True, examples=3),
-    "in backward": Config(in_backward=True, examples=10),
+    "in backward": Config(in_backward=True, examples=8),
 }
 
 
 STEPS = 40  # that a loop has at most
+FAILS = ("forward", "loss", "hook", "behind", "pre hook", "post hook", "closure")
 
 
 class Pair:
@@ -151,6 +153,29 @@ class Both(RuleBasedStateMachine):
                 each.end()
 
 
+def act(name: str, *draws: Any, first: str = "", when: Any = lambda self: True) -> Any:
+    """A rule that does what `Side` calls so, with arguments that are drawn.
+
+    Args:
+        first: names of what is done before.
+        when: for whom it may be drawn.
+    """
+
+    def run(self: Both, given: tuple[Any, ...]) -> None:
+        for each in first.split():
+            self.both(each)
+        self.both(name, *given)
+
+    run.__name__ = name
+    return precondition(when)(rule(given=st.tuples(*draws))(run))
+
+
+NUMBERS = st.integers(0, 9)
+SEEDS = st.integers(0, 9)
+OPTIONS = st.sampled_from([("lr", 1e-3), ("weight_decay", 0.2), ("momentum", 0.5)])
+HALVES = st.sampled_from([(True, True), (True, False), (False, True)])  # of a checkpoint
+
+
 class Training(Both):
     """A loop that may do anything."""
 
@@ -169,35 +194,26 @@ class Training(Both):
         for each in (self.plain, self.ours):
             each.reset(kind, whole=whole)
 
-    @rule(
-        rows=st.sampled_from([3, 4]),
-        seed=st.integers(0, 9),
-        extra=st.sampled_from(loops.EXTRAS),
-    )
+    @rule(rows=st.sampled_from([3, 4]), seed=SEEDS, extra=st.sampled_from(loops.EXTRAS))
     def forward(self, rows: int, seed: int, extra: str) -> None:
         if len(self.plain.losses) < 3:
             self.both("forward", rows, seed, "" if self.tied else extra, seed == 0)
             self.replaced = False
 
-    @rule(mode=st.sampled_from(["eval", "train", "inference"]))
-    def evaluate(self, mode: str) -> None:
-        self.both("evaluate", 3, mode)
-
-    @precondition(lambda self: self.plain.losses)
-    @rule(
-        which=st.integers(0, 2),
-        how=st.sampled_from(["", "", "", "retain", "thread", "grad", "inputs"]),
+    evaluate = act("evaluate", st.just(3), st.sampled_from(["eval", "train", "inference"]))
+    backward = act(
+        *("backward", st.integers(0, 2)),
+        st.sampled_from(["", "", "", "retain", "thread", "grad", "inputs"]),
+        when=lambda self: self.plain.losses,
     )
-    def backward(self, which: int, how: str) -> None:
-        self.both("backward", which, how)
 
-    @rule(seed=st.integers(0, 9), extra=st.sampled_from(loops.EXTRAS), retain=st.booleans())
+    @rule(seed=SEEDS, extra=st.sampled_from(loops.EXTRAS), retain=st.booleans())
     def micro_batch(self, seed: int, extra: str, retain: bool) -> None:
         self.forward(3, seed, extra)
         if self.plain.losses:
             self.both("backward", len(self.plain.losses) - 1, "retain" if retain else "")
 
-    @rule(seed=st.integers(0, 9), to_none=st.sampled_from([None, None, True, False]))
+    @rule(seed=SEEDS, to_none=st.sampled_from([None, None, True, False]))
     def ordinary_step(self, seed: int, to_none: bool | None) -> None:
         """What most loops do, so that what is unusual comes between."""
         self.both("drop")
@@ -208,17 +224,13 @@ class Training(Both):
 
     another_micro_batch, another_step = micro_batch, ordinary_step  # they are drawn twice as often
 
-    @precondition(lambda self: len(self.plain.losses) > 1 and not self.tied)
-    @rule()
-    def all_backwards(self) -> None:
-        self.both("all_backwards")
-
-    @rule(
-        where=st.sampled_from(["forward", "loss", "hook", "pre hook", "post hook", "closure"]),
-        number=st.integers(0, 9),
+    all_backwards = act(
+        "all_backwards", when=lambda self: len(self.plain.losses) > 1 and not self.tied
     )
+
+    @rule(where=st.sampled_from(FAILS), number=NUMBERS)
     def fail(self, where: str, number: int) -> None:
-        if self.plain.losses or where not in ("loss", "hook"):
+        if self.plain.losses or where not in ("loss", "hook", "behind"):
             self.both("fail", where, number)
 
     @rule(which=st.integers(0, 1))
@@ -226,49 +238,37 @@ class Training(Both):
         self.both("step", which)
         self.stepped = True
 
-    @rule(seed=st.integers(0, 9))
-    def closure(self, seed: int) -> None:
-        self.both("drop")
-        self.both("closure", seed)
-
-    @rule(to_none=st.booleans(), by_model=st.booleans())
-    def zero_grad(self, to_none: bool, by_model: bool) -> None:
-        self.both("zero_grad", to_none, by_model)
-
-    @rule(largest=st.sampled_from([1e-3, 1e3]), foreach=st.booleans())
-    def clip(self, largest: float, foreach: bool) -> None:
-        self.both("clip", largest, foreach)
-
-    @precondition(lambda self: self.stepped)
-    @rule()
-    def schedule(self) -> None:
-        self.both("schedule")
-
-    @rule(option=st.sampled_from([("lr", 1e-3), ("weight_decay", 0.2), ("momentum", 0.5)]))
-    def options(self, option: tuple[str, float]) -> None:
-        self.both("options", *option)
-
-    @rule()
-    def add_group(self) -> None:
-        self.both("add_group")
-
-    @rule(
-        kind=st.sampled_from(list(loops.OPTIMIZERS)),
-        states=st.sampled_from(["", "copied", "shared"]),
-        keep=st.booleans(),
+    closure = act("closure", SEEDS, first="drop")
+    zero_grad = act("zero_grad", st.booleans(), st.booleans())
+    clip = act("clip", st.sampled_from([1e-3, 1e3]), st.booleans())
+    schedule = act("schedule", when=lambda self: self.stepped)
+    options = act("options", OPTIONS)
+    add_group = act("add_group")
+    other_optimizer = act(
+        *("other_optimizer", st.sampled_from(list(loops.OPTIMIZERS))),
+        *(st.sampled_from(["", "copied", "shared"]), st.booleans()),
     )
-    def other_optimizer(self, kind: str, states: str, keep: bool) -> None:
-        self.both("other_optimizer", kind, states, keep)
-
-    @rule(number=st.integers(0, 9), how=st.sampled_from(loops.STATES))
-    def state(self, number: int, how: str) -> None:
-        self.both("state", number, how)
-
-    @rule(
-        number=st.integers(0, 9),
-        how=st.sampled_from(loops.WRITES),
-        value=st.sampled_from([0.5, 0.25]),
+    state = act("state", NUMBERS, st.sampled_from(loops.STATES))
+    gradient = act("gradient", NUMBERS, st.sampled_from(loops.GRADIENTS))
+    alias = act(  # one that is replaced is taken over in the next call
+        *("alias", NUMBERS, st.sampled_from(loops.ALIASES)), when=lambda self: not self.replaced
     )
+    write_alias = act(
+        "write_alias", st.integers(0, 3), first="drop", when=lambda self: self.plain.aliases
+    )
+    forget = act("forget", when=lambda self: self.plain.aliases)
+    look = act("look", NUMBERS, st.sampled_from(loops.USES))
+    hook = act(
+        *("hook", NUMBERS, st.sampled_from(loops.HOOKS)),
+        when=lambda self: len(self.plain.hooks) < 3,
+    )
+    unhook = act("unhook", when=lambda self: self.plain.hooks)
+    save = act("save", st.sampled_from(["file", "deepcopy"]))
+    load = act("load", HALVES, first="drop", when=lambda self: self.plain.saved is not None)
+    copied_model = act("copied_model", st.sampled_from(["deepcopy", "pickle"]))
+    fork = act("fork")
+
+    @rule(number=NUMBERS, how=st.sampled_from(loops.WRITES), value=st.sampled_from([0.5, 0.25]))
     def write(self, number: int, how: str, value: float) -> None:
         self.both("drop")
         if how in ("data", "new data"):
@@ -283,43 +283,9 @@ class Training(Both):
         self.both("swap_data")
         self.replaced = True
 
-    @rule(number=st.integers(0, 9), how=st.sampled_from(loops.GRADIENTS))
-    def gradient(self, number: int, how: str) -> None:
-        self.both("gradient", number, how)
-
-    @precondition(lambda self: not self.replaced)  # it is taken over in the next call
-    @rule(number=st.integers(0, 9), kind=st.sampled_from(loops.ALIASES))
-    def alias(self, number: int, kind: str) -> None:
-        self.both("alias", number, kind)
-
-    @precondition(lambda self: self.plain.aliases)
-    @rule(which=st.integers(0, 3))
-    def write_alias(self, which: int) -> None:
-        self.both("drop")
-        self.both("write_alias", which)
-
-    @precondition(lambda self: self.plain.aliases)
-    @rule()
-    def forget(self) -> None:
-        self.both("forget")
-
-    @rule(number=st.integers(0, 9), use=st.sampled_from(loops.USES))
-    def look(self, number: int, use: str) -> None:
-        self.both("look", number, use)
-
     @rule()
     def look_at_all(self) -> None:
         self.compare()
-
-    @rule(number=st.integers(0, 9), kind=st.sampled_from(["tensor", "post accumulate"]))
-    def hook(self, number: int, kind: str) -> None:
-        if len(self.plain.hooks) < 3:
-            self.both("hook", number, kind)
-
-    @precondition(lambda self: self.plain.hooks)
-    @rule()
-    def unhook(self) -> None:
-        self.both("unhook")
 
     @rule(sure=st.integers(0, 3))
     def freeze(self, sure: int) -> None:
@@ -332,31 +298,14 @@ class Training(Both):
     @rule(sure=st.integers(0, 3))
     def tie(self, sure: int) -> None:
         if sure == 0:  # it is captured anew
-            for act in ("drop", "forget", "tie"):
-                self.both(act)
+            for each in ("drop", "forget", "tie"):
+                self.both(each)
             self.tied = True
-
-    @rule(by=st.sampled_from(["file", "deepcopy"]))
-    def save(self, by: str) -> None:
-        self.both("save", by)
-
-    @precondition(lambda self: self.plain.saved is not None)
-    @rule(assign=st.booleans(), what=st.sampled_from([(True, True), (True, False), (False, True)]))
-    def load(self, assign: bool, what: tuple[bool, bool]) -> None:
-        self.both("drop")
-        self.both("load", False, *what)
-
-    @rule(by=st.sampled_from(["deepcopy", "pickle"]))
-    def copied_model(self, by: str) -> None:
-        self.both("copied_model", by)
-
-    @rule()
-    def fork(self) -> None:
-        self.both("fork")
 
     @rule()
     def released(self) -> None:
         self.both("drop")
+        gc.collect()  # frames of errors hold losses
         with released(self.ours.model):
             if self.pair.config.options.get("resident") == "all":
                 self.compare()
@@ -384,55 +333,23 @@ class Updating(Both):
         for each in (self.plain, self.ours):
             each.reset("adamw", whole=True)
 
-    @rule(seed=st.integers(0, 9), micro=st.integers(1, 2))
-    def whole_step(self, seed: int, micro: int) -> None:
-        self.both("whole_step", seed, micro)
-
-    @rule(mode=st.sampled_from(["eval", "inference"]))
-    def evaluate(self, mode: str) -> None:
-        self.both("evaluate", 3, mode)
-
-    @rule(number=st.integers(0, 9), use=st.sampled_from([u for u in loops.USES if u != "grad"]))
-    def look(self, number: int, use: str) -> None:
-        self.both("look", number, use)
+    whole_step = act("whole_step", SEEDS, st.integers(1, 2))
+    evaluate = act("evaluate", st.just(3), st.sampled_from(["eval", "inference"]))
+    look = act("look", NUMBERS, st.sampled_from([u for u in loops.USES if u != "grad"]))
+    write = act(
+        *("write", NUMBERS, st.sampled_from(["in place", "init", "foreach", "part"])), st.just(0.5)
+    )
+    state = act("state", NUMBERS, st.sampled_from(loops.STATES))
+    alias = act("alias", NUMBERS, st.sampled_from(["detach", "view", "state"]))
+    write_alias = act("write_alias", st.integers(0, 3), when=lambda self: self.plain.aliases)
+    options = act("options", OPTIONS)
+    save = act("save", st.sampled_from(["file", "deepcopy"]))
+    load = act("load", HALVES, when=lambda self: self.plain.saved is not None)
+    copied_model = act("copied_model", st.sampled_from(["deepcopy", "pickle"]))
 
     @rule()
     def look_at_all(self) -> None:
         self.compare()
-
-    @rule(number=st.integers(0, 9), how=st.sampled_from(["in place", "init", "foreach", "part"]))
-    def write(self, number: int, how: str) -> None:
-        self.both("write", number, how, 0.5)
-
-    @rule(number=st.integers(0, 9), how=st.sampled_from(loops.STATES))
-    def state(self, number: int, how: str) -> None:
-        self.both("state", number, how)
-
-    @rule(number=st.integers(0, 9), kind=st.sampled_from(["detach", "view", "state"]))
-    def alias(self, number: int, kind: str) -> None:
-        self.both("alias", number, kind)
-
-    @precondition(lambda self: self.plain.aliases)
-    @rule(which=st.integers(0, 3))
-    def write_alias(self, which: int) -> None:
-        self.both("write_alias", which)
-
-    @rule(option=st.sampled_from([("lr", 1e-3), ("weight_decay", 0.2)]))
-    def options(self, option: tuple[str, float]) -> None:
-        self.both("options", *option)
-
-    @rule(by=st.sampled_from(["file", "deepcopy"]))
-    def save(self, by: str) -> None:
-        self.both("save", by)
-
-    @precondition(lambda self: self.plain.saved is not None)
-    @rule(what=st.sampled_from([(True, True), (True, False), (False, True)]))
-    def load(self, what: tuple[bool, bool]) -> None:
-        self.both("load", False, *what)
-
-    @rule(by=st.sampled_from(["deepcopy", "pickle"]))
-    def copied_model(self, by: str) -> None:
-        self.both("copied_model", by)
 
     @rule()
     def released(self) -> None:

@@ -108,17 +108,6 @@ def test_nothing_of_it_is_left() -> None:
     assert next(model.parameters()).dtype == torch.float64
 
 
-def test_frozen_parameters_and_buffers() -> None:
-    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
-    model[0].requires_grad_(False)
-    plain, model = twins(model)
-    for each in (plain, model):
-        each(batch()["x"]).sum().backward()
-    unmegacompile(model)
-    assert_same(plain, model)
-    assert not model[0].weight.requires_grad
-
-
 @pytest.mark.parametrize("dtype", ["int8", torch.bfloat16])
 def test_states_and_gradients_of_another_dtype_are_those_that_torch_has(dtype: Any) -> None:
     model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
@@ -150,13 +139,10 @@ class Inside(nn.Linear):
 
 def test_what_is_refused() -> None:
     model = stack()[0]
-    with pytest.raises(ModelError, match="is not megacompiled"):
-        unmegacompile(model)
     megacompile(model, device="cpu", lowering="eager")
-    with pytest.raises(OptionError):
-        unmegacompile(model, device="meta")
-    with pytest.raises(OptionError):
-        unmegacompile(model, device="nowhere")
+    for device in ("meta", "nowhere"):
+        with pytest.raises(OptionError):
+            unmegacompile(model, device=device)
     loss = model(**batch())
     assert mc.schedules(model), "it still is"
     unmegacompile(model)
