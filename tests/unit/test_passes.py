@@ -353,6 +353,14 @@ def test_the_rest_of_a_step_is_an_update_alone() -> None:
     assert HazardKind.NOT_UPDATED in {hazard.kind for hazard in hazards(short)}
 
 
+@pytest.mark.parametrize(("ranks", "rank", "rows"), [(3, 0, 3), (3, 2, 2), (16, 8, 0)])
+def test_a_mean_has_the_rows_of_its_rank(ranks: int, rank: int, rows: int) -> None:
+    """Of 8."""
+    schedule = PASSES.insert_reduce_scatter(parse("0F | 0B", ranks=ranks), rank=rank)
+    (mean,) = ops.nodes_of(schedule.backward, ops.reduce_scatter)
+    assert mean.meta["value"][0].shape == (rows, 8)
+
+
 # A disk takes its time and its memory.
 
 LINE = "0F 1F 2F 3F 4F 5F"
@@ -405,7 +413,7 @@ def test_a_read_waits_for_one_of_the_sets_of_buffers() -> None:
     assert steps_s[1] > 1.5 * steps_s[4] and steps_s[2] >= steps_s[4]
 
 
-def test_what_lies_on_a_disk_is_counted_and_shown() -> None:
+def test_what_lies_on_a_disk_is_counted() -> None:
     size, cost = 4 * 64, OptimizerCost()
     states = planned(LINE, **DISKS["states"])
     sets = states.plan.state_sets
@@ -413,13 +421,8 @@ def test_what_lies_on_a_disk_is_counted_and_shown() -> None:
     ahead = planned(LINE + " 6F 7F", on_disk=frozenset(range(8)), update=True, lookahead=4)
     assert ahead.plan.state_sets == 6, "five are in use, and one more is written"
     assert f"each step reads {format_bytes(6 * 2 * size)} there and writes as much" in str(states)
-    assert "3WRITE_STATE" in states.table() and "READ_STATE" in states.to_dot()
-    assert "rs3 = read_state(bucket_3, after=(states_3,))" in states.code()
     saved = planned(LINE, **DISKS["saved"])
     assert disk_memory([saved], cost)[Kind.ACTIVATIONS] == 2 * 4096
     assert Kind.ACTIVATIONS not in host_memory(saved) and saved.plan.saved_sets == 3
-    assert "y0_0_disk = write_saved(stage_1, y0_0_host)" in saved.code()
     weights = planned(LINE, **DISKS["weights"])
-    assert "rw3 = read_weights(bucket_3, after=(weights_3,))" in weights.code()
-    assert "the parameters of 6 buckets" in str(weights)
     assert (weights.plan.weight_sets, weights.plan.new_weight_sets) == (3, 4)
