@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from typing import Any
@@ -121,16 +122,8 @@ def test_a_compute_waits_for_its_weights_and_its_slot_for_the_compute() -> None:
     made.compute(second, 1.0)
     timeline = simulate(Schedule("chain", made.done(), None, ()), UNIT)
     assert [e.stop_s for e in timeline.events[1:]] == [1.0, 4.0, 5.0, 6.0]
-    assert timeline.critical_s == {
-        Stream.COMPUTE: pytest.approx(4.0),
-        Stream.H2D: pytest.approx(2.0),
-        Stream.D2H: 0.0,
-        Stream.HOST: 0.0,
-        Stream.DEVICE: 0.0,
-        Stream.READ: 0.0,
-        Stream.WRITE: 0.0,
-        Stream.COMM: 0.0,
-    }
+    taken = {stream: s for stream, s in timeline.critical_s.items() if s}
+    assert taken == pytest.approx({Stream.COMPUTE: 4.0, Stream.H2D: 2.0})
     assert timeline.bound is Stream.COMPUTE
     assert timeline.busy_s(Stream.H2D) == 2.0
 
@@ -214,40 +207,6 @@ def test_update_and_copies_share_host_memory() -> None:
 HELPED = OptimizerCost(states=0, helped=True)
 
 
-def test_a_prefetch_without_a_token_does_not_wait_for_the_update() -> None:
-    schedule = trained()
-    first, _ = ops.nodes_of(schedule.forward, ops.prefetch)
-    first.kwargs = {"after": (ops.nodes_of(schedule.forward, ops.begin)[0],)}
-    timeline = simulate(schedule, SLOW, optimizer=OptimizerCost(states=0), steps=2)
-    assert spans(timeline)["0UPDATE"] == (5.25, 8.25)
-    assert spans(timeline, step=1)["0PREFETCH@0"] == (5.25, 6.25)
-    assert spans(timeline, step=1)["1PREFETCH@1"] == (11.25, 12.25)
-
-
-def test_a_token_that_no_graph_returns_stands_for_nothing() -> None:
-    schedule = trained()
-    update = schedule.graphs["update"]
-    update.output_node().args = (((ops.nodes_of(update, ops.update_host)[1],),),)
-    timeline = simulate(schedule, SLOW, optimizer=OptimizerCost(states=0), steps=2)
-    assert spans(timeline, step=1)["0PREFETCH@0"] == (5.25, 6.25)
-    assert spans(timeline, step=1)["1PREFETCH@1"] == (11.25, 12.25)
-
-
-def test_an_update_begins_when_the_backward_has_returned() -> None:
-    """Its own gradients are there at 4.25; those of the other bucket at 5.25."""
-    timeline = simulate(trained(), SLOW, optimizer=OptimizerCost(states=0))
-    assert spans(timeline)["1OFFLOAD_GRAD"] == (4.0, 4.25)
-    assert spans(timeline)["0UPDATE"] == (5.25, 8.25)
-
-
-@pytest.mark.parametrize("helped", [(), (0,), (0, 1)])
-def test_the_device_makes_what_it_may_help_with(helped: tuple[int, ...]) -> None:
-    timeline = simulate(trained(helped=helped), SLOW, optimizer=HELPED)
-    streams = {e.label: e.stream for e in timeline.events if e.graph == "update"}
-    on_device = {label for label, stream in streams.items() if stream is Stream.DEVICE}
-    assert on_device == {f"{k}UPDATE" for k in helped[:1]}  # of two the host makes the other one
-
-
 def left_for_the_update() -> Schedule:
     """One bucket of 2 GB, whose gradients and states (6 GB with the parameters) stay there.
 
@@ -304,9 +263,7 @@ def test_a_device_update_waits_for_its_states_and_its_bucket_stays_there() -> No
     ("host_bytes", "on_host", "start_s"),
     [
         (4e9, "1 3 5", [0, 0, 2, 2, 4, 4]),  # as fast as the device
-        (8e9, "1 4 5", [0, 0, 2, 4, 4, 8]),
         (10e9, "2 5", [0, 2, 0, 4, 6, 5]),  # between two and three times as long
-        (12e9, "2 5", [0, 2, 0, 4, 6, 6]),
         (22e9, "5", [0, 2, 4, 6, 8, 0]),  # what else it took, the device would have first
     ],
 )
@@ -435,11 +392,11 @@ def test_ops_that_wait_for_each_other_are_refused() -> None:
 # --- real schedules
 
 
-def streamed(**options: Any) -> Schedule:
+@functools.cache
+def streamed(in_backward: bool = False) -> Schedule:
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
-    if options.pop("in_backward", False):
-        options["optimizer"] = torch.optim.AdamW(model.parameters())
-    model = megacompile(model, device="cpu", **options)
+    optimizer = torch.optim.AdamW(model.parameters()) if in_backward else None
+    model = megacompile(model, device="cpu", optimizer=optimizer)
     model(torch.randn(8, 32)).sum().backward()
     return schedules(model)[0]
 
@@ -477,9 +434,8 @@ RATES = (
 )
 
 
-@pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_more_of_anything_is_never_slower(rate: str, in_backward: bool) -> None:
+def test_more_of_anything_is_never_slower(in_backward: bool) -> None:
     schedule = streamed(in_backward=in_backward)
     slow = H200.replace(
         **dict.fromkeys(RATES[:4], 1e-3),
@@ -491,12 +447,13 @@ def test_more_of_anything_is_never_slower(rate: str, in_backward: bool) -> None:
     matters = ["h2d_gb_s", "d2h_gb_s", "matmul32_tflop_s", "memory_gb_s"]
     matters += [] if in_backward else ["update_gb_s"]
     cost = OptimizerCost(in_backward=in_backward)
-    times = []
-    for factor in (1.0, 1.3, 2.0, 10.0):
-        hardware = replace(slow, **{rate: getattr(slow, rate) * factor})
-        times.append(simulate(schedule, hardware, optimizer=cost, steps=3).total_s)
-    assert all(b <= a * (1 + 1e-9) for a, b in zip(times, times[1:], strict=False))
-    assert times[-1] < times[0] or rate not in matters
+    for rate in RATES:
+        times = []
+        for factor in (1.0, 1.3, 10.0):
+            hardware = replace(slow, **{rate: getattr(slow, rate) * factor})
+            times.append(simulate(schedule, hardware, optimizer=cost, steps=3).total_s)
+        assert all(b <= a * (1 + 1e-9) for a, b in zip(times, times[1:], strict=False)), rate
+        assert times[-1] < times[0] or rate not in matters
 
 
 def test_the_slowest_part_bounds_the_step() -> None:
@@ -511,7 +468,6 @@ def test_the_slowest_part_bounds_the_step() -> None:
     for lane, hardware in cases.items():
         timeline = simulate(schedule, hardware, optimizer=adamw, steps=3)
         assert timeline.bound is lane
-        assert f"bound by {lane.value}" in str(timeline)
         assert sum(timeline.critical_s.values()) == pytest.approx(timeline.step_s)
         for other in Stream:
             assert timeline.busy_s(other) <= timeline.step_s * (1 + 1e-9)
@@ -570,13 +526,8 @@ def test_another_link_keeps_the_shares_of_this_one() -> None:
     slow = sheet.with_link(12.0)
     assert slow.h2d_gb_s == slow.d2h_gb_s == 12.0
     assert slow.h2d_both_gb_s == slow.d2h_both_gb_s == pytest.approx(12.0 * 50.8 / 55.5)
-    measured = UNIT.replace(h2d_gb_s=4.0, d2h_gb_s=2.0, h2d_both_gb_s=3.0, d2h_both_gb_s=1.0)
-    halved = measured.with_link(2.0)
-    assert (halved.h2d_gb_s, halved.d2h_gb_s) == (2.0, 2.0)
-    assert (halved.h2d_both_gb_s, halved.d2h_both_gb_s) == (1.5, 1.0)
     share = sheet.interconnect_gb_s / sheet.h2d_gb_s
-    assert slow.gathers_over_pcie == 1.0, "and gathers have their share of it"
-    assert slow.interconnect_gb_s == pytest.approx(12.0 * share)
+    assert slow.interconnect_gb_s == pytest.approx(12.0 * share), "gathers have their share of it"
     nvlink = known("h100")
     assert nvlink.with_link(12.0).interconnect_gb_s == nvlink.interconnect_gb_s
     for wrong in (0.0, -1.0, math.nan):
