@@ -31,14 +31,10 @@ def plan(line: str, **given: Any) -> Plan:
         (CHAIN, {"keep": 3}, {1, 2, 3}),
         (CHAIN, {"keep": 9}, {0, 1, 2, 3}),
         ("0F 1F 2F", {}, set()),  # a forward alone
-        (LAST_FROZEN, {"frozen": (2,)}, set()),
         (LAST_FROZEN, {"frozen": (2,), "keep": 2}, {0, 1}),
         ("0F 1F 2F 3F | 3B 2B 1B", {"activations": "keep", "frozen": (0,)}, {1, 2, 3}),
         (CHAIN, {"activations": "selective"}, {0, 1, 2, 3}),
-        ("0F | 0B", {"activations": "selective"}, {0}),
         (CHAIN, {"keep": 3, "halves": True}, {1, 2, 3}),
-        (CHAIN, {"keep": 1, "halves": True}, {3}),
-        (CHAIN, {"keep": 0, "halves": True}, set()),
     ],
 )
 def test_what_is_kept(line: str, given: dict[str, Any], keep: set[int]) -> None:

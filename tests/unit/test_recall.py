@@ -131,14 +131,6 @@ def twice(x: Any) -> Any:
     return [torch.add(a, b), torch.add(a, a), torch.add(b, b), torch.stack([a, a]), a.view_as(a)]
 
 
-def sizes(x: Any) -> Any:
-    out = []
-    for width in (2, 3, 2):
-        part = x[:, :width]
-        out.append(part.reshape(part.size(0) * part.size(1)))
-    return out
-
-
 def constants(x: Any) -> Any:
     return [x + k for k in (1, 1.0, True, 2)]
 
@@ -172,9 +164,9 @@ def several(x: Any, n: Any) -> Any:
     return [x[:1].expand(k, 6) for k in (n, n + 1, n * 2, n + 1)]
 
 
-FUNCTIONS = [layers, views, same, in_place, view_of_changed, modes, autocast, cut_off, twice, sizes]
+FUNCTIONS = [layers, views, same, in_place, view_of_changed, modes, autocast, cut_off, twice]
 FUNCTIONS += [constants, late_grad, data]
-WITH_SYMBOLS = [layers, views, same, in_place, view_of_changed, twice, sizes, constants]
+WITH_SYMBOLS = [layers, views, in_place, view_of_changed]
 Function = Callable[..., Any]
 
 

@@ -124,16 +124,6 @@ def test_an_edge_between_streams_is_an_event_that_is_waited_for(cuda: Cuda) -> N
     assert (weights.value, y.value) == ("prefetch", "forward")
 
 
-def test_the_order_of_a_stream_needs_no_wait(cuda: Cuda) -> None:
-    streams = Streams(GPU)
-    with streams.run():
-        for stream in (COMPUTE, H2D, Stream.D2H):
-            first = streams.issue(stream, (), lambda: None)
-            cuda.log.clear()
-            streams.issue(stream, (first,), lambda: None)
-            assert [kind for kind, *_ in cuda.log] == ["record"]
-
-
 def test_compute_is_the_stream_that_the_caller_is_in(cuda: Cuda) -> None:
     """The backward may come in another one than the forward."""
     streams = Streams(GPU)
@@ -142,11 +132,6 @@ def test_compute_is_the_stream_that_the_caller_is_in(cuda: Cuda) -> None:
         with streams.run():
             streams.issue(COMPUTE, (), lambda: None)
     assert [entry[1] for entry in cuda.log] == ["user", "side"]
-
-
-def test_compute_outside_of_a_run_is_our_bug(cuda: Cuda) -> None:
-    with pytest.raises(AssertionError, match="outside of run"):
-        Streams(GPU).issue(COMPUTE, (), lambda: None)
 
 
 def test_the_host_waits_for_copies_only(cuda: Cuda) -> None:
@@ -216,7 +201,7 @@ def test_what_went_wrong_on_the_host_is_raised_where_the_copy_is_needed(cuda: Cu
     assert work_of(cuda) == ["next"], "what the failed run put off is gone"
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_collectives_are_issued_in_program_order(cuda: Cuda, seed: int) -> None:
     """Whatever the host still does, each rank issues them in the same order; and its copies.
 
