@@ -62,7 +62,11 @@ CASES: list[tuple[nn.Module, int | None, str]] = [  # with a limit in KiB
     ),
     # unlike children do not repeat; those of two kinds in turn do
     (nn.ModuleList([linear(1), nn.LayerNorm(256), tree(a=linear(1))]), None, "ModuleList"),
-    (nn.ModuleList([linear(1), nn.LayerNorm(16)] * 2), None, "0* | 1*"),
+    (
+        nn.ModuleList(m for _ in "ab" for m in (linear(1), nn.LayerNorm(16))),
+        None,
+        "0* | 1* | 2* | 3*",
+    ),
     # all where nothing repeats, or the largest subtrees under the limit, or what cannot be cut
     (tree(a=linear(1), b=tree(c=linear(2))), None, "Module"),
     (
