@@ -185,16 +185,6 @@ def test_data_of_another_shape_or_dtype_is_refused(value: Tensor) -> None:
     assert equal(host, weight())
 
 
-def test_what_is_only_read_is_not_written() -> None:
-    """x += p changes x."""
-    _, host, proxy = pair()
-    x = torch.ones(3, 4)
-    with torch.no_grad():
-        x += proxy
-    assert equal(x, weight() + 1)
-    assert equal(host, weight())
-
-
 # --- memory
 
 
@@ -276,16 +266,6 @@ def test_a_parameter_that_the_forward_replaces_stays_replaced() -> None:
     assert set(params) - set(now) == {"embed.bias", "head.bias"}
     assert all(param is params[name] for name, param in now.items())
     assert not proxies.fits(model)
-
-
-def test_requires_grad_follows_the_parameter() -> None:
-    model = Stack()
-    proxies = proxies_of(model)
-    for frozen in (True, False, True):
-        model.head.requires_grad_(not frozen)
-        with swapped_in(proxies):
-            assert model.head.weight.requires_grad is not frozen
-            assert model.embed.weight.requires_grad
 
 
 def test_a_tied_parameter_has_one_proxy() -> None:

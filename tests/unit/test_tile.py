@@ -213,11 +213,6 @@ def test_keys_are_whole_and_queries_in_tiles() -> None:
     assert sorted(cut.inputs, key=str) == [Axis(1), None, None]
 
 
-def test_without_a_product_a_graph_is_left_as_it_is() -> None:
-    module = traced(lambda x, w: (F.gelu(x + w).sum(0),), X, (W,))
-    assert tile(module, Tokens(X, 1), 5, frozenset()) is module
-
-
 def test_what_had_gaps_keeps_the_order_of_its_dimensions() -> None:
     def query(x: Tensor, w: Tensor) -> tuple[Tensor]:
         return (mm(x, w).unflatten(-1, (2, 3)).transpose(1, 2)[..., :2],)

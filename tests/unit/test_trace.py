@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import re
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def tracer_of(model: Any) -> Any:
     return inside.machine(model).tracer
 
 
-def names(spans: Iterator[Span] | tuple[Span, ...] | list[Span]) -> list[str]:
+def names(spans: Iterable[Span]) -> list[str]:
     return [span.op.name for span in spans]
 
 
@@ -49,104 +50,66 @@ def wanted(schedule: Schedule | None, graph: str) -> list[fx.Node]:
     return [n for n in ops.nodes_of(schedule.graphs[graph]) if n.target not in QUIET]
 
 
-# --- what is recorded
-
-
-def test_every_captured_graph_is_recorded() -> None:
-    """A graph break makes two of them."""
-
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            torch._dynamo.graph_break()
-            loss: Tensor = self.second(x).mean()
-            return loss
-
-    _, model = twins(Broken())
-    with trace(model) as t:
-        step(model, {"x": stack()[1]["x"]})
-    made = schedules(model)
-    assert len(made) == 2
-    runs = [(run.schedule and run.schedule.name, run.graph) for run in t.measured.runs]
-    first, second = (schedule.name for schedule in made)
-    assert runs == [
-        *((first, "forward"), (second, "forward")),
-        *((second, "backward"), (first, "backward")),
-    ]
-
-
 # --- CUDA, played
 
 
-class Cuda:
-    """Events whose times are a counter; `log` has what was asked of which stream."""
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Events whose times are a counter; gives what was asked of which stream, the last entry of
+    which says where work is issued."""
+    log: list[tuple[str, Any]] = [("stream", "user")]
+    ticks = itertools.count(101.0)
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.log: list[tuple[str, Any]] = []
-        self.stream: Any = "user"
-        self.now_ms = 100.0
-        cuda = self
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
 
-        class Event:
-            def __init__(self, enable_timing: bool = False) -> None:
-                assert enable_timing
-                self.ms = -1.0
+        def record(self, stream: Any = None) -> None:
+            self.ms = next(ticks)
+            here = [name for kind, name in log if kind == "stream"][-1]
+            log.append(("record", stream or here))
 
-            def record(self, stream: Any = None) -> None:
-                cuda.now_ms += 1.0
-                self.ms = cuda.now_ms
-                cuda.log.append(("record", stream or cuda.stream))
+        def synchronize(self) -> None:
+            log.append(("synchronize", None))
 
-            def synchronize(self) -> None:
-                cuda.log.append(("synchronize", None))
+        def elapsed_time(self, other: Any) -> float:
+            return float(other.ms - self.ms)
 
-            def elapsed_time(self, other: Any) -> float:
-                return float(other.ms - self.ms)
-
-        @contextmanager
-        def device(_: torch.device) -> Iterator[None]:
-            yield
-
-        stats = {"allocated_bytes": {"all": {"current": 77}}}
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: "new")
-        monkeypatch.setattr(torch.cuda, "device", device)
-        monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
+    stats = {"allocated_bytes": {"all": {"current": 77}}}
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: "new")
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
+    return log
 
 
 def test_on_cuda_events_stand_around_the_work_and_nothing_waits(
-    monkeypatch: pytest.MonkeyPatch,
+    cuda: list[tuple[str, Any]],
 ) -> None:
-    cuda = Cuda(monkeypatch)
     tracer = Tracer(torch.device("cuda", 0))
-    assert ("record", "user") not in cuda.log, "the clock is read on a stream of its own"
-    cuda.log.clear()
+    assert ("record", "user") not in cuda, "the clock is read on a stream of its own"
     recording = tracer.run(build(Spec(stages=2, training=False)), "forward")
+    begun = len(cuda)
     recording.next_op()
-    prefetch = recording.timed(lambda: cuda.log.append(("work", cuda.stream)))
+    prefetch = recording.timed(lambda: cuda.append(("work", "prefetch")))
     recording.next_op()
     recording.next_op()
-    forward = recording.timed(lambda: cuda.log.append(("work", cuda.stream)))
-    unknown = recording.timed(int)
-    assert unknown is int, "what is no op of the table is left alone"
+    forward = recording.timed(lambda: cuda.append(("work", "forward")))
+    assert recording.timed(int) is int, "what is no op of the table is left alone"
     forward()
-    cuda.stream = "h2d"  # put off until now
+    cuda.append(("stream", "h2d"))  # put off until now
     prefetch()
-    assert cuda.log == [
-        *(("record", "user"), ("work", "user"), ("record", "user")),
-        *(("record", "h2d"), ("work", "h2d"), ("record", "h2d")),
+    assert [entry for entry in cuda[begun:] if entry[0] != "stream"] == [
+        *(("record", "user"), ("work", "forward"), ("record", "user")),
+        *(("record", "h2d"), ("work", "prefetch"), ("record", "h2d")),
     ]
     marks = {mark.info.name: mark for mark in tracer.marks}
-    assert set(marks) == {"0PREFETCH@0", "0F"}
-    assert marks["0F"].memory_bytes == 77
-    assert marks["0PREFETCH@0"].memory_bytes is None
-    clock = tracer.clock
-    lengths = {n: clock.at_s(m.stop) - clock.at_s(m.start) for n, m in marks.items()}
-    assert lengths == {name: pytest.approx(0.001) for name in marks}
+    assert {name: mark.memory_bytes for name, mark in marks.items()} == {
+        "0PREFETCH@0": None,
+        "0F": 77,
+    }
+    for mark in marks.values():
+        assert tracer.clock.at_s(mark.stop) - tracer.clock.at_s(mark.start) == pytest.approx(0.001)
 
 
 # --- on a GPU
@@ -190,8 +153,6 @@ def test_on_a_gpu_the_spans_keep_the_schedules_edges() -> None:
     assert len(updates) == len(schedules(model)[0].buckets)
     device = [span for span in t.spans if span.op.lane != HOST]
     assert min(u.start_s for u in updates) >= max(s.stop_s for s in device) - 1e-3, "one axis"
-    total = sum(t.measured.busy_s(lane) for lane in ("h2d", "compute", "d2h"))
-    assert total > 0
     peak = max(size for _, size in t.measured.memory())
     assert 0 < peak <= torch.cuda.max_memory_allocated()
 
@@ -250,19 +211,6 @@ def test_what_was_saved_is_read_again(timelines: tuple[Timeline, Timeline], tmp_
             assert a.stop_s == pytest.approx(b.stop_s, abs=2e-8)
 
 
-@pytest.mark.parametrize(
-    ("points", "name", "wanted"),
-    [
-        (70.0, "2PREFETCH@1", "2PREFETCH@1"),
-        (60.0, "2PREFETCH@1", "2PREFETCH"),
-        (10.0, "3RECOMPUTE", "3"),
-        (3.0, "3F", ""),
-    ],
-)
-def test_as_much_of_a_name_as_fits(points: float, name: str, wanted: str) -> None:
-    assert plot.name_in(points, name) == wanted
-
-
 def test_what_stands_in_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     _, model = twins(stack()[0])
@@ -284,9 +232,6 @@ def test_what_stands_in_the_picture(tmp_path: Path) -> None:
     canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()
     renderer = canvas.get_renderer()
-    box = figure.axes[0].get_legend().get_window_extent(renderer)
-    assert box.x0 >= figure.axes[0].get_window_extent(renderer).x1, "outside of the bars"
-    assert box.x1 <= figure.bbox.x1, "and inside of the picture"
     texts = [text for axis in figure.axes[:2] for text in axis.texts]
     boxes = [text.get_window_extent(renderer) for text in texts]
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
@@ -410,9 +355,10 @@ def test_a_trained_model(clock: Clock) -> None:
             step(model, inputs)
         codes[code] = honest
         assert tracer_of(model) is None and failed.spans, "what ran is there"
-        done = {n for n in names(failed.spans) if failed.spans}
-        first = next(n for n in ops.nodes_of(schedule.graphs[graph], op)
-                     if ops.arguments(n)[0].traced is schedule.stages[1].traced)  # fmt: skip
+        done = names(failed.spans)
+        same = schedule.stages[1].traced
+        found_ops = ops.nodes_of(schedule.graphs[graph], op)
+        first = next(n for n in found_ops if ops.arguments(n)[0].traced is same)
         assert ops.label(first) not in done
     with trace(model) as again:
         step(model, inputs)
