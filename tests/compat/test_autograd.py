@@ -29,21 +29,24 @@ def inside(look: Callable[[], Any], *, retain_graph: bool = False) -> Any:
 
 
 def test_saved_tensors_hooks_are_off_and_come_back() -> None:
-    packed: list[Tensor] = []
+    packed: list[str] = []
 
-    def pack(tensor: Tensor) -> Tensor:
-        packed.append(tensor)
-        return tensor
+    def hooks(name: str) -> Any:
+        def pack(tensor: Tensor) -> Tensor:
+            packed.append(name)
+            return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    with hooks("outer"):
+        with hooks("inner"):
             with compat.without_saved_tensors_hooks():
                 leaf().exp()
             assert packed == []
             leaf().exp()
         leaf().exp()
     leaf().exp()
-    assert len(packed) == 2
+    assert packed == ["inner", "outer"]
 
 
 def test_what_a_backward_is() -> None:

@@ -150,25 +150,6 @@ def test_the_table_has_every_kind_of_hazard_once_at_least() -> None:
 # Edits that are no line of text.
 
 
-def one_slot(schedule: Schedule) -> None:
-    """Every bucket goes to slot 0."""
-    for graph in schedule.graphs.values():
-        for prefetch in ops.nodes_of(graph, ops.prefetch):
-            set_arguments(prefetch, arguments(prefetch)[0], schedule.slots[0])
-
-
-def residual_instead_of_snapshot(schedule: Schedule) -> Schedule:
-    """The backward takes the input itself, which the forward changes."""
-    name = find(schedule, "forward", "SNAPSHOT").name
-    output, state = schedule.forward.output_node(), find(schedule, "forward", "state_1")
-    outputs, saved_values = arguments(output)[0]
-    output.args = ((outputs, tuple(state if n.name == name else n for n in saved_values)),)
-    schedule.forward.erase_node(find(schedule, "forward", "SNAPSHOT"))
-    find(schedule, "backward", name).name = "state_1"
-    names = tuple("state_1" if each == name else each for each in schedule.saved_values)
-    return replace(schedule, saved_values=names)
-
-
 def offload_first_part(schedule: Schedule) -> None:
     """The gradients of the shared bucket go to the host before 0B has added its own."""
     graph, part = schedule.graphs["backward"], find(schedule, "backward", "d3_2")
@@ -198,23 +179,6 @@ def forget_offload(schedule: Schedule) -> Schedule:
     return replace(schedule, saved_values=tuple(node.name for node in changed))
 
 
-def update_twice(schedule: Schedule) -> None:
-    """A second step on the states that the first one read."""
-    graph = schedule.graphs["backward"]
-    first, buffer = (find(schedule, "backward", label) for label in ("2UPDATE", "2ALLOC_STATE"))
-    bucket, weights, gradients, _ = arguments(first)
-    with graph.inserting_before(buffer):
-        again = call(graph, ops.alloc_state, bucket, False)
-        fetched = call(graph, ops.fetch_state, bucket, again, False)
-    with graph.inserting_after(first):
-        updated = call(graph, ops.update, bucket, weights, gradients, fetched)
-    with graph.inserting_after(updated):
-        offload = call(graph, ops.offload_state, bucket, updated)
-    with graph.inserting_before(graph.output_node()):
-        for value in (again, fetched, updated):
-            call(graph, ops.free, value, after=(offload,))
-
-
 def update_in_both(schedule: Schedule) -> Schedule:
     """The backward updates each bucket, and so does the step."""
     return replace(schedule, update=build(Spec()).update)
@@ -242,11 +206,8 @@ def leave_partial_gradients(schedule: Schedule) -> Schedule:
 EDITS: dict[str, Callable[[Schedule], Schedule | None]] = {
     function.__name__.replace("_", " "): function
     for function in (
-        one_slot,
-        residual_instead_of_snapshot,
         offload_first_part,
         forget_offload,
-        update_twice,
         update_in_both,
         leave_partial_gradients,
     )
