@@ -95,33 +95,38 @@ def test_grad_mode_and_autocast_are_nodes() -> None:
     assert targets(module).count(compat.EXIT_AUTOCAST) == 1
 
 
-def test_checkpoints_are_one_operator() -> None:
-    def f(x: Tensor) -> Any:
+def test_what_a_captured_graph_calls() -> None:
+    """Checkpoints, cross-entropies, transforms, vmaps and loops."""
+
+    def around(x: Tensor) -> Any:
         return checkpoint(torch.sin, x, use_reentrant=False, preserve_rng_state=False)
 
-    (module,) = captured(f, torch.ones(2, requires_grad=True))
+    def total(x: Tensor) -> Tensor:
+        return x.sin().sum()
+
+    def counted(x: Tensor) -> Tensor:
+        loop: Any = torch._higher_order_ops.while_loop
+        y: Tensor = loop(lambda i: i.sum() < 3, lambda i: (i + 1,), (x,))[0]
+        return y
+
+    (module,) = captured(around, torch.ones(2, requires_grad=True))
     (node,) = [n for n in module.graph.nodes if n.target is compat.CHECKPOINT]
     assert set(node.kwargs) <= compat.CHECKPOINT_OPTIONS
     assert isinstance(getattr(module, str(node.args[0])), fx.GraphModule)
-
-
-def test_what_cross_entropy_calls() -> None:
+    assert compat.transforms(module) is None and not compat.has_while_loop(module)
     logits, ids = torch.randn(3, 5), torch.tensor([0, 2, -100])
     expected = nn.functional.cross_entropy(logits, ids, reduction="sum", label_smoothing=0.1)
     assert torch.equal(compat.CROSS_ENTROPY_LOSS(logits, ids, None, 2, -100, 0.1), expected)
     (module,) = captured(nn.functional.cross_entropy, logits, ids)
     assert targets(module) in ([compat.CROSS_ENTROPY_LOSS], [nn.functional.cross_entropy])
-
-
-def test_transforms_are_found_in_graphs() -> None:
-    (module,) = captured(torch.func.grad(lambda x: x.sin().sum()), torch.ones(2))
+    (module,) = captured(torch.func.grad(total), torch.ones(2))
     assert compat.transforms(module) is not None
     (module,) = captured(lambda x: torch.func.vmap(torch.sin)(x), torch.ones(2, 2))
-    found = [
-        t for t in targets(module) if t in (compat.VMAP_LOAD, compat.VMAP_BEGIN, compat.VMAP_END)
-    ]
-    assert found == [compat.VMAP_LOAD, compat.VMAP_BEGIN, compat.VMAP_END]
+    vmap = [compat.VMAP_LOAD, compat.VMAP_BEGIN, compat.VMAP_END]
+    assert [t for t in targets(module) if t in vmap] == vmap
     assert compat.transforms(module) is None
+    (module,) = captured(counted, torch.zeros(1))
+    assert compat.has_while_loop(module)
 
 
 def test_a_vmap_that_fails_is_left() -> None:
@@ -511,18 +516,6 @@ def test_a_function_within_its_callers_has_no_frame_of_its_own() -> None:
     torch.compiler.reset()
     (graph,) = captured(lambda x: _twice(x) + 1, torch.ones(2))
     assert [n.target for n in graph.graph.nodes if n.op == "call_method"] == ["sin", "sin"]
-
-
-def test_a_while_loop_is_found() -> None:
-    def counted(x: Tensor) -> Tensor:
-        loop: Any = torch._higher_order_ops.while_loop
-        y: Tensor = loop(lambda i: i.sum() < 3, lambda i: (i + 1,), (x,))[0]
-        return y
-
-    (module,) = captured(counted, torch.zeros(1))
-    assert compat.has_while_loop(module)
-    (module,) = captured(torch.sin, torch.ones(2))
-    assert not compat.has_while_loop(module)
 
 
 def test_whose_code_asks() -> None:

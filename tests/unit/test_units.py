@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ CASES: list[tuple[nn.Module, int | None, str]] = [  # with a limit in KiB
 
 @pytest.mark.parametrize(("model", "limit", "units"), CASES)
 def test_which_units(model: nn.Module, limit: int | None, units: str) -> None:
-    options = {} if limit is None else {"limit_bytes": limit * KIB}
+    options: dict[str, Any] = {} if limit is None else {"limit_bytes": limit * KIB}
     assert shown(find_units(model, **options)) == units
 
 
