@@ -17,7 +17,6 @@ from megacompile.cost.pieces import analyse_pieces
 from megacompile.ir.tiles import Axis, Piece, Result, Tile, pieces_of
 from megacompile.passes.stages.lower_pieces import lower_pieces
 from megacompile.passes.stages.tile import tile, tile_lengths
-from megacompile.passes.stages.token_rules import reshaped
 from megacompile.passes.stages.tokenwise import Tokens
 
 W = 6  # of activations
@@ -237,29 +236,6 @@ def test_sums_of_halves_are_rounded_once() -> None:
         assert got.dtype == torch.bfloat16
         error = ((got.double() - want).abs() / want.abs()).max()
         assert error < 2**-8, "half a step of bfloat16, as where nothing is cut"
-
-
-@pytest.mark.parametrize(
-    ("axis", "before", "after", "expected"),
-    [
-        (Axis(1), (2, 10, 6), (20, 6), Axis(0, outer=2)),
-        (Axis(0, outer=2), (20, 6), (2, 10, 6), Axis(1)),
-        (Axis(0), (2, 10, 6), (20, 6), Axis(0, inner=10)),
-        (Axis(1), (2, 10, 6), (2, 10, 2, 3), Axis(1)),
-        (Axis(1), (2, 10, 6), (2, 60), Axis(1, inner=6)),
-        (Axis(1), (2, 10, 6), (4, 5, 6), None),
-        (Axis(2), (1, 1, 10), (10,), Axis(0)),
-    ],
-)
-def test_where_tokens_are_after_a_reshape(
-    axis: Axis, before: tuple[int, ...], after: tuple[int, ...], expected: Axis | None
-) -> None:
-    made = reshaped(axis, before, after)
-    assert made == expected
-    if made is not None:
-        x = torch.arange(float(torch.Size(before).numel())).view(before)
-        part = axis.cut(x, 1, 1).reshape(made.shape(after, 1))
-        assert torch.equal(part, made.cut(x.view(after), 1, 1))
 
 
 def test_tiles_are_equal_but_for_the_last() -> None:
