@@ -202,14 +202,14 @@ def test_the_module_in_an_optimized_one() -> None:
 def test_scaled_losses_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.amp.GradScaler, "scale", inspect.unwrap(torch.amp.GradScaler.scale))
     compat.notice_scaled_losses()
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scalers = [torch.amp.GradScaler("cpu", enabled=on, init_scale=4.0) for on in (True, False)]
     seen: list[bool] = []
-    for scaled in (True, False, True):
+    for scaler in (scalers[0], None, *scalers):
         w = torch.ones(2, requires_grad=True)
         w.register_hook(lambda gradient: seen.append(compat.loss_is_scaled()))
         loss = w.sum()
-        (scaler.scale(loss) if scaled else loss).backward()
-    assert seen == [True, False, True] and not compat.loss_is_scaled()
+        (scaler.scale(loss) if scaler else loss).backward()
+    assert seen == [True, False, True, False] and not compat.loss_is_scaled()
 
 
 def test_a_step_without_the_hooks_for_all() -> None:

@@ -23,7 +23,6 @@ from megacompile.plan.abstract import AbstractProgram, abstract_schedules
 from megacompile.plan.choice import Choice
 from megacompile.plan.planner import search, search_near
 from megacompile.plan.problem import Problem
-from megacompile.plan.tiers import spread
 from megacompile.plan.tries import Tries
 from tests import quantized
 from tests.draws import drawn
@@ -86,12 +85,6 @@ def test_near_a_plan_that_was_found_for_a_tenth_less_is_one_that_will_do() -> No
     assert near is not None and near.peak_bytes <= more.budget_bytes
     assert near.step_s <= LITTLE * before.step_s  # what was found fits here too
     assert near.step_s <= 1.04 * whole.step_s
-
-
-def test_spread_is_as_far_apart_as_can_be() -> None:
-    every: Any = [*range(10)]
-    found: Any = [spread(every, n) for n in (0, 1, 2, 3)]
-    assert found == [[], [5], [2, 7], [1, 5, 8]]
 
 
 @pytest.mark.thorough

@@ -12,14 +12,13 @@ from torch import fx
 
 from megacompile.errors import ScheduleError
 from megacompile.ir import ops
-from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
-from megacompile.verify.hazard import HazardKind
-from megacompile.verify.proof import hazards
+from megacompile.verify.proof import HazardKind, hazards
 from megacompile.verify.ranks import hazards_of_ranks, verify_ranks
 from tests.actions import parse
 from tests.capturing import after_templates
+from tests.schedules import set_arguments
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -143,7 +142,7 @@ def test_gradients_without_their_sum_over_replicas_are_reported(name: str) -> No
             *others, part = ops.arguments(gradients)
             with graph.inserting_after(part):
                 mean = ops.call(graph, ops.all_reduce, bucket, part, name="early")
-            set_args(gradients, (*others, mean))
+            set_arguments(gradients, *others, mean)
         found = unsummed(mutant)
         assert found and found[0].kind is HazardKind.WRONG_GRADIENTS, k
 

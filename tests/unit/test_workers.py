@@ -20,10 +20,9 @@ from megacompile.cost.optimizer import OptimizerCost
 from megacompile.ir.buckets import Bucket
 from megacompile.options import Options
 from megacompile.runtime.optim import blockwise
-from megacompile.runtime.optim.adam import ADAM
 from megacompile.runtime.optim.kernels.bucket import update_bucket
+from megacompile.runtime.optim.registry import RULES
 from megacompile.runtime.optim.rule import OptimizerRule
-from megacompile.runtime.optim.sgd import SGD as SGD_RULE
 from megacompile.runtime.optim.update import State, Update
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates import chunks as moving
@@ -36,6 +35,7 @@ from tests.interrupts import traced
 from tests.stateful.late import AtCall
 
 CPU = torch.device("cpu")
+ADAM, SGD_RULE, _ = RULES
 
 
 # --- chunks
