@@ -124,22 +124,6 @@ def test_a_rule_is_its_optimizer(case: str, dtype: torch.dtype, tolerance: float
         assert torch.allclose(value, states[name], rtol=10 * tolerance, atol=10 * tolerance), name
 
 
-def test_scale_is_a_factor_of_the_gradient() -> None:
-    """As after clip_grad_norm_: each gradient a quarter."""
-    quarters = [grad / 4 for grad in gradients()]
-    for kind, options in (CASES["adam, decay"], CASES["sgd, nesterov"]):
-        want, _, group = stock(kind, quarters, torch.float32, **options)
-        rule = ADAM if kind is Adam else SGD_RULE
-        assert distance(by_rule(rule, group, gradients(), scale=0.25)[0], want) <= 1e-6
-
-
-def test_no_gradient_is_no_step_of_lion() -> None:
-    """The sign of 0 is 0."""
-    group = {"lr": 1.0, "betas": (0.9, 0.99), "weight_decay": 0.0}
-    param, made = by_rule(LION, group, [torch.zeros(NUMEL)])
-    assert torch.equal(param, start()) and not made["exp_avg"].any()  # type: ignore[union-attr]
-
-
 # --- low precision
 
 

@@ -96,14 +96,6 @@ def spans(timeline: Prediction, step: int = 0) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def test_copies_of_one_direction_follow_one_another() -> None:
-    timeline = simulate(copies(2.0, 4.0), UNIT)
-    assert spans(timeline) == {"0PREFETCH@0": (0.0, 1.0), "1PREFETCH@1": (1.0, 3.0)}
-    assert timeline.total_s == timeline.step_s == 3.0
-    assert timeline.bound is Stream.H2D
-    assert timeline.critical_s[Stream.H2D] == 3.0
-
-
 def test_both_directions_share_the_bandwidth_while_both_run() -> None:
     made = Graph()
     made.prefetch(0, 2.0)

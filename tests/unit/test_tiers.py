@@ -36,7 +36,6 @@ from tests.planning import (
     uneven_problem,
     wide,
     wide_problem,
-    with_drive,
 )
 
 
@@ -80,17 +79,6 @@ def test_saved_tensors_and_other_graphs_count_too() -> None:
         assert bool(kinds.get(Kind.ACTIVATIONS)) == bool(offload)
         assert tower.host_bytes(choice) == pytest.approx(sum(kinds.values()), abs=8)
     assert replace(tower, elsewhere_bytes=5).host_bytes(Choice()) == tower.host_bytes(Choice()) + 5
-
-
-def test_parameters_on_a_disk_need_no_host_memory_but_for_buffers() -> None:
-    here, there = (wide_problem(False, "int8", disk_weights=weights) for weights in (False, True))
-    every = replace(Choice(), on_disk=frozenset(keys_of(here)))
-    parameters = sum(bucket.size_bytes for bucket in here.buckets)
-    buffers = 7 * max(bucket.size_bytes for bucket in here.buckets)
-    assert here.host_bytes(every) - there.host_bytes(every) == parameters - buffers
-    assert there.tiers.of_disk(every) - here.tiers.of_disk(every) == parameters
-    small = replace(there, disk_budget_bytes=parameters // 2)
-    assert not small.fits_host(Choice()), "the disk is a budget of theirs too"
 
 
 # --- the host's budget
@@ -172,19 +160,6 @@ def test_stages_run_again_where_the_host_has_too_little_for_their_outputs() -> N
     assert found(min(rows.values()) - 1) is None
 
 
-def test_where_every_other_stage_runs_again_fewer_wait() -> None:
-    """Their outputs are not on the device, so that others can be there."""
-    tower = uneven_problem()
-    again = Choice(0, rerun=tower.reruns(1))
-    tight = replace(tower, budget_bytes=tower.peak_bytes(again))
-    few, least = tight.fewest_offloaded(Choice(0)), tower.host_bytes(again)
-    assert few and tower.host_bytes(replace(again, offload=few)) > least
-    found = search(replace(tight, host_budget_bytes=least), resident=False)
-    assert found is not None
-    assert found.choice.offload == 0 and found.choice.rerun >= tower.reruns(1)
-    assert search(replace(tight, host_budget_bytes=least - 1), resident=False) is None
-
-
 def test_an_optimizer_that_nobody_knows_yet_may_have_fewer_states() -> None:
     """SGD fits, AdamW does not. It is said."""
     compiler, params = uneven().compiler, sum(b.size_bytes for b in uneven_problem().buckets)
@@ -241,17 +216,6 @@ def test_which_states(in_backward: bool) -> None:
         else:
             assert gaps == {1} and places[-1] == len(order) - 1
     assert seen > 3
-
-
-def test_residents_leave_the_drive_work_all_through_a_backward() -> None:
-    tower = wide_problem(True, hardware=with_drive(10.0))
-    host_bytes = tower.host_bytes(Choice(0, tower.with_residents(6).resident))
-    tower = replace(tower, host_budget_bytes=int(0.8 * host_bytes))
-    order, picked = keys_of(tower), tower.with_residents(6)
-    places = sorted(order.index(key) for key in picked.resident)
-    assert places[:3] == [0, 1, 2]
-    gaps = {b - a for a, b in itertools.pairwise(places[3:])}
-    assert len(places) == 6 and min(gaps) > 1 and max(gaps) - min(gaps) <= 1
 
 
 def test_the_largest_live_on_the_device_before_most_others() -> None:
