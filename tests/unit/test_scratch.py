@@ -195,17 +195,6 @@ def test_files_are_closed(tmp_path: Path) -> None:
 # --- reads and writes
 
 
-def test_a_round_trip(disk: Memory) -> None:
-    buffers = [disk.buffer(size) for size in (16 * 2**20, PAGE, 5 * PAGE)]
-    source = [memory(len(buffer)).random_() for buffer in buffers]
-    written = begun(disk.write(buffers, source, "fill"))
-    assert written.size_bytes == 16 * 2**20 + 6 * PAGE
-    there = [memory(len(buffer)) for buffer in buffers]
-    done(disk.read(buffers, there, "look", after=[written]))
-    done(disk.read([], [], "nothing"))
-    assert all(map(torch.equal, there, source))
-
-
 @pytest.mark.parametrize("way", ["preadv", "pwritev"])
 @pytest.mark.parametrize("short", [77, PAGE + 100])
 def test_short_and_interrupted_calls_go_on(
@@ -281,30 +270,6 @@ def test_a_slow_disk_is_said(disk: Memory, monkeypatch: pytest.MonkeyPatch) -> N
     request = begun(disk.read([disk.buffer(SIZE)], [memory()], "3READ_STATE", before=gate.wait))
     done(request)
     assert len(said) == 1 and "3READ_STATE" in said[0]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_requests_in_any_order(disk: Memory, seed: int) -> None:
-    """Each is behind those that it names, and several are under way."""
-    rng = random.Random(seed)
-    buffers = [disk.buffer(SIZE) for _ in range(2)]
-    plain = [memory() for _ in buffers]
-    reads: list[tuple[transfers.Request, torch.Tensor, torch.Tensor]] = []
-    last: list[list[transfers.Request]] = [[] for _ in buffers]
-    for _ in range(30):
-        i = rng.randrange(2)
-        if rng.random() < 0.5:
-            source = memory().random_()
-            request = begun(disk.write([buffers[i]], [source], "fill", after=last[i]))
-            last[i], plain[i] = [request], source
-        else:
-            there = memory()
-            request = begun(disk.read([buffers[i]], [there], "look", after=last[i][:1]))
-            last[i] = [*last[i], request]
-            reads.append((request, there, plain[i]))
-    for request, there, expected in reads:
-        request.wait()
-        assert torch.equal(there, expected)
 
 
 # --- who looks through the mapping
