@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -46,11 +47,18 @@ class Value:
 
 
 class Recorder:
-    """Stub ops: they note their calls by the names of the values."""
+    """Stub ops: they note their calls by the names of the values, and hold on to none of them."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.calls: list[tuple[object, ...]] = []
+        self.alive: list[set[str]] = []  # the values that exist, at each call
         self.objects = python.names(schedule)
+        self._values: weakref.WeakSet[Value] = weakref.WeakSet()
+
+    def value(self, name: str) -> Value:
+        made = Value(name)
+        self._values.add(made)
+        return made
 
     def namespace(self) -> dict[str, Any]:
         stubs: dict[str, Any] = {
@@ -64,9 +72,9 @@ class Recorder:
             self._note(name, args, after)
             made = f"call {len(self.calls)}"
             if not multiple:
-                return Value(made)
+                return self.value(made)
             count = results(name, *args)
-            return tuple(Value(f"{made}[{i}]") for i in range(count))
+            return tuple(self.value(f"{made}[{i}]") for i in range(count))
 
         return call
 
@@ -74,6 +82,7 @@ class Recorder:
         self._note("wait", (), after)
 
     def _note(self, name: str, args: Any, after: Any) -> None:
+        self.alive.append({value.name for value in self._values})
         self.calls.append((name, named(args), named(after)))
 
 
@@ -131,7 +140,7 @@ def run(schedule: Schedule, name: str) -> tuple[Recorder, Any]:
     namespace = recorder.namespace()
     exec(compile(python.code(schedule), "<schedule>", "exec"), namespace)
     graph = schedule.graphs[name]
-    inputs = [Value(node.name) for node in graph.find_nodes(op="placeholder")]
+    inputs = [recorder.value(node.name) for node in graph.find_nodes(op="placeholder")]
     returned = named(namespace[f"run_{name}"](inputs))
     assert inputs == [], "the inputs are let go"
     return recorder, returned
@@ -143,6 +152,30 @@ def test_the_code_makes_the_calls_of_the_graph(spec: Spec) -> None:
     for name, graph in schedule.graphs.items():
         recorder, returned = run(schedule, name)
         assert (recorder.calls, returned) == interpret(graph)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_freed_value_is_gone_from_the_next_call_on(spec: Spec) -> None:
+    schedule = build(spec)
+    for name, graph in schedule.graphs.items():
+        recorder, _ = run(schedule, name)
+        names: dict[fx.Node, str] = {}
+        freed: set[str] = set()
+        step = 0
+        for node in graph.nodes:
+            names[node] = node.name
+            if node.target is operator.getitem:
+                names[node] = f"{names[node.args[0]]}[{node.args[1]}]"
+            elif node.target is ops.free:
+                step += waits(node)
+                freed.add(names[node.args[0]])
+            elif node.op == "call_function":
+                assert not recorder.alive[step] & freed, f"{node.name}: {freed} should be gone"
+                step += 1
+                names[node] = f"call {step}"
+                if node.target is ops.defer_free:
+                    freed.add(names[node.args[0]])
+        assert step == len(recorder.calls) > 0
 
 
 def test_many_results_are_returned_in_valid_code() -> None:
@@ -201,7 +234,9 @@ def test_a_tuple_that_is_only_waited_for_does_not_keep_its_items() -> None:
     third.kwargs = {"after": (find(schedule, "forward", "0F"),)}
     code = python.graph_code(schedule, "forward")
     assert "forward_ = y0_0, = forward(stage_0" in code
-    assert re.search(r"after=\(forward_,\)\).*\n    del forward_\n", code)
+    recorder, _ = run(schedule, "forward")
+    assert "call 4[0]" in recorder.alive[-2], "1F reads y0_0"
+    assert "call 4[0]" not in recorder.alive[-1], "2F does not"
 
 
 def test_long_lines_are_wrapped_and_still_run() -> None:
