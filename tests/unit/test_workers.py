@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from megacompile.runtime.optim.rule import OptimizerRule
 from megacompile.runtime.optim.update import State, Update
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates import chunks as moving
-from megacompile.runtime.updates.chunks import ChunkStreams, _placed, chunks
+from megacompile.runtime.updates.chunks import ChunkStreams
 from megacompile.runtime.updates.update import UpdatePath
 from megacompile.runtime.updates.workers import Job, Pace, Workers
 from megacompile.tracing.timeline import DEVICE, HOST
@@ -69,33 +70,76 @@ def clone(whole: Update) -> Update:
     return whole.map(lambda _, tensor: tensor.clone())
 
 
-@pytest.mark.parametrize("numel", [4097, 100_003])
+def assert_same(given: Update, wanted: Update) -> None:
+    for (name, got), (_, want) in zip(given.tensors(), wanted.tensors(), strict=True):
+        assert torch.equal(got, want), name
+
+
+def chunks_of(
+    monkeypatch: pytest.MonkeyPatch, buffers: int, size_bytes: int
+) -> tuple[moving.Chunks, list[str]]:
+    """Chunks on streams of the CPU, and what was waited for and begun."""
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, **_: Any) -> None:
+            self.k = sum(entry.startswith("begin") for entry in log)
+
+        def record(self) -> None:
+            log.append(f"begin {self.k}")
+
+        def synchronize(self) -> None:
+            log.append(f"end {self.k}")
+
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    streams: Any = ChunkStreams.__new__(ChunkStreams)
+    nothing = dict.fromkeys(("wait_event", "wait_stream"), lambda other: None)
+    for name in ("h2d", "compute", "d2h"):
+        wait = functools.partial(log.append, name)
+        setattr(streams, name, SimpleNamespace(device=CPU, synchronize=wait, **nothing))
+    here = moving.Chunks.__new__(moving.Chunks)
+    here.streams, here.device, here.buffer_bytes, here.ours = streams, CPU, size_bytes, None
+    here.buffers = [torch.empty(size_bytes, dtype=torch.uint8) for _ in range(buffers)]
+    return here, log
+
+
 @pytest.mark.parametrize(
     ("rule", "state", "copy"),
-    [
-        (ADAM, "fp32", True),
-        (ADAM, "int8", False),
-        (SGD_RULE, "none", False),
-    ],
+    [(ADAM, "fp32", True), (ADAM, "int8", False), (SGD_RULE, "none", False)],
 )
 def test_pieces_make_the_same_update(
-    rule: OptimizerRule, state: str, copy: bool, numel: int
+    monkeypatch: pytest.MonkeyPatch, rule: OptimizerRule, state: str, copy: bool
 ) -> None:
-    whole = some_update(rule, numel, state=state, copy=copy)
+    whole = some_update(rule, 100_003, state=state, copy=copy)
     apart = clone(whole)
+    here, log = chunks_of(monkeypatch, 2, 2**18)
+    here.update([(rule, apart)])
     update_bucket(rule, [whole])
-    buffer = torch.empty(2**18, dtype=torch.uint8)
-    parts = list(chunks(apart, len(buffer)))
-    assert len(parts) > 1 or numel < 10_000
-    for part in parts:
-        there = _placed(part, buffer)  # raises where the buffer is too small
-        for (_, into), (_, source) in zip(there.tensors(), part.tensors(), strict=True):
-            into.copy_(source)
-        update_bucket(rule, [there])
-        for (_, into), (_, source) in zip(part.tensors(), there.tensors(), strict=True):
-            into.copy_(source)
-    for (name, got), (_, want) in zip(apart.tensors(), whole.tensors(), strict=True):
-        assert torch.equal(got, want), name
+    assert_same(apart, whole)
+    assert log.count("end 0") == 1 and "begin 1" in log
+
+
+def test_a_piece_that_fails_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its buffer goes back to the allocator, while a copy into it may be under way."""
+    here, log = chunks_of(monkeypatch, 1, 2**20)
+    rule: Any = object()  # no rule: no such kernel
+    with pytest.raises(AttributeError):
+        here.update([(rule, some_update(SGD_RULE, 4096, state="none"))])
+    assert log == ["h2d", "compute", "d2h"]
+
+
+def test_an_update_begins_while_the_one_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8-bit states are updated parameter by parameter: the link would be idle between two."""
+    small = [some_update(SGD_RULE, 4096, state="fp32", copy=True) for _ in range(3)]
+    wanted = [clone(each) for each in small]
+    here, log = chunks_of(monkeypatch, 2, 2**20)
+    here.update([(SGD_RULE, each) for each in small])
+    assert log == ["begin 0", "begin 1", "end 0", "begin 2", "end 2", "end 1"]
+    update_bucket(SGD_RULE, wanted)
+    for each, whole in zip(small, wanted, strict=True):
+        assert_same(each, whole)
 
 
 # --- who makes which
@@ -322,74 +366,6 @@ def test_an_interrupted_submit_leaves_nobody_behind(two: Workers) -> None:
         two.submit(job)
     over(others)
     assert log == ["a by host", "b by host", "c by host"]
-
-
-class Stream:
-    """A stream whose work is done when it is issued."""
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
-        self.device = CPU
-
-    def wait_event(self, event: Any) -> None:
-        """It has come."""
-
-    def wait_stream(self, stream: Any) -> None:
-        """It is done."""
-
-    def synchronize(self) -> None:
-        self.log.append(self.name)
-
-
-def chunks_of(
-    monkeypatch: pytest.MonkeyPatch, updates: list[Update], buffers: int
-) -> tuple[moving.Chunks, list[str]]:
-    """Chunks on streams of the CPU, and what was waited for and begun."""
-    log: list[str] = []
-
-    class Event:
-        def __init__(self, **_: Any) -> None:
-            self.k = sum(entry.startswith("begin") for entry in log)
-
-        def record(self) -> None:
-            log.append(f"begin {self.k}")
-
-        def synchronize(self) -> None:
-            log.append(f"end {self.k}")
-
-    for name in ("device", "stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    streams: Any = ChunkStreams.__new__(ChunkStreams)
-    for name in ("h2d", "compute", "d2h"):
-        setattr(streams, name, Stream(name, log))
-    here = moving.Chunks.__new__(moving.Chunks)
-    here.streams, here.device, here.buffer_bytes, here.ours = streams, CPU, 2**20, None
-    here.buffers = [torch.empty(2**20, dtype=torch.uint8) for _ in range(buffers)]
-    return here, log
-
-
-def test_a_piece_that_fails_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its buffer goes back to the allocator, while a copy into it may be under way."""
-    small = some_update(SGD_RULE, 4096, state="none")
-    here, log = chunks_of(monkeypatch, [small], 1)
-    rule: Any = object()  # no rule: no such kernel
-    with pytest.raises(AttributeError):
-        here.update([(rule, small)])
-    assert log == ["h2d", "compute", "d2h"]
-
-
-def test_an_update_begins_while_the_one_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """8-bit states are updated parameter by parameter: the link would be idle between two."""
-    small = [some_update(SGD_RULE, 4096, state="fp32", copy=True) for _ in range(3)]
-    wanted = [clone(each) for each in small]
-    here, log = chunks_of(monkeypatch, small, 2)
-    here.update([(SGD_RULE, each) for each in small])
-    assert log == ["begin 0", "begin 1", "end 0", "begin 2", "end 2", "end 1"]
-    update_bucket(SGD_RULE, wanted)
-    for whole, each in zip(wanted, small, strict=True):
-        for (name, want), (_, got) in zip(whole.tensors(), each.tensors(), strict=True):
-            assert torch.equal(want, got), name
 
 
 def test_an_interrupted_wait_leaves_the_guards() -> None:
