@@ -152,12 +152,26 @@ def test_hooks_of_a_parameter() -> None:
     assert compat.post_accumulate_hooks(another) == []
 
 
-def test_outside_inference_mode() -> None:
+def test_modes_are_left_for_a_while() -> None:
+    """Inference mode, autocast and the default device."""
+    a = torch.ones(2, 2)
     with torch.inference_mode():
-        assert torch.zeros(1).is_inference()
         with compat.outside_inference_mode():
             assert not torch.zeros(1).is_inference() and not torch.is_inference_mode_enabled()
         assert torch.is_inference_mode_enabled()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with compat.without_autocast():
+            assert (a @ a).dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+        assert (a @ a).dtype == torch.bfloat16
+    with torch.device("meta"), compat.on_host():
+        assert torch.zeros(1).device.type == "cpu"
+    torch.set_default_device("meta")
+    try:
+        with compat.on_host():
+            assert torch.zeros(1).device.type == "cpu"
+        assert torch.zeros(1).device.type == "meta"
+    finally:
+        torch.set_default_device(None)
 
 
 def test_exports_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,20 +377,6 @@ def test_memory_is_exchanged_in_place() -> None:
     assert a.is_meta and a.shape == (2,)
 
 
-def test_the_default_device_is_left() -> None:
-    with torch.device("meta"):
-        assert torch.zeros(1).device.type == "meta"
-        with compat.on_host():
-            assert torch.zeros(1).device.type == "cpu"
-    torch.set_default_device("meta")
-    try:
-        with compat.on_host():
-            assert torch.zeros(1).device.type == "cpu"
-        assert torch.zeros(1).device.type == "meta"
-    finally:
-        torch.set_default_device(None)
-
-
 def test_an_operator_that_takes_tensors_for_numbers() -> None:
     made = compat.taking_tensors(aten.addcmul.default, ("value",))
     x, half = torch.arange(4.0), torch.tensor(0.5, dtype=torch.float64)
@@ -423,15 +423,6 @@ def test_fp8_products_are_there() -> None:
     one = torch.ones(())
     product = compat.SCALED_MM(a, a.t(), one, one, out_dtype=torch.bfloat16)
     assert torch.equal(product, torch.full((16, 16), 16.0, dtype=torch.bfloat16))
-
-
-def test_autocast_is_left_for_a_while() -> None:
-    a, b = torch.ones(2, 2), torch.ones(2, 2)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        with compat.without_autocast():
-            assert (a @ b).dtype == torch.float32
-            assert not torch.is_autocast_enabled("cpu")
-        assert (a @ b).dtype == torch.bfloat16
 
 
 def test_dynamo_asks_classes_where_they_are_shown() -> None:

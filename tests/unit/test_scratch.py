@@ -218,7 +218,9 @@ def test_short_and_interrupted_calls_go_on(
 
     buffer, source = disk.buffer(SIZE), memory().random_()
     monkeypatch.setattr(os, way, call)
-    done(disk.write([buffer], [source], "fill"))
+    written = begun(disk.write([buffer], [source], "fill"))
+    written.wait()
+    assert written.size_bytes == SIZE
     assert torch.equal(contents(disk, buffer), source)
 
 

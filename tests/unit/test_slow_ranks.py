@@ -256,7 +256,6 @@ def test_a_disk_is_measured_by_one_of_its_ranks(
     of_a, of_b = SharedDisk(3, 333, DISK_OF_A), SharedDisk(1, 1000, DISK_OF_B)
     assert agree("0123") == {0: of_a, 1: of_a, 2: of_a, 3: of_b}
     assert sorted(measured) == [0, 3]
-    assert agree("") == {} and not measured
     assert agree("12", is_measured=False) == dict.fromkeys((1, 2), SharedDisk(2, 500, None))
     assert not measured
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")  # two have another model
