@@ -222,48 +222,43 @@ def test_states_are_fetched_later_where_that_makes_room() -> None:
     assert exact.memory(Choice(0, state_lookahead=1)) == exact.memory(Choice(0))
 
 
-def test_residents_save_copies_where_the_backward_updates() -> None:
-    """They cost parameters and states, no gradients."""
-    tower = problem(GIB, tokens=4096, in_backward=True)
-    roomier = replace(tower, budget_bytes=3 * tower.floor_bytes())
-    found, streamed = search(roomier), search(roomier, resident=False)
-    assert found is not None and streamed is not None
-    assert found.peak_bytes <= roomier.budget_bytes
-    assert found.choice.resident and found.step_s < streamed.step_s
-    found = search(replace(tower, budget_bytes=64 * GIB))
+SLOW_LINK = H200.replace(h2d_gb_s=1.0, h2d_both_gb_s=1.0)
+PAYS: dict[str, tuple[dict[str, Any], dict[str, Any], float, dict[str, bool]]] = {
+    # what stays in a slot from the forward to the backward is not fetched again
+    "more_slots": ({"tokens": 64}, {"hardware": SLOW_LINK}, 2, {"device_update": False}),
+    # with little memory it is better used for updates than for kept stages
+    "device_update": ({"tokens": 4096}, {"hardware": H200.replace(update_gb_s=20.0)}, 3, {}),
+    # they cost parameters and states, no gradients
+    "resident": ({"tokens": 4096, "in_backward": True}, {}, 3, {}),
+}
+
+
+@pytest.mark.parametrize("what", PAYS)
+def test_memory_goes_where_it_pays(what: str) -> None:
+    """To slots where the link is slow, to a share of the updates where the host is, to residents
+    where the backward updates."""
+    how, changes, factor, others = PAYS[what]
+    tower = replace(problem(0, **how), **changes)
+    tower = replace(tower, optimizer=replace(tower.optimizer, helped=False))
+    tower = replace(tower, budget_bytes=int(factor * tower.floor_bytes()))
+    given = {"resident": what == "resident", **others}
+    without = {"more_slots": "slots"}.get(what, what)
+    found, fewer = search(tower, **given), search(tower, **{**given, without: False})
+    assert found is not None and fewer is not None
+    assert getattr(found.choice, what) and not getattr(fewer.choice, what)
+    assert found.peak_bytes <= tower.budget_bytes
+    assert found.step_s < (1.0 if what == "resident" else 0.95) * fewer.step_s
+
+
+def test_where_all_live_on_the_device_nothing_comes_back() -> None:
+    tower = problem(64 * GIB, tokens=4096, in_backward=True)
+    found = search(tower)
     assert found is not None and len(found.choice.resident) == len(tower.buckets)
     graph = tower.schedule(found.choice).graphs["backward"]
     assert not ops.nodes_of(graph, ops.update, ops.offload_state)
     numel = sum(param.numel for bucket in tower.buckets for param in bucket.params)
     taken = tower.resident_bytes(found.choice.resident, gradients=False)
     assert taken == pytest.approx(10 * numel, rel=1e-3)  # bf16, and two moments in float32
-
-
-def test_a_share_is_handed_over_where_the_host_is_slow() -> None:
-    """With little memory it is better used for updates than for kept stages."""
-    tower = problem(0, tokens=4096)
-    tower = replace(tower, optimizer=replace(tower.optimizer, helped=False))
-    budget = 3 * tower.floor_bytes()
-    tower = replace(tower, budget_bytes=budget, hardware=H200.replace(update_gb_s=20.0))
-    found = search(tower, resident=False)
-    without = search(tower, resident=False, device_update=False)
-    assert found is not None and without is not None
-    assert found.choice.device_update > 0 == without.choice.device_update
-    assert found.peak_bytes <= budget and found.step_s < 0.95 * without.step_s
-
-
-SLOW_LINK = H200.replace(h2d_gb_s=1.0, h2d_both_gb_s=1.0)
-
-
-def test_slots_are_added_where_the_link_is_slow() -> None:
-    """What stays in a slot from the forward to the backward is not fetched again."""
-    tower = problem(0, tokens=64)
-    tower = replace(tower, budget_bytes=2 * tower.floor_bytes(), hardware=SLOW_LINK)
-    found = search(tower, resident=False, device_update=False)
-    fewer = search(tower, resident=False, device_update=False, slots=False)
-    assert found is not None and fewer is not None
-    assert found.choice.more_slots > 0 == fewer.choice.more_slots
-    assert found.peak_bytes <= tower.budget_bytes and found.step_s < 0.95 * fewer.step_s
 
 
 def test_slots_can_be_pinned() -> None:
