@@ -7,11 +7,11 @@ each view shows.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import partial as part
 from pathlib import Path
 from typing import Any
 
@@ -91,54 +91,39 @@ CASES = list(_rows(Path(__file__).with_name("passes.txt").read_text()))
 # The passes of a row, by its name. Options that a pass does not take are another's.
 
 
-def _updates(lookahead: int = 1, accumulate: bool = False, masters: bool = False) -> list[Pass]:
-    given = {"accumulate": accumulate, "lookahead": lookahead, "masters": masters, **STATES}
-    return [functools.partial(PASSES.insert_updates, **given)]
-
-
-def _gradients(accumulate: bool = False) -> list[Pass]:
-    return [functools.partial(PASSES.offload_gradients, accumulate=accumulate)]
-
-
 def _update_graph(
     accumulate: bool = False, helps: bool = False, on_disk: Collection[int] = ()
 ) -> list[Pass]:
-    give = functools.partial(PASSES.insert_device_update, state_bytes=STATES["updated_bytes"])
-    insert = functools.partial(PASSES.insert_update_graph, helps=helps, on_disk=frozenset(on_disk))
-    return [*_gradients(accumulate), give, insert]
+    give = part(PASSES.insert_device_update, state_bytes=STATES["updated_bytes"])
+    insert = part(PASSES.insert_update_graph, helps=helps, on_disk=frozenset(on_disk))
+    return [part(PASSES.offload_gradients, accumulate=accumulate), give, insert]
 
 
 def _step(accumulate: bool = False, in_backward: bool = False) -> list[Pass]:
-    made = _updates(accumulate=accumulate) if in_backward else _update_graph(accumulate)
-    return [*made, PASSES.insert_prefetch, *_slots(3), PASSES.insert_free, PASSES.insert_tokens]
-
-
-def _slots(slots: int = 3, reuse: bool = False) -> list[Pass]:
-    return [functools.partial(PASSES.assign_slots, slots=slots, reuse=reuse)]
-
-
-def _free(delay: int = 1, **others: Any) -> list[Pass]:
-    return [functools.partial(PASSES.insert_free, delay=delay)]
-
-
-def _prefetch(lookahead: int = 1, **others: Any) -> list[Pass]:
-    return [functools.partial(PASSES.insert_prefetch, lookahead=lookahead)]
-
-
-def _offload_saved(lookahead: int = 1) -> list[Pass]:
-    offload = functools.partial(PASSES.offload_saved_tensors, lookahead=lookahead)
-    return [PASSES.insert_recompute, offload]
+    made = CHAINS["updates" if in_backward else "update_graph"](accumulate=accumulate)
+    slots = part(PASSES.assign_slots, slots=3, reuse=False)
+    return [*made, PASSES.insert_prefetch, slots, PASSES.insert_free, PASSES.insert_tokens]
 
 
 CHAINS: dict[str, Callable[..., list[Pass]]] = {
-    "prefetch": _prefetch,
-    "slots": _slots,
+    "prefetch": lambda lookahead=1, **_: [part(PASSES.insert_prefetch, lookahead=lookahead)],
+    "slots": lambda slots=3, reuse=False: [part(PASSES.assign_slots, slots=slots, reuse=reuse)],
     "recompute": lambda: [PASSES.insert_recompute],
-    "offload_saved": _offload_saved,
-    "offload_grad": _gradients,
-    "updates": _updates,
+    "offload_saved": lambda lookahead=1: [
+        PASSES.insert_recompute,
+        part(PASSES.offload_saved_tensors, lookahead=lookahead),
+    ],
+    "offload_grad": lambda accumulate=False: [
+        part(PASSES.offload_gradients, accumulate=accumulate)
+    ],
+    "updates": lambda **given: [
+        part(
+            PASSES.insert_updates,
+            **{"accumulate": False, "lookahead": 1, "masters": False, **STATES, **given},
+        )
+    ],
     "update_graph": _update_graph,
-    "free": _free,
+    "free": lambda delay=1, **_: [part(PASSES.insert_free, delay=delay)],
     "tokens": lambda: [PASSES.insert_tokens],
     "step": _step,
 }
@@ -190,8 +175,8 @@ OF_GRAPHS: dict[str, Callable[[fx.Graph], str]] = {
     "gives": lambda graph: _calls(graph, _MOVES, _values),
     "bytes": _sizes,
     "names": lambda graph: " ".join(map(_name, ops.nodes_of(graph))),
-    "inputs": functools.partial(_placeholders, tokens=False),
-    "tokens": functools.partial(_placeholders, tokens=True),
+    "inputs": part(_placeholders, tokens=False),
+    "tokens": part(_placeholders, tokens=True),
 }
 OF_SCHEDULES: dict[str, Callable[[Schedule], str]] = {
     "saved": lambda schedule: " ".join(schedule.saved_values),
