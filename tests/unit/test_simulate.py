@@ -140,7 +140,7 @@ class OfOne(Schedule):
     buckets = BUCKETS[:1]
 
 
-def trained(backward_s: float = 1.0, *, helped: tuple[int, ...] = ()) -> Schedule:
+def trained(helped: tuple[int, ...] = ()) -> Schedule:
     """Two buckets of 2 GB: forward 1 s each, backward 1 s each, gradients offloaded.
 
     The host updates both, the device helps with some.
@@ -151,8 +151,7 @@ def trained(backward_s: float = 1.0, *, helped: tuple[int, ...] = ()) -> Schedul
         forward.compute(forward.prefetch(key, 2.0, token, forward.start), 1.0)
     offloads = []
     for key in (1, 0):
-        gradients = backward.compute(backward.start, backward_s)
-        gradients.meta["value"] = floats(backward_s / 2)
+        gradients = backward.compute(backward.start, 1.0)
         offloads.append(backward.offload(key, 0.0, gradients))
     made = [
         ops.call(update.graph, ops.update_host, bucket, after=(update.token(key, Part.GRADIENTS),))
@@ -166,9 +165,7 @@ def trained(backward_s: float = 1.0, *, helped: tuple[int, ...] = ()) -> Schedul
 
 def test_the_next_forward_waits_for_its_own_buckets_alone() -> None:
     """SGD moves 12 bytes a parameter: 6 GB a bucket, 3 s at 2 GB/s."""
-    hardware = UNIT.replace(update_gb_s=2.0)
-    sgd = OptimizerCost(states=0)
-    timeline = simulate(trained(), hardware, optimizer=sgd, steps=2)
+    timeline = simulate(trained(), SLOW, optimizer=OptimizerCost(states=0), steps=2)
     first = spans(timeline)
     # prefetches until 2; 0F 1 to 2, 1F 2 to 3, backwards 3 to 5, the last gradients there at 5.25
     assert first["0OFFLOAD_GRAD"] == (5.0, 5.25)
@@ -183,9 +180,6 @@ def test_the_next_forward_waits_for_its_own_buckets_alone() -> None:
     assert timeline.bound is Stream.HOST
     assert timeline.critical_s[Stream.HOST] == pytest.approx(6.0)
     assert timeline.busy_s(Stream.HOST) == pytest.approx(6.0)
-
-
-HELPED = OptimizerCost(states=0, helped=True)
 
 
 def left_for_the_update() -> Schedule:
@@ -264,9 +258,9 @@ def test_the_host_takes_what_it_ends_before_the_device_would(
 
 def test_the_device_takes_the_first_update() -> None:
     """Half a billion parameters: 2 GB each way and gradients of 2 GB, 4 GB in at 1 GB/s."""
-    hardware = UNIT.replace(update_gb_s=2.0)
-    alone = simulate(trained(), hardware, optimizer=OptimizerCost(states=0), steps=2)
-    timeline = simulate(trained(helped=(0, 1)), hardware, optimizer=HELPED, steps=2)
+    helped = OptimizerCost(states=0, helped=True)
+    alone = simulate(trained(), SLOW, optimizer=OptimizerCost(states=0), steps=2)
+    timeline = simulate(trained(helped=(0, 1)), SLOW, optimizer=helped, steps=2)
     first = {e.label: e for e in timeline.events if e.graph == "update" and e.step == 0}
     assert {label: e.stream for label, e in first.items()} == {
         "0UPDATE": Stream.DEVICE,
@@ -280,13 +274,9 @@ def test_the_device_takes_the_first_update() -> None:
 
 
 def test_the_third_step_is_like_the_later_ones() -> None:
-    hardware = UNIT.replace(update_gb_s=2.0, host_memory_gb_s=3.0)
-    schedule = trained()
-    periods = [
-        simulate(schedule, hardware, optimizer=OptimizerCost(states=0), steps=n).step_s
-        for n in (3, 4, 7)
-    ]
-    assert periods[1:] == pytest.approx(periods[:1] * 2)
+    hardware, sgd = SLOW.replace(host_memory_gb_s=3.0), OptimizerCost(states=0)
+    third, later = (simulate(trained(), hardware, optimizer=sgd, steps=n).step_s for n in (3, 7))
+    assert later == pytest.approx(third)
 
 
 def test_updates_in_the_backward_are_awaited_by_bucket() -> None:
