@@ -409,5 +409,6 @@ def test_what_lies_on_a_disk_is_counted() -> None:
     saved = planned(LINE, **DISKS["saved"])
     assert disk_memory([saved], cost)[Kind.ACTIVATIONS] == 2 * 4096
     assert Kind.ACTIVATIONS not in host_memory(saved) and saved.plan.saved_sets == 3
+    assert host_memory(saved)[Kind.STAGED] == 2 * 3 * 128, "there and back"
     weights = planned(LINE, **DISKS["weights"])
     assert (weights.plan.weight_sets, weights.plan.new_weight_sets) == (3, 4)

@@ -78,6 +78,9 @@ def test_saved_tensors_and_other_graphs_count_too() -> None:
         kinds = host_memory(tower.schedule(choice), tower.optimizer)
         assert bool(kinds.get(Kind.ACTIVATIONS)) == bool(offload)
         assert tower.host_bytes(choice) == pytest.approx(sum(kinds.values()), abs=8)
+    tower, choice = wide_problem(), Choice(0, offload=9, saved_on_disk=4)
+    exact = sum(host_memory(tower.schedule(choice), tower.optimizer).values())
+    assert tower.host_bytes(choice) == pytest.approx(exact, abs=8)
     assert replace(tower, elsewhere_bytes=5).host_bytes(Choice()) == tower.host_bytes(Choice()) + 5
 
 
