@@ -28,7 +28,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code
 from megacompile.tracing import perfetto, plot
 from megacompile.tracing.recorder import Tracer
-from megacompile.tracing.timeline import HOST, OpInfo, Span, Timeline, covered_s
+from megacompile.tracing.timeline import HOST, OpInfo, Span, Timeline, covered_s, cut
 from tests import inside
 from tests.schedules import Spec, build
 from tests.trace_events import faults
@@ -110,6 +110,28 @@ def test_on_cuda_events_stand_around_the_work_and_nothing_waits(
     }
     for mark in marks.values():
         assert tracer.clock.at_s(mark.stop) - tracer.clock.at_s(mark.start) == pytest.approx(0.001)
+
+
+def test_nobody_waits_for_what_has_failed_in_the_background() -> None:
+    tracer = Tracer(torch.device("cpu"))
+    recording = tracer.run(build(Spec(stages=2)), "update")
+    recording.next_op()
+
+    def fails() -> None:
+        raise ValueError("in the update")
+
+    with pytest.raises(ValueError, match="in the update"):
+        recording.in_background()(HOST, fails)
+    (mark,) = tracer.marks
+    assert mark.done is not None and mark.done.is_set()
+
+
+def test_ops_that_overlap_and_a_part_of_a_timeline() -> None:
+    info = OpInfo("0F", "forward", "compute", "")
+    timeline = Timeline(tuple(Span(info, at, at + 2.0, "m", -1) for at in (0.0, 1.0, 5.0)))
+    assert timeline.busy_s("compute") == 5.0
+    part = cut(timeline, 1.5, 4.0)
+    assert [(span.start_s, span.stop_s) for span in part.spans] == [(0.0, 0.5), (0.0, 1.5)]
 
 
 # --- on a GPU
