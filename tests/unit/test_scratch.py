@@ -145,7 +145,7 @@ def test_a_full_disk_is_found_when_a_place_is_taken(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert e.value.errno == errno.EFBIG and disk.file.used_bytes == 0
-    assert len(disk.buffer(SIZE)) == SIZE
+    assert disk.file.take(SIZE).at == 0, "the place is not lost"
 
 
 def refuse(*args: Any) -> int:
