@@ -109,6 +109,7 @@ TOKENWISE: dict[str, Function] = {
         mm(x, w).argmax(-1),
         mm(x, w).amax(-1, keepdim=True) + x,
     ),
+    "a reduction over the batch": lambda x, w: (mm(x, w).amax(0, keepdim=True),),
     "parts": lambda x, w: (
         mm(x, w).chunk(2, -1)[1] * 2,
         mm(x, w).unflatten(-1, (2, 3)).unbind(2)[0],
@@ -252,6 +253,11 @@ def test_a_tile_needs_a_part_of_the_memory() -> None:
     assert many.peak_bytes < two.peak_bytes < one.peak_bytes
     assert many.peak_bytes < one.peak_bytes / 10
     assert many.work.flops == one.work.flops, "the same operations"
+    peaks = []
+    for count, tiles in ((10, 4), (9, 3)):  # three of 3 tokens, and one of 1 where it does not fit
+        short = traced(mlp, (1, count, 8), (8, 256))
+        peaks.append(analyse_pieces(tiled(short, Tokens((1, count, 8), 1), tiles).graph).peak_bytes)
+    assert peaks[0] >= peaks[1]
 
 
 def _of_weights(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

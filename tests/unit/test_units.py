@@ -130,3 +130,9 @@ def test_modules_of_a_unit_are_its_subtree_and_the_roots_their_tops() -> None:
     assert units[1].modules == {id(m) for m in layer.modules()}
     assert units[1].roots == {id(layer)}
     assert units[-1].roots == {id(model.norm), id(model.head)}
+
+
+def test_what_is_not_float32_is_not_cast() -> None:
+    model = tree(a=linear(1), b=linear(1).double())
+    (unit,) = find_units(model, compute_dtype=torch.bfloat16)
+    assert [param.dtype for param in unit.bucket.params] == [torch.bfloat16, torch.float64]
