@@ -124,6 +124,15 @@ def test_a_rule_is_its_optimizer(case: str, dtype: torch.dtype, tolerance: float
         assert torch.allclose(value, states[name], rtol=10 * tolerance, atol=10 * tolerance), name
 
 
+def test_an_infinite_parameter_leaves_its_states_finite() -> None:
+    """Without a decay it is nothing to them."""
+    group = Adam([nn.Parameter(start())], lr=1e-2).param_groups[0]
+    states = torch.zeros(2), torch.zeros(2), None
+    given = torch.full((2,), torch.inf), torch.ones(2), states, ADAM.hyper(group, step=1)
+    apply(ADAM, Update(*given))
+    assert states[0].isfinite().all()
+
+
 # --- low precision
 
 
