@@ -133,6 +133,13 @@ def test_an_infinite_parameter_leaves_its_states_finite() -> None:
     assert states[0].isfinite().all()
 
 
+def test_a_group_of_an_older_checkpoint_decays_as_adam() -> None:
+    """Which has not the option that AdamW is made with."""
+    group = Adam([nn.Parameter(start())], weight_decay=0.1).param_groups[0]
+    older = {name: value for name, value in group.items() if name != "decoupled_weight_decay"}
+    assert list(ADAM.hyper(older, step=1)) == list(ADAM.hyper(group, step=1))
+
+
 # --- low precision
 
 
