@@ -29,29 +29,30 @@ def inside(look: Callable[[], Any], *, retain_graph: bool = False) -> Any:
 
 
 def test_saved_tensors_hooks_are_off_and_come_back() -> None:
-    packed: list[Tensor] = []
+    packed: list[str] = []
 
-    def pack(tensor: Tensor) -> Tensor:
-        packed.append(tensor)
-        return tensor
+    def hooks(name: str) -> Any:
+        def pack(tensor: Tensor) -> Tensor:
+            packed.append(name)
+            return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    with hooks("outer"):
+        with hooks("inner"):
             with compat.without_saved_tensors_hooks():
                 leaf().exp()
             assert packed == []
             leaf().exp()
         leaf().exp()
     leaf().exp()
-    assert len(packed) == 2
+    assert packed == ["inner", "outer"]
 
 
-def test_whether_the_graph_is_kept() -> None:
+def test_what_a_backward_is() -> None:
+    """Its number, and whether it keeps the graph."""
     assert inside(compat.keeps_graph, retain_graph=True) is True
     assert inside(compat.keeps_graph) is False
-
-
-def test_the_number_of_a_backward() -> None:
     assert compat.backward_id() == -1
     first, second = inside(compat.backward_id), inside(compat.backward_id)
     assert -1 not in (first, second) and first != second
@@ -80,37 +81,25 @@ def test_hooks_of_a_node_follow_what_is_registered() -> None:
 
 
 def test_what_a_backward_accumulates_into() -> None:
-    a, b = leaf(), leaf()
-    nodes = [compat.accumulator_of(a), compat.accumulator_of(b)]
+    """Into each, and into all of the first ones."""
+    a, b, c = leaf(), leaf(), leaf()
+    nodes = [compat.accumulator_of(each) for each in (a, b, c)]
     seen: list[list[bool | None]] = []
+
+    def look(gradient: Tensor) -> None:
+        seen.append([compat.accumulates_into_all(nodes[:n]) for n in (0, 1, 2, 3)])
+        seen.append([*map(compat.accumulates_into, nodes[:2])])
 
     def loss() -> Tensor:
         product = a * b
-        product.register_hook(lambda gradient: seen.append([*map(compat.accumulates_into, nodes)]))
+        product.register_hook(look)
         return product.sum()
 
     loss().backward()
     loss().backward(inputs=[a])
     torch.autograd.grad(loss(), [b])
-    assert seen == [[True, True], [True, False], [False, None]]
-
-
-def test_it_accumulates_into_all_of_some() -> None:
-    a, b, c = leaf(), leaf(), leaf()
-    nodes = [compat.accumulator_of(each) for each in (a, b, c)]
-    seen: list[list[bool]] = []
-
-    def product() -> Tensor:
-        found = a * b
-        found.register_hook(
-            lambda _: seen.append([compat.accumulates_into_all(nodes[:n]) for n in (0, 1, 2, 3)])
-        )
-        return found.sum()
-
-    product().backward()
-    product().backward(inputs=[a])
-    torch.autograd.grad(product(), [a])
-    assert seen == [[True, True, True, False], [True, True, False, False], [True] + 3 * [False]]
+    assert seen[::2] == [[True] * 3 + [False], [True, True] + [False] * 2, [True] + [False] * 3]
+    assert seen[1::2] == [[True, True], [True, False], [False, None]]
 
 
 def test_backward_calls_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:

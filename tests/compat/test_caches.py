@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._subclasses import fake_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -28,38 +29,20 @@ def test_caches_that_are_off_are_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_pa
             assert compat.code_cache() is None
 
 
-def test_what_is_compiled_is_counted() -> None:
-    assert isinstance(compat.cache_counts(), compat.CacheCounts)
-    from torch._dynamo.utils import counters
-
+def test_what_is_compiled_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, by torch or by us: without caches as well. Without Triton there are no kernels."""
+    before: compat.CacheCounts = compat.cache_counts()
+    for name, count in (("hit", 2), ("miss", 3), ("bypass", 4)):
+        counters["inductor"][f"fxgraph_cache_{name}"] += count
+    assert compat.cache_counts().since(before) == (2, 7)
     before = compat.cache_counts()
-    counters["inductor"]["fxgraph_cache_hit"] += 2
-    counters["inductor"]["fxgraph_cache_miss"] += 3
-    counters["inductor"]["fxgraph_cache_bypass"] += 4
-    after = compat.cache_counts()
-    assert after.since(before) == (2, 7)
-
-
-def test_what_is_compiled_without_caches_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._inductor, "compile", lambda module, inputs: module)
-    before = compat.cache_counts()
     compat.compile_inductor(make_fx(torch.sin)(torch.ones(3)), [torch.ones(3)])
-    assert compat.cache_counts().since(before) == (0, 1)
     with compat.counted():
         pass
-    assert compat.cache_counts().since(before) == (0, 2)
-
-
-def test_what_is_counted_already_is_not_counted_again() -> None:
-    from torch._dynamo.utils import counters
-
-    before = compat.cache_counts()
     with compat.counted():
         counters["inductor"]["fxgraph_cache_hit"] += 1
-    assert compat.cache_counts().since(before) == (1, 0)
-
-
-def test_without_triton_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compat.cache_counts().since(before) == (1, 2)
     monkeypatch.setitem(sys.modules, "triton", None)
     compat.note_kernels("megacompile", print)
 
@@ -94,6 +77,11 @@ CHANGES = (changed_dtype, changed_precision, changed_determinism, changed_thread
 def test_settings_are_used_for_a_while() -> None:
     """Those of another moment of this process: then those of now again."""
     settings = compat.compile_settings()
+    for change in CHANGES:
+        undo_one = change()
+        assert compat.compile_settings() != settings, change.__name__
+        undo_one()
+        assert compat.compile_settings() == settings
     undo = [change() for change in CHANGES]
     try:
         changed = compat.compile_settings()
@@ -127,17 +115,6 @@ def test_settings_of_another_process_are_taken_over(monkeypatch: pytest.MonkeyPa
     finally:
         compat.use_compile_settings(mine)
     assert compat.compile_settings() == mine
-
-
-def test_settings_that_are_unlike_have_other_keys() -> None:
-    usual = compat.compile_settings()
-    assert usual == compat.compile_settings()
-    for change in CHANGES:
-        undo = change()
-        try:
-            assert compat.compile_settings() != usual, change.__name__
-        finally:
-            undo()
 
 
 def test_the_key_of_a_memory_format_is_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

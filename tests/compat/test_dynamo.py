@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megacompile import compat
 
-aten = torch.ops.aten
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 needs_compiler = pytest.mark.skipif(not compat.has_cpp_compiler(), reason="needs a C++ compiler")
 
@@ -97,41 +95,38 @@ def test_grad_mode_and_autocast_are_nodes() -> None:
     assert targets(module).count(compat.EXIT_AUTOCAST) == 1
 
 
-def test_checkpoints_are_one_operator() -> None:
-    def f(x: Tensor) -> Any:
+def test_what_a_captured_graph_calls() -> None:
+    """Checkpoints, cross-entropies, transforms, vmaps and loops."""
+
+    def around(x: Tensor) -> Any:
         return checkpoint(torch.sin, x, use_reentrant=False, preserve_rng_state=False)
 
-    (module,) = captured(f, torch.ones(2, requires_grad=True))
+    def total(x: Tensor) -> Tensor:
+        return x.sin().sum()
+
+    def counted(x: Tensor) -> Tensor:
+        loop: Any = torch._higher_order_ops.while_loop
+        y: Tensor = loop(lambda i: i.sum() < 3, lambda i: (i + 1,), (x,))[0]
+        return y
+
+    (module,) = captured(around, torch.ones(2, requires_grad=True))
     (node,) = [n for n in module.graph.nodes if n.target is compat.CHECKPOINT]
     assert set(node.kwargs) <= compat.CHECKPOINT_OPTIONS
     assert isinstance(getattr(module, str(node.args[0])), fx.GraphModule)
-
-
-def test_what_cross_entropy_calls() -> None:
+    assert compat.transforms(module) is None and not compat.has_while_loop(module)
     logits, ids = torch.randn(3, 5), torch.tensor([0, 2, -100])
     expected = nn.functional.cross_entropy(logits, ids, reduction="sum", label_smoothing=0.1)
     assert torch.equal(compat.CROSS_ENTROPY_LOSS(logits, ids, None, 2, -100, 0.1), expected)
     (module,) = captured(nn.functional.cross_entropy, logits, ids)
     assert targets(module) in ([compat.CROSS_ENTROPY_LOSS], [nn.functional.cross_entropy])
-
-
-def test_transforms_are_found_in_graphs() -> None:
-    def total(x: torch.Tensor) -> torch.Tensor:
-        return x.sin().sum()
-
     (module,) = captured(torch.func.grad(total), torch.ones(2))
     assert compat.transforms(module) is not None
-    (module,) = captured(torch.sin, torch.ones(2, 2))
-    assert compat.transforms(module) is None
-
-
-def test_what_a_vmap_becomes() -> None:
     (module,) = captured(lambda x: torch.func.vmap(torch.sin)(x), torch.ones(2, 2))
-    found = [
-        t for t in targets(module) if t in (compat.VMAP_LOAD, compat.VMAP_BEGIN, compat.VMAP_END)
-    ]
-    assert found == [compat.VMAP_LOAD, compat.VMAP_BEGIN, compat.VMAP_END]
+    vmap = [compat.VMAP_LOAD, compat.VMAP_BEGIN, compat.VMAP_END]
+    assert [t for t in targets(module) if t in vmap] == vmap
     assert compat.transforms(module) is None
+    (module,) = captured(counted, torch.zeros(1))
+    assert compat.has_while_loop(module)
 
 
 def test_a_vmap_that_fails_is_left() -> None:
@@ -206,7 +201,7 @@ def test_guards_that_take_a_subclass_apart() -> None:
 
 
 def test_frames_of_captures() -> None:
-    seen: list[list[bool]] = []
+    seen: list[bool] = []
 
     def look() -> None:
         frame: types.FrameType | None = sys._getframe(1)
@@ -214,7 +209,7 @@ def test_frames_of_captures() -> None:
         while frame is not None:
             found.append(compat.is_of_capture(frame))
             frame = frame.f_back
-        seen.append(found)
+        seen.append(any(found))
 
     class Mode(torch.overrides.TorchFunctionMode):
         def __torch_function__(
@@ -223,19 +218,18 @@ def test_frames_of_captures() -> None:
             look()
             return func(*args, **(kwargs or {}))
 
-    module = fx.symbolic_trace(lambda x: torch.sin(x))
-    with Mode():
-        module(torch.ones(1))
-    assert any(seen[-1])
-
     def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Any:
         look()
         return module
 
+    module = fx.symbolic_trace(lambda x: torch.sin(x))
+    with Mode():
+        module(torch.ones(1))
+    assert seen[-1]
     torch.compile(torch.sin, backend=backend)(torch.ones(1))
-    assert any(seen[-1])
+    assert seen[-1]
     look()
-    assert not any(seen[-1])
+    assert not seen[-1]
 
 
 # --- Dynamo
@@ -254,19 +248,14 @@ def options(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def test_options_are_read_by_dynamo_and_come_back() -> None:
+    """They are those of a thread, on newer versions."""
     config: Any = torch._dynamo.config
-    plain, known = config.get_config_copy(), config.get_hash()
+    plain, known, seen = config.get_config_copy(), config.get_hash(), list[bool]()
     with options(compat.CALL_OPTIONS) as before:
         assert set(before) == set(compat.CALL_OPTIONS)
-        assert compat.dynamo_options() == compat.CALL_OPTIONS
-        assert {name: getattr(config, name) for name in compat.CALL_OPTIONS} == compat.CALL_OPTIONS
         assert config.get_config_copy() == {**plain, **compat.CALL_OPTIONS}
         assert config.get_hash() != known
     assert config.get_config_copy() == plain and config.get_hash() == known
-
-
-def test_options_are_those_of_a_thread() -> None:
-    before, seen = compat.dynamo_options(), list[bool]()
     with options({name: not value for name, value in before.items()}):
         thread = Thread(target=lambda: seen.append(compat.dynamo_options() == before))
         thread.start()
@@ -498,15 +487,13 @@ def test_dynamo_compiles_under_the_lock() -> None:
             if taken[-1]:
                 lock.release()
 
-        thread = threading.Thread(target=attempt)
+        thread = Thread(target=attempt)
         thread.start()
         thread.join()
         return module.forward
 
     torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
     assert taken == [False]
-    with compat.compile_lock():
-        pass
 
 
 def test_dynamo_does_not_collect_garbage_while_it_is_told_so() -> None:
@@ -529,20 +516,6 @@ def test_a_function_within_its_callers_has_no_frame_of_its_own() -> None:
     torch.compiler.reset()
     (graph,) = captured(lambda x: _twice(x) + 1, torch.ones(2))
     assert [n.target for n in graph.graph.nodes if n.op == "call_method"] == ["sin", "sin"]
-    torch.compiler.reset()
-    assert len(captured(_twice, torch.ones(2))) == 1  # of `_once` alone, the second time from it
-
-
-def test_a_while_loop_is_found() -> None:
-    def counted(x: Tensor) -> Tensor:
-        loop: Any = torch._higher_order_ops.while_loop
-        y: Tensor = loop(lambda i: i.sum() < 3, lambda i: (i + 1,), (x,))[0]
-        return y
-
-    (module,) = captured(counted, torch.zeros(1))
-    assert compat.has_while_loop(module)
-    (module,) = captured(torch.sin, torch.ones(2))
-    assert not compat.has_while_loop(module)
 
 
 def test_whose_code_asks() -> None:
@@ -572,9 +545,11 @@ def test_captures_are_counted_and_their_reasons_logged(caplog: pytest.LogCapture
 
     compiled = torch.compile(double, backend="eager", dynamic=False)
     graphs, frames = compat.captured_so_far()
+    logged = set(torch._logging._internal.log_state.artifact_names)
     with compat.logging_captures() as name, caplog.at_level("DEBUG", name):
         for n in (3, 4):
             compiled(torch.ones(n))
     assert compat.captured_so_far() == (graphs + 2, frames + 2)
     (said,) = [r.getMessage() for r in caplog.records if r.name == name]
     assert "double" in said and "size mismatch" in said
+    assert torch._logging._internal.log_state.artifact_names == logged

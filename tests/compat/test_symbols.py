@@ -36,9 +36,6 @@ def test_what_dynamo_says_of_a_graph() -> None:
     assert {str(symbol) for symbol in symbols if symbol is not None} == {"n0", "n1"}
     assert compat.DescribedInput(shape=(ROWS, 2), stride=(2, 1)) in found[-1]
     assert sum(item.in_tensor for item in found[-1]) == 1
-
-
-def test_marks_are_kept() -> None:
     x = torch.zeros(4, 2)
     torch._dynamo.mark_dynamic(x, 0)
     copy: Any = compat.keep_dynamic_marks(x, x.double())
@@ -79,12 +76,8 @@ def test_expressions() -> None:
     node = compat.reified(graph, 2 * ROWS, {ROWS: graph.placeholder("n")})
     graph.output(node)
     assert fx.GraphModule({}, graph)(21) == 42
-
-
-def test_a_slice_of_everything_is_no_operator() -> None:
-    table = compat.symbolic_decompositions()
-    x = torch.zeros(3, 2)
-    assert table[torch.ops.aten.slice.Tensor](x, 0, 0, 3) is x
+    table, x = compat.symbolic_decompositions(), torch.zeros(3, 2)
+    assert table[torch.ops.aten.slice.Tensor](x, 0, 0, 3) is x, "all of it is no operator"
 
 
 def test_what_is_stated_of_a_size_is_known() -> None:
@@ -116,24 +109,23 @@ def test_a_scaled_image_keeps_its_symbols() -> None:
         operator = getattr(aten, name).vec
         dims = next(int(c) for c in name if c in "123")
         corners = [False] if "align_corners" in str(operator._schema) else []
-        for scale in (2.0, 1.5, 0.3):
-            scales = [scale] * dims
-            want = operator(torch.zeros(1, 1, *[9] * dims), None, *corners, scales).shape
-            with fakes:
-                x = torch.zeros((1, 1, *[fakes.number(ROWS)] * dims))
-                got = operator(x, None, *corners, scales)
-            assert [compat.expression_of(n)[0] for n in got.shape] == list(want), name
-            assert compat.expression_of(got.shape[2])[1].free_symbols == {ROWS}, name
+        scales = [1.5] * dims
+        want = operator(torch.zeros(1, 1, *[9] * dims), None, *corners, scales).shape
+        with fakes:
+            x = torch.zeros((1, 1, *[fakes.number(ROWS)] * dims))
+            got = operator(x, None, *corners, scales)
+        assert [compat.expression_of(n)[0] for n in got.shape] == list(want), name
+        assert compat.expression_of(got.shape[2])[1].free_symbols == {ROWS}, name
     assert fakes.holds(20)
 
 
-MATRICES = [(3,), (4, 3), (2, 4, 3), (1, 4, 3), (5, 1, 4, 3)]
-OTHERS = [(3,), (3, 6), (2, 3, 6), (1, 2, 3, 6)]
+MATRICES = [(3,), (4, 3), (5, 1, 4, 3)]
+OTHERS = [(3,), (3, 6), (1, 2, 3, 6)]
 
 
 @pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
-    "trained", drawn([(False, False), (True, True)], [(True, False), (False, True)])
+    "trained", drawn([(True, True)], [(False, False), (True, False), (False, True)])
 )
 def test_a_product_of_matrices_is_taken_apart_as_in_cpp(
     trained: tuple[bool, bool], autocast: bool

@@ -37,11 +37,6 @@ def test_defaults_on_the_cpu(no_cuda: None) -> None:
     assert Options.resolve() == Options(CPU, Lowering.EAGER, lookahead=2, slots=None, progress=None)
 
 
-def test_defaults_on_a_gpu(two_gpus: None) -> None:
-    device = torch.device("cuda", 1)
-    assert Options.resolve() == Options(device, Lowering.INDUCTOR, 2, None, None)
-
-
 def test_options_are_those_of_the_front_door() -> None:
     """An option that `megacompile()` takes is an option, with the same default, and no other is."""
     taken = dict(inspect.signature(megacompile).parameters)
@@ -64,42 +59,23 @@ def test_the_front_door_hands_every_option_on(name: str) -> None:
     assert name in NOT_ASKED or name in str(caught.value)
 
 
-def test_options_are_frozen(no_cuda: None) -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Options.resolve().lookahead = 3  # type: ignore[misc]
-
-
 # --- good values
 
 
 @pytest.mark.parametrize(
     ("given", "field", "wanted"),
     [
-        ({"lowering": "eager"}, "lowering", Lowering.EAGER),
         ({"lowering": "inductor"}, "lowering", Lowering.INDUCTOR),
         ({"lowering": Lowering.INDUCTOR}, "lowering", Lowering.INDUCTOR),
         ({}, "head", Head.AUTO),
         ({"head": "whole"}, "head", Head.WHOLE),
-        ({"head": Head.CHUNKED}, "head", Head.CHUNKED),
-        ({"lookahead": 1}, "lookahead", 1),
         ({"lookahead": 100}, "lookahead", 100),
-        ({"lookahead": 1}, "least_slots", 2),  # slots follow the lookahead
-        ({"lookahead": 5}, "least_slots", 6),
-        ({"slots": 9}, "least_slots", 9),
-        ({"slots": 3}, "slots", 3),
-        ({"slots": 9}, "slots", 9),
+        ({"lookahead": 5}, "least_slots", 6),  # slots follow the lookahead
         ({"lookahead": 1, "slots": 2}, "slots", 2),
+        ({"slots": 9}, "least_slots", 9),
         ({}, "activations", Activations.AUTO),
-        ({"activations": "auto"}, "activations", Activations.AUTO),
-        ({"activations": "keep"}, "activations", Activations.KEEP),
         ({"activations": "selective"}, "activations", Activations.SELECTIVE),
-        ({"activations": "recompute"}, "activations", Activations.RECOMPUTE),
-        ({"activations": Activations.OFFLOAD}, "activations", Activations.OFFLOAD),
-        ({"progress": None}, "progress", None),
-        ({"progress": True}, "progress", True),
         ({"progress": False}, "progress", False),
-        ({"device": "cpu"}, "device", CPU),
-        ({"device": CPU}, "device", CPU),
         ({"device": "cpu:0"}, "device", CPU),  # there is one CPU, however it is called
     ],
 )
@@ -109,16 +85,10 @@ def test_good_values(no_cuda: None, given: dict[str, Any], field: str, wanted: o
 
 @pytest.mark.parametrize(
     ("given", "wanted"),
-    [
-        ("cuda", 1),  # the current one
-        (torch.device("cuda"), 1),
-        ("cuda:0", 0),
-        (torch.device("cuda", 1), 1),
-        (0, 0),
-        (1, 1),
-    ],
+    [(None, 1), ("cuda", 1), ("cuda:0", 0), (torch.device("cuda", 1), 1), (0, 0)],
 )
 def test_cuda_devices_get_an_index(two_gpus: None, given: Any, wanted: int) -> None:
+    """The current one, if none is named."""
     options = Options.resolve(device=given)
     assert options.device == torch.device("cuda", wanted)
     assert options.lowering is Lowering.INDUCTOR
@@ -134,22 +104,22 @@ def test_the_lowering_follows_the_device(two_gpus: None) -> None:
 
 
 OUT_OF_RANGE: list[dict[str, Any]] = [
-    *({"lookahead": n} for n in (0, -3)),
-    *({"slots": n, "lookahead": k} for n, k in ((1, 1), (0, 1), (2, 2), (4, 4))),
+    {"lookahead": 0},
+    *({"slots": n, "lookahead": k} for n, k in ((1, 1), (2, 2), (4, 4))),
     *({"lowering": text} for text in ("triton", "Eager", "")),
-    *({"activations": text} for text in ("host", "Keep", "")),
+    {"activations": "host"},
     *({"device": text} for text in ("gpu", "", "meta", "mps", -1, "cuda", 0)),
     {"resident": "some"},
     {"head": "chunks"},
 ]
 WRONG_TYPE: list[dict[str, Any]] = [
     *({"lookahead": value} for value in (2.0, "2", True, None)),
-    *({"slots": value} for value in (3.0, True, [3])),
-    *({"lowering": value} for value in (1, True, nn.ReLU)),
-    *({"head": value} for value in (4, None)),
-    *({"activations": value} for value in (0.5, None, True)),
-    *({"device": value} for value in (1.0, True, ["cpu"])),
-    *({"progress": value} for value in (1, "yes")),
+    *({"slots": value} for value in (3.0, True)),
+    {"lowering": True},
+    {"head": None},
+    {"activations": 0.5},
+    *({"device": value} for value in (1.0, True)),
+    {"progress": 1},
     {"optimizer": torch.optim.AdamW},
 ]
 
@@ -165,7 +135,7 @@ def test_what_is_refused(no_cuda: None, given: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.parametrize("given", [2, "cuda:2", torch.device("cuda", 7), 127, 128, 256, 2**40])
+@pytest.mark.parametrize("given", [2, torch.device("cuda", 7), 128, 256, 2**40])
 def test_an_index_that_torch_would_wrap(two_gpus: None, given: int) -> None:
     """torch.device("cuda", 256) is cuda:0: an index of 8 bits."""
     with pytest.raises(OptionError, match=str(given)):

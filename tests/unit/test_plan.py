@@ -1,17 +1,28 @@
-"""`make_plan`: which stages are kept, in part or whole, recomputed, and wait on the host."""
+"""`make_plan`: which stages are kept, in part or whole, recomputed, and wait on the host; what of
+these waits there, and what is not copied."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from megacompile.ir import ops
 from megacompile.ir.schedule import Plan
-from megacompile.passes.schedule.plan import make_plan
+from megacompile.passes.schedule.plan import make_plan, stages_on_host
+from megacompile.plan.choice import Choice
+from megacompile.plan.problem import Problem
+from megacompile.plan.tries import Tries
+from megacompile.verify.proof import verify
 from tests.actions import apply, parse
+from tests.capturing import capture
 
 CHAIN = "0F 1F 2F 3F | 3B 2B 1B 0B"
+LONG = "0F 1F 2F 3F 4F 5F 6F 7F | 7B 6B 5B 4B 3B 2B 1B 0B"
 LAST_FROZEN = "0F 1F 2F | 1B 0B"
 
 
@@ -31,14 +42,10 @@ def plan(line: str, **given: Any) -> Plan:
         (CHAIN, {"keep": 3}, {1, 2, 3}),
         (CHAIN, {"keep": 9}, {0, 1, 2, 3}),
         ("0F 1F 2F", {}, set()),  # a forward alone
-        (LAST_FROZEN, {"frozen": (2,)}, set()),
         (LAST_FROZEN, {"frozen": (2,), "keep": 2}, {0, 1}),
         ("0F 1F 2F 3F | 3B 2B 1B", {"activations": "keep", "frozen": (0,)}, {1, 2, 3}),
         (CHAIN, {"activations": "selective"}, {0, 1, 2, 3}),
-        ("0F | 0B", {"activations": "selective"}, {0}),
         (CHAIN, {"keep": 3, "halves": True}, {1, 2, 3}),
-        (CHAIN, {"keep": 1, "halves": True}, {3}),
-        (CHAIN, {"keep": 0, "halves": True}, set()),
     ],
 )
 def test_what_is_kept(line: str, given: dict[str, Any], keep: set[int]) -> None:
@@ -68,3 +75,105 @@ def test_a_backward_of_other_outputs_keeps_nothing_and_finds_the_same_on_the_hos
     made = plan(CHAIN, activations=activations, keep=0)
     assert made.keep == frozenset() and made.saved_fractions == ()
     assert made.offload == guessed.offload
+
+
+# On the host.
+
+
+@pytest.mark.parametrize(
+    ("count", "keep", "chosen"),
+    [(2, 1, {1, 4}), (1, 4, {2}), (9, 5, {0, 1, 2})],
+)
+def test_stages_on_the_host_are_far_from_one_another(
+    count: int, keep: int, chosen: set[int]
+) -> None:
+    """In front of those that are kept, and of those that the backward begins with."""
+    assert stages_on_host(parse(LONG), count=count, keep=keep, lookahead=1) == chosen
+    assert not stages_on_host(parse(LONG), count=0, keep=keep, lookahead=1)
+    assert not stages_on_host(parse(LONG), count=count, keep=keep, lookahead=7)
+
+
+def test_a_plan_keeps_half_of_what_stages_on_the_host_save() -> None:
+    plan = make_plan(parse(LONG), keep=2, saved_on_host=frozenset({0, 2, 4, 7})).plan
+    assert plan.keep == {0, 2, 4, 6, 7}, "7 is kept on the device"
+    assert plan.offload == {0, 2, 4}
+    assert plan.saved_fractions == ((0, 0.5), (2, 0.5), (4, 0.5))
+    assert plan.saved_delay == 2, "a copy has the time of two forwards"
+    other = make_plan(parse(LONG), keep=0, saved_on_host=frozenset({0, 2, 4})).plan
+    assert not other.keep and not other.saved_fractions, "a backward of other outputs"
+    assert other.offload == plan.offload, "which finds the same on the host"
+
+
+class Rectified(nn.Module):
+    """Layers whose backward takes their output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(6))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_what_stays_under_another_name_is_not_copied() -> None:
+    """A relu saves its output. It is on the device for the next stage, or goes as its input."""
+    captured = capture(Rectified(), torch.randn(2, 4))
+    for on_host in (frozenset({1}), frozenset({1, 2})):
+        schedule = captured.with_tangent()
+        last = len(schedule.stages) - 1
+        for name, function in captured.passes(lookahead=1).items():
+            schedule = function(schedule)
+            if name == "plan":
+                plan = Plan(on_host | {last}, offload=on_host)
+                schedule = replace(schedule, plan=plan)
+        verify(schedule)
+        of_stage = {stage.index: stage for stage in schedule.stages}
+        assert of_stage[1].traced.saved, "there is what could be copied"
+        copies = ops.nodes_of(schedule.forward, ops.offload_saved)
+        names = [ops.arguments(copy)[1].name for copy in copies]
+        assert any(name.startswith("s1_") for name in names) == (len(on_host) == 2)
+
+
+@dataclass
+class _Short:
+    """Of a problem: how many stages it has, and how many fit on the host."""
+
+    stages: int
+    most: int
+    budget_bytes: int = 0
+
+    def most_on_host(self, choice: Choice) -> int:
+        """A little more than the truth, as estimates are."""
+        return min(self.most + 2, self.stages)
+
+    def peak_bytes(self, choice: Choice) -> int:
+        return 0
+
+    def again(self, choice: Choice) -> None:
+        """There is no room to keep more on the device."""
+
+
+class _Tries(Tries):
+    """Each stage that fits on the host saves a step's hundredth."""
+
+    def kept_on_host(self, best: Choice, count: int) -> Choice:
+        short: _Short = cast(_Short, self.problem)
+        choice = replace(best, saved_on_host=count)
+        if count > short.most:
+            return best
+        self.times[choice] = 99.0 - count
+        return choice
+
+
+@pytest.mark.parametrize("stages", [3, 90])
+def test_their_number_is_sought_as_exactly_as_it_pays(stages: int) -> None:
+    """Of few stages all that fit are found, of 90 all but three at most."""
+    for most in range(1, stages):
+        tries = _Tries(cast(Problem, _Short(stages, most)), (0, stages))
+        tries.times[Choice(0)] = 100.0
+        found = tries.with_saved_on_host(Choice(0)).saved_on_host
+        assert most - (3 if stages == 90 else 0) <= found <= most
+        assert len(tries.times) <= 2 + 2 * stages.bit_length()

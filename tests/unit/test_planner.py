@@ -23,14 +23,13 @@ from megacompile.plan.abstract import AbstractProgram, abstract_schedules
 from megacompile.plan.choice import Choice
 from megacompile.plan.planner import search, search_near
 from megacompile.plan.problem import Problem
-from megacompile.plan.tiers import spread
-from megacompile.plan.tries import Tries, between
+from megacompile.plan.tries import Tries
 from tests import quantized
 from tests.draws import drawn
 from tests.planning import GIB, Tower, captured, problem, problem_of
 
 LITTLE = 1.011  # what plans may differ by
-FACTORS = (1.02, 1.5, 2.5, 5)  # of the least that can be done with
+FACTORS = (1.02, 2.5, 5)  # of the least that can be done with
 
 
 def floor_of(made: Problem) -> int:
@@ -55,7 +54,7 @@ class Patient(Problem):
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_more_device_memory_is_never_slower_and_never_too_much(in_backward: bool) -> None:
     """Nor does it change anything that choices are passed over whose computes take too long."""
-    times, tried = [], [0, 0]
+    times = []
     least = floor_of(problem(GIB, in_backward=in_backward))
     for factor in FACTORS:
         tower = problem(int(factor * least), in_backward=in_backward)
@@ -63,41 +62,33 @@ def test_more_device_memory_is_never_slower_and_never_too_much(in_backward: bool
         assert found is not None and found.peak_bytes <= tower.budget_bytes
         assert found.peak_bytes == tower.memory(found.choice).peak.total_bytes
         times.append(tower.expected_s(found.choice))
-        if in_backward:
-            patient = as_kind(Patient, tower)
-            every = search(patient)
-            assert every is not None and every.reasons[1:] == found.reasons[1:]
-            assert (found.choice, found.step_s) == (every.choice, every.step_s)
-            tried = [n + one.tried for n, one in zip(tried, (found, every), strict=True)]
-            for choice, step_s in patient._steps_s.items():
-                assert Problem.least_s(patient, choice) <= step_s * (1 + 1e-9)
     for less, more in itertools.pairwise(times):
         assert more <= less * LITTLE
     assert times[-1] < 0.9 * times[0]
-    assert tried[0] < tried[1] or not in_backward
+    if in_backward:
+        patient = as_kind(Patient, problem(int(2.5 * least), in_backward=True))
+        hasty, every = search(as_kind(Problem, patient)), search(patient)
+        assert hasty is not None and every is not None and hasty.tried < every.tried
+        assert (hasty.choice, hasty.step_s) == (every.choice, every.step_s)
+        for choice, step_s in patient._steps_s.items():
+            assert Problem.least_s(patient, choice) <= step_s * (1 + 1e-9)
 
 
 def test_near_a_plan_that_was_found_for_a_tenth_less_is_one_that_will_do() -> None:
     tower = problem(GIB)
     least = floor_of(tower)
-    for factor in (1.5, 3):  # at 1.02 a tenth changes everything
-        now = replace(tower, budget_bytes=int(factor * least))
-        more = replace(tower, budget_bytes=int(1.1 * factor * least))
-        before, whole = search(now), search(more)
-        assert before is not None and whole is not None
-        near = search_near(more, before.choice)
-        assert near is not None and near.peak_bytes <= more.budget_bytes
-        assert near.step_s <= LITTLE * before.step_s  # what was found fits here too
-        assert near.step_s <= 1.04 * whole.step_s
+    now = replace(tower, budget_bytes=int(1.5 * least))
+    more = replace(tower, budget_bytes=int(1.65 * least))
+    before, whole = search(now), search(more)
+    assert before is not None and whole is not None
+    near = search_near(more, before.choice)
+    assert near is not None and near.peak_bytes <= more.budget_bytes
+    assert near.step_s <= LITTLE * before.step_s  # what was found fits here too
+    assert near.step_s <= 1.04 * whole.step_s
 
 
-def test_spread_is_as_far_apart_as_can_be() -> None:
-    every: Any = [*range(10)]
-    found: Any = [spread(every, n) for n in (0, 1, 2, 3)]
-    assert found == [[], [5], [2, 7], [1, 5, 8]]
-
-
-@pytest.mark.parametrize("how", drawn([(1024, 40.0)], [(8192, 160.0), (4096, 60.0)]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", [(1024, 40.0), (8192, 160.0), (4096, 60.0)])
 def test_nor_where_it_hardly_fits_or_the_host_is_slow(how: tuple[int, float]) -> None:
     """Offloading more stages can take longer than fewer; residents want fewer device updates."""
     tokens, host = how[0], {"update_gb_s": how[1]}
@@ -113,7 +104,7 @@ def test_nor_where_it_hardly_fits_or_the_host_is_slow(how: tuple[int, float]) ->
 
 
 @pytest.mark.parametrize(
-    "how", drawn([(1.3, True), (2.5, False)], [(1.3, False), (2.5, True), (3.2, False)])
+    "how", drawn([(1.3, True)], [(2.5, False), (1.3, False), (2.5, True), (3.2, False)])
 )
 def test_more_host_memory_is_never_slower(how: tuple[float, bool]) -> None:
     """With little of it, more buckets live on the device, and stages run again for that."""
@@ -121,7 +112,7 @@ def test_more_host_memory_is_never_slower(how: tuple[float, bool]) -> None:
     tower = problem(GIB, in_backward=in_backward)
     floor, needed = tower.floor_bytes(), tower.host_bytes(Choice())
     times = []
-    for share in (0.3, 0.45, 0.6, 3):
+    for share in (0.3, 0.6, 3):
         device, host = int(factor * floor), int(share * needed)
         made = replace(tower, budget_bytes=device, host_budget_bytes=host)
         if (found := search(made)) is not None:
@@ -137,10 +128,6 @@ def test_rates_may_be_very_small() -> None:
     assert search(replace(tower, budget_bytes=2 * tower.floor_bytes())) is not None
 
 
-def test_nothing_is_found_where_the_floor_does_not_fit() -> None:
-    assert search(problem(GIB // 4)) is None
-
-
 def test_with_room_for_everything_nothing_is_streamed() -> None:
     tower = problem(64 * GIB)
     found = search(tower)
@@ -152,6 +139,7 @@ def test_with_room_for_everything_nothing_is_streamed() -> None:
 
 
 def test_what_may_not_be_is_not() -> None:
+    assert search(problem(GIB // 4)) is None, "the floor does not fit"
     found = search(problem(12 * GIB), resident=False, activations_fixed=True)
     assert found is not None and found.choice.keep <= 1 and not found.choice.resident
 
@@ -172,83 +160,21 @@ def test_the_quick_estimate_of_memory_is_an_upper_bound() -> None:
         assert exact <= quick <= exact + more
 
 
-def test_the_most_stages_that_can_be_kept() -> None:
-    """As where a search learns from one that kept more of them."""
-    tower = problem(GIB)
-    tower = replace(tower, budget_bytes=tower.peak_bytes(Choice(3)))
-    assert tower.peak_bytes(Choice(tower.stages)) > tower.budget_bytes
-    assert tower.fits(Choice(0)) and tower.fits(Choice(3)) and not tower.fits(Choice(4))
-    assert [tower.most_kept(Choice(0), 0, most) for most in (1, 2, 3, 4)] == [1, 2, 3, 3]
-    for keep in (1, 5, 9):
-        tower = problem(GIB)
-        tower = replace(tower, budget_bytes=tower.peak_bytes(Choice(keep)))
-        assert tower.fits(Choice(0))
-        assert tower.most_kept(Choice(0), 0, tower.stages) in (keep, keep - 1), "approximate"
-
-
-class Noted(Problem):
-    """Notes which choices a search asks the time of."""
-
-    def step_s(self, choice: Choice) -> float:
-        ASKED.append(choice)
-        return super().step_s(choice)
-
-
-ASKED: list[Choice] = []
-
-
-def test_the_most_residents_that_fit_are_tried() -> None:
-    """Between a number that fits and one that does not, much may happen: a host that has one update
-    less to make may be waited for a whole update less."""
-    tower = problem(0)
-    tower = replace(tower, budget_bytes=int(2.5 * tower.floor_bytes()))
-    most = tower.most_residents(Choice(0))
-    assert most is not None and 0 < most < len(tower.buckets)
-    assert tower.fits(tower.with_residents(most, keep=0))
-    assert not tower.fits(tower.with_residents(most + 1, keep=0))
-    assert replace(tower, budget_bytes=tower.floor_bytes() // 2).most_residents(Choice(0)) is None
-    ASKED.clear()
-    assert search(as_kind(Noted, tower)) is not None
-    assert most in {len(choice.resident) for choice in ASKED}
-
-
-@pytest.mark.parametrize(
-    ("counts", "at", "middles"),
-    [
-        ([0, 4, 8], 4, {2, 6}),
-        ([0, 4, 8], 0, {2}),
-        ([0, 4, 8], 8, {6}),
-        ([21, 22, 44, 66], 21, {33}),
-        ([0, 8, 9, 10, 20], 9, {4, 15}),  # those right beside the best are too narrow
-        ([3, 4], 3, set()),
-    ],
-)
-def test_the_search_goes_on_in_the_nearest_intervals(
-    counts: list[int], at: int, middles: set[int]
-) -> None:
-    assert between(counts, at) == middles
-
-
 # --- what pays
 
 
-@pytest.mark.parametrize("factor", [2.75, 4])
-def test_stages_keep_half_where_that_pays(factor: float) -> None:
+def test_stages_keep_half_where_that_pays() -> None:
     """Where the backward updates, a third of the step may be computed again."""
     tower = problem(GIB, 8192, in_backward=True)
-    tower = replace(tower, budget_bytes=int(factor * tower.floor_bytes()))
+    tower = replace(tower, budget_bytes=int(2.75 * tower.floor_bytes()))
     tries = Tries(tower, (0, tower.stages))
     tries.add_each({0, tower.most_residents(Choice(0)) or 0}, {0.0})
     whole = tries.surest()
     assert not whole.halves
     found = tries.with_halves(whole, resident=False)
     assert tower.peak_bytes(found) <= tower.budget_bytes
-    if found.halves:
-        assert found.keep > whole.keep
-        assert tower.expected_s(found) < 0.99 * tower.expected_s(whole)
-    else:
-        assert found == whole
-    assert found.halves == (factor == 2.75), "an example of each"
+    assert found.halves and found.keep > whole.keep
+    assert tower.expected_s(found) < 0.99 * tower.expected_s(whole)
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -296,19 +222,37 @@ def test_states_are_fetched_later_where_that_makes_room() -> None:
     assert exact.memory(Choice(0, state_lookahead=1)) == exact.memory(Choice(0))
 
 
-def test_residents_save_copies_where_the_backward_updates() -> None:
-    """They cost parameters and states, no gradients."""
-    tower = problem(GIB, tokens=4096, in_backward=True)
-    least = tower.floor_bytes()
-    for factor in (1.02, 3):
-        roomier = replace(tower, budget_bytes=int(factor * least))
-        found, streamed = search(roomier), search(roomier, resident=False)
-        assert found is not None and streamed is not None
-        assert found.peak_bytes <= roomier.budget_bytes
-        assert roomier.expected_s(found.choice) <= roomier.expected_s(streamed.choice) * 1.0021
-    assert found is not None and streamed is not None
-    assert found.choice.resident and found.step_s < streamed.step_s
-    found = search(replace(tower, budget_bytes=64 * GIB))
+SLOW_LINK = H200.replace(h2d_gb_s=1.0, h2d_both_gb_s=1.0)
+PAYS: dict[str, tuple[dict[str, Any], dict[str, Any], float, dict[str, bool]]] = {
+    # what stays in a slot from the forward to the backward is not fetched again
+    "more_slots": ({"tokens": 64}, {"hardware": SLOW_LINK}, 2, {"device_update": False}),
+    # with little memory it is better used for updates than for kept stages
+    "device_update": ({"tokens": 4096}, {"hardware": H200.replace(update_gb_s=20.0)}, 3, {}),
+    # they cost parameters and states, no gradients
+    "resident": ({"tokens": 4096, "in_backward": True}, {}, 3, {}),
+}
+
+
+@pytest.mark.parametrize("what", PAYS)
+def test_memory_goes_where_it_pays(what: str) -> None:
+    """To slots where the link is slow, to a share of the updates where the host is, to residents
+    where the backward updates."""
+    how, changes, factor, others = PAYS[what]
+    tower = replace(problem(0, **how), **changes)
+    tower = replace(tower, optimizer=replace(tower.optimizer, helped=False))
+    tower = replace(tower, budget_bytes=int(factor * tower.floor_bytes()))
+    given = {"resident": what == "resident", **others}
+    without = {"more_slots": "slots"}.get(what, what)
+    found, fewer = search(tower, **given), search(tower, **{**given, without: False})
+    assert found is not None and fewer is not None
+    assert getattr(found.choice, what) and not getattr(fewer.choice, what)
+    assert found.peak_bytes <= tower.budget_bytes
+    assert found.step_s < (1.0 if what == "resident" else 0.95) * fewer.step_s
+
+
+def test_where_all_live_on_the_device_nothing_comes_back() -> None:
+    tower = problem(64 * GIB, tokens=4096, in_backward=True)
+    found = search(tower)
     assert found is not None and len(found.choice.resident) == len(tower.buckets)
     graph = tower.schedule(found.choice).graphs["backward"]
     assert not ops.nodes_of(graph, ops.update, ops.offload_state)
@@ -317,38 +261,10 @@ def test_residents_save_copies_where_the_backward_updates() -> None:
     assert taken == pytest.approx(10 * numel, rel=1e-3)  # bf16, and two moments in float32
 
 
-def test_a_share_is_handed_over_where_the_host_is_slow() -> None:
-    """With little memory it is better used for updates than for kept stages."""
-    tower = problem(0, tokens=4096)
-    tower = replace(tower, optimizer=replace(tower.optimizer, helped=False))
-    budget = 3 * tower.floor_bytes()
-    tower = replace(tower, budget_bytes=budget, hardware=H200.replace(update_gb_s=20.0))
-    found = search(tower, resident=False)
-    without = search(tower, resident=False, device_update=False)
-    assert found is not None and without is not None
-    assert found.choice.device_update > 0 == without.choice.device_update
-    assert found.peak_bytes <= budget and found.step_s < 0.95 * without.step_s
-
-
-SLOW_LINK = H200.replace(h2d_gb_s=1.0, h2d_both_gb_s=1.0)
-
-
-def test_slots_are_added_where_the_link_is_slow() -> None:
-    """What stays in a slot from the forward to the backward is not fetched again."""
-    tower = problem(0, tokens=64)
-    tower = replace(tower, budget_bytes=2 * tower.floor_bytes(), hardware=SLOW_LINK)
-    found = search(tower, resident=False, device_update=False)
-    fewer = search(tower, resident=False, device_update=False, slots=False)
-    assert found is not None and fewer is not None
-    assert found.choice.more_slots > 0 == fewer.choice.more_slots
-    assert found.peak_bytes <= tower.budget_bytes and found.step_s < 0.95 * fewer.step_s
-
-
-@pytest.mark.parametrize(("given", "more"), [({}, True), ({"slots": 3}, False)])
-def test_slots_can_be_pinned(given: dict[str, int], more: bool) -> None:
-    options: dict[str, Any] = {"resident": 0, "activations": "recompute", **given}
+def test_slots_can_be_pinned() -> None:
+    options: dict[str, Any] = {"resident": 0, "activations": "recompute", "slots": 3}
     (made,) = captured(Tower(6), 64, 4096, hardware=SLOW_LINK, **options)
-    assert (len(made.schedule().slots) > 3) == more
+    assert len(made.schedule().slots) == 3
 
 
 # --- tiles
@@ -403,7 +319,7 @@ def test_tiles_where_they_fit_or_pay(in_backward: bool) -> None:
     whole = problem_of(made)
     floor = whole.floor_bytes()
     times, tiles = [], []
-    for factor in (0.6, 0.95, 1.05, 2.5):
+    for factor in (0.6, 2.5):
         step_s, choice = planned(made, int(factor * floor))
         times.append(step_s)
         tiles.append(choice.tiles)
@@ -449,11 +365,11 @@ COSTS: dict[str, float] = {}
 
 
 def test_toys_get_about_the_best_of_all_choices() -> None:
-    """Of 60 toys; each choice that the search can make of residents, kept stages and shares."""
+    """Of 40 toys; each choice that the search can make of residents, kept stages and shares."""
     tower = problem(0)
     size = tower.resident_bytes({tower.buckets[0].key}, gradients=False)
     shares = (0.0, 0.1, 0.2, 0.4, 0.7, 1.0)
-    for seed in range(60):
+    for seed in range(40):
         rng = random.Random(seed)
         COSTS.update({name: rng.uniform(0.1, 3) for name in ("copy_s", "compute_s", "host_s")})
         COSTS.update(floor=size, saved=size * rng.uniform(0.05, 2), slot=size / 5)
@@ -482,7 +398,7 @@ class Slots(Toy):
         return choice.more_slots
 
 
-@pytest.mark.parametrize(("budget", "slots"), [(8, 4), (2, 0), (3, 0), (4, 4), (0, 0)])
+@pytest.mark.parametrize(("budget", "slots"), [(8, 4), (3, 0), (0, 0)])
 def test_a_few_slots_may_pay_where_one_does_not(budget: int, slots: int) -> None:
     tower = problem(0)
     many = replace(tower, buckets=[tower.buckets[0]] * 40, budget_bytes=budget)

@@ -3,7 +3,7 @@ blocks; stochastic rounding; and what is known of optimizers."""
 
 from __future__ import annotations
 
-import copy
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,7 +17,7 @@ from megacompile.runtime.optim.blockwise import absmax_numel, dequantize, dynami
 from megacompile.runtime.optim.registry import KNOWN, RULES, known, rule_of
 from megacompile.runtime.optim.rule import OptimizerRule
 from megacompile.runtime.optim.states import BlockwiseTensor
-from megacompile.runtime.optim.twin import apply, function_of
+from megacompile.runtime.optim.twin import apply
 from megacompile.runtime.optim.update import State, Update
 from tests.lion import Lion
 
@@ -87,21 +87,15 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw, no decay": (AdamW, {"lr": 1e-2, "weight_decay": 0.0}),
     "adamw, maximize": (AdamW, {"lr": 1e-2, "weight_decay": 0.1, "maximize": True}),
     "adamw, amsgrad": (AdamW, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True}),
-    "adamw, low betas": (AdamW, {"lr": 1e-2, "betas": (0.3, 0.6), "eps": 1e-3}),
-    "adam": (Adam, {"lr": 1e-2}),
     "adam, decay": (Adam, {"lr": 1e-2, "weight_decay": 0.1}),
     "adam, all": (Adam, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True, "maximize": True}),
     "adam, decoupled": (Adam, {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}),
     "sgd": (SGD, {"lr": 0.1}),
-    "sgd, decay": (SGD, {"lr": 0.1, "weight_decay": 0.1}),
-    "sgd, lr in a tensor": (SGD, {"lr": LR, "momentum": 0.9}),
-    "sgd, momentum": (SGD, {"lr": 0.1, "momentum": 0.9}),
     "sgd, dampening": (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
     "sgd, nesterov": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
     "sgd, maximize": (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "maximize": True}),
     "lion": (Lion, {"lr": 1e-2}),
     "lion, decay": (Lion, {"lr": 1e-2, "weight_decay": 0.3}),
-    "lion, low betas": (Lion, {"lr": 1e-2, "betas": (0.5, 0.7)}),
     "lion, extreme betas": (Lion, {"lr": 1e-2, "betas": (0.0, 1.0)}),
 }
 DTYPES = pytest.mark.parametrize(
@@ -130,20 +124,20 @@ def test_a_rule_is_its_optimizer(case: str, dtype: torch.dtype, tolerance: float
         assert torch.allclose(value, states[name], rtol=10 * tolerance, atol=10 * tolerance), name
 
 
-def test_scale_is_a_factor_of_the_gradient() -> None:
-    """As after clip_grad_norm_: each gradient a quarter."""
-    quarters = [grad / 4 for grad in gradients()]
-    for kind, options in (CASES["adam, decay"], CASES["sgd, nesterov"]):
-        want, _, group = stock(kind, quarters, torch.float32, **options)
-        rule = ADAM if kind is Adam else SGD_RULE
-        assert distance(by_rule(rule, group, gradients(), scale=0.25)[0], want) <= 1e-6
+def test_an_infinite_parameter_leaves_its_states_finite() -> None:
+    """Without a decay it is nothing to them."""
+    group = Adam([nn.Parameter(start())], lr=1e-2).param_groups[0]
+    states = torch.zeros(2), torch.zeros(2), None
+    given = torch.full((2,), torch.inf), torch.ones(2), states, ADAM.hyper(group, step=1)
+    apply(ADAM, Update(*given))
+    assert states[0].isfinite().all()
 
 
-def test_no_gradient_is_no_step_of_lion() -> None:
-    """The sign of 0 is 0."""
-    group = {"lr": 1.0, "betas": (0.9, 0.99), "weight_decay": 0.0}
-    param, made = by_rule(LION, group, [torch.zeros(NUMEL)])
-    assert torch.equal(param, start()) and not made["exp_avg"].any()  # type: ignore[union-attr]
+def test_a_group_of_an_older_checkpoint_decays_as_adam() -> None:
+    """Which has not the option that AdamW is made with."""
+    group = Adam([nn.Parameter(start())], weight_decay=0.1).param_groups[0]
+    older = {name: value for name, value in group.items() if name != "decoupled_weight_decay"}
+    assert list(ADAM.hyper(older, step=1)) == list(ADAM.hyper(group, step=1))
 
 
 # --- low precision
@@ -212,13 +206,10 @@ BOTH = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned
 
 @BOTH
 def test_the_map(signed: bool) -> None:
-    """256 different values, ascending, 0 and 1 among them; seven decades, in pairs if signed."""
+    """256 different values, ascending, 0 and 1 among them, in seven decades."""
     code = dynamic_code(signed)
-    assert code.shape == (256,) and code.dtype == torch.float32
-    assert (code[1:] > code[:-1]).all()
-    assert (code == 0).sum() == 1 and code[-1] == 1 and code.abs()[code != 0].min() < 1e-6
-    assert code[0] == (-1 if signed else 0)
-    assert not signed or (code[1:][code[1:] < 0].flip(0).neg() == code[code > 0][:-2]).all()
+    assert code.shape == (256,) and (code[1:] > code[:-1]).all()
+    assert (code == 0).sum() == 1 and code[-1] == 1 and code[0] == (-1 if signed else 0)
     for decade in range(7):
         low, high = 10.0 ** (decade - 7), 10.0 ** (decade - 6)
         inside = int(((code >= low) & (code < high)).sum())
@@ -244,7 +235,7 @@ def test_codes_are_the_nearest(signed: bool) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("numel", [0, 1, 255, 256, 257, 10**6 + 3])
+@pytest.mark.parametrize("numel", [0, 1, 256, 257, 10**5 + 3])
 def test_round_trip(numel: int, signed: bool) -> None:
     """Shapes, dtypes, and an error within half of the widest gap of the map."""
     torch.manual_seed(numel)
@@ -254,8 +245,7 @@ def test_round_trip(numel: int, signed: bool) -> None:
     assert codes.shape == values.shape and codes.dtype == torch.uint8
     assert absmax.shape == (absmax_numel(numel),) and absmax.dtype == torch.float32
     back = dequantize(codes, absmax, signed)
-    assert back.shape == values.shape and back.dtype == torch.float32
-    assert dequantize(codes, absmax, signed, BF16).dtype == BF16
+    assert back.shape == values.shape and dequantize(codes, absmax, signed, BF16).dtype == BF16
     if numel:
         blocks = values.abs().split(blockwise.BLOCK)
         largest = torch.cat([torch.full_like(block, float(block.max())) for block in blocks])
@@ -318,22 +308,6 @@ def test_what_was_quantized_is_quantized_to_the_same(signed: bool, flush: bool) 
     assert torch.equal(absmax.view(torch.int32), largest.view(torch.int32))
 
 
-@BOTH
-@pytest.mark.parametrize("sign", [1, -1])
-def test_every_code_stands_for_itself(signed: bool, sign: int) -> None:
-    """With each exponent, and mantissas from the first to the last, of the largest magnitude."""
-    codes = torch.arange(256, dtype=torch.uint8)
-    if signed and sign < 0:
-        codes[-1] = 0  # the largest of the block
-    mantissas = torch.linspace(0, 2**23 - 1, 16).round().int()
-    exponents = torch.arange(1, 255, dtype=torch.int32)
-    absmax = ((exponents[:, None] << 23) | mantissas).flatten().view(torch.float32)
-    absmax = absmax[absmax >= blockwise.SMALLEST]
-    mine = codes.repeat(len(absmax))
-    again, largest = quantize(dequantize(mine, absmax, signed), signed)
-    assert torch.equal(again, mine) and torch.equal(largest, absmax)
-
-
 # --- stochastic rounding
 
 
@@ -359,53 +333,9 @@ def test_stochastic_rounding_takes_the_neighbours() -> None:
 
 
 def test_seeds_differ_by_everything() -> None:
-    seeds = {
-        stochastic.seed_of(t, p, s, shard)
-        for t in (0, 1, 2**63 + 5)
-        for p in range(20)
-        for s in range(10)
-        for shard in range(2)
-    }
+    everything = itertools.product((0, 1, 2**63 + 5), range(20), range(10), range(2))
+    seeds = {stochastic.seed_of(*each) for each in everything}
     assert len(seeds) == 3 * 20 * 10 * 2 and all(0 <= seed < 2**63 for seed in seeds)
-    assert stochastic.seed_of(1, 2, 3) == stochastic.seed_of(1, 2, 3)
-
-
-# --- compiled to C++
-
-
-@pytest.mark.parametrize(
-    "kind", [AdamW, pytest.param(SGD, marks=pytest.mark.thorough)], ids=["adam", "8-bit sgd"]
-)
-def test_the_compiled_rule_is_the_rule(kind: Any) -> None:
-    """A bf16 parameter stochastically rounded; an fp32 master, its copy and 8-bit states. One
-    compilation serves every step."""
-    optimizer = kind([nn.Parameter(start())], lr=0.1, **({"momentum": 0.9} if kind is SGD else {}))
-    rule, (group,) = rule_of(optimizer), optimizer.param_groups
-    assert rule is not None
-    if kind is SGD:
-        states: Any = (quantize(torch.zeros(NUMEL), True),)
-        tensors = [start(), gradients()[0], states, torch.zeros(NUMEL, dtype=BF16)]
-    else:
-        states = (torch.zeros(NUMEL), torch.zeros(NUMEL), None)
-        tensors = [start(BF16), gradients(BF16)[0], states, None]
-    stepped = function_of(rule)
-    compiled = torch.compile(stepped, dynamic=True, fullgraph=True, options={"cpp_wrapper": True})
-    mine, its = copy.deepcopy(tensors), copy.deepcopy(tensors)
-    try:
-        for step in (1, 2, 3):
-            hyper = torch.tensor(rule.hyper({**group, "lr": 0.1 / step}, step=step))
-            seed = torch.tensor(stochastic.seed_of(0, 0, step)) if kind is AdamW else None
-            compiled(*mine, hyper, seed)
-            stepped(*its, hyper, seed)
-            torch.compiler.set_stance("fail_on_recompile")
-    finally:
-        torch.compiler.set_stance("default")
-    if kind is SGD:
-        assert distance(mine[0], its[0]) <= 1e-6 and torch.equal(mine[3], mine[0].bfloat16())
-        assert (mine[2][0][0].int() - its[2][0][0].int()).abs().max() <= 1
-    else:
-        assert all(distance(mine[2][k], its[2][k]) <= 1e-6 for k in range(2))
-        assert (mine[0] != its[0]).double().mean() <= 1e-3
 
 
 # --- what is known of optimizers

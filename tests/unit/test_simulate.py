@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from typing import Any
@@ -95,14 +96,6 @@ def spans(timeline: Prediction, step: int = 0) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def test_copies_of_one_direction_follow_one_another() -> None:
-    timeline = simulate(copies(2.0, 4.0), UNIT)
-    assert spans(timeline) == {"0PREFETCH@0": (0.0, 1.0), "1PREFETCH@1": (1.0, 3.0)}
-    assert timeline.total_s == timeline.step_s == 3.0
-    assert timeline.bound is Stream.H2D
-    assert timeline.critical_s[Stream.H2D] == 3.0
-
-
 def test_both_directions_share_the_bandwidth_while_both_run() -> None:
     made = Graph()
     made.prefetch(0, 2.0)
@@ -121,16 +114,8 @@ def test_a_compute_waits_for_its_weights_and_its_slot_for_the_compute() -> None:
     made.compute(second, 1.0)
     timeline = simulate(Schedule("chain", made.done(), None, ()), UNIT)
     assert [e.stop_s for e in timeline.events[1:]] == [1.0, 4.0, 5.0, 6.0]
-    assert timeline.critical_s == {
-        Stream.COMPUTE: pytest.approx(4.0),
-        Stream.H2D: pytest.approx(2.0),
-        Stream.D2H: 0.0,
-        Stream.HOST: 0.0,
-        Stream.DEVICE: 0.0,
-        Stream.READ: 0.0,
-        Stream.WRITE: 0.0,
-        Stream.COMM: 0.0,
-    }
+    taken = {stream: s for stream, s in timeline.critical_s.items() if s}
+    assert taken == pytest.approx({Stream.COMPUTE: 4.0, Stream.H2D: 2.0})
     assert timeline.bound is Stream.COMPUTE
     assert timeline.busy_s(Stream.H2D) == 2.0
 
@@ -155,7 +140,7 @@ class OfOne(Schedule):
     buckets = BUCKETS[:1]
 
 
-def trained(backward_s: float = 1.0, *, helped: tuple[int, ...] = ()) -> Schedule:
+def trained(helped: tuple[int, ...] = ()) -> Schedule:
     """Two buckets of 2 GB: forward 1 s each, backward 1 s each, gradients offloaded.
 
     The host updates both, the device helps with some.
@@ -166,8 +151,7 @@ def trained(backward_s: float = 1.0, *, helped: tuple[int, ...] = ()) -> Schedul
         forward.compute(forward.prefetch(key, 2.0, token, forward.start), 1.0)
     offloads = []
     for key in (1, 0):
-        gradients = backward.compute(backward.start, backward_s)
-        gradients.meta["value"] = floats(backward_s / 2)
+        gradients = backward.compute(backward.start, 1.0)
         offloads.append(backward.offload(key, 0.0, gradients))
     made = [
         ops.call(update.graph, ops.update_host, bucket, after=(update.token(key, Part.GRADIENTS),))
@@ -181,9 +165,7 @@ def trained(backward_s: float = 1.0, *, helped: tuple[int, ...] = ()) -> Schedul
 
 def test_the_next_forward_waits_for_its_own_buckets_alone() -> None:
     """SGD moves 12 bytes a parameter: 6 GB a bucket, 3 s at 2 GB/s."""
-    hardware = UNIT.replace(update_gb_s=2.0)
-    sgd = OptimizerCost(states=0)
-    timeline = simulate(trained(), hardware, optimizer=sgd, steps=2)
+    timeline = simulate(trained(), SLOW, optimizer=OptimizerCost(states=0), steps=2)
     first = spans(timeline)
     # prefetches until 2; 0F 1 to 2, 1F 2 to 3, backwards 3 to 5, the last gradients there at 5.25
     assert first["0OFFLOAD_GRAD"] == (5.0, 5.25)
@@ -198,54 +180,6 @@ def test_the_next_forward_waits_for_its_own_buckets_alone() -> None:
     assert timeline.bound is Stream.HOST
     assert timeline.critical_s[Stream.HOST] == pytest.approx(6.0)
     assert timeline.busy_s(Stream.HOST) == pytest.approx(6.0)
-
-
-def test_update_and_copies_share_host_memory() -> None:
-    hardware = UNIT.replace(update_gb_s=2.0, host_memory_gb_s=3.0)
-    schedule = trained()
-    shared = simulate(schedule, hardware, optimizer=OptimizerCost(states=0), steps=2)
-    second = spans(shared, step=1)
-    # 0PREFETCH beside 1UPDATE: 4 GB/s wanted, 3 there, so 1.5 each
-    assert second["0PREFETCH@0"] == (8.25, 8.25 + 2.0 / 1.5)
-    # the update did 2 GB of its 6 by then
-    assert spans(shared)["1UPDATE"] == (8.25, 8.25 + 2.0 / 1.5 + 2.0)
-
-
-HELPED = OptimizerCost(states=0, helped=True)
-
-
-def test_a_prefetch_without_a_token_does_not_wait_for_the_update() -> None:
-    schedule = trained()
-    first, _ = ops.nodes_of(schedule.forward, ops.prefetch)
-    first.kwargs = {"after": (ops.nodes_of(schedule.forward, ops.begin)[0],)}
-    timeline = simulate(schedule, SLOW, optimizer=OptimizerCost(states=0), steps=2)
-    assert spans(timeline)["0UPDATE"] == (5.25, 8.25)
-    assert spans(timeline, step=1)["0PREFETCH@0"] == (5.25, 6.25)
-    assert spans(timeline, step=1)["1PREFETCH@1"] == (11.25, 12.25)
-
-
-def test_a_token_that_no_graph_returns_stands_for_nothing() -> None:
-    schedule = trained()
-    update = schedule.graphs["update"]
-    update.output_node().args = (((ops.nodes_of(update, ops.update_host)[1],),),)
-    timeline = simulate(schedule, SLOW, optimizer=OptimizerCost(states=0), steps=2)
-    assert spans(timeline, step=1)["0PREFETCH@0"] == (5.25, 6.25)
-    assert spans(timeline, step=1)["1PREFETCH@1"] == (11.25, 12.25)
-
-
-def test_an_update_begins_when_the_backward_has_returned() -> None:
-    """Its own gradients are there at 4.25; those of the other bucket at 5.25."""
-    timeline = simulate(trained(), SLOW, optimizer=OptimizerCost(states=0))
-    assert spans(timeline)["1OFFLOAD_GRAD"] == (4.0, 4.25)
-    assert spans(timeline)["0UPDATE"] == (5.25, 8.25)
-
-
-@pytest.mark.parametrize("helped", [(), (0,), (0, 1)])
-def test_the_device_makes_what_it_may_help_with(helped: tuple[int, ...]) -> None:
-    timeline = simulate(trained(helped=helped), SLOW, optimizer=HELPED)
-    streams = {e.label: e.stream for e in timeline.events if e.graph == "update"}
-    on_device = {label for label, stream in streams.items() if stream is Stream.DEVICE}
-    assert on_device == {f"{k}UPDATE" for k in helped[:1]}  # of two the host makes the other one
 
 
 def left_for_the_update() -> Schedule:
@@ -304,9 +238,7 @@ def test_a_device_update_waits_for_its_states_and_its_bucket_stays_there() -> No
     ("host_bytes", "on_host", "start_s"),
     [
         (4e9, "1 3 5", [0, 0, 2, 2, 4, 4]),  # as fast as the device
-        (8e9, "1 4 5", [0, 0, 2, 4, 4, 8]),
         (10e9, "2 5", [0, 2, 0, 4, 6, 5]),  # between two and three times as long
-        (12e9, "2 5", [0, 2, 0, 4, 6, 6]),
         (22e9, "5", [0, 2, 4, 6, 8, 0]),  # what else it took, the device would have first
     ],
 )
@@ -326,9 +258,9 @@ def test_the_host_takes_what_it_ends_before_the_device_would(
 
 def test_the_device_takes_the_first_update() -> None:
     """Half a billion parameters: 2 GB each way and gradients of 2 GB, 4 GB in at 1 GB/s."""
-    hardware = UNIT.replace(update_gb_s=2.0)
-    alone = simulate(trained(), hardware, optimizer=OptimizerCost(states=0), steps=2)
-    timeline = simulate(trained(helped=(0, 1)), hardware, optimizer=HELPED, steps=2)
+    helped = OptimizerCost(states=0, helped=True)
+    alone = simulate(trained(), SLOW, optimizer=OptimizerCost(states=0), steps=2)
+    timeline = simulate(trained(helped=(0, 1)), SLOW, optimizer=helped, steps=2)
     first = {e.label: e for e in timeline.events if e.graph == "update" and e.step == 0}
     assert {label: e.stream for label, e in first.items()} == {
         "0UPDATE": Stream.DEVICE,
@@ -342,13 +274,9 @@ def test_the_device_takes_the_first_update() -> None:
 
 
 def test_the_third_step_is_like_the_later_ones() -> None:
-    hardware = UNIT.replace(update_gb_s=2.0, host_memory_gb_s=3.0)
-    schedule = trained()
-    periods = [
-        simulate(schedule, hardware, optimizer=OptimizerCost(states=0), steps=n).step_s
-        for n in (3, 4, 7)
-    ]
-    assert periods[1:] == pytest.approx(periods[:1] * 2)
+    hardware, sgd = SLOW.replace(host_memory_gb_s=3.0), OptimizerCost(states=0)
+    third, later = (simulate(trained(), hardware, optimizer=sgd, steps=n).step_s for n in (3, 7))
+    assert later == pytest.approx(third)
 
 
 def test_updates_in_the_backward_are_awaited_by_bucket() -> None:
@@ -435,11 +363,11 @@ def test_ops_that_wait_for_each_other_are_refused() -> None:
 # --- real schedules
 
 
-def streamed(**options: Any) -> Schedule:
+@functools.cache
+def streamed(in_backward: bool = False) -> Schedule:
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
-    if options.pop("in_backward", False):
-        options["optimizer"] = torch.optim.AdamW(model.parameters())
-    model = megacompile(model, device="cpu", **options)
+    optimizer = torch.optim.AdamW(model.parameters()) if in_backward else None
+    model = megacompile(model, device="cpu", optimizer=optimizer)
     model(torch.randn(8, 32)).sum().backward()
     return schedules(model)[0]
 
@@ -477,9 +405,8 @@ RATES = (
 )
 
 
-@pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_more_of_anything_is_never_slower(rate: str, in_backward: bool) -> None:
+def test_more_of_anything_is_never_slower(in_backward: bool) -> None:
     schedule = streamed(in_backward=in_backward)
     slow = H200.replace(
         **dict.fromkeys(RATES[:4], 1e-3),
@@ -491,12 +418,13 @@ def test_more_of_anything_is_never_slower(rate: str, in_backward: bool) -> None:
     matters = ["h2d_gb_s", "d2h_gb_s", "matmul32_tflop_s", "memory_gb_s"]
     matters += [] if in_backward else ["update_gb_s"]
     cost = OptimizerCost(in_backward=in_backward)
-    times = []
-    for factor in (1.0, 1.3, 2.0, 10.0):
-        hardware = replace(slow, **{rate: getattr(slow, rate) * factor})
-        times.append(simulate(schedule, hardware, optimizer=cost, steps=3).total_s)
-    assert all(b <= a * (1 + 1e-9) for a, b in zip(times, times[1:], strict=False))
-    assert times[-1] < times[0] or rate not in matters
+    for rate in RATES:
+        times = []
+        for factor in (1.0, 1.3, 10.0):
+            hardware = replace(slow, **{rate: getattr(slow, rate) * factor})
+            times.append(simulate(schedule, hardware, optimizer=cost, steps=3).total_s)
+        assert all(b <= a * (1 + 1e-9) for a, b in zip(times, times[1:], strict=False)), rate
+        assert times[-1] < times[0] or rate not in matters
 
 
 def test_the_slowest_part_bounds_the_step() -> None:
@@ -511,7 +439,6 @@ def test_the_slowest_part_bounds_the_step() -> None:
     for lane, hardware in cases.items():
         timeline = simulate(schedule, hardware, optimizer=adamw, steps=3)
         assert timeline.bound is lane
-        assert f"bound by {lane.value}" in str(timeline)
         assert sum(timeline.critical_s.values()) == pytest.approx(timeline.step_s)
         for other in Stream:
             assert timeline.busy_s(other) <= timeline.step_s * (1 + 1e-9)
@@ -539,7 +466,9 @@ def test_a_gather_over_pcie_shares_the_link_both_ways() -> None:
     assert ends(slow, COMM=0.5, H2D=1.5) == {"COMM": 2.0, "H2D": 2.0}
 
 
-def test_all_copies_go_over_host_memory() -> None:
+def test_copies_and_updates_share_host_memory() -> None:
+    updating = SLOW.replace(host_memory_gb_s=3.0)  # of 4 GB/s that are wanted
+    assert ends(updating, H2D=2.0, HOST=6.0) == pytest.approx({"H2D": 4 / 3, "HOST": 10 / 3})
     shared = UNIT.replace(host_memory_gb_s=4.0)
     assert ends(shared, H2D=2.0, D2H=2.0) == {"H2D": 2.0, "D2H": 2.0}
     assert ends(shared.shared_by(4), H2D=1.0, D2H=1.0) == {"H2D": 2.0, "D2H": 2.0}
@@ -570,13 +499,8 @@ def test_another_link_keeps_the_shares_of_this_one() -> None:
     slow = sheet.with_link(12.0)
     assert slow.h2d_gb_s == slow.d2h_gb_s == 12.0
     assert slow.h2d_both_gb_s == slow.d2h_both_gb_s == pytest.approx(12.0 * 50.8 / 55.5)
-    measured = UNIT.replace(h2d_gb_s=4.0, d2h_gb_s=2.0, h2d_both_gb_s=3.0, d2h_both_gb_s=1.0)
-    halved = measured.with_link(2.0)
-    assert (halved.h2d_gb_s, halved.d2h_gb_s) == (2.0, 2.0)
-    assert (halved.h2d_both_gb_s, halved.d2h_both_gb_s) == (1.5, 1.0)
     share = sheet.interconnect_gb_s / sheet.h2d_gb_s
-    assert slow.gathers_over_pcie == 1.0, "and gathers have their share of it"
-    assert slow.interconnect_gb_s == pytest.approx(12.0 * share)
+    assert slow.interconnect_gb_s == pytest.approx(12.0 * share), "gathers have their share of it"
     nvlink = known("h100")
     assert nvlink.with_link(12.0).interconnect_gb_s == nvlink.interconnect_gb_s
     for wrong in (0.0, -1.0, math.nan):

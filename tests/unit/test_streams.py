@@ -6,9 +6,11 @@ CUDA is played by stand-ins that note what is asked of them, so the waits are te
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,68 +45,44 @@ def test_work_runs_at_once_and_in_order() -> None:
 # --- CUDA, played
 
 
-class Cuda:
-    """Stands in for what `Streams` takes of torch.cuda; `log` has the calls in order."""
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What `Streams` takes of torch.cuda; `log` has the calls in order."""
+    log: list[tuple[str, ...]] = []
+    inside, copies, numbers = ["user"], iter(("h2d", "d2h", "comm")), itertools.count(1)
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.log: list[tuple[str, ...]] = []
-        self.made = 0
-        self.user = self.queue("user")
-        self.inside: list[str] = ["user"]
-        cuda = self
+    def queue(name: str) -> Any:
+        return SimpleNamespace(
+            name=name,
+            wait_event=lambda event: log.append(("wait", name, event.name)),
+            synchronize=lambda: log.append(("synchronize", name)),
+        )
 
-        class Event:
-            def __init__(self) -> None:
-                cuda.made += 1
-                self.name = f"event {cuda.made}"
-
-            def record(self, queue: Any) -> None:
-                cuda.log.append(("record", queue.name, self.name))
-
-        copies = iter(("h2d", "d2h", "comm"))
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self.queue(next(copies)))
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.user)
-        monkeypatch.setattr(torch.cuda, "stream", self._stream)
-        monkeypatch.setattr(torch.cuda, "device", self._device)
-
-    def queue(self, name: str) -> Any:
-        cuda = self
-
-        class Queue:
-            def __init__(self) -> None:
-                self.name = name
-
-            def wait_event(self, event: Any) -> None:
-                cuda.log.append(("wait", name, event.name))
-
-            def synchronize(self) -> None:
-                cuda.log.append(("synchronize", name))
-
-        return Queue()
+    def event() -> Any:
+        made = SimpleNamespace(name=f"event {next(numbers)}")
+        made.record = lambda queue: log.append(("record", queue.name, made.name))
+        return made
 
     @contextmanager
-    def _stream(self, queue: Any) -> Iterator[None]:
-        self.inside.append(queue.name)
+    def stream(queue: Any) -> Iterator[None]:
+        inside.append(queue.name)
         yield
-        self.inside.pop()
+        inside.pop()
 
-    @contextmanager
-    def _device(self, device: torch.device) -> Iterator[None]:
-        assert device == GPU
-        yield
-
-    def work(self, name: str) -> str:
-        self.log.append(("work", self.inside[-1], name))
+    def work(name: str) -> str:
+        log.append(("work", inside[-1], name))
         return name
 
+    made = SimpleNamespace(log=log, queue=queue, work=work, user=queue("user"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: queue(next(copies)))
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made.user)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    return made
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    return Cuda(monkeypatch)
 
-
-def test_an_edge_between_streams_is_an_event_that_is_waited_for(cuda: Cuda) -> None:
+def test_an_edge_between_streams_is_an_event_that_is_waited_for(cuda: Any) -> None:
     """prefetch -> forward -> offload: each waits for the one before, and nobody for more."""
     streams = Streams(GPU)
     with streams.run():
@@ -124,17 +102,7 @@ def test_an_edge_between_streams_is_an_event_that_is_waited_for(cuda: Cuda) -> N
     assert (weights.value, y.value) == ("prefetch", "forward")
 
 
-def test_the_order_of_a_stream_needs_no_wait(cuda: Cuda) -> None:
-    streams = Streams(GPU)
-    with streams.run():
-        for stream in (COMPUTE, H2D, Stream.D2H):
-            first = streams.issue(stream, (), lambda: None)
-            cuda.log.clear()
-            streams.issue(stream, (first,), lambda: None)
-            assert [kind for kind, *_ in cuda.log] == ["record"]
-
-
-def test_compute_is_the_stream_that_the_caller_is_in(cuda: Cuda) -> None:
+def test_compute_is_the_stream_that_the_caller_is_in(cuda: Any) -> None:
     """The backward may come in another one than the forward."""
     streams = Streams(GPU)
     for name in ("user", "side"):
@@ -144,12 +112,7 @@ def test_compute_is_the_stream_that_the_caller_is_in(cuda: Cuda) -> None:
     assert [entry[1] for entry in cuda.log] == ["user", "side"]
 
 
-def test_compute_outside_of_a_run_is_our_bug(cuda: Cuda) -> None:
-    with pytest.raises(AssertionError, match="outside of run"):
-        Streams(GPU).issue(COMPUTE, (), lambda: None)
-
-
-def test_the_host_waits_for_copies_only(cuda: Cuda) -> None:
+def test_the_host_waits_for_copies_only(cuda: Any) -> None:
     streams = Streams(GPU)
     for stream in (H2D, D2H, COMPUTE):
         streams.synchronize(stream)
@@ -182,11 +145,11 @@ def behind(bucket: Bucket) -> Handle:
     return Handle(None, Stream.HOST, host=bucket)
 
 
-def work_of(cuda: Cuda) -> list[str]:
+def work_of(cuda: Any) -> list[str]:
     return [entry[2] for entry in cuda.log if entry[0] == "work"]
 
 
-def test_a_copy_from_a_busy_bucket_is_put_off_until_it_is_needed(cuda: Cuda) -> None:
+def test_a_copy_from_a_busy_bucket_is_put_off_until_it_is_needed(cuda: Any) -> None:
     """What does not need it is issued first; later copies do not overtake it."""
     streams = Streams(GPU)
     bucket = Bucket(cuda.log)
@@ -203,7 +166,7 @@ def test_a_copy_from_a_busy_bucket_is_put_off_until_it_is_needed(cuda: Cuda) -> 
     assert early.value == "prefetch 1" and early.event is not None
 
 
-def test_what_went_wrong_on_the_host_is_raised_where_the_copy_is_needed(cuda: Cuda) -> None:
+def test_what_went_wrong_on_the_host_is_raised_where_the_copy_is_needed(cuda: Any) -> None:
     streams = Streams(GPU)
     with pytest.raises(ValueError, match="in the update"), streams.run():
         bucket = Bucket(cuda.log, ValueError("in the update"))
@@ -216,8 +179,8 @@ def test_what_went_wrong_on_the_host_is_raised_where_the_copy_is_needed(cuda: Cu
     assert work_of(cuda) == ["next"], "what the failed run put off is gone"
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_collectives_are_issued_in_program_order(cuda: Cuda, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(20))
+def test_collectives_are_issued_in_program_order(cuda: Any, seed: int) -> None:
     """Whatever the host still does, each rank issues them in the same order; and its copies.
 
     Ops wait for some of those before them, and copies for buckets that become free at any time.

@@ -23,7 +23,6 @@ from megacompile.plan.choice import Choice
 from megacompile.plan.planner import SearchResult, search
 from megacompile.plan.problem import Problem
 from megacompile.plan.settled import SettledPlans
-from megacompile.plan.tries import Tries
 from megacompile.plan.weights_on_disk import search_with_weights
 from megacompile.verify.proof import verify
 from tests.equality import test_memory_budgets
@@ -37,7 +36,6 @@ from tests.planning import (
     uneven_problem,
     wide,
     wide_problem,
-    with_drive,
 )
 
 
@@ -48,13 +46,13 @@ def keys_of(tower: Problem) -> list[int]:
 # --- sums
 
 
-@pytest.mark.parametrize(("in_backward", "dtype"), MODES)
+@pytest.mark.parametrize(("in_backward", "dtype"), MODES[1:3])
 def test_the_sums_are_those_of_the_cost_model(in_backward: bool, dtype: Any) -> None:
     """Of the host and of the disk, with states, and parameters, of some buckets there."""
     for weights in {False, dtype == "int8"}:
         tower = wide_problem(in_backward, dtype, disk_weights=weights)
         keys = keys_of(tower)
-        for resident, stored in ((0, 1), (3, 9), (0, len(keys))):
+        for resident, stored in ((3, 9), (0, len(keys))):
             choice = Choice(0, frozenset(keys[:resident]), frozenset(keys[len(keys) - stored :]))
             schedule = tower.schedule(choice)
             exact = sum(host_memory(schedule, tower.optimizer).values())
@@ -64,41 +62,32 @@ def test_the_sums_are_those_of_the_cost_model(in_backward: bool, dtype: Any) -> 
             assert len(schedule.plan.on_disk) == stored
     tower = replace(wide_problem(in_backward, dtype), disk_weights=None)
     order = [bucket.key for bucket in first_to_disk(tower.buckets, ())]
-    for resident, stored in ((0, 1), (3, 9)):
-        choice = Choice(0, frozenset(order[-resident:] if resident else ()), frozenset(order))
-        choice = replace(choice, weights_on_disk=frozenset(order[:stored]) - choice.resident)
-        schedule = tower.schedule(choice)
-        assert schedule.plan.weights_on_disk == choice.weights_on_disk
-        exact = sum(host_memory(schedule, tower.optimizer).values())
-        assert tower.host_bytes(choice) == pytest.approx(exact, abs=8)
-        assert tower.tiers.of_disk(choice) == sum(disk_memory([schedule], tower.optimizer).values())
+    choice = Choice(0, frozenset(order[-3:]), frozenset(order))
+    choice = replace(choice, weights_on_disk=frozenset(order[:9]) - choice.resident)
+    schedule = tower.schedule(choice)
+    assert schedule.plan.weights_on_disk == choice.weights_on_disk
+    exact = sum(host_memory(schedule, tower.optimizer).values())
+    assert tower.host_bytes(choice) == pytest.approx(exact, abs=8)
+    assert tower.tiers.of_disk(choice) == sum(disk_memory([schedule], tower.optimizer).values())
 
 
 def test_saved_tensors_and_other_graphs_count_too() -> None:
     tower = uneven_problem()
-    for count, offload in itertools.product((0, 3, len(tower.buckets)), (0, 2, tower.stages)):
+    for count, offload in ((3, 2), (len(tower.buckets), 0), (0, tower.stages)):
         choice = replace(tower.with_residents(count), offload=offload)
         kinds = host_memory(tower.schedule(choice), tower.optimizer)
         assert bool(kinds.get(Kind.ACTIVATIONS)) == bool(offload)
         assert tower.host_bytes(choice) == pytest.approx(sum(kinds.values()), abs=8)
+    tower, choice = wide_problem(), Choice(0, offload=9, saved_on_disk=4)
+    exact = sum(host_memory(tower.schedule(choice), tower.optimizer).values())
+    assert tower.host_bytes(choice) == pytest.approx(exact, abs=8)
     assert replace(tower, elsewhere_bytes=5).host_bytes(Choice()) == tower.host_bytes(Choice()) + 5
-
-
-def test_parameters_on_a_disk_need_no_host_memory_but_for_buffers() -> None:
-    here, there = (wide_problem(False, "int8", disk_weights=weights) for weights in (False, True))
-    every = replace(Choice(), on_disk=frozenset(keys_of(here)))
-    parameters = sum(bucket.size_bytes for bucket in here.buckets)
-    buffers = 7 * max(bucket.size_bytes for bucket in here.buckets)
-    assert here.host_bytes(every) - there.host_bytes(every) == parameters - buffers
-    assert there.tiers.of_disk(every) - here.tiers.of_disk(every) == parameters
-    small = replace(there, disk_budget_bytes=parameters // 2)
-    assert not small.fits_host(Choice()), "the disk is a budget of theirs too"
 
 
 # --- the host's budget
 
 
-@pytest.mark.parametrize("share", [0.7, 0.4, 0.1, 0.0])
+@pytest.mark.parametrize("share", [0.4, 0.0])
 def test_less_host_memory_means_more_residents(share: float) -> None:
     """And no more than that takes."""
     budget = int(share * uneven_problem().host_bytes(Choice()))
@@ -111,15 +100,15 @@ def test_less_host_memory_means_more_residents(share: float) -> None:
     assert not tower.fits_host(tower.with_residents(least - 1))
 
 
-def test_a_budget_that_is_no_limit_changes_nothing() -> None:
-    found = [search(uneven_problem(host_budget_bytes=n)) for n in (1000 * GIB, None)]
-    assert found[0] is not None and found[1] is not None and found[0].choice == found[1].choice
-    tower = uneven_problem()
-    floor = tower.floor_bytes()
-    for host_bytes, too_small in ((None, False), (2**40, False), (GIB // 2, True)):
-        made = replace(tower, budget_bytes=2 * floor, host_budget_bytes=host_bytes)
-        search(made)
-        assert made.tiers.host_too_small == too_small
+def test_budgets_that_are_no_limits_change_nothing() -> None:
+    rich = wide_problem(True, host_budget_bytes=1000 * GIB)
+    for tower, other in (
+        (uneven_problem(), uneven_problem(host_budget_bytes=1000 * GIB)),
+        (rich, replace(rich, disk_budget_bytes=None)),
+    ):
+        found, limited = search(tower), search(other)
+        assert found is not None and limited is not None
+        assert found.choice == limited.choice and not found.choice.on_disk
 
 
 def test_inputs_wait_on_the_host_where_the_device_is_too_small() -> None:
@@ -174,19 +163,6 @@ def test_stages_run_again_where_the_host_has_too_little_for_their_outputs() -> N
     assert found(min(rows.values()) - 1) is None
 
 
-def test_where_every_other_stage_runs_again_fewer_wait() -> None:
-    """Their outputs are not on the device, so that others can be there."""
-    tower = uneven_problem()
-    again = Choice(0, rerun=tower.reruns(1))
-    tight = replace(tower, budget_bytes=tower.peak_bytes(again))
-    few, least = tight.fewest_offloaded(Choice(0)), tower.host_bytes(again)
-    assert few and tower.host_bytes(replace(again, offload=few)) > least
-    found = search(replace(tight, host_budget_bytes=least), resident=False)
-    assert found is not None
-    assert found.choice.offload == 0 and found.choice.rerun >= tower.reruns(1)
-    assert search(replace(tight, host_budget_bytes=least - 1), resident=False) is None
-
-
 def test_an_optimizer_that_nobody_knows_yet_may_have_fewer_states() -> None:
     """SGD fits, AdamW does not. It is said."""
     compiler, params = uneven().compiler, sum(b.size_bytes for b in uneven_problem().buckets)
@@ -199,8 +175,9 @@ def test_an_optimizer_that_nobody_knows_yet_may_have_fewer_states() -> None:
 # --- which states lie on the disk
 
 
-@pytest.mark.parametrize(("in_backward", "dtype"), MODES)
-@pytest.mark.parametrize("share", [1.0, 0.6])
+@pytest.mark.parametrize(
+    ("in_backward", "dtype", "share"), [(*MODES[0], 1.0), (*MODES[3], 1.0), (*MODES[2], 0.6)]
+)
 def test_as_few_states_as_it_takes(in_backward: bool, dtype: Any, share: float) -> None:
     plenty = wide_problem(in_backward, dtype)
     tower = replace(plenty, host_budget_bytes=int(share * plenty.host_bytes(Choice())))
@@ -213,13 +190,6 @@ def test_as_few_states_as_it_takes(in_backward: bool, dtype: Any, share: float) 
     assert tower.memory(choice).peak.total_bytes <= tower.budget_bytes
     for key in choice.on_disk:
         assert not tower.fits_host(replace(choice, on_disk=choice.on_disk - {key}))
-
-
-def test_a_disk_that_is_not_needed_changes_nothing() -> None:
-    tower = wide_problem(True, host_budget_bytes=1000 * GIB)
-    found, without = search(tower), search(replace(tower, disk_budget_bytes=None))
-    assert found is not None and without is not None
-    assert found.choice == without.choice and not found.choice.on_disk
 
 
 def test_where_host_memory_is_not_known_all_lie_there_that_the_disk_holds() -> None:
@@ -251,32 +221,6 @@ def test_which_states(in_backward: bool) -> None:
     assert seen > 3
 
 
-def test_it_is_faster_than_side_by_side() -> None:
-    tower = wide_problem(True, hardware=with_drive(40.0, both=30.0))
-    order = keys_of(tower)[2:]
-    small = replace(tower, host_budget_bytes=int(0.93 * tower.host_bytes(Choice())))
-    picked = small.settled(Choice())
-    count = len(picked.on_disk)
-    assert 1 < count < 12 and picked.on_disk <= set(order)
-    for worse in (order[:count], order[len(order) - count :]):
-        other = replace(picked, on_disk=frozenset(worse))
-        assert tower.step_s(picked) < 0.98 * tower.step_s(other)
-
-
-def test_residents_leave_the_drive_work_all_through_a_backward() -> None:
-    tower = wide_problem(True, hardware=with_drive(10.0))
-    host_bytes = tower.host_bytes(Choice(0, tower.with_residents(6).resident))
-    tower = replace(tower, host_budget_bytes=int(0.8 * host_bytes))
-    order, picked = keys_of(tower), tower.with_residents(6)
-    places = sorted(order.index(key) for key in picked.resident)
-    assert places[:3] == [0, 1, 2]
-    gaps = {b - a for a, b in itertools.pairwise(places[3:])}
-    assert len(places) == 6 and min(gaps) > 1 and max(gaps) - min(gaps) <= 1
-    first = tower.settled(replace(picked, resident=frozenset(order[:6])))
-    assert len(first.on_disk) == len(picked.on_disk) > 1
-    assert tower.step_s(picked) < 0.98 * tower.step_s(first)
-
-
 def test_the_largest_live_on_the_device_before_most_others() -> None:
     """Slots are as large as the largest bucket that is streamed."""
     tower = wide_problem(True)
@@ -298,26 +242,12 @@ def test_residents_that_need_no_slots_are_more() -> None:
     assert more.peak_bytes <= device and tower.host_bytes(more.choice) <= host
 
 
-def test_as_many_residents_as_fit_where_the_disk_is_slow() -> None:
-    """No number between one that fits and one that does not is passed over."""
-    tower = wide_problem(hardware=with_drive(0.1))
-    host_bytes = int(0.5 * tower.host_bytes(Choice()))
-    tower = replace(tower, host_budget_bytes=host_bytes, budget_bytes=int(1.7 * GIB))
-    found = search(tower, device_update=False)
-    assert found is not None
-    assert not tower.fits(tower.with_residents(len(found.choice.resident) + 1, keep=0))
-    faster = search(tower)  # fewer, where the device updates of what lies on the host pay more
-    assert faster is not None
-    assert tower.expected_s(faster.choice) <= tower.expected_s(found.choice) * 1.002
-
-
 # --- which parameters
 
 
-@pytest.mark.parametrize(("in_backward", "dtype"), [MODES[0], MODES[3]])
-def test_parameters_go_where_states_are_not_enough(in_backward: bool, dtype: Any) -> None:
+def test_parameters_go_where_states_are_not_enough() -> None:
     """As few as it takes; none, where a plan fits without, and where the search may not choose."""
-    tower = replace(wide_problem(in_backward, dtype), disk_weights=None)
+    tower = replace(wide_problem(True, "int8"), disk_weights=None)
     here = replace(tower, disk_weights=False)
     every = tower.host_bytes(Choice(0))
 
@@ -470,25 +400,14 @@ def refused(made: Any, host_bytes: int, disk_bytes: int | None, **given: Any) ->
     return str(raised.value).splitlines()
 
 
-def test_what_fits_nowhere_is_refused_with_the_table() -> None:
-    """And with what would do."""
+def test_what_fits_nowhere_is_refused() -> None:
+    """With a table, and with what would do."""
     needed = uneven_problem().host_bytes(Choice())
     lines = refused(uneven(), needed // 40, None, budget_bytes=GIB)
     assert [line.split()[0] for line in lines[1:4]] == ["parameters", "gradients", "optimizer"]
-    assert any("buckets live on the device" in line for line in lines)
-    assert "host memory" in lines[-1]
     device = 856 * MIB  # enough for every bucket streamed, and for none to live there
     budget = int(0.8 * wide_problem(budget_bytes=device).host_bytes(Choice()))
     without = refused(wide(), budget, None, budget_bytes=device)
     assert any(line.startswith("with disk=") for line in without)
     small = refused(wide(), budget, 64 * MIB, budget_bytes=device)
-    assert "which holds 64 MiB" in small[0]
-    assert any(line.startswith("  on the disk ") for line in small)
     assert any("more of the disk" in line for line in small)
-
-
-def test_what_was_tried_is_not_tried_again() -> None:
-    tower = uneven_problem()
-    tries = Tries(tower, (0, tower.stages))
-    assert tries.add(Choice(0)) and tries.add(Choice(0))
-    assert len(tries.times) == len({*tries.times}) and tries.counts == [0]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import re
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +21,18 @@ from torch import Tensor, fx, nn
 import megacompile
 from megacompile import Trace, schedules, trace
 from megacompile.cost.hardware import H200, Hardware
-from megacompile.cost.memory import Kind, device_memory
 from megacompile.cost.simulate import simulate
 from megacompile.errors import MissingExtraError, ModelError, TraceError
 from megacompile.ir import ops, values
-from megacompile.ir.ops.sizes import value_bytes
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code
 from megacompile.tracing import perfetto, plot
-from megacompile.tracing.critical_path import Period, critical_path
-from megacompile.tracing.describe import describe
-from megacompile.tracing.recorder import Tracer, _Clock
-from megacompile.tracing.timeline import HOST, OpInfo, Span, Timeline, covered_s
+from megacompile.tracing.recorder import Tracer
+from megacompile.tracing.timeline import HOST, OpInfo, Span, Timeline, covered_s, cut
 from tests import inside
-from tests.schedules import ACTIVATION, WEIGHT, Spec, build
+from tests.schedules import Spec, build
 from tests.trace_events import faults
-from tests.zoo import Made, Stack, batchnorm, dropout, stack, step, tied, twins
+from tests.zoo import Made, batchnorm, stack, step, tied, twins
 
 QUIET = (ops.free, ops.defer_free, ops.begin)
 
@@ -45,7 +41,7 @@ def tracer_of(model: Any) -> Any:
     return inside.machine(model).tracer
 
 
-def names(spans: Iterator[Span] | tuple[Span, ...] | list[Span]) -> list[str]:
+def names(spans: Iterable[Span]) -> list[str]:
     return [span.op.name for span in spans]
 
 
@@ -54,151 +50,88 @@ def wanted(schedule: Schedule | None, graph: str) -> list[fx.Node]:
     return [n for n in ops.nodes_of(schedule.graphs[graph]) if n.target not in QUIET]
 
 
-# --- what is recorded
-
-
-def test_every_captured_graph_is_recorded() -> None:
-    """A graph break makes two of them."""
-
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            torch._dynamo.graph_break()
-            loss: Tensor = self.second(x).mean()
-            return loss
-
-    _, model = twins(Broken())
-    with trace(model) as t:
-        step(model, {"x": stack()[1]["x"]})
-    made = schedules(model)
-    assert len(made) == 2
-    runs = [(run.schedule and run.schedule.name, run.graph) for run in t.measured.runs]
-    first, second = (schedule.name for schedule in made)
-    assert runs == [
-        *((first, "forward"), (second, "forward")),
-        *((second, "backward"), (first, "backward")),
-    ]
-
-
-# --- the host's updates
-
-
-# --- on and off
-
-
-# --- what adds up
-
-
-def test_memory_of_a_forward() -> None:
-    """Two slots; each stage makes an output, and the one before dies behind it."""
-    schedule = build(Spec(stages=3, training=False))
-    found = {info.name: info.memory_bytes for info in describe(schedule, "forward")}
-    slots, y = 2 * WEIGHT.size_bytes, ACTIVATION.size_bytes
-    x = y  # the graph's input is counted: it is on the device
-    assert [found[f"{i}F"] for i in range(3)] == [slots + x, slots + x + y, slots + x + y]
-
-
-@pytest.mark.parametrize("activations", ["recompute", "offload"])
-def test_memory_ends_with_what_is_returned(activations: str) -> None:
-    """Behind the last free of a step only slots, inputs and the returned gradients are left."""
-    _, model = twins(Stack(layers=6), activations=activations)
-    step(model, stack()[1])
-    (schedule,) = schedules(model)
-    assert schedule.backward is not None
-    end = device_memory(schedule).end
-    inputs = sum(value_bytes(n) for n in schedule.forward.find_nodes(op="placeholder"))
-    returned = sum(map(value_bytes, schedule.backward.output_node().all_input_nodes))
-    slots = sum(slot.size_bytes for slot in schedule.slots)
-    assert {kind: size for kind, size in end.items() if size} == {
-        Kind.SLOTS: slots,
-        Kind.INPUTS: inputs,
-        **({Kind.GRADIENTS: returned} if returned else {}),
-    }
-
-
 # --- CUDA, played
 
 
-class Cuda:
-    """Events whose times are a counter; `log` has what was asked of which stream."""
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Events whose times are a counter; gives what was asked of which stream, the last entry of
+    which says where work is issued."""
+    log: list[tuple[str, Any]] = [("stream", "user")]
+    ticks = itertools.count(101.0)
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.log: list[tuple[str, Any]] = []
-        self.stream: Any = "user"
-        self.now_ms = 100.0
-        cuda = self
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
 
-        class Event:
-            def __init__(self, enable_timing: bool = False) -> None:
-                assert enable_timing
-                self.ms = -1.0
+        def record(self, stream: Any = None) -> None:
+            self.ms = next(ticks)
+            here = [name for kind, name in log if kind == "stream"][-1]
+            log.append(("record", stream or here))
 
-            def record(self, stream: Any = None) -> None:
-                cuda.now_ms += 1.0
-                self.ms = cuda.now_ms
-                cuda.log.append(("record", stream or cuda.stream))
+        def synchronize(self) -> None:
+            log.append(("synchronize", None))
 
-            def synchronize(self) -> None:
-                cuda.log.append(("synchronize", None))
+        def elapsed_time(self, other: Any) -> float:
+            return float(other.ms - self.ms)
 
-            def elapsed_time(self, other: Any) -> float:
-                return float(other.ms - self.ms)
-
-        @contextmanager
-        def device(_: torch.device) -> Iterator[None]:
-            yield
-
-        stats = {"allocated_bytes": {"all": {"current": 77}}}
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: "new")
-        monkeypatch.setattr(torch.cuda, "device", device)
-        monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
+    stats = {"allocated_bytes": {"all": {"current": 77}}}
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: "new")
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
+    return log
 
 
 def test_on_cuda_events_stand_around_the_work_and_nothing_waits(
-    monkeypatch: pytest.MonkeyPatch,
+    cuda: list[tuple[str, Any]],
 ) -> None:
-    cuda = Cuda(monkeypatch)
     tracer = Tracer(torch.device("cuda", 0))
-    assert ("record", "user") not in cuda.log, "the clock is read on a stream of its own"
-    cuda.log.clear()
+    assert ("record", "user") not in cuda, "the clock is read on a stream of its own"
     recording = tracer.run(build(Spec(stages=2, training=False)), "forward")
+    begun = len(cuda)
     recording.next_op()
-    prefetch = recording.timed(lambda: cuda.log.append(("work", cuda.stream)))
+    prefetch = recording.timed(lambda: cuda.append(("work", "prefetch")))
     recording.next_op()
     recording.next_op()
-    forward = recording.timed(lambda: cuda.log.append(("work", cuda.stream)))
-    unknown = recording.timed(int)
-    assert unknown is int, "what is no op of the table is left alone"
+    forward = recording.timed(lambda: cuda.append(("work", "forward")))
+    assert recording.timed(int) is int, "what is no op of the table is left alone"
     forward()
-    cuda.stream = "h2d"  # put off until now
+    cuda.append(("stream", "h2d"))  # put off until now
     prefetch()
-    assert cuda.log == [
-        *(("record", "user"), ("work", "user"), ("record", "user")),
-        *(("record", "h2d"), ("work", "h2d"), ("record", "h2d")),
+    assert [entry for entry in cuda[begun:] if entry[0] != "stream"] == [
+        *(("record", "user"), ("work", "forward"), ("record", "user")),
+        *(("record", "h2d"), ("work", "prefetch"), ("record", "h2d")),
     ]
     marks = {mark.info.name: mark for mark in tracer.marks}
-    assert set(marks) == {"0PREFETCH@0", "0F"}
-    assert marks["0F"].memory_bytes == 77
-    assert marks["0PREFETCH@0"].memory_bytes is None
-    clock = tracer.clock
-    lengths = {n: clock.at_s(m.stop) - clock.at_s(m.start) for n, m in marks.items()}
-    assert lengths == {name: pytest.approx(0.001) for name in marks}
+    assert {name: mark.memory_bytes for name, mark in marks.items()} == {
+        "0PREFETCH@0": None,
+        "0F": 77,
+    }
+    for mark in marks.values():
+        assert tracer.clock.at_s(mark.stop) - tracer.clock.at_s(mark.start) == pytest.approx(0.001)
 
 
-def test_the_clocks_pair_is_the_tightest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three readings the one in which the host waited least: 11 to 12, not 0 to 10."""
-    Cuda(monkeypatch)
-    readings = iter([0.0, 10.0, 11.0, 12.0, 20.0, 25.0])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(readings))
-    clock = _Clock(torch.device("cuda", 0))
-    event: Any = torch.cuda.Event(enable_timing=True)
-    event.ms = 102.0 + 4.0  # the second pair's event was at 102 ms
-    assert clock.at_s(event) == pytest.approx(11.5 + 0.004)
+def test_nobody_waits_for_what_has_failed_in_the_background() -> None:
+    tracer = Tracer(torch.device("cpu"))
+    recording = tracer.run(build(Spec(stages=2)), "update")
+    recording.next_op()
+
+    def fails() -> None:
+        raise ValueError("in the update")
+
+    with pytest.raises(ValueError, match="in the update"):
+        recording.in_background()(HOST, fails)
+    (mark,) = tracer.marks
+    assert mark.done is not None and mark.done.is_set()
+
+
+def test_ops_that_overlap_and_a_part_of_a_timeline() -> None:
+    info = OpInfo("0F", "forward", "compute", "")
+    timeline = Timeline(tuple(Span(info, at, at + 2.0, "m", -1) for at in (0.0, 1.0, 5.0)))
+    assert timeline.busy_s("compute") == 5.0
+    part = cut(timeline, 1.5, 4.0)
+    assert [(span.start_s, span.stop_s) for span in part.spans] == [(0.0, 0.5), (0.0, 1.5)]
 
 
 # --- on a GPU
@@ -242,8 +175,6 @@ def test_on_a_gpu_the_spans_keep_the_schedules_edges() -> None:
     assert len(updates) == len(schedules(model)[0].buckets)
     device = [span for span in t.spans if span.op.lane != HOST]
     assert min(u.start_s for u in updates) >= max(s.stop_s for s in device) - 1e-3, "one axis"
-    total = sum(t.measured.busy_s(lane) for lane in ("h2d", "compute", "d2h"))
-    assert total > 0
     peak = max(size for _, size in t.measured.memory())
     assert 0 < peak <= torch.cuda.max_memory_allocated()
 
@@ -251,11 +182,7 @@ def test_on_a_gpu_the_spans_keep_the_schedules_edges() -> None:
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        (lambda e: e.pop("ts"), "X 0F: ts"),
-        (lambda e: e.update(dur=-1.0), "0F ends before it begins"),
         (lambda e: e.update(tid=9), "thread (1, 9) has no name"),
-        (lambda e: e.update(pid=9), "process 9 has no name"),
-        (lambda e: e.update(ph="Z"), "phase 'Z'"),
         (lambda e: e.update(dur=1.5e6), "1F overlaps the one before it"),
     ],
 )
@@ -287,7 +214,7 @@ def test_a_prediction_has_the_ops_that_were_measured(timelines: tuple[Timeline, 
 
 
 def test_what_was_saved_is_read_again(timelines: tuple[Timeline, Timeline], tmp_path: Path) -> None:
-    """Two models, measured and predicted: all but the schedules."""
+    """All but the schedules."""
     perfetto.save(tmp_path / "step.json", *timelines)
     document = json.loads((tmp_path / "step.json").read_text())
     assert faults(document) == [] == faults(perfetto.document(timelines[0]))
@@ -298,50 +225,12 @@ def test_what_was_saved_is_read_again(timelines: tuple[Timeline, Timeline], tmp_
         assert got.device == wanted.device
         assert got.models == wanted.models
         assert [(r.model, r.graph) for r in got.runs] == [(r.model, r.graph) for r in wanted.runs]
-        assert all(run.schedule is None for run in got.runs)
-        assert len(got.spans) == len(wanted.spans)
         for a, b in zip(got.spans, wanted.spans, strict=True):
-            assert (a.op.name, a.op.kind, a.op.lane, a.op.module, a.op.size_bytes) == (
-                b.op.name,
-                b.op.kind,
-                b.op.lane,
-                b.op.module,
-                b.op.size_bytes,
-            )
+            for name in ("name", "kind", "lane", "module", "size_bytes"):
+                assert getattr(a.op, name) == getattr(b.op, name)
             assert (a.model, a.run, a.memory_bytes) == (b.model, b.run, b.memory_bytes)
             assert a.start_s == pytest.approx(b.start_s, abs=1e-8)
             assert a.stop_s == pytest.approx(b.stop_s, abs=2e-8)
-        assert critical_path(got, got.models[0]) == []
-    again = perfetto.document(*perfetto.load(tmp_path / "step.json"))
-    before = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
-    kinds = Counter((e["ph"], e["name"]) for e in before)
-    assert Counter((e["ph"], e["name"]) for e in again["traceEvents"]) == kinds
-
-
-@pytest.mark.parametrize(
-    ("points", "name", "wanted"),
-    [
-        (100.0, "3RECOMPUTE", "3RECOMPUTE"),
-        (70.0, "2PREFETCH@1", "2PREFETCH@1"),
-        (60.0, "2PREFETCH@1", "2PREFETCH"),
-        (10.0, "3RECOMPUTE", "3"),
-        (10.0, "10.1PREFETCH@1", ""),
-        (3.0, "3F", ""),
-        (10.0, "SNAPSHOT", ""),
-    ],
-)
-def test_as_much_of_a_name_as_fits(points: float, name: str, wanted: str) -> None:
-    assert plot.name_in(points, name) == wanted
-
-
-def test_a_row_a_stream_and_model() -> None:
-    def span(model: str, lane: str) -> Span:
-        return Span(OpInfo("0F", "forward", lane, ""), 0.0, 1.0, model, -1)
-
-    timeline = Timeline((span("a", "compute"), span("b", "host"), span("a", "h2d")))
-    rows = [("a", "h2d"), ("a", "compute"), ("b", "host")]
-    assert plot.lanes(timeline) == rows
-    assert plot.lanes(replace(timeline, order=("c", "b", "a"))) == [rows[2], *rows[:2]]
 
 
 def test_what_stands_in_the_picture(tmp_path: Path) -> None:
@@ -349,43 +238,25 @@ def test_what_stands_in_the_picture(tmp_path: Path) -> None:
     _, model = twins(stack()[0])
     with trace(model, hardware=H200) as t:
         step(model, stack()[1])
-    for ending, magic in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
+    for ending, magic in (("png", b"\x89PNG"), ("svg", b"<?xml")):
         t.plot(str(tmp_path / f"step.{ending}"))
         assert (tmp_path / f"step.{ending}").read_bytes().startswith(magic)
     figure = plot._figure(t.measured, t.predicted)
     titles = [axis.get_title(loc="left").partition(":")[0] for axis in figure.axes]
     assert titles == ["predicted, NVIDIA H200", "measured, cpu", "device memory"]
-    above = [axis.get_position().y0 for axis in figure.axes]
-    assert above == sorted(above, reverse=True)
     for axis in figure.axes[:2]:
         rows = [label.get_text().replace("\n", " ") for label in axis.get_yticklabels()]
         assert rows == ["to the device (h2d)", "compute", "to the host (d2h)"]
         bars = sum(len(c.get_paths()) for c in axis.collections)
         assert bars == len(t.spans)
-    legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    kinds = ["prefetch", "forward", "recompute", "backward", "offload grad"]
-    assert legend == [*kinds, "critical path"]
-    assert figure.axes[0].get_legend().get_title().get_text() == "op (number: its stage)"
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()
     renderer = canvas.get_renderer()
-    box = figure.axes[0].get_legend().get_window_extent(renderer)
-    assert box.x0 >= figure.axes[0].get_window_extent(renderer).x1, "outside of the bars"
-    assert box.x1 <= figure.bbox.x1, "and inside of the picture"
-    for axis, timeline in zip(figure.axes, (t.predicted, t.measured), strict=False):
-        assert timeline is not None
-        (path,) = axis.lines
-        whole = Period(timeline.start_s, timeline.stop_s, 1)
-        chunks = [p for p in critical_path(timeline, "Stack", whole) if p.span is not None]
-        assert len(path.get_xdata()) == 3 * len(chunks) > 0
-    shown = {text.get_text() for axis in figure.axes[:2] for text in axis.texts}
     texts = [text for axis in figure.axes[:2] for text in axis.texts]
     boxes = [text.get_window_extent(renderer) for text in texts]
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
-    known = {span.op.name for span in t.spans}
-    assert shown <= known | {name.partition("@")[0] for name in known} | set("0123456789")
 
 
 # --- one model for many cases
@@ -416,7 +287,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return stand_in
 
 
-@pytest.mark.parametrize("made", [dropout, batchnorm, tied], ids=lambda made: made.__name__)
+@pytest.mark.parametrize("made", [batchnorm, tied], ids=lambda made: made.__name__)
 def test_every_op_is_recorded_in_its_order(made: Any) -> None:
     """And an op begins when what it waits for is over."""
     model_and_inputs: Made = made()
@@ -474,18 +345,12 @@ def test_a_trained_model(clock: Clock) -> None:
             assert span.duration_s == pytest.approx(Clock.TICK_S + 0.02 * late), span
         if span.op.kind == "prefetch":
             assert span.op.size_bytes == sizes[span.op.module]
-        elif span.op.kind == "offload_grad":
-            gradients = [p.numel() * 4 for p in model.get_submodule(span.op.module).parameters()]
-            assert span.op.size_bytes == sum(gradients)
-        else:
+        elif span.op.kind in ("forward", "recompute", "backward"):
             assert span.op.size_bytes == 0
-        if span.op.kind in ("forward", "recompute", "backward"):
             assert span.op.module == schedule.stages[int(re.sub(r"\D", "", span.op.name))].name
     updates = [span for span in t.spans if span.op.lane == HOST]
     assert sorted(names(updates)) == sorted(f"{b.label}UPDATE" for b in schedule.buckets)
-    assert {span.op.module for span in updates} == {b.name for b in schedule.buckets}
     assert {t.measured.runs[span.run].graph for span in updates} == {"update"}
-    assert {span.op.kind for span in updates} == {"update_host"}
     last = max(span.stop_s for span in t.spans if span.op.lane != HOST)
     assert min(span.start_s for span in updates) >= last, "one time axis"
     found = t.measured
@@ -493,10 +358,8 @@ def test_a_trained_model(clock: Clock) -> None:
         spans = [span for span in t.spans if span.op.lane == lane]
         busy_s = covered_s((span.start_s, span.stop_s) for span in spans)
         assert found.busy_s(lane) == pytest.approx(busy_s) and busy_s <= found.total_s
-    counts = {kind.kind: kind.count for kind in found.kinds()}
-    assert counts == Counter(span.op.kind for span in t.spans)
+    counts = Counter(span.op.kind for span in t.spans)
     totals = t.to_dict()["measured"]
-    assert totals["total_s"] == found.total_s
     assert totals["streams"]["compute"]["busy_s"] == found.busy_s("compute")
     rows = {line.split()[0]: line.split() for line in t.table().splitlines() if line}
     assert rows["prefetch"][1:3] == ["h2d", str(counts["prefetch"])]
@@ -514,9 +377,10 @@ def test_a_trained_model(clock: Clock) -> None:
             step(model, inputs)
         codes[code] = honest
         assert tracer_of(model) is None and failed.spans, "what ran is there"
-        done = {n for n in names(failed.spans) if failed.spans}
-        first = next(n for n in ops.nodes_of(schedule.graphs[graph], op)
-                     if ops.arguments(n)[0].traced is schedule.stages[1].traced)  # fmt: skip
+        done = names(failed.spans)
+        same = schedule.stages[1].traced
+        found_ops = ops.nodes_of(schedule.graphs[graph], op)
+        first = next(n for n in found_ops if ops.arguments(n)[0].traced is same)
         assert ops.label(first) not in done
     with trace(model) as again:
         step(model, inputs)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -40,53 +42,52 @@ def params(unit: Unit) -> str:
     return " ".join(param.name for param in unit.bucket.params)
 
 
-def test_a_repeated_container_gives_a_unit_a_child() -> None:
-    """The docstring's example."""
-    model = tree(embed=linear(8), layers=layers(3), norm=nn.LayerNorm(16), head=linear(8))
-    units = find_units(model)
-    assert shown(units) == "embed | layers.0* | layers.1* | layers.2* | norm+head"
-    assert params(units[1]) == "layers.0.up.weight layers.0.down.weight"
-    assert params(units[-1]) == "norm.weight norm.bias head.weight"
+NESTED = tree(groups=nn.ModuleList(tree(layers=layers(2)) for _ in range(2)))
+CASES: list[tuple[nn.Module, int | None, str]] = [  # with a limit in KiB
+    (
+        tree(embed=linear(8), layers=layers(2), norm=linear(1)),
+        None,
+        "embed | layers.0* | layers.1* | norm",
+    ),
+    (nn.Sequential(linear(1), nn.ReLU(), linear(1)), None, "0* | 2*"),
+    (
+        tree(experts=nn.ModuleDict({"a": linear(1), "b": linear(1)})),
+        None,
+        "experts.a* | experts.b*",
+    ),
+    (NESTED, None, "groups.0* | groups.1*"),  # the outermost container
+    (  # an inner one where the outer child is over the limit
+        NESTED,
+        2,
+        "groups.0.layers.0* | groups.0.layers.1* | groups.1.layers.0* | groups.1.layers.1*",
+    ),
+    # unlike children do not repeat; those of two kinds in turn do
+    (nn.ModuleList([linear(1), nn.LayerNorm(256), tree(a=linear(1))]), None, "ModuleList"),
+    (
+        nn.ModuleList(m for _ in "ab" for m in (linear(1), nn.LayerNorm(16))),
+        None,
+        "0* | 1* | 2* | 3*",
+    ),
+    # all where nothing repeats, or the largest subtrees under the limit, or what cannot be cut
+    (tree(a=linear(1), b=tree(c=linear(2))), None, "Module"),
+    (
+        tree(a=linear(4), b=tree(c=linear(2)), e=tree(f=linear(4), g=linear(4))),
+        4,
+        "a | b | e.f | e.g",
+    ),
+    (tree(embed=linear(8), head=linear(2)), 4, "embed | head"),
+    # tiny neighbours join, and no layers join them
+    (tree(a=linear(16), b=linear(1), c=layers(2), d=linear(15)), None, "a+b | c.0* | c.1* | d"),
+    (tree(a=nn.LayerNorm(16), b=layers(2, kib=64), c=linear(1)), None, "a | b.0* | b.1* | c"),
+    (tree(act=nn.ReLU(), fc=linear(1), drop=nn.Dropout()), None, "Module"),
+    (nn.ReLU(), None, ""),
+]
 
 
-def test_sequential_and_dict_repeat_too() -> None:
-    sequential = nn.Sequential(linear(1), nn.ReLU(), linear(1))
-    assert shown(find_units(sequential)) == "0* | 2*"
-    experts = nn.ModuleDict({"a": linear(1), "b": linear(1)})
-    assert shown(find_units(tree(experts=experts))) == "experts.a* | experts.b*"
-
-
-def test_the_outermost_container_counts() -> None:
-    model = tree(groups=nn.ModuleList(tree(layers=layers(2)) for _ in range(2)))
-    assert shown(find_units(model)) == "groups.0* | groups.1*"
-
-
-def test_an_inner_container_counts_where_the_outer_child_is_over_the_limit() -> None:
-    model = tree(groups=nn.ModuleList(tree(layers=layers(2)) for _ in range(2)))
-    assert shown(find_units(model, limit_bytes=2 * KIB)) == (
-        "groups.0.layers.0* | groups.0.layers.1* | groups.1.layers.0* | groups.1.layers.1*"
-    )
-
-
-def test_unlike_children_do_not_repeat() -> None:
-    model = nn.ModuleList([linear(1), nn.LayerNorm(256), tree(a=linear(1))])
-    assert shown(find_units(model)) == "ModuleList"
-    alternating = nn.ModuleList([linear(1), nn.LayerNorm(16), linear(1), nn.LayerNorm(16)])
-    assert shown(find_units(alternating)) == "0* | 1* | 2* | 3*"
-
-
-def test_where_nothing_repeats_the_whole_model_is_a_unit() -> None:
-    assert shown(find_units(tree(a=linear(1), b=tree(c=linear(2))))) == "Module"
-
-
-def test_where_nothing_repeats_units_are_the_largest_subtrees_under_the_limit() -> None:
-    model = tree(a=linear(4), b=tree(c=linear(2), d=linear(2)), e=tree(f=linear(4), g=linear(4)))
-    assert shown(find_units(model, limit_bytes=4 * KIB)) == "a | b | e.f | e.g"
-
-
-def test_a_module_over_the_limit_is_one_unit_if_it_cannot_be_cut() -> None:
-    model = tree(embed=linear(8), head=linear(2))
-    assert shown(find_units(model, limit_bytes=4 * KIB)) == "embed | head"
+@pytest.mark.parametrize(("model", "limit", "units"), CASES)
+def test_which_units(model: nn.Module, limit: int | None, units: str) -> None:
+    options: dict[str, Any] = {} if limit is None else {"limit_bytes": limit * KIB}
+    assert shown(find_units(model, **options)) == units
 
 
 def test_a_tied_parameter_belongs_to_the_first() -> None:
@@ -97,28 +98,10 @@ def test_a_tied_parameter_belongs_to_the_first() -> None:
     assert params(units[0]) == "embed.weight"
 
 
-def test_parameters_tied_within_a_unit_are_held_once() -> None:
-    model = tree(a=linear(1), b=linear(1))
-    model.b.weight = model.a.weight  # type: ignore[union-attr]
-    (unit,) = find_units(model)
-    assert params(unit) == "a.weight"
-
-
 def test_a_layer_listed_twice_is_one_unit() -> None:
     first, second = layers(2)
     model = tree(layers=nn.ModuleList([first, second, first]))
     assert shown(find_units(model)) == "layers.0* | layers.1*"
-
-
-def test_tiny_neighbours_join() -> None:
-    model = tree(embed=linear(16), position=linear(1), layers=layers(2), norm=linear(1))
-    model.add_module("head", linear(15))
-    assert shown(find_units(model)) == "embed+position | layers.0* | layers.1* | norm | head"
-
-
-def test_layers_do_not_join_tiny_neighbours() -> None:
-    model = tree(scale=nn.LayerNorm(16), layers=layers(2, kib=64), norm=nn.LayerNorm(16))
-    assert shown(find_units(model)) == "scale | layers.0* | layers.1* | norm"
 
 
 def test_root_level_parameters_are_a_unit() -> None:
@@ -149,6 +132,7 @@ def test_modules_of_a_unit_are_its_subtree_and_the_roots_their_tops() -> None:
     assert units[-1].roots == {id(model.norm), id(model.head)}
 
 
-def test_what_has_no_parameters_is_no_unit() -> None:
-    assert shown(find_units(tree(act=nn.ReLU(), fc=linear(1), drop=nn.Dropout()))) == "Module"
-    assert find_units(nn.ReLU()) == ()
+def test_what_is_not_float32_is_not_cast() -> None:
+    model = tree(a=linear(1), b=linear(1).double())
+    (unit,) = find_units(model, compute_dtype=torch.bfloat16)
+    assert [param.dtype for param in unit.bucket.params] == [torch.bfloat16, torch.float64]
