@@ -54,16 +54,14 @@ def replay(schedule: Schedule) -> list[int]:
 
     for graph_name, graph in schedule.graphs.items():
         if graph_name == "backward":
-            wanted = {n.name for n in graph.find_nodes(op="placeholder")}
+            given = graph.find_nodes(op="placeholder")
+            wanted = {n.name for n in given}
             for name in [n for names in list(held.values()) for n in names]:
                 if name not in wanted:
                     drop(name)
-            for node in graph.find_nodes(op="placeholder"):
-                own(
-                    node.name,
-                    next((o for o in held if node.name in held[o]), node.name),
-                    _size(node),
-                )
+            for node in given:
+                owner = next((o for o in held if node.name in held[o]), node.name)
+                own(node.name, owner, _size(node))
         for node in graph.nodes:
             if node.op != "call_function":
                 continue
@@ -100,19 +98,15 @@ def _size(node: fx.Node) -> int:
 
 
 SPECS = [
-    Spec(),
     Spec(stages=6, slots=3, reuse=True),
-    Spec(keep=frozenset({3})),
     Spec(stages=6, keep=frozenset({0, 2, 5})),
     Spec(accumulate=True),
     Spec(norms=True),
-    Spec(update=True, stages=5),
     Spec(update=True, masters=True, stages=5),
     Spec(changes=frozenset({1}), random=frozenset({2})),
     Spec(shared=True),
     Spec(training=False),
     Spec(device=frozenset({0, 2}), helps=True),
-    Spec(device=frozenset({1}), norms=True),
 ]
 
 
@@ -178,20 +172,6 @@ def _deferred_bytes(schedule: Schedule) -> int:
     return deferred
 
 
-def test_parked_states_stay_until_the_next_forward_reclaims_them() -> None:
-    schedule = build(Spec(stages=4, update=True))
-    found = [moment(schedule, "forward", f"{i}F").live_bytes[Kind.STATES] for i in range(4)]
-    assert found == [_deferred_bytes(schedule)] * 3 + [0]  # the reclaim is behind 2F
-
-
-def test_an_update_takes_memory_for_new_parameters_no_earlier() -> None:
-    schedule = build(Spec(stages=4, update=True))
-    moments = [m for m in device_memory(schedule).moments if m.graph == "backward"]
-    found = [(m.label, m.live_bytes[Kind.STATES]) for m in moments]
-    label, before = found[found.index(("3UPDATE", STATE.size_bytes)) - 1]
-    assert (label, before) == ("3B", MOMENTS.size_bytes)
-
-
 def test_one_forward_reclaims_what_every_backward_parked() -> None:
     """Of two graphs: the later one's backward runs first; both have deferred at the end."""
     schedule = build(Spec(stages=4, update=True))
@@ -252,31 +232,10 @@ def test_residuals_that_the_backward_does_not_take_end_at_the_turn() -> None:
     assert more == {("forward", "3F"): ACTIVATION.size_bytes}
 
 
-class Sigmoid(nn.Module):
-    """Saves its result for the backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sigmoid(self.linear(x))
-
-
-def test_a_saved_result_counts_once() -> None:
-    model = nn.Sequential(*(Sigmoid() for _ in range(4)))
-    options = abstract_options(device="cpu", activations="keep")
-    (schedule,) = abstract_schedules(model, (torch.ones(8, 32),), options=options)
-    assert sum(stage.traced.saved_bytes for stage in schedule.stages) == 4 * 8 * 32 * 4
-    alive = moment(schedule, "backward", "3B").live_bytes
-    assert alive[Kind.ACTIVATIONS] + alive[Kind.SAVED] == 4 * 8 * 32 * 4  # y0 to y3
-
-
 def test_slots_are_shared_by_captured_graphs() -> None:
     schedule = build(Spec(slots=3))
     both = device_memory([schedule, schedule])
     assert both.moments[0].live_bytes[Kind.SLOTS] == 3 * WEIGHT.size_bytes
-    assert len(both.moments) == 2 * len(device_memory(schedule).moments)
     # the first graph's activations wait for the second one's backward
     one = moment(schedule, "backward", "3RECOMPUTE").live_bytes[Kind.ACTIVATIONS]
     boundary = next(m for m in both.moments if m.label == "3RECOMPUTE")
@@ -284,7 +243,7 @@ def test_slots_are_shared_by_captured_graphs() -> None:
 
 
 def test_results_that_share_memory_count_once() -> None:
-    """A head that returns its logits, and saves them for the loss's backward."""
+    """A head returns its logits, and saves them for the loss's backward."""
 
     class Head(nn.Module):
         def __init__(self) -> None:
@@ -298,18 +257,13 @@ def test_results_that_share_memory_count_once() -> None:
             logits = self.head(x)
             return nn.functional.cross_entropy(logits, y), logits
 
-    model: Any = megacompile(Head(), device="cpu")
-    loss, _ = model(torch.randn(64, 16), torch.zeros(64, dtype=torch.int64))
-    loss.backward()
-    schedule = schedules(model)[0]
-    last = schedule.stages[-1].index
+    inputs = torch.ones(64, 16), torch.zeros(64, dtype=torch.int64)
+    options = abstract_options(device="cpu")
+    (schedule,) = abstract_schedules(Head(), inputs, options=options)
     logits = 64 * 512 * 4
-    alive = moment(schedule, "backward", f"{last}B").live_bytes
+    alive = moment(schedule, "backward", f"{schedule.stages[-1].index}B").live_bytes
     kept = alive[Kind.ACTIVATIONS] + alive[Kind.SAVED]
     assert logits <= kept < 2.5 * logits  # log-softmax is saved too where it is one operator
-    assert str(device_memory(schedule).peak).startswith(
-        f"{device_memory(schedule).peak.total_bytes / 1024:.3g} KiB at "
-    )
 
 
 # --- the host
@@ -319,10 +273,6 @@ def test_results_that_share_memory_count_once() -> None:
     ("cost", "expected"),
     [
         (None, {Kind.PARAMETERS: 2, Kind.GRADIENTS: 2}),
-        (
-            OptimizerCost(state_bytes=4.0),
-            {Kind.PARAMETERS: 2, Kind.GRADIENTS: 2, Kind.STATES: 8},
-        ),
         (OptimizerCost(), {Kind.PARAMETERS: 2, Kind.GRADIENTS: 2, Kind.STATES: 4}),
         (OptimizerCost(state_bytes=4.0, in_backward=True), {Kind.PARAMETERS: 2, Kind.STATES: 8}),
         (
@@ -347,7 +297,6 @@ def test_host_bytes_a_parameter(cost: OptimizerCost | None, expected: dict[Kind,
     ("cost", "moved"),
     [
         (OptimizerCost(state_bytes=4.0), 22),  # bf16 p, g; float32 m, v
-        (OptimizerCost(), 14),
         (OptimizerCost(states=0), 6),
         (OptimizerCost(master_bytes=4.0, grad_bytes=2.0), 28),  # 12 read and written, 2 + 2
     ],
@@ -376,7 +325,6 @@ def test_bytes_of_the_update(cost: OptimizerCost, moved: int) -> None:
 def test_costs_follow_the_options(options: dict[str, Any], expected: OptimizerCost) -> None:
     assert OptimizerCost.of(Options.resolve(device="cpu", **options)) == expected
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    found = OptimizerCost.of(
-        Options.resolve(device="cpu", optimizer=optimizer, **options), states=1
-    )
+    in_backward = Options.resolve(device="cpu", optimizer=optimizer, **options)
+    found = OptimizerCost.of(in_backward, states=1)
     assert found.in_backward and found.arithmetic_s == 0.0 and found.states == 1
