@@ -17,7 +17,7 @@ from megacompile.runtime.checkpoint.files import Entry, entries_of
 
 pytest.importorskip("safetensors")
 
-CASES = 400  # of each kind
+CASES = 150  # of each kind
 DEEP = "[" * 100_000
 INDEX = "model.safetensors.index.json"
 ODD: tuple[Any, ...] = (
@@ -138,13 +138,9 @@ def _offsets(first: Any, end: Any) -> Callable[[Any], None]:
 
 
 HEADERS: dict[str, bytes | Callable[[Any], None]] = {
-    "deep": DEEP.encode(),
     "deep inside": b'{"a": ' + DEEP.encode(),
     "not utf-8": b'{"\xff": 1}',
-    "utf-16": '{"a": {}}'.encode("utf-16"),
-    "a number": b"12",
     "a list": b"[1, 2]",
-    "null": b"null",
     "many digits": b'{"a": ' + b"9" * 5000 + b"}",
     "twice": b'{"a": {"dtype":"F32","shape":[1],"data_offsets":[0,4]},'
     b'"a": {"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
@@ -155,7 +151,6 @@ HEADERS: dict[str, bytes | Callable[[Any], None]] = {
     "out of the file": _offsets(10**9, 10**9 + 4),
     "huge": _offsets(2**64, 2**64 + 4),
     "overlap": _offsets(0, 4),
-    "shape is text": lambda header: header["c"].update(shape="1"),
     "shape is deep": lambda header: header["c"].update(shape=[[1]]),
     "shape is huge": lambda header: header["c"].update(shape=[2**40, 2**40]),
     "shape is true": lambda header: header["c"].update(shape=[True]),
@@ -180,14 +175,9 @@ def test_header(file: Path, case: str) -> None:
 
 
 INDICES: dict[str, bytes] = {
-    "a number is a file": b'{"weight_map": {"a": 3}}',
     "a list is a file": b'{"weight_map": {"a": ["model.safetensors"]}}',
-    "null is a file": b'{"weight_map": {"a": null}}',
     "pairs": b'{"weight_map": [["a", "model.safetensors"]]}',
-    "text": b'{"weight_map": "model.safetensors"}',
     "deep": DEEP.encode(),
-    "deep inside": b'{"weight_map": ' + DEEP.encode(),
-    "a list": b"[]",
     "none": b"",
     "not utf-8": b'{"weight_map": {"\xff": "model.safetensors"}}',
     "twice": b'{"weight_map": {"a": "model.safetensors", "a": "model.safetensors"}}',
