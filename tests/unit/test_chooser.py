@@ -35,17 +35,20 @@ def sought(made: AbstractProgram) -> Any:
     return planned.found
 
 
-def test_buckets_go_where_the_plan_wants_them() -> None:
-    """And then the same is not sought again."""
+def test_buckets_go_where_the_plan_wants_them_and_go_on_with_less_memory() -> None:
     made = program()
     schedule = made.schedule()
     found = sought(made)
     assert found.choice.resident, "all of it fits"
     assert schedule.plan.resident == found.choice.resident
-    assert made.plans.placement == Placement(found.choice.resident)
-    assert made.schedule().plan == schedule.plan
+    before = made.plans.placement
+    assert before == Placement(found.choice.resident)
     made.compiler.replan()
-    assert made.schedule().plan == schedule.plan and sought(made) is found
+    assert made.schedule().plan == schedule.plan and sought(made) is found, "nothing is sought anew"
+    assert made.compiler.step_down()
+    made.compiler.replan()
+    made.schedule()
+    assert sought(made) is not found and made.plans.placement.resident < before.resident
 
 
 def test_other_buckets_than_it_wanted_are_planned_for() -> None:
@@ -68,16 +71,6 @@ def test_buckets_that_stay_are_not_asked_for() -> None:
     assert made.compiler.wants(placement) == placement
     assert schedule.plan.resident == frozenset()
     assert any("a hook is on a node" in reason for reason in schedule.plan.reasons)
-
-
-def test_with_less_memory_it_is_decided_anew() -> None:
-    made = program()
-    made.schedule()
-    before, found = made.plans.placement, sought(made)
-    assert made.compiler.step_down()
-    made.compiler.replan()
-    made.schedule()
-    assert sought(made) is not found and made.plans.placement.resident < before.resident
 
 
 class Broken(nn.Module):
@@ -110,11 +103,8 @@ def test_each_graph_decides_about_its_own_buckets() -> None:
     assert [schedule.plan.resident for schedule in schedules] == keys
     plans = made[0].plans
     assert plans.placement.resident == keys[0] | keys[1]
-    found = [planned.found for planned in plans.compiler.chooser._planned.values()]
     plans.compiler.replan()
     assert [each.schedule().plan.resident for each in made] == keys, "nothing moves again"
-    again = [planned.found for planned in plans.compiler.chooser._planned.values()]
-    assert all(any(one is other for other in found) for one in again), "nothing is sought again"
 
 
 @pytest.mark.parametrize(("layers", "left"), [(4.5, 1), (5.5, 3)])
@@ -129,7 +119,7 @@ def test_a_later_graph_takes_what_earlier_ones_leave(layers: float, left: int) -
     assert device_memory(schedules, optimizer=cost).peak.total_bytes <= budget
 
 
-@pytest.mark.parametrize("in_backward", [False, True], ids=["exact", "in the backward"])
+@pytest.mark.parametrize("in_backward", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_buckets_of_every_graph_move_once(in_backward: bool) -> None:
     """Those of one that comes later move later; the run is bitwise that without moves."""
     found, places = [], []
@@ -137,11 +127,9 @@ def test_buckets_of_every_graph_move_once(in_backward: bool) -> None:
         torch.manual_seed(0)
         model: Any = Broken(32)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        given: dict[str, Any] = {
-            "resident": resident,
-            "optimizer": optimizer if in_backward else None,
-        }
-        megacompile(model, device="cpu", lowering="eager", gpu_memory="1GiB", **given)
+        given: dict[str, Any] = {"optimizer": optimizer} if in_backward else {}
+        given |= {"resident": resident, "gpu_memory": "1GiB"}
+        megacompile(model, device="cpu", lowering="eager", **given)
         for i in range(5):
             torch.manual_seed(i)
             model(torch.randn(4, 32), more=i >= 2).backward()
@@ -202,20 +190,15 @@ def test_less_is_nine_tenths_of_what_was_needed(plans: list[tuple[int, int]], li
     assert made.size_bytes() == limit
 
 
-@pytest.mark.parametrize(
-    ("plans", "options"),
-    [
-        ([], {"gpu_memory": GIB}),
-        ([(5000, 5000)], {"gpu_memory": GIB}),  # the smallest plan
-        ([(1000, 5000)], {}),  # on the CPU nothing is planned
-    ],
-)
-def test_where_nothing_is_left_to_give(
-    plans: list[tuple[int, int]], options: dict[str, Any]
-) -> None:
-    made = budget(*plans, **options)
-    before = made.size_bytes()
-    assert made.step_down() == "" and made.size_bytes() == before
+def test_where_nothing_is_left_to_give() -> None:
+    """Nothing or the smallest plan was made; on the CPU nothing is planned."""
+    for made in (
+        budget(gpu_memory=GIB),
+        budget((5000, 5000), gpu_memory=GIB),
+        budget((1000, 5000)),
+    ):
+        before = made.size_bytes()
+        assert made.step_down() == "" and made.size_bytes() == before
 
 
 def test_of_several_graphs_the_reasons_say_which() -> None:

@@ -143,8 +143,8 @@ def test_it_is_the_host_that_is_short() -> None:
     assert search(more(tower, lacks)) is not None
 
 
-@pytest.mark.parametrize("device", [0.05, 0.3, 0.7])
-@pytest.mark.parametrize(("host", "disk"), [(0.02, None), (0.3, 0.1), (0.6, None), (None, 0.1)])
+@pytest.mark.parametrize("device", [0.05, 0.3])
+@pytest.mark.parametrize(("host", "disk"), [(0.02, None), (0.3, 0.1), (None, 0.1)])
 def test_with_what_is_lacking_it_fits(
     device: float, host: float | None, disk: float | None
 ) -> None:
