@@ -27,20 +27,6 @@ def test_the_collector_is_as_before_afterwards_whatever_happens() -> None:
     assert any(each is old for each in every_object())
 
 
-def test_what_is_left_out_is_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To count walks through all of it."""
-    counted: list[None] = []
-
-    def count() -> int:
-        counted.append(None)
-        return 0
-
-    monkeypatch.setattr(gc, "get_freeze_count", count)
-    with old_objects_left_out(), old_objects_left_out():
-        pass
-    assert len(counted) == 1
-
-
 def test_who_never_wants_it_to_run_is_heeded() -> None:
     before = gc.get_threshold()
     gc.set_threshold(0)

@@ -55,8 +55,6 @@ def test_faster_machines_have_greater_figures() -> None:
         assert values == sorted(values, reverse=True), rate
     assert faster(H200, "compute", 2.0).matmul8_tflop_s == 2 * 1609.0
     assert faster(known("a100"), "compute", 2.0).matmul8_tflop_s is None
-    with pytest.raises(OptionError, match="h300"):
-        known("h300")
 
 
 def test_replace_gives_another_machine() -> None:
@@ -123,17 +121,18 @@ def test_a_file_that_has_no_figures_is_not_taken(cache: Path) -> None:
     assert rates.cached(CPU) is None, "nor is a FIFO waited for"
 
 
-def test_another_torch_format_or_number_of_threads_is_another_machine(
+def test_another_torch_or_number_of_threads_is_another_machine(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)  # the host's rates depend on them
-    assert rates.cached(CPU) is None
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent.parent))
-    assert rates.cached(CPU) == H200
-    monkeypatch.setattr(torch, "__version__", "9.9")
-    assert rates.cached(CPU) is None
     assert f"v{rates._FORMAT}" in cache.name
+    for holder, name, value in (
+        (torch, "get_num_threads", lambda: 99),
+        (torch, "__version__", "9"),
+    ):
+        with monkeypatch.context() as other:
+            other.setattr(holder, name, value)
+            assert rates.cached(CPU) is None
+    assert rates.cached(CPU) == H200
 
 
 def test_ranks_measure_again_what_is_measured_again(
@@ -192,8 +191,9 @@ def test_a_machine_is_measured_though_that_cannot_be_kept(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    state = torch.get_rng_state()
-    with pytest.warns(UserWarning, match="XDG_CACHE_HOME"):
+    state, clock = torch.get_rng_state(), time.perf_counter
+    with monkeypatch.context() as hurried, pytest.warns(UserWarning, match="XDG_CACHE_HOME"):
+        hurried.setattr(time, "perf_counter", lambda: 50 * clock())
         found = rates.load("cpu", again=True)
     assert torch.equal(state, torch.get_rng_state())
     assert found.name == "CPU" and found.sustained <= 1.0
