@@ -88,20 +88,6 @@ def test_gradients_of_inputs_and_of_values_with_several_uses() -> None:
     assert capture(Net(Net.chain), X).build("differentiate").gradients == ()
 
 
-def test_the_gradient_of_an_output_that_is_used_too() -> None:
-    """Of the two outputs, `schedule.tangents` names the one that gets a gradient."""
-
-    def outputs(net: Net, x: Tensor) -> Any:
-        first = net.layers[0](net.embed(x))
-        return first, net.head(first).sum()
-
-    captured = capture(Net(outputs), X)
-    first, last = (differentiate(captured.templates(output=k)) for k in (0, 1))
-    assert text(first) == "0F 1F 2F | 1B 0B", "the head gives nothing"
-    assert text(last) == "0F 1F 2F | 2B 1B 0B"
-    assert takes(last).startswith("2B(") and "t1" in takes(last)
-
-
 def test_what_is_changed_is_copied_before_once() -> None:
     """What the backward takes is the value that the forward read."""
     schedule = capture(nn.Sequential(Counting(), Counting()), X).build("differentiate")

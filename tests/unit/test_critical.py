@@ -11,7 +11,6 @@ import pytest
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.simulate import simulate
-from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.tracing import critical_path
@@ -143,29 +142,6 @@ def test_the_hosts_update_is_what_a_prefetch_waited_for() -> None:
     names = [name for name, _, _ in path(timeline)]
     assert names == ["0OFFLOAD_GRAD", "0UPDATE", "1UPDATE", "1PREFETCH@1", "1F", "1B"]
     assert critical_path.waited_s(critical_path.critical_path(timeline, MODEL))[HOST] == 4.5
-
-
-def test_a_prefetch_waited_for_the_update_that_its_token_names() -> None:
-    """Without its token it waited for the prefetch before it, and for what is not recorded."""
-    spans = (
-        ("0F", "compute", 0.0, 1.0, 0),
-        ("0B", "compute", 1.0, 2.0, 1),
-        ("0OFFLOAD_GRAD", "d2h", 2.0, 2.5, 1),
-        ("0UPDATE", HOST, 2.5, 5.0, 2),
-        ("1UPDATE", HOST, 5.0, 7.0, 2),
-        ("0PREFETCH@0", "h2d", 2.5, 3.0, 3),
-        ("1PREFETCH@1", "h2d", 7.0, 7.5, 3),
-        ("1F", "compute", 7.5, 8.0, 3),
-    )
-    schedule = made().copy()
-    names = [name for name, _, _ in path(by_hand(*spans, schedule=schedule))]
-    assert names[-3:] == ["1UPDATE", "1PREFETCH@1", "1F"]
-    for node in ops.nodes_of(schedule.forward, ops.prefetch):
-        if ops.label(node) == "1PREFETCH@1":
-            waits = [n for n in node.all_input_nodes if n.op != "placeholder"]
-            node.kwargs = {"after": tuple(waits)}
-    names = [name for name, _, _ in path(by_hand(*spans, schedule=schedule))]
-    assert names[-4:] == ["0PREFETCH@0", "-", "1PREFETCH@1", "1F"]
 
 
 def test_clocks_may_be_apart_by_microseconds() -> None:

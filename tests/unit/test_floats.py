@@ -132,13 +132,3 @@ def test_bools_and_ints_of_a_float_are_computed_ahead() -> None:
     for t in (0.3, 0.3 + 1e-7):
         for k, (want, got) in enumerate(zip(chosen(X, t), function(X, t), strict=True)):
             assert_as_plain(want, got, f"{k} of {t}")
-
-
-def test_an_int_of_a_size_by_way_of_a_float_is_a_size() -> None:
-    def part(x: Tensor, rows: Any) -> list[Any]:
-        return [x.new_ones((torch.sym_int(rows * 0.3),)) * (rows * 0.5)]
-
-    function = compiled(traced(part, [X], {ROWS: 9}))
-    for rows in (9, 6, 41):
-        (want,), (got,) = part(X, rows), function(X, rows)
-        assert_as_plain(want, got, str(rows))

@@ -218,20 +218,6 @@ def _tangents() -> int:
     return ACTIVATION.size_bytes
 
 
-def test_residuals_that_the_backward_does_not_take_end_at_the_turn() -> None:
-    schedule = build(Spec(keep=frozenset({2})))
-    before = {(m.graph, m.label): m.total_bytes for m in device_memory(schedule).moments}
-    graph = schedule.forward
-    (free,) = [n for n in ops.nodes_of(graph, ops.free) if _node(n.args[0]).name == "y1_0"]
-    value = _node(free.args[0])
-    graph.erase_node(free)
-    outputs, saved_values = ops.returned(graph)
-    graph.output_node().args = ((outputs, (*saved_values, value)),)
-    after = {(m.graph, m.label): m.total_bytes for m in device_memory(schedule).moments}
-    more = {key: after[key] - before[key] for key in after if after[key] != before[key]}
-    assert more == {("forward", "3F"): ACTIVATION.size_bytes}
-
-
 def test_slots_are_shared_by_captured_graphs() -> None:
     schedule = build(Spec(slots=3))
     both = device_memory([schedule, schedule])

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile import DeviceMemoryError, HostMemoryError
 from megacompile.cost.hardware import H200
 from megacompile.passes.schedule.plan import ROWS, reruns
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
@@ -21,8 +20,7 @@ from megacompile.plan.nearest import DEVICE, DISK, HOST, lacking, nearest
 from megacompile.plan.planner import search
 from megacompile.plan.problem import Problem
 from megacompile.plan.scenario import Scenario
-from megacompile.plan.settled import SettledPlans
-from megacompile.plan.tiling import TILES, search_in_tiles
+from megacompile.plan.tiling import search_in_tiles
 from megacompile.text import format_bytes
 
 GIB = 2**30
@@ -166,33 +164,6 @@ def test_with_what_is_lacking_it_fits(
         assert enough.fits_host(found) and enough.peak_bytes(found) <= enough.budget_bytes
 
 
-def refused(tower: Problem) -> tuple[type[Exception], str]:
-    made = program()
-    assert tower.host_budget_bytes is not None
-    hardware = H200.replace(host_bytes=tower.host_budget_bytes)
-    other = made.compiler.other(
-        made.compiler.setting.options, hardware=hardware, budget_bytes=tower.budget_bytes
-    )
-    with pytest.raises((HostMemoryError, DeviceMemoryError)) as raised:
-        SettledPlans(other).schedule(*made.planned())
-    return raised.type, str(raised.value)
-
-
-def test_an_error_says_what_is_needed_and_missing_of_each_memory() -> None:
-    small = replace(problem(), budget_bytes=GIB // 64, host_budget_bytes=100 * GIB)
-    for memory, error, tower in (
-        (HOST, HostMemoryError, short_host()),
-        (DEVICE, DeviceMemoryError, small),
-    ):
-        kind, text = refused(tower)
-        tower = tower.in_tiles(TILES[-1])  # which need less
-        found = nearest(tower)
-        missing = lacking(tower, found)
-        assert kind is error and [*missing] == [memory]
-        assert f"with {format_bytes(missing[memory])} more of {memory}" in text
-        assert format_bytes(tower.peak_bytes(found)) in text
-
-
 def scenario(made: AbstractProgram, *, accumulate: bool = False, host: int = 2**40) -> Scenario:
     schedule = made.schedule(accumulate=accumulate)
     return Scenario((schedule,), H200, made.compiler.setting.cost(), True, GIB, host)
@@ -226,40 +197,6 @@ def test_no_option_is_named_that_is_there_already() -> None:
 
 def disk_lines(changed: Scenario) -> list[str]:
     return [line for line in why_not(changed) if "disk" in line.partition(":")[0]]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("in_backward", "frozen"), [(False, True), (True, False)])
-def test_parameters_on_a_disk_are_named_where_they_would_do(
-    frozen: bool, in_backward: bool
-) -> None:
-    """Against a plan that puts as much there as it takes."""
-    name = "the update in the backward" if in_backward else ""
-    now = scenario(streamed(name, layers=12, frozen=frozen))
-    kinds = now.host()
-    there = (kinds["parameters"] + kinds.get("gradients", 0)) * 9 // 10
-    other = streamed(name, layers=12, frozen=frozen, disk=True)
-    compiler = other.compiler.other(
-        other.compiler.setting.options,
-        hardware=DRIVE.replace(host_bytes=there),
-        budget_bytes=GIB,
-    )
-    schedule = SettledPlans(compiler).schedule(*other.planned())
-    made = replace(now, schedules=(schedule,), host_bytes=there, disk_bytes=GIB)
-    assert sum(made.host().values()) <= there and made.disk()["parameters"]
-    needed = sum(made.disk().values())
-    size, missing = format_bytes(needed), format_bytes(needed // 2)
-    for disk_bytes, may, expected in (
-        (None, None, ["disk=", size]),
-        (needed, None, None),
-        (needed - needed // 2, None, [missing, "disk_memory="]),
-        (None, False, ["disk=", "disk_weights=False", size]),
-        (needed, False, ["disk_weights=False", size]),
-        (needed - needed // 2, False, ["disk_weights=False", missing]),
-    ):
-        lines = disk_lines(replace(now, host_bytes=there, disk_bytes=disk_bytes, disk_weights=may))
-        assert len(lines) == (expected is not None)
-        assert all(part in lines[0] for part in expected or ())
 
 
 def test_parameters_on_a_disk_are_not_named_where_they_would_not_do() -> None:
