@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -165,10 +165,7 @@ def raises(rank: Agreement) -> None:
 def test_ranks_that_do_the_same_go_on(pair: list[Agreement]) -> None:
     nothing = Collectives("forward of Net", (), "digest n")
     assert each(pair, runs(FORWARD, BACKWARD), runs(FORWARD, nothing, BACKWARD)) == ["", ""]
-    assert each(pair, lambda rank: rank.meet("save()"), lambda rank: rank.meet("save()")) == [
-        "",
-        "",
-    ]
+    assert each(pair, *2 * [lambda rank: rank.meet("save()")]) == ["", ""]
     assert [rank.notes.position[:2] for rank in pair] == [(3, 1)] * 2
 
 
@@ -293,24 +290,14 @@ def test_the_groups_of_a_mesh_end_at_once() -> None:
     assert all(group.is_over for group in groups)
 
 
-@dataclass
-class Event:
-    """Of a collective that others may never answer."""
-
-    done: threading.Event = field(default_factory=threading.Event)
-
-    def query(self) -> bool:
-        return self.done.is_set()
-
-
 class Gpu:
-    """A rank whose GPU is in a collective, and what has ended that."""
+    """A rank whose GPU is in a collective that others may never answer, and what has ended that."""
 
     def __init__(self, store: HashStore) -> None:
         self.aborted: list[bool] = []
         self.agreement = agreement(store, 0, meets=False, abort=lambda: self.aborted.append(True))
-        self.notes, self.event = self.agreement.notes, Event()
-        event: Any = self.event
+        self.notes, self.done = self.agreement.notes, threading.Event()
+        event: Any = SimpleNamespace(query=self.done.is_set)
         self.agreement._flying.append(_Flying("0ALL_GATHER", event))
 
 
@@ -318,7 +305,7 @@ class Gpu:
 def gpu(store: HashStore) -> Iterator[Gpu]:
     made = Gpu(store)
     yield made
-    made.event.done.set()
+    made.done.set()
     made.notes.end()
 
 
@@ -327,7 +314,7 @@ def test_a_process_ends_behind_its_collectives(gpu: Gpu) -> None:
     ends.start()
     ends.join(0.3)
     assert ends.is_alive() and gpu.notes.are_written, "the thread would find who does not come"
-    gpu.event.done.set()
+    gpu.done.set()
     ends.join(10)
     assert not ends.is_alive() and not gpu.aborted
 

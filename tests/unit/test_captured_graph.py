@@ -82,11 +82,6 @@ def test_a_program_is_made_once_and_knows_what_it_was_captured_with() -> None:
     assert isinstance(tensor, TensorInput) and str(tensor.meta) == "f32[4, 6]"
     usual = Variant((), keep_last=True, accumulate=False, reuse=False, update=False)
     assert compiler.built == [usual] * 2
-    program = programs[0]
-    executor = program.executor(program.variant(accumulate=True))
-    assert program.executor(program.variant(accumulate=True)) is executor
-    assert program.executor(program.variant()) is not executor
-    assert [variant.accumulate for variant in compiler.built] == [False, False, True]
 
 
 def test_new_buckets_need_new_programs() -> None:
@@ -126,9 +121,6 @@ def test_an_unsupported_graph_is_said_once_and_not_tried_for_each_size() -> None
         for n in range(3, 22):
             assert equal(graph(torch.ones(n))[0], torch.full((n,), 2.0))
     assert graph.made == 6  # the calls 1, 2, 3, 5, 9 and 17
-
-
-def test_another_error_is_not_hidden() -> None:
     graph = captured(Compiler(ValueError("a bug of ours")))
     for _ in range(2):
         with pytest.raises(ValueError, match="a bug of ours"):

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from megacompile.ir.capture import Capture
 from megacompile.ir.tensors import TensorMeta
@@ -231,31 +230,6 @@ def test_a_window_is_known_up_to_its_length() -> None:
         return all(bool(condition.subs({ANY: n})) for condition in made.conditions)
 
     assert [holds(n) for n in (5, WINDOW, WINDOW + 1)] == [True, True, False]
-
-
-class Counting(TorchFunctionMode):
-    """Counts comparisons of tensors that have data."""
-
-    count = 0
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        plain = [type(arg) is Tensor and not arg.is_meta for arg in args]
-        self.count += getattr(func, "__name__", "") in ("le", "__le__") and all(plain)
-        return func(*args, **(kwargs or {}))
-
-
-def test_layers_that_make_the_same_mask_share_it() -> None:
-    with Counting() as alone:
-        told(fixed(CAUSAL["<="]))
-    with Counting() as many:
-        assert told(fixed(*[CAUSAL["<="]] * 4))[0] == [(False, True)] * 4
-    assert alone.count == many.count > 0
 
 
 def test_masks_are_computed_on_the_host_and_may_be_given_by_name() -> None:

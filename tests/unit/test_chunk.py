@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from megacompile import compat
-from megacompile.ir.capture import Ambient, Capture, TensorInput
+from megacompile.ir.capture import Capture
 from megacompile.ir.head import linear_cross_entropy
 from megacompile.ir.tensors import TensorMeta
 from megacompile.options import Head, Lowering
@@ -23,7 +22,6 @@ from megacompile.passes.capture.chunk import chunk_head, rows_of_a_chunk
 from megacompile.passes.capture.propagate import propagate
 from megacompile.runtime.ops.head import bind_operators
 from tests import handmade
-from tests.capturing import Captured, capture
 
 bind_operators()
 
@@ -182,24 +180,6 @@ def test_a_loss_in_bfloat16_stays_one() -> None:
     torch.testing.assert_close(got, want, rtol=2**-7, atol=0)
 
 
-def test_questions_of_size_become_numbers() -> None:
-    """Dynamo writes none of these where it knows the sizes; other tracers do."""
-
-    def function(x: Tensor, weight: Tensor, y: Tensor) -> tuple[Tensor, Any]:
-        logits = F.linear(x, weight)
-        shape = logits.shape
-        loss = F.cross_entropy(logits.view(shape[0] * shape[1], logits.size(-1)), y.view(-1))
-        return loss, logits.dim()
-
-    inputs = tuple(TensorInput(TensorMeta.of(t)) for t in (X, WEIGHT, IDS))
-    module = fx.symbolic_trace(function)
-    after, _ = chunked(Capture("f", module, inputs, handmade.CPU, Ambient.current(handmade.CPU)))
-    assert not largest(after, rows=BATCH * LENGTH)
-    loss, dims = after.module(X, WEIGHT, IDS)
-    torch.testing.assert_close(loss, module(X, WEIGHT, IDS)[0])
-    assert dims == 3
-
-
 # Sizes that change from call to call.
 
 
@@ -269,35 +249,3 @@ def test_chunks_are_tiles_and_equal() -> None:
         (4096, 2**24, 64),
     ):
         assert rows_of_a_chunk(rows, row_bytes, 2**30) == expected
-
-
-# As Dynamo captures it.
-
-
-class Model(nn.Module):
-    """An embedding, a layer and a head under a checkpoint."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(CLASSES, WIDTH)
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, ids: Tensor) -> Any:
-        x = torch.tanh(self.layer(self.embed(ids)))
-        return checkpoint(lambda x: flat(self.head(x), ids), x, use_reentrant=False)
-
-
-@pytest.fixture(scope="module")
-def model() -> Captured:
-    return capture(Model(), IDS, limit_bytes=4 * WIDTH * WIDTH)  # a unit a module
-
-
-def test_the_head_stays_in_its_module(model: Captured) -> None:
-    """In its meta; so the head's bucket is read by the stage that the loss is in."""
-    after, _ = chunked(model.capture)
-    stages = Captured(model.model, after, model.units, model.inputs).partition().stages
-    read = [[param.name for b in stage.buckets for param in b.params] for stage in stages]
-    assert [("head.weight" in names) for names in read] == [False] * (len(read) - 1) + [True]
-    assert len(stages) > 1 and [meta.shape for meta in stages[-1].outputs] == [()]

@@ -148,13 +148,11 @@ class Layer(nn.Linear):
 
 
 OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], list[str]]] = {
-    "none yet": (lambda model: None, {}, ["adam"]),
     "amsgrad": (
         lambda model: AdamW(model.parameters(), amsgrad=True),
         {"state_dtype": torch.bfloat16},
         ["adam"],
     ),
-    "momentum": (lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9), {}, ["sgd"]),
     "plain": (lambda model: SGD(model.parameters(), lr=0.1), {}, ["sgd"]),
     "of no rule": (lambda model: RMSprop(model.parameters()), {}, []),
     "in the backward": (lambda model: AdamW(model.parameters()), {"optimizer": None}, []),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Sequence
 
@@ -77,18 +76,6 @@ def test_weights_are_views_with_the_values_of_the_bucket() -> None:
         for place, weight, value in zip(layout.params, weights, values, strict=True):
             assert torch.equal(weight, value * factor)
             assert (weight.dtype, weight.stride()) == (place.dtype, place.stride)
-
-
-def test_views_are_made_once_for_each_slot_and_bucket() -> None:
-    one, other = layout_of(odd_tensors()), layout_of(odd_tensors()[:2], 1)
-    size = one.size_bytes
-    slots = slots_of(size, size)
-    a, b = Slot(0, size), Slot(1, size)
-    assert slots.weights(a, one) is slots.weights(a, one)
-    relabelled = dataclasses.replace(one, label="3")  # the same buffer in another schedule
-    assert slots.weights(a, relabelled) is slots.weights(a, one)
-    distinct = {id(slots.weights(s, layout)) for s in (a, b) for layout in (one, other)}
-    assert len(distinct) == 4
 
 
 def test_views_of_a_buffer_that_grew_are_made_anew() -> None:

@@ -111,16 +111,7 @@ def test_a_streamed_model() -> None:
         for _ in range(2):
             step(model, optimizer)
     found = mc.explain(model, changes=False)
-    spans = [s for s in trace.spans if s.op.lane == "compute"]
-    ends = [
-        max(s.stop_s for s in spans if s.run == i)
-        for i, run in enumerate(trace.measured.runs)
-        if run.graph == "backward"
-    ]
-    assert len(ends) == 2 and found.traced_step_s == pytest.approx(ends[1] - ends[0])
     busy = {row.stream: row.traced_s for row in found.streams}
-    inside = [s.duration_s for s in spans if ends[0] <= s.start_s < ends[1]]
-    assert busy["compute"] == pytest.approx(sum(inside))
     assert found.traced_bound == next(iter(found.traced_waits)) in busy
     assert found.traced_step_s is not None
     shares = sum(found.traced_waits.values()) + (found.traced_none_s or 0.0) / found.traced_step_s

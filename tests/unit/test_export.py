@@ -11,7 +11,7 @@ import pytest
 
 from megacompile.ir import ops
 from megacompile.verify.order import Order
-from tests.schedules import Spec, arguments, build
+from tests.schedules import Spec, build
 
 SPECS = [
     Spec(),
@@ -82,12 +82,3 @@ def test_dot_has_every_node_in_the_cluster_of_its_stream() -> None:
     assert text.count(" -> ") == graph.number_of_edges()
     assert text.count("style=bold") == 1, "one boundary"
     assert text.count("{") == text.count("}")
-
-
-def test_a_bucket_that_two_stages_read_is_of_the_first() -> None:
-    schedule = build(Spec(shared=True))
-    graph = schedule.to_networkx()
-    for name, fx_graph in schedule.graphs.items():
-        for node in ops.nodes_of(fx_graph, ops.prefetch):
-            stage = graph.nodes[f"{name}.{node.name}"]["stage"]
-            assert stage == arguments(node)[0].key

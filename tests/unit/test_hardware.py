@@ -48,11 +48,7 @@ def test_known_machines_are_whole(name: str) -> None:
         assert found.matmul8_tflop_s == pytest.approx(2 * found.matmul_tflop_s, rel=0.01)
 
 
-def test_faster_machines_have_greater_figures() -> None:
-    order = [known(name) for name in ("h200", "h100", "a100", "3090", "3080")]
-    for rate in ("matmul_tflop_s", "memory_gb_s", "h2d_gb_s", "host_memory_gb_s"):
-        values = [getattr(machine, rate) for machine in order]
-        assert values == sorted(values, reverse=True), rate
+def test_a_machine_that_is_faster_at_something() -> None:
     assert faster(H200, "compute", 2.0).matmul8_tflop_s == 2 * 1609.0
     assert faster(known("a100"), "compute", 2.0).matmul8_tflop_s is None
 
@@ -142,18 +138,16 @@ def test_ranks_measure_again_what_is_measured_again(
     mine, other = torch.device("cuda", 0), torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda device: SimpleNamespace(uuid=f"uuid-{device.index}"),
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=device.index)
     )
-    for device, ranks in ((mine, 2), (mine, 16), (other, 2)):
+    each = ((mine, 2), (mine, 16), (other, 2))
+    for device, ranks in each:
         path = rates._file_of_rank(device, ranks)
         assert path is not None
         path.write_text(json.dumps(asdict(H200)))
-        assert rates.cached_of_rank(device, ranks) == H200
+    assert [rates.cached_of_rank(*those) for those in each] == [H200] * 3
     rates._forget_of_ranks(mine)
-    assert rates.cached_of_rank(mine, 2) is rates.cached_of_rank(mine, 16) is None
-    assert rates.cached_of_rank(other, 2) == H200
+    assert [rates.cached_of_rank(*those) for those in each] == [None, None, H200]
 
 
 def test_the_disk_of_a_folder(

@@ -247,16 +247,6 @@ def test_a_target_that_is_no_class(target: int) -> None:
 # --- memory and work
 
 
-def test_flops_are_those_of_the_products() -> None:
-    head, product = make(255, bias=True), 2 * 255 * WIDTH * CLASSES
-    with FlopCounterMode(display=False) as counter:
-        loss = head.chunked(mean=True)
-    assert counter.get_total_flops() == 3 * product
-    with FlopCounterMode(display=False) as counter:
-        torch.autograd.grad(loss, head.leaves)
-    assert counter.get_total_flops() == 0
-
-
 class Watch(TorchDispatchMode):
     """The largest tensor that an operator gives, and how many matrix products there are."""
 
@@ -294,6 +284,9 @@ def test_no_more_than_a_chunk_of_logits() -> None:
 
 def test_no_work_for_gradients_that_nobody_wants() -> None:
     head, chunks = make(255), 4
+    with FlopCounterMode(display=False) as counter:
+        head.chunked(mean=True)
+    assert counter.get_total_flops() == 3 * 2 * 255 * WIDTH * CLASSES
     assert watched(run(head, False, False, False)).products == chunks
     assert watched(run(head, True, False, False)).products == 2 * chunks
     assert watched(run(head, True, True, False)).products == 3 * chunks

@@ -67,18 +67,15 @@ def test_a_locked_buffer_is_shared_with_forked_loaders(cuda: Cuda) -> None:
 
 
 def test_a_buffer_is_unmapped_with_its_last_tensor() -> None:
-    params = parameters()
-    bucket = bucket_of(params)
-    buffer = HostBuffer(bucket.layout.size_bytes, pin=False)
-    alive = weakref.ref(buffer)
-    tensors = [buffer.tensor(place) for place in bucket.layout.params]
-    view = tensors[0][3:]
-    del buffer, tensors
-    gc.collect()
+    layout = layout_of(parameters())
+    buffer = HostBuffer(layout.size_bytes, pin=False)
+    alive, view = weakref.ref(buffer), buffer.tensor(layout.params[0])[3:]
+    del buffer
+    gc.collect(1)
     assert alive() is not None
     view.fill_(1)
     del view
-    gc.collect()
+    gc.collect(1)
     assert alive() is None
 
 

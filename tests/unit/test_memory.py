@@ -17,7 +17,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import tensors_bytes
 from megacompile.ir.values import memory
 from megacompile.plan.abstract import abstract_options, abstract_schedules
-from tests.schedules import ACTIVATION, MOMENTS, SAVED, STATE, WEIGHT, Spec, build
+from tests.schedules import ACTIVATION, MOMENTS, STATE, WEIGHT, Spec, build
 
 _COMPUTES = (ops.forward, ops.recompute, ops.backward)
 
@@ -147,22 +147,6 @@ def test_real_schedules_match_the_replay(in_backward: bool) -> None:
 def moment(schedule: Schedule, graph: str, label: str) -> Moment:
     moments = device_memory(schedule).moments
     return next(m for m in moments if (m.graph, m.label) == (graph, label))
-
-
-def test_kinds_by_hand() -> None:
-    spec = Spec(stages=3, slots=2, keep=frozenset({2}))
-    schedule = build(spec)
-    assert moment(schedule, "forward", "2F").live_bytes == {
-        **dict.fromkeys(Kind, 0),
-        Kind.SLOTS: 2 * WEIGHT.size_bytes,
-        Kind.INPUTS: ACTIVATION.size_bytes,
-        Kind.ACTIVATIONS: 2 * ACTIVATION.size_bytes,  # what 1F and 2F took
-        Kind.WORKSPACE: (1 + SAVED) * ACTIVATION.size_bytes,
-    }
-    backward = moment(schedule, "backward", "2B").live_bytes
-    assert backward[Kind.SAVED] == SAVED * ACTIVATION.size_bytes
-    assert backward[Kind.GRADIENTS] == ACTIVATION.size_bytes  # the tangent
-    assert backward[Kind.WORKSPACE] == ACTIVATION.size_bytes + WEIGHT.size_bytes
 
 
 def _deferred_bytes(schedule: Schedule) -> int:

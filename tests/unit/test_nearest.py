@@ -15,17 +15,14 @@ from megacompile.cost.hardware import H200
 from megacompile.passes.schedule.plan import ROWS, reruns
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 from megacompile.plan.choice import Choice
-from megacompile.plan.fit import refusal, why_not
+from megacompile.plan.fit import why_not
 from megacompile.plan.nearest import DEVICE, DISK, HOST, lacking, nearest
 from megacompile.plan.planner import search
 from megacompile.plan.problem import Problem
 from megacompile.plan.scenario import Scenario
 from megacompile.plan.tiling import search_in_tiles
-from megacompile.text import format_bytes
 
 GIB = 2**30
-RATES = {f"disk_{way}_gb_s": 3.0 for way in ("read", "write", "read_both", "write_both")}
-DRIVE = H200.replace(**RATES)
 
 
 class Tower(nn.Module):
@@ -64,11 +61,9 @@ OPTIONS: dict[str, dict[str, Any]] = {  # as a refusal names them
 }
 
 
-def captured(model: nn.Module, x: Tensor, *, disk: bool = False, **given: Any) -> AbstractProgram:
+def captured(model: nn.Module, x: Tensor, **given: Any) -> AbstractProgram:
     options = abstract_options(device="cpu", **given)
-    if disk:
-        options = replace(options, disk="/absent", disk_memory=GIB)
-    (found,) = abstract_programs(model, (x,), options=options, hardware=DRIVE)
+    (found,) = abstract_programs(model, (x,), options=options, hardware=H200)
     return found
 
 
@@ -81,22 +76,15 @@ def program(kind: type[nn.Module] = Tower) -> AbstractProgram:
 
 
 @cache
-def streamed(
-    name: str = "", *, layers: int = 1, frozen: bool = False, disk: bool = False
-) -> AbstractProgram:
-    """With options of a refusal; no bucket lives on the device.
-
-    Args:
-        frozen: biases alone are trained.
-        disk: there is one.
-    """
+def streamed(name: str = "", *, layers: int = 1, frozen: bool = False) -> AbstractProgram:
+    """With options of a refusal; no bucket lives on the device. `frozen`: biases alone train."""
     model = Tower(*[512] * layers, width=256).to("meta")
     for param in model.parameters():
         param.requires_grad_(param.dim() == 1 or not frozen)
     given = {"gpu_memory": GIB, "resident": 0, **OPTIONS.get(name, {})}
     if "optimizer" in given:
         given["optimizer"] = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
-    return captured(model, torch.empty(64, 256, device="meta"), disk=disk, **given)
+    return captured(model, torch.empty(64, 256, device="meta"), **given)
 
 
 def problem(made: AbstractProgram | None = None, **changes: Any) -> Problem:
@@ -164,9 +152,9 @@ def test_with_what_is_lacking_it_fits(
         assert enough.fits_host(found) and enough.peak_bytes(found) <= enough.budget_bytes
 
 
-def scenario(made: AbstractProgram, *, accumulate: bool = False, host: int = 2**40) -> Scenario:
+def scenario(made: AbstractProgram, *, accumulate: bool = False) -> Scenario:
     schedule = made.schedule(accumulate=accumulate)
-    return Scenario((schedule,), H200, made.compiler.setting.cost(), True, GIB, host)
+    return Scenario((schedule,), H200, made.compiler.setting.cost(), True, GIB, 2**40)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -184,8 +172,6 @@ def test_options_of_the_optimizer_need_what_is_said(accumulate: bool) -> None:
         fits = [name for name in sizes if needed[name] <= there]
         said = [line for line in lines if any(f"with {name} it" in line for name in sizes)]
         assert len(said) == ([*sizes].index(fits[0]) + 1 if fits else len(sizes))
-        for line, (name, size) in zip(said, sizes.items(), strict=False):
-            assert format_bytes(size) in line and ("either" in line) == (name not in fits)
 
 
 def test_no_option_is_named_that_is_there_already() -> None:
@@ -193,10 +179,6 @@ def test_no_option_is_named_that_is_there_already() -> None:
     assert [*scenario(streamed(in_8_bits)).host_with_less()] == [in_backward]
     assert [*scenario(streamed(in_backward)).host_with_less()] == [in_8_bits]
     assert not scenario(streamed(both)).host_with_less()
-
-
-def disk_lines(changed: Scenario) -> list[str]:
-    return [line for line in why_not(changed) if "disk" in line.partition(":")[0]]
 
 
 def test_parameters_on_a_disk_are_not_named_where_they_would_not_do() -> None:
@@ -214,27 +196,8 @@ def test_parameters_on_a_disk_are_not_named_where_they_would_not_do() -> None:
         ({"host_bytes": there, **every}, False),
     ):
         changed: Any = changes
-        assert bool(disk_lines(replace(now, **changed))) == named
-
-
-def test_a_disk_that_is_too_small() -> None:
-    """The host has enough: the disk alone is short."""
-    tower = problem(host_budget_bytes=100 * GIB, budget_bytes=GIB)
-    keys = frozenset(bucket.key for bucket in tower.buckets)
-    choice = Choice(0, on_disk=keys)
-    there = tower.tiers.of_disk(choice) // 4
-    now = Scenario(
-        (tower.schedule(choice),),
-        tower.hardware,
-        tower.optimizer,
-        device_bytes=GIB,
-        host_bytes=100 * GIB,
-        disk_bytes=there,
-    )
-    first, *_, last = refusal(now, tower.peak_bytes(choice)).splitlines()
-    missing = lacking(replace(tower, disk_budget_bytes=there), choice)
-    assert [*missing] == [DISK] and DISK in first
-    assert format_bytes(missing[DISK]) in last and "disk_memory=" in last
+        lines = why_not(replace(now, **changed))
+        assert any("disk" in line.partition(":")[0] for line in lines) == named
 
 
 def test_no_more_tiles_are_tried_where_nothing_can_be_cut() -> None:
