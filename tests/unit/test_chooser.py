@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,20 +56,14 @@ def test_other_buckets_than_it_wanted_are_planned_for() -> None:
     made = program()
     streamed = made.compiler.plan(*made.planned(), Placement())
     assert streamed.plan.resident == frozenset(), "a schedule is for the buckets where they are"
-    wanted = made.compiler.wants(Placement()).resident
-    assert wanted
+    (key, *_) = made.compiler.wants(Placement()).resident
     made.compiler.replan()
-    (key, *_) = wanted
     schedule = made.compiler.plan(*made.planned(), Placement(frozenset({key})))
     assert schedule.plan.resident == {key}
     assert made.compiler.wants(Placement()) == Placement(), "the first decides, and was given up"
-
-
-def test_buckets_that_stay_are_not_asked_for() -> None:
-    made = program()
-    placement = Placement(stays="a hook is on a node")
+    made, placement = program(), Placement(stays="a hook is on a node")
     schedule = made.compiler.plan(*made.planned(), placement)
-    assert made.compiler.wants(placement) == placement
+    assert made.compiler.wants(placement) == placement, "what stays is not asked for"
     assert schedule.plan.resident == frozenset()
     assert any("a hook is on a node" in reason for reason in schedule.plan.reasons)
 
@@ -91,16 +86,14 @@ class Broken(nn.Module):
 
 
 def two_programs(gpu_memory: int, **options: Any) -> list[AbstractProgram]:
-    made = captured(Broken(), 64, WIDTH, dtype=torch.float32, gpu_memory=gpu_memory, **options)
-    assert len(made) == 2
-    return made
+    return captured(Broken(), 64, WIDTH, dtype=torch.float32, gpu_memory=gpu_memory, **options)
 
 
 def test_each_graph_decides_about_its_own_buckets() -> None:
     made = two_programs(GIB)
     schedules = [each.schedule() for each in made]
     keys = [{bucket.key for bucket in schedule.buckets} for schedule in schedules]
-    assert [schedule.plan.resident for schedule in schedules] == keys
+    assert len(keys) == 2 and [schedule.plan.resident for schedule in schedules] == keys
     plans = made[0].plans
     assert plans.placement.resident == keys[0] | keys[1]
     plans.compiler.replan()
@@ -144,22 +137,12 @@ def test_buckets_of_every_graph_move_once(in_backward: bool) -> None:
 # --- the budget
 
 
-class Floor:
-    """A problem of which no more is asked than what its smallest plan needs."""
-
-    def __init__(self, floor_bytes: int) -> None:
-        self.floor = floor_bytes
-
-    def floor_bytes(self) -> int:
-        return self.floor
-
-
 def budget(*plans: tuple[int, int], **options: Any) -> Budget:
-    """After plans with these floors and peaks."""
+    """After plans with these floors, which is what the smallest ones need, and peaks."""
     given = abstract_options(device="cpu", **options)
     made = Budget(Setting(given, H200.replace(device_bytes=10 * GIB)))
     for floor, peak in plans:
-        problem: Any = Floor(floor)
+        problem: Any = SimpleNamespace(floor_bytes=lambda floor=floor: floor)
         made.note(problem, peak)
     return made
 
@@ -174,20 +157,17 @@ def test_the_user_comes_first() -> None:
         assert Budget(machine).size_bytes() == pytest.approx(used, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("plans", "limit"),
-    [
+def test_less_is_nine_tenths_of_what_was_needed() -> None:
+    for plans, limit in (
         ([(1000, 5000)], 4500),
         ([(1000, 5000), (2000, 3000)], 4500),  # the largest plan was too much
         ([(4800, 5000)], 4800),  # less than that is not possible
         ([(4800, 5000), (1000, 2000)], 4500),  # for one graph it is
-    ],
-)
-def test_less_is_nine_tenths_of_what_was_needed(plans: list[tuple[int, int]], limit: int) -> None:
-    made = budget(*plans, gpu_memory=GIB)
-    assert made.step_down() and made.size_bytes() == limit
-    assert made.step_down() == "", "nothing was planned with it yet"
-    assert made.size_bytes() == limit
+    ):
+        made = budget(*plans, gpu_memory=GIB)
+        assert made.step_down() and made.size_bytes() == limit
+        assert made.step_down() == "", "nothing was planned with it yet"
+        assert made.size_bytes() == limit
 
 
 def test_where_nothing_is_left_to_give() -> None:

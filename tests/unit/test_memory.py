@@ -17,7 +17,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import tensors_bytes
 from megacompile.ir.values import memory
 from megacompile.plan.abstract import abstract_options, abstract_schedules
-from tests.schedules import ACTIVATION, MOMENTS, STATE, WEIGHT, Spec, build
+from tests.schedules import ACTIVATION, MOMENTS, STATE, WEIGHT, Spec, build, find
 
 _COMPUTES = (ops.forward, ops.recompute, ops.backward)
 
@@ -149,57 +149,37 @@ def moment(schedule: Schedule, graph: str, label: str) -> Moment:
     return next(m for m in moments if (m.graph, m.label) == (graph, label))
 
 
-def _deferred_bytes(schedule: Schedule) -> int:
-    assert schedule.backward is not None
-    deferred = len(ops.nodes_of(schedule.backward, ops.defer_free)) * STATE.size_bytes
-    assert deferred > 0
-    return deferred
-
-
 def test_one_forward_reclaims_what_every_backward_parked() -> None:
     """Of two graphs: the later one's backward runs first; both have deferred at the end."""
     schedule = build(Spec(stages=4, update=True))
-    deferred = _deferred_bytes(schedule)
+    deferred = len(ops.nodes_of(schedule.graphs["backward"], ops.defer_free)) * STATE.size_bytes
     moments = device_memory([schedule, schedule]).moments
     forwards = [m.live_bytes[Kind.STATES] for m in moments if m.graph == "forward"]
-    assert forwards == [2 * deferred] * 3 + [0] * 5
+    assert deferred > 0 and forwards == [2 * deferred] * 3 + [0] * 5
     second, first = (m for m in moments if (m.graph, m.label) == ("backward", "3RECOMPUTE"))
     assert second.live_bytes[Kind.STATES] == MOMENTS.size_bytes
     assert first.live_bytes[Kind.STATES] == deferred + MOMENTS.size_bytes  # the second's new ones
 
 
-LEFT = Spec(stages=3, device=frozenset({0, 2}))
-
-
-def with_drain(schedule: Schedule) -> Schedule:
-    """A drain behind the forward's second stage."""
-    (later,) = [n for n in ops.nodes_of(schedule.forward, ops.forward) if ops.label(n) == "2F"]
-    with schedule.forward.inserting_before(later):
-        ops.call(schedule.forward, ops.drain)
-    return schedule
-
-
 def test_what_a_backward_leaves_lives_until_a_forward_drains_it() -> None:
     """Gradients and states of two buckets, which the update changes where they are."""
-    schedule = with_drain(build(LEFT))
-    live = [(m.graph, m.label, m.live_bytes) for m in device_memory(schedule).moments]
-    states = [(g, label, m[Kind.STATES] // STATE.size_bytes) for g, label, m in live]
-    held = [n for graph, label, n in states if graph == "forward"]
-    assert held == [2, 2, 0]
+    schedule = build(Spec(stages=3, device=frozenset({0, 2})))
+    with schedule.forward.inserting_before(find(schedule, "forward", "2F")):
+        ops.call(schedule.forward, ops.drain)
+    moments = device_memory(schedule).moments
+    states = [(m.graph, m.label, m.live_bytes[Kind.STATES] // STATE.size_bytes) for m in moments]
+    assert [n for graph, _, n in states if graph == "forward"] == [2, 2, 0]
     # one is fetched for the last stage, one for the first
-    held = [n for graph, label, n in states if graph == "backward" and label.endswith("B")]
-    assert held == [1, 1, 2]
-    assert [(label, n) for graph, label, n in states if graph == "update"] == [
-        ("2UPDATE", 2),
-        ("0UPDATE", 2),
+    assert [n for graph, label, n in states if graph == "backward" and label[-1] == "B"] == [
+        1,
+        1,
+        2,
     ]
-    start, end = live[0][2], live[-1][2]
-    assert start[Kind.GRADIENTS] == 2 * WEIGHT.size_bytes == end[Kind.GRADIENTS] - _tangents()
-
-
-def _tangents() -> int:
-    """What a backward returns is the user's, who still has it when the update comes."""
-    return ACTIVATION.size_bytes
+    update = [("update", "2UPDATE", 2), ("update", "0UPDATE", 2)]
+    assert [each for each in states if each[0] == "update"] == update
+    start, end = (m.live_bytes[Kind.GRADIENTS] for m in (moments[0], moments[-1]))
+    # what a backward returns is the user's, who still has it when the update comes
+    assert start == 2 * WEIGHT.size_bytes == end - ACTIVATION.size_bytes
 
 
 def test_slots_are_shared_by_captured_graphs() -> None:
@@ -239,62 +219,48 @@ def test_results_that_share_memory_count_once() -> None:
 # --- the host
 
 
-@pytest.mark.parametrize(
-    ("cost", "expected"),
-    [
-        (None, {Kind.PARAMETERS: 2, Kind.GRADIENTS: 2}),
-        (OptimizerCost(), {Kind.PARAMETERS: 2, Kind.GRADIENTS: 2, Kind.STATES: 4}),
-        (OptimizerCost(state_bytes=4.0, in_backward=True), {Kind.PARAMETERS: 2, Kind.STATES: 8}),
-        (
-            OptimizerCost(master_bytes=4.0, grad_bytes=2.0),
-            {Kind.PARAMETERS: 2, Kind.MASTERS: 4, Kind.GRADIENTS: 2, Kind.STATES: 8},
-        ),
-        (
-            OptimizerCost(master_bytes=4.0),
-            {Kind.PARAMETERS: 2, Kind.MASTERS: 4, Kind.GRADIENTS: 4, Kind.STATES: 8},
-        ),
-    ],
-)
-def test_host_bytes_a_parameter(cost: OptimizerCost | None, expected: dict[Kind, int]) -> None:
-    schedule = build(Spec(update=cost is not None and cost.in_backward))  # bf16
+P, G, S, M = Kind.PARAMETERS, Kind.GRADIENTS, Kind.STATES, Kind.MASTERS
+NARROW = OptimizerCost(master_bytes=4.0, grad_bytes=2.0)
+COSTS: list[tuple[OptimizerCost | None, dict[Kind, int], int]] = [
+    # bytes of a bf16 parameter on the host, and moved in its update
+    (None, {P: 2, G: 2}, 0),
+    (OptimizerCost(), {P: 2, G: 2, S: 4}, 14),
+    (OptimizerCost(states=0), {P: 2, G: 2}, 6),
+    (OptimizerCost(state_bytes=4.0), {P: 2, G: 2, S: 8}, 22),
+    (OptimizerCost(state_bytes=4.0, in_backward=True), {P: 2, S: 8}, 0),
+    (NARROW, {P: 2, M: 4, G: 2, S: 8}, 28),  # 12 read and written, 2 + 2
+    (OptimizerCost(master_bytes=4.0), {P: 2, M: 4, G: 4, S: 8}, 30),
+]
+
+
+@pytest.mark.parametrize(("cost", "expected", "moved"), COSTS)
+def test_host_bytes_a_parameter(
+    cost: OptimizerCost | None, expected: dict[Kind, int], moved: int
+) -> None:
+    schedule = build(Spec(update=cost is not None and cost.in_backward))
     numel = sum(p.numel for b in schedule.buckets for p in b.params)
-    assert host_memory(schedule, cost) == {kind: n * numel for kind, n in expected.items()}
-    inference = host_memory(build(Spec(training=False)), cost)
-    assert set(inference) <= {Kind.PARAMETERS, Kind.MASTERS}
+    found = host_memory(schedule, cost)
+    assert {kind: n for kind, n in found.items() if n} == {
+        k: n * numel for k, n in expected.items()
+    }
+    assert set(host_memory(build(Spec(training=False)), cost)) <= {P, M}
+    if cost is not None:
+        updates = host_updates(schedule, cost)
+        assert [u.bucket.label for u in updates] == (["0", "1", "2", "3"] if moved else [])
+        assert all(u.size_bytes == u.numel * moved for u in updates)
 
 
-@pytest.mark.parametrize(
-    ("cost", "moved"),
-    [
-        (OptimizerCost(state_bytes=4.0), 22),  # bf16 p, g; float32 m, v
-        (OptimizerCost(states=0), 6),
-        (OptimizerCost(master_bytes=4.0, grad_bytes=2.0), 28),  # 12 read and written, 2 + 2
-    ],
-)
-def test_bytes_of_the_update(cost: OptimizerCost, moved: int) -> None:
-    schedule = build(Spec(stages=3))
-    found = host_updates(schedule, cost)
-    assert [u.bucket.label for u in found] == ["0", "1", "2"]
-    assert all(u.numel == 64 and u.size_bytes == 64 * moved for u in found)
-    assert host_updates(schedule, OptimizerCost(in_backward=True)) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
+def test_costs_follow_the_options() -> None:
+    given: list[tuple[dict[str, Any], OptimizerCost]] = [
         ({}, OptimizerCost()),
         ({"state_dtype": torch.float32}, OptimizerCost(state_bytes=4.0)),
         ({"state_dtype": "int8"}, OptimizerCost(state_bytes=1 + 1 / 64, arithmetic_s=2.5)),
         ({"stochastic_rounding": True}, OptimizerCost(arithmetic_s=0.8)),
-        (
-            {"compute_dtype": torch.bfloat16, "grad_dtype": torch.bfloat16},
-            OptimizerCost(master_bytes=4.0, grad_bytes=2.0),
-        ),
-    ],
-)
-def test_costs_follow_the_options(options: dict[str, Any], expected: OptimizerCost) -> None:
-    assert OptimizerCost.of(Options.resolve(device="cpu", **options)) == expected
+        ({"compute_dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}, NARROW),
+    ]
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    in_backward = Options.resolve(device="cpu", optimizer=optimizer, **options)
-    found = OptimizerCost.of(in_backward, states=1)
-    assert found.in_backward and found.arithmetic_s == 0.0 and found.states == 1
+    for options, expected in given:
+        assert OptimizerCost.of(Options.resolve(device="cpu", **options)) == expected
+        in_backward = Options.resolve(device="cpu", optimizer=optimizer, **options)
+        found = OptimizerCost.of(in_backward, states=1)
+        assert found.in_backward and found.arithmetic_s == 0.0 and found.states == 1
