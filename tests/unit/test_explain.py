@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from typing import Any
 
 import pytest
@@ -121,23 +120,6 @@ def test_a_streamed_model() -> None:
     del trace
     assert mc.explain(model, changes=False).traced_step_s is None
     assert mc.schedules(model)[0] is schedule, "other plans leave the model as it is"
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_what_came_from_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """Of each model's stages."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    found = []
-    for _ in range(2):
-        torch.compiler.reset()
-        model = mc.megacompile(Net(), device="cpu", progress=False, lowering="inductor")
-        model(torch.randn(TOKENS, 8)).backward()
-        found.append(mc.explain(model, changes=False))
-    first, again = (explanation.code["stages"] for explanation in found)
-    assert first.made > 2 and first.time_s > again.time_s > 0
-    assert (again.found, again.made) == (first.found + first.made, 0)
-    assert "code, in this process" in str(found[1])
 
 
 def test_resident_buckets_are_on_the_device_by_kind() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import mmap
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,19 +63,6 @@ def test_a_locked_buffer_is_shared_with_forked_loaders(cuda: Cuda) -> None:
         first, end = (int(part, 16) for part in place.split("-"))
         if first <= start < end:
             assert permissions == "rw-s"
-
-
-def test_a_buffer_is_unmapped_with_its_last_tensor() -> None:
-    layout = layout_of(parameters())
-    buffer = HostBuffer(layout.size_bytes, pin=False)
-    alive, view = weakref.ref(buffer), buffer.tensor(layout.params[0])[3:]
-    del buffer
-    gc.collect(1)
-    assert alive() is not None
-    view.fill_(1)
-    del view
-    gc.collect(1)
-    assert alive() is None
 
 
 def test_a_bucket_holds_the_values_of_its_parameters() -> None:
