@@ -120,7 +120,6 @@ CAUSAL: dict[str, Mask] = {
 }
 FOR_ONE_LENGTH = {"by name", "view", "packed behind"}
 COMPUTED = {"difference", "twice"}  # of one length, they are known where they are small
-FOR_ALL = sorted(CAUSAL.keys() - FOR_ONE_LENGTH)
 
 
 def _written(q: Any, k: Any, given: Any, n: Any) -> Any:
@@ -158,26 +157,27 @@ OTHERS: dict[str, Mask] = {
 OTHERS_FOR_ALL = (*list(OTHERS)[:8], "reshaped")
 
 
-@pytest.mark.parametrize("name", CAUSAL)
-def test_causal_masks_are_not_made(name: str) -> None:
-    for small in (ALL,) if name in COMPUTED else SIZES:
-        found, made, (line,) = told(fixed(CAUSAL[name], uses=2), small_numel=small)
-        assert found == [(False, True)] * 2 and line.startswith("2 attentions are causal")
-        targets = {node.target for node in made.module.graph.nodes}
-        assert not targets & {operator.le, torch.ones}
-    if name in FOR_ALL:
-        found, made, _ = told(of_any_length(CAUSAL[name]))
-        assert found == [(False, True)] and not made.conditions
+def test_causal_masks_are_not_made() -> None:
+    for name, mask in CAUSAL.items():
+        for small in (ALL,) if name in COMPUTED else SIZES:
+            found, made, (line,) = told(fixed(mask, uses=2), small_numel=small)
+            assert found == [(False, True)] * 2, name
+            assert line.startswith("2 attentions are causal")
+            targets = {node.target for node in made.module.graph.nodes}
+            assert not targets & {operator.le, torch.ones}, name
+        if name not in FOR_ONE_LENGTH:
+            found, made, _ = told(of_any_length(mask))
+            assert found == [(False, True)] and not made.conditions, name
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_masks_stay(name: str) -> None:
-    for small in SIZES if name != "reshaped" else ():
-        given = fixed(OTHERS[name], uses=2)
-        assert told(given, small_numel=small) == ([(True, False)] * 2, given, ())
-    if name in OTHERS_FOR_ALL:
-        found, _, lines = told(of_any_length(OTHERS[name]))
-        assert found == [(True, False)] and len(lines) == 1
+def test_other_masks_stay() -> None:
+    for name, mask in OTHERS.items():
+        for small in SIZES if name != "reshaped" else ():
+            given = fixed(mask, uses=2)
+            assert told(given, small_numel=small) == ([(True, False)] * 2, given, ()), name
+        if name in OTHERS_FOR_ALL:
+            found, _, lines = told(of_any_length(mask))
+            assert found == [(True, False)] and len(lines) == 1, name
 
 
 _OPERATORS = {getattr(operator, name) for name in ("le", "lt", "ge", "gt", "eq", "ne")}

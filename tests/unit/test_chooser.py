@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from megacompile import megacompile
 from megacompile.cost.hardware import H200
 from megacompile.cost.memory import device_memory
 from megacompile.ir.placement import Placement
@@ -17,9 +16,7 @@ from megacompile.plan.abstract import AbstractProgram, abstract_options
 from megacompile.plan.budget import Budget
 from megacompile.plan.explanation import _reasons
 from megacompile.plan.setting import Setting
-from tests.inside import residents
 from tests.planning import GIB, Tower, captured
-from tests.zoo import assert_same
 
 WIDTH = 1024
 
@@ -71,16 +68,16 @@ def test_other_buckets_than_it_wanted_are_planned_for() -> None:
 class Broken(nn.Module):
     """Two captured graphs, each with layers of its own."""
 
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.first = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
-        self.second = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.first = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.second = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
-    def forward(self, x: torch.Tensor, more: bool = True) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.first:
             x = x + torch.tanh(layer(x))
         torch._dynamo.graph_break()
-        for layer in self.second if more else ():
+        for layer in self.second:
             x = x + torch.tanh(layer(x))
         return x.square().mean()
 
@@ -110,28 +107,6 @@ def test_a_later_graph_takes_what_earlier_ones_leave(layers: float, left: int) -
     assert [len(schedule.plan.resident) for schedule in schedules] == [3, left]
     cost = made[0].compiler.setting.cost()
     assert device_memory(schedules, optimizer=cost).peak.total_bytes <= budget
-
-
-@pytest.mark.parametrize("in_backward", [True, pytest.param(False, marks=pytest.mark.thorough)])
-def test_buckets_of_every_graph_move_once(in_backward: bool) -> None:
-    """Those of one that comes later move later; the run is bitwise that without moves."""
-    found, places = [], []
-    for resident in (0, "auto"):
-        torch.manual_seed(0)
-        model: Any = Broken(32)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        given: dict[str, Any] = {"optimizer": optimizer} if in_backward else {}
-        given |= {"resident": resident, "gpu_memory": "1GiB"}
-        megacompile(model, device="cpu", lowering="eager", **given)
-        for i in range(5):
-            torch.manual_seed(i)
-            model(torch.randn(4, 32), more=i >= 2).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            places.append(len(residents(model)))
-        found.append(model)
-    assert places == [0] * 5 + [3, 3, 6, 6, 6], "they move when a step begins, or a call"
-    assert_same(*found)
 
 
 # --- the budget

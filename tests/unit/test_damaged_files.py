@@ -102,7 +102,7 @@ def look(path: Path) -> dict[str, Entry] | None:
     return found
 
 
-def test_headers_with_one_odd_value(file: Path) -> None:
+def test_headers_with_one_odd_value_or_turned_bits(file: Path) -> None:
     header, tensors = parts(file)
     assert look(file) is not None
     rng = random.Random(0)
@@ -112,12 +112,8 @@ def test_headers_with_one_odd_value(file: Path) -> None:
             changed = odd(changed, rng) if changed else changed
         write(file, text(changed), tensors)
         look(file)
-
-
-def test_headers_with_turned_bits(file: Path) -> None:
-    header, tensors = parts(file)
     write(file, text(header), tensors)
-    data, rng = file.read_bytes(), random.Random(1)
+    data = file.read_bytes()
     for _ in range(CASES):
         file.write_bytes(flipped(data, rng, 8 + len(text(header))))
         look(file)
@@ -161,17 +157,16 @@ HEADERS: dict[str, bytes | Callable[[Any], None]] = {
 }
 
 
-@pytest.mark.parametrize("case", HEADERS)
-def test_header(file: Path, case: str) -> None:
+def test_headers_that_are_refused(file: Path) -> None:
     header, tensors = parts(file)
-    change = HEADERS[case]
-    if isinstance(change, bytes):
-        write(file, change, tensors)
-    else:
-        change(header)
-        write(file, text(header), tensors)
-    with pytest.raises(CheckpointError, match="model.safetensors"):
-        entries_of(file)
+    for case, change in HEADERS.items():
+        if isinstance(change, bytes):
+            write(file, change, tensors)
+        else:
+            changed = copy.deepcopy(header)
+            change(changed)
+            write(file, text(changed), tensors)
+        assert look(file) is None, case
 
 
 INDICES: dict[str, bytes] = {
@@ -190,12 +185,11 @@ INDICES: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("case", INDICES)
-def test_index(file: Path, case: str) -> None:
+def test_indices_that_are_refused(file: Path) -> None:
     index = file.parent / INDEX
-    index.write_bytes(INDICES[case])
-    with pytest.raises(CheckpointError, match="model.safetensors.index.json"):
-        entries_of(index)
+    for case, data in INDICES.items():
+        index.write_bytes(data)
+        assert look(index) is None, case
 
 
 def test_indices_with_one_odd_value(file: Path) -> None:

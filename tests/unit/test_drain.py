@@ -25,15 +25,11 @@ from megacompile.runtime.updates.device_buffers import Buffer, Landing
 from tests import inside
 from tests.zoo import WIDTH
 
-DEPTH = 4
-
 
 class Event:
     """Stands in for an event behind an op."""
 
-    def __init__(self, op: int) -> None:
-        self.op = op
-        self.happened = False
+    happened = False
 
     def query(self) -> bool:
         return self.happened
@@ -42,14 +38,11 @@ class Event:
         self.happened = True
 
 
-class Queue:
-    """Stands in for a compute stream."""
-
-    def __init__(self) -> None:
-        self.waited: list[Event] = []
+class Queue(list[Any]):
+    """Stands in for a compute stream: the events that it waits for."""
 
     def wait_event(self, event: Event) -> None:
-        self.waited.append(event)
+        self.append(event)
 
 
 class Played(Streams):
@@ -71,7 +64,7 @@ class Played(Streams):
         if stream is Stream.COMPUTE and awaited:
             self.waits.append((self.issued, awaited))
         handle = super().issue(stream, (), work)
-        handle.event = Event(self.issued)  # type: ignore[assignment]
+        handle.event = Event()  # type: ignore[assignment]
         return handle
 
 
@@ -80,15 +73,15 @@ class Tower(nn.Module):
 
     def __init__(self, *, breaks: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.breaks = breaks
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers[: DEPTH // 2]:
+        for layer in self.layers[:2]:
             x = torch.tanh(layer(x))
         if self.breaks:
             torch._dynamo.graph_break()
-        for layer in self.layers[DEPTH // 2 :]:
+        for layer in self.layers[2:]:
             x = torch.tanh(layer(x))
         return x.square().mean()
 
@@ -137,10 +130,6 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Iterator[Queue]:
     yield made
 
 
-def buffers(entry: Deferred) -> list[weakref.ref[Tensor]]:
-    return [weakref.ref(buffer.new) for buffer in entry.value.values()]
-
-
 def test_the_next_forward_waits_for_the_copies_and_lets_the_memory_go(
     monkeypatch: pytest.MonkeyPatch, queue: Queue
 ) -> None:
@@ -152,12 +141,12 @@ def test_the_next_forward_waits_for_the_copies_and_lets_the_memory_go(
     del updates
     assert copies and memory and all(buffer() is not None for buffer in memory)
     before = subject.streams.issued
-    queue.waited.clear()
+    queue.clear()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Queue())
     subject.forward()
     (at, waited), *others = subject.waits
     assert waited == copies and not others, "one op waits for all copies, and no other waits"
-    assert queue.waited == copies, "so does the stream whose memory it is"
+    assert queue == copies, "so does the stream whose memory it is"
     assert before < at < subject.streams.issued
     gc.collect()
     assert subject.deferred == [] and all(buffer() is None for buffer in memory)
@@ -227,7 +216,7 @@ def test_a_forward_that_fails_loses_nothing() -> None:
 def test_where_no_forward_comes_memory_goes_once_its_copy_is_done() -> None:
     deferred = DeferredFrees()
     queue: Any = Queue()
-    events: list[Any] = [Event(k) for k in range(3)]
+    events: list[Any] = [Event() for _ in range(3)]
     for event in events[:2]:
         deferred.add(Deferred("old", event, queue))
     events[0].happened = True
@@ -235,9 +224,7 @@ def test_where_no_forward_comes_memory_goes_once_its_copy_is_done() -> None:
     assert [entry.copied for entry in deferred.take()] == events[1:]
 
 
-def test_parameters_that_have_another_name_are_read_on_the_host(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_parameters_that_have_another_name_are_read_on_the_host() -> None:
     """Somebody may write under it."""
     subject = Subject()
     bucket = next(iter(inside.buckets(subject.model).values()))

@@ -28,27 +28,22 @@ CPU = torch.device("cpu")
 SHEETS = [name for name in NAMES if name != "this"]
 
 
-@pytest.mark.parametrize("name", SHEETS)
-def test_known_machines_are_whole(name: str) -> None:
-    found = known(name)
-    assert found == known(name.upper())
-    for field in fields(Hardware):
-        value = getattr(found, field.name)
-        of_host = ("host_bytes", "locked_bytes", "network_gb_s")
-        if field.name in of_host or field.name.startswith("disk_"):
-            assert value is None  # a GPU does not say what host it is in
-        elif field.name == "matmul8_tflop_s" and name in ("a100", "3090", "3080"):
-            assert value is None  # Ampere has no fp8
-        elif field.name not in ("name", "collective_s", "gathers_over_pcie"):
-            assert value > 0 and math.isfinite(value), field.name
-    assert found.h2d_both_gb_s <= found.h2d_gb_s
-    assert found.update_gb_s <= found.host_memory_gb_s
-    assert found.matmul32_tflop_s < found.matmul_tflop_s
-    if found.matmul8_tflop_s is not None:
-        assert found.matmul8_tflop_s == pytest.approx(2 * found.matmul_tflop_s, rel=0.01)
-
-
-def test_a_machine_that_is_faster_at_something() -> None:
+def test_known_machines_are_whole() -> None:
+    for name in SHEETS:
+        found = known(name)
+        assert found == known(name.upper())
+        for field in fields(Hardware):
+            value = getattr(found, field.name)
+            of_host = ("host_bytes", "locked_bytes", "network_gb_s")
+            if field.name in of_host or field.name.startswith("disk_"):
+                assert value is None  # a GPU does not say what host it is in
+            elif field.name == "matmul8_tflop_s" and name in ("a100", "3090", "3080"):
+                assert value is None  # Ampere has no fp8
+            elif field.name not in ("name", "collective_s", "gathers_over_pcie"):
+                assert value > 0 and math.isfinite(value), field.name
+        assert found.h2d_both_gb_s <= found.h2d_gb_s
+        assert found.update_gb_s <= found.host_memory_gb_s
+        assert found.matmul32_tflop_s < found.matmul_tflop_s
     assert faster(H200, "compute", 2.0).matmul8_tflop_s == 2 * 1609.0
     assert faster(known("a100"), "compute", 2.0).matmul8_tflop_s is None
 
@@ -99,17 +94,12 @@ def test_what_was_measured_is_not_measured_again(cache: Path) -> None:
         assert known("this") == H200
 
 
-WRONG = ["", "{", '{"name": "old"}', '{"unknown": 1}', "[1]"]
+WRONG = ["{", '{"name": "old"}', '{"unknown": 1}', "[1]"]
 FIGURES = [0, -1.0, math.nan, math.inf, "fast", None, True, [1.0]]
 
 
 def test_a_file_that_has_no_figures_is_not_taken(cache: Path) -> None:
-    figures = [
-        json.dumps({**asdict(H200), name: value})
-        for name in ("h2d_gb_s", "matmul_tflop_s", "memory_gb_s")
-        for value in FIGURES
-    ]
-    for text in (*WRONG, *figures):
+    for text in (*WRONG, *(json.dumps({**asdict(H200), "h2d_gb_s": value}) for value in FIGURES)):
         cache.write_text(text)
         assert rates.cached(CPU) is None, text
     cache.unlink()
@@ -156,25 +146,22 @@ def test_the_disk_of_a_folder(
     """Its rates are fields of the machine."""
     path = rates._disk_file(tmp_path)
     assert path is not None and rates.disk_on_file(tmp_path) is None
-    names = ("read", "write", "read_both", "write_both")
-    measured = dict(zip((f"{name}_gb_s" for name in names), (4.0, 3.0, 2.0, 1.0), strict=True))
+    names = [f"{name}_gb_s" for name in ("read", "write", "read_both", "write_both")]
+    measured = dict(zip(names, (4.0, 3.0, 2.0, 1.0), strict=True))
     path.write_text(json.dumps(measured))
     assert asdict(rates.load_disk(tmp_path)) == measured
     command = ["hardware", "--device", "cpu"]
     assert main([*command, "--disk", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [found[f"disk_{name}_gb_s"] for name in names] == [4.0, 3.0, 2.0, 1.0]
-    assert main([*command, "--disk", str(tmp_path)]) == 0
-    assert "disk_read" in capsys.readouterr().out
-    assert main(command) == 0
-    printed = capsys.readouterr().out
-    assert "GB/s" in printed and "disk" not in printed
+    assert {name: found[f"disk_{name}"] for name in names} == measured
+    for given, shown in (([], False), (["--disk", str(tmp_path)], True)):
+        assert main([*command, *given]) == 0
+        assert ("disk_read" in capsys.readouterr().out) == shown
     for text in ("{", '{"read_gb_s": 1.0}', path.read_text().replace("1.0", "-1.0")):
         path.write_text(text)
         assert rates.disk_on_file(tmp_path) is None
     for wrong in (["--disk", str(tmp_path / "absent")], ["--device", "cuda:99"]):
         assert main([*command, *wrong]) == 2
-        assert wrong[1] in capsys.readouterr().err
 
 
 # --- measured

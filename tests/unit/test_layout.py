@@ -93,12 +93,10 @@ def test_package_faults_are_found(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "__init__.py").touch()
     (tmp_path / "passes" / "prefetch.py").touch()
-    (tmp_path / "megacompile" / "passes").symlink_to("../passes")
-    (tmp_path / "megacompile" / "runtime").symlink_to("../passes")
-    setuptools = {
-        "packages": [f"megacompile{name}" for name in ("", ".passes", ".runtime", ".gone")],
-        "package-dir": {"megacompile": "megacompile"},
-    }
+    for name in ("passes", "runtime"):
+        (tmp_path / "megacompile" / name).symlink_to("../passes")
+    packages = [f"megacompile{name}" for name in ("", ".passes", ".runtime", ".gone")]
+    setuptools = {"packages": packages, "package-dir": {"megacompile": "megacompile"}}
     faults = package_faults({"tool": {"setuptools": setuptools}}, tmp_path)
     assert faults[0].startswith("package-dir is {'megacompile': 'megacompile'}, needed ")
     assert faults[1:] == [

@@ -285,12 +285,6 @@ def shown(file: io.StringIO) -> list[str]:
     return texts
 
 
-def said(file: io.StringIO) -> list[str]:
-    """The same without what is gone, and without what was said a moment before."""
-    texts = [text for text in shown(file) if text]
-    return [text for i, text in enumerate(texts) if not i or texts[i - 1] != text]
-
-
 def one_step(model: nn.Module, optimizers: list[Any]) -> None:
     model(**data(0)).backward()
     for optimizer in optimizers:
@@ -402,7 +396,7 @@ def test_what_moves_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert not inside.residents(model)
     model(**data(0))
     assert inside.residents(model)
-    texts = said(terminal)
+    texts = shown(terminal)
     moved = texts.index("moving parameters to the device ...")
     assert texts[:moved] == ["capturing the model ...", "planning the step ..."]
     assert {"planning the step ...", "running the first step ..."} <= set(texts[moved:])
@@ -412,6 +406,6 @@ def test_what_moves_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     optimizer.zero_grad()
     megacompile(model, device="cpu", lowering="eager", optimizer=optimizer, disk=tmp_path)
     one_step(model, [optimizer])
-    assert "moving optimizer states to the disk ..." in said(terminal)
+    assert "moving optimizer states to the disk ..." in shown(terminal)
     one_step(model, [optimizer])
     assert "moving" not in terminal.getvalue()
