@@ -17,7 +17,6 @@ from megacompile import UnsupportedGraphError, megacompile
 from megacompile.ir.capture import Capture, TensorInput, Variant
 from megacompile.ir.placement import Placement
 from megacompile.ir.schedule import Schedule
-from megacompile.runtime.model.attempts import Attempts
 from megacompile.runtime.model.captured import SHAPES_AT_ONCE, CapturedGraph
 from megacompile.runtime.model.plans import Plans
 from megacompile.runtime.model.program import Program
@@ -134,17 +133,3 @@ def test_inputs_that_no_stage_can_take() -> None:
         with pytest.warns(UserWarning, match="an input"):
             (found,) = graph(value)
         assert found is value and not isinstance(found, Tensor) or found.is_sparse
-
-
-def test_fewer_calls_are_traced_in_vain() -> None:
-    """The first three, then every second, fourth, ... one; a trace that succeeds begins anew."""
-    attempts = Attempts()
-    for _ in range(2):
-        tried = []
-        for call in range(1, 40):
-            if attempts.is_due():
-                tried.append(call)
-                attempts.failed("")
-        assert tried == [1, 2, 3, 5, 9, 17, 33]
-        attempts.traced()
-    assert attempts.is_due() and attempts.is_due()

@@ -213,16 +213,15 @@ def test_what_it_depends_on_is_in_the_key(tmp_path: Path) -> None:
         return Request.of(ADAM, update, tmp_path).note
 
     usual = name(update_of())
-    assert usual == name(update_of())
-    assert usual != name(update_of(torch.bfloat16))
+    assert usual == name(update_of()) != name(update_of(torch.bfloat16))
     threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 5)
-    try:
-        assert usual != name(update_of())
-    finally:
-        torch.set_num_threads(threads)
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert usual != name(update_of())
-    finally:
-        torch.set_default_dtype(torch.float32)
+    changes: list[tuple[Callable[[Any], None], Any, Any]] = [
+        (torch.set_num_threads, threads + 5, threads),
+        (torch.set_default_dtype, torch.float64, torch.float32),
+    ]
+    for change, other, there in changes:
+        change(other)
+        try:
+            assert usual != name(update_of())
+        finally:
+            change(there)

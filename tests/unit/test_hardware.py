@@ -19,7 +19,6 @@ from megacompile.cli import main
 from megacompile.cost import probe, rates
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.cost.known import known
-from megacompile.cost.pageable import SHARE, with_pageable
 from megacompile.cost.sheets import NAMES
 from megacompile.errors import OptionError
 from megacompile.plan.scenario import faster
@@ -58,17 +57,6 @@ def test_replace_gives_another_machine() -> None:
     for name, value in wrong.items():
         with pytest.raises(OptionError, match=name):
             H200.replace(**{name: value})
-
-
-def test_copies_are_slower_by_the_share_that_is_pageable() -> None:
-    assert with_pageable(H200, 10) is H200
-    some = H200.replace(locked_bytes=5)
-    assert with_pageable(some, 5) is some
-    half = with_pageable(some, 10)
-    assert half.h2d_gb_s == pytest.approx(H200.h2d_gb_s / (0.5 + 0.5 / SHARE))
-    none = with_pageable(H200.replace(locked_bytes=0), 1)
-    assert none.d2h_both_gb_s == pytest.approx(SHARE * H200.d2h_both_gb_s)
-    assert none.matmul_tflop_s == H200.matmul_tflop_s
 
 
 # --- on file

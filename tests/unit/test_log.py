@@ -23,7 +23,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from megacompile import log, megacompile, notices, progress, schedules
 from megacompile.errors import OptionError
 from megacompile.progress import bar, line, now, phase
-from tests import inside
 from tests.training import adamw, data, net
 from tests.zoo import stack, step, twins
 
@@ -387,25 +386,3 @@ def test_lines_phases_bars_and_threads(
             with phase("making"):
                 pass
     assert messages(caplog, "time") == ["running took 7.00 s", "making took 3.00 s"]
-
-
-def test_what_moves_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Buckets before the first step, whose call begins again; states that were loaded."""
-    terminal = terminal_for(monkeypatch)
-    model = megacompile(net(), device="cpu", lowering="eager", gpu_memory="1MiB")
-    assert not inside.residents(model)
-    model(**data(0))
-    assert inside.residents(model)
-    texts = shown(terminal)
-    moved = texts.index("moving parameters to the device ...")
-    assert texts[:moved] == ["capturing the model ...", "planning the step ..."]
-    assert {"planning the step ...", "running the first step ..."} <= set(texts[moved:])
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    one_step(model, [optimizer])
-    optimizer.zero_grad()
-    megacompile(model, device="cpu", lowering="eager", optimizer=optimizer, disk=tmp_path)
-    one_step(model, [optimizer])
-    assert "moving optimizer states to the disk ..." in shown(terminal)
-    one_step(model, [optimizer])
-    assert "moving" not in terminal.getvalue()

@@ -1,5 +1,4 @@
-"""What a refusal shows: the plan that lacks the least memory, and what would make it fit; and where
-nothing can be cut, tiles are not tried."""
+"""A refusal shows the plan that lacks the least memory, and what would make it fit."""
 
 from __future__ import annotations
 
@@ -20,7 +19,6 @@ from megacompile.plan.nearest import DEVICE, DISK, HOST, lacking, nearest
 from megacompile.plan.planner import search
 from megacompile.plan.problem import Problem
 from megacompile.plan.scenario import Scenario
-from megacompile.plan.tiling import search_in_tiles
 
 GIB = 2**30
 
@@ -41,19 +39,6 @@ class Tower(nn.Module):
         return x.square().mean()
 
 
-class Norms(nn.Module):
-    """Without a product, nothing is worth tiles."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.LayerNorm(2048) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x.square().mean()
-
-
 OPTIONS: dict[str, dict[str, Any]] = {  # as a refusal names them
     "8-bit optimizer states": {"state_dtype": "int8"},
     "the update in the backward": {"optimizer": True},
@@ -68,11 +53,11 @@ def captured(model: nn.Module, x: Tensor, **given: Any) -> AbstractProgram:
 
 
 @cache
-def program(kind: type[nn.Module] = Tower) -> AbstractProgram:
+def program() -> AbstractProgram:
     """In bfloat16, with many tokens."""
-    model = kind(*[2048, 4096] * 2) if kind is Tower else kind()
+    model = Tower(*[2048, 4096] * 2).to("meta", torch.bfloat16)
     x = torch.empty(4096, 2048, device="meta", dtype=torch.bfloat16)
-    return captured(model.to("meta", torch.bfloat16), x, state_dtype=torch.float32)
+    return captured(model, x, state_dtype=torch.float32)
 
 
 @cache
@@ -87,11 +72,11 @@ def streamed(name: str = "", *, layers: int = 1, frozen: bool = False) -> Abstra
     return captured(model, torch.empty(64, 256, device="meta"), **given)
 
 
-def problem(made: AbstractProgram | None = None, **changes: Any) -> Problem:
-    made = made or program()
+def problem() -> Problem:
+    made = program()
     planned, compiler = made.planned(), made.compiler
     graphs = compiler.pipeline.differentiated(*planned)
-    return replace(compiler.chooser.problem_of(graphs, planned.variant), **changes)
+    return compiler.chooser.problem_of(graphs, planned.variant)
 
 
 def more(tower: Problem, lacks: dict[str, int]) -> Problem:
@@ -198,10 +183,3 @@ def test_parameters_on_a_disk_are_not_named_where_they_would_not_do() -> None:
         changed: Any = changes
         lines = why_not(replace(now, **changed))
         assert any("disk" in line.partition(":")[0] for line in lines) == named
-
-
-def test_no_more_tiles_are_tried_where_nothing_can_be_cut() -> None:
-    tower = problem(program(Norms), budget_bytes=2**20)
-    tried: list[Problem] = []
-    assert search_in_tiles(tower, tried.append) is None
-    assert tried == [tower]

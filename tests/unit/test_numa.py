@@ -27,7 +27,6 @@ from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.touch import CHUNK_BYTES, touch
-from megacompile.runtime.model import buckets
 from tests import inside
 
 GPU = torch.device("cuda", 0)
@@ -249,22 +248,6 @@ def test_updates_run_there_if_all_their_threads_can(tmp_path: Path) -> None:
     assert node == Node(1, 2, frozenset({4, 5, 6, 7}), 2)
     assert numa.cores_of_updates(node, 2, 1) == node.cores
     assert numa.cores_of_updates(node, 4, 1) == frozenset(), "half of them would be elsewhere"
-
-
-def test_the_ranks_of_a_node_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the same number on another host, and those of other nodes, are not."""
-    monkeypatch.setenv("GROUP_RANK", "0")
-    monkeypatch.setattr(platform, "node", lambda: "a")
-    said = [("0", "a", 1), ("0", "a", 0), ("1", "b", 1), ("0", "a", None)]
-    ranks: Any = SimpleNamespace(device=GPU, told=lambda mine: said)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert buckets._update_cores(NODE, ranks) == NODE.cores
-    said.append(("0", "a", 1))
-    assert buckets._update_cores(NODE, ranks) == frozenset()
-    assert buckets._update_cores(NODE, None) == NODE.cores
-    ranks.device = torch.device("cpu")
-    ranks.told = None
-    assert buckets._update_cores(None, ranks) == frozenset()
 
 
 def test_a_thread_stays_on_its_cores_and_a_block_gives_them_back(
