@@ -319,11 +319,3 @@ def test_a_fault_of_another_rank_ends_them(gpu: Gpu, store: HashStore) -> None:
     gpu.notes.end()
     assert gpu.aborted == [True], "they are over: nobody waits"
     other.notes.end()
-
-
-def test_they_are_ended_where_nobody_can_be_asked(gpu: Gpu) -> None:
-    gpu.notes._over.set()  # as where the store is gone
-    gpu.notes._thread.join()
-    gpu.notes._over.clear()
-    gpu.notes.end()
-    assert gpu.aborted == [True]

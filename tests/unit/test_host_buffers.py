@@ -202,22 +202,3 @@ def test_what_waits_for_its_backward_comes_before_what_nobody_has_asked_for(
     monkeypatch.setattr(psutil, "virtual_memory", memory)
     lent = pool.lend(4 * PAGE)
     assert lent.size_bytes == 4 * PAGE == budget.held_bytes
-
-
-def test_a_budget_that_is_gone_gets_nothing() -> None:
-    began, may = threading.Event(), threading.Event()
-    budget = HostBudget()
-    ahead = made_ahead(budget, 1)
-    assert ahead.take(PAGE, pin=False) is not None
-
-    def busy() -> None:
-        began.set()
-        assert may.wait(60)
-
-    ahead._thread.submit(busy)
-    ahead.begin([Wanted(PAGE, pin=False)])
-    assert began.wait(60)
-    del budget
-    may.set()
-    ahead.await_idle()
-    assert ahead.take(PAGE, pin=False) is None

@@ -8,7 +8,6 @@ import logging
 import mmap
 import os
 import platform
-import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,15 +18,13 @@ from typing import Any
 import pytest
 import torch
 
-from megacompile import explain, megacompile, numa
-from megacompile.cost.hardware import H200
+from megacompile import numa
 from megacompile.numa import Node
 from megacompile.runtime.device import touch as touching
 from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.touch import CHUNK_BYTES, touch
-from tests import inside
 
 GPU = torch.device("cuda", 0)
 ADDRESS = "0000:dc:00.0"
@@ -266,13 +263,3 @@ def test_a_thread_stays_on_its_cores_and_a_block_gives_them_back(
 
     monkeypatch.setattr(os, "sched_setaffinity", refuse)
     numa.bind(NODE.cores)  # cores that are gone bind nobody
-
-
-def test_explain_says_it() -> None:
-    """In a row, where there are several nodes."""
-    model = megacompile(torch.nn.Linear(4, 4), device="cpu")
-    model(torch.ones(2, 4)).sum().backward()
-    assert "NUMA" not in str(explain(model, hardware=H200, changes=False))
-    inside.machine(model).host_budget.node = NODE
-    found = explain(model, hardware=H200, changes=False)
-    assert re.search(r"NUMA node +1 of 2", str(found)) and found.to_dict()["numa_node"] == "1 of 2"
