@@ -75,10 +75,6 @@ def test_segments_grow_on_the_gpu() -> None:
     """In a process of its own: it is a setting of the process, made before the first allocation."""
     environment = {k: v for k, v in os.environ.items() if k not in NAMES}
     done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", _SCRIPT], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "True"

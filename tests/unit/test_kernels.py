@@ -19,13 +19,7 @@ from torch import Tensor
 
 from megacompile.runtime.optim import blockwise, stochastic
 from megacompile.runtime.optim.kernels import bucket
-from megacompile.runtime.optim.kernels.table import (
-    Signature,
-    describe,
-    known,
-    launches,
-    renewed,
-)
+from megacompile.runtime.optim.kernels.table import Signature, describe, known, launches, renewed
 from megacompile.runtime.optim.registry import RULES
 from megacompile.runtime.optim.rule import OptimizerRule
 from megacompile.runtime.optim.twin import apply
