@@ -17,6 +17,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import tensors_bytes
 from megacompile.ir.values import memory
 from megacompile.plan.abstract import abstract_options, abstract_schedules
+from tests.capturing import Layer
 from tests.schedules import ACTIVATION, MOMENTS, STATE, WEIGHT, Spec, build, find
 
 _COMPUTES = (ops.forward, ops.recompute, ops.backward)
@@ -117,22 +118,9 @@ def test_hand_made_schedules_match_the_replay(spec: Spec) -> None:
     assert found == replay(schedule)
 
 
-class Block(nn.Module):
-    """A saved value block whose results are no views of each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(32)
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
-        return x + y
-
-
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_real_schedules_match_the_replay(in_backward: bool) -> None:
-    model: Any = nn.Sequential(*(Block() for _ in range(4)))
+    model: Any = nn.Sequential(*(Layer(32) for _ in range(4)))
     options: dict[str, Any] = {}
     if in_backward:
         options["optimizer"] = torch.optim.AdamW(model.parameters())
