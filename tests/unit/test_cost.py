@@ -146,15 +146,6 @@ def test_attention_has_two_products_and_five_in_its_backward() -> None:
     assert wholes.peak_bytes - halves.peak_bytes >= 3 * 2 * size
 
 
-def test_attention_comes_closer_to_its_rate_the_longer_its_sequences_are() -> None:
-    shares = []
-    for length in (64, 1024, 16384):
-        kernels = found(attention_gradients, *3 * [(1, 1, length, 8)]).kernels
-        (share,) = {k.reached for k in kernels if k.kind is Kind.ATTENTION}
-        shares.append(share)
-    assert 0 < shares[0] < 0.1 and 0.5 < shares[1] < 0.6 and 0.9 < shares[2] < 1
-
-
 def _gated(*weights: torch.Tensor) -> list[torch.Tensor]:
     x, a, b, c, d = weights
     up, gate = x @ a + x @ b, x @ c + x @ d
@@ -283,23 +274,6 @@ def test_returned_memory_is_shared_by_views() -> None:
 # --- instructions
 
 
-ONE: list[tuple[Callable[..., Any], int]] = [
-    (lambda x, y: x + 1, 1),
-    (lambda x, y: x.exp(), 12),
-    (lambda x, y: x / y, 12),
-    (lambda x, y: x / 3, 1),  # which is a product
-    (lambda x, y: x.float().clamp(0, 1).to(torch.float8_e4m3fn), 1 + 4 + 4),
-]
-
-
-def test_slow_functions_take_more_instructions() -> None:
-    """For a number; 1.5 a byte that is read or written are left out."""
-    for function, wanted in ONE:
-        kernel = found(function, (N, N), (N, N)).kernels[-1]
-        got = kernel.instructions - 1.5 * kernel.size_bytes
-        assert round(got / (N * N)) == wanted
-
-
 def test_a_value_is_computed_wherever_it_is_read() -> None:
     """In the kernels that reduce it and that use it behind that; and each of its parts."""
 
@@ -313,27 +287,6 @@ def test_a_value_is_computed_wherever_it_is_read() -> None:
 
     kernels = [*found(cast, (N, N)).kernels, *found(halves, (N, N)).kernels]
     assert len(kernels) == 3 and all(kernel.instructions > 12 * N * N for kernel in kernels)
-
-
-@pytest.mark.parametrize(("length", "passes"), [(1024, 1), (1025, 2)])
-def test_long_rows_are_gone_over_twice(length: int, passes: int) -> None:
-    def normed(x: torch.Tensor) -> torch.Tensor:
-        y = x.exp()
-        return y - y.sum(-1, keepdim=True)
-
-    (kernel,) = found(normed, (N, length)).kernels
-    a_number = 12 + 1 + 1 + 1.5 * 4  # exp, sum, sub; two bytes are read, two written
-    assert kernel.instructions == passes * a_number * N * length
-
-
-@pytest.mark.parametrize(("columns", "reached"), [(8447, 1.0), (19000, 0.2), (95000, 1.0)])
-def test_columns_whose_rows_are_not_split_are_read_slowly(columns: int, reached: float) -> None:
-    (kernel,) = found(lambda x: x.abs().amax(0), (64, columns)).kernels
-    assert kernel.reached == reached
-    assert kernel.seconds(UNIT) == pytest.approx(kernel.size_bytes / reached / 1e9)
-    (kernel,) = found(lambda x: x.abs().amax(1), (64, columns)).kernels
-    *_, eager = found(lambda x: x.abs().amax(0), (64, columns), fused=False).kernels
-    assert kernel.reached == eager.reached == 1.0
 
 
 # --- seconds
