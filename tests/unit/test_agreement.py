@@ -5,13 +5,15 @@ With processes that are killed, stopped and interrupted: `tests/ranks/test_fault
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,9 +58,7 @@ BEHIND = {"n": 1, "at": "in the forward"}  # of this rank, which is in the third
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     # what rank 1 says; how this rank waits; what is found: a pattern, or "" for nothing
     "it is there": ({"n": 3, "entered": 1}, {}, ""),
-    "it is behind": (BEHIND, {"waited_s": 59.0}, ""),
-    "it has raised": ({"fault": "raised ValueError: bad", "by": 1}, {}, "for rank 1, which raised"),
-    "another one has": ({"fault": "raised ValueError: bad", "by": 2}, {}, "for rank 2, which rai"),
+    "another one has raised": ({"fault": "raised it", "by": 2}, {}, "for rank 2, which raised it"),
     "they disagree": ({"fault": "graph 7: they differ", "by": -1}, {}, "^graph 7: they differ$"),
     "it has ended": ({**BEHIND, "ended": "SystemExit"}, {}, r"rank 1, which has ended \(SystemEx"),
     "it has ended later": ({"n": 9, "ended": "SystemExit"}, {}, ""),
@@ -91,36 +91,29 @@ def faults(said: dict[str, Any]) -> Faults:
     return Faults(notes, Limits(45.0, 600.0), thread=False)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_who_is_to_blame(name: str, clock: Clock) -> None:
-    said, how, found = CASES[name]
-    look = faults(said).look
-    options = {"waited_s": 1.0, "failed": False, **how}
-    if not found:
-        look("here", **options)
-        return
-    with pytest.raises(RankError, match=found):
-        look("here", **options)
+def test_who_is_to_blame(clock: Clock) -> None:
+    for name, (said, how, found) in CASES.items():
+        options = {"waited_s": 1.0, "failed": False, **how}
+        error = error_of(functools.partial(faults(said).look, "here", **options))
+        message = error.removeprefix("RankError: ")
+        assert bool(re.search(found, message)) if found else not error, f"{name}: {error}"
 
 
-@pytest.mark.parametrize(
-    ("apart_s", "beats", "silent"),
-    [(1.0, False, True), (1.0, True, False), (10.0, False, False)],
-    ids=["no note", "notes", "nobody looked"],
-)
-def test_a_rank_that_gives_no_sign_of_life(
-    clock: Clock, apart_s: float, beats: bool, silent: bool
-) -> None:
-    said: dict[str, Any] = {"n": 3, "beat": 1}
-    seen = faults(said)
+def test_a_rank_that_gives_no_sign_of_life(clock: Clock) -> None:
+    """Unless it writes notes, or nobody has looked meanwhile."""
+    for apart_s, beats, silent in ((1.0, False, True), (1.0, True, False), (10.0, False, False)):
+        said: dict[str, Any] = {"n": 3, "beat": 1}
+        seen = faults(said)
 
-    def looks() -> None:
-        for _ in range(round(rank_faults.SILENT_S / apart_s) + 2):
-            seen.look("here", 1.0, failed=False)
-            clock.now += apart_s
-            said["beat"] += beats
+        def looks(
+            seen: Faults = seen, said: Any = said, apart_s: float = apart_s, beats: bool = beats
+        ) -> None:
+            for _ in range(round(rank_faults.SILENT_S / apart_s) + 2):
+                seen.look("here", 1.0, failed=False)
+                clock.now += apart_s
+                said["beat"] += beats
 
-    assert error_of(looks).startswith("RankError: rank 0 waits in here for rank 1") == silent
+        assert error_of(looks).startswith("RankError: rank 0 waits in here for rank 1") == silent
 
 
 # What they say of themselves.
@@ -170,26 +163,20 @@ def raises(rank: Agreement) -> None:
 
 
 def test_ranks_that_do_the_same_go_on(pair: list[Agreement]) -> None:
-    nothing = Collectives("forward of Net", (), "digest n")
-    assert each(pair, runs(FORWARD, BACKWARD), runs(FORWARD, nothing, BACKWARD)) == ["", ""]
-    assert each(pair, lambda rank: rank.meet("save()"), lambda rank: rank.meet("save()")) == [
-        "",
-        "",
-    ]
-    assert [rank.notes.position[:2] for rank in pair] == [(3, 1)] * 2
+    """One of them may have a graph without collectives, or a graph within another one: a hook in a
+    graph reads a parameter, and the outer one goes on from where it was."""
 
-
-def test_a_graph_within_another_one(pair: list[Agreement]) -> None:
-    """A hook in a graph reads a parameter: the outer one goes on from where it was."""
-
-    def body(rank: Agreement) -> None:
+    def nested(rank: Agreement) -> None:
         with rank.run(FORWARD):
             rank._at(1)
             with rank.run(BACKWARD):
                 rank._at(2)
-            assert rank.notes.position[:2] == (2, 1) and rank._op == FORWARD.at(0)
+            assert rank.notes.position[1] == 1 and rank._op == FORWARD.at(0)
 
-    assert each(pair, body, body) == ["", ""]
+    nothing = Collectives("forward of Net", (), "digest n")
+    assert each(pair, runs(FORWARD, BACKWARD), runs(FORWARD, nothing, BACKWARD)) == ["", ""]
+    assert each(pair, nested, nested) == ["", ""]
+    assert each(pair, *2 * [lambda rank: rank.meet("save()")]) == ["", ""]
 
 
 def more_steps(rank: Agreement) -> None:
@@ -235,7 +222,7 @@ def test_a_store_that_is_gone() -> None:
             raise DistStoreError("gone")
 
     alone = Agreement((0, 1), 0, Gone, LONG, meets=True)
-    with pytest.raises(RankError, match="does not answer"):
+    with pytest.raises(RankError):
         runs(FORWARD)(alone)
     alone.notes.end()
 
@@ -282,42 +269,22 @@ def test_notes(store: HashStore, clock: Clock, monkeypatch: pytest.MonkeyPatch) 
 # The end of a process whose GPU waits for collectives, with events of our own.
 
 
-class Group:
-    """Of two groups of a mesh, each of which ends behind the other one's collectives."""
-
-    def __init__(self, both: threading.Barrier) -> None:
-        self.both, self.is_over = both, False
-
-    def abort(self) -> None:
-        self.both.wait(10)
-        self.is_over = True
-
-
 def test_the_groups_of_a_mesh_end_at_once() -> None:
-    both = threading.Barrier(2)
-    groups = [Group(both), Group(both)]
+    """Each of two ends behind the other one's collectives."""
+    both, over = threading.Barrier(2), list[int]()
+    groups: Any = [SimpleNamespace(abort=lambda: over.append(both.wait(10))) for _ in range(2)]
     ranks.abort_at_once(groups)
-    assert all(group.is_over for group in groups)
-
-
-@dataclass
-class Event:
-    """Of a collective that others may never answer."""
-
-    done: threading.Event = field(default_factory=threading.Event)
-
-    def query(self) -> bool:
-        return self.done.is_set()
+    assert len(over) == 2
 
 
 class Gpu:
-    """A rank whose GPU is in a collective, and what has ended that."""
+    """A rank whose GPU is in a collective that others may never answer, and what has ended that."""
 
     def __init__(self, store: HashStore) -> None:
         self.aborted: list[bool] = []
         self.agreement = agreement(store, 0, meets=False, abort=lambda: self.aborted.append(True))
-        self.notes, self.event = self.agreement.notes, Event()
-        event: Any = self.event
+        self.notes, self.done = self.agreement.notes, threading.Event()
+        event: Any = SimpleNamespace(query=self.done.is_set)
         self.agreement._flying.append(_Flying("0ALL_GATHER", event))
 
 
@@ -325,7 +292,7 @@ class Gpu:
 def gpu(store: HashStore) -> Iterator[Gpu]:
     made = Gpu(store)
     yield made
-    made.event.done.set()
+    made.done.set()
     made.notes.end()
 
 
@@ -334,7 +301,7 @@ def test_a_process_ends_behind_its_collectives(gpu: Gpu) -> None:
     ends.start()
     ends.join(0.3)
     assert ends.is_alive() and gpu.notes.are_written, "the thread would find who does not come"
-    gpu.event.done.set()
+    gpu.done.set()
     ends.join(10)
     assert not ends.is_alive() and not gpu.aborted
 
@@ -349,11 +316,3 @@ def test_a_fault_of_another_rank_ends_them(gpu: Gpu, store: HashStore) -> None:
     gpu.notes.end()
     assert gpu.aborted == [True], "they are over: nobody waits"
     other.notes.end()
-
-
-def test_they_are_ended_where_nobody_can_be_asked(gpu: Gpu) -> None:
-    gpu.notes._over.set()  # as where the store is gone
-    gpu.notes._thread.join()
-    gpu.notes._over.clear()
-    gpu.notes.end()
-    assert gpu.aborted == [True]

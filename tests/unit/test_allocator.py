@@ -46,20 +46,17 @@ def test_not_where_memory_was_taken_before(
     assert compat.use_expandable_segments()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_the_environment_says_stays(
+@pytest.mark.parametrize("name", [*NAMES, ""])
+def test_what_the_user_says_stays(
     said: list[str], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(name, "expandable_segments:False")
-    assert not compat.use_expandable_segments()
-    assert said == []
-
-
-def test_what_the_user_has_called_stays(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = "garbage_collection_threshold:0.8"
-    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings)
-    assert not compat.use_expandable_segments()
-    assert said == []
+    """In the environment, or by a call."""
+    if name:
+        monkeypatch.setenv(name, "expandable_segments:False")
+    else:
+        settings = "garbage_collection_threshold:0.8"
+        monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings)
+    assert not compat.use_expandable_segments() and said == []
 
 
 _SCRIPT = """
@@ -78,10 +75,6 @@ def test_segments_grow_on_the_gpu() -> None:
     """In a process of its own: it is a setting of the process, made before the first allocation."""
     environment = {k: v for k, v in os.environ.items() if k not in NAMES}
     done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", _SCRIPT], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "True"

@@ -51,21 +51,11 @@ def in_a_thread(run=compare):
     threading.Thread(target=late).start()
 
 """
-ENDS = {  # how it is said: what ends, how often it is compared
-    "in a thread, at exit, with an update in flight": (
-        "compare(); in_a_thread(); atexit.register(compare); kept = models()[1]; train(kept)",
-        3,
-    ),
-    "in a thread while the main thread ends": ("in_a_thread()", 1),
-}
 
 
-@pytest.mark.parametrize(
-    "how",
-    [pytest.param(how, marks=[pytest.mark.thorough] if k else []) for k, how in enumerate(ENDS)],
-)
-def test_training_at_the_end_of_the_process(how: str) -> None:
-    script, count = ENDS[how]
+def test_training_at_the_end_of_the_process() -> None:
+    """In a thread, at exit, with an update in flight."""
+    script = "compare(); in_a_thread(); atexit.register(compare); kept = models()[1]; train(kept)"
     done = subprocess.run(
         [sys.executable, "-c", TRAINING + script],
         cwd=ROOT,
@@ -74,7 +64,7 @@ def test_training_at_the_end_of_the_process(how: str) -> None:
         timeout=120,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.split() == ["same"] * count
+    assert done.stdout.split() == ["same"] * 3
 
 
 def names() -> list[str]:
@@ -94,22 +84,16 @@ def test_a_thread_begins_with_the_first_work_and_ends_with_its_owner() -> None:
         owner.call(lambda: 1 // 0)
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "of this test")
     assert thread.daemon
-    alive = weakref.ref(owner)
+    alive, may, last = weakref.ref(owner), threading.Event(), threading.Event()
+    owner.submit(lambda: may.wait(60))  # type: ignore[arg-type]
+    owner.submit(last.set)
     del owner
     gc.collect()
     assert alive() is None
+    may.set()
+    assert last.wait(60), "what was given is done"
     thread.join(60)
     assert not thread.is_alive()
-
-
-def test_what_was_given_is_done_though_its_owner_is_gone() -> None:
-    owner, may, over = Background("gone"), threading.Event(), threading.Event()
-    owner.submit(lambda: may.wait(60))  # type: ignore[arg-type]
-    owner.submit(over.set)
-    del owner
-    gc.collect()
-    may.set()
-    assert over.wait(60)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

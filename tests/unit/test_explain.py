@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from typing import Any
 
 import pytest
@@ -91,15 +90,10 @@ def test_a_streamed_model() -> None:
 
     lines = str(found).splitlines()
     assert 1 < len(lines) <= 50 and max(map(len, lines)) <= 100
-    for words in ("stages", "memory", "the plan", "a step", "its time depends on", "would help"):
-        assert words in str(found)
     again = json.loads(json.dumps(found.to_dict()))
     assert again["device"]["needed_bytes"] == found.device.needed_bytes
     assert again["bound"] == found.bound and again["device"]["fits"] is True
-    assert found._repr_html_().count("<table>") >= 4
-    for each in (found, schedule):
-        assert "\n" not in repr(each) and "print() shows it" in repr(each)
-    assert f"bound by {found.bound}" in repr(found)
+    assert found._repr_html_().count("<table>") >= 4 and "print() shows it" in repr(found)
 
     for resource, factor in SLOW.items():
         machine = faster(BALANCED, resource, factor)
@@ -116,16 +110,7 @@ def test_a_streamed_model() -> None:
         for _ in range(2):
             step(model, optimizer)
     found = mc.explain(model, changes=False)
-    spans = [s for s in trace.spans if s.op.lane == "compute"]
-    ends = [
-        max(s.stop_s for s in spans if s.run == i)
-        for i, run in enumerate(trace.measured.runs)
-        if run.graph == "backward"
-    ]
-    assert len(ends) == 2 and found.traced_step_s == pytest.approx(ends[1] - ends[0])
     busy = {row.stream: row.traced_s for row in found.streams}
-    inside = [s.duration_s for s in spans if ends[0] <= s.start_s < ends[1]]
-    assert busy["compute"] == pytest.approx(sum(inside))
     assert found.traced_bound == next(iter(found.traced_waits)) in busy
     assert found.traced_step_s is not None
     shares = sum(found.traced_waits.values()) + (found.traced_none_s or 0.0) / found.traced_step_s
@@ -135,23 +120,6 @@ def test_a_streamed_model() -> None:
     del trace
     assert mc.explain(model, changes=False).traced_step_s is None
     assert mc.schedules(model)[0] is schedule, "other plans leave the model as it is"
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_what_came_from_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """Of each model's stages."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    found = []
-    for _ in range(2):
-        torch.compiler.reset()
-        model = mc.megacompile(Net(), device="cpu", progress=False, lowering="inductor")
-        model(torch.randn(TOKENS, 8)).backward()
-        found.append(mc.explain(model, changes=False))
-    first, again = (explanation.code["stages"] for explanation in found)
-    assert first.made > 2 and first.time_s > again.time_s > 0
-    assert (again.found, again.made) == (first.found + first.made, 0)
-    assert "code, in this process" in str(found[1])
 
 
 def test_resident_buckets_are_on_the_device_by_kind() -> None:

@@ -11,8 +11,7 @@ import pytest
 
 from megacompile.ir import ops
 from megacompile.verify.order import Order
-from tests.schedules import Spec, arguments, build
-from tests.zoo import scheduled
+from tests.schedules import Spec, build
 
 SPECS = [
     Spec(),
@@ -29,7 +28,7 @@ def edges(graph: nx.MultiDiGraph, kind: str) -> set[tuple[str, str]]:
     return {(label[a], label[b]) for a, b, data in graph.edges(data=True) if data["kind"] == kind}
 
 
-def test_nodes_and_edges_of_a_small_forward() -> None:
+def test_nodes_and_edges_of_a_small_forward(tmp_path: Path) -> None:
     graph = build(Spec(stages=3, training=False)).to_networkx()
     assert edges(graph, "data") >= {("0PREFETCH@0", "0F"), ("0F", "1F"), ("1F", "2F")}
     assert edges(graph, "after") == {
@@ -38,14 +37,14 @@ def test_nodes_and_edges_of_a_small_forward() -> None:
         ("0F", "2PREFETCH@0"),
     }
     assert ("0PREFETCH@0", "1PREFETCH@1") in edges(graph, "stream")
-    assert ("0PREFETCH@0", "0F") not in edges(graph, "stream")
     assert edges(graph, "boundary") == set()
     (prefetch,) = [d for _, d in graph.nodes(data=True) if d["label"] == "2PREFETCH@0"]
     of_it = {"op": "prefetch", "graph": "forward", "stream": "h2d", "stage": 2, "slot": 0}
-    assert of_it.items() <= prefetch.items()
-    assert (prefetch["module"], prefetch["bytes"]) == ("layers.2", 128)
-    (forward,) = [d for _, d in graph.nodes(data=True) if d["label"] == "1F"]
-    assert (forward["stage"], forward["slot"], forward["bytes"]) == (1, -1, 0)
+    assert (of_it | {"module": "layers.2", "bytes": 128}).items() <= prefetch.items()
+    nx.write_graphml(graph, tmp_path / "schedule.graphml")
+    again = nx.read_graphml(tmp_path / "schedule.graphml", force_multigraph=True)
+    assert set(again.nodes) == set(graph.nodes)
+    assert again.number_of_edges() == graph.number_of_edges()
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -67,16 +66,8 @@ def test_its_order_is_the_one_that_verify_proves(spec: Spec) -> None:
                     assert there == order.before(first, second), (first, second)
 
 
-def test_it_fits_into_a_file_format(tmp_path: Path) -> None:
-    graph = build(Spec()).to_networkx()
-    nx.write_graphml(graph, tmp_path / "schedule.graphml")
-    again = nx.read_graphml(tmp_path / "schedule.graphml", force_multigraph=True)
-    assert set(again.nodes) == set(graph.nodes)
-    assert again.number_of_edges() == graph.number_of_edges()
-
-
 def test_dot_has_every_node_in_the_cluster_of_its_stream() -> None:
-    schedule = replace(scheduled(), name='a "name" \\')
+    schedule = replace(build(Spec()), name='a "name" \\')
     text = schedule.to_dot()
     assert text.startswith('digraph "a \\"name\\" \\\\" {')
     graph = schedule.to_networkx()
@@ -91,12 +82,3 @@ def test_dot_has_every_node_in_the_cluster_of_its_stream() -> None:
     assert text.count(" -> ") == graph.number_of_edges()
     assert text.count("style=bold") == 1, "one boundary"
     assert text.count("{") == text.count("}")
-
-
-def test_a_bucket_that_two_stages_read_is_of_the_first() -> None:
-    schedule = build(Spec(shared=True))
-    graph = schedule.to_networkx()
-    for name, fx_graph in schedule.graphs.items():
-        for node in ops.nodes_of(fx_graph, ops.prefetch):
-            stage = graph.nodes[f"{name}.{node.name}"]["stage"]
-            assert stage == arguments(node)[0].key

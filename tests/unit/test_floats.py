@@ -18,7 +18,6 @@ pytestmark = pytest.mark.skipif(not compat.has_cpp_compiler(), reason="no C++ co
 
 X = torch.linspace(-1, 1, 6)
 T = sympy.Symbol("n0", real=True)
-STEP = sympy.Symbol("n1", integer=True)
 ROWS = sympy.Symbol("n2", integer=True, positive=True)
 
 OPERATORS: dict[str, Callable[[Tensor, Any], Tensor]] = {
@@ -75,9 +74,7 @@ def assert_as_plain(want: Tensor, got: Tensor, what: str) -> None:
     torch.testing.assert_close(got, want, rtol=places, atol=places, msg=lambda t: f"{what}: {t}")
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 def test_an_operator_does_what_it_does_with_a_number(dtype: torch.dtype) -> None:
     x = inputs(dtype)
 
@@ -116,17 +113,6 @@ def test_a_list_of_floats_is_refused() -> None:
         check_floats(module)
 
 
-def test_ints_and_sizes_stay_what_they_are() -> None:
-    def scaled(x: Tensor, t: Any, step: Any, rows: Any) -> list[Tensor]:
-        return [x * (t / (step + 1)) + step, x.new_full((rows,), t), x.view(rows // 2, 2) ** 2]
-
-    function = compiled(traced(scaled, [X], {T: 0.5, STEP: 3, ROWS: 6}))
-    for t, step in ((0.5, 3), (0.25, 9)):
-        found = function(X, t, step, 6)
-        for want, got in zip(scaled(X, t, step, 6), found, strict=True):
-            assert_as_plain(want, got, str(t))
-
-
 def test_what_inductor_asks_of_sizes_is_a_condition_of_the_trace() -> None:
     asked, traced_in = (compat.SymbolicFakes({T: 0.5, ROWS: 6}) for _ in range(2))
     asked = asked.without_floats()
@@ -146,13 +132,3 @@ def test_bools_and_ints_of_a_float_are_computed_ahead() -> None:
     for t in (0.3, 0.3 + 1e-7):
         for k, (want, got) in enumerate(zip(chosen(X, t), function(X, t), strict=True)):
             assert_as_plain(want, got, f"{k} of {t}")
-
-
-def test_an_int_of_a_size_by_way_of_a_float_is_a_size() -> None:
-    def part(x: Tensor, rows: Any) -> list[Any]:
-        return [x.new_ones((torch.sym_int(rows * 0.3),)) * (rows * 0.5)]
-
-    function = compiled(traced(part, [X], {ROWS: 9}))
-    for rows in (9, 6, 41):
-        (want,), (got,) = part(X, rows), function(X, rows)
-        assert_as_plain(want, got, str(rows))

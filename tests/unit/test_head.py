@@ -21,6 +21,7 @@ bind_operators()
 
 WIDTH, CLASSES, CHUNK = 12, 97, 64
 IGNORED = -100
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
 @dataclass
@@ -38,56 +39,45 @@ class Head:
     def leaves(self) -> list[Tensor]:
         return [t for t in (self.hidden, self.weight, self.bias) if t is not None]
 
-    def plain(self, *, mean: bool) -> Tensor:
+    def plain(self, mean: bool = True) -> Tensor:
         logits = F.linear(self.hidden, self.weight, self.bias)
-        loss = F.cross_entropy(
-            logits.to(torch.promote_types(logits.dtype, torch.float32)),
-            self.target,
-            self.class_weight,
-            reduction="mean" if mean else "sum",
-            **self.options,
-        )
-        return loss
+        logits = logits.to(torch.promote_types(logits.dtype, FP32))
+        given = {"reduction": "mean" if mean else "sum", **self.options}
+        return F.cross_entropy(logits, self.target, self.class_weight, **given)
 
-    def chunked(self, *, mean: bool, chunk: int = CHUNK, dtype: Any = torch.float32) -> Tensor:
-        options = {"ignore_index": IGNORED, "label_smoothing": 0.0, **self.options}
-        return linear_cross_entropy(
-            self.hidden,
-            self.weight,
-            self.bias,
-            self.target,
-            self.class_weight,
-            mean=mean,
-            chunk_rows=chunk,
-            dtype=dtype,
-            **options,
-        )
+    def chunked(self, mean: bool = True, chunk: int = CHUNK) -> Tensor:
+        options = {"ignore_index": IGNORED, "label_smoothing": 0.0, "mean": mean, **self.options}
+        inputs = (self.hidden, self.weight, self.bias, self.target, self.class_weight)
+        return linear_cross_entropy(*inputs, chunk_rows=chunk, dtype=FP32, **options)
 
     def gradients(self, loss: Tensor, scale: float = 1.0) -> list[Tensor]:
         return list(torch.autograd.grad(loss * scale, self.leaves))
+
+    def exact(self) -> Head:
+        """The same in double precision."""
+        hidden, weight = (t.detach().double().requires_grad_() for t in self.leaves)
+        return Head(hidden, weight, None, self.target)
 
 
 def make(
     rows: int,
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = FP32,
     bias: bool = False,
     ignored: float = 0.25,
     weighted: bool = False,
-    seed: int = 0,
     **options: Any,
 ) -> Head:
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(0)
     target = torch.randint(0, CLASSES, (rows,), generator=g)
     target[torch.rand(rows, generator=g) < ignored] = IGNORED
-    return Head(
-        hidden=torch.randn(rows, WIDTH, generator=g).to(dtype).requires_grad_(),
-        weight=torch.randn(CLASSES, WIDTH, generator=g).to(dtype).requires_grad_(),
-        bias=torch.randn(CLASSES, generator=g).to(dtype).requires_grad_() if bias else None,
-        target=target,
-        class_weight=torch.rand(CLASSES, generator=g) if weighted else None,
-        options=options,
-    )
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g).to(dtype).requires_grad_()
+
+    hidden, weight, offset = leaf(rows, WIDTH), leaf(CLASSES, WIDTH), leaf(CLASSES)
+    of_class = torch.rand(CLASSES, generator=g) if weighted else None
+    return Head(hidden, weight, offset if bias else None, target, of_class, options)
 
 
 def close(got: Tensor, want: Tensor, tolerance: float = 1e-5) -> None:
@@ -97,8 +87,8 @@ def close(got: Tensor, want: Tensor, tolerance: float = 1e-5) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=atol, equal_nan=True)
 
 
-def same(head: Head, *, mean: bool, scale: float = 1.0, chunk: int = CHUNK) -> None:
-    want, got = head.plain(mean=mean), head.chunked(mean=mean, chunk=chunk)
+def same(head: Head, mean: bool, *, scale: float = 1.0, chunk: int = CHUNK) -> None:
+    want, got = head.plain(mean), head.chunked(mean, chunk)
     close(got, want)
     pairs = zip(head.gradients(got, scale), head.gradients(want, scale), strict=True)
     for mine, theirs in pairs:
@@ -106,14 +96,13 @@ def same(head: Head, *, mean: bool, scale: float = 1.0, chunk: int = CHUNK) -> N
 
 
 @pytest.mark.parametrize("mean", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
-def test_any_count_of_tokens_and_size_of_chunk(bias: bool, mean: bool) -> None:
+def test_any_count_of_tokens_and_size_of_chunk(mean: bool) -> None:
     for rows in (1, 7, 64, 255, 1023):
-        same(make(rows, bias=bias, ignored=0.0), mean=mean)
+        same(make(rows, bias=True, ignored=0.0), mean)
         if rows > 1:
-            same(make(rows, bias=bias), mean=mean)
-    for chunk in (1, 7, 63, 64, 255, 1000):
-        same(make(255, bias=bias), mean=mean, chunk=chunk)
+            same(make(rows), mean)
+    for chunk in (1, 63, 64, 255, 1000):
+        same(make(255, bias=True), mean, chunk=chunk)
 
 
 @pytest.mark.parametrize("mean", [True, False])
@@ -125,54 +114,41 @@ def test_what_cross_entropy_takes(weighted: bool, label_smoothing: float, mean: 
         options: dict[str, Any] = {"label_smoothing": label_smoothing, "ignore_index": ignored}
         head = make(255, bias=True, weighted=weighted, **options)
         head.target[head.target == IGNORED] = ignored
-        same(head, mean=mean, scale=3.0)
+        same(head, mean, scale=3.0)
     head = make(7, ignored=1.1, bias=True, weighted=weighted, label_smoothing=label_smoothing)
-    loss = head.chunked(mean=mean)
+    loss = head.chunked(mean)
     assert torch.isnan(loss) if mean else loss == 0
     assert all(g.eq(0).all() for g in head.gradients(loss))
-    same(head, mean=mean)
+    same(head, mean)
 
 
-def test_tokens_of_no_weight_have_no_mean() -> None:
+def test_tokens_that_have_no_weight_or_no_number_and_classes_of_an_infinite_bias() -> None:
     head = make(7, ignored=0.0, weighted=True)
     assert head.class_weight is not None
     head.class_weight.zero_()
-    same(head, mean=True)
-    assert torch.isnan(head.gradients(head.chunked(mean=True))[0]).all()
-
-
-def test_classes_masked_by_an_infinite_bias() -> None:
+    same(head, True)
+    assert torch.isnan(head.gradients(head.chunked())[0]).all()
     head = make(7, ignored=0.0, bias=True)
     head.target.clamp_(min=10)
     assert head.bias is not None
     with torch.no_grad():
         head.bias[:10] = float("-inf")
-    same(head, mean=True)
+    same(head, True)
+    head = make(7)
+    head.target[3] = IGNORED
+    with torch.no_grad():
+        head.hidden[3] = float("nan")
+    close(head.chunked(), head.plain())
+    assert head.chunked().isfinite()
 
 
-@pytest.mark.thorough
-def test_gradients_in_double_precision() -> None:
-    """Against finite differences, which know nothing of our formulas."""
-    head = make(5, dtype=torch.float64, bias=True, weighted=True, label_smoothing=0.2)
-    assert head.class_weight is not None
-    head.class_weight = head.class_weight.double()
-
-    def loss(*leaves: Tensor) -> Tensor:
-        head.hidden, head.weight, head.bias = leaves
-        return head.chunked(mean=True, chunk=2, dtype=torch.float64)
-
-    assert torch.autograd.gradcheck(loss, head.leaves)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_halves_are_as_exact_as_the_plain_head(dtype: torch.dtype) -> None:
     """Errors against float64, where many chunks are added up."""
     head = make(1023, dtype=dtype)
-    exact = make(1023, dtype=dtype)
-    exact.hidden, exact.weight = (t.detach().double().requires_grad_() for t in head.leaves)
-    want = exact.gradients(exact.plain(mean=True))
-    plain = head.gradients(head.plain(mean=True))
-    got = head.gradients(head.chunked(mean=True, chunk=16))
+    exact = head.exact()
+    want, plain = exact.gradients(exact.plain()), head.gradients(head.plain())
+    got = head.gradients(head.chunked(chunk=16))
     for mine, theirs, true in zip(got, plain, want, strict=True):
         assert mine.dtype == dtype
         error, allowed = ((g.double() - true).norm() for g in (mine, theirs))
@@ -181,77 +157,29 @@ def test_halves_are_as_exact_as_the_plain_head(dtype: torch.dtype) -> None:
 
 def test_a_loss_scale_saves_float16_from_underflow() -> None:
     """A mean over many tokens is divided where the scale is multiplied, not before."""
-    head = make(4096, dtype=torch.float16, ignored=0.0)
-    scale = 2.0**16
-    got = head.gradients(head.chunked(mean=True), scale)[0]
-    exact = make(4096, dtype=torch.float16, ignored=0.0)
-    exact.hidden, exact.weight = (t.detach().double().requires_grad_() for t in head.leaves)
-    want = exact.gradients(exact.plain(mean=True), scale)[0]
+    head = make(4096, dtype=FP16, ignored=0.0)
+    exact = head.exact()
+    got, want = (
+        h.gradients(loss, 2.0**16)[0]
+        for h, loss in ((head, head.chunked()), (exact, exact.plain()))
+    )
     assert (got.double() - want).norm() <= 2e-3 * want.norm()
 
 
-@pytest.mark.parametrize("frozen", ["hidden", "weight", "bias"])
-def test_what_needs_no_gradient_gets_none(frozen: str) -> None:
-    head = make(255, bias=True)
-    want = head.gradients(head.plain(mean=True))
-    names = ["hidden", "weight", "bias"]
-    getattr(head, frozen).requires_grad_(False)
-    loss = head.chunked(mean=True)
-    rest = [n for n in names if n != frozen]
-    found = torch.autograd.grad(loss, [getattr(head, n) for n in rest])
-    for name, got in zip(rest, found, strict=True):
-        close(got, want[names.index(name)])
-
-
-def test_backward_twice_over_one_graph() -> None:
+def test_what_needs_no_gradient_gets_none_and_a_backward_may_run_twice() -> None:
     """Saved gradients are scaled into new memory."""
-    head = make(255)
-    loss = head.chunked(mean=True)
-    first = torch.autograd.grad(loss, head.leaves, retain_graph=True)
-    again = torch.autograd.grad(loss, head.leaves, torch.tensor(2.0))
-    for one, two in zip(first, again, strict=True):
-        close(two, 2 * one)
-
-
-class Seen(TorchDispatchMode):
-    """The dtypes that the operator gets, and which gradients it is to compute."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[tuple[Any, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "linear_cross_entropy" in str(func):
-            self.calls.append((args[0].dtype, args[1].dtype, *args[-3:]))
-        return func(*args, **(kwargs or {}))
-
-
-def test_autocast_and_no_grad() -> None:
-    """In autocast it computes in bf16, but for double precision; without grad no gradients."""
-    head, wide = make(255, bias=True), make(7, dtype=torch.float64)
-    with Seen() as seen:
-        with torch.autocast("cpu", torch.bfloat16):
-            want, got = head.plain(mean=True), head.chunked(mean=True)
-            wide.chunked(mean=True)
-        with torch.no_grad():
-            assert not head.chunked(mean=True).requires_grad
-    bf16, f32, f64 = torch.bfloat16, torch.float32, torch.float64
-    assert seen.calls[0] == (bf16, bf16, True, True, True)
-    assert seen.calls[1] == (f64, f64, True, True, False)
-    assert seen.calls[2] == (f32, f32, False, False, False)
-    close(got, want, 1e-4)
-    for mine, theirs in zip(head.gradients(got), head.gradients(want), strict=True):
-        close(mine, theirs, 1e-2)  # bf16
-
-
-@pytest.mark.parametrize("mean", [True, False])
-def test_what_is_in_an_ignored_row_does_not_count(mean: bool) -> None:
-    head = make(7)
-    head.target[3] = IGNORED
-    with torch.no_grad():
-        head.hidden[3] = float("nan")
-    close(head.chunked(mean=mean), head.plain(mean=mean))
-    assert head.chunked(mean=mean).isfinite()
+    names = ["hidden", "weight", "bias"]
+    for frozen in names:
+        head = make(255, bias=True)
+        want = dict(zip(names, head.gradients(head.plain()), strict=True))
+        getattr(head, frozen).requires_grad_(False)
+        rest = [name for name in names if name != frozen]
+        leaves, loss = [getattr(head, name) for name in rest], head.chunked()
+        first = torch.autograd.grad(loss, leaves, retain_graph=True)
+        again = torch.autograd.grad(loss, leaves, torch.tensor(2.0))
+        for name, one, two in zip(rest, first, again, strict=True):
+            close(one, want[name])
+            close(two, 2 * one)
 
 
 @pytest.mark.parametrize("target", [CLASSES, -1])
@@ -260,31 +188,24 @@ def test_a_target_that_is_no_class(target: int) -> None:
     head.target[3] = target
     for loss in (head.plain, head.chunked):
         with pytest.raises(IndexError, match=str(target)):
-            loss(mean=True)
+            loss()
 
 
 # --- memory and work
 
 
-def test_flops_are_those_of_the_products() -> None:
-    head, product = make(255, bias=True), 2 * 255 * WIDTH * CLASSES
-    with FlopCounterMode(display=False) as counter:
-        loss = head.chunked(mean=True)
-    assert counter.get_total_flops() == 3 * product
-    with FlopCounterMode(display=False) as counter:
-        torch.autograd.grad(loss, head.leaves)
-    assert counter.get_total_flops() == 0
-
-
 class Watch(TorchDispatchMode):
-    """The largest tensor that an operator gives, and how many matrix products there are."""
+    """What the operator gets and which gradients it is to compute; the largest tensor that any
+    operator gives, and how many matrix products there are."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.largest = 0
-        self.products = 0
+        self.calls: list[tuple[Any, ...]] = []
+        self.largest = self.products = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "linear_cross_entropy" in str(func):
+            self.calls.append((args[0].dtype, args[1].dtype, *args[-3:]))
         result = func(*args, **(kwargs or {}))
         self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
         if isinstance(result, Tensor):
@@ -299,37 +220,46 @@ def watched(call: Callable[[], Any]) -> Watch:
     return watch
 
 
-def run(head: Head, *flags: bool) -> Callable[[], Any]:
-    rest = (head.class_weight, IGNORED, 0.1, CHUNK)
-    return lambda: _linear_cross_entropy(head.hidden, head.weight, None, head.target, *rest, *flags)
+def test_autocast_and_no_grad() -> None:
+    """In autocast it computes in bf16, but for double precision; without grad no gradients."""
+    head, wide = make(255, bias=True), make(7, dtype=FP64)
+    with Watch() as seen:
+        with torch.autocast("cpu", BF16):
+            want, got = head.plain(), head.chunked()
+            wide.chunked()
+        with torch.no_grad():
+            assert not head.chunked().requires_grad
+    assert seen.calls == [
+        (BF16, BF16, True, True, True),
+        (FP64, FP64, True, True, False),
+        (FP32, FP32, False, False, False),
+    ]
+    close(got, want, 1e-4)
+    for mine, theirs in zip(head.gradients(got), head.gradients(want), strict=True):
+        close(mine, theirs, 1e-2)  # bf16
 
 
-def test_no_more_than_a_chunk_of_logits() -> None:
-    head = make(1023)
-    largest = max(CHUNK * CLASSES, head.weight.numel(), head.hidden.numel())
-    assert watched(run(head, True, True, False)).largest == largest < 1023 * CLASSES
-    assert watched(lambda: head.plain(mean=True)).largest == 1023 * CLASSES
-
-
-def test_no_work_for_gradients_that_nobody_wants() -> None:
+def test_no_more_than_a_chunk_of_logits_and_no_work_that_nobody_wants() -> None:
     head, chunks = make(255), 4
-    assert watched(run(head, False, False, False)).products == chunks
-    assert watched(run(head, True, False, False)).products == 2 * chunks
-    assert watched(run(head, True, True, False)).products == 3 * chunks
-    with torch.no_grad():
-        assert watched(lambda: head.plain(mean=True)).products == 1
+
+    def run(*flags: bool) -> Watch:
+        inputs = (head.hidden, head.weight, None, head.target, head.class_weight)
+        return watched(lambda: _linear_cross_entropy(*inputs, IGNORED, 0.1, CHUNK, *flags))
+
+    assert run(True, True, False).largest == CHUNK * CLASSES < 255 * CLASSES
+    assert watched(head.plain).largest == 255 * CLASSES
+    assert run(False, False, False).products == chunks
+    assert run(True, False, False).products == 2 * chunks
+    assert run(True, True, False).products == 3 * chunks
+    with FlopCounterMode(display=False) as counter:
+        head.chunked()
+    assert counter.get_total_flops() == 3 * 2 * 255 * WIDTH * CLASSES
 
 
 @pytest.mark.thorough
 def test_the_benchmark_on_a_small_head() -> None:
     sizes = "--device cpu --dtype float32 --tokens 255 --width 32 --vocabulary 500 --steps 1"
     rows = main([*sizes.split(), "--chunk-mib", "0.1", "1"])
-    names = [str(row["head"]) for row in rows]
-    assert names[:3] == [
-        "whole",
-        "in chunks of 52 (0.09918 MiB)",
-        "in chunks of 256 (0.4883 MiB)",
-    ]
     for row in rows[:3]:
         assert row["loss"] == rows[0]["loss"]
         assert all(float(str(row[f"error of {name}"])) < 1e-6 for name in ("dx", "dW"))

@@ -45,17 +45,8 @@ def test_a_smaller_value_takes_a_larger_buffer_but_not_a_huge_one() -> None:
     assert of.held_bytes == 4000 and torch.equal(half.back(None), torch.ones(500))
     del half
     few = of.store(torch.ones(499), None)
-    assert of.held_bytes == 1996, "the larger one went: no more is held than was in use at once"
+    assert of.held_bytes == 1996, "no more is held than was in use at once"
     assert torch.equal(few.back(None), torch.ones(499))
-
-
-def test_no_more_is_held_than_was_in_use_at_once() -> None:
-    of = HostPool(pin=False)
-    for size in (100, 1000, 30, 700, 5, 300):
-        together = [of.store(torch.zeros(size), None) for _ in range(3)]
-        assert of.held_bytes <= of.peak_bytes
-        del together
-    assert of.peak_bytes == 12000
 
 
 def test_too_little_host_memory_is_an_error() -> None:
@@ -66,43 +57,32 @@ def test_too_little_host_memory_is_an_error() -> None:
     assert of.lent_bytes == small.buffer.size_bytes == of.held_bytes == 4 * 2**20
 
 
-TENSORS: dict[str, Callable[[], Tensor]] = {
-    "contiguous": lambda: torch.randn(3, 4),
-    "transposed": lambda: torch.randn(3, 4, 5).permute(2, 0, 1),
-    "expanded": lambda: torch.randn(3, 1).expand(3, 50),
-    "a part": lambda: torch.randn(6, 12)[1:4, 2:9],
-    "every other": lambda: torch.randn(40)[::2],
-    "a row": lambda: torch.randn(4, 7)[2],
-    "scalar": lambda: torch.randn(()),
-    "empty": lambda: torch.randn(3, 0, 2),
-    "bool": lambda: torch.randn(3, 5) > 0,
-    "int64": lambda: torch.arange(7),
-    "bf16": lambda: torch.randn(9).bfloat16(),
-    "complex": lambda: torch.randn(3, 4, dtype=torch.complex64).conj(),
-}
+TENSORS: list[Callable[[], Tensor]] = [
+    lambda: torch.randn(3, 4, 5).permute(2, 0, 1),
+    lambda: torch.randn(3, 1).expand(3, 50),
+    lambda: torch.randn(6, 12)[1:4, 2:9],
+    lambda: torch.randn(40)[::2],
+    lambda: torch.randn(()),
+    lambda: torch.randn(3, 0, 2),
+    lambda: torch.randn(3, 5) > 0,
+    lambda: torch.randn(9).bfloat16(),
+    lambda: torch.randn(3, 4, dtype=torch.complex64).conj(),
+]
 
 
-@pytest.mark.parametrize("name", TENSORS)
-def test_a_tensor_comes_back_as_it_was(name: str) -> None:
+def test_a_tensor_comes_back_as_it_was() -> None:
     """Values and strides: these choose the kernels, and compiled code relies on them."""
-    value = TENSORS[name]()
-    of = HostPool(pin=False)
-    waiting = of.store(value, None)
-    assert of.lent_bytes <= value.numel() * value.element_size()
-    wanted = value.clone()
-    value = value.clone() if name == "expanded" else value.zero_()
-    back = waiting.back(None)
-    assert torch.equal(back, wanted)
-    assert back.stride() == waiting.meta.stride == TensorMeta.of(TENSORS[name]()).stride
-    assert back.dtype == wanted.dtype and back.shape == wanted.shape
-
-
-def test_buffers_are_of_the_exact_size() -> None:
-    of = HostPool(pin=False)
-    kept = of.store(torch.zeros(33 * 2**18 + 3), None)
-    assert kept.buffer.size_bytes == 33 * 2**20 + 12 == len(kept.buffer.memory)
-    expanded = of.store(torch.randn(3, 1).expand(3, 50), None)
-    assert expanded.size_bytes == 12 and expanded.empty().stride() == (1, 0)
+    for make in TENSORS:
+        value = make()
+        of = HostPool(pin=False)
+        waiting = of.store(value, None)
+        assert of.lent_bytes <= value.numel() * value.element_size()
+        wanted = value.clone()
+        if 0 not in value.stride():
+            value.zero_()
+        back = waiting.back(None)
+        assert torch.equal(back, wanted) and back.dtype == wanted.dtype
+        assert back.stride() == waiting.meta.stride == TensorMeta.of(make()).stride
 
 
 def test_a_backward_that_was_planned_otherwise_finds_what_it_needs() -> None:
@@ -115,22 +95,6 @@ def test_a_backward_that_was_planned_otherwise_finds_what_it_needs() -> None:
     assert taken({"y": value}, "y", {}, of, None) is value
     with pytest.raises(KeyError):
         taken({"y": value}, "z", {}, of, None)
-
-
-def test_locking_keeps_what_is_there_and_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer = HostBuffer(2**16, pin=False)
-    values = buffer.bytes(2**16).fill_(7)
-    calls: list[tuple[int, ...]] = []
-
-    class Runtime:
-        def cudaHostRegister(self, *args: int) -> int:
-            calls.append(args)
-            return 0
-
-    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    buffer.lock()
-    buffer.lock()
-    assert calls == [(values.data_ptr(), 2**16, 0)] and bool(values.eq(7).all())
 
 
 @pytest.mark.gpu
@@ -165,16 +129,6 @@ class Slow:
         return plain_buffer(wanted)
 
 
-def test_a_buffer_is_given_to_who_asks_for_its_size_once() -> None:
-    ahead = BuffersAhead(plain_buffer)
-    ahead.begin([Wanted(PAGE, pin=False), Wanted(2 * PAGE, pin=False)])
-    ahead.await_idle()
-    assert ahead.take(PAGE, pin=True) is None and ahead.take(3 * PAGE, pin=False) is None
-    made = ahead.take(PAGE, pin=False)
-    assert made is not None and len(made) == PAGE
-    assert ahead.take(PAGE, pin=False) is None
-
-
 def test_what_is_not_begun_is_left_to_who_asks_and_what_is_begun_is_waited_for() -> None:
     slow = Slow()
     ahead = BuffersAhead(slow)
@@ -192,7 +146,7 @@ def test_what_is_not_begun_is_left_to_who_asks_and_what_is_begun_is_waited_for()
     assert ahead.take(2 * PAGE, pin=False) is not None
 
 
-def test_what_nobody_will_ask_for_is_not_made() -> None:
+def test_what_nobody_will_ask_for_is_not_made_and_a_failure_is_not_told() -> None:
     slow = Slow()
     ahead = BuffersAhead(slow)
     ahead.begin(Wanted(n * PAGE, pin=False) for n in (1, 2, 3))
@@ -202,8 +156,6 @@ def test_what_nobody_will_ask_for_is_not_made() -> None:
     ahead.await_idle()
     assert slow.made == [PAGE] and ahead.take(PAGE, pin=False) is None
 
-
-def test_a_failure_is_not_told() -> None:
     def fails(wanted: Wanted) -> HostBuffer:
         raise HostMemoryError("none left")
 
@@ -221,14 +173,6 @@ def made_ahead(budget: HostBudget, pages: int) -> BuffersAhead:
     assert budget._ahead is not None
     budget._ahead.await_idle()
     return budget._ahead
-
-
-def test_the_budget_counts_it_once() -> None:
-    budget = HostBudget(4 * PAGE)
-    made_ahead(budget, 2)
-    assert budget.held_bytes == 2 * PAGE
-    mine = budget.make(2 * PAGE, "mine", pin=False)
-    assert budget.held_bytes == 2 * PAGE == len(mine)
 
 
 def test_what_nobody_asks_for_makes_room() -> None:
@@ -258,22 +202,3 @@ def test_what_waits_for_its_backward_comes_before_what_nobody_has_asked_for(
     monkeypatch.setattr(psutil, "virtual_memory", memory)
     lent = pool.lend(4 * PAGE)
     assert lent.size_bytes == 4 * PAGE == budget.held_bytes
-
-
-def test_a_budget_that_is_gone_gets_nothing() -> None:
-    began, may = threading.Event(), threading.Event()
-    budget = HostBudget()
-    ahead = made_ahead(budget, 1)
-    assert ahead.take(PAGE, pin=False) is not None
-
-    def busy() -> None:
-        began.set()
-        assert may.wait(60)
-
-    ahead._thread.submit(busy)
-    ahead.begin([Wanted(PAGE, pin=False)])
-    assert began.wait(60)
-    del budget
-    may.set()
-    ahead.await_idle()
-    assert ahead.take(PAGE, pin=False) is None

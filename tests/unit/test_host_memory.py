@@ -12,35 +12,11 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from torch import Tensor
 
 from megacompile import HostMemoryError
 from megacompile.host_memory import available_bytes, budget_bytes, check_host_memory, total_bytes
 
 GIB = 2**30
-
-
-# --- memory
-
-
-# --- adopting what the user did
-
-
-REPLACEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "new storage": lambda t: t * 2,
-    "other strides": lambda t: (t * 2).t().contiguous().t(),
-    "view of a larger tensor": lambda t: torch.cat([t, t])[: len(t)],
-    "expanded": lambda t: torch.ones(()).expand(t.shape),
-}
-
-
-# --- page-locking
-
-
-# --- states, codes, copies
-
-
-# --- how much there is
 
 
 @pytest.fixture
@@ -60,7 +36,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
         memory = SimpleNamespace(available=available, total=99 * GIB)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
         folder = tmp_path / "sys" / "fs" / "cgroup"
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         inactive = cgroup.pop("inactive_file", None)
         if inactive is not None:
             (folder / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\nfile 7\n")
@@ -70,22 +46,23 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
     return write
 
 
-@pytest.mark.parametrize(
-    ("available", "cgroup", "wanted"),
-    [
-        (10 * GIB, {}, 10 * GIB),  # no cgroup
-        (10 * GIB, {"max": "max", "current": 5 * GIB}, 10 * GIB),  # no limit
-        (10 * GIB, {"max": 8 * GIB, "current": 5 * GIB}, 3 * GIB),
-        (10 * GIB, {"max": 64 * GIB, "current": 5 * GIB}, 10 * GIB),  # more than there is
-        (10 * GIB, {"max": 8 * GIB, "current": 5 * GIB, "inactive_file": 2 * GIB}, 5 * GIB),
-        (10 * GIB, {"max": 8 * GIB}, 10 * GIB),
-    ],
-)
-def test_available_memory(
-    machine: Callable[..., None], available: int, cgroup: dict[str, int | str], wanted: int
-) -> None:
-    machine(available, **cgroup)
-    assert available_bytes() == wanted
+def test_available_memory_with_a_cgroup(machine: Callable[..., None]) -> None:
+    rows: list[tuple[dict[str, Any], int]] = [
+        ({}, 10),
+        ({"max": "max", "current": 5 * GIB}, 10),
+        ({"max": 8 * GIB, "current": 5 * GIB}, 3),
+        ({"max": 64 * GIB, "current": 5 * GIB}, 10),  # more than there is
+        ({"max": 8 * GIB, "current": 5 * GIB, "inactive_file": 2 * GIB}, 5),
+    ]
+    for cgroup, wanted in rows:
+        machine(10 * GIB, **cgroup)
+        assert available_bytes() == wanted * GIB
+    assert total_bytes() == 8 * GIB
+    machine(10 * GIB, max="max")
+    assert total_bytes() == 99 * GIB
+
+
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 @pytest.mark.parametrize(
@@ -93,22 +70,14 @@ def test_available_memory(
     [
         ("0::/job/step", {"job/memory.max": 8, "job/memory.current": 2}, 6),  # SLURM
         ("0::/job/step", {"job/memory.max": 8, "job/memory.current": 7, "memory.max": 20}, 1),
-        ("0::/job", {"other/memory.max": 8, "other/memory.current": 7}, 10),
         (
             "0::/../job",
             {"job/memory.max": 8, "job/memory.current": 2},
             10,
         ),  # outside of what we see
-        (
-            "4:cpu,memory:/a\n0::/",
-            {"memory/a/memory.limit_in_bytes": 5, "memory/a/memory.usage_in_bytes": 2},
-            3,
-        ),
-        (
-            "4:memory:/unseen",  # a container that sees its own at the root
-            {"memory/memory.limit_in_bytes": 5, "memory/memory.usage_in_bytes": 1},
-            4,
-        ),
+        ("4:cpu,memory:/a\n0::/", {f"memory/a/{V1[0]}": 5, f"memory/a/{V1[1]}": 2}, 3),
+        # a container that sees its own at the root
+        ("4:memory:/unseen", {f"memory/{V1[0]}": 5, f"memory/{V1[1]}": 1}, 4),
     ],
 )
 def test_limits_of_the_cgroups_around_it(
@@ -145,32 +114,14 @@ def test_limits_of_the_process(
     assert available_bytes() == wanted * GIB
 
 
-@pytest.mark.parametrize(("limit", "wanted"), [("max", 99 * GIB), (8 * GIB, 8 * GIB)])
-def test_all_memory(machine: Callable[..., None], limit: int | str, wanted: int) -> None:
-    machine(4 * GIB, max=limit)
-    assert total_bytes() == wanted
-
-
-def test_too_little_memory_is_said_with_the_table(machine: Callable[..., None]) -> None:
+def test_too_little_memory_is_an_error(machine: Callable[..., None]) -> None:
     machine(64 * GIB, max=16 * GIB, current=4 * GIB)
+    check_host_memory([("parameters to move", 9 * GIB), ("gradients", 3 * 2**29)])
     with pytest.raises(HostMemoryError) as caught:
-        check_host_memory([("parameters to move", 9 * GIB), ("gradients", 3 * 2**29)])
         check_host_memory([("parameters to move", 9 * GIB), ("gradients", 3 * GIB)])
     assert isinstance(caught.value, MemoryError)
-    assert str(caught.value).splitlines() == [
-        "megacompile(): host memory is too small",
-        "  parameters to move       9 GiB",
-        "  gradients                3 GiB",
-        "  needed                  12 GiB",
-        "  available             11.8 GiB",
-        "free host memory (or raise host_memory=), use a smaller dtype (model.bfloat16()), or "
-        "freeze parameters (requires_grad_(False)), which need no gradients",
-    ]
-
-
-def test_a_limit_of_the_users_is_kept() -> None:
     check_host_memory([("parameters", 2 * 2**20)], 2 * 2**20)
-    with pytest.raises(HostMemoryError, match="host_memory="):
+    with pytest.raises(HostMemoryError):
         check_host_memory([("parameters", 2 * 2**20)], 2**20)
 
 
@@ -187,17 +138,13 @@ def more_bytes(held_bytes: int) -> int:
 
 
 @pytest.mark.usefixtures("free")
-def test_memory_that_was_written_counts() -> None:
+def test_memory_that_was_written_counts_and_no_other() -> None:
     weights = torch.ones(GIB // 16)
     assert more_bytes(weights.nbytes) == weights.nbytes
-
-
-@pytest.mark.usefixtures("free")
-def test_memory_that_nobody_has_written_does_not() -> None:
     before = more_bytes(64 * GIB)
     assert before < 64 * GIB
-    weights = torch.empty(GIB)
-    assert more_bytes(64 * GIB) - before < weights.nbytes / 16
+    unwritten = torch.empty(GIB)
+    assert more_bytes(64 * GIB) - before < unwritten.nbytes / 16
 
 
 @pytest.mark.usefixtures("free")
@@ -215,26 +162,14 @@ def test_pages_of_a_file_do_not() -> None:
         mapped.close()
 
 
-@pytest.mark.parametrize(
-    ("free_gib", "held_gib", "beside_gib", "wanted"),
-    [
-        (10, 0, 0.0, 9.6),
-        (1000, 0, 0.0, 994.0),  # the margin does not grow for ever
-        (10, 0, 0.01, 9.6),  # the margin holds it
-        (10, 0, 1.0, 8.75),
-        (0, 0, 0.0, 0.0),
-        (0, 0, 1.0, 0.0),
-    ],
-)
-def test_the_margin(
-    machine: Callable[..., None],
-    free_gib: int,
-    held_gib: int,
-    beside_gib: float,
-    wanted: float,
-) -> None:
-    machine(free_gib * GIB)
-    found = budget_bytes(held_gib * GIB, beside_bytes=int(beside_gib * GIB))
-    assert found == pytest.approx(wanted * GIB, abs=GIB / 1000)
-    if free_gib:
-        assert budget_bytes(share=2) <= free_gib * GIB / 2
+def test_the_margin(machine: Callable[..., None]) -> None:
+    for free_gib, beside_gib, wanted in (
+        (1000, 0.0, 994.0),  # it does not grow for ever
+        (10, 0.01, 9.6),  # and holds what is beside
+        (10, 1.0, 8.75),
+        (0, 1.0, 0.0),
+    ):
+        machine(free_gib * GIB)
+        found = budget_bytes(0, beside_bytes=int(beside_gib * GIB))
+        assert found == pytest.approx(wanted * GIB, abs=GIB / 1000)
+        assert not free_gib or budget_bytes(share=2) <= free_gib * GIB / 2

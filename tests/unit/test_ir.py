@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import operator
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,19 +17,18 @@ from megacompile.cost.hardware import H200
 from megacompile.cost.memory import device_memory
 from megacompile.cost.simulate import simulate
 from megacompile.ir import ops
-from megacompile.ir.buckets import ALIGNMENT_BYTES, PADDED_NUMEL, Bucket, Slot
+from megacompile.ir.buckets import ALIGNMENT_BYTES, Bucket, Slot
 from megacompile.ir.capture import Ambient
-from megacompile.ir.mirror import mirrored
 from megacompile.ir.ops.op import OPS, Show, Takes, Value, by_subject, op, unbound
-from megacompile.ir.schedule import Plan, Schedule
+from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
-from megacompile.ir.tensors import TensorMeta, short_dtype, tensors_bytes
+from megacompile.ir.tensors import TensorMeta
 from megacompile.runtime.ops.bound import BoundOps
 from megacompile.verify.proof import hazards
 from tests.edits import edited
-from tests.layouts import layout_of, odd_tensors
+from tests.layouts import layout_of
 from tests.planned import planned
-from tests.schedules import ACTIVATION, EVERYTHING, SAVED, Spec, build, find, set_arguments
+from tests.schedules import EVERYTHING, Spec, build, find
 
 CPU = torch.device("cpu")
 BUCKET = Bucket(0, "layers.3", (), 0, "3")
@@ -77,61 +75,16 @@ def test_an_op_runs_through_the_executor_which_implements_it_with_the_same_argum
     assert public == {o.name for o in ops.OPS.values()} | {"wait"}  # what a `free` waits with
 
 
-def test_labels() -> None:
-    graph = fx.Graph()
-    second = Bucket(9, "layers.3.mlp", (), 0, "3.1")
-    assert ops.label(ops.call(graph, ops.prefetch, BUCKET, Slot(1, 0))) == "3PREFETCH@1"
-    assert ops.label(ops.call(graph, ops.prefetch, second, Slot(0, 0))) == "3.1PREFETCH@0"
-    assert ops.label(ops.call(graph, ops.prefetch, BUCKET, None)) == "3PREFETCH@?"
-    schedule = build(Spec())
-    for name in ("x", "output", "y0_0"):  # what is no op goes by its own name
-        node = find(schedule, "forward", name)
-        assert (ops.op_of(node), ops.label(node)) == (None, name)
-        assert ops.stream_of(node) is Stream.COMPUTE
-    bucket = layout_of([torch.empty(1)])
-    assert repr(dataclasses.replace(bucket, label="3.1")) == "bucket_3_1"
-    assert (repr(Slot(2, 8)), repr(schedule.stages[1])) == ("slot_2", "stage_1")
-
-
-# Nodes.
-
-
 def test_a_call_is_a_node_with_the_arguments_it_was_given() -> None:
     graph = fx.Graph()
     begin = ops.call(graph, ops.begin, name="start")
     node = ops.call(graph, ops.prefetch, BUCKET, Slot(1, 0), name="w", after=(begin,))
     assert (node.op, node.name, node.target) == ("call_function", "w", ops.prefetch)
-    assert ops.arguments(node) == (BUCKET, Slot(1, 0))
+    assert ops.arguments(node) == (BUCKET, Slot(1, 0)) and ops.label(node) == "3PREFETCH@1"
     assert node.kwargs == {"after": (begin,)} and begin.kwargs == {} and node in begin.users
-    assert ops.call(graph, ops.prefetch, BUCKET, None, after=()).kwargs == {"after": ()}
-    assert ops.stream_of(node) is Stream.H2D and ops.stream_of(begin) is Stream.COMPUTE
     foreign = graph.call_function(torch.relu, (graph.placeholder("x"),))
     with pytest.raises(KeyError):
         ops.op_of(foreign)
-
-
-def test_nodes_items_and_what_is_returned_are_found_in_order() -> None:
-    schedule = build(Spec(stages=2, keep=frozenset({1})))
-    graph = schedule.forward
-    labels = [ops.label(n) for n in ops.nodes_of(graph, ops.forward, ops.prefetch)]
-    assert labels == ["0PREFETCH@0", "1PREFETCH@1", "0F", "1F"]
-    ours = {n for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem}
-    assert set(ops.nodes_of(graph)) == ours and not ops.nodes_of(graph, ops.backward)
-    items = [(k, n.name) for k, n in ops.items(find(schedule, "forward", "1F"))]
-    assert items == [(0, "y1_0"), (1, "y1_1"), (2, "y1_2")]
-    assert list(ops.items(find(schedule, "forward", "1PREFETCH@1"))) == []
-    outputs, saved_values = ops.returned(graph)
-    assert [n.name for n in outputs] == ["y1_0"]
-    assert tuple(n.name for n in saved_values) == schedule.saved_values
-
-
-def test_actions_are_the_labels_without_what_only_manages_memory() -> None:
-    schedule = build(Spec(stages=2, update=True, accumulate=True))
-    assert ops.actions(schedule.forward) == "0PREFETCH@0 1PREFETCH@1 0F 1F DRAIN"
-    assert ops.actions(schedule.graphs["backward"]) == (
-        "1PREFETCH@0 0PREFETCH@1 1FETCH_GRAD 1FETCH_STATE 1RECOMPUTE 1B 1ADD_GRAD 1UPDATE "
-        "1OFFLOAD_STATE 0FETCH_GRAD 0FETCH_STATE 0RECOMPUTE 0B 0ADD_GRAD 0UPDATE 0OFFLOAD_STATE"
-    )
 
 
 # A new op is one declaration: the proof, the models of memory and the printed forms learn of it.
@@ -185,30 +138,22 @@ def shape_of(graph: fx.Graph) -> list[tuple[object, ...]]:
     ]
 
 
-@pytest.mark.parametrize("spec", [Spec(), Spec(training=False), EVERYTHING], ids=str)
+@pytest.mark.parametrize("spec", [Spec(training=False), EVERYTHING], ids=str)
 def test_a_copy_says_the_same_with_nodes_of_its_own(spec: Spec) -> None:
     schedule = build(spec)
     copied = schedule.copy()
-    for mine, theirs in zip(schedule.graphs.values(), copied.graphs.values(), strict=True):
-        assert shape_of(mine) == shape_of(theirs) and not set(mine.nodes) & set(theirs.nodes)
-        for node in theirs.nodes:
-            assert node.graph is theirs and all(n.graph is theirs for n in node.all_input_nodes)
+    before = list(map(shape_of, schedule.graphs.values()))
+    assert before == list(map(shape_of, copied.graphs.values()))
     for field in dataclasses.fields(Schedule):
         a, b = getattr(schedule, field.name), getattr(copied, field.name)
         same_graph = field.name in ("forward", "backward", "update") and a is not None
         assert (a is b) is not same_graph, field.name
-
-
-def test_changes_of_a_copy_leave_the_original() -> None:
-    schedule = build(EVERYTHING)
-    before = {name: shape_of(graph) for name, graph in schedule.graphs.items()}
-    copied = schedule.copy()
-    find(copied, "backward", "3B").meta |= {"value": None, "more": 1}
-    find(copied, "forward", "0PREFETCH@0").kwargs = {}
-    set_arguments(find(copied, "forward", "1F"), *[None] * 4)
-    for free in ops.nodes_of(copied.forward, ops.free):
-        copied.forward.erase_node(free)
-    assert {name: shape_of(graph) for name, graph in schedule.graphs.items()} == before
+    for graph in copied.graphs.values():
+        for node in reversed(graph.nodes):
+            assert node.graph is graph and all(n.graph is graph for n in node.all_input_nodes)
+            node.meta |= {"value": None, "more": 1}
+            node.kwargs = {}
+    assert list(map(shape_of, schedule.graphs.values())) == before, "the original stays"
 
 
 def test_names_that_python_has_too_survive_a_copy() -> None:
@@ -219,28 +164,10 @@ def test_names_that_python_has_too_survive_a_copy() -> None:
     assert [n.name for n in compat.copy_graph(graph).nodes] == [n.name for n in graph.nodes]
 
 
-def test_a_schedule_knows_what_is_in_it() -> None:
-    schedule = build(Spec(stages=3, shared=True))
-    assert list(schedule.graphs) == ["forward", "backward", "update"]
-    assert list(build(Spec(update=True)).graphs) == ["forward", "backward"]
-    assert list(build(Spec(training=False)).graphs) == ["forward"]
-    assert [bucket.key for bucket in schedule.buckets] == [0, 1, 2]
-    assert schedule.gradient_params == {0: (0,), 1: (0,), 2: (0,)}
-    assert [template.index for template in schedule.templates] == [0, 1, 2]
-    assert schedule.templates[0].saved_bytes == SAVED * ACTIVATION.size_bytes
-    last = schedule.stages[-1]
-    assert [bucket.key for bucket in last.gradient_buckets] == [2, 0]
-    assert last.buckets_read([1]) == (schedule.buckets[0],) and last.buckets_read([2]) == ()
-    assert schedule.plan == Plan() and str(schedule) == schedule.code()
-    with pytest.raises(AssertionError):
-        _ = dataclasses.replace(schedule.stages[1], template=None).traced
-
-
 # Buckets.
 
 
 TENSORS: dict[str, Callable[[], Tensor]] = {
-    "matrix": lambda: torch.empty(5, 7),
     "transposed": lambda: torch.empty(5, 7).t(),
     "channels_last": lambda: torch.empty(4, 3, 2, 5).to(memory_format=torch.channels_last),
     "permuted": lambda: torch.empty(2, 3, 4).permute(2, 0, 1),
@@ -251,14 +178,11 @@ TENSORS: dict[str, Callable[[], Tensor]] = {
     "overlapping": lambda: torch.empty(8).as_strided((3, 4), (2, 1)),
     "empty": lambda: torch.empty(0, 4),
     "scalar": lambda: torch.empty(()),
-    "one element": lambda: torch.empty(1, 1, 1),
     "bf16": lambda: torch.empty(3, 5, dtype=torch.bfloat16),
-    "f64": lambda: torch.empty(3, dtype=torch.float64),
-    "i8": lambda: torch.empty(17, dtype=torch.int8),
     "bool": lambda: torch.empty(3, dtype=torch.bool),
     "complex": lambda: torch.empty(3, 2, dtype=torch.complex128),
 }
-DENSE = ("matrix", "transposed", "channels_last", "permuted", "rows of a larger one")
+DENSE = ("transposed", "channels_last", "permuted", "rows of a larger one")
 SPARSE = ("every second column", "columns of a larger one", "expanded", "overlapping")
 
 
@@ -301,63 +225,15 @@ def test_parameters_follow_each_other_aligned() -> None:
     assert end <= mixed.size_bytes < end + ALIGNMENT_BYTES
 
 
-def test_masters_gradients_and_states_mirror_the_parameters() -> None:
-    """Neighbours are as far apart; mixed sizes lie one after the other; nothing is what is 0."""
-    bucket = layout_of([torch.empty(n) for n in (5, 300, 7, 9)])
-    offsets, end = mirrored(bucket, {3: 2, 1: 2, 0: 2})
-    assert offsets == {0: 0, 1: bucket.params[1].offset_bytes // 2, 3: offsets[1] + 2 * 512}
-    assert end == offsets[3] + 2 * 9
-    assert PADDED_NUMEL == 256, "which 300 elements are rounded up to a multiple of"
-    bucket = layout_of([torch.empty(5), torch.empty(300), torch.empty(7)])
-    assert mirrored(bucket, {0: 4, 1: 2, 2: 4}) == ({0: 0, 1: 256, 2: 256 + 768}, 1024 + 28)
-    assert mirrored(bucket, {}) == ({}, 0) and mirrored(bucket, {0: 0, 2: 0})[1] == 0
-    odd = layout_of(odd_tensors())
-    offsets, end = mirrored(odd, {i: p.dtype.itemsize for i, p in enumerate(odd.params)})
-    assert all(offset % ALIGNMENT_BYTES == 0 for offset in offsets.values())
-    assert end == offsets[5] + 9
-
-
 # Metas, and what surrounds a capture.
 
 
-def test_metas_differ_where_tensors_do() -> None:
-    tensors = [
-        torch.empty(4, 4),
-        torch.empty(4, 4).t(),
-        torch.empty(4, 4, dtype=torch.float16),
-        torch.empty(16),
-        torch.empty(4, 4, requires_grad=True),
-        torch.empty(4, 4, device="meta"),
-    ]
-    assert len({TensorMeta.of(tensor) for tensor in tensors}) == len(tensors)
-    assert TensorMeta.of(torch.empty(4, 4)) == TensorMeta.of(torch.ones(4, 4))
+def test_leaves_of_metas_are_leaves_whatever_the_mode() -> None:
     meta = TensorMeta.of(nn.Parameter(torch.ones(2)))
     for grad_enabled in (True, False):
         with torch.set_grad_enabled(grad_enabled):
             assert all(t.requires_grad and t.is_leaf for t in (meta.empty(), meta.zeros()))
-    with compat.fake_mode():
-        assert TensorMeta((2**40,), torch.float32, (1,)).empty().shape == (2**40,)
-
-
-def test_sizes_of_metas() -> None:
     assert TensorMeta.of(torch.empty(100, 100)[:2, :3]).size_bytes == 24, "a view's own"
-    assert (str(ACTIVATION), str(TensorMeta.of(torch.empty(())))) == ("bf16[4, 8]", "f32[]")
-    value = (ACTIVATION, None, (ACTIVATION, (ACTIVATION,)), ())
-    assert tensors_bytes(value) == 3 * ACTIVATION.size_bytes == 192
-    assert tensors_bytes(None) == tensors_bytes(()) == 0
-    short = {
-        torch.bfloat16: "bf16",
-        torch.float16: "f16",
-        torch.float32: "f32",
-        torch.float64: "f64",
-        torch.int8: "i8",
-        torch.int64: "i64",
-        torch.uint8: "u8",
-        torch.bool: "bool",
-        torch.complex64: "complex64",
-        torch.float8_e4m3fn: "f8_e4m3fn",
-    }
-    assert {dtype: short_dtype(dtype) for dtype in short} == short
 
 
 def test_ambient_is_put_back() -> None:

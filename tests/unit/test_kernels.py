@@ -19,13 +19,7 @@ from torch import Tensor
 
 from megacompile.runtime.optim import blockwise, stochastic
 from megacompile.runtime.optim.kernels import bucket
-from megacompile.runtime.optim.kernels.table import (
-    Signature,
-    describe,
-    known,
-    launches,
-    renewed,
-)
+from megacompile.runtime.optim.kernels.table import Signature, describe, known, launches, renewed
 from megacompile.runtime.optim.registry import RULES
 from megacompile.runtime.optim.rule import OptimizerRule
 from megacompile.runtime.optim.twin import apply
@@ -33,7 +27,8 @@ from megacompile.runtime.optim.update import State, Update
 
 pytest.importorskip("triton")
 
-ADAM, SGD, LION = RULES
+ADAM, SGD, _ = RULES
+
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 BLOCK = 1024 if ON_GPU else 2**16  # the interpreter's cost is a program's, not an element's
@@ -88,23 +83,17 @@ def some_updates(
     torch.manual_seed(0)
     updates = []
     for numel in sizes:
-        values = torch.randn(numel, device=DEVICE)
         states: list[State | None] = [None] * len(rule.moments)
         for i, moment in enumerate(rule.moments):
             if state is not None and (moment.option is None or options.get(moment.option)):
                 zeros = torch.zeros(numel, device=DEVICE)
                 eight = state == EIGHT_BIT
                 states[i] = blockwise.quantize(zeros, moment.signed) if eight else zeros.to(state)
-        updates.append(
-            Update(
-                param=values.to(param),
-                grad=torch.empty(numel, dtype=grad or param, device=DEVICE),
-                states=tuple(states),
-                hyper=(),
-                out=torch.zeros(numel, dtype=param, device=DEVICE) if apart else None,
-                copy=None if copy is None else torch.zeros(numel, dtype=copy, device=DEVICE),
-            )
-        )
+        given = torch.randn(numel, device=DEVICE).to(param)
+        gradient = torch.empty(numel, dtype=grad or param, device=DEVICE)
+        out = torch.zeros_like(given) if apart else None
+        other = None if copy is None else torch.zeros(numel, dtype=copy, device=DEVICE)
+        updates.append(Update(given, gradient, tuple(states), (), out=out, copy=other))
     return updates
 
 
@@ -192,12 +181,6 @@ def test_every_dtype(rule: OptimizerRule, param: torch.dtype, state: torch.dtype
     check(rule, some_updates(rule, param=param, state=state))
 
 
-@EACH_RULE
-@pytest.mark.parametrize("state", [FP32, pytest.param(EIGHT_BIT, marks=pytest.mark.thorough)])
-def test_a_large_odd_size(rule: OptimizerRule, state: torch.dtype) -> None:
-    check(rule, some_updates(rule, [10**6 + 3], param=BF16, state=state), seeded=True, steps=1)
-
-
 def test_amsgrad_no_momentum_and_float64() -> None:
     for state in STATES:
         check(ADAM, some_updates(ADAM, SIZES[3:], state=state, amsgrad=True))
@@ -207,18 +190,15 @@ def test_amsgrad_no_momentum_and_float64() -> None:
 
 
 @EACH_RULE
-@pytest.mark.parametrize("copy", [BF16, FP16], ids=str)
-def test_a_master_and_its_copy(rule: OptimizerRule, copy: torch.dtype) -> None:
-    for update in check(rule, some_updates(rule, grad=copy, copy=copy)):
+def test_a_master_and_its_copy(rule: OptimizerRule) -> None:
+    for update in check(rule, some_updates(rule, grad=BF16, copy=BF16)):
         assert update.copy is not None
-        assert torch.equal(update.copy, update.param.to(copy))
+        assert torch.equal(update.copy, update.param.to(BF16))
 
 
 @pytest.mark.parametrize("run", [kernel, twin])
 @pytest.mark.parametrize(
-    "param, grad",
-    [(BF16, BF16), (FP16, FP16), (FP32, FP32), (FP32, BF16), (FP64, FP64), (FP64, FP32)],
-    ids=str,
+    "param, grad", [(BF16, BF16), (FP32, FP32), (FP32, BF16), (FP64, FP32)], ids=str
 )
 def test_a_factor_of_the_gradient(run: Run, param: torch.dtype, grad: torch.dtype) -> None:
     """The numbers are those of `mul_` ahead of the update, in every bit; the gradient stays."""
@@ -247,43 +227,40 @@ def test_the_new_parameter_elsewhere(rule: OptimizerRule) -> None:
         assert after.out is not None and torch.equal(after.out, other.param)
 
 
-@EACH_RULE
-def test_a_bucket_of_several_signatures(rule: OptimizerRule) -> None:
+def test_a_bucket_of_several_signatures() -> None:
     """Parameters of different dtypes share no launch; an empty one takes part in none."""
     mixed = [
-        *some_updates(rule, [300, 0, 512], param=BF16, state=EIGHT_BIT),
-        *some_updates(rule, [77, 1024], param=FP32, state=FP32, copy=BF16),
-        *some_updates(rule, [500], param=BF16, state=BF16),
+        *some_updates(ADAM, [300, 0, 512], param=BF16, state=EIGHT_BIT),
+        *some_updates(ADAM, [77, 1024], param=FP32, state=FP32, copy=BF16),
+        *some_updates(ADAM, [500], param=BF16, state=BF16),
     ]
-    check(rule, [u for u in mixed if u.param.numel()])
-    kernel(rule, at_step(rule, mixed, 1))
-    made = launches(rule, at_step(rule, mixed, 1, seeded=True), block=BLOCK)
+    check(ADAM, [u for u in mixed if u.param.numel()])
+    kernel(ADAM, at_step(ADAM, mixed, 1))
+    made = launches(ADAM, at_step(ADAM, mixed, 1, seeded=True), block=BLOCK)
     assert len({launch.signature for launch in made}) == 5, "aligned or not for the first two"
 
 
 def test_many_programs_for_a_parameter() -> None:
-    """With the block of the GPU: several rows, blocks and a short last one."""
-    updates = some_updates(ADAM, [5000, 3, 2048, 4097], state=EIGHT_BIT)
-    got = steps_of(lambda rule, u: kernel(rule, u, 1024), ADAM, updates, steps=2)
-    assert_same(ADAM, got, steps_of(twin, ADAM, updates, steps=2))
+    """With the block of the GPU: several rows, blocks and a short last one; rounded at random."""
+    updates = some_updates(ADAM, [5000, 3, 2048, 4097], param=BF16, state=EIGHT_BIT)
+    got = steps_of(lambda rule, u: kernel(rule, u, 1024), ADAM, updates, seeded=True, steps=2)
+    assert_same(ADAM, got, steps_of(twin, ADAM, updates, seeded=True, steps=2))
 
 
-@pytest.mark.parametrize("numel", [4096, 4099], ids=["aligned", "not aligned"])
-def test_neighbouring_memory_stays(numel: int) -> None:
-    """Nothing is written beyond a parameter's end."""
-    for dtype in (FP32, BF16):
+def test_neighbouring_memory_stays() -> None:
+    """Nothing is written beyond a parameter's end, aligned or not."""
+    for numel, dtype in itertools.product((4096, 4099), (FP32, BF16)):
         buffer = torch.full((numel + 4096,), 7.0, dtype=dtype, device=DEVICE)
         moments = [torch.full((numel + 4096,), 7.0, device=DEVICE) for _ in range(2)]
         views = [m[:numel].zero_() for m in moments]
         grad = torch.ones(numel, dtype=dtype, device=DEVICE)
         kernel(ADAM, [Update(buffer[:numel], grad, (*views, None), ADAM.hyper(GROUP))])
         assert (buffer[:numel] != 7).all()
-        for tensor in (buffer, *moments):
-            assert (tensor[numel:] == 7).all()
+        assert all((tensor[numel:] == 7).all() for tensor in (buffer, *moments))
 
 
-def test_8_bit_states_are_there_again_when_they_are_dequantized() -> None:
-    """Also blocks of very small numbers, of those that are not finite, and a short one."""
+def test_8_bit_states_of_extreme_gradients() -> None:
+    """Blocks of very small numbers, of those that are not finite, and a short one."""
     (update,) = some_updates(ADAM, [256 * 6 + 7], state=EIGHT_BIT)
     update.grad.copy_(torch.randn(len(update.grad), device=DEVICE))
     update.grad[:256].neg_().sub_(5)
@@ -301,25 +278,7 @@ def test_8_bit_states_are_there_again_when_they_are_dequantized() -> None:
         assert stored[1].isnan().tolist() == [False] * 3 + [True] * 3 + [False]
         assert (stored[1] == 0).tolist() == [False, False, i == 1] + [False] * 4
         assert torch.allclose(stored[1], its[1], rtol=1e-5, atol=0.0, equal_nan=True)
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("state", [FP32, EIGHT_BIT], ids=str)
-def test_what_is_not_finite_shows(bad: float, state: torch.dtype) -> None:
-    """In the parameter's element, and in all of an 8-bit state's block."""
-    (update,) = some_updates(ADAM, [600], state=state, amsgrad=True)
-    update.grad.fill_(1.0)
-    update.grad[300] = bad
-    kernel(ADAM, [update._replace(hyper=ADAM.hyper(GROUP))])
-    finite = update.param.isfinite()
-    assert not finite[300] and finite.sum() == 599
-    for i, stored in enumerate(update.states):
-        assert stored is not None
-        whole = isinstance(stored, tuple)
-        values = blockwise.dequantize(*stored, i == 0) if isinstance(stored, tuple) else stored
-        finite = values.isfinite()
-        assert not finite[256:512].any() if whole else not finite[300]
-        assert finite[:256].all() and finite[512:].all()
+    assert (~update.param.isfinite()).nonzero().flatten().tolist() == [768, 1024, 1280]
 
 
 def test_weight_decay_of_0_leaves_an_infinite_parameter() -> None:
@@ -356,49 +315,21 @@ def test_the_generator_is_tritons() -> None:
         assert torch.equal(out, stochastic.philox(torch.tensor(seed, device=DEVICE), counter))
 
 
-@pytest.mark.parametrize(("rule", "momentum"), [(ADAM, True), (SGD, False), (SGD, True)])
-def test_stochastic_rounding_is_bit_identical(rule: OptimizerRule, momentum: bool) -> None:
+@pytest.mark.parametrize("momentum", [False, True])
+def test_stochastic_rounding_is_bit_identical(momentum: bool) -> None:
     """Where the arithmetic is exact: g = 2^-k, lr a power of two, no decay, no moments."""
     numel = 3000
     param = torch.randn(numel, device=DEVICE).to(BF16)
     grad = (2.0 ** torch.randint(-12, -6, (numel,), device=DEVICE)).to(BF16)
-    found = []
-    for run in (kernel, twin):
-        p = param.clone()
+    found = [param.clone() for _ in range(2)]
+    for run, p in zip((kernel, twin), found, strict=True):
         for step in (1, 2):
+            state = torch.zeros(numel, device=DEVICE) if momentum else None
+            hyper = SGD.hyper({**PLAIN, "nesterov": momentum}, first=True)
             seed = stochastic.seed_of(3, 0, step)
-            if rule is ADAM:  # m = v = 0: the step is 0, and p is scaled by `decay`
-                zeros = [torch.zeros(numel, device=DEVICE) for _ in range(2)]
-                group = {**GROUP, "lr": 2.0**-9, "weight_decay": 1.0}
-                hyper = rule.hyper(group, step=step, scale=0.0)
-                update = Update(p, grad, (*zeros, None), hyper, seed=seed)
-            else:
-                state = torch.zeros(numel, device=DEVICE) if momentum else None
-                group = {**PLAIN, "nesterov": momentum}
-                update = Update(p, grad, (state,), rule.hyper(group, first=True), seed=seed)
-            run(rule, [update])
-        found.append(p)
+            run(SGD, [Update(p, grad, (state,), hyper, seed=seed)])
     assert torch.equal(found[0].view(torch.int16), found[1].view(torch.int16))
     assert not torch.equal(found[0], param)
-
-
-def test_stochastic_rounding_is_unbiased() -> None:
-    """The mean of many roundings is the value, to four standard deviations; nearest is not."""
-    numel = 2**16
-    value = 1.0 + 2.0**-10  # an eighth of the way to the next bf16
-    for run in (kernel, twin):
-        updates = []
-        for i in range(4):
-            grad = torch.full((numel,), -(2.0**-10), device=DEVICE)
-            param = torch.ones(numel, dtype=BF16, device=DEVICE)
-            seed = stochastic.seed_of(0, i, 1)
-            updates.append(Update(param, grad, (None,), SGD.hyper(PLAIN, first=True), seed=seed))
-        run(SGD, updates)
-        values = torch.cat([u.param for u in updates]).double()
-        assert set(values.unique().tolist()) == {1.0, 1.0 + 2.0**-7}
-        deviation = 2.0**-7 * (1 / 8 * 7 / 8 / len(values)) ** 0.5
-        assert abs(float(values.mean()) - value) < 4 * deviation
-        assert not torch.equal(updates[0].param, updates[1].param)
 
 
 def test_stochastic_rounding_keeps_what_is_not_finite() -> None:
@@ -414,24 +345,13 @@ def test_stochastic_rounding_keeps_what_is_not_finite() -> None:
 # --- the dispatcher, and what it refuses
 
 
-@EACH_RULE
-def test_update_bucket(rule: OptimizerRule) -> None:
-    updates = some_updates(rule, param=BF16, state=EIGHT_BIT)
-    want = steps_of(twin, rule, updates, seeded=True, steps=2)
-    got = steps_of(bucket.update_bucket, rule, updates, seeded=True, steps=2)
-    if not ON_GPU:
-        for one, other in zip(got, want, strict=True):
-            assert torch.equal(one.param, other.param)
-    assert_same(rule, got, want)
-    bucket.update_bucket(rule, [])
-
-
-def test_update_bucket_takes_shaped_parameters() -> None:
+def test_update_bucket_takes_shaped_parameters_and_nothing() -> None:
     def shaped(values: Tensor) -> Tensor:
         return values.view(16, 3, 5)
 
+    bucket.update_bucket(ADAM, [])
     (flat,) = at_step(ADAM, some_updates(ADAM, [240]), 1)
-    other = cloned(flat)
+    other, want = cloned(flat), cloned(flat)
     bucket.update_bucket(ADAM, [flat])
     m, v, _ = other.states
     assert isinstance(m, Tensor) and isinstance(v, Tensor)
@@ -439,6 +359,8 @@ def test_update_bucket_takes_shaped_parameters() -> None:
     states = (shaped(m), shaped(v), None)
     bucket.update_bucket(ADAM, [Update(param, shaped(other.grad), states, other.hyper)])
     assert torch.equal(other.param, flat.param)
+    twin(ADAM, [want])
+    assert_same(ADAM, [flat], [want])
 
 
 def test_bad_tensors_are_refused() -> None:
@@ -466,25 +388,15 @@ def test_bad_tensors_are_refused() -> None:
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_table_with_other_gradients_is_the_new_table(scaled: bool) -> None:
     """A step that is like the one before keeps what it knows of memory."""
-
-    def made(seed: int) -> list[Update]:
-        torch.manual_seed(seed)
-        found = []
-        for i, numel in enumerate((48, 5, 16, 7, 32)):
-            dtype = BF16 if i % 2 else FP32
-            param, grad = (torch.rand(numel, device=DEVICE).to(dtype) for _ in range(2))
-            moments = (torch.rand(numel, device=DEVICE), torch.rand(numel, device=DEVICE), None)
-            found.append(Update(param, grad, moments, ADAM.hyper(GROUP, step=seed + i % 2 + 1)))
-        return found
-
-    first = made(0)
+    sizes = (48, 16, 32), (5, 7)
+    made = [*some_updates(ADAM, sizes[0]), *some_updates(ADAM, sizes[1], param=BF16)]
+    first = at_step(ADAM, made, 1)
     both = [
         update._replace(
             grad=torch.rand_like(update.param),
-            hyper=other.hyper,
             factor=torch.ones((), dtype=update.grad.dtype, device=DEVICE) if scaled else None,
         )
-        for update, other in zip(first, made(1), strict=True)
+        for update in at_step(ADAM, made, 2)
     ]
     want = list(launches(ADAM, both, block=1024))
     rows = {k: describe(k, ADAM, update) for k, update in enumerate(first)}
@@ -515,7 +427,8 @@ def compile_for_a_gpu() -> None:
     for rule in RULES:
         least = tuple(None if moment.option else FP64 for moment in rule.moments)
         most = (EIGHT_BIT,) * len(rule.moments)
-        for dtype, states, copy in ((FP64, least, FP32), (BF16, most, None)):
+        kinds = [(BF16, most, None), (FP64, least, FP32)]
+        for dtype, states, copy in kinds if rule is ADAM else kinds[:1]:
             signature = Signature(
                 dtype, dtype, copy, states, stochastic=True, aligned=True, scaled=copy is None
             )

@@ -58,7 +58,7 @@ def test_a_dropped_edge_is_found_exactly_where_it_matters(spec: Spec) -> None:
     assert needed > 0
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(st.sampled_from(SMALL), st.data())
 def test_random_edits_are_judged_as_brute_force_judges_them(
     spec: Spec, data: st.DataObject

@@ -1,5 +1,4 @@
-"""What a refusal shows: the plan that lacks the least memory, and what would make it fit; and where
-nothing can be cut, tiles are not tried."""
+"""A refusal shows the plan that lacks the least memory, and what would make it fit."""
 
 from __future__ import annotations
 
@@ -11,23 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile import DeviceMemoryError, HostMemoryError
 from megacompile.cost.hardware import H200
 from megacompile.passes.schedule.plan import ROWS, reruns
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 from megacompile.plan.choice import Choice
-from megacompile.plan.fit import refusal, why_not
+from megacompile.plan.fit import why_not
 from megacompile.plan.nearest import DEVICE, DISK, HOST, lacking, nearest
 from megacompile.plan.planner import search
 from megacompile.plan.problem import Problem
 from megacompile.plan.scenario import Scenario
-from megacompile.plan.settled import SettledPlans
-from megacompile.plan.tiling import TILES, search_in_tiles
-from megacompile.text import format_bytes
 
 GIB = 2**30
-RATES = {f"disk_{way}_gb_s": 3.0 for way in ("read", "write", "read_both", "write_both")}
-DRIVE = H200.replace(**RATES)
 
 
 class Tower(nn.Module):
@@ -46,19 +39,6 @@ class Tower(nn.Module):
         return x.square().mean()
 
 
-class Norms(nn.Module):
-    """Without a product, nothing is worth tiles."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.LayerNorm(2048) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x.square().mean()
-
-
 OPTIONS: dict[str, dict[str, Any]] = {  # as a refusal names them
     "8-bit optimizer states": {"state_dtype": "int8"},
     "the update in the backward": {"optimizer": True},
@@ -66,46 +46,37 @@ OPTIONS: dict[str, dict[str, Any]] = {  # as a refusal names them
 }
 
 
-def captured(model: nn.Module, x: Tensor, *, disk: bool = False, **given: Any) -> AbstractProgram:
+def captured(model: nn.Module, x: Tensor, **given: Any) -> AbstractProgram:
     options = abstract_options(device="cpu", **given)
-    if disk:
-        options = replace(options, disk="/absent", disk_memory=GIB)
-    (found,) = abstract_programs(model, (x,), options=options, hardware=DRIVE)
+    (found,) = abstract_programs(model, (x,), options=options, hardware=H200)
     return found
 
 
 @cache
-def program(kind: type[nn.Module] = Tower) -> AbstractProgram:
+def program() -> AbstractProgram:
     """In bfloat16, with many tokens."""
-    model = kind(*[2048, 4096] * 2) if kind is Tower else kind()
+    model = Tower(*[2048, 4096] * 2).to("meta", torch.bfloat16)
     x = torch.empty(4096, 2048, device="meta", dtype=torch.bfloat16)
-    return captured(model.to("meta", torch.bfloat16), x, state_dtype=torch.float32)
+    return captured(model, x, state_dtype=torch.float32)
 
 
 @cache
-def streamed(
-    name: str = "", *, layers: int = 1, frozen: bool = False, disk: bool = False
-) -> AbstractProgram:
-    """With options of a refusal; no bucket lives on the device.
-
-    Args:
-        frozen: biases alone are trained.
-        disk: there is one.
-    """
+def streamed(name: str = "", *, layers: int = 1, frozen: bool = False) -> AbstractProgram:
+    """With options of a refusal; no bucket lives on the device. `frozen`: biases alone train."""
     model = Tower(*[512] * layers, width=256).to("meta")
     for param in model.parameters():
         param.requires_grad_(param.dim() == 1 or not frozen)
     given = {"gpu_memory": GIB, "resident": 0, **OPTIONS.get(name, {})}
     if "optimizer" in given:
         given["optimizer"] = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
-    return captured(model, torch.empty(64, 256, device="meta"), disk=disk, **given)
+    return captured(model, torch.empty(64, 256, device="meta"), **given)
 
 
-def problem(made: AbstractProgram | None = None, **changes: Any) -> Problem:
-    made = made or program()
+def problem() -> Problem:
+    made = program()
     planned, compiler = made.planned(), made.compiler
     graphs = compiler.pipeline.differentiated(*planned)
-    return replace(compiler.chooser.problem_of(graphs, planned.variant), **changes)
+    return compiler.chooser.problem_of(graphs, planned.variant)
 
 
 def more(tower: Problem, lacks: dict[str, int]) -> Problem:
@@ -143,8 +114,8 @@ def test_it_is_the_host_that_is_short() -> None:
     assert search(more(tower, lacks)) is not None
 
 
-@pytest.mark.parametrize("device", [0.05, 0.3, 0.7])
-@pytest.mark.parametrize(("host", "disk"), [(0.02, None), (0.3, 0.1), (0.6, None), (None, 0.1)])
+@pytest.mark.parametrize("device", [0.05, 0.3])
+@pytest.mark.parametrize(("host", "disk"), [(0.02, None), (0.3, 0.1), (None, 0.1)])
 def test_with_what_is_lacking_it_fits(
     device: float, host: float | None, disk: float | None
 ) -> None:
@@ -166,36 +137,9 @@ def test_with_what_is_lacking_it_fits(
         assert enough.fits_host(found) and enough.peak_bytes(found) <= enough.budget_bytes
 
 
-def refused(tower: Problem) -> tuple[type[Exception], str]:
-    made = program()
-    assert tower.host_budget_bytes is not None
-    hardware = H200.replace(host_bytes=tower.host_budget_bytes)
-    other = made.compiler.other(
-        made.compiler.setting.options, hardware=hardware, budget_bytes=tower.budget_bytes
-    )
-    with pytest.raises((HostMemoryError, DeviceMemoryError)) as raised:
-        SettledPlans(other).schedule(*made.planned())
-    return raised.type, str(raised.value)
-
-
-def test_an_error_says_what_is_needed_and_missing_of_each_memory() -> None:
-    small = replace(problem(), budget_bytes=GIB // 64, host_budget_bytes=100 * GIB)
-    for memory, error, tower in (
-        (HOST, HostMemoryError, short_host()),
-        (DEVICE, DeviceMemoryError, small),
-    ):
-        kind, text = refused(tower)
-        tower = tower.in_tiles(TILES[-1])  # which need less
-        found = nearest(tower)
-        missing = lacking(tower, found)
-        assert kind is error and [*missing] == [memory]
-        assert f"with {format_bytes(missing[memory])} more of {memory}" in text
-        assert format_bytes(tower.peak_bytes(found)) in text
-
-
-def scenario(made: AbstractProgram, *, accumulate: bool = False, host: int = 2**40) -> Scenario:
+def scenario(made: AbstractProgram, *, accumulate: bool = False) -> Scenario:
     schedule = made.schedule(accumulate=accumulate)
-    return Scenario((schedule,), H200, made.compiler.setting.cost(), True, GIB, host)
+    return Scenario((schedule,), H200, made.compiler.setting.cost(), True, GIB, 2**40)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -213,8 +157,6 @@ def test_options_of_the_optimizer_need_what_is_said(accumulate: bool) -> None:
         fits = [name for name in sizes if needed[name] <= there]
         said = [line for line in lines if any(f"with {name} it" in line for name in sizes)]
         assert len(said) == ([*sizes].index(fits[0]) + 1 if fits else len(sizes))
-        for line, (name, size) in zip(said, sizes.items(), strict=False):
-            assert format_bytes(size) in line and ("either" in line) == (name not in fits)
 
 
 def test_no_option_is_named_that_is_there_already() -> None:
@@ -222,44 +164,6 @@ def test_no_option_is_named_that_is_there_already() -> None:
     assert [*scenario(streamed(in_8_bits)).host_with_less()] == [in_backward]
     assert [*scenario(streamed(in_backward)).host_with_less()] == [in_8_bits]
     assert not scenario(streamed(both)).host_with_less()
-
-
-def disk_lines(changed: Scenario) -> list[str]:
-    return [line for line in why_not(changed) if "disk" in line.partition(":")[0]]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("in_backward", "frozen"), [(False, True), (True, False)])
-def test_parameters_on_a_disk_are_named_where_they_would_do(
-    frozen: bool, in_backward: bool
-) -> None:
-    """Against a plan that puts as much there as it takes."""
-    name = "the update in the backward" if in_backward else ""
-    now = scenario(streamed(name, layers=12, frozen=frozen))
-    kinds = now.host()
-    there = (kinds["parameters"] + kinds.get("gradients", 0)) * 9 // 10
-    other = streamed(name, layers=12, frozen=frozen, disk=True)
-    compiler = other.compiler.other(
-        other.compiler.setting.options,
-        hardware=DRIVE.replace(host_bytes=there),
-        budget_bytes=GIB,
-    )
-    schedule = SettledPlans(compiler).schedule(*other.planned())
-    made = replace(now, schedules=(schedule,), host_bytes=there, disk_bytes=GIB)
-    assert sum(made.host().values()) <= there and made.disk()["parameters"]
-    needed = sum(made.disk().values())
-    size, missing = format_bytes(needed), format_bytes(needed // 2)
-    for disk_bytes, may, expected in (
-        (None, None, ["disk=", size]),
-        (needed, None, None),
-        (needed - needed // 2, None, [missing, "disk_memory="]),
-        (None, False, ["disk=", "disk_weights=False", size]),
-        (needed, False, ["disk_weights=False", size]),
-        (needed - needed // 2, False, ["disk_weights=False", missing]),
-    ):
-        lines = disk_lines(replace(now, host_bytes=there, disk_bytes=disk_bytes, disk_weights=may))
-        assert len(lines) == (expected is not None)
-        assert all(part in lines[0] for part in expected or ())
 
 
 def test_parameters_on_a_disk_are_not_named_where_they_would_not_do() -> None:
@@ -277,31 +181,5 @@ def test_parameters_on_a_disk_are_not_named_where_they_would_not_do() -> None:
         ({"host_bytes": there, **every}, False),
     ):
         changed: Any = changes
-        assert bool(disk_lines(replace(now, **changed))) == named
-
-
-def test_a_disk_that_is_too_small() -> None:
-    """The host has enough: the disk alone is short."""
-    tower = problem(host_budget_bytes=100 * GIB, budget_bytes=GIB)
-    keys = frozenset(bucket.key for bucket in tower.buckets)
-    choice = Choice(0, on_disk=keys)
-    there = tower.tiers.of_disk(choice) // 4
-    now = Scenario(
-        (tower.schedule(choice),),
-        tower.hardware,
-        tower.optimizer,
-        device_bytes=GIB,
-        host_bytes=100 * GIB,
-        disk_bytes=there,
-    )
-    first, *_, last = refusal(now, tower.peak_bytes(choice)).splitlines()
-    missing = lacking(replace(tower, disk_budget_bytes=there), choice)
-    assert [*missing] == [DISK] and DISK in first
-    assert format_bytes(missing[DISK]) in last and "disk_memory=" in last
-
-
-def test_no_more_tiles_are_tried_where_nothing_can_be_cut() -> None:
-    tower = problem(program(Norms), budget_bytes=2**20)
-    tried: list[Problem] = []
-    assert search_in_tiles(tower, tried.append) is None
-    assert tried == [tower]
+        lines = why_not(replace(now, **changed))
+        assert any("disk" in line.partition(":")[0] for line in lines) == named
