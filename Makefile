@@ -12,7 +12,7 @@
 #                 ARGS="--only t5", ARGS=--write (docs/zoo.md), ARGS=--lengths (captures while sizes change)
 #   make examples  the loops in examples/ with and without the one line, and the tests that need
 #                 Accelerate, PEFT, TRL, Lightning, bitsandbytes or torchao, which `make test` skips
-#   make lint     ruff, mypy --strict and the check of docstrings (tests/prose.py)
+#   make lint     ruff, mypy --strict, and docstrings and class names (tests/prose.py)
 #   make bench    the benchmarks (an NVIDIA GPU), `make peers` first
 #   make peers    the same training steps by DeepSpeed, FSDP2, RoundPipe, torchao and PyTorch, into
 #                 benchmarks/results and docs/measured.md (an NVIDIA GPU, up to five hours);

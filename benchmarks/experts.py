@@ -17,7 +17,7 @@ from triton.testing import do_bench
 
 from benchmarks.report import publish
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.kernels import Kernel, Kind
+from megacompile.cost.kernels import Kernel, KernelBound
 from megacompile.cost.rates import load
 
 
@@ -45,7 +45,7 @@ def _row(args: argparse.Namespace, experts: int, hardware: Hardware) -> dict[str
     offsets = torch.arange(each, args.rows + 1, each, device="cuda", dtype=torch.int32)
     flops = 2 * args.rows * args.width * inner
     size = 2 * (args.rows * (args.width + inner) + weight.numel())
-    predicted = Kernel("grouped_mm", Kind.PRODUCT, flops, size, itemsize=2).seconds(hardware)
+    predicted = Kernel("grouped_mm", KernelBound.PRODUCT, flops, size, itemsize=2).seconds(hardware)
     grouped = _times(lambda: functional.grouped_mm(x, weight, offs=offsets), x, weight)
     dense = _times(lambda: x @ single, x, single)
     return {

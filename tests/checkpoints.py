@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -85,17 +84,6 @@ def saved(model: nn.Module, folder: Path, files: int = 1) -> Path:
     index = {"metadata": {"total_size": 0}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
-
-
-def changed_header(file: Path, change: Any) -> None:
-    """Let `change` work on the header of a safetensors file; the tensors stay."""
-    data = file.read_bytes()
-    (length,) = struct.unpack("<Q", data[:8])
-    header = json.loads(data[8 : 8 + length])
-    change(header)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -57,7 +57,7 @@ def harsh(rng: random.Random) -> Iterator[None]:
 
     free = activations.HostPool.give_back
 
-    def poison_saved(self: activations.HostPool, piece: activations.Buffer) -> None:
+    def poison_saved(self: activations.HostPool, piece: activations.PooledBuffer) -> None:
         piece.memory.bytes(piece.size_bytes).fill_(255)
         free(self, piece)
 

@@ -58,7 +58,7 @@ _READY = "ready"  # for a job, the last of which is done
 Take = Callable[[fx.GraphModule], None]
 
 
-class Graph(NamedTuple):
+class GraphToCompile(NamedTuple):
     """A graph that is to be compiled."""
 
     part: fx.GraphModule  # of a template, which it is compiled for
@@ -66,7 +66,7 @@ class Graph(NamedTuple):
     inputs: Sequence[torch.Tensor]  # fake
 
 
-class Job(NamedTuple):
+class CompileJob(NamedTuple):
     """A graph that a process is asked to compile."""
 
     graph: bytes  # see `compat.packed_graph`
@@ -133,7 +133,7 @@ class CompilePool:
         patience_s: float = _PATIENCE_S,
     ) -> None:
         request = pickle.dumps((device, threads))
-        self._jobs: queue.SimpleQueue[tuple[Future[None], Job] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Future[None], CompileJob] | None] = queue.SimpleQueue()
         self._processes = [
             Process(__name__, request, sees_gpus=device is not None, answers=True)
             for _ in range(count)
@@ -144,7 +144,7 @@ class CompilePool:
         self.kept = False  # are there jobs without a waiter?
         forks.tell(self)
 
-    def submit(self, graphs: Iterable[Graph]) -> Jobs:
+    def submit(self, graphs: Iterable[GraphToCompile]) -> Jobs:
         """Submits graphs to the workers, in this order."""
         settings = functools.cache(compat.compile_settings)
         jobs = Jobs(self)
@@ -214,7 +214,7 @@ def _no_process() -> None:
     raise RuntimeError("the processes have ended")
 
 
-def _job(graph: Graph, settings: Callable[[], bytes], loads: bool) -> Job | None:
+def _job(graph: GraphToCompile, settings: Callable[[], bytes], loads: bool) -> CompileJob | None:
     """The request for a worker process; None where the graph cannot be sent."""
     try:
         packed, inputs = compat.packed_graph(graph.module), _described(graph.inputs)
@@ -223,7 +223,7 @@ def _job(graph: Graph, settings: Callable[[], bytes], loads: bool) -> Job | None
         log.logger("compile").info("a graph is compiled here, since it cannot be sent: %s", error)
         return None
     caches = {name: os.environ[name] for name in compat.CACHE_VARIABLES if name in os.environ}
-    return Job(packed, inputs, given, caches, torch.get_num_threads(), loads)
+    return CompileJob(packed, inputs, given, caches, torch.get_num_threads(), loads)
 
 
 def _described(inputs: Sequence[torch.Tensor]) -> bytes:
@@ -240,7 +240,7 @@ def _described(inputs: Sequence[torch.Tensor]) -> bytes:
     return pickle.dumps(({} if fakes is None else fakes.hints, metas))
 
 
-def _carry_out(process: Process, job: Job) -> None:
+def _carry_out(process: Process, job: CompileJob) -> None:
     process.send(pickle.dumps(tuple(job)))
     answer = process.hear()
     if answer != _READY:
@@ -255,8 +255,8 @@ def main(request: bytes) -> None:
     device, threads = pickle.loads(request)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever else is printed
-    jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
-    end_with_the_pipe(lambda message: jobs.put(Job(*message)))
+    jobs: queue.SimpleQueue[CompileJob] = queue.SimpleQueue()
+    end_with_the_pipe(lambda message: jobs.put(CompileJob(*message)))
     compat.use_compile_threads(threads)
     compat.start_compile_workers()
     answer = _READY
@@ -272,7 +272,7 @@ def main(request: bytes) -> None:
             answer = _READY
 
 
-def _compile(job: Job, device: int | None, threads: int) -> None:
+def _compile(job: CompileJob, device: int | None, threads: int) -> None:
     os.environ.update(job.caches)
     compat.use_compile_settings(job.settings)
     compat.use_compile_threads(threads)
@@ -357,7 +357,7 @@ def stop() -> None:
 
 @contextlib.contextmanager
 def compiling(
-    graphs: Callable[[], Iterable[Graph]], count: int, device: torch.device
+    graphs: Callable[[], Iterable[GraphToCompile]], count: int, device: torch.device
 ) -> Iterator[Take]:
     """Compiles graphs in worker processes, which end afterwards. Where there are none, starts some
     for many graphs.
@@ -385,7 +385,7 @@ def compiling(
             jobs.withdraw()
 
 
-def submit(graphs: Callable[[], Iterable[Graph]], device: torch.device) -> Jobs | None:
+def submit(graphs: Callable[[], Iterable[GraphToCompile]], device: torch.device) -> Jobs | None:
     """Compiles graphs in worker processes, while this one goes on; None where no process can be
     started."""
     if not compat.compiles_without_device():

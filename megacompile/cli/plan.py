@@ -245,7 +245,7 @@ def device_memory(args: argparse.Namespace, there_bytes: int | None) -> int | No
 
 
 @dataclass(frozen=True, slots=True)
-class Disk:
+class DiskArguments:
     """Options about a disk."""
 
     folder: str
@@ -253,7 +253,7 @@ class Disk:
     rates: tuple[float, float] | None  # GB/s read and written; None: those that were measured
 
 
-def disk(args: argparse.Namespace) -> Disk | None:
+def disk(args: argparse.Namespace) -> DiskArguments | None:
     """The disk that the options name; None without one.
 
     Raises:
@@ -277,7 +277,7 @@ def disk(args: argparse.Namespace) -> Disk | None:
         if not there and _is_fraction(args.disk_memory):
             raise OptionError(f"--disk-memory {args.disk_memory}: of what? give a size: 200GiB")
         free = _size("--disk-memory", args.disk_memory, free)
-    return Disk(os.path.abspath(args.disk), free, _rates(args.disk_rates))
+    return DiskArguments(os.path.abspath(args.disk), free, _rates(args.disk_rates))
 
 
 def _rates(text: str | None) -> tuple[float, float] | None:

@@ -119,7 +119,7 @@ def _with_link(hardware: Hardware, gb_s: float | None) -> Hardware:
     return hardware.with_link(gb_s).replace(name=f"{hardware.name} with a link of {gb_s:g} GB/s")
 
 
-def _with_disk(hardware: Hardware, disk: plan.Disk | None) -> Hardware:
+def _with_disk(hardware: Hardware, disk: plan.DiskArguments | None) -> Hardware:
     if disk is None:
         return hardware
     if disk.rates is not None:

@@ -27,7 +27,7 @@ from megacompile.tracing.timeline import cut
 from megacompile.tracing.totals import table, totals
 
 
-class Traced(BaseException):
+class StepIsOver(BaseException):
     """The step is over. Not an Exception: the script's `except Exception` must not stop it."""
 
 
@@ -85,7 +85,7 @@ class StepTracer:
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del optimizer, args, kwargs
         if self.done and self.stop:
-            raise Traced
+            raise StepIsOver
 
     def _begin(self, model: nn.Module) -> None:
         self.first = model
@@ -143,7 +143,7 @@ def _run_script(args: argparse.Namespace) -> None:
         else:
             sys.path.insert(0, str(Path(args.script).resolve().parent))
             runpy.run_path(args.script, run_name="__main__")
-    except Traced:
+    except StepIsOver:
         pass
     except SystemExit as end:
         if end.code not in (None, 0):

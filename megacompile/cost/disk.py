@@ -16,7 +16,7 @@ import torch
 
 from megacompile.cost.hardware import Hardware
 from megacompile.runtime.disk.scratch import ScratchFile
-from megacompile.runtime.disk.transfers import Request, Span, Transfers, Way
+from megacompile.runtime.disk.transfers import FileSpan, Request, Transfers, Way
 
 _FILE_BYTES = 512 * 2**20  # each of two places
 _REPEATS = 3
@@ -55,7 +55,7 @@ def measure_disk(folder: str | os.PathLike[str]) -> DiskRates:
         memory = torch.frombuffer(mmap.mmap(-1, place.size_bytes), dtype=torch.uint8)
         words = memory.view(torch.int64)
         words.random_(generator=torch.Generator().manual_seed(0))
-        spans[way] = Span(place, functools.partial(torch.Tensor.view, memory, -1))
+        spans[way] = FileSpan(place, functools.partial(torch.Tensor.view, memory, -1))
         _begun(transfers, Way.WRITE, file, spans[way]).wait()  # new places are slower
 
     def seconds(*ways: Way) -> dict[Way, float]:
@@ -81,7 +81,7 @@ def measure_disk(folder: str | os.PathLike[str]) -> DiskRates:
     )
 
 
-def _begun(transfers: Transfers, way: Way, file: ScratchFile, span: Span) -> Request:
+def _begun(transfers: Transfers, way: Way, file: ScratchFile, span: FileSpan) -> Request:
     request = transfers.request(way, file, [span], "measure_disk()")
     request.begin()
     return request

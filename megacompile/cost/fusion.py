@@ -51,7 +51,7 @@ from megacompile.cost.aten import (
     unpacked_bytes,
     workspace_bytes,
 )
-from megacompile.cost.kernels import Analysis, Kernel, Kind, Returned
+from megacompile.cost.kernels import Analysis, Kernel, KernelBound, Returned
 from megacompile.ir import ops
 
 _MANY_READS = 4  # Inductor's realize_reads_threshold
@@ -230,11 +230,11 @@ class _Walk:
 
     def _kernel(self, group: Sequence[_Op], moved: int) -> Kernel:
         last = group[-1]
-        kind, reached = Kind.MEMORY, 1.0
+        kind, reached = KernelBound.MEMORY, 1.0
         if last.flops and is_attention(last.node):
-            kind, reached = Kind.ATTENTION, reached_rate(last.node)
+            kind, reached = KernelBound.ATTENTION, reached_rate(last.node)
         elif last.flops:
-            kind = Kind.PRODUCT
+            kind = KernelBound.PRODUCT
         elif self.fused:
             reached = min(reached_in_columns(op.node) for op in group)
         itemsize, instructions = itemsize_of(last.node), _instructions(group, moved)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megacompile.cost.hardware import Hardware
 
 
-class Kind(Enum):
+class KernelBound(Enum):
     """The limit of a kernel."""
 
     PRODUCT = "product"  # the matrix units, or memory where it is thin
@@ -28,7 +28,7 @@ class Kernel:
     """One launch: operations, bytes read and written."""
 
     name: str  # of the node that it ends with
-    kind: Kind
+    kind: KernelBound
     flops: int
     size_bytes: int
     itemsize: int  # bytes of a number of the operands: 1 (fp8), 2 or 4
@@ -38,7 +38,7 @@ class Kernel:
     def seconds(self, hardware: Hardware) -> float:
         """On a device, one kernel after the other."""
         moved = self.size_bytes / (hardware.memory_gb_s * 1e9)
-        if self.kind is Kind.MEMORY:
+        if self.kind is KernelBound.MEMORY:
             moved /= self.reached
         # fp32 products are FMAs, of two operations each; with TF32 they are not, and this is less
         issued = self.instructions / (hardware.matmul32_tflop_s / 2 * 1e12)
@@ -48,11 +48,13 @@ class Kernel:
         rate = hardware.matmul32_tflop_s if self.itemsize > 2 else hardware.matmul_tflop_s
         if self.itemsize == 1:
             rate = hardware.matmul8_tflop_s or rate
-        share = hardware.attention_share if self.kind is Kind.ATTENTION else hardware.sustained
+        share = (
+            hardware.attention_share if self.kind is KernelBound.ATTENTION else hardware.sustained
+        )
         return rate * share * self.reached * 1e12
 
 
-class Work(NamedTuple):
+class KernelWork(NamedTuple):
     """The sums over a piece of code."""
 
     flops: int  # of matrix products and attention
@@ -80,8 +82,8 @@ class Analysis:
     )
 
     @property
-    def work(self) -> Work:
-        return Work(
+    def work(self) -> KernelWork:
+        return KernelWork(
             sum(kernel.flops for kernel in self.kernels),
             sum(kernel.size_bytes for kernel in self.kernels),
             len(self.kernels),

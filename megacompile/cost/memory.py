@@ -32,7 +32,7 @@ from megacompile.ir.values import memory
 from megacompile.text import format_bytes
 
 
-class Kind(enum.Enum):
+class MemoryKind(enum.Enum):
     """Uses of memory."""
 
     SLOTS = "slots"
@@ -50,12 +50,12 @@ class Kind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class MemoryMoment:
     """Device memory while one op runs."""
 
     graph: str
     label: str
-    live_bytes: Mapping[Kind, int]
+    live_bytes: Mapping[MemoryKind, int]
 
     @property
     def total_bytes(self) -> int:
@@ -71,12 +71,14 @@ class Moment:
 class DeviceMemory:
     """Device memory over a step, in program order."""
 
-    moments: tuple[Moment, ...]  # where something is computed or allocated
-    end: Mapping[Kind, int] = field(default_factory=dict)  # what is left when the step is over
+    moments: tuple[MemoryMoment, ...]  # where something is computed or allocated
+    end: Mapping[MemoryKind, int] = field(
+        default_factory=dict
+    )  # what is left when the step is over
 
     @property
-    def peak(self) -> Moment:
-        empty = Moment("forward", "", {})
+    def peak(self) -> MemoryMoment:
+        empty = MemoryMoment("forward", "", {})
         return max(self.moments, key=lambda moment: moment.total_bytes, default=empty)
 
 
@@ -104,16 +106,16 @@ def device_memory(
     for schedule in each:
         for slot in schedule.slots:
             slots[slot.index] = max(slot.size_bytes, slots.get(slot.index, 0))
-    replay.live[Kind.SLOTS] = sum(slots.values())
+    replay.live[MemoryKind.SLOTS] = sum(slots.values())
     residents = {key for schedule in each for key in schedule.plan.resident}
-    replay.live[Kind.PARAMETERS] += _resident_bytes(each, residents, cost)
+    replay.live[MemoryKind.PARAMETERS] += _resident_bytes(each, residents, cost)
     replay.find_gradients(each, every=gradients_stay)
     in_chunks = max((chunks_bytes(schedule, cost) for schedule in each), default=0)
-    replay.live[Kind.STATES] += in_chunks
+    replay.live[MemoryKind.STATES] += in_chunks
     for schedule in each:
         replay.defer_from_before(schedule)
     kept = [replay.forward(schedule) for schedule in each]
-    replay.live[Kind.STATES] -= in_chunks
+    replay.live[MemoryKind.STATES] -= in_chunks
     replay.in_chunks = in_chunks
     left = {}
     for schedule, saved_values in zip(reversed(each), reversed(kept), strict=True):
@@ -153,7 +155,7 @@ def _accumulated(schedule: Schedule, *, reads: bool = False) -> list[Bucket]:
 class _Block:
     """Memory that one or more values share."""
 
-    kind: Kind
+    kind: MemoryKind
     size_bytes: int
     owned: bool  # by the schedule; else by the user, or part of a slot
     names: int = 0  # values that still name it
@@ -165,10 +167,10 @@ class _Replay:
 
     fused: bool
     cost: OptimizerCost
-    live: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
+    live: dict[MemoryKind, int] = field(default_factory=lambda: dict.fromkeys(MemoryKind, 0))
     blocks: dict[fx.Node, _Block] = field(default_factory=dict)
-    moments: list[Moment] = field(default_factory=list)
-    before: dict[Kind, int] = field(default_factory=dict)  # deferred, and not taken back yet
+    moments: list[MemoryMoment] = field(default_factory=list)
+    before: dict[MemoryKind, int] = field(default_factory=dict)  # deferred, and not taken back yet
     in_chunks: int = 0  # device memory that the next `help_host` takes
     kept: dict[int, int] = field(default_factory=dict)  # gradients of residents, by bucket
 
@@ -190,7 +192,7 @@ class _Replay:
         size = int(sum(p.numel * self.cost.grad_of(p.dtype.itemsize) for p in params))
         more = max(0, size - self.kept.get(bucket.key, 0))
         self.kept[bucket.key] = self.kept.get(bucket.key, 0) + more
-        self.live[Kind.GRADIENTS] += more
+        self.live[MemoryKind.GRADIENTS] += more
         return more
 
     def defer_from_before(self, schedule: Schedule) -> None:
@@ -202,7 +204,7 @@ class _Replay:
                 size = max(map(value_bytes, (value, memory(value))))
                 if name == "update":
                     size += self._copy_bytes(schedule, value)
-                kind = _KINDS.get(ops.effects(value).gives, Kind.GRADIENTS)
+                kind = _KINDS.get(ops.effects(value).gives, MemoryKind.GRADIENTS)
                 self.live[kind] += size
                 self.before[kind] = self.before.get(kind, 0) + size
 
@@ -210,8 +212,8 @@ class _Replay:
         """Returns the saved values by name, each named once more."""
         for node in schedule.forward.find_nodes(op="placeholder"):
             size = value_bytes(node)
-            self._name(node, _Block(Kind.INPUTS, size, owned=False))
-            self.live[Kind.INPUTS] += size
+            self._name(node, _Block(MemoryKind.INPUTS, size, owned=False))
+            self.live[MemoryKind.INPUTS] += size
         self._walk("forward", schedule)
         outputs, saved_values = ops.returned(schedule.forward)
         kept = {n.name: self.blocks[n] for n in saved_values if n in self.blocks}
@@ -238,8 +240,8 @@ class _Replay:
                 self.blocks[node] = saved_values[node.name]
             else:
                 size = value_bytes(node)
-                self._name(node, _Block(Kind.GRADIENTS, size, owned=True))
-                self.live[Kind.GRADIENTS] += size
+                self._name(node, _Block(MemoryKind.GRADIENTS, size, owned=True))
+                self.live[MemoryKind.GRADIENTS] += size
         self._walk("backward", schedule)
         left = {node.name: block for node, block in self.blocks.items()}
         return {name: left[name] for name in schedule.left}
@@ -252,7 +254,7 @@ class _Replay:
                 left[node.name].names = 0  # the backward's names of it are gone
                 self._name(node, left[node.name])
         for node in ops.nodes_that(schedule.update, lambda op: op.fills is not None):
-            self.live[Kind.STATES] += self._copy_bytes(schedule, node)
+            self.live[MemoryKind.STATES] += self._copy_bytes(schedule, node)
         self._walk("update", schedule)
 
     def _copy_bytes(self, schedule: Schedule, updated: fx.Node) -> int:
@@ -279,7 +281,7 @@ class _Replay:
             elif op.drains:
                 self._drain()
             elif op.helps:
-                self.live[Kind.STATES] += self.in_chunks
+                self.live[MemoryKind.STATES] += self.in_chunks
                 self.in_chunks = 0
             elif op.keeps is not None:
                 self._give(name, schedule, node)
@@ -346,12 +348,12 @@ class _Replay:
             source = ops.arguments(call)[2][ref.index]
             if isinstance(source, fx.Node) and source in self.blocks:
                 return self.blocks[source]
-        return _Block(Kind.SLOTS, 0, owned=False)
+        return _Block(MemoryKind.SLOTS, 0, owned=False)
 
     def _make(self, name: str, node: fx.Node) -> None:
         place = memory(node)
         if place is node or place not in self.blocks:
-            kind = _KINDS.get(ops.effects(node).gives, Kind.GRADIENTS)
+            kind = _KINDS.get(ops.effects(node).gives, MemoryKind.GRADIENTS)
             block = _Block(kind, value_bytes(node), owned=True)
             self.live[kind] += block.size_bytes
         else:  # what is more than the buffer that it fills is its own
@@ -381,13 +383,13 @@ class _Replay:
         self.before.clear()
 
     def _moment(self, name: str, node: fx.Node, workspace_bytes: int) -> None:
-        live = {**self.live, Kind.WORKSPACE: workspace_bytes}
-        self.moments.append(Moment(name, ops.label(node), live))
+        live = {**self.live, MemoryKind.WORKSPACE: workspace_bytes}
+        self.moments.append(MemoryMoment(name, ops.label(node), live))
 
 
-_KINDS: dict[Value | None, Kind] = {
-    **dict.fromkeys((Value.STATE_BUFFER, Value.STATES, Value.UPDATED), Kind.STATES),
-    **dict.fromkeys((Value.COPY, Value.SAVED_BUFFER, Value.SAVED), Kind.ACTIVATIONS),
+_KINDS: dict[Value | None, MemoryKind] = {
+    **dict.fromkeys((Value.STATE_BUFFER, Value.STATES, Value.UPDATED), MemoryKind.STATES),
+    **dict.fromkeys((Value.COPY, Value.SAVED_BUFFER, Value.SAVED), MemoryKind.ACTIVATIONS),
 }
 
 
@@ -412,12 +414,12 @@ def _places(call: fx.Node, stage: Stage, k: int) -> tuple[int, ...]:
     return tuple(first + i for i in bundle)
 
 
-def _kind_of(call: fx.Node, stage: Stage, k: int) -> Kind:
+def _kind_of(call: fx.Node, stage: Stage, k: int) -> MemoryKind:
     if call.target is ops.backward:
-        return Kind.GRADIENTS
+        return MemoryKind.GRADIENTS
     if call.target is ops.recompute:
-        return Kind.SAVED
-    return Kind.ACTIVATIONS if k < stage.result_count else Kind.SAVED
+        return MemoryKind.SAVED
+    return MemoryKind.ACTIVATIONS if k < stage.result_count else MemoryKind.SAVED
 
 
 def host_memory(
@@ -425,7 +427,7 @@ def host_memory(
     optimizer: OptimizerCost | None = None,
     *,
     for_step: bool = False,
-) -> dict[Kind, int]:
+) -> dict[MemoryKind, int]:
     """Bytes in host memory by kind, once training runs: gradients and states are made by then, and
     at the boundary of forward and backward saved tensors wait there.
 
@@ -440,7 +442,7 @@ def host_memory(
         if schedule.backward is not None:
             for key, params in schedule.gradient_params.items():
                 trained.setdefault(key, set()).update(params)
-    kinds = (Kind.PARAMETERS, Kind.MASTERS, Kind.GRADIENTS, Kind.STATES)
+    kinds = (MemoryKind.PARAMETERS, MemoryKind.MASTERS, MemoryKind.GRADIENTS, MemoryKind.STATES)
     found = dict.fromkeys(kinds, 0)
     cost = optimizer or OptimizerCost(states=0)
     resident = {key for schedule in each for key in schedule.plan.resident}
@@ -453,25 +455,25 @@ def host_memory(
             continue
         sizes = streamed_bytes(bucket, trained.get(key, ()), cost, accumulates=key in accumulated)
         if key in on_disk:
-            sizes.pop(Kind.STATES)
+            sizes.pop(MemoryKind.STATES)
             staged = max(staged, stored_bytes(bucket, trained.get(key, ()), cost))
         if key in read:
-            sizes.pop(Kind.PARAMETERS)
+            sizes.pop(MemoryKind.PARAMETERS)
             weights = max(weights, stored_weights_bytes(bucket))
         for kind, size in sizes.items():
             found[kind] += size
     plans = [schedule.plan for schedule in each]
-    found[Kind.STAGED] = staged * max((plan.state_sets for plan in plans), default=0)
+    found[MemoryKind.STAGED] = staged * max((plan.state_sets for plan in plans), default=0)
     sets = (plan.weight_sets + plan.new_weight_sets for plan in plans)
-    found[Kind.STAGED] += weights * max(sets, default=0)
-    found[Kind.STAGED] += max(map(_passing_bytes, each), default=0)
-    found[Kind.ACTIVATIONS] = sum(size for one in each for size in _waiting_bytes(one))
+    found[MemoryKind.STAGED] += weights * max(sets, default=0)
+    found[MemoryKind.STAGED] += max(map(_passing_bytes, each), default=0)
+    found[MemoryKind.ACTIVATIONS] = sum(size for one in each for size in _waiting_bytes(one))
     return {kind: size for kind, size in found.items() if size}
 
 
 def streamed_bytes(
     bucket: Bucket, trained: Iterable[int], cost: OptimizerCost, *, accumulates: bool = False
-) -> dict[Kind, int]:
+) -> dict[MemoryKind, int]:
     """Host memory of a bucket that is streamed, by kind.
 
     Args:
@@ -479,14 +481,14 @@ def streamed_bytes(
         accumulates: gradients of micro-batches wait for an update in a later backward.
     """
     mine = largest_shard(bucket)
-    found = {Kind.PARAMETERS: mine.size_bytes}
+    found = {MemoryKind.PARAMETERS: mine.size_bytes}
     masters = cost.master_bytes
     if masters is not None:
-        found[Kind.MASTERS] = flat_bytes(mine, range(len(mine.params)), lambda _: masters)
+        found[MemoryKind.MASTERS] = flat_bytes(mine, range(len(mine.params)), lambda _: masters)
     indices = list(trained)
-    found[Kind.STATES] = cost.states * sum(state_bytes(bucket, indices, cost))
+    found[MemoryKind.STATES] = cost.states * sum(state_bytes(bucket, indices, cost))
     grad_of = cost.grad_of if accumulates else cost.kept_grad_of
-    found[Kind.GRADIENTS] = flat_bytes(mine, indices, grad_of)
+    found[MemoryKind.GRADIENTS] = flat_bytes(mine, indices, grad_of)
     return found
 
 

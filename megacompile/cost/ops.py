@@ -12,7 +12,7 @@ from torch import fx
 
 from megacompile.cost.fusion import analyse
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.kernels import Analysis, Work
+from megacompile.cost.kernels import Analysis, KernelWork
 from megacompile.cost.pieces import analyse_pieces
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
@@ -35,7 +35,7 @@ def analysis_of(template: Template, code: Code, *, fused: bool = True) -> Analys
     return found[1]
 
 
-def work_of(template: Template, code: Code, *, fused: bool = True) -> Work:
+def work_of(template: Template, code: Code, *, fused: bool = True) -> KernelWork:
     """Operations, bytes and kernels of a piece of a template."""
     return analysis_of(template, code, fused=fused).work
 

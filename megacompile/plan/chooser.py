@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from megacompile.cost.memory import Kind, streamed_bytes
+from megacompile.cost.memory import MemoryKind, streamed_bytes
 from megacompile.cost.pageable import pageable_words
 from megacompile.cost.places import stored_bytes, stored_weights_bytes
 from megacompile.errors import DeviceMemoryError, HostMemoryError
@@ -330,10 +330,10 @@ class Chooser:
             kinds = streamed_bytes(bucket, trained, cost, accumulates=accumulates)
             if bucket.key in wanted.on_disk:
                 on_disk += stored_bytes(bucket, trained, cost)
-                kinds.pop(Kind.STATES)
+                kinds.pop(MemoryKind.STATES)
             if self.setting.options.disk_weights or bucket.key in wanted.weights_on_disk:
                 on_disk += stored_weights_bytes(bucket)
-                kinds.pop(Kind.PARAMETERS)
+                kinds.pop(MemoryKind.PARAMETERS)
             on_host += sum(kinds.values())
         return int(on_host), on_disk
 

@@ -19,7 +19,7 @@ from megacompile.plan.scenario import Scenario, budgets, changes
 from megacompile.plan.sections import sections, title
 from megacompile.plan.slow_ranks import slow_ranks
 from megacompile.plan.stage_groups import stage_groups
-from megacompile.tracing.critical_path import NONE, Steps, traced_steps
+from megacompile.tracing.critical_path import NONE, StepFigures, traced_steps
 from megacompile.tracing.rank_steps import RankSteps, last_rank
 from megacompile.tracing.timeline import Timeline as Traced
 
@@ -118,7 +118,7 @@ def explanation(
     )
 
 
-def _streams(timeline: Prediction, steps: Steps | None) -> tuple[Busy, ...]:
+def _streams(timeline: Prediction, steps: StepFigures | None) -> tuple[Busy, ...]:
     """Those that work; of the idle ones computes and copies too."""
     rows = {
         lane: Busy(

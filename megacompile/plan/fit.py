@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megacompile.cost.memory import Kind
+from megacompile.cost.memory import MemoryKind
 from megacompile.host_memory import too_small
 from megacompile.plan.scenario import Scenario
 from megacompile.text import format_bytes
@@ -109,7 +109,7 @@ def _host_too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:
     lines = [_short("host memory", needed, there)]
     if now.disk_bytes is not None:
         there_now = now.disk()
-        what = " and ".join(there_now) or Kind.STATES.value
+        what = " and ".join(there_now) or MemoryKind.STATES.value
         lines[0] += (
             f" (with {format_bytes(sum(there_now.values()))} of {what} on the disk, "
             f"which holds {format_bytes(now.disk_bytes)})"

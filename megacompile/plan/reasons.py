@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megacompile.cost.memory import Moment
+from megacompile.cost.memory import MemoryMoment
 from megacompile.plan.choice import Choice
 from megacompile.plan.fit import device_more, device_short
 from megacompile.plan.problem import Problem
@@ -36,7 +36,7 @@ def reasons(
     return tuple(lines)
 
 
-def table(problem: Problem, peak: Moment) -> str:
+def table(problem: Problem, peak: MemoryMoment) -> str:
     """Device memory by user, and the memory that there is."""
     needed = sorted(peak.live_bytes.items(), key=lambda item: -item[1])
     rows = [(kind.value, size) for kind, size in needed if size]
@@ -45,7 +45,7 @@ def table(problem: Problem, peak: Moment) -> str:
     return "\n".join(f"  {what:<{width}}  {format_bytes(size):>10}" for what, size in rows)
 
 
-def does_not_fit(problem: Problem, choice: Choice, peak: Moment) -> str:
+def does_not_fit(problem: Problem, choice: Choice, peak: MemoryMoment) -> str:
     """The error of a model for which there is too little device memory.
 
     Args:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from megacompile.cost.hardware import DISK_RATES, Hardware
 from megacompile.cost.memory import (
     DeviceMemory,
-    Kind,
+    MemoryKind,
     host_memory,
     saved_elsewhere,
     streamed_bytes,
@@ -47,7 +47,7 @@ _RATES = {  # what a resource's speed stands for in `Hardware`
     "network": ("network_gb_s",),
     "disk": DISK_RATES,
 }
-_OF_BATCH = (Kind.INPUTS, Kind.ACTIVATIONS, Kind.SAVED, Kind.WORKSPACE)
+_OF_BATCH = (MemoryKind.INPUTS, MemoryKind.ACTIVATIONS, MemoryKind.SAVED, MemoryKind.WORKSPACE)
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class Scenario:
         found = {kind.value: size for kind, size in self.device.peak.live_bytes.items()}
         for bucket, trained in self._residents():
             for kind, size in streamed_bytes(bucket, trained, self.optimizer).items():
-                if kind not in (Kind.PARAMETERS, Kind.GRADIENTS):
-                    found[Kind.PARAMETERS.value] -= int(size)
+                if kind not in (MemoryKind.PARAMETERS, MemoryKind.GRADIENTS):
+                    found[MemoryKind.PARAMETERS.value] -= int(size)
                     found[kind.value] = found.get(kind.value, 0) + int(size)
         return {kind: size for kind, size in found.items() if size}
 
@@ -198,7 +198,7 @@ class Scenario:
             elsewhere_bytes=0,
             on_disk=frozenset(),
             undecided=frozenset(buckets),
-            accumulates=Kind.GRADIENTS.value in self.host(),
+            accumulates=MemoryKind.GRADIENTS.value in self.host(),
             waiting=lambda choice: waiting,
             plan_of_all=lambda: plan,
             disk_weights=every or (None if weights else False),

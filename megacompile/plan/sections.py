@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import textwrap
 
-from megacompile.cost.memory import Kind
+from megacompile.cost.memory import MemoryKind
 from megacompile.plan.findings import DiskTraffic, Findings
 from megacompile.plan.report import Section, as_lines, duration, percent, short_count
 from megacompile.plan.slow_ranks import is_felt, last_text
@@ -16,13 +16,13 @@ from megacompile.tracing.critical_path import NONE
 
 _ALL = 1.05  # of a step's time; a little more is rounding
 _ROWS = 8  # groups of stages that are shown
-_PARTS: dict[str, tuple[Kind, ...]] = {  # rows of the table of memory
-    "parameters": (Kind.PARAMETERS,),
-    "masters": (Kind.MASTERS,),
-    "gradients": (Kind.GRADIENTS,),
-    "optimizer states": (Kind.STATES,),
-    "saved tensors": (Kind.ACTIVATIONS, Kind.SAVED),
-    "buffers": (Kind.SLOTS, Kind.INPUTS, Kind.WORKSPACE, Kind.STAGED),
+_PARTS: dict[str, tuple[MemoryKind, ...]] = {  # rows of the table of memory
+    "parameters": (MemoryKind.PARAMETERS,),
+    "masters": (MemoryKind.MASTERS,),
+    "gradients": (MemoryKind.GRADIENTS,),
+    "optimizer states": (MemoryKind.STATES,),
+    "saved tensors": (MemoryKind.ACTIVATIONS, MemoryKind.SAVED),
+    "buffers": (MemoryKind.SLOTS, MemoryKind.INPUTS, MemoryKind.WORKSPACE, MemoryKind.STAGED),
 }
 _TENTH = "with a tenth more of one resource"
 _EXPLAINED = 0.02  # a resource that is responsible for less is left out

@@ -5,7 +5,7 @@ Evaluation and generation read the same weights in every forward. What fits is f
 
 from __future__ import annotations
 
-from megacompile.cost.memory import Kind, device_memory
+from megacompile.cost.memory import MemoryKind, device_memory
 from megacompile.ir.capture import Variant
 from megacompile.ir.placement import Placement
 from megacompile.ir.schedule import Schedule
@@ -35,7 +35,7 @@ def stay_that_fit(
     cost = setting.cost()
     fused = setting.options.lowering is Lowering.INDUCTOR
     peak = device_memory(draft, optimizer=cost, fused=fused).peak
-    slots_bytes = peak.live_bytes.get(Kind.SLOTS, 0)
+    slots_bytes = peak.live_bytes.get(MemoryKind.SLOTS, 0)
     trained_bytes = sum(
         int(cost.resident_bytes(b, range(len(b.params))) - cost.resident_bytes(b, ()))
         for b in draft.buckets

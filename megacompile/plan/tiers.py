@@ -35,7 +35,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megacompile.cost.memory import Kind, streamed_bytes
+from megacompile.cost.memory import MemoryKind, streamed_bytes
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.places import stored_bytes, stored_weights_bytes, whole_pages
 from megacompile.ir.buckets import Bucket
@@ -291,8 +291,8 @@ class Tiers:
         if bucket.key not in self._sizes:
             trained = self.trained.get(bucket.key, ())
             kinds = streamed_bytes(bucket, trained, self.optimizer, accumulates=self.accumulates)
-            states = kinds[Kind.STATES]
-            parameters = kinds[Kind.PARAMETERS]
+            states = kinds[MemoryKind.STATES]
+            parameters = kinds[MemoryKind.PARAMETERS]
             rest = sum(kinds.values()) - states - parameters
             stored = stored_bytes(bucket, trained, self.optimizer)
             weights = stored_weights_bytes(bucket)

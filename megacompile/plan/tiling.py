@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megacompile.cost.memory import Kind
+from megacompile.cost.memory import MemoryKind
 from megacompile.plan.choice import Choice
 from megacompile.plan.planner import Search, SearchResult
 from megacompile.plan.problem import Problem
@@ -69,7 +69,7 @@ def _may_pay(problem: Problem, best: SearchResult, cut: Problem) -> bool:
     if problem.least_s(every) > enough_s:
         return False  # hardly anything is computed again, and nothing waited for
     moments = problem.memory(best.choice).moments
-    workspace = max(moment.live_bytes.get(Kind.WORKSPACE, 0) for moment in moments)
+    workspace = max(moment.live_bytes.get(MemoryKind.WORKSPACE, 0) for moment in moments)
     if workspace < _NOTABLE * problem.budget_bytes:
         return False
     cut.schedule(every)

@@ -57,7 +57,7 @@ _RUNS = {f"run_{name}" for name in _RETURNS}
 _RESERVED = {op.name for op in ops.OPS.values()} | {"wait", "inputs"} | _RUNS
 
 
-class _Line(NamedTuple):
+class _CodeLine(NamedTuple):
     """A line of code and its comment's columns."""
 
     code: str
@@ -81,7 +81,7 @@ def graph_code(schedule: Schedule, graph_name: str) -> str:
     """
     graph = schedule.graphs[graph_name]
     variables = _variables(schedule, graph)
-    lines = [_Line(text) for text in _unpacking(schedule, graph, variables)]
+    lines = [_CodeLine(text) for text in _unpacking(schedule, graph, variables)]
     gone = _given_back(graph)
     last_use = {n: max(n.users, key=_positions(graph).__getitem__) for n in _whole_tuples(graph)}
     for after, run in itertools.groupby(ops.nodes_of(graph), key=_waits_to_free):
@@ -89,9 +89,11 @@ def graph_code(schedule: Schedule, graph_name: str) -> str:
             made = _call(nodes[0], variables) if after is None else _free(nodes, variables, gone)
             lines += made
             done = [variables[n] for n, user in last_use.items() if user in nodes]
-            lines += [_Line(f"del {', '.join(done)}")] if done else []  # the tuple, not its items
+            lines += (
+                [_CodeLine(f"del {', '.join(done)}")] if done else []
+            )  # the tuple, not its items
     returned = _text(graph.output_node().args[0], variables)
-    lines += [_Line(f"# {_RETURNS[graph_name]}"), _Line(f"return {_bare(returned)}")]
+    lines += [_CodeLine(f"# {_RETURNS[graph_name]}"), _CodeLine(f"return {_bare(returned)}")]
     return "\n".join([f"def run_{graph_name}(inputs):", *_layout(lines)]) + "\n"
 
 
@@ -173,7 +175,7 @@ def _comment(parts: Iterable[str]) -> Iterator[str]:
     yield from (f"# {line.replace(chr(0), ' ')}" for line in textwrap.wrap(glued, _WIDTH - 2))
 
 
-def _call(node: fx.Node, variables: Mapping[fx.Node, str]) -> Iterator[_Line]:
+def _call(node: fx.Node, variables: Mapping[fx.Node, str]) -> Iterator[_CodeLine]:
     op = ops.op_of(node)
     assert op is not None
     args = [_text(arg, variables) for arg in node.args]
@@ -189,11 +191,11 @@ def _call(node: fx.Node, variables: Mapping[fx.Node, str]) -> Iterator[_Line]:
         dropped = "_" in targets
     if _is_named(node):
         text = f"{variables[node]} = {text}"
-    yield _Line(text, op.stream.value, ops.label(node), _detail(node))
+    yield _CodeLine(text, op.stream.value, ops.label(node), _detail(node))
     if op.frees is not None:
-        yield _Line(f"del {_names(values.reads(node), variables)}")
+        yield _CodeLine(f"del {_names(values.reads(node), variables)}")
     if dropped:
-        yield _Line("del _", op.stream.value)
+        yield _CodeLine("del _", op.stream.value)
 
 
 def _waits_to_free(node: fx.Node) -> tuple[fx.Node, ...] | None:
@@ -205,15 +207,15 @@ def _waits_to_free(node: fx.Node) -> tuple[fx.Node, ...] | None:
 
 def _free(
     nodes: Sequence[fx.Node], variables: Mapping[fx.Node, str], gone: Mapping[fx.Node, int]
-) -> Iterator[_Line]:
+) -> Iterator[_CodeLine]:
     """`del` of what the nodes free, after what they wait for."""
     if after := _waits_to_free(nodes[0]):
         waited = _text(after, variables).replace(",)", ")")
-        yield _Line(f"wait{waited}", ops.stream_of(nodes[0]).value, "WAIT")
+        yield _CodeLine(f"wait{waited}", ops.stream_of(nodes[0]).value, "WAIT")
     freed = [value for node in nodes for value in values.reads(node)]
     size = sum(gone.get(node, 0) for node in nodes)
     detail = format_bytes(size) if size else ""
-    yield _Line(f"del {_names(freed, variables)}", Stream.COMPUTE.value, "FREE", detail)
+    yield _CodeLine(f"del {_names(freed, variables)}", Stream.COMPUTE.value, "FREE", detail)
 
 
 def _given_back(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -249,7 +251,7 @@ def _bare(text: str) -> str:
     return text[1:-1] if pair else text
 
 
-def _layout(lines: Iterable[_Line]) -> Iterator[str]:
+def _layout(lines: Iterable[_CodeLine]) -> Iterator[str]:
     """Indent, wrap long lines, and put the comments into columns."""
     wrapped = [(_wrap(line.code), line) for line in lines]
     commented = [(text[0], line) for text, line in wrapped if line.stream]

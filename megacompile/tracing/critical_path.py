@@ -140,7 +140,7 @@ def waited_s(chunks: Sequence[Chunk]) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class StepFigures:
     """The figures that a trace has of a model's steps; seconds of one step, by stream."""
 
     step_s: float
@@ -148,14 +148,14 @@ class Steps:
     waited_s: Mapping[str, float]  # with `NONE`
 
 
-def traced_steps(timeline: Timeline, model: str) -> Steps | None:
+def traced_steps(timeline: Timeline, model: str) -> StepFigures | None:
     """The steps of `period`, on average; None where the model did not run."""
     found = period(timeline, model)
     if found is None or not any(run.model == model for run in timeline.runs):
         return None
     waited = waited_s(critical_path(timeline, model, found))
     within = found.start_s, found.stop_s
-    return Steps(
+    return StepFigures(
         found.step_s,
         {lane: timeline.busy_s(lane, model, within) / found.steps for lane in timeline.lanes},
         {lane: time_s / found.steps for lane, time_s in waited.items()},

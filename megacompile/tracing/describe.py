@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from megacompile.cost.memory import DeviceMemory, Kind, device_memory
+from megacompile.cost.memory import DeviceMemory, MemoryKind, device_memory
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
@@ -37,7 +37,7 @@ class Held:
     def __init__(self, memory: DeviceMemory) -> None:
         self._sizes: defaultdict[tuple[str, str], deque[int]] = defaultdict(deque)
         for moment in memory.moments:
-            inside = moment.live_bytes.get(Kind.WORKSPACE, 0)
+            inside = moment.live_bytes.get(MemoryKind.WORKSPACE, 0)
             self._sizes[moment.graph, moment.label].append(moment.total_bytes - inside)
 
     def next(self, graph: str, label: str) -> int | None:

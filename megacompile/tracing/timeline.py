@@ -68,7 +68,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class KindTotal:
     """The spans of one kind of op on one lane, together."""
 
     kind: str
@@ -128,13 +128,13 @@ class Timeline:
         times = ((max(s.start_s, start), min(s.stop_s, stop)) for s in spans)
         return covered_s((begin, end) for begin, end in times if begin < end)
 
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[KindTotal]:
         """Spans by lane and kind of op, the longest first in each lane."""
         groups: defaultdict[tuple[str, str], list[Span]] = defaultdict(list)
         for span in self.spans:
             groups[span.op.lane, span.op.kind].append(span)
         found = [
-            Kind(
+            KindTotal(
                 kind,
                 lane,
                 len(spans),

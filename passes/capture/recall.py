@@ -37,7 +37,7 @@ class NotRecallableError(Exception):
     """Raised where what is recalled does not hold in this graph."""
 
 
-class _Run(Exception):
+class _MustRun(Exception):
     """An operation is to be run."""
 
 
@@ -80,7 +80,7 @@ class _Constant:
 
 
 @dataclass(slots=True)
-class _Call:
+class _Operation:
     """The arguments of an operation."""
 
     key: Hashable = None  # None: it is to be run
@@ -138,15 +138,15 @@ class Recalling(Interpreter):
         self._seen |= self.values.storages[n]
         return value
 
-    def _call(self, n: fx.Node) -> _Call:
+    def _call(self, n: fx.Node) -> _Operation:
         """The arguments of a node, and a key that is equal where the same is done."""
-        call = _Call()
+        call = _Operation()
         if n.op not in ("call_function", "call_method") or self._mode is None:
             return call
         try:
             given = self._key_of((n.args, n.kwargs), call)
-        except _Run:
-            return _Call()
+        except _MustRun:
+            return _Operation()
         if call.taken:
             places = {storage: k for k, storage in reversed([*enumerate(call.storages)])}
             shared = tuple(places[storage] for storage in call.storages)
@@ -154,7 +154,7 @@ class Recalling(Interpreter):
             call.key = (*what, tuple(call.metas), shared, self._mode, self._epoch)
         return call
 
-    def _key_of(self, value: Any, call: _Call) -> Hashable:
+    def _key_of(self, value: Any, call: _Operation) -> Hashable:
         if isinstance(value, fx.Node):
             value = self.env[value]
         kind = type(value)
@@ -174,9 +174,9 @@ class Recalling(Interpreter):
         try:
             return constant_key(value)
         except TypeError:
-            raise _Run from None
+            raise _MustRun from None
 
-    def _place(self, value: Any, call: _Call) -> int:
+    def _place(self, value: Any, call: _Operation) -> int:
         """The place of a tensor among those that are taken."""
         value = value.made if isinstance(value, _Later) and value.made is not None else value
         for k, other in enumerate(call.taken):
@@ -186,12 +186,12 @@ class Recalling(Interpreter):
             meta, storage = value.meta, value.storage
         else:
             if not _is_plain(value):
-                raise _Run
+                raise _MustRun
             meta, storage = TensorMeta.of(value), self.storage_of(value)
             if meta.requires_grad != value.requires_grad:
-                raise _Run  # cut off: more is known of it than its meta
+                raise _MustRun  # cut off: more is known of it than its meta
         if storage in self._changed:
-            raise _Run
+            raise _MustRun
         call.taken.append(value)
         call.metas.append(meta)
         call.storages.append(storage)
@@ -216,7 +216,7 @@ class Recalling(Interpreter):
     def _set_mode(self) -> None:
         self._mode = None if compat.in_transform() else Ambient.current(self.capture.device)
 
-    def _holds(self, n: fx.Node, call: _Call) -> bool:
+    def _holds(self, n: fx.Node, call: _Operation) -> bool:
         """True if the arguments are as they were before."""
         made = [value.made if isinstance(value, _Later) else value for value in call.taken]
         return not self.values.mutates[n] and all(
@@ -224,7 +224,7 @@ class Recalling(Interpreter):
             for tensor, meta in zip(made, call.metas, strict=True)
         )
 
-    def _outcome(self, n: fx.Node, value: Any, call: _Call, path: tuple[int, ...]) -> Any:
+    def _outcome(self, n: fx.Node, value: Any, call: _Operation, path: tuple[int, ...]) -> Any:
         """The result of an operation, for others of the same key; None where it must be run
         again."""
         if isinstance(value, torch.Tensor):
@@ -240,7 +240,7 @@ class Recalling(Interpreter):
         return _Constant(value) if looks and _is_data(value) else None
 
     def _outcome_of(
-        self, n: fx.Node, value: torch.Tensor, call: _Call, path: tuple[int, ...]
+        self, n: fx.Node, value: torch.Tensor, call: _Operation, path: tuple[int, ...]
     ) -> Any:
         meta = TensorMeta.of(value)
         if not _is_plain(value) or meta.requires_grad != value.requires_grad:
@@ -253,7 +253,7 @@ class Recalling(Interpreter):
             return _View(call.storages.index(storage), meta, path)
         return None if storage in self._seen else _Fresh(meta)
 
-    def _recalled(self, n: fx.Node, call: _Call) -> Any:
+    def _recalled(self, n: fx.Node, call: _Operation) -> Any:
         """The result of a node that is not run."""
         outcome, self.values.of[n] = self._known[call.key]
         again = _Once(self, n, torch.is_grad_enabled())
@@ -267,7 +267,7 @@ class Recalling(Interpreter):
         self.values.mutates[n] = frozenset()
         return value
 
-    def _result(self, outcome: Any, call: _Call, again: _Once, storages: set[int]) -> Any:
+    def _result(self, outcome: Any, call: _Operation, again: _Once, storages: set[int]) -> Any:
         if isinstance(outcome, _Constant):
             return outcome.value
         if isinstance(outcome, _Same):

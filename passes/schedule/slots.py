@@ -65,7 +65,7 @@ def assign_slots(schedule: Schedule, *, slots: int, reuse: bool) -> Schedule:
 
 
 @dataclass
-class _Places:
+class _SlotChoice:
     """The choice of a slot for each prefetch of one graph."""
 
     holds: dict[int, Bucket]  # slot -> bucket, while the graph is walked
@@ -76,7 +76,7 @@ class _Places:
     reused: dict[fx.Node, fx.Node] = field(default_factory=dict)  # -> prefetch that is still there
 
 
-def _attempt(schedule: Schedule, count: int, reuse: bool) -> list[_Places] | None:
+def _attempt(schedule: Schedule, count: int, reuse: bool) -> list[_SlotChoice] | None:
     """Places for every graph, or None if `count` slots are too few."""
     stay = _own_slots(schedule, count)
     forward = _place(schedule.forward, count, stay if reuse else {}, {}, stay)
@@ -105,13 +105,13 @@ def _place(
     initial: Mapping[int, Bucket],
     sizes: Mapping[int, int],
     own: Mapping[int, Bucket] | None = None,  # slots that have one bucket for good
-) -> _Places | None:
+) -> _SlotChoice | None:
     at = {bucket.key: slot for slot, bucket in (own or {}).items()}
     position = {node: p for p, node in enumerate(graph.nodes)}
     fetches = ops.nodes_of(graph, ops.prefetch)
     keys = [ops.bucket_of(n).key for n in fetches]
     readers = {n: sorted(n.users, key=lambda user: position[user]) for n in fetches}
-    places = _Places(dict(initial), dict(sizes))
+    places = _SlotChoice(dict(initial), dict(sizes))
     typical = statistics.median_low([ops.bucket_of(n).size_bytes for n in fetches] or [0])
     occupant: dict[int, fx.Node] = {}
     for k, node in enumerate(fetches):

@@ -20,7 +20,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage, Template
 from megacompile.passes.schedule.bundle import Bundles
 from megacompile.passes.schedule.differentiate import differentiate
-from megacompile.passes.stages.joint import Takes, runs_by_samples, split
+from megacompile.passes.stages.joint import BackwardInputs, runs_by_samples, split
 from megacompile.passes.stages.numbers import numbers_of
 from megacompile.passes.stages.templates import (
     TemplateCache,
@@ -130,7 +130,7 @@ def _within(
     traced = base.traced or base
     key = (traced, *wanted)
     if key not in cache:
-        takes = Takes(base.tangents, base.partial_gradients, base.tangent_metas)
+        takes = BackwardInputs(base.tangents, base.partial_gradients, base.tangent_metas)
         made = split(
             stage,
             base.joint,

@@ -54,7 +54,7 @@ _LEAST = 1e-6  # a saved_fraction of 0 would save the inputs alone, whatever is 
 
 
 @dataclass(frozen=True, slots=True)
-class Takes:
+class BackwardInputs:
     """The inputs of a stage's backward: which gradients, and their descriptions."""
 
     tangents: tuple[int, ...] = ()  # results of the stage
@@ -71,7 +71,7 @@ def as_gradient(meta: TensorMeta) -> TensorMeta:
 def split(
     stage: Stage,
     joint: fx.GraphModule,
-    takes: Takes,
+    takes: BackwardInputs,
     gradients: tuple[int, ...],
     *,
     index: int,
@@ -193,7 +193,7 @@ def _codes(
 
 
 def _tangent_strides(
-    takes: Takes, symbols: list[sympy.Symbol]
+    takes: BackwardInputs, symbols: list[sympy.Symbol]
 ) -> Callable[..., tuple[tuple[int, ...], ...]] | None:
     if not any(meta.symbolic for meta in takes.metas):
         return None

@@ -151,13 +151,13 @@ def _take_nothing(part: fx.GraphModule) -> None:
     del part
 
 
-def _graphs(wanted: Sequence[Wanted]) -> Iterator[compile_pool.Graph]:
+def _graphs(wanted: Sequence[Wanted]) -> Iterator[compile_pool.GraphToCompile]:
     """Graphs that Inductor compiles for it, with the inputs: the largest first."""
     modules = [template.graphs[code] for template, code in reversed(wanted)]
     for part in dict.fromkeys(part for module in modules for part in _parts(module)):
         if any(node.op == "call_function" for node in part.graph.nodes):
             graph, values, _ = prepared(part)
-            yield compile_pool.Graph(part, graph, values)
+            yield compile_pool.GraphToCompile(part, graph, values)
 
 
 def _compiled(module: fx.GraphModule, take: compile_pool.Take) -> LoweredFn:

@@ -36,7 +36,7 @@ from megacompile.passes.stages.canonical import graph_key
 from megacompile.passes.stages.custom import with_whole_backwards
 from megacompile.passes.stages.floats import PowersOfTensors, check_floats
 from megacompile.passes.stages.indices import computes_indices
-from megacompile.passes.stages.joint import Takes, as_gradient, split
+from megacompile.passes.stages.joint import BackwardInputs, as_gradient, split
 from megacompile.passes.stages.numbers import (
     compute_ints,
     first_difference,
@@ -63,7 +63,7 @@ def trace_templates(
     Raises:
         UnsupportedGraphError: a stage cannot be traced, or its backward writes what is not known.
     """
-    walk = _Walk(schedule)
+    walk = _GradientWalk(schedule)
     stages: list[Stage] = []
     for stage in reversed(schedule.stages):
         takes = walk.takes(stage)
@@ -84,7 +84,7 @@ def cannot_write(stage: Stage, what: str) -> str:
     )
 
 
-class _Walk:
+class _GradientWalk:
     """The values that have a gradient, while stages are visited from last to first."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -95,12 +95,12 @@ class _Walk:
             outputs[k]: as_gradient(outputs[k].meta["value"]) for k in schedule.tangents
         }
 
-    def takes(self, stage: Stage) -> Takes:
+    def takes(self, stage: Stage) -> BackwardInputs:
         """The results that have a gradient, and the primals that have one already."""
         call = self.calls[stage.index]
         results = {k: item for k, item in ops.items(call) if item in self.gradients}
         if not results:
-            return Takes()
+            return BackwardInputs()
         tangents = tuple(sorted(results))
         sources = {i: self._source(stage, call, i) for i in range(len(stage.primals))}
         partial_gradients = tuple(
@@ -109,7 +109,9 @@ class _Walk:
             if stage.metas[i].requires_grad and source in self.gradients
         )
         given = [*(results[k] for k in tangents), *(sources[i] for i in partial_gradients)]
-        return Takes(tangents, partial_gradients, tuple(self.gradients[source] for source in given))
+        return BackwardInputs(
+            tangents, partial_gradients, tuple(self.gradients[source] for source in given)
+        )
 
     def gives(self, stage: Stage, template: Template) -> None:
         """Note the gradients that the stage's backward returns."""
@@ -136,7 +138,7 @@ def with_stages(schedule: Schedule, stages: tuple[Stage, ...]) -> Schedule:
 
 def _template(
     stage: Stage,
-    takes: Takes,
+    takes: BackwardInputs,
     ambient: Ambient,
     cache: TemplateCache,
     lowering: Lowering,
@@ -193,7 +195,7 @@ class _Tracer:
         self,
         stage: Stage,
         params: int,
-        takes: Takes,
+        takes: BackwardInputs,
         ambient: Ambient,
         lowering: Lowering,
     ) -> None:

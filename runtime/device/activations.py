@@ -30,7 +30,7 @@ from megacompile.text import format_bytes
 
 
 @dataclass(slots=True, eq=False)
-class Buffer:
+class PooledBuffer:
     """Host memory, and what still works on it."""
 
     memory: HostBuffer
@@ -52,7 +52,7 @@ class OnHost:
     """
 
     ready: torch.cuda.Event | None = None
-    buffer: Buffer
+    buffer: PooledBuffer
 
     def __init__(self, pool: HostPool, meta: TensorMeta) -> None:
         self.meta = meta
@@ -163,7 +163,7 @@ def taken(
     return left if name in elsewhere else left.back(queue)
 
 
-class HostPool(Reused[Buffer]):
+class HostPool(Reused[PooledBuffer]):
     """Page-locked host memory that is lent to one activation after the other.
 
     Whoever writes to what it lends waits for the events of that first.
@@ -190,10 +190,10 @@ class HostPool(Reused[Buffer]):
         sizes = [OnHost(self, meta).size_bytes for meta in metas]
         return [Wanted(size_bytes, pin=True) for size_bytes in sizes]
 
-    def _make(self, size_bytes: int) -> Buffer:
+    def _make(self, size_bytes: int) -> PooledBuffer:
         ready = self.budget.ready(size_bytes, pin=self.pin)
         if ready is not None:
-            return Buffer(ready, size_bytes)
+            return PooledBuffer(ready, size_bytes)
         free = available_bytes()
         if size_bytes > mmap.PAGESIZE and size_bytes + MARGIN_BYTES > free:
             self.budget.forget_ahead()  # what may never be asked for is in the way
@@ -206,7 +206,7 @@ class HostPool(Reused[Buffer]):
                 "activations='recompute', or a smaller batch"
             )
         made = self.budget.make(size_bytes, "what waits for its backward", pin=self.pin)
-        return Buffer(made, size_bytes)
+        return PooledBuffer(made, size_bytes)
 
 
 def _event(queue: torch.cuda.Stream | None) -> torch.cuda.Event | None:

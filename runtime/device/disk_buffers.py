@@ -24,7 +24,7 @@ from megacompile.errors import DiskError
 from megacompile.runtime.device import forks
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.disk.scratch import Place, ScratchFile
-from megacompile.runtime.disk.transfers import Request, Span, Transfers, Way
+from megacompile.runtime.disk.transfers import FileSpan, Request, Transfers, Way
 
 
 class DiskBuffer(HostBuffer):
@@ -78,16 +78,16 @@ class DiskBuffer(HostBuffer):
         """Is it this process that took the place? See [Note: children]."""
         return self._process == os.getpid()
 
-    def span(self, memory: Memory) -> Span:
+    def span(self, memory: Memory) -> FileSpan:
         """All of it, and the memory that it is copied to or from."""
         assert self._place is not None
-        return Span(self._place, memory)
+        return FileSpan(self._place, memory)
 
-    def part(self, begin: int, end: int, memory: Memory) -> Span:
+    def part(self, begin: int, end: int, memory: Memory) -> FileSpan:
         """The bytes from `begin` to `end` of it, and memory for all of it."""
         assert self._place is not None and 0 <= begin < end <= len(self)
         place = Place(self._place.at + begin, end - begin)
-        return Span(place, lambda: memory()[begin:end])
+        return FileSpan(place, lambda: memory()[begin:end])
 
     @property
     def file(self) -> ScratchFile:
@@ -164,7 +164,7 @@ class Disk:
         return self._transfers.moved_bytes(way)
 
     def request(
-        self, way: Way, spans: Sequence[Span], what: str, *, before: Callable[[], None]
+        self, way: Way, spans: Sequence[FileSpan], what: str, *, before: Callable[[], None]
     ) -> Request:
         """A read or a write of parts of buffers that are ours, to `begin`."""
         return self._transfers.request(way, self.file, spans, what, before=before)

@@ -33,7 +33,7 @@ from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.disk_buffers import Disk
 from megacompile.runtime.device.reuse import Reused
 from megacompile.runtime.disk.scratch import Place, ScratchFile
-from megacompile.runtime.disk.transfers import Request, Span, Way
+from megacompile.runtime.disk.transfers import FileSpan, Request, Way
 
 
 class SavedDisk:
@@ -47,7 +47,7 @@ class SavedDisk:
     def __init__(self, disk: Disk, pool: HostPool) -> None:
         self.disk = disk
         self.pool = pool
-        self.places = _Places(disk.file)
+        self.places = _FilePlaces(disk.file)
         self.read_bytes = self.written_bytes = 0  # so far
         self.thread = Background("megacompile-saved")  # begins reads
 
@@ -208,7 +208,7 @@ class ReadBack(OnHost):
         return buffer
 
 
-class _Places(Reused[Place]):
+class _FilePlaces(Reused[Place]):
     """Places of the scratch file that are lent to one tensor after the other."""
 
     def __init__(self, file: ScratchFile) -> None:
@@ -229,16 +229,16 @@ class _Places(Reused[Place]):
 class _Lent:
     """A place, until the last reference to this is gone."""
 
-    def __init__(self, places: _Places, size_bytes: int) -> None:
+    def __init__(self, places: _FilePlaces, size_bytes: int) -> None:
         self.places = places
         self.place = places.lend(places.file.round_up(size_bytes))
 
-    def spans(self, on_host: OnHost) -> list[Span]:
+    def spans(self, on_host: OnHost) -> list[FileSpan]:
         """The whole pages of a tensor, which go past the page cache, and the rest of it."""
         size, unit = on_host.size_bytes, self.places.file.alignment
         whole, at = size // unit * unit, self.place.at
         return [
-            Span(Place(at + begin, end - begin), functools.partial(on_host.bytes, begin, end))
+            FileSpan(Place(at + begin, end - begin), functools.partial(on_host.bytes, begin, end))
             for begin, end in ((0, whole), (whole, size))
             if begin < end
         ]
@@ -248,7 +248,7 @@ class _Lent:
             self.places.give_back(self.place)
 
 
-def _lent(places: _Places, size_bytes: int, what: str) -> _Lent:
+def _lent(places: _FilePlaces, size_bytes: int, what: str) -> _Lent:
     try:
         return _Lent(places, size_bytes)
     except DiskError as error:

@@ -55,7 +55,7 @@ class Way(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class FileSpan:
     """Bytes of a scratch file, and the memory that they go to or come from."""
 
     place: Place
@@ -77,7 +77,7 @@ class Request:
     def __init__(
         self,
         way: Way,
-        spans: Sequence[Span],
+        spans: Sequence[FileSpan],
         file: ScratchFile,
         what: str,
         before: Callable[[], None],
@@ -230,7 +230,7 @@ class Transfers:
         self,
         way: Way,
         file: ScratchFile,
-        spans: Sequence[Span],
+        spans: Sequence[FileSpan],
         what: str,
         *,
         after: Sequence[Request] = (),
@@ -264,10 +264,10 @@ class Transfers:
         return self._moved[way]
 
 
-_Chunk = tuple[Span, int, int]  # offset in it, bytes
+_Chunk = tuple[FileSpan, int, int]  # offset in it, bytes
 
 
-def _chunks(span: Span, alignment: int) -> list[_Chunk]:
+def _chunks(span: FileSpan, alignment: int) -> list[_Chunk]:
     whole = span.place.size_bytes
     size = min(CHUNK_BYTES, max(whole // THREADS, _LEAST_CHUNK_BYTES))
     size = max(size // alignment, 1) * alignment

@@ -47,7 +47,7 @@ from megacompile.runtime.params.gradients import Gradients
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.runtime.params.state_memory import StateMemory
-from megacompile.runtime.params.swap import Proxies, Source
+from megacompile.runtime.params.swap import ParamSource, Proxies
 from megacompile.runtime.params.undo import Undos, undone
 from megacompile.runtime.params.wrappers import follow_parts, parts_of
 from megacompile.runtime.updates.on_device import DeviceUpdates
@@ -87,7 +87,7 @@ class ModelBuckets:
         self.planned_anew = planned_anew
         self.check_memory: Callable[[], None] = lambda: None  # raises where it is given back
         self.data_parallel = DataParallel(model, options)
-        self._places = _Places()
+        self._places = _ParamPlaces()
         node, ranks = numa.node_of(options.device), ranks_that_share(options)
         self._host_budget = HostBudget(options.host_memory, node)
         streams = Streams(options.device)
@@ -363,11 +363,11 @@ class ModelBuckets:
             rank=self.options.rank,
         )
 
-    def _source(self, param: torch.Tensor) -> Source:
+    def _source(self, param: torch.Tensor) -> ParamSource:
         layout, i = self._places.of[id(param)]
         bucket = self.machine.buckets[layout.key]
         copy = bucket.streamed[i] if bucket.has_copy else None
-        return Source(copy, bucket.pending.settle, functools.partial(bucket.copy.take_back, i))
+        return ParamSource(copy, bucket.pending.settle, functools.partial(bucket.copy.take_back, i))
 
     def owns(self, param: nn.Parameter) -> bool:
         """True if a parameter is in a bucket of this model."""
@@ -541,7 +541,7 @@ def _update_cores(node: numa.Node | None, ranks: Ranks | None) -> frozenset[int]
     return numa.cores_of_updates(node, torch.get_num_threads(), processes)
 
 
-class _Places:
+class _ParamPlaces:
     """The places of parameters: bucket and index. Backwards that are to come have this, not the
     model, so that an old loss does not keep the model alive."""
 

@@ -24,7 +24,7 @@ from megacompile.runtime.model.program import Program
 from megacompile.runtime.model.shared_values import Source, changed, shared, sources
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
-from megacompile.runtime.params.gradient_run import Run
+from megacompile.runtime.params.gradient_run import GradientRun
 from megacompile.runtime.params.proxies import StreamedParameter
 
 
@@ -170,12 +170,12 @@ class Call:
             return nullcontext()
         return line("running the first backward", self.machine.progress)
 
-    def _prepare(self, node: object) -> Run:
+    def _prepare(self, node: object) -> GradientRun:
         """Find out who wants the parameters' gradients in this backward, and who else is there."""
         calls = [call for call in compat.backward_calls() if node in users(call).nodes]
         asked = {id(given) for call in calls for given in call.inputs}
         proxies = {self._place(proxy) for _, proxy in self.streamed if id(proxy) in asked}
-        return Run(
+        return GradientRun(
             self.machine.gradients,
             self.places,
             [users(call) for call in calls],
@@ -278,7 +278,7 @@ class Call:
         variant = self.variant if expected else Variant(tangents, keep_last=False)
         return self.program.executor(variant)
 
-    def _defers(self, run: Run) -> bool:
+    def _defers(self, run: GradientRun) -> bool:
         """True if the sum of gradients over replicas is left to a later backward."""
         ranks = self.machine.ranks
         more = ranks is not None and ranks.replicas > 1 and self.machine.micro_steps.more

@@ -1,9 +1,9 @@
 """Calls of the modules in a model, outside of a call of the model itself.
 
 A `training_step` calls `self.net(x)`, a loss calls `model.head(hidden)`. So every module in the
-model that has parameters has a `Part` in the place of its call, which goes the way of the model's
-own call: parameters are swapped, what is captured gets a schedule. While such a call runs, the
-parts are taken out, and Dynamo captures the modules as they are.
+model that has parameters has a `ModuleCall` in the place of its call, which goes the way of the
+model's own call: parameters are swapped, what is captured gets a schedule. While such a call runs,
+these are taken out, and Dynamo captures the modules as they are.
 
 What stays as it is: calls in `torch.func`, under a tracer, and in a backward, where a checkpoint
 repeats what the forward did: a module that was not called from outside before was in a call then.
@@ -29,11 +29,11 @@ from megacompile.runtime.params.undo import Undos, exchange
 class Caller(Protocol):
     """The model that the modules belong to."""
 
-    def call_part(self, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_part(self, part: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module as the model itself is called."""
 
 
-class Part:
+class ModuleCall:
     """In the place of a module's call. A copied or loaded module has none."""
 
     def __init__(self, module: nn.Module, caller: weakref.ref[Caller]) -> None:
@@ -64,7 +64,7 @@ class Part:
         return not self.compiled and compat.backward_id() != -1
 
 
-class Parts:
+class ModuleCalls:
     """The parts of a model.
 
     Args:
@@ -80,13 +80,13 @@ class Parts:
 
     def put_in(self) -> None:
         """Have a part in each module, also in those that came since."""
-        found: list[tuple[dict[str, Any], Part]] = []
+        found: list[tuple[dict[str, Any], ModuleCall]] = []
         for module in _eligible(self.model):
             present = compat.compiled_call(module)
-            if isinstance(present, Part) and present.caller is self.caller:
+            if isinstance(present, ModuleCall) and present.caller is self.caller:
                 part = present
-            elif present is None or (isinstance(present, Part) and not present.is_alive):
-                part = Part(module, self.caller)
+            elif present is None or (isinstance(present, ModuleCall) and not present.is_alive):
+                part = ModuleCall(module, self.caller)
                 compat.set_compiled_call(module, part)
             else:
                 continue
@@ -117,7 +117,7 @@ class Parts:
 def is_part(call: Callable[..., Any] | None) -> bool:
     """True if it is in the place of a module's call because a model around the module is
     megacompiled."""
-    return isinstance(call, Part)
+    return isinstance(call, ModuleCall)
 
 
 def _eligible(model: nn.Module) -> Iterator[nn.Module]:

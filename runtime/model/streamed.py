@@ -38,7 +38,7 @@ from megacompile.runtime.model.input_hooks import InputHooks
 from megacompile.runtime.model.methods import Replacement
 from megacompile.runtime.model.outside import OutsideNotice, ViewNotice
 from megacompile.runtime.model.owners import register
-from megacompile.runtime.model.parts import Part, Parts
+from megacompile.runtime.model.parts import ModuleCall, ModuleCalls
 from megacompile.runtime.model.plans import Compiler, MovesFirst
 from megacompile.runtime.model.program import compiling
 from megacompile.runtime.model.released import Released
@@ -94,7 +94,7 @@ class StreamedModel:
         compat.skip_untraced(StreamedModel._run.__code__)
         compat.quiet_within(StreamedModel._run.__code__)
         compat.convert_in_place(StreamedParameter)
-        compat.leave_out_of_copies(StreamedModel, Part, Replacement)
+        compat.leave_out_of_copies(StreamedModel, ModuleCall, Replacement)
         compat.show_classes(StreamedParameter)
         self.graphs: list[CapturedGraph] = []
         self.buckets = ModelBuckets(
@@ -122,7 +122,7 @@ class StreamedModel:
         self._quiet = contextlib.ExitStack()  # of a capture that is being made
         self._methods = ClassMethods(model)
         self._compiled: dict[State, Callable[..., Any]] = {}
-        self.parts = Parts(model, self)
+        self.parts = ModuleCalls(model, self)
         self.outside = OutsideNotice(self.machine)
         self._views = ViewNotice()
         self.machine.before_step = while_it_lives(self._before_step)
@@ -140,7 +140,7 @@ class StreamedModel:
             self._refuse(tracer)
         return self._call_module(self.model, self._compiled, args, kwargs)
 
-    def call_part(self, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_part(self, part: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module in the model as the model itself is called."""
         return self._call_module(part.module, part.compiled, args, kwargs)
 

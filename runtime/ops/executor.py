@@ -32,7 +32,7 @@ from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.bound import BoundOps
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.guards import unguarded
-from megacompile.runtime.params.streamed_copy import Mark
+from megacompile.runtime.params.streamed_copy import CopyMark
 from megacompile.runtime.params.undo import Undos, hold, undone
 from megacompile.runtime.updates.deferred import Deferred
 from megacompile.runtime.updates.part import BucketPart
@@ -142,7 +142,7 @@ class Executor:
         kept = dict(zip(self.schedule.saved_values, map(_plain, saved_values), strict=True))
         return _alone(given), kept
 
-    def _marks(self) -> dict[int, tuple[int, Mark]]:
+    def _marks(self) -> dict[int, tuple[int, CopyMark]]:
         """The buckets that a forward without a backward is about to leave for the next one, by
         slot."""
         if not self._stays:

@@ -25,7 +25,7 @@ from megacompile.runtime.device.slots import DeviceSlots
 from megacompile.runtime.device.streams import Handle, Streams
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.fill import Fill
-from megacompile.runtime.params.gradient_run import Run
+from megacompile.runtime.params.gradient_run import GradientRun
 from megacompile.runtime.params.gradients import Gradients
 from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.runtime.updates.deferred import DeferredFrees
@@ -54,7 +54,7 @@ class Machine:
     before_step: Callable[[], None] = lambda: None  # called when an optimizer's step begins
     foresee: Callable[[frozenset[int]], None] = lambda _: None  # steps will come; who is resident
     make_ahead: Callable[[Schedule], None] = lambda _: None  # what the first step of it will need
-    run: Run | None = None  # what becomes of the gradients of the backward that runs now
+    run: GradientRun | None = None  # what becomes of the gradients of the backward that runs now
     pending: Live[Any] = field(default_factory=Live)  # backwards to come
     alive: list[tuple[Any, Handle]] = field(default_factory=list)  # until a copy of it is done
     order: list[int] = field(default_factory=list)  # bucket keys, as the last forward read them
@@ -105,7 +105,7 @@ class Machine:
         if coming and self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def current_run(self) -> Run:
+    def current_run(self) -> GradientRun:
         """The routes of the gradients of the backward that runs now."""
         assert self.run is not None, "outside of a backward"
         return self.run

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # see `OptimizerRule.kernel`
     import triton.language as tl
 
 
-class Scalars(NamedTuple):
+class AdamScalars(NamedTuple):
     """The numbers of one step."""
 
     l2: float  # weight decay that joins the gradient (Adam); else 0
@@ -47,7 +47,7 @@ class Scalars(NamedTuple):
     eps: float  # eps * sqrt(1 - beta2^step): one division less than in torch.optim's order
 
 
-def scalars(group: Group, step: float, first: bool) -> Scalars:
+def scalars(group: Group, step: float, first: bool) -> AdamScalars:
     """Scalars of the `step`-th step, counted from 1."""
     del first
     lr = float(group["lr"])
@@ -55,7 +55,7 @@ def scalars(group: Group, step: float, first: bool) -> Scalars:
     weight_decay = float(group["weight_decay"])
     decoupled = bool(group.get("decoupled_weight_decay", False))
     correction = (1 - beta2**step) ** 0.5
-    return Scalars(
+    return AdamScalars(
         l2=0.0 if decoupled else weight_decay,
         decay=1 - lr * weight_decay if decoupled else 1.0,
         one_minus_beta1=1 - beta1,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # see `OptimizerRule.kernel`
     import triton.language as tl
 
 
-class Scalars(NamedTuple):
+class LionScalars(NamedTuple):
     """The numbers of one step."""
 
     decay: float  # factor of the parameter: 1 - lr * weight_decay
@@ -43,12 +43,12 @@ class Scalars(NamedTuple):
     one_minus_beta2: float
 
 
-def scalars(group: Group, step: float, first: bool) -> Scalars:
+def scalars(group: Group, step: float, first: bool) -> LionScalars:
     """Scalars of any step."""
     del step, first
     lr = float(group["lr"])
     beta1, beta2 = (float(beta) for beta in group["betas"])
-    return Scalars(
+    return LionScalars(
         decay=1 - lr * float(group["weight_decay"]),
         negative_lr=-lr,
         beta1=beta1,

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from megacompile.runtime.optim import adafactor, adam, lion, muon, sgd
-from megacompile.runtime.optim.rule import Known, OptimizerRule
+from megacompile.runtime.optim.rule import KnownOptimizer, OptimizerRule
 
-KNOWN: tuple[Known, ...] = (adam.ADAM, sgd.SGD, lion.LION, muon.MUON, adafactor.ADAFACTOR)
+KNOWN: tuple[KnownOptimizer, ...] = (adam.ADAM, sgd.SGD, lion.LION, muon.MUON, adafactor.ADAFACTOR)
 RULES = tuple(known for known in KNOWN if isinstance(known, OptimizerRule))
 
 
-def known(kind: type[Optimizer]) -> Known | None:
+def known(kind: type[Optimizer]) -> KnownOptimizer | None:
     """The rule for optimizers of a class; None: their own step updates, on the host."""
     return next((each for each in KNOWN if each.is_of(kind)), None)
 
@@ -27,7 +27,7 @@ def rule_of(optimizer: Optimizer) -> OptimizerRule | None:
     return found if isinstance(found, OptimizerRule) else None
 
 
-def listed(optimizers: Sequence[Known], last: str = "and") -> str:
+def listed(optimizers: Sequence[KnownOptimizer], last: str = "and") -> str:
     """The names of their classes: "AdamW, Adam and SGD"."""
     names = [name for each in optimizers for name in each.names]
     return f"{', '.join(names[:-1])} {last} {names[-1]}"

@@ -75,7 +75,7 @@ def _never(optimizer: Optimizer) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Known:
+class KnownOptimizer:
     """An optimizer that can update streamed parameters.
 
     Attributes:
@@ -121,7 +121,7 @@ class Known:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class OwnStep(Known):
+class OwnStep(KnownOptimizer):
     """An optimizer whose own step runs on the device, a parameter at a time.
 
     Attributes:
@@ -145,7 +145,7 @@ class OwnStep(Known):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class OptimizerRule(Known):
+class OptimizerRule(KnownOptimizer):
     """An optimizer whose update is elementwise; see the module.
 
     Attributes:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # see `OptimizerRule.kernel`
     import triton.language as tl
 
 
-class Scalars(NamedTuple):
+class SGDScalars(NamedTuple):
     """The numbers of one step."""
 
     l2: float  # weight decay
@@ -35,10 +35,10 @@ class Scalars(NamedTuple):
     nesterov: float  # 1 or 0
 
 
-def scalars(group: Group, step: float, first: bool) -> Scalars:
+def scalars(group: Group, step: float, first: bool) -> SGDScalars:
     """Scalars of any step."""
     del step
-    return Scalars(
+    return SGDScalars(
         l2=float(group["weight_decay"]),
         negative_lr=-float(group["lr"]),
         momentum=float(group["momentum"]),

@@ -23,7 +23,7 @@ from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.params.fill import Fill, Filling
 from megacompile.runtime.params.guards import guard_of, release, unguarded
 from megacompile.runtime.params.pending import Pending
-from megacompile.runtime.params.state_memory import Made, StateMemory
+from megacompile.runtime.params.state_memory import NewStates, StateMemory
 from megacompile.runtime.params.streamed_copy import StreamedCopy
 
 
@@ -320,18 +320,18 @@ class HostBucket:
         """Bytes of memory like some of the parameters: dtypes by index."""
         return _places(self.layout, dtypes)[1]
 
-    def states_like(self, dtypes: Mapping[int, torch.dtype], *, pin: bool) -> Made:
+    def states_like(self, dtypes: Mapping[int, torch.dtype], *, pin: bool) -> NewStates:
         """New memory for states like some of the parameters: dtypes by index."""
         return self._like(dtypes, functools.partial(self.state_buffer, pin=pin))
 
     def _like(
         self, dtypes: Mapping[int, torch.dtype], new: Callable[[int], HostBuffer | DeviceBuffer]
-    ) -> Made:
+    ) -> NewStates:
         places, end = _places(self.layout, dtypes)
         buffer = new(end)
         whole = buffer.bytes(end)
         tensors = {i: buffer.tensor(place) for i, place in places.items()}
-        return Made(tensors, whole, buffer)
+        return NewStates(tensors, whole, buffer)
 
     def span(self, first: torch.Tensor, numel: int) -> torch.Tensor:
         """`numel` elements of this bucket's memory, from the first of a tensor in it: (numel,)."""

@@ -18,7 +18,7 @@ class Copy(Protocol):
         """The streamed copy of a parameter may be stale."""
 
 
-class Pending(Copy, Protocol):
+class GuardedWork(Copy, Protocol):
     """The work on a bucket, as its guards see it."""
 
     def settle(self) -> None:
@@ -61,7 +61,7 @@ class Watch:
 class Wait(Watch):
     """Guards a tensor in whose memory something is in flight."""
 
-    copy: Pending
+    copy: GuardedWork
 
     def before(self) -> None:
         self.copy.settle()
@@ -87,7 +87,7 @@ class Wait(Watch):
 class Offered(Watch):
     """Guards a tensor that something offered was made from."""
 
-    copy: Pending
+    copy: GuardedWork
 
     def before(self) -> None:
         self.copy.withdraw()

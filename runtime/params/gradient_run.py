@@ -67,7 +67,7 @@ class Uses:
         *,
         observed: bool,
     ) -> Uses:
-        """Those of the parameters that a captured graph trains; the arguments are `Run`'s."""
+        """Those of the parameters that a captured graph trains; arguments: see `GradientRun`."""
         found = Uses(frozenset(proxies), observed)
         others = frozenset().union(*[each.others for each in users])
         several = frozenset().union(*[each.several for each in users])
@@ -100,7 +100,7 @@ class Uses:
         return self.hooked | self.captured | self.unwanted
 
 
-class Run:
+class GradientRun:
     """The backward of one schedule: what becomes of each gradient.
 
     Args:

@@ -18,7 +18,7 @@ State = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # 8 bits: codes and la
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class NewStates:
     """New memory like some parameters of a bucket."""
 
     tensors: dict[int, torch.Tensor]  # by the parameter's index
@@ -36,7 +36,7 @@ class Home(Protocol):
     def state_buffer(self, size_bytes: int, *, pin: bool) -> HostBuffer | DeviceBuffer:
         """Memory where the states are."""
 
-    def states_like(self, dtypes: Mapping[int, torch.dtype], *, pin: bool) -> Made:
+    def states_like(self, dtypes: Mapping[int, torch.dtype], *, pin: bool) -> NewStates:
         """New memory for states like some of the parameters."""
 
 

@@ -34,7 +34,7 @@ class Copied(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class CopyMark:
     """The parameters of a bucket as they were at one time."""
 
     copy: StreamedCopy
@@ -58,7 +58,7 @@ class StreamedCopy:
         self._changes = 0  # times that one may have changed
         self._marked = False  # is there a copy on the device?
 
-    def mark(self) -> Mark | None:
+    def mark(self) -> CopyMark | None:
         """The parameters as they are now; None where a change could go unseen."""
         of = self._reference()
         if of is None:
@@ -67,7 +67,7 @@ class StreamedCopy:
         self.watch()
         if any(guard_of(p) is None or of.aliased(i) for i, p in enumerate(of.params)):
             return None
-        return Mark(self, self._changes, self._versions())
+        return CopyMark(self, self._changes, self._versions())
 
     def _versions(self) -> tuple[int, ...]:
         of = self._reference()
@@ -77,7 +77,7 @@ class StreamedCopy:
         """The parameters are written to."""
         self._changes += 1
 
-    def is_as_at(self, mark: Mark) -> bool:
+    def is_as_at(self, mark: CopyMark) -> bool:
         """True if the parameters are what they were then."""
         return self._changes == mark.changes and self._versions() == mark.versions
 

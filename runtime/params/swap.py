@@ -25,7 +25,7 @@ from megacompile.runtime.params.undo import Undos, exchange, undone, use_unguard
 from megacompile.runtime.params.wrappers import parts_of, stand_in
 
 
-class Source(NamedTuple):
+class ParamSource(NamedTuple):
     """The source of a parameter's data."""
 
     copy: torch.Tensor | None  # what goes to the device instead of the parameter
@@ -49,7 +49,7 @@ class Proxies:
         self,
         model: nn.Module,
         device: torch.device,
-        source: Callable[[torch.Tensor], Source | None] = lambda param: None,
+        source: Callable[[torch.Tensor], ParamSource | None] = lambda param: None,
         notice: EagerNotice | None = None,
     ) -> None:
         """The proxies of `model`.
@@ -242,7 +242,7 @@ def _same(a: tuple[list[Any], ...], b: tuple[list[Any], ...]) -> bool:
 def _make(
     param: torch.Tensor,
     device: torch.device,
-    source: Source | None,
+    source: ParamSource | None,
     made: type[StreamedParameter],
 ) -> StreamedParameter:
     def make() -> StreamedParameter:

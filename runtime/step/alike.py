@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megacompile.runtime.optim.kernels.bucket import update_known
-from megacompile.runtime.optim.kernels.table import Known, Signature, describe, known
+from megacompile.runtime.optim.kernels.table import KnownParams, Signature, describe, known
 from megacompile.runtime.optim.registry import rule_of
 from megacompile.runtime.optim.rule import OptimizerRule
 from megacompile.runtime.params.bucket import HostBucket
@@ -68,7 +68,7 @@ class AlikeStep:
     states: list[dict[str, Any]]  # of the optimizer, or empty
 
     def parts(self, optimizer: Optimizer) -> list[BucketPart]:
-        """Its parts, as `Parts` makes them."""
+        """Its parts, as `StepParts` makes them."""
         return [self._part(optimizer, at) for at in self.like.slices]
 
     def _part(self, optimizer: Optimizer, at: _Slice) -> BucketPart:
@@ -140,7 +140,7 @@ class Alike:
         self._looks = _looks([each.param.grad for each in trained])
         self._states = self._looks_of_states([each.state for each in trained])
         self._described = described
-        self._known: dict[tuple[int, ...], list[Known]] = {}
+        self._known: dict[tuple[int, ...], list[KnownParams]] = {}
 
     @staticmethod
     def of(optimizer: Optimizer, parts: Sequence[BucketPart]) -> Alike | None:
@@ -256,7 +256,7 @@ class Alike:
             return True
         return functools.reduce(operator.or_, map(_ADDRESS, gradients), 0) % _ALIGNED == 0
 
-    def known(self, keys: tuple[int, ...]) -> list[Known]:
+    def known(self, keys: tuple[int, ...]) -> list[KnownParams]:
         """The rows of some buckets."""
         if keys not in self._known:
             slices = {at.key: at for at in self.slices}

@@ -50,7 +50,7 @@ from megacompile.runtime.updates.update import BucketUpdate, ParamUpdate, Update
 _RULES = (UpdatePath.COMPILED, UpdatePath.TORCH, UpdatePath.BACKWARD, UpdatePath.RESIDENT)
 
 
-class Parts:
+class StepParts:
     """Makes the parts of one model's steps."""
 
     def __init__(self, machine: Machine, options: Options) -> None:

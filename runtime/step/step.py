@@ -53,7 +53,7 @@ from megacompile.runtime.params.torn import Left
 from megacompile.runtime.params.unsummed import refuse_unsummed, unsummed
 from megacompile.runtime.step import hooks
 from megacompile.runtime.step.alike import Alike
-from megacompile.runtime.step.parts import Parts
+from megacompile.runtime.step.parts import StepParts
 from megacompile.runtime.updates.compiled import compiled
 from megacompile.runtime.updates.flight import Flight
 from megacompile.runtime.updates.in_backward import PrepareSteps
@@ -98,7 +98,7 @@ class Updates:
     ) -> None:
         self.machine = machine
         self.options = options
-        self._parts = Parts(machine, options)
+        self._parts = StepParts(machine, options)
         self._make_rest = rest
         self._rests: dict[tuple[tuple[Bucket, bool], ...], Executor] = {}
         self._said: set[str] = set()
@@ -490,7 +490,7 @@ def _tear(optimizer: Optimizer, parts: Iterable[BucketPart], error: BaseExceptio
 
 
 def _in_backward(
-    parts: Parts,
+    parts: StepParts,
     ways: dict[str, UpdatePath],
     optimizer: Optimizer,
     bucket: HostBucket,

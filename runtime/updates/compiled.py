@@ -29,8 +29,8 @@ from megacompile.runtime.optim.twin import arguments
 from megacompile.runtime.optim.update import Update
 from megacompile.runtime.updates.cpp import (
     Code,
+    CompileRequest,
     Kind,
-    Request,
     compile_update,
     kind_of,
     options_now,
@@ -45,7 +45,7 @@ class Compiled:
         self.rule = rule
         self._codes: dict[Kind, Code] = {}
         self._refused: set[Kind] = set()
-        self._beside: dict[Kind, tuple[Request, CppProcess]] = {}
+        self._beside: dict[Kind, tuple[CompileRequest, CppProcess]] = {}
         forks.tell(self)
 
     def expect(self, update: Update) -> None:
@@ -95,19 +95,19 @@ class Compiled:
         if in_child:
             self._beside.clear()
 
-    def _request(self, update: Update) -> Request | None:
+    def _request(self, update: Update) -> CompileRequest | None:
         """The request for another process to compile; None where it could not be handed over."""
         folder = compat.code_cache()
         if folder is None or not sys.executable:
             return None
         try:
-            return Request.of(self.rule, update, folder)
+            return CompileRequest.of(self.rule, update, folder)
         except (pickle.PicklingError, AttributeError, TypeError) as error:  # functions are among it
             text = "%s: Inductor's options cannot be sent to another process: %s"
             log.logger("compile").info(text, self.rule.name, error)
             return None
 
-    def _begin(self, kind: Kind, request: Request) -> bool:
+    def _begin(self, kind: Kind, request: CompileRequest) -> bool:
         try:
             self._beside[kind] = request, CppProcess(request)
         except (OSError, subprocess.SubprocessError) as error:
@@ -117,7 +117,7 @@ class Compiled:
         return True
 
     def _take(
-        self, kind: Kind, update: Update, request: Request | None, *, beside: bool = False
+        self, kind: Kind, update: Update, request: CompileRequest | None, *, beside: bool = False
     ) -> bool:
         """Get the code, from the caches if they have it.
 

@@ -94,7 +94,7 @@ def agrees(rule: OptimizerRule, update: Update, code: Code) -> bool:
 
 
 @dataclass(frozen=True)
-class Request:
+class CompileRequest:
     """The request for a process to compile, so that its caches have it."""
 
     rule: str
@@ -104,7 +104,7 @@ class Request:
     note: str  # a file that is written when it is done
 
     @staticmethod
-    def of(rule: OptimizerRule, update: Update, folder: Path) -> Request:
+    def of(rule: OptimizerRule, update: Update, folder: Path) -> CompileRequest:
         """For updates like this one.
 
         Args:
@@ -117,7 +117,9 @@ class Request:
             *(_NOTE, rule.name, kind_of(empty), tuple(options.items()), settings),
         )
         name = hashlib.sha256(pickle.dumps(key)).hexdigest()
-        return Request(rule.name, empty, options, settings, str(folder / "megacompile" / name[:40]))
+        return CompileRequest(
+            rule.name, empty, options, settings, str(folder / "megacompile" / name[:40])
+        )
 
     @property
     def is_done(self) -> bool:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 
 from megacompile.beside.process import Process, end_with_the_pipe
-from megacompile.runtime.updates.cpp import Request
+from megacompile.runtime.updates.cpp import CompileRequest
 
 REFUSED = 3  # exit status: it began, and the compiler did not do it
 
@@ -25,7 +25,7 @@ class CppProcess(Process):
         OSError: it cannot be started.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: CompileRequest) -> None:
         super().__init__(__name__, pickle.dumps(request))
 
 

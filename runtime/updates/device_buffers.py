@@ -24,7 +24,7 @@ Sources = Mapping[int, tuple[State | None, ...]]  # parameter's index -> its sta
 
 
 @dataclass(slots=True)
-class Buffer:
+class UpdateBuffer:
     """One parameter's new value and states on the device, flat."""
 
     new: torch.Tensor | None
@@ -45,7 +45,7 @@ class Buffer:
         return self.value if self.copy is None else self.copy
 
 
-UpdateBuffers = dict[int, Buffer]  # by the parameter's index in its bucket
+UpdateBuffers = dict[int, UpdateBuffer]  # by the parameter's index in its bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def make_buffers(
         ) -> torch.Tensor:
             return torch.empty(count, dtype=dtype, device=device)
 
-        buffers[i] = Buffer(
+        buffers[i] = UpdateBuffer(
             new=empty(value.dtype) if masters else None,
             copy=empty(streamed) if cast else None,
             states=tuple(_like(state, empty) for state in states),
@@ -109,7 +109,7 @@ def make_buffers(
 def buffers_in_place(host: HostBucket, sources: Sources) -> UpdateBuffers:
     """The parameters and states of a bucket that lives on the device, as they are there."""
     return {
-        i: Buffer(
+        i: UpdateBuffer(
             new=flat(host.values[i]),
             copy=flat(host.streamed[i]) if host.has_copy else None,
             states=tuple(flat(s) if isinstance(s, torch.Tensor) else s for s in states),
@@ -218,7 +218,7 @@ def note_changes(host: HostBucket, updated: Iterable[int]) -> None:
 
 
 def _pairs(
-    buffer: Buffer, states: Sequence[State | None]
+    buffer: UpdateBuffer, states: Sequence[State | None]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """A parameter's states on the device and on the host, flat."""
     for there, here in zip(buffer.states, states, strict=True):

@@ -146,7 +146,7 @@ class Written(Writing):
 
     def ahead(self, part: Part) -> Host | None:
         """The parameters are there when they are made."""
-        return Made(self.first) if part is Part.WEIGHTS else None
+        return UpdatedParams(self.first) if part is Part.WEIGHTS else None
 
     def _torn(self, error: DiskError) -> str:
         return (
@@ -156,7 +156,7 @@ class Written(Writing):
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class UpdatedParams:
     """New parameters, whose states may be on their way for longer: a `Host`."""
 
     work: InFlight | None

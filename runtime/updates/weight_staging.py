@@ -27,11 +27,11 @@ from megacompile.ir.ops import Part
 from megacompile.runtime.device.disk_buffers import Disk
 from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.streams import Handle, Host
-from megacompile.runtime.disk.transfers import Span, Way
+from megacompile.runtime.disk.transfers import FileSpan, Way
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.pending import InFlight
 from megacompile.runtime.updates.loans import Loan, Loans, Parts, place_of
-from megacompile.runtime.updates.staging import Made, Writing
+from megacompile.runtime.updates.staging import UpdatedParams, Writing
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class WrittenWeights(Writing):
 
     def ahead(self, part: Part) -> Host:
         """States that are in host memory are there when they are made."""
-        return Made(self.first) if part is Part.STATES else Made(self)
+        return UpdatedParams(self.first) if part is Part.STATES else UpdatedParams(self)
 
     def _torn(self, error: DiskError) -> str:
         return (
@@ -203,7 +203,7 @@ def _gaps(layout: Bucket, runs: Parts, params: set[int]) -> Iterator[tuple[int, 
             yield at, end
 
 
-def _to_write(loan: Loan, runs: Parts, unit: int) -> Iterator[Span]:
+def _to_write(loan: Loan, runs: Parts, unit: int) -> Iterator[FileSpan]:
     """The whole pages of the runs, and what is left at both ends of each."""
     place = place_of(loan.host)
     for begin, end in runs:

@@ -16,7 +16,7 @@ from megacompile.cli.target import LossAlone
 from megacompile.cost.experts import active_parameters
 from megacompile.cost.fusion import analyse
 from megacompile.cost.hardware import H200
-from megacompile.cost.kernels import Analysis, Kind
+from megacompile.cost.kernels import Analysis, KernelBound
 from megacompile.cost.ops import analysis_of
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code
@@ -58,7 +58,7 @@ def grouped_gradients(x: Tensor, weight: Tensor, up: Tensor) -> Any:
 def test_a_row_meets_one_expert() -> None:
     """All experts are read; gradients cost twice as much, and what stands in for it as much."""
     *_, kernel = analysed(grouped, 2).kernels
-    assert kernel.kind is Kind.PRODUCT and kernel.flops == PRODUCT
+    assert kernel.kind is KernelBound.PRODUCT and kernel.flops == PRODUCT
     weights = EXPERTS * WIDTH * INNER
     assert kernel.size_bytes >= 2 * (weights + ROWS * (WIDTH + INNER))
     products = [kernel for kernel in analysed(grouped_gradients, 3).kernels if kernel.flops]

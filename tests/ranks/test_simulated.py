@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from megacompile import compat, megacompile, schedules
-from megacompile.cost.memory import Kind, streamed_bytes
+from megacompile.cost.memory import MemoryKind, streamed_bytes
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.places import state_bytes, stored_bytes
 from megacompile.errors import ScheduleError
@@ -170,7 +170,9 @@ def test_plans_count_the_states_that_a_rank_has(name: str, on_disk: bool, tmp_pa
         buffers: list[Any] = [each() for each in bucket.states._owned[optimizer].buffers]
         cost = OptimizerCost.of(inside.streamed(model).options)
         each_state = state_bytes(bucket.whole, [0], cost)
-        assert streamed_bytes(bucket.whole, [0], cost)[Kind.STATES] == cost.states * sum(each_state)
+        assert streamed_bytes(bucket.whole, [0], cost)[MemoryKind.STATES] == cost.states * sum(
+            each_state
+        )
         host = cost.states * sum(max(size, mmap.PAGESIZE) for size in each_state)  # buffers
         disk = stored_bytes(bucket.whole, [0], cost)
         assert all(("Disk" in type(buffer).__name__) == on_disk for buffer in buffers)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile import schedules
-from megacompile.cost.memory import Kind, device_memory
+from megacompile.cost.memory import MemoryKind, device_memory
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.ir import ops
 from tests import inside
@@ -34,7 +34,7 @@ def live(model: Any, **how: Any) -> list[int]:
     cost = OptimizerCost.of(inside.streamed(model).options)
     (schedule,) = schedules(model)
     found = device_memory(schedule, optimizer=cost, fused=False, **how)
-    return [moment.live_bytes[Kind.GRADIENTS] for moment in found.moments]
+    return [moment.live_bytes[MemoryKind.GRADIENTS] for moment in found.moments]
 
 
 def test_the_memory_model_has_them_from_the_backward_on() -> None:

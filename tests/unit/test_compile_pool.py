@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from megacompile import compat, megacompile
 from megacompile.beside import compile_pool
-from megacompile.beside.compile_pool import CompilePool, Graph
+from megacompile.beside.compile_pool import CompilePool, GraphToCompile
 from megacompile.errors import OptionError
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def alive() -> list[int]:
     return [each.pid for each in found if each.status() != psutil.STATUS_ZOMBIE]
 
 
-def graph(**meta: Any) -> Graph:
+def graph(**meta: Any) -> GraphToCompile:
     """sin(x)"""
     made = fx.Graph()
     x = made.placeholder("x")
@@ -53,7 +53,7 @@ def graph(**meta: Any) -> Graph:
     made.output((made.call_function(torch.ops.aten.sin.default, (x,)),))
     module = fx.GraphModule(nn.Module(), made)
     with compat.fake_mode():
-        return Graph(module, module, [torch.ones(3)])
+        return GraphToCompile(module, module, [torch.ones(3)])
 
 
 TAKE = "echo ready; head -c 100 > /dev/null; "  # and what it does with a graph

@@ -25,7 +25,7 @@ from megacompile.runtime.optim.adam import ADAM
 from megacompile.runtime.optim.twin import apply
 from megacompile.runtime.optim.update import Update
 from megacompile.runtime.updates.compiled import Compiled
-from megacompile.runtime.updates.cpp import Request, agrees
+from megacompile.runtime.updates.cpp import CompileRequest, agrees
 
 NUMEL = 100
 Run = Callable[[str], None]
@@ -210,7 +210,7 @@ def twin(update: Update, given: tuple[Any, ...]) -> None:
 
 def test_what_it_depends_on_is_in_the_key(tmp_path: Path) -> None:
     def name(update: Update) -> str:
-        return Request.of(ADAM, update, tmp_path).note
+        return CompileRequest.of(ADAM, update, tmp_path).note
 
     usual = name(update_of())
     assert usual == name(update_of()) != name(update_of(torch.bfloat16))

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megacompile import compat, megacompile, schedules
 from megacompile.cost.fusion import analyse
 from megacompile.cost.hardware import H200, Hardware
-from megacompile.cost.kernels import Analysis, Kernel, Kind
+from megacompile.cost.kernels import Analysis, Kernel, KernelBound
 from megacompile.cost.ops import compute_s, node_s, work_of
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
@@ -38,7 +38,7 @@ packed_mm.register_fake(lambda x, packed: x.new_empty(x.shape[0], 2 * packed.sha
 def test_products_with_packed_weights_unpack_them_first() -> None:
     """bf16, whole, for as long as the product runs; those with whole weights need nothing."""
     packed = found(packed_mm, (8, N), (N, N))
-    (kernel,) = [each for each in packed.kernels if each.kind is Kind.PRODUCT]
+    (kernel,) = [each for each in packed.kernels if each.kind is KernelBound.PRODUCT]
     taken, given, unpacked = 8 * N * 2, 8 * 2 * N * 2, N * 2 * N * 2
     assert packed.peak_bytes == unpacked + given and kernel.flops == 2 * 8 * 2 * N * N
     assert kernel.size_bytes == taken + SQUARE + given + 2 * unpacked
@@ -93,7 +93,7 @@ KERNELS: list[tuple[Callable[..., Any], tuple[tuple[int, ...], ...], list[int]]]
 def test_what_kernels_move(function: Any, shapes: Any, wanted: list[int]) -> None:
     analysis = found(function, *shapes)
     assert sizes(analysis) == wanted
-    products = [kernel for kernel in analysis.kernels if kernel.kind is Kind.PRODUCT]
+    products = [kernel for kernel in analysis.kernels if kernel.kind is KernelBound.PRODUCT]
     assert all(k.flops == 2 * N**3 and not k.instructions for k in products)
     assert {k.itemsize for k in products} <= {HALF.itemsize}
     assert len(found(function, *shapes, fused=False).kernels) >= len(wanted)
@@ -139,7 +139,7 @@ def test_attention_has_two_products_and_five_in_its_backward() -> None:
     size = 2 * 4 * 128 * 32
     graphs = [traced(attention_gradients, *SHAPES, dtype=kind) for kind in (HALF, torch.float32)]
     halves, wholes = map(analyse, graphs)
-    flops = [k.flops for k in halves.kernels if k.kind is Kind.ATTENTION]
+    flops = [k.flops for k in halves.kernels if k.kind is KernelBound.ATTENTION]
     assert flops == [2 * 2 * size * 128, 5 * 2 * size * 128]
     assert found(causal, *SHAPES).work.flops == flops[0] // 2
     assert halves.peak_bytes > 4 * size + 3 * 2 * size  # and the three gradients
@@ -299,15 +299,15 @@ def test_the_slowest_of_rate_bandwidth_and_instructions_counts() -> None:
     many = UNIT.replace(matmul32_tflop_s=2.0)  # two operations in an instruction
     work, size = 10**12, 10**9
     for kernel, hardware, wanted_s in (
-        (Kernel("k", Kind.PRODUCT, work, 0, 2), machine, 1 / 0.8),
-        (Kernel("k", Kind.PRODUCT, work, 0, 4), machine, 2 / 0.8),
-        (Kernel("k", Kind.ATTENTION, work, 0, 2), machine, 4.0),
-        (Kernel("k", Kind.ATTENTION, work, 0, 2, reached=0.5), machine, 8.0),
-        (Kernel("k", Kind.PRODUCT, work, 0, 1), with_fp8, 0.5 / 0.8),
-        (Kernel("k", Kind.PRODUCT, work, 0, 1), machine, 1 / 0.8),  # without kernels for it
-        (Kernel("k", Kind.PRODUCT, 10**6, size, 2), UNIT, 1.0),
-        (Kernel("k", Kind.MEMORY, 0, size, 2, instructions=3 * work), many, 3.0),
-        (Kernel("k", Kind.MEMORY, 0, size, 2), UNIT.replace(launch_s=0.5), 1.5),
+        (Kernel("k", KernelBound.PRODUCT, work, 0, 2), machine, 1 / 0.8),
+        (Kernel("k", KernelBound.PRODUCT, work, 0, 4), machine, 2 / 0.8),
+        (Kernel("k", KernelBound.ATTENTION, work, 0, 2), machine, 4.0),
+        (Kernel("k", KernelBound.ATTENTION, work, 0, 2, reached=0.5), machine, 8.0),
+        (Kernel("k", KernelBound.PRODUCT, work, 0, 1), with_fp8, 0.5 / 0.8),
+        (Kernel("k", KernelBound.PRODUCT, work, 0, 1), machine, 1 / 0.8),  # without kernels for it
+        (Kernel("k", KernelBound.PRODUCT, 10**6, size, 2), UNIT, 1.0),
+        (Kernel("k", KernelBound.MEMORY, 0, size, 2, instructions=3 * work), many, 3.0),
+        (Kernel("k", KernelBound.MEMORY, 0, size, 2), UNIT.replace(launch_s=0.5), 1.5),
     ):
         assert kernel.seconds(hardware) == pytest.approx(wanted_s)
 
@@ -326,7 +326,7 @@ def test_an_fp8_product_is_counted() -> None:
     """Each factor is read for its scale, then again to be cast; the product reads what was cast."""
     kernels = found(fp8_product, (N, N), (N, N)).kernels
     *casts, product = kernels
-    assert (product.kind, product.itemsize, product.flops) == (Kind.PRODUCT, 1, 2 * N**3)
+    assert (product.kind, product.itemsize, product.flops) == (KernelBound.PRODUCT, 1, 2 * N**3)
     numbers = 4 + 4  # bytes of two scales
     assert product.size_bytes == SQUARE // 2 + SQUARE // 2 + SQUARE + numbers
     read_twice_and_written = 2 * (2 * SQUARE + SQUARE // 2)

@@ -21,7 +21,7 @@ from megacompile.ir import ops
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle, Streams
 from megacompile.runtime.updates.deferred import Deferred, DeferredFrees
-from megacompile.runtime.updates.device_buffers import Buffer, Landing
+from megacompile.runtime.updates.device_buffers import Landing, UpdateBuffer
 from tests import inside
 from tests.zoo import WIDTH
 
@@ -228,7 +228,7 @@ def test_parameters_that_have_another_name_are_read_on_the_host() -> None:
     """Somebody may write under it."""
     subject = Subject()
     bucket = next(iter(inside.buckets(subject.model).values()))
-    buffers = {0: Buffer(torch.ones(1), None, ())}
+    buffers = {0: UpdateBuffer(torch.ones(1), None, ())}
     landing = Landing(bucket, None, None)  # type: ignore[arg-type]
     landing.stays(buffers)
     assert landing.fresh.keys() == {0}

@@ -11,7 +11,7 @@ from torch import nn
 
 import megacompile as mc
 from megacompile.cost.hardware import H200
-from megacompile.cost.memory import Kind, device_memory
+from megacompile.cost.memory import MemoryKind, device_memory
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.plan.scenario import faster
 
@@ -128,9 +128,9 @@ def test_resident_buckets_are_on_the_device_by_kind() -> None:
     found = mc.explain(model, changes=False)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     padded = sum(bucket.size_bytes for bucket in mc.schedules(model)[0].buckets)
-    assert found.device.kinds[Kind.PARAMETERS.value] == padded
-    assert found.device.kinds[Kind.STATES.value] == 2 * size
-    assert found.device.kinds[Kind.GRADIENTS.value] > 0, "those that there are at the peak"
+    assert found.device.kinds[MemoryKind.PARAMETERS.value] == padded
+    assert found.device.kinds[MemoryKind.STATES.value] == 2 * size
+    assert found.device.kinds[MemoryKind.GRADIENTS.value] > 0, "those that there are at the peak"
     assert sum(found.device.kinds.values()) == found.device.needed_bytes
     assert found.host.kinds == {}
     assert all("resident" in group.treatment for group in found.stages if group.parameter_bytes)

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from megacompile import Options, megacompile, schedules
-from megacompile.cost.memory import Kind, Moment, device_memory, host_memory
+from megacompile.cost.memory import MemoryKind, MemoryMoment, device_memory, host_memory
 from megacompile.cost.ops import analysis_of
 from megacompile.cost.optimizer import OptimizerCost, host_updates
 from megacompile.ir import ops
@@ -132,7 +132,7 @@ def test_real_schedules_match_the_replay(in_backward: bool) -> None:
         assert found == replay(schedule)
 
 
-def moment(schedule: Schedule, graph: str, label: str) -> Moment:
+def moment(schedule: Schedule, graph: str, label: str) -> MemoryMoment:
     moments = device_memory(schedule).moments
     return next(m for m in moments if (m.graph, m.label) == (graph, label))
 
@@ -142,11 +142,13 @@ def test_one_forward_reclaims_what_every_backward_parked() -> None:
     schedule = build(Spec(stages=4, update=True))
     deferred = len(ops.nodes_of(schedule.graphs["backward"], ops.defer_free)) * STATE.size_bytes
     moments = device_memory([schedule, schedule]).moments
-    forwards = [m.live_bytes[Kind.STATES] for m in moments if m.graph == "forward"]
+    forwards = [m.live_bytes[MemoryKind.STATES] for m in moments if m.graph == "forward"]
     assert deferred > 0 and forwards == [2 * deferred] * 3 + [0] * 5
     second, first = (m for m in moments if (m.graph, m.label) == ("backward", "3RECOMPUTE"))
-    assert second.live_bytes[Kind.STATES] == MOMENTS.size_bytes
-    assert first.live_bytes[Kind.STATES] == deferred + MOMENTS.size_bytes  # the second's new ones
+    assert second.live_bytes[MemoryKind.STATES] == MOMENTS.size_bytes
+    assert (
+        first.live_bytes[MemoryKind.STATES] == deferred + MOMENTS.size_bytes
+    )  # the second's new ones
 
 
 def test_what_a_backward_leaves_lives_until_a_forward_drains_it() -> None:
@@ -155,7 +157,9 @@ def test_what_a_backward_leaves_lives_until_a_forward_drains_it() -> None:
     with schedule.forward.inserting_before(find(schedule, "forward", "2F")):
         ops.call(schedule.forward, ops.drain)
     moments = device_memory(schedule).moments
-    states = [(m.graph, m.label, m.live_bytes[Kind.STATES] // STATE.size_bytes) for m in moments]
+    states = [
+        (m.graph, m.label, m.live_bytes[MemoryKind.STATES] // STATE.size_bytes) for m in moments
+    ]
     assert [n for graph, _, n in states if graph == "forward"] == [2, 2, 0]
     # one is fetched for the last stage, one for the first
     assert [n for graph, label, n in states if graph == "backward" and label[-1] == "B"] == [
@@ -165,7 +169,7 @@ def test_what_a_backward_leaves_lives_until_a_forward_drains_it() -> None:
     ]
     update = [("update", "2UPDATE", 2), ("update", "0UPDATE", 2)]
     assert [each for each in states if each[0] == "update"] == update
-    start, end = (m.live_bytes[Kind.GRADIENTS] for m in (moments[0], moments[-1]))
+    start, end = (m.live_bytes[MemoryKind.GRADIENTS] for m in (moments[0], moments[-1]))
     # what a backward returns is the user's, who still has it when the update comes
     assert start == 2 * WEIGHT.size_bytes == end - ACTIVATION.size_bytes
 
@@ -173,11 +177,11 @@ def test_what_a_backward_leaves_lives_until_a_forward_drains_it() -> None:
 def test_slots_are_shared_by_captured_graphs() -> None:
     schedule = build(Spec(slots=3))
     both = device_memory([schedule, schedule])
-    assert both.moments[0].live_bytes[Kind.SLOTS] == 3 * WEIGHT.size_bytes
+    assert both.moments[0].live_bytes[MemoryKind.SLOTS] == 3 * WEIGHT.size_bytes
     # the first graph's activations wait for the second one's backward
-    one = moment(schedule, "backward", "3RECOMPUTE").live_bytes[Kind.ACTIVATIONS]
+    one = moment(schedule, "backward", "3RECOMPUTE").live_bytes[MemoryKind.ACTIVATIONS]
     boundary = next(m for m in both.moments if m.label == "3RECOMPUTE")
-    assert boundary.live_bytes[Kind.ACTIVATIONS] == 2 * one
+    assert boundary.live_bytes[MemoryKind.ACTIVATIONS] == 2 * one
 
 
 def test_results_that_share_memory_count_once() -> None:
@@ -200,16 +204,16 @@ def test_results_that_share_memory_count_once() -> None:
     (schedule,) = abstract_schedules(Head(), inputs, options=options)
     logits = 64 * 512 * 4
     alive = moment(schedule, "backward", f"{schedule.stages[-1].index}B").live_bytes
-    kept = alive[Kind.ACTIVATIONS] + alive[Kind.SAVED]
+    kept = alive[MemoryKind.ACTIVATIONS] + alive[MemoryKind.SAVED]
     assert logits <= kept < 2.5 * logits  # log-softmax is saved too where it is one operator
 
 
 # --- the host
 
 
-P, G, S, M = Kind.PARAMETERS, Kind.GRADIENTS, Kind.STATES, Kind.MASTERS
+P, G, S, M = MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.STATES, MemoryKind.MASTERS
 NARROW = OptimizerCost(master_bytes=4.0, grad_bytes=2.0)
-COSTS: list[tuple[OptimizerCost | None, dict[Kind, int], int]] = [
+COSTS: list[tuple[OptimizerCost | None, dict[MemoryKind, int], int]] = [
     # bytes of a bf16 parameter on the host, and moved in its update
     (None, {P: 2, G: 2}, 0),
     (OptimizerCost(), {P: 2, G: 2, S: 4}, 14),
@@ -223,7 +227,7 @@ COSTS: list[tuple[OptimizerCost | None, dict[Kind, int], int]] = [
 
 @pytest.mark.parametrize(("cost", "expected", "moved"), COSTS)
 def test_host_bytes_a_parameter(
-    cost: OptimizerCost | None, expected: dict[Kind, int], moved: int
+    cost: OptimizerCost | None, expected: dict[MemoryKind, int], moved: int
 ) -> None:
     schedule = build(Spec(update=cost is not None and cost.in_backward))
     numel = sum(p.numel for b in schedule.buckets for p in b.params)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from megacompile.cost.hardware import H200
-from megacompile.cost.memory import Kind, host_memory
+from megacompile.cost.memory import MemoryKind, host_memory
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.simulate import simulate
 from megacompile.cost.stored import disk_memory
@@ -402,13 +402,13 @@ def test_what_lies_on_a_disk_is_counted() -> None:
     size, cost = 4 * 64, OptimizerCost()
     states = planned(LINE, **DISKS["states"])
     sets = states.plan.state_sets
-    assert sets >= 3 and host_memory(states, cost)[Kind.STAGED] == sets * 2 * 4096
+    assert sets >= 3 and host_memory(states, cost)[MemoryKind.STAGED] == sets * 2 * 4096
     ahead = planned(LINE + " 6F 7F", on_disk=frozenset(range(8)), update=True, lookahead=4)
     assert ahead.plan.state_sets == 6, "five are in use, and one more is written"
     assert f"each step reads {format_bytes(6 * 2 * size)} there and writes as much" in str(states)
     saved = planned(LINE, **DISKS["saved"])
-    assert disk_memory([saved], cost)[Kind.ACTIVATIONS] == 2 * 4096
-    assert Kind.ACTIVATIONS not in host_memory(saved) and saved.plan.saved_sets == 3
-    assert host_memory(saved)[Kind.STAGED] == 2 * 3 * 128, "there and back"
+    assert disk_memory([saved], cost)[MemoryKind.ACTIVATIONS] == 2 * 4096
+    assert MemoryKind.ACTIVATIONS not in host_memory(saved) and saved.plan.saved_sets == 3
+    assert host_memory(saved)[MemoryKind.STAGED] == 2 * 3 * 128, "there and back"
     weights = planned(LINE, **DISKS["weights"])
     assert (weights.plan.weight_sets, weights.plan.new_weight_sets) == (3, 4)

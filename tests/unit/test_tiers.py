@@ -14,7 +14,7 @@ from torch import nn
 
 from megacompile import HostMemoryError
 from megacompile.cost.hardware import H200
-from megacompile.cost.memory import Kind, host_memory
+from megacompile.cost.memory import MemoryKind, host_memory
 from megacompile.cost.stored import disk_memory
 from megacompile.ir import ops
 from megacompile.ir.placement import Placement, first_to_disk
@@ -76,7 +76,7 @@ def test_saved_tensors_and_other_graphs_count_too() -> None:
     for count, offload in ((3, 2), (len(tower.buckets), 0), (0, tower.stages)):
         choice = replace(tower.with_residents(count), offload=offload)
         kinds = host_memory(tower.schedule(choice), tower.optimizer)
-        assert bool(kinds.get(Kind.ACTIVATIONS)) == bool(offload)
+        assert bool(kinds.get(MemoryKind.ACTIVATIONS)) == bool(offload)
         assert tower.host_bytes(choice) == pytest.approx(sum(kinds.values()), abs=8)
     tower, choice = wide_problem(), Choice(0, offload=9, saved_on_disk=4)
     exact = sum(host_memory(tower.schedule(choice), tower.optimizer).values())

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megacompile.runtime.optim.kernels.table import Known, describe, renewed
+from megacompile.runtime.optim.kernels.table import KnownParams, describe, renewed
 from megacompile.runtime.optim.rule import OptimizerRule
 from megacompile.runtime.optim.twin import apply
 from megacompile.runtime.optim.update import Update
@@ -35,7 +35,7 @@ def update_bucket(rule: OptimizerRule, updates: Sequence[Update]) -> None:
 
 def update_known(
     rule: OptimizerRule,
-    parameters: Sequence[Known],
+    parameters: Sequence[KnownParams],
     gradients: Sequence[Tensor],
     factors: Sequence[Tensor] | None,
     hypers: Sequence[Sequence[float]],

@@ -56,7 +56,7 @@ class Launch(NamedTuple):
     hyper: Tensor  # (params, columns) fp32 or fp64
 
 
-class Known(NamedTuple):
+class KnownParams(NamedTuple):
     """Parameters of which only the gradients, their factors and the scalars are new in a step."""
 
     signature: Signature
@@ -65,7 +65,7 @@ class Known(NamedTuple):
     positions: tuple[int, ...]  # of the parameters, among those that are described
 
 
-def known(described: Mapping[int, tuple[Signature, list[int]]]) -> list[Known]:
+def known(described: Mapping[int, tuple[Signature, list[int]]]) -> list[KnownParams]:
     """The results of `describe` for parameters, by their positions, together for each signature."""
     groups: dict[Signature, list[int]] = {}
     for position, (signature, _) in described.items():
@@ -75,12 +75,12 @@ def known(described: Mapping[int, tuple[Signature, list[int]]]) -> list[Known]:
         rows = [described[position][1] for position in positions]
         table = array("q", [value for row in rows for value in row])
         numels = tuple([row[NUMEL] for row in rows])
-        found.append(Known(signature, numels, table, tuple(positions)))
+        found.append(KnownParams(signature, numels, table, tuple(positions)))
     return found
 
 
 def renewed(
-    known: Known,
+    known: KnownParams,
     gradients: Sequence[int],
     factors: Sequence[int] | None,
     hypers: Sequence[Sequence[float]],

@@ -102,14 +102,14 @@ COST = (
     Fault(
         "cost-slots",
         "megacompile/cost/memory.py",
-        "replay.live[Kind.SLOTS] = sum(slots.values())",
-        "replay.live[Kind.SLOTS] = max(slots.values(), default=0)",
+        "replay.live[MemoryKind.SLOTS] = sum(slots.values())",
+        "replay.live[MemoryKind.SLOTS] = max(slots.values(), default=0)",
         "Plans count one slot: they take more device memory than there is.",
     ),
     Fault(
         "cost-passing",
         "megacompile/cost/memory.py",
-        "    found[Kind.STAGED] += max(map(_passing_bytes, each), default=0)\n",
+        "    found[MemoryKind.STAGED] += max(map(_passing_bytes, each), default=0)\n",
         "",
         "The buffers of saved tensors on their way to the disk are not in the plan of the host.",
     ),
