@@ -27,7 +27,7 @@ from megacompile.beside.memory import processes
 from megacompile.options import Options
 from megacompile.runtime.optim.adam import ADAM
 from megacompile.runtime.optim.blockwise import absmax_numel
-from megacompile.runtime.optim.update import Update
+from megacompile.runtime.optim.rule import Update
 from megacompile.runtime.updates.compiled import Compiled
 from megacompile.text import columns, format_bytes
 

@@ -40,8 +40,8 @@ import megacompile
 from benchmarks.models import Loss, qwen2
 from benchmarks.report import publish
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.known import known
-from megacompile.ir.placement import Placement
+from megacompile.cost.rates import known
+from megacompile.ir.schedule import Placement
 from megacompile.plan.abstract import abstract_options, abstract_programs
 from megacompile.plan.scenario import Scenario
 from megacompile.plan.sections import traced_waits_text

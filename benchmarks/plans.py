@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from benchmarks import plan_cases
 from benchmarks.report import publish
 from megacompile.cost.hardware import H200, Hardware
-from megacompile.cost.known import known
+from megacompile.cost.rates import known
 from megacompile.plan import planner
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 

@@ -21,7 +21,7 @@ from benchmarks.models import qwen2, tokens
 from benchmarks.report import publish
 from megacompile.runtime.optim.adam import ADAM
 from megacompile.runtime.optim.kernels.update import launch
-from megacompile.runtime.optim.update import Update
+from megacompile.runtime.optim.rule import Update
 
 Work = Callable[[], Any]
 HIGH, LOW = -1, 0  # priorities of CUDA streams

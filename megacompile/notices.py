@@ -79,6 +79,21 @@ def warn(text: str, whose: Whose = Whose.ALL) -> None:
     del frame  # it may be this one: a frame that names itself keeps what its callers have alive
 
 
+def warn_once(subject: str, text: str, whose: Whose = Whose.ALL) -> None:
+    """Warn, unless this process was warned of the subject before."""
+    if subject not in _said:
+        _said.add(subject)
+        warn(text, whose)
+
+
+def say_again() -> None:
+    """Forget the subjects that `warn_once` was called with."""
+    _said.clear()
+
+
+_said: set[str] = set()
+
+
 def _users_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe()
     while frame is not None and _is_passed(frame):

@@ -1,6 +1,6 @@
 """An adversarial device: the streams of a schedule, simulated on the CPU, in any order allowed.
 
-What runs is the code that is printed, with the ops of `megacompile.runtime.ops.bound`; only
+What runs is the code that is printed, with the ops of `megacompile.runtime.ops.executor`; only
 `Streams` is another. Its `issue` queues the work, and work is carried out when and in the order in
 which a policy says, as far as the order of the streams and the events that ops wait for allow: the
 host may be far ahead, one stream may starve, any other may run away.
@@ -40,8 +40,7 @@ from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle, Streams
 from megacompile.runtime.model import program
-from megacompile.runtime.ops.bound import BoundOps
-from megacompile.runtime.ops.executor import Executor
+from megacompile.runtime.ops.executor import BoundOps, Executor
 from megacompile.runtime.ops.group import handles
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.gradient_run import Goes

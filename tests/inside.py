@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megacompile.ir.placement import Placement
+from megacompile import notices
+from megacompile.ir.schedule import Placement
 from megacompile.ir.stream import Stream
 from megacompile.plan.chooser import Chooser
-from megacompile.runtime.device.buffers_ahead import Wanted
+from megacompile.runtime.device.buffers import Wanted
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.model.program import Program
 from megacompile.runtime.model.streamed import StreamedModel
@@ -22,6 +23,11 @@ from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates.update import UpdatePath
+
+
+def say_again() -> None:
+    """Warn again of what this process was warned of once."""
+    notices.say_again()
 
 
 def streamed(model: nn.Module) -> StreamedModel:

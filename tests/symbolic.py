@@ -1,8 +1,8 @@
 """Every interleaving of a schedule, on symbols: what can its results be?
 
-`tests.symbolic_ops` does to symbols what `megacompile.runtime.ops.bound` does to tensors. Memory is
-a list of cells; what a cell holds is a term, such as "output 0 of template 2 on these inputs", by
-its number. Slots, host memory, the generator and every tensor have cells, so two names of one
+`tests.symbolic_ops` does to symbols what `megacompile.runtime.ops.executor` does to tensors. Memory
+is a list of cells; what a cell holds is a term, such as "output 0 of template 2 on these inputs",
+by its number. Slots, host memory, the generator and every tensor have cells, so two names of one
 memory are one cell; what was not written yet is `POISON`, what was freed is `FREED`. A schedule is
 right if every interleaving leaves the terms that it leaves in program order, and writes to nothing
 that was freed. A name that is not there when it is used is a `Crash`, as it is in the printed code.

@@ -21,8 +21,7 @@ import shutil
 from dataclasses import dataclass
 
 from megacompile.cli import source
-from megacompile.cost.hardware import ASSUMED_NETWORK_GB_S, Hardware
-from megacompile.cost.sheets import NAMES, of_sheet
+from megacompile.cost.hardware import ASSUMED_NETWORK_GB_S, NAMES, Hardware, of_sheet
 from megacompile.errors import MissingExtraError, OptionError
 from megacompile.sizes import parse_bytes
 

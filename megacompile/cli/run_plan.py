@@ -12,11 +12,10 @@ import torch
 
 from megacompile.cli import outputs, plan, target
 from megacompile.cli.target import Target
-from megacompile.cost.disk import DiskRates
 from megacompile.cost.experts import active_parameters
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.known import known
-from megacompile.cost.rates import disk_on_file
+from megacompile.cost.probe import DiskRates
+from megacompile.cost.rates import disk_on_file, known
 from megacompile.errors import DeviceMemoryError, HostMemoryError, MegacompileError, OptionError
 from megacompile.ir.schedule import Schedule
 from megacompile.mesh_options import PlannedMesh

@@ -23,8 +23,7 @@ from megacompile.errors import MegacompileError
 from megacompile.inspection import Trace
 from megacompile.tracing import perfetto
 from megacompile.tracing.critical_path import period
-from megacompile.tracing.timeline import cut
-from megacompile.tracing.totals import table, totals
+from megacompile.tracing.timeline import cut, table, totals
 
 
 class StepIsOver(BaseException):

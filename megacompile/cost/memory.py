@@ -25,7 +25,7 @@ from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, largest_shard
 from megacompile.ir.inputs import elsewhere
 from megacompile.ir.ops import Op, Part, Value
-from megacompile.ir.ops.sizes import value_bytes
+from megacompile.ir.ops.op import value_bytes
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, Stage
 from megacompile.ir.values import memory

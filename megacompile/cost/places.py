@@ -1,6 +1,6 @@
 """Bytes that parts of a bucket take where they are: in flat buffers on the host, and on a disk.
 
-On the host the tensors of a part are in one buffer (`megacompile.ir.mirror`). On a disk buffers
+On the host the tensors of a part are in one buffer (`megacompile.ir.buckets`). On a disk buffers
 begin and end at pages, and so do the buffers of host memory that they come to.
 """
 
@@ -10,8 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from megacompile.cost.optimizer import EIGHT_BITS, OptimizerCost
-from megacompile.ir.buckets import ALIGNMENT_BYTES, Bucket, largest_shard
-from megacompile.ir.mirror import mirrored
+from megacompile.ir.buckets import ALIGNMENT_BYTES, Bucket, largest_shard, mirrored
 from megacompile.runtime.optim.blockwise import absmax_numel, quantizes
 
 _PAGE = 4096  # places in a scratch file begin and end at pages

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from megacompile import notices
-from megacompile.cost.disk import DiskRates, measure_disk
-from megacompile.cost.hardware import Hardware, least
-from megacompile.cost.probe import measure
+from megacompile.cost.hardware import NAMES, Hardware, least, of_sheet
+from megacompile.cost.probe import DiskRates, measure, measure_disk
+from megacompile.errors import OptionError
 from megacompile.progress import phase
 
 _FORMAT = 8  # of the file: raised when fields change, or what they mean
@@ -191,3 +191,27 @@ def _cache() -> Path | None:
         return (Path(root) if root else Path.home() / ".cache") / "megacompile"
     except RuntimeError:  # an unknown user, and no HOME
         return None
+
+
+# Machines by name: one that was measured, data sheets of others, and the one at hand.
+
+
+def known(name: str) -> Hardware:
+    """A machine by name: h200 (measured), h100, a100, 4090, 3090, 3080 (data sheets), this.
+
+    "this" is the machine at hand, measured once. How much memory a host has is not known but of
+    this one: `known("4090").replace(host_bytes=128 * 2**30)`.
+
+    Raises:
+        OptionError: a name that is not among them.
+    """
+    key = name.lower() if isinstance(name, str) else name
+    if key == "this":
+        return load("cuda" if torch.cuda.is_available() else "cpu")
+    found = of_sheet(key)
+    if found is None:
+        raise OptionError(
+            f"known(): got {name!r}; needed one of {', '.join(NAMES)}; or make a "
+            "megacompile.cost.hardware.Hardware of your own figures"
+        )
+    return found

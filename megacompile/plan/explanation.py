@@ -10,8 +10,8 @@ from copy import copy
 
 from megacompile.code_counts import CodeCounts
 from megacompile.cost.pageable import SHORT
+from megacompile.cost.ranks import RankRates
 from megacompile.cost.simulate import Prediction
-from megacompile.cost.slowest import RankRates
 from megacompile.ir.stream import Stream
 from megacompile.plan.findings import Busy, DiskTraffic, Findings, Memory, Moved
 from megacompile.plan.report import as_html, as_text, duration
@@ -19,8 +19,7 @@ from megacompile.plan.scenario import Scenario, budgets, changes
 from megacompile.plan.sections import sections, title
 from megacompile.plan.slow_ranks import slow_ranks
 from megacompile.plan.stage_groups import stage_groups
-from megacompile.tracing.critical_path import NONE, StepFigures, traced_steps
-from megacompile.tracing.rank_steps import RankSteps, last_rank
+from megacompile.tracing.critical_path import NONE, RankSteps, StepFigures, last_rank, traced_steps
 from megacompile.tracing.timeline import Timeline as Traced
 
 

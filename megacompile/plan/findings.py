@@ -9,7 +9,7 @@ from megacompile.code_counts import CodeCounts
 from megacompile.plan.scenario import Change
 from megacompile.plan.slow_ranks import SlowRank
 from megacompile.plan.stage_groups import StageGroup
-from megacompile.tracing.rank_steps import LastRank
+from megacompile.tracing.critical_path import LastRank
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from megacompile.plan.choice import Choice
 from megacompile.plan.problem import Problem
 
-_PAYS = 0.01  # of a step: what inputs on the host must be able to save
+_FREEING_PAYS = 0.01  # of a step: what inputs on the host must be able to save
 _MUCH = 0.03  # the same, where inputs are computed again, or other updates go to the device
 
 
@@ -32,10 +32,10 @@ def freed(problem: Problem, best: Choice, step_s: float, *, resident: bool) -> I
     waiting = replace(best, offload=problem.stages - best.keep)
     size = sum(size for _, size in problem.drafts.waiting(replace(waiting, keep=0)))
     stages, kept_s = _by_keeping(problem, best, size)
-    if kept_s > _PAYS * step_s:
+    if kept_s > _FREEING_PAYS * step_s:
         yield replace(best, offload=max(1, waiting.offload - stages))
     gain_s = _by_residents_s(problem, best, step_s, size) if resident else 0.0
-    if gain_s > _PAYS * step_s:
+    if gain_s > _FREEING_PAYS * step_s:
         yield from _with_residents(problem, waiting)
     if gain_s > _MUCH * step_s:
         ways = [waiting] if best.device_update else []

@@ -20,8 +20,7 @@ from megacompile.cost.pageable import with_pageable
 from megacompile.cost.script import Script
 from megacompile.cost.simulate import simulate_script
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.placement import LARGE
-from megacompile.ir.schedule import Schedule
+from megacompile.ir.schedule import LARGE, Schedule
 from megacompile.passes.schedule.plan import reruns, stages_on_host
 from megacompile.plan.choice import Choice
 from megacompile.plan.drafts import Drafts

@@ -12,8 +12,8 @@ from megacompile.cost.hardware import H200, Hardware
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.ranks import Agreed
 from megacompile.cost.rates import cached, load, load_disk
+from megacompile.host_memory import PAGE_LOCKS
 from megacompile.options import Options
-from megacompile.page_locks import PAGE_LOCKS
 
 _MARGIN = 0.05  # of free device memory, for what is not planned: fragmentation, cuBLAS, NCCL
 _MARGIN_BYTES = 4 * 2**30  # at most: most of that does not grow with the memory

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from megacompile.ir.capture import Capture, Variant
-from megacompile.ir.placement import Placement
-from megacompile.ir.schedule import Schedule
+from megacompile.ir.schedule import Placement, Schedule
 from megacompile.plan.compiler import PassCompiler
 
 

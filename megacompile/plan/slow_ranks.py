@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megacompile.cost.slowest import FELT, RankRates, SlowRate, slow_rates
+from megacompile.cost.ranks import FELT, RankRates, SlowRate, slow_rates
 from megacompile.plan.report import duration
 from megacompile.plan.scenario import Scenario
-from megacompile.tracing.critical_path import NONE
-from megacompile.tracing.rank_steps import LastRank
+from megacompile.tracing.critical_path import NONE, LastRank
 
 _SHORTER = 0.01  # of a step; the text leaves out what costs less
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from megacompile.cost.memory import MemoryKind, device_memory
 from megacompile.ir.capture import Variant
-from megacompile.ir.placement import Placement
-from megacompile.ir.schedule import Schedule
+from megacompile.ir.schedule import Placement, Schedule
 from megacompile.options import Lowering
 from megacompile.passes.schedule.plan import staying
 from megacompile.plan.choice import Choice

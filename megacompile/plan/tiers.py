@@ -12,7 +12,7 @@ on when a step uses them.
                      it idle before and after.
 
 Parameters go there where all states are not enough, of as few buckets as it takes, if the search
-has found nothing without (`megacompile.ir.placement.first_to_disk` says which).
+has found nothing without (`megacompile.ir.schedule.first_to_disk` says which).
 
 Saved tensors that wait on the host go there where that is not enough, of as few stages as it takes:
 the first ones, whose tensors wait the longest. They are written and read in each step, as
@@ -39,8 +39,7 @@ from megacompile.cost.memory import MemoryKind, streamed_bytes
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.places import stored_bytes, stored_weights_bytes, whole_pages
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.placement import LARGE, first_to_disk
-from megacompile.ir.schedule import Plan
+from megacompile.ir.schedule import LARGE, Plan, first_to_disk
 from megacompile.passes.schedule.disk_saved import SAVED_SETS
 from megacompile.plan.choice import Choice
 

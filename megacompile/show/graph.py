@@ -16,7 +16,7 @@ are no order within a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import networkx as nx
@@ -27,8 +27,7 @@ from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
-from megacompile.ir.tokens import Token, token_of
-from megacompile.show.tokens import writers
+from megacompile.ir.tokens import Place, Token, given, token_of
 
 _COLOURS = {
     Stream.H2D: "#D6ECFA",
@@ -178,3 +177,22 @@ def _tokens(graph: fx.Graph) -> Iterator[tuple[fx.Node, Token]]:
         for value in after:
             if (token := token_of(value)) is not None:
                 yield node, token
+
+
+# The op that a token stands for, as far as one schedule tells.
+
+Writer = tuple[str, fx.Node]  # the name of a graph, and its op
+
+
+def writers(schedule: Schedule) -> Mapping[Place, Writer]:
+    """By the part of a bucket: the graph that writes it, and its last op that does.
+
+    A part has one such graph: the backward writes gradients, and the update, or a backward that
+    updates, writes weights and states. What a schedule does not write, another one may.
+    """
+    found: dict[Place, Writer] = {}
+    for name in ("backward", "update"):
+        if name in schedule.graphs:
+            graph = schedule.graphs[name]
+            found |= {place: (name, node) for place, node in given(graph).items()}
+    return found

@@ -29,9 +29,9 @@ from megacompile.cost.optimizer import OptimizerCost
 from megacompile.errors import TraceError
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
-from megacompile.tracing import perfetto, plot, prediction, rank_steps, timeline, totals
-from megacompile.tracing.describe import describe
-from megacompile.tracing.rank_steps import RankSteps
+from megacompile.tracing import critical_path, perfetto, plot, prediction, timeline
+from megacompile.tracing.critical_path import RankSteps
+from megacompile.tracing.prediction import describe
 from megacompile.tracing.timeline import OpInfo, Run, Span, Timeline
 
 _CLOCK_TRIES = 3
@@ -312,11 +312,11 @@ class Trace:
 
     def table(self) -> str:
         """Per stream busy and idle time, per kind of op count, time and bytes; the prediction."""
-        return totals.table(self.measured, self.predicted)
+        return timeline.table(self.measured, self.predicted)
 
     def to_dict(self) -> dict[str, Any]:
         """The totals of what was measured and predicted, for programs: seconds and bytes."""
-        return totals.totals(self.measured, self.predicted)
+        return timeline.totals(self.measured, self.predicted)
 
     def save(self, path: str) -> None:
         """Write the trace event format, which ui.perfetto.dev and chrome://tracing open.
@@ -368,7 +368,7 @@ class Trace:
     def _compare(self, ranks: Any) -> dict[str, tuple[RankSteps, ...]]:
         who = ranks.mesh.get_rank(), platform.node()
         names = [model.name for model in self._models]
-        mine = {name: rank_steps.rank_steps(self.measured, name, *who) for name in names}
+        mine = {name: critical_path.rank_steps(self.measured, name, *who) for name in names}
         found: dict[str, tuple[RankSteps, ...]] = dict.fromkeys(names, ())
         for said in ranks.told(mine):
             for name, steps in said.items():

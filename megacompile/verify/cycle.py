@@ -35,8 +35,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import Place, given, token_of, written
 from megacompile.ir.values import bucket_of, label, memory, producer, reads
-from megacompile.verify.hazard import Hazard, HazardKind, View
-from megacompile.verify.order import Step
+from megacompile.verify.hazard import Hazard, HazardKind, Step, View
 
 
 @dataclass(frozen=True, slots=True)

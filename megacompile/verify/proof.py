@@ -1,6 +1,6 @@
 """Proof that a schedule is free of races, leaks and mix-ups; every schedule passes before it runs.
 
-What must hold, given [Note: happens-before] in `megacompile.verify.order`:
+What must hold, given [Note: happens-before] in `megacompile.verify.hazard`:
 
 - every op has what it reads: its arguments, made before it, and the weights of its buckets;
 - the backward sees what the forward saw: arguments, saved tensors, random numbers;
@@ -53,8 +53,7 @@ from megacompile.verify import (
     saved_tensors,
     updates,
 )
-from megacompile.verify.hazard import Check, Hazard, HazardKind, View
-from megacompile.verify.order import Order
+from megacompile.verify.hazard import Check, Hazard, HazardKind, Order, View
 
 __all__ = ["Hazard", "HazardKind", "hazards", "verify"]
 

@@ -38,9 +38,7 @@ from megacompile.passes.capture.affine import (
     computed,
     of_tensor,
 )
-from megacompile.passes.capture.attention import bound_of, mask_of, set_mask
-from megacompile.passes.capture.inline import inline_checkpoints
-from megacompile.passes.capture.mask_operators import (
+from megacompile.passes.capture.attention import (
     ANDS,
     COMPARES,
     INTEGERS,
@@ -49,7 +47,11 @@ from megacompile.passes.capture.mask_operators import (
     PURE,
     RESHAPES,
     TRILS,
+    bound_of,
+    mask_of,
+    set_mask,
 )
+from megacompile.passes.capture.inline import inline_checkpoints
 from megacompile.passes.capture.propagate import Values, propagate
 from megacompile.text import format_bytes
 

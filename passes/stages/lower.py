@@ -25,8 +25,8 @@ from megacompile.ir.tiles import pieces_of
 from megacompile.options import Lowering
 from megacompile.passes.stages.direct import direct
 from megacompile.passes.stages.floats import compiled, prepared
-from megacompile.passes.stages.layout import with_strides
 from megacompile.passes.stages.lower_pieces import lower_pieces
+from megacompile.passes.stages.strides import with_strides
 
 Wanted = tuple[Template, Code]
 Progress = Callable[[Iterable[Wanted], int], Iterable[Wanted]]

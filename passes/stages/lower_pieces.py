@@ -12,7 +12,7 @@ from megacompile import compat
 from megacompile.ir.head import sum_dtype
 from megacompile.ir.tensors import TensorMeta
 from megacompile.ir.tiles import Axis, Piece, Result, Tile, pieces_of
-from megacompile.passes.stages.layout import with_strides
+from megacompile.passes.stages.strides import with_strides
 from megacompile.products import add_product
 
 Function = Callable[..., Sequence[Any]]

@@ -10,8 +10,9 @@ strides that those before it gave. Where that raises, it stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import fx
 
@@ -20,9 +21,8 @@ from megacompile.ir import ops
 from megacompile.ir.capture import Ambient
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, Stage
-from megacompile.ir.tensors import TensorMeta, is_dense
-from megacompile.passes.stages.canonical import graph_key
-from megacompile.passes.stages.templates import real_tensors, with_stages
+from megacompile.ir.tensors import TensorMeta, dense, is_dense
+from megacompile.passes.stages.templates import graph_key, real_tensors, with_stages
 
 Strides = tuple[tuple[int, ...], ...]
 
@@ -81,3 +81,29 @@ def _with(metas: tuple[TensorMeta, ...], strides: Strides | None) -> tuple[Tenso
         replace(meta, stride=stride) if stride != meta.stride and is_dense(meta, stride) else meta
         for meta, stride in zip(metas, strides, strict=True)
     )
+
+
+# Give results the strides that what takes them was traced for.
+
+
+def with_strides(
+    function: Callable[..., Sequence[Any]], metas: Sequence[TensorMeta | None]
+) -> Callable[..., list[Any]]:
+    """The function, whose results have the strides of these metas.
+
+    Inductor keeps the order of strides alone where a result is a view of what it has padded, such
+    as a matrix product whose sides are no multiples of 8. A result that was traced as a view with
+    gaps is left as it is.
+    """
+    wanted = [meta if meta and is_dense(meta, meta.stride) else None for meta in metas]
+
+    def run(*inputs: Any) -> list[Any]:
+        pairs = zip(function(*inputs), wanted, strict=True)
+        return [
+            value
+            if meta is None or value.stride() == meta.stride
+            else dense(value, meta.stride, meta.shape)
+            for value, meta in pairs
+        ]
+
+    return run

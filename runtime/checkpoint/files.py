@@ -10,17 +10,19 @@ header, and has all of its bytes. Format: https://huggingface.co/docs/safetensor
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megacompile.errors import CheckpointError, MissingExtraError
-from megacompile.runtime.checkpoint.header import DTYPES, read_header, read_index
 
 WEIGHTS = "model.safetensors"
 SUFFIX = ".safetensors"
@@ -176,3 +178,164 @@ def _of_file(path: Path) -> list[Entry]:
             )
         entries.append(Entry(name, path, dtype, shape, begin + first, end - first))
     return entries
+
+
+# The JSON of a checkpoint: the header of a safetensors file, and an index of several files.
+#
+# A file may be damaged, or made to do harm. So nothing of it is used before it was looked at:
+# types, numbers, names that come twice, bytes that the file does not have. Whatever is wrong is a
+# `CheckpointError` that names the file.
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_MOST_BYTES = 100_000_000  # of a header: the limit of the library `safetensors`
+
+# A zip file; before torch 1.6, a pickle. Read as the length of a header, either is too much.
+_OF_TORCH_SAVE = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
+
+
+class Described(NamedTuple):
+    """A tensor, as a header has it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    first: int  # byte, after the header
+    end: int
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """Tensors -> files of an index.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        names = _table(_parsed(index.read_bytes())["weight_map"], "weight_map")
+        for name, file in names.items():
+            if not isinstance(file, str):
+                raise TypeError(f"the file of tensor {name!r} is {_short(file)}")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"megacompile(): index {index} cannot be read ({type(error).__name__}: {error}); "
+            'needed JSON with "weight_map": {tensor: file}; save or download it again'
+        ) from error
+    return names
+
+
+def read_header(path: Path) -> tuple[dict[str, Described], int]:
+    """The tensors of a file that has all of their bytes, by name, and where these begin.
+
+    Raises:
+        CheckpointError: it is no whole safetensors file.
+        OSError: it cannot be read at all.
+    """
+    got = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        _check_length(path, start, length, got)
+        text = file.read(length)
+    try:
+        header = {
+            name: _described(name, said)
+            for name, said in _table(_parsed(text), "the header").items()
+            if name != "__metadata__"
+        }
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"megacompile(): file {path} has a header that cannot be read ({error}); "
+            "needed a safetensors file; save or download it again"
+        ) from error
+    needed = 8 + length + max((each.end for each in header.values()), default=0)
+    if got < needed:
+        raise CheckpointError(
+            f"megacompile(): file {path} is truncated: got {got} bytes, needed {needed}; "
+            "save or download it again"
+        )
+    return header, 8 + length
+
+
+def _check_length(path: Path, start: bytes, length: int, got: int) -> None:
+    """Raise where the first 8 bytes are not the length of a header that the file can have."""
+    if 2 <= length <= min(got - 8, _MOST_BYTES):
+        return
+    if start.startswith(_OF_TORCH_SAVE):
+        raise CheckpointError(
+            f"megacompile(): file {path} is one of torch.save(); needed safetensors; leave out "
+            "checkpoint= and call model.load_state_dict(torch.load(...)) after megacompile()"
+        )
+    raise CheckpointError(
+        f"megacompile(): file {path} is truncated or no safetensors file: got {got} bytes, "
+        f"needed {8 + length} for its header alone; save or download it again"
+    )
+
+
+def _parsed(text: bytes) -> Any:
+    """JSON in which no name comes twice."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in found if names.count(name) > 1)
+            raise ValueError(f"it has {twice!r} twice")
+        return found
+
+    return json.loads(text, object_pairs_hook=once)
+
+
+def _table(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{what} is {_short(value)}; needed names and values")
+    return value
+
+
+def _described(name: str, said: Any) -> Described:
+    """One entry of a header."""
+    found = _table(said, f"tensor {name!r}")
+    dtype: Any = found.get("dtype")
+    shape: Any = found.get("shape")
+    offsets: Any = found.get("data_offsets")
+    if not isinstance(dtype, str):
+        raise TypeError(f"tensor {name!r} has dtype {_short(dtype)}; needed a name")
+    if not _are_sizes(shape):
+        raise TypeError(f"tensor {name!r} has shape {_short(shape)}; needed a list of sizes")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise TypeError(
+            f"tensor {name!r} has data_offsets {_short(offsets)}; needed its first byte and its end"
+        )
+    if dtype in DTYPES and math.prod(shape) * DTYPES[dtype].itemsize != offsets[1] - offsets[0]:
+        raise ValueError(
+            f"tensor {name!r} of shape {_short(shape)} and dtype {dtype} has "
+            f"{offsets[1] - offsets[0]} bytes"
+        )
+    return Described(dtype, tuple(shape), *offsets)
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
+
+
+def _short(value: Any) -> str:
+    """A value for a message: it may be huge, or too deep to print."""
+    if isinstance(value, dict | list):
+        text = f"{type(value).__name__} of {len(value)}"
+        flat = not any(isinstance(each, dict | list) for each in value)
+        return repr(value) if flat and len(value) <= 8 else f"a {text}"
+    return repr(value)[:80]

@@ -31,8 +31,7 @@ from megacompile import compat
 from megacompile.errors import RankError
 from megacompile.ir.collectives import Collectives, first_difference
 from megacompile.log import logger
-from megacompile.runtime.device.rank_faults import SILENT_S, Faults, Limits
-from megacompile.runtime.device.rank_notes import Notes, described
+from megacompile.runtime.device.rank_notes import SILENT_S, Faults, Limits, Notes, described
 
 _KEPT = 64  # graphs whose keys stay
 _LOOK_S = 0.5  # between two looks at the notes of others

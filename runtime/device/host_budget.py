@@ -15,8 +15,7 @@ from megacompile import numa
 from megacompile.errors import HostMemoryError
 from megacompile.host_memory import check_host_memory
 from megacompile.progress import phase
-from megacompile.runtime.device.buffers import HostBuffer
-from megacompile.runtime.device.buffers_ahead import BuffersAhead, Wanted
+from megacompile.runtime.device.buffers import BuffersAhead, HostBuffer, Wanted
 from megacompile.text import format_bytes
 
 _WAIT = "making host memory"  # its pages are touched and locked

@@ -34,8 +34,7 @@ from megacompile.errors import RankError
 from megacompile.ir.buckets import Bucket, shard_shape
 from megacompile.ir.collectives import Collectives
 from megacompile.runtime.device.agreement import TALK, Agreement
-from megacompile.runtime.device.raised import Raised, is_known, make_known
-from megacompile.runtime.device.rank_faults import SILENT_S, Limits
+from megacompile.runtime.device.rank_notes import SILENT_S, Limits, Raised, is_known, make_known
 
 _ENDING_S = 15.0  # a collective of the host fails so long after ranks have lost their patience
 

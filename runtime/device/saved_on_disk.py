@@ -28,10 +28,9 @@ import torch
 
 from megacompile.errors import DiskError
 from megacompile.ir.tensors import TensorMeta
-from megacompile.runtime.device.activations import HostPool, OnHost, empty
+from megacompile.runtime.device.activations import HostPool, OnHost, Reused, empty
 from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.disk_buffers import Disk
-from megacompile.runtime.device.reuse import Reused
 from megacompile.runtime.disk.scratch import Place, ScratchFile
 from megacompile.runtime.disk.transfers import FileSpan, Request, Way
 

@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from megacompile import compat, notices, numa, packed, progress
 from megacompile.cost.ranks import host_of_rank
 from megacompile.ir.buckets import Bucket, Unit
-from megacompile.ir.placement import Placement
+from megacompile.ir.schedule import Placement
 from megacompile.options import Lowering, Options
 from megacompile.progress import bar, line
 from megacompile.runtime.checkpoint.contents import Contents
-from megacompile.runtime.device import freed
+from megacompile.runtime.device import touch
 from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.ranks import Ranks
@@ -45,11 +45,10 @@ from megacompile.runtime.params.eager_notice import EagerNotice
 from megacompile.runtime.params.fill import Filling
 from megacompile.runtime.params.gradients import Gradients
 from megacompile.runtime.params.guards import unguarded
-from megacompile.runtime.params.proxies import StreamedParameter
+from megacompile.runtime.params.proxies import StreamedParameter, follow_parts, parts_of
 from megacompile.runtime.params.state_memory import StateMemory
 from megacompile.runtime.params.swap import ParamSource, Proxies
 from megacompile.runtime.params.undo import Undos, undone
-from megacompile.runtime.params.wrappers import follow_parts, parts_of
 from megacompile.runtime.updates.on_device import DeviceUpdates
 from megacompile.validate import check_model
 
@@ -173,8 +172,8 @@ class ModelBuckets:
                     self.machine.buckets[key] = made
                 step(unit.bucket.size_bytes)
                 kept += unit.bucket.size_bytes
-                if kept > freed.BETWEEN_BYTES or unit is units[-1]:
-                    freed.give_back()
+                if kept > touch.BETWEEN_BYTES or unit is units[-1]:
+                    touch.give_back()
                     kept = 0
         if self.options.device.type == "cuda":
             torch.cuda.empty_cache()  # where the parameters were

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megacompile import compat, notices
 from megacompile.errors import ModelError
 from megacompile.options import Options
-from megacompile.runtime.device.live import Live
+from megacompile.runtime.device.forks import Live
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.model import loops
 from megacompile.runtime.model.pass_through import (

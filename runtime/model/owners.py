@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import nn
 
 from megacompile.errors import ModelError
-from megacompile.runtime.device.live import Live
+from megacompile.runtime.device.forks import Live
 
 
 class Owner(Protocol):

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import ParametrizationList
 
 from megacompile import compat
-from megacompile.runtime.model.class_methods import State
+from megacompile.runtime.model.methods import State
 from megacompile.runtime.params.undo import Undos, exchange
 
 

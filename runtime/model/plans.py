@@ -8,8 +8,7 @@ from typing import Protocol
 
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.capture import Capture, Variant
-from megacompile.ir.placement import Placement
-from megacompile.ir.schedule import Schedule
+from megacompile.ir.schedule import Placement, Schedule
 from megacompile.ir.symbols import Values
 
 

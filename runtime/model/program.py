@@ -19,8 +19,7 @@ from megacompile.ir.capture import Capture, GraphInput, NumberInput, PackedInput
 from megacompile.ir.growth import bytes_of
 from megacompile.ir.inputs import inputs as inputs_of
 from megacompile.ir.outputs import computed_outputs, expected_tangents
-from megacompile.ir.placement import Placement
-from megacompile.ir.schedule import Schedule
+from megacompile.ir.schedule import Placement, Schedule
 from megacompile.ir.symbols import Number, Symbols
 from megacompile.ir.tensors import TensorMeta
 from megacompile.runtime.model.plans import Plans

@@ -16,16 +16,15 @@ from torch.optim import Optimizer
 
 from megacompile import compat
 from megacompile.errors import DeviceMemoryError, ModelError
-from megacompile.runtime.model.gathering import Gathering, refuse_ungathered
 from megacompile.runtime.model.methods import restore_methods
+from megacompile.runtime.model.sharding import Gathering, refuse_ungathered
 from megacompile.runtime.model.streamed import StreamedModel
 from megacompile.runtime.params.bucket import HostBucket
-from megacompile.runtime.params.consumed import consumed
+from megacompile.runtime.params.consumed import consumed, unsummed
 from megacompile.runtime.params.guards import release, unguarded
 from megacompile.runtime.params.lazy import lazy_of
 from megacompile.runtime.params.state_moves import free_states, state_bytes
 from megacompile.runtime.params.undo import Undos, undone
-from megacompile.runtime.params.unsummed import unsummed
 from megacompile.runtime.step import hooks
 from megacompile.text import format_bytes
 

@@ -28,14 +28,12 @@ from megacompile.options import Options
 from megacompile.progress import line
 from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.model import autograd, four_bit, instead, shortage
-from megacompile.runtime.model.attempts import Attempts
+from megacompile.runtime.model.attempts import Attempts, CapturedAgain
 from megacompile.runtime.model.buckets import ModelBuckets
 from megacompile.runtime.model.captured import CapturedGraph
-from megacompile.runtime.model.captured_again import CapturedAgain
-from megacompile.runtime.model.class_methods import ClassMethods, State
 from megacompile.runtime.model.eager import EagerBlocks, EverNew
 from megacompile.runtime.model.input_hooks import InputHooks
-from megacompile.runtime.model.methods import Replacement
+from megacompile.runtime.model.methods import ClassMethods, Replacement, State
 from megacompile.runtime.model.outside import OutsideNotice, ViewNotice
 from megacompile.runtime.model.owners import register
 from megacompile.runtime.model.parts import ModuleCall, ModuleCalls
@@ -49,7 +47,7 @@ from megacompile.runtime.params import inputs
 from megacompile.runtime.params.eager_notice import untraced_text
 from megacompile.runtime.params.guards import guard_of
 from megacompile.runtime.params.proxies import StreamedParameter
-from megacompile.runtime.params.stand_ins import StandIns
+from megacompile.runtime.params.swap import StandIns
 from megacompile.runtime.params.undo import Undos, hold, undone, use_unguarded
 from megacompile.runtime.step import hooks
 from megacompile.runtime.step.step import Updates

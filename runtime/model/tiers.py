@@ -9,7 +9,7 @@ from torch import nn
 
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.ir.buckets import Unit
-from megacompile.ir.placement import first_to_disk
+from megacompile.ir.schedule import first_to_disk
 from megacompile.options import Options
 from megacompile.runtime.device.disk_buffers import Disk
 from megacompile.runtime.disk.scratch import ScratchFile

@@ -26,7 +26,7 @@ from megacompile import compat
 from megacompile.errors import HostMemoryError
 from megacompile.host_memory import available_bytes
 from megacompile.runtime.device.ranks import ranks_of
-from megacompile.runtime.optim.states import to_plain
+from megacompile.runtime.optim.blockwise import to_plain
 from megacompile.text import format_bytes
 
 

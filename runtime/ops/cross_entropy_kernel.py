@@ -5,7 +5,7 @@
     dz_c  = (a + b w) exp(z_c - lse) - b w_c - a [c = t]
 
 One program a row: it reads the row twice, the second time mostly from the L2 cache, and writes it
-once. The twin is `normalize_plain` in runtime/ops/cross_entropy.py. float32 arithmetic; logits
+once. The twin is `normalize_plain` in runtime/ops/head.py. float32 arithmetic; logits
 bf16, fp16 or fp32.
 """
 

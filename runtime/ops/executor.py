@@ -29,12 +29,20 @@ from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import Token, token_of
 from megacompile.ir.values import borrowed, left_of
 from megacompile.runtime.device.streams import Handle
-from megacompile.runtime.ops.bound import BoundOps
+from megacompile.runtime.ops.collectives import CollectiveOps
+from megacompile.runtime.ops.compute import ComputeOps
+from megacompile.runtime.ops.device_updates import DeviceUpdateOps
+from megacompile.runtime.ops.disk import DiskOps
+from megacompile.runtime.ops.gradients import GradientOps
+from megacompile.runtime.ops.lifetimes import LifetimeOps
 from megacompile.runtime.ops.machine import Machine
+from megacompile.runtime.ops.saved_tensors import SavedTensorOps
+from megacompile.runtime.ops.updates import UpdateOps
+from megacompile.runtime.ops.weights import WeightOps
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.streamed_copy import CopyMark
 from megacompile.runtime.params.undo import Undos, hold, undone
-from megacompile.runtime.updates.deferred import Deferred
+from megacompile.runtime.updates.device_buffers import Deferred
 from megacompile.runtime.updates.part import BucketPart
 from megacompile.show import python
 
@@ -358,3 +366,22 @@ def _ranged(function: Callable[..., Any], op: ops.Op) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return run
+
+
+# The ops of `megacompile.ir.ops`, bound to the machine that they run on.
+#
+# Each is a method of the op's name, in the file of the name that its declaration is in.
+
+
+class BoundOps(
+    WeightOps,
+    CollectiveOps,
+    ComputeOps,
+    SavedTensorOps,
+    GradientOps,
+    DeviceUpdateOps,
+    UpdateOps,
+    DiskOps,
+    LifetimeOps,
+):
+    """The ops of one graph of a schedule, on a machine."""

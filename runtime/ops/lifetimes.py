@@ -9,8 +9,7 @@ import torch
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.group import OpGroup
-from megacompile.runtime.updates.deferred import Deferred
-from megacompile.runtime.updates.device_buffers import Landing
+from megacompile.runtime.updates.device_buffers import Deferred, Landing
 
 
 class LifetimeOps(OpGroup):

@@ -17,8 +17,8 @@ from megacompile.ir.schedule import Schedule
 from megacompile.runtime.device.activations import HostPool
 from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.disk_buffers import Disk
+from megacompile.runtime.device.forks import Live
 from megacompile.runtime.device.host_budget import HostBudget
-from megacompile.runtime.device.live import Live
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.saved_on_disk import SavedDisk
 from megacompile.runtime.device.slots import DeviceSlots
@@ -28,11 +28,11 @@ from megacompile.runtime.params.fill import Fill
 from megacompile.runtime.params.gradient_run import GradientRun
 from megacompile.runtime.params.gradients import Gradients
 from megacompile.runtime.params.proxies import StreamedParameter
-from megacompile.runtime.updates.deferred import DeferredFrees
+from megacompile.runtime.updates.device_buffers import DeferredFrees
 from megacompile.runtime.updates.host import HostUpdates
 from megacompile.runtime.updates.in_backward import InBackward
-from megacompile.runtime.updates.micro_steps import MicroSteps
 from megacompile.runtime.updates.on_device import DeviceUpdates
+from megacompile.runtime.updates.part import MicroSteps
 from megacompile.runtime.updates.staging import Staging
 from megacompile.runtime.updates.weight_staging import WeightStaging
 from megacompile.tracing.recorder import Tracer

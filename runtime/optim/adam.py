@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megacompile.runtime.optim.exact import sqrt
 from megacompile.runtime.optim.rule import (
     Group,
     Moment,
@@ -30,6 +29,7 @@ from megacompile.runtime.optim.rule import (
     is_number,
     numbers,
 )
+from megacompile.runtime.optim.twin import sqrt
 
 if TYPE_CHECKING:  # see `OptimizerRule.kernel`
     import triton.language as tl

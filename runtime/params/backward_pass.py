@@ -19,17 +19,16 @@ from typing import Any
 import torch
 
 from megacompile import compat
+from megacompile.host_memory import pinned_empty
 from megacompile.ir.buckets import ParamId
-from megacompile.page_locks import pinned_empty
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.streams import Streams
-from megacompile.runtime.optim.states import is_shared
+from megacompile.runtime.optim.blockwise import is_shared
 from megacompile.runtime.params.bucket import HostBucket
-from megacompile.runtime.params.consumed import consume
+from megacompile.runtime.params.consumed import consume, leave_unsummed, note_sum, sum_late
 from megacompile.runtime.params.guards import guard_of
 from megacompile.runtime.params.lazy import HostGradient
 from megacompile.runtime.params.lazy_on_device import DeviceGradient
-from megacompile.runtime.params.unsummed import leave_unsummed, note_sum, sum_late
 
 LEAST_FOLDED = 4 * 2**20  # bytes of a gradient on average: to scale fewer takes a GPU less time
 # than the host needs to guard the gradient

@@ -15,8 +15,7 @@ from weakref import ref
 import torch
 
 from megacompile import compat, notices
-from megacompile.ir.buckets import Bucket, Param
-from megacompile.ir.mirror import mirrored
+from megacompile.ir.buckets import Bucket, Param, mirrored
 from megacompile.runtime.device.buffers import DeviceBuffer, HostBuffer
 from megacompile.runtime.device.disk_buffers import Disk, DiskBuffer
 from megacompile.runtime.device.host_budget import HostBudget
@@ -52,8 +51,6 @@ class HostBucket:
         filling: lets the values come in the background, where they can (see `fill`).
         budget: makes its buffers on the host. Default: one without a limit.
     """
-
-    said_moved = False
 
     def __init__(
         self,
@@ -384,10 +381,8 @@ _OWN_USERS = 3  # of a parameter's memory: the bucket, the parameter, its proxy
 
 
 def _say_moved(name: str) -> None:
-    if HostBucket.said_moved:
-        return
-    HostBucket.said_moved = True
-    notices.warn(
+    notices.warn_once(
+        "moved to shared memory",
         f"megacompile: parameter {name!r} (and maybe others) was moved to memory that processes "
         "share, by share_memory() or by sending it to another process. megacompile has taken the "
         "values back into memory of its own: other processes keep what they were until now, and "

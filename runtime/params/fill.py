@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megacompile.ir.ops import Part
-from megacompile.runtime.device import freed
+from megacompile.runtime.device import touch
 from megacompile.runtime.device.background import Background, fulfil
 from megacompile.runtime.params.guards import unguarded
 
@@ -115,7 +115,7 @@ class Fill:
         on_host = any(source.device.type == "cpu" for source in self._sources)
         self._sources.clear()
         if on_host:
-            freed.give_back()
+            touch.give_back()
 
     def _give_back(self) -> None:
         """It has failed: the parameters are where they were, unless all is copied."""

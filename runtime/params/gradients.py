@@ -21,9 +21,8 @@ from megacompile.runtime.params.backward_pass import (
     same_memory,
 )
 from megacompile.runtime.params.bucket import HostBucket, lie_in
-from megacompile.runtime.params.consumed import consumed
+from megacompile.runtime.params.consumed import consumed, leave_unsummed, sum_late, unsummed
 from megacompile.runtime.params.lazy import lazy_of
-from megacompile.runtime.params.unsummed import leave_unsummed, sum_late, unsummed
 
 
 class Gradients:

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from megacompile import compat
 from megacompile.options import Options
+from megacompile.runtime.optim.blockwise import BlockwiseTensor, to_plain
 from megacompile.runtime.optim.registry import KNOWN, RULES, known, listed, rule_of
-from megacompile.runtime.optim.states import BlockwiseTensor, to_plain
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.guards import opened
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megacompile import compat
+from megacompile.runtime.optim.blockwise import BlockwiseTensor, to_plain
 from megacompile.runtime.optim.registry import rule_of
-from megacompile.runtime.optim.states import BlockwiseTensor, to_plain
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.guards import release
 from megacompile.runtime.params.state_memory import State

@@ -14,8 +14,7 @@ from typing import Protocol
 import torch
 
 from megacompile import compat
-from megacompile.runtime.params.bucket_guards import Watch
-from megacompile.runtime.params.guards import guard, guard_of
+from megacompile.runtime.params.guards import Watch, guard, guard_of
 
 
 class Copied(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -18,11 +19,11 @@ from megacompile.runtime.params.looks import is_trained, link_of
 from megacompile.runtime.params.proxies import (
     Link,
     StreamedParameter,
+    parts_of,
     proxy_class,
+    stand_in,
 )
-from megacompile.runtime.params.stand_ins import StandIns
 from megacompile.runtime.params.undo import Undos, exchange, undone, use_unguarded
-from megacompile.runtime.params.wrappers import parts_of, stand_in
 
 
 class ParamSource(NamedTuple):
@@ -273,3 +274,37 @@ def _make(
         linked: StreamedParameter = Link.apply(param, make)  # type: ignore[no-untyped-call]
     compat.run_soon(link_of(linked))
     return linked
+
+
+# Tensors in the place of a model's parameters for one call: `torch.func.functional_call`.
+
+
+class StandIns:
+    """Tensors that are where the parameters of a model were: (holder, name, parameter, tensor).
+
+    They may depend on parameters, so they are inputs of the call like any other, in no bucket.
+    """
+
+    def __init__(
+        self, sites: Sequence[tuple[dict[str, Any], str, nn.Parameter | None, torch.Tensor]] = ()
+    ) -> None:
+        self.sites = sites
+        self._holders = [holder for holder, _, _, _ in sites]
+        self._names = [name for _, name, _, _ in sites]
+        self._params = [param for _, _, param, _ in sites]
+        self._tensors = [tensor for _, _, _, tensor in sites]
+
+    def take_out(self, undos: Undos) -> None:
+        """Until the undos run, the parameters are in their places again."""
+        undos.append(partial(exchange, self._holders, self._names, self._params, self._tensors))
+        exchange(self._holders, self._names, self._tensors, self._params)
+
+    def put_in(self, place: Callable[[torch.Tensor], torch.Tensor], undos: Undos) -> None:
+        """Until the undos run, what `place` returns for the tensors is where the parameters are."""
+        placed: dict[int, torch.Tensor] = {}
+        for tensor in self._tensors:
+            if id(tensor) not in placed:
+                placed[id(tensor)] = place(tensor)
+        inside = [placed[id(tensor)] for tensor in self._tensors]
+        undos.append(partial(exchange, self._holders, self._names, inside, self._params))
+        exchange(self._holders, self._names, self._params, inside)

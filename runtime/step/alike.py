@@ -25,12 +25,11 @@ from torch.optim import Optimizer
 from megacompile.runtime.optim.kernels.bucket import update_known
 from megacompile.runtime.optim.kernels.table import KnownParams, Signature, describe, known
 from megacompile.runtime.optim.registry import rule_of
-from megacompile.runtime.optim.rule import OptimizerRule
+from megacompile.runtime.optim.rule import Group, OptimizerRule
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.guards import GuardedTensor, guard_of
 from megacompile.runtime.params.lazy_on_device import DeviceGradient
 from megacompile.runtime.params.optimizer_states import Trained, for_update, stands_back
-from megacompile.runtime.step.groups import Groups
 from megacompile.runtime.updates.part import BucketPart
 from megacompile.runtime.updates.refusals import check_options
 from megacompile.runtime.updates.update import BucketUpdate, ParamUpdate, UpdatePath
@@ -285,3 +284,30 @@ def _factors(gradients: Sequence[Any]) -> list[torch.Tensor] | None:
             who.check(gradient)
             found.append(who.factor)
     return found if len(found) in (0, len(gradients)) else None
+
+
+# The scalars of parameter groups for a step by rule: found out once for each, not for each of
+# their parameters.
+
+
+class Groups:
+    """The parameter groups of an optimizer, whose options are not changed meanwhile."""
+
+    def __init__(self, rule: OptimizerRule) -> None:
+        self.rule = rule
+        self._names: dict[int, tuple[str, ...]] = {}
+        self._hyper: dict[tuple[int, float, bool, float], tuple[float, ...]] = {}
+
+    def names(self, group: Group) -> tuple[str, ...]:
+        """The states of a parameter of a group."""
+        if id(group) not in self._names:
+            self._names[id(group)] = self.rule.state_names(group)
+        return self._names[id(group)]
+
+    def hyper(self, group: Group, step: float, *, first: bool, scale: float) -> tuple[float, ...]:
+        """The numbers of a step (see `OptimizerRule.hyper`)."""
+        key = (id(group), step, first, scale)
+        if key not in self._hyper:
+            made = self.rule.hyper(group, step=step, first=first, scale=scale)
+            self._hyper[key] = made
+        return self._hyper[key]

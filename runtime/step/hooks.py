@@ -29,9 +29,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megacompile import compat
 from megacompile.garbage import every_object
-from megacompile.runtime.device.live import Live
+from megacompile.runtime.device.forks import Live
+from megacompile.runtime.optim.blockwise import to_plain
 from megacompile.runtime.optim.registry import known
-from megacompile.runtime.optim.states import to_plain
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.optimizer_states import drop_empty, reserve
 

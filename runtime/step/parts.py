@@ -18,14 +18,12 @@ from megacompile import compat
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Lowering, Options
 from megacompile.progress import line
-from megacompile.runtime.device.buffers_ahead import Wanted
+from megacompile.runtime.device.buffers import Wanted
 from megacompile.runtime.ops.machine import Machine
-from megacompile.runtime.optim.blockwise import quantizes
+from megacompile.runtime.optim.blockwise import is_shared, quantizes
 from megacompile.runtime.optim.registry import rule_of
-from megacompile.runtime.optim.rule import Group, OptimizerRule
-from megacompile.runtime.optim.states import is_shared
+from megacompile.runtime.optim.rule import Group, OptimizerRule, Update
 from megacompile.runtime.optim.stochastic import seed_of
-from megacompile.runtime.optim.update import Update
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.guards import guard_of
 from megacompile.runtime.params.lazy import HostGradient, LazyGradient, lazy_of
@@ -41,7 +39,7 @@ from megacompile.runtime.params.optimizer_states import (
     visible_on_disk,
 )
 from megacompile.runtime.step import hooks
-from megacompile.runtime.step.groups import Groups
+from megacompile.runtime.step.alike import Groups
 from megacompile.runtime.updates.cpp import kind_of
 from megacompile.runtime.updates.on_device import DeviceUpdate
 from megacompile.runtime.updates.part import BucketPart

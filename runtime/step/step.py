@@ -32,12 +32,13 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.values import left_on_host
 from megacompile.options import Lowering, Options
 from megacompile.progress import line
-from megacompile.runtime.device.buffers_ahead import Wanted
+from megacompile.runtime.device.buffers import Wanted
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.optim.adam import ADAM, USUAL
 from megacompile.runtime.optim.registry import rule_of
 from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.consumed import refuse_unsummed, unsummed
 from megacompile.runtime.params.optimizer_states import (
     Trained,
     adopt,
@@ -49,8 +50,7 @@ from megacompile.runtime.params.optimizer_states import (
     stands_back,
     wraps_another,
 )
-from megacompile.runtime.params.torn import Left
-from megacompile.runtime.params.unsummed import refuse_unsummed, unsummed
+from megacompile.runtime.params.pending import Left
 from megacompile.runtime.step import hooks
 from megacompile.runtime.step.alike import Alike
 from megacompile.runtime.step.parts import StepParts

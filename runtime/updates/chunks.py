@@ -14,8 +14,7 @@ import torch
 from megacompile.cost.optimizer import CHUNK_BYTES, CHUNKS
 from megacompile.runtime.optim.blockwise import BLOCK, absmax_numel
 from megacompile.runtime.optim.kernels.bucket import update_bucket
-from megacompile.runtime.optim.rule import OptimizerRule
-from megacompile.runtime.optim.update import Update
+from megacompile.runtime.optim.rule import OptimizerRule, Update
 
 _ALIGNMENT = 256  # bytes
 _STEP = 16 * BLOCK  # elements that a chunk is a multiple of

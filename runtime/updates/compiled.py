@@ -24,9 +24,8 @@ from megacompile import compat, log, notices
 from megacompile.code_counts import KERNELS, UPDATES
 from megacompile.runtime.device import forks
 from megacompile.runtime.optim.registry import RULES
-from megacompile.runtime.optim.rule import OptimizerRule
+from megacompile.runtime.optim.rule import OptimizerRule, Update
 from megacompile.runtime.optim.twin import arguments
-from megacompile.runtime.optim.update import Update
 from megacompile.runtime.updates.cpp import (
     Code,
     CompileRequest,

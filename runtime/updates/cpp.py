@@ -24,9 +24,8 @@ from megacompile import compat
 from megacompile.runtime import optim
 from megacompile.runtime.optim.blockwise import absmax_numel
 from megacompile.runtime.optim.registry import RULES
-from megacompile.runtime.optim.rule import OptimizerRule
+from megacompile.runtime.optim.rule import OptimizerRule, Update
 from megacompile.runtime.optim.twin import apply, arguments, function_of
-from megacompile.runtime.optim.update import Update
 
 TYPICAL = 2**22  # elements of a parameter that Inductor should have in mind
 _NOTE = 2  # the version of what a note says

@@ -14,8 +14,7 @@ import torch
 
 from megacompile.ir.ops import Part
 from megacompile.runtime.optim.kernels.bucket import update_bucket
-from megacompile.runtime.optim.rule import OptimizerRule
-from megacompile.runtime.optim.update import State, Update
+from megacompile.runtime.optim.rule import OptimizerRule, State, Update
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates.update import ParamUpdate, flat, laid_out_as
 
@@ -237,3 +236,40 @@ def _like(state: State | None, empty: Any) -> State | None:
         codes, absmax = state
         return empty(codes.dtype, codes.numel()), empty(absmax.dtype, absmax.numel())
     return None if state is None else empty(state.dtype)
+
+
+# Device memory that copies to the host still read: `defer_free` keeps it, `drain` returns it.
+#
+# What no forward drains, because there is none, goes when something else is deferred.
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """Device memory that a copy to the host may still read."""
+
+    value: Any
+    copied: torch.cuda.Event
+    owner: torch.cuda.Stream  # whose memory it is in the caching allocator
+    forget: Callable[[], None] = lambda: None  # called when it goes
+
+
+class DeferredFrees:
+    """Memory that is kept until copies out of it are done, or are waited for."""
+
+    def __init__(self) -> None:
+        self._entries: list[Deferred] = []
+
+    def add(self, entry: Deferred) -> None:
+        """Keep it; what is copied by now goes."""
+        waiting = [entry]
+        for earlier in reversed(self._entries):
+            if earlier.copied.query():
+                earlier.forget()
+            else:
+                waiting.insert(0, earlier)
+        self._entries = waiting
+
+    def take(self) -> list[Deferred]:
+        """All that there is: the caller waits for the copies, and lets it go."""
+        taken, self._entries = self._entries, []
+        return taken

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from megacompile import compat
 from megacompile.errors import OptimizerError
 from megacompile.ir.buckets import ParamId
+from megacompile.runtime.optim.blockwise import is_shared
 from megacompile.runtime.optim.registry import known
-from megacompile.runtime.optim.states import is_shared
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.consumed import consumed
 from megacompile.runtime.params.optimizer_states import (
@@ -29,7 +29,7 @@ from megacompile.runtime.params.optimizer_states import (
     visible,
     visible_on_disk,
 )
-from megacompile.runtime.params.torn import Left
+from megacompile.runtime.params.pending import Left
 from megacompile.runtime.updates.device_buffers import (
     Landing,
     Sources,
@@ -41,7 +41,7 @@ from megacompile.runtime.updates.device_buffers import (
     update,
     write_back,
 )
-from megacompile.runtime.updates.micro_steps import MicroSteps
+from megacompile.runtime.updates.part import MicroSteps
 from megacompile.runtime.updates.refusals import check_backward
 from megacompile.runtime.updates.staging import Staging
 from megacompile.runtime.updates.update import ParamUpdate

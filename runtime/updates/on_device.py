@@ -24,7 +24,7 @@ from megacompile import compat
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.background import Background, fulfil
 from megacompile.runtime.device.streams import Handle, Streams
-from megacompile.runtime.optim.states import is_shared
+from megacompile.runtime.optim.blockwise import is_shared
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.state_memory import StateMemory
 from megacompile.runtime.updates.device_buffers import (

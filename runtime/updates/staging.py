@@ -27,7 +27,7 @@ from megacompile.runtime.device.disk_buffers import Disk, DiskBuffer
 from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.streams import Host
 from megacompile.runtime.disk.transfers import Request
-from megacompile.runtime.optim.update import State
+from megacompile.runtime.optim.rule import State
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.pending import InFlight
 

@@ -29,9 +29,8 @@ from megacompile import compat
 from megacompile.cost.optimizer import LEAST_HELPED
 from megacompile.runtime.optim.kernels.bucket import update_bucket
 from megacompile.runtime.optim.registry import known
-from megacompile.runtime.optim.rule import OptimizerRule
+from megacompile.runtime.optim.rule import OptimizerRule, State, Update
 from megacompile.runtime.optim.twin import apply
-from megacompile.runtime.optim.update import State, Update
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates.chunks import Chunks
 from megacompile.runtime.updates.compiled import compiled

@@ -26,7 +26,7 @@ import torch
 from megacompile import log
 from megacompile.runtime.device import forks
 from megacompile.runtime.device.background import Background, fulfil
-from megacompile.runtime.optim.update import Update
+from megacompile.runtime.optim.rule import Update
 from megacompile.runtime.updates.chunks import Chunks, ChunkStreams
 from megacompile.runtime.updates.flight import Timed, untimed
 from megacompile.runtime.updates.update import BucketUpdate, UpdatePath

@@ -17,9 +17,9 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from megacompile import megacompile
 from megacompile.runtime.optim.adam import ADAM
-from megacompile.runtime.optim.states import BlockwiseTensor
+from megacompile.runtime.optim.blockwise import BlockwiseTensor
+from megacompile.runtime.optim.rule import Update
 from megacompile.runtime.optim.twin import apply
-from megacompile.runtime.optim.update import Update
 from tests import zoo
 from tests.equality import cells
 from tests.equality.cells import Cell, Run

@@ -19,8 +19,8 @@ from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.stages import ArgRef, Code, Stage, Template
 from megacompile.ir.tensors import TensorMeta
 from megacompile.options import Lowering
-from megacompile.passes.stages.layout import with_strides
 from megacompile.passes.stages.lower import lower
+from megacompile.passes.stages.strides import with_strides
 from megacompile.verify.proof import verify
 from tests.actions import apply
 from tests.capturing import Captured, Layer, Net, capture

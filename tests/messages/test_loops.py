@@ -328,6 +328,7 @@ ROWS: dict[str, tuple[Said, type[Exception], str]] = {
 
 def message(kind: type[Exception], provoke: Said) -> str:
     """What is said, without what differs from run to run."""
+    inside.say_again()
     if issubclass(kind, Warning):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

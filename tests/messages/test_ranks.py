@@ -19,7 +19,7 @@ from torch.optim import Adafactor, AdamW
 from megacompile import megacompile
 from megacompile.cli import main
 from megacompile.cost.hardware import H200
-from megacompile.cost.slowest import RankRates, slow_rates
+from megacompile.cost.ranks import RankRates, slow_rates
 from megacompile.errors import (
     MegacompileError,
     ModelError,
@@ -29,7 +29,7 @@ from megacompile.errors import (
 )
 from megacompile.plan.slow_ranks import SlowRank, last_text
 from megacompile.runtime.model.data_parallel import refuse_unreduced
-from megacompile.tracing.rank_steps import RankSteps, last_rank
+from megacompile.tracing.critical_path import RankSteps, last_rank
 from tests.configs import CONFIG
 from tests.processes import group_of_one
 

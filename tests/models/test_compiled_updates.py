@@ -17,8 +17,8 @@ from torch.optim import AdamW
 from megacompile import compat, megacompile
 from megacompile.code_counts import UPDATES
 from megacompile.runtime.optim.adam import ADAM
+from megacompile.runtime.optim.rule import Update
 from megacompile.runtime.optim.twin import apply
-from megacompile.runtime.optim.update import Update
 from megacompile.runtime.updates.compiled import Compiled
 from tests import inside
 from tests.zoo import equal

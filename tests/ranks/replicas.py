@@ -22,7 +22,7 @@ from torch.optim import SGD, AdamW
 import megacompile as package
 from megacompile import accumulate, megacompile
 from megacompile.errors import ModelError, OptimizerError
-from megacompile.runtime.params.unsummed import unsummed
+from megacompile.runtime.params.consumed import unsummed
 from tests.ranks.here import Check, Here, Values, differing, gradients, whole
 
 WIDTH = 5

@@ -19,8 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from megacompile import compat, megacompile, updates
 from megacompile.errors import BackwardError
 from megacompile.runtime.optim.adam import ADAM
+from megacompile.runtime.optim.rule import Update
 from megacompile.runtime.optim.twin import apply
-from megacompile.runtime.optim.update import Update
 from megacompile.runtime.updates.compiled import Compiled
 from tests import inside
 from tests.interrupts import traced

@@ -22,10 +22,9 @@ from torch.distributed import DistStoreError, HashStore, PrefixStore  # type: ig
 
 from megacompile.errors import RankError
 from megacompile.ir.collectives import Collectives
-from megacompile.runtime.device import rank_faults, ranks
+from megacompile.runtime.device import rank_notes, ranks
 from megacompile.runtime.device.agreement import Agreement, _Flying
-from megacompile.runtime.device.rank_faults import Faults, Limits
-from megacompile.runtime.device.rank_notes import Note, Notes
+from megacompile.runtime.device.rank_notes import Faults, Limits, Note, Notes
 from tests.ranks.here import error_of
 
 FORWARD = Collectives("forward of Net", ("0ALL_GATHER of a", "1ALL_GATHER of b"), "digest f")
@@ -108,7 +107,7 @@ def test_a_rank_that_gives_no_sign_of_life(clock: Clock) -> None:
         def looks(
             seen: Faults = seen, said: Any = said, apart_s: float = apart_s, beats: bool = beats
         ) -> None:
-            for _ in range(round(rank_faults.SILENT_S / apart_s) + 2):
+            for _ in range(round(rank_notes.SILENT_S / apart_s) + 2):
                 seen.look("here", 1.0, failed=False)
                 clock.now += apart_s
                 said["beat"] += beats

@@ -15,8 +15,7 @@ from torch import Tensor, fx, nn
 
 from megacompile import UnsupportedGraphError, megacompile
 from megacompile.ir.capture import Capture, TensorInput, Variant
-from megacompile.ir.placement import Placement
-from megacompile.ir.schedule import Schedule
+from megacompile.ir.schedule import Placement, Schedule
 from megacompile.runtime.model.captured import SHAPES_AT_ONCE, CapturedGraph
 from megacompile.runtime.model.plans import Plans
 from megacompile.runtime.model.program import Program

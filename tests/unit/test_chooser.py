@@ -11,7 +11,7 @@ from torch import nn
 
 from megacompile.cost.hardware import H200
 from megacompile.cost.memory import device_memory
-from megacompile.ir.placement import Placement
+from megacompile.ir.schedule import Placement
 from megacompile.plan.abstract import AbstractProgram, abstract_options
 from megacompile.plan.budget import Budget
 from megacompile.plan.setting import Setting

@@ -22,8 +22,8 @@ from torch.optim import SGD, AdamW, RMSprop
 
 from megacompile import megacompile
 from megacompile.runtime.optim.adam import ADAM
+from megacompile.runtime.optim.rule import Update
 from megacompile.runtime.optim.twin import apply
-from megacompile.runtime.optim.update import Update
 from megacompile.runtime.updates.compiled import Compiled
 from megacompile.runtime.updates.cpp import CompileRequest, agrees
 

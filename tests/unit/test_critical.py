@@ -14,8 +14,7 @@ from megacompile.cost.simulate import simulate
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.tracing import critical_path
-from megacompile.tracing.describe import describe
-from megacompile.tracing.prediction import predicted_steps
+from megacompile.tracing.prediction import describe, predicted_steps
 from megacompile.tracing.timeline import HOST, Run, Span, Timeline, cut
 from tests.draws import drawn
 from tests.zoo import Stack, scheduled

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacompile.runtime.ops.cross_entropy import normalize_plain, rows
+from megacompile.runtime.ops.head import normalize_plain, rows
 from megacompile.runtime.ops.rows import Rows
 from tests.draws import pairwise
 

@@ -20,8 +20,12 @@ from megacompile import accumulate, megacompile
 from megacompile.ir import ops
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle, Streams
-from megacompile.runtime.updates.deferred import Deferred, DeferredFrees
-from megacompile.runtime.updates.device_buffers import Landing, UpdateBuffer
+from megacompile.runtime.updates.device_buffers import (
+    Deferred,
+    DeferredFrees,
+    Landing,
+    UpdateBuffer,
+)
 from tests import inside
 from tests.zoo import WIDTH
 

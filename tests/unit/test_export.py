@@ -10,7 +10,7 @@ import networkx as nx
 import pytest
 
 from megacompile.ir import ops
-from megacompile.verify.order import Order
+from megacompile.verify.hazard import Order
 from tests.schedules import Spec, build
 
 SPECS = [

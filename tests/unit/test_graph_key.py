@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from megacompile.passes.stages.canonical import graph_key
+from megacompile.passes.stages.templates import graph_key
 
 
 def key(function: Callable[..., Any]) -> Hashable:

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megacompile import compat
-from megacompile.runtime.optim.blockwise import quantize
-from megacompile.runtime.optim.states import BlockwiseTensor, to_plain
+from megacompile.runtime.optim.blockwise import BlockwiseTensor, quantize, to_plain
 from megacompile.runtime.params.guards import guard, guard_dtensors, release
 from tests.processes import group_of_one
 

@@ -17,9 +17,8 @@ import torch
 
 from megacompile.cli import main
 from megacompile.cost import probe, rates
-from megacompile.cost.hardware import H200, Hardware
-from megacompile.cost.known import known
-from megacompile.cost.sheets import NAMES
+from megacompile.cost.hardware import H200, NAMES, Hardware
+from megacompile.cost.rates import known
 from megacompile.errors import OptionError
 from megacompile.plan.scenario import faster
 

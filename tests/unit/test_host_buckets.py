@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from megacompile.host_memory import PAGE_LOCKS, PageLocks
 from megacompile.ir.buckets import Bucket
-from megacompile.page_locks import PAGE_LOCKS, PageLocks
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.params.bucket import HostBucket

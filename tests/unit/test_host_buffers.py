@@ -14,8 +14,7 @@ from torch import Tensor
 from megacompile.errors import HostMemoryError
 from megacompile.ir.tensors import TensorMeta
 from megacompile.runtime.device.activations import HostPool, OnHost, taken
-from megacompile.runtime.device.buffers import HostBuffer
-from megacompile.runtime.device.buffers_ahead import BuffersAhead, Wanted
+from megacompile.runtime.device.buffers import BuffersAhead, HostBuffer, Wanted
 from megacompile.runtime.device.host_budget import HostBudget
 
 CPU = torch.device("cpu")

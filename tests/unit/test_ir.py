@@ -23,7 +23,7 @@ from megacompile.ir.ops.op import OPS, Show, Takes, Value, by_subject, op, unbou
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.tensors import TensorMeta
-from megacompile.runtime.ops.bound import BoundOps
+from megacompile.runtime.ops.executor import BoundOps
 from megacompile.verify.proof import hazards
 from tests.edits import edited
 from tests.layouts import layout_of

@@ -21,9 +21,8 @@ from megacompile.runtime.optim import blockwise, stochastic
 from megacompile.runtime.optim.kernels import bucket
 from megacompile.runtime.optim.kernels.table import Signature, describe, known, launches, renewed
 from megacompile.runtime.optim.registry import RULES
-from megacompile.runtime.optim.rule import OptimizerRule
+from megacompile.runtime.optim.rule import OptimizerRule, State, Update
 from megacompile.runtime.optim.twin import apply
-from megacompile.runtime.optim.update import State, Update
 
 pytest.importorskip("triton")
 

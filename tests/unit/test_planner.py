@@ -18,7 +18,7 @@ from megacompile import megacompile, schedules
 from megacompile.cost.hardware import H200
 from megacompile.cost.optimizer import CHUNK_BYTES, CHUNKS
 from megacompile.ir import ops
-from megacompile.ir.placement import Placement
+from megacompile.ir.schedule import Placement
 from megacompile.plan.abstract import AbstractProgram, abstract_schedules
 from megacompile.plan.choice import Choice
 from megacompile.plan.planner import search, search_near

@@ -13,12 +13,16 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Muon
 
 from megacompile.runtime.optim import blockwise, stochastic
-from megacompile.runtime.optim.blockwise import absmax_numel, dequantize, dynamic_code, quantize
+from megacompile.runtime.optim.blockwise import (
+    BlockwiseTensor,
+    absmax_numel,
+    dequantize,
+    dynamic_code,
+    quantize,
+)
 from megacompile.runtime.optim.registry import KNOWN, RULES, known, rule_of
-from megacompile.runtime.optim.rule import OptimizerRule
-from megacompile.runtime.optim.states import BlockwiseTensor
+from megacompile.runtime.optim.rule import OptimizerRule, State, Update
 from megacompile.runtime.optim.twin import apply
-from megacompile.runtime.optim.update import State, Update
 from tests.lion import Lion
 
 NUMEL, STEPS = 5003, 10

@@ -13,9 +13,9 @@ from torch import fx, nn
 
 from megacompile import megacompile, schedules
 from megacompile.cost.hardware import H200, Hardware
-from megacompile.cost.known import known
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.queues import HOST, STREAMS, Queues, Work
+from megacompile.cost.rates import known
 from megacompile.cost.simulate import Event, Prediction, simulate
 from megacompile.errors import OptionError
 from megacompile.ir import ops

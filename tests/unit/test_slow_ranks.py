@@ -20,13 +20,12 @@ import pytest
 import torch
 
 from megacompile.cost import ranks, rates
-from megacompile.cost.disk import DiskRates
 from megacompile.cost.hardware import H200, Hardware
-from megacompile.cost.ranks import Agreed, Probe, SharedDisk
-from megacompile.cost.slowest import RankRates, slow_rates
+from megacompile.cost.probe import DiskRates
+from megacompile.cost.ranks import Agreed, Probe, RankRates, SharedDisk, slow_rates
 from megacompile.plan.setting import Setting
 from megacompile.plan.slow_ranks import SlowRank, is_felt
-from megacompile.tracing.rank_steps import RankSteps, last_rank
+from megacompile.tracing.critical_path import RankSteps, last_rank
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

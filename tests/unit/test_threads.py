@@ -18,13 +18,12 @@ import torch
 from torch import nn
 
 from megacompile.errors import HostMemoryError
+from megacompile.host_memory import PageLocks
 from megacompile.ir.ops import Part
-from megacompile.page_locks import PageLocks
 from megacompile.runtime.device.background import Background
-from megacompile.runtime.device.buffers import SharedFile
-from megacompile.runtime.device.buffers_ahead import Wanted
+from megacompile.runtime.device.buffers import SharedFile, Wanted
+from megacompile.runtime.device.forks import Live
 from megacompile.runtime.device.host_budget import HostBudget
-from megacompile.runtime.device.live import Live
 from megacompile.runtime.disk.scratch import Place, ScratchFile
 from megacompile.runtime.params.fill import Fill
 from megacompile.runtime.params.guards import guard_of

@@ -17,8 +17,7 @@ from megacompile.cost.hardware import H200
 from megacompile.cost.memory import MemoryKind, host_memory
 from megacompile.cost.stored import disk_memory
 from megacompile.ir import ops
-from megacompile.ir.placement import Placement, first_to_disk
-from megacompile.ir.schedule import Schedule
+from megacompile.ir.schedule import Placement, Schedule, first_to_disk
 from megacompile.plan.choice import Choice
 from megacompile.plan.planner import SearchResult, search
 from megacompile.plan.problem import Problem

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megacompile import compat
 from megacompile.runtime.optim import twin as module
-from megacompile.runtime.optim.exact import sqrt
 from megacompile.runtime.optim.registry import RULES
+from megacompile.runtime.optim.twin import sqrt
 from tests.draws import drawn
 from tests.zoo import equal
 

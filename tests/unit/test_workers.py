@@ -23,8 +23,7 @@ from megacompile.options import Options
 from megacompile.runtime.optim import blockwise
 from megacompile.runtime.optim.kernels.bucket import update_bucket
 from megacompile.runtime.optim.registry import RULES
-from megacompile.runtime.optim.rule import OptimizerRule
-from megacompile.runtime.optim.update import State, Update
+from megacompile.runtime.optim.rule import OptimizerRule, State, Update
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates import chunks as moving
 from megacompile.runtime.updates.chunks import ChunkStreams

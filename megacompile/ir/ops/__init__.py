@@ -5,7 +5,7 @@ A schedule's synchronisation is what its nodes show and nothing else: the values
 tokens of earlier graphs: `megacompile.ir.tokens`). The
 runtime turns each such edge that crosses streams into an event record and a wait; the same edges
 are what `megacompile.verify` proves. The functions here only name the ops and declare
-their effects (`megacompile.ir.ops.op`): `megacompile.runtime.ops.bound` holds what they do.
+their effects (`megacompile.ir.ops.op`): `megacompile.runtime.ops.executor` holds what they do.
 
     op             stream   label             takes -> returns
     begin          compute  BEGIN             () -> a point after everything that was queued before

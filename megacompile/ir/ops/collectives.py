@@ -8,8 +8,21 @@ from torch import fx
 
 from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.ops.gradients import add_grad
-from megacompile.ir.ops.op import Part, Show, Takes, Value, by_slot, by_subject, op, unbound
-from megacompile.ir.ops.sizes import of_argument, of_bucket, of_params, of_shard, value_bytes
+from megacompile.ir.ops.op import (
+    Part,
+    Show,
+    Takes,
+    Value,
+    by_slot,
+    by_subject,
+    of_argument,
+    of_bucket,
+    of_params,
+    of_shard,
+    op,
+    unbound,
+    value_bytes,
+)
 from megacompile.ir.stream import Stream
 
 

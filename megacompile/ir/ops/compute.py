@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megacompile.ir.ops.op import Show, Takes, Value, by_subject, named, op, short, unbound
-from megacompile.ir.ops.sizes import of_value
+from megacompile.ir.ops.op import (
+    Show,
+    Takes,
+    Value,
+    by_subject,
+    named,
+    of_value,
+    op,
+    short,
+    unbound,
+)
 from megacompile.ir.stages import ArgRef, Code, Stage
 from megacompile.ir.stream import Stream
 

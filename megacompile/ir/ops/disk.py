@@ -15,8 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.ops.op import Part, Value, by_subject, op, unbound
-from megacompile.ir.ops.sizes import of_bucket, of_value
+from megacompile.ir.ops.op import Part, Value, by_subject, of_bucket, of_value, op, unbound
 from megacompile.ir.stream import Stream
 
 

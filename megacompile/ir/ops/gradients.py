@@ -7,11 +7,17 @@ from typing import Any
 from torch import fx
 
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.ops.op import Part, Show, Takes, Value, by_subject, op, unbound
-from megacompile.ir.ops.sizes import (
+from megacompile.ir.ops.op import (
+    Part,
+    Show,
+    Takes,
+    Value,
+    by_subject,
     of_arguments,
     of_value,
+    op,
     tensors_of_arguments,
+    unbound,
     value_bytes,
 )
 from megacompile.ir.stream import Stream

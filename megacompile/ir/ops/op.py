@@ -5,7 +5,7 @@ Python calls. Its docstring says what it does. The decorator says its effects: i
 of values that it takes and returns, whose memory it makes, fills or frees, which parts of its
 bucket it reads and writes in host memory, its slot, how it is shown, what it costs. `verify`, the
 memory and cost models, traces and printed forms ask the declaration, never which op it is.
-`megacompile.runtime.ops.bound` has a method of the op's name, which carries it out.
+`megacompile.runtime.ops.executor` has a method of the op's name, which carries it out.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import fx
 
 from megacompile.ir.stages import Code
 from megacompile.ir.stream import Stream
+from megacompile.ir.tensors import tensors_bytes
 
 
 class Part(enum.Enum):
@@ -173,3 +174,58 @@ def by_slot(text: str) -> Callable[[Sequence[Any]], str]:
 def short(text: str) -> Callable[[str], Callable[[Sequence[Any]], str]]:
     """Another text than the op's name: "3F"."""
     return lambda _: by_subject(text)
+
+
+# Bytes that ops move: what the cost of an op is declared with.
+
+Size = Callable[[fx.Node], int]
+
+
+def value_bytes(node: Any) -> int:
+    """Bytes of what a node returns; 0 for no node, and for what has no size."""
+    return tensors_bytes(node.meta.get("value")) if isinstance(node, fx.Node) else 0
+
+
+def of_value(times: int = 1) -> Size:
+    """Those of what the op returns, as often."""
+    return lambda node: times * value_bytes(node)
+
+
+def of_argument(at: int, times: int = 1) -> Size:
+    """Those of an argument, as often."""
+    return lambda node: times * value_bytes(node.args[at])
+
+
+def of_arguments(node: fx.Node) -> int:
+    """Those of all arguments together."""
+    taken: dict[fx.Node, None] = {}
+    fx.map_arg(node.args, lambda n: taken.setdefault(n))
+    return sum(map(value_bytes, taken))
+
+
+def of_bucket(node: fx.Node) -> int:
+    """Those of the op's bucket."""
+    bucket: Any = node.args[0]
+    return int(bucket.size_bytes)
+
+
+def of_shard(node: fx.Node) -> int:
+    """Those of one rank's part of the op's bucket."""
+    bucket: Any = node.args[0]
+    return int(bucket.shard_bytes)
+
+
+def tensors_of_arguments(node: fx.Node) -> int:
+    """Number of tensors of the largest group among the arguments."""
+    values = [source.meta.get("value") for source in node.all_input_nodes]
+    return max([len(value) for value in values if isinstance(value, tuple)], default=1)
+
+
+def of_params(times: int = 1) -> Size:
+    """Number of parameters of the op's bucket, times a factor."""
+
+    def count(node: fx.Node) -> int:
+        bucket: Any = node.args[0]
+        return times * len(bucket.params)
+
+    return count

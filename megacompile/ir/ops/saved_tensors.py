@@ -8,8 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from megacompile.ir.ops.op import Show, Takes, Value, by_subject, op, unbound
-from megacompile.ir.ops.sizes import of_argument, of_arguments, of_value
+from megacompile.ir.ops.op import (
+    Show,
+    Takes,
+    Value,
+    by_subject,
+    of_argument,
+    of_arguments,
+    of_value,
+    op,
+    unbound,
+)
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
 

@@ -11,8 +11,7 @@ from typing import Any
 from torch import fx
 
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.ops.op import Part, Show, Takes, Value, named, op, short, unbound
-from megacompile.ir.ops.sizes import value_bytes
+from megacompile.ir.ops.op import Part, Show, Takes, Value, named, op, short, unbound, value_bytes
 from megacompile.ir.stream import Stream
 
 _READ = (Part.GRADIENTS, Part.WEIGHTS, Part.STATES)

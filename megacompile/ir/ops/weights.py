@@ -5,8 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from megacompile.ir.buckets import Bucket, Slot
-from megacompile.ir.ops.op import Part, Show, Value, by_slot, by_subject, named, op, unbound
-from megacompile.ir.ops.sizes import of_bucket
+from megacompile.ir.ops.op import (
+    Part,
+    Show,
+    Value,
+    by_slot,
+    by_subject,
+    named,
+    of_bucket,
+    op,
+    unbound,
+)
 from megacompile.ir.stream import Stream
 
 

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from megacompile.runtime.optim.kernels.table import KnownParams, describe, renewed
-from megacompile.runtime.optim.rule import OptimizerRule
+from megacompile.runtime.optim.rule import OptimizerRule, Update
 from megacompile.runtime.optim.twin import apply
-from megacompile.runtime.optim.update import Update
 
 
 def update_bucket(rule: OptimizerRule, updates: Sequence[Update]) -> None:

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megacompile.page_locks import pinned_empty
+from megacompile.host_memory import pinned_empty
 
 _BLOCK = 1024
 

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from megacompile.runtime.optim.blockwise import absmax_numel
-from megacompile.runtime.optim.rule import OptimizerRule
-from megacompile.runtime.optim.update import Update, math_dtype
+from megacompile.runtime.optim.rule import OptimizerRule, Update, math_dtype
 
 NUMEL, PARAM, OUT, COPY, GRAD, STATES = range(6)  # columns; after them come the states
 

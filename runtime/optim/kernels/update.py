@@ -25,8 +25,7 @@ from megacompile.runtime.optim.kernels import table as layout
 from megacompile.runtime.optim.kernels.blockwise import load, load_state, pointers, store_state
 from megacompile.runtime.optim.kernels.rounding import round_nearest, round_to
 from megacompile.runtime.optim.kernels.table import Launch, Signature, launches
-from megacompile.runtime.optim.rule import MAX_MOMENTS, OptimizerRule
-from megacompile.runtime.optim.update import Update
+from megacompile.runtime.optim.rule import MAX_MOMENTS, OptimizerRule, Update
 
 BLOCK = 1024  # elements to a program; on an H200 2048 and 4096 are slower
 _WARPS = 8

@@ -100,14 +100,14 @@ FAULTS = (
     ),
     Fault(
         "raised-unknown",
-        "runtime/device/raised.py",
+        "runtime/device/rank_notes.py",
         "        make_known(raised)\n",
         "",
         "A rank tells the others of an error that it has from them.",
     ),
     Fault(
         "rank-equal-is-behind",
-        "runtime/device/rank_faults.py",
+        "runtime/device/rank_notes.py",
         "behind = (note.n, note.entered) < here",
         "behind = (note.n, note.entered) <= here",
         "A rank that is in the same collective is blamed for being late.",
@@ -142,7 +142,7 @@ FAULTS = (
     ),
     Fault(
         "reuse-hoards",
-        "runtime/device/reuse.py",
+        "runtime/device/activations.py",
         "while self._free and self.held_bytes + size_bytes > limit:",
         "while self._free and self.held_bytes + size_bytes > 4 * limit:",
         "When sizes change, pieces of old sizes stay: too much host memory.",

@@ -114,7 +114,7 @@ MODEL = (
     ),
     Fault(
         "class-methods-identity",
-        "runtime/model/class_methods.py",
+        "runtime/model/methods.py",
         "if had.keys() == methods.keys() and all(had[n] is methods[n] for n in had):",
         "if had.keys() == methods.keys():",
         "A method that is replaced on the class of a module is not captured anew.",
@@ -252,7 +252,7 @@ STEP = (
     ),
     Fault(
         "hyper-scale-key",
-        "runtime/step/groups.py",
+        "runtime/step/alike.py",
         "key = (id(group), step, first, scale)",
         "key = (id(group), step, first)",
         "A parameter that is not clipped is updated with another one's clipping factor.",
@@ -368,7 +368,7 @@ CHECKPOINT = (
     ),
     Fault(
         "header-eight-bytes",
-        "runtime/checkpoint/header.py",
+        "runtime/checkpoint/files.py",
         "needed = 8 + length + max(",
         "needed = length + max(",
         "A file that lacks up to 8 bytes is not seen to be truncated.",

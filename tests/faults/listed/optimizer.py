@@ -243,7 +243,7 @@ OPTIM = (
     ),
     Fault(
         "blockwise-store-settle",
-        "runtime/optim/states.py",
+        "runtime/optim/blockwise.py",
         "        self.settle()\n        laid_out = torch.empty_strided(",
         "        laid_out = torch.empty_strided(",
         "A state that is written while its update runs is overwritten by that.",

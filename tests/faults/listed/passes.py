@@ -164,7 +164,7 @@ SCHEDULE = (
 STAGES = (
     Fault(
         "canonical-minus-zero",
-        "passes/stages/canonical.py",
+        "passes/stages/templates.py",
         'return ("float", value.hex())',
         'return ("float", value)',
         "Layers that differ in 0.0 and -0.0 share one template.",
