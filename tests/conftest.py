@@ -69,6 +69,16 @@ def _guards_are_not_timed() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _same_draws() -> Iterator[None]:
+    """Hypothesis draws numbers that stand in our sources more often than others. So draws would be
+    others after each edit, and in a run of other files."""
+    with pytest.MonkeyPatch.context() as patch:
+        providers = "hypothesis.internal.conjecture.providers"
+        patch.setattr(f"{providers}.is_local_module_file", lambda _: False, raising=False)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> None:
     """Captured graphs of one test do not count towards another's recompilations.

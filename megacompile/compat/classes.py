@@ -103,6 +103,7 @@ def _patch() -> None:
         return wrap_tensor(self, value)
 
     builder.wrap_tensor = shown_tensor
+    builder._type_dispatch_impl.cache_clear()  # it may hold the stock function already
     variable.python_type, variable.call_method = shown_type, shown_method
     variable.var_getattr, builtin.call_type = shown_getattr, shown_call_type
     if hasattr(variable, "get_id"):  # since torch 2.13

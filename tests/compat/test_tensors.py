@@ -429,8 +429,10 @@ def test_dynamo_asks_classes_where_they_are_shown() -> None:
     class Shown(nn.Parameter):
         """Shows itself as a plain parameter."""
 
+    builder: Any = torch._dynamo.variables.builder.VariableBuilder
+    builder._type_dispatch()  # of what was compiled before
     compat.show_classes(Shown)
-    builder = torch._dynamo.variables.builder.VariableBuilder
+    assert builder._type_dispatch()[nn.Parameter] == builder.wrap_tensor
     tensors = torch._dynamo.variables.tensor.TensorVariable
     builtin = torch._dynamo.variables.builtin.BuiltinVariable
     methods = tensors.python_type, tensors.var_getattr, builder.wrap_tensor, builtin.call_type

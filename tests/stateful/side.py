@@ -451,6 +451,8 @@ class Side:
             note(param)
             param.grad = None
 
+        if not param.requires_grad:  # as torch says of most hooks
+            raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
         node = accumulator_of(param)
         register: dict[str, Callable[[], Any]] = {
             "tensor": lambda: param.register_hook(halve),
