@@ -379,13 +379,14 @@ def run(config: str, examples: int, steps: int, *phases: hypothesis.Phase, seed:
     """Draw some loops for a configuration."""
     pair = Pair(CONFIGS[config])
     kind: type[Both] = Updating if CONFIGS[config].in_backward else Training
+    run_machine: Any = run_state_machine_as_test  # has no types in older versions
     make: Any = hypothesis.seed(seed + list(CONFIGS).index(config))(functools.partial(kind, pair))
     with contextlib.ExitStack() as stack:
         if pair.device is not None:
             stack.enter_context(adversary.adversarial())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        run_state_machine_as_test(make, settings=settings(examples, steps, *phases))
+        run_machine(make, settings=settings(examples, steps, *phases))
 
 
 @pytest.mark.parametrize("config", CONFIGS)
