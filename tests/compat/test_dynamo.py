@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 import types
 import weakref
@@ -46,6 +47,21 @@ def targets(module: fx.GraphModule) -> list[Any]:
 # --- operators that refuse their inputs
 
 
+@contextmanager
+def heard(caplog: pytest.LogCaptureFixture, level: str, name: str) -> Iterator[None]:
+    """For its duration a logger that does not propagate is captured, by any pytest."""
+    logger = logging.getLogger(name)
+    missing = [caplog.handler] if caplog.handler not in logger.handlers else []
+    for handler in missing:
+        logger.addHandler(handler)
+    try:
+        with caplog.at_level(level, name):
+            yield
+    finally:
+        for handler in missing:
+            logger.removeHandler(handler)
+
+
 def test_what_an_operator_refuses_is_one_error(caplog: pytest.LogCaptureFixture) -> None:
     """Before a line ran, or in a frame that was resumed; torch's own log of it is left out within
     calls of the code that is told."""
@@ -71,7 +87,7 @@ def within(*args):
     exec(source, names)
     within = names["within"]
     logged = "failed while attempting to run meta"
-    with caplog.at_level("ERROR", "torch._subclasses.fake_tensor"):
+    with heard(caplog, "ERROR", "torch._subclasses.fake_tensor"):
         assert within(torch.ones(2, 2), False) is True
         assert logged in caplog.text
         caplog.clear()
@@ -546,7 +562,7 @@ def test_captures_are_counted_and_their_reasons_logged(caplog: pytest.LogCapture
     compiled = torch.compile(double, backend="eager", dynamic=False)
     graphs, frames = compat.captured_so_far()
     logged = set(torch._logging._internal.log_state.artifact_names)
-    with compat.logging_captures() as name, caplog.at_level("DEBUG", name):
+    with compat.logging_captures() as name, heard(caplog, "DEBUG", name):
         for n in (3, 4):
             compiled(torch.ones(n))
     assert compat.captured_so_far() == (graphs + 2, frames + 2)
