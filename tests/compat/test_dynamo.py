@@ -51,15 +51,17 @@ def targets(module: fx.GraphModule) -> list[Any]:
 def heard(caplog: pytest.LogCaptureFixture, level: str, name: str) -> Iterator[None]:
     """For its duration a logger that does not propagate is captured, by any pytest."""
     logger = logging.getLogger(name)
-    missing = [caplog.handler] if caplog.handler not in logger.handlers else []
-    for handler in missing:
-        logger.addHandler(handler)
+    heard_by: logging.Logger | None = logger
+    while heard_by is not None and caplog.handler not in heard_by.handlers:
+        heard_by = heard_by.parent if heard_by.propagate else None
+    if heard_by is None:
+        logger.addHandler(caplog.handler)
     try:
         with caplog.at_level(level, name):
             yield
     finally:
-        for handler in missing:
-            logger.removeHandler(handler)
+        if heard_by is None:
+            logger.removeHandler(caplog.handler)
 
 
 def test_what_an_operator_refuses_is_one_error(caplog: pytest.LogCaptureFixture) -> None:
