@@ -161,7 +161,8 @@ class Side:
         out, hidden = self.model(x)
         total = total + out.square().mean() + (hidden.mean() if seed % 2 else 0.0)
         if extra == "twice":
-            total = total + self.model(x + 1)[0].mean()
+            again = (x + 1).detach()  # limits.md: the sum of what several calls hand to an input
+            total = total + self.model(again)[0].mean()
         elif extra == "reentrant":  # a backward inside of a backward
             again = (x + 1).detach().requires_grad_()
             total = total + checkpoint(self.model, again, use_reentrant=True)[0].mean()
