@@ -126,7 +126,7 @@ class Side:
         self.aliases: list[Any] = []
         self.hooks: list[Any] = []
         self.nodes: list[Any] = []
-        self.seen: list[Any] = []
+        self.seen: list[list[Any]] = []  # by each hook: the order of parameters is the graphs'
         self.saved: Any = None
 
     def end(self) -> None:
@@ -150,7 +150,7 @@ class Side:
         found += [buffer.clone() for buffer in self.model.buffers()]
         found += [copy.deepcopy(each.state_dict()) for each in self.optimizers]
         found += [copied(alias) for alias in self.aliases]
-        return [*found, list(self.seen)]
+        return [*found, *map(list, self.seen)]
 
     # --- calls of the model
 
@@ -440,12 +440,15 @@ class Side:
         """Register one that notes what it sees; some change the gradient."""
         param = self.param(number)
 
+        mine: list[Any] = []
+        self.seen.append(mine)
+
         def halve(gradient: Tensor) -> Tensor:
-            self.seen.append(gradient.clone())
+            mine.append(gradient.clone())
             return gradient * 0.5
 
         def note(of: Tensor) -> None:
-            self.seen.append(None if of.grad is None else of.grad.clone())
+            mine.append(None if of.grad is None else of.grad.clone())
 
         def take(*_: Any) -> None:
             """As Megatron and Apex do, which add gradients to buffers of their own."""

@@ -142,7 +142,8 @@ class Both(RuleBasedStateMachine):
             theirs.load_state_dict(copy.deepcopy(mine.state_dict()))
         for each in (self.plain, self.ours):
             each.forget()
-            each.seen.clear()
+            for found in each.seen:
+                found.clear()
 
     def teardown(self) -> None:
         try:
