@@ -230,7 +230,7 @@ def visible_on_disk(bucket: HostBucket) -> list[torch.Tensor]:
     A step reads and writes all of them, also those that it does not change: what a user would write
     meanwhile to a state of another optimizer, or of a parameter without a gradient, would be lost.
     """
-    if not bucket.states.on_disk():
+    if bucket.disk is None or not bucket.states.on_disk():
         return []
     states = (
         owner.state[param]

@@ -120,10 +120,11 @@ class StepParts:
             parts = map(compat.local, (*mine, gradient))
             if bucket.aliased(each.at) or any(map(is_shared, parts)):
                 part.aliased = True
-        known = {id(state) for state in part.states}
-        others = [s for s in visible_on_disk(bucket) if id(s) not in known]
-        part.visible += others
-        part.aliased = part.aliased or any(map(is_shared, map(compat.local, others)))
+        if written := visible_on_disk(bucket):
+            known = {id(state) for state in part.states}
+            others = [state for state in written if id(state) not in known]
+            part.visible += others
+            part.aliased = part.aliased or any(map(is_shared, map(compat.local, others)))
         if update.way is UpdatePath.STOCK and any(
             map(_has_tensors, {id(step.group): step.group for step in update.steps}.values())
         ):
