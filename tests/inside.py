@@ -85,6 +85,11 @@ def wait_for_code(model: nn.Module) -> None:
             assert not done.not_done
 
 
+def wait_for_updates(model: nn.Module) -> None:
+    """Until the thread that makes the host's updates refers to none of them."""
+    machine(model).host_updates.workers._host.call(lambda: None)
+
+
 def step_down(model: nn.Module) -> str:
     """What a model does when device memory runs out: the first thing that it can do without."""
     return streamed(model).buckets.plans.compiler.step_down()

@@ -122,6 +122,7 @@ def test_states_go_with_their_optimizer(options: dict[str, Any]) -> None:
     before = held.clone()
     del optimizer
     model(torch.rand(4, 8)).sum().backward()
+    inside.wait_for_updates(model)
     assert not any(buffer() is not None for buffer in buffers)
     train(AdamW(model.parameters(), lr=1e-2))
     assert equal(held, before)
