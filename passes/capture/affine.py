@@ -308,4 +308,4 @@ class Compared:
         else:
             return None
         strict = self.compare in (operator.lt, operator.gt)
-        return Affine(found.base - strict, found.of_rank(len(self.shape)).steps)
+        return Affine(found.base - int(strict), found.of_rank(len(self.shape)).steps)

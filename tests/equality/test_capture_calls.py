@@ -167,7 +167,7 @@ def test_autocast_on_a_gpu(lowering: str, tolerance: float) -> None:
         loss.backward()
     for a, b in zip(plain.parameters(), model.parameters(), strict=True):
         assert a.grad is not None and b.grad is not None
-        torch.testing.assert_close(b.grad.cuda(), a.grad, rtol=tolerance, atol=tolerance / 100)
+        assert float((b.grad.cuda() - a.grad).norm()) <= tolerance * float(a.grad.norm())
 
 
 def test_models_beside_and_around_one_another() -> None:

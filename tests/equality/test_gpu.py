@@ -316,6 +316,7 @@ def test_peak_memory_is_far_below_the_resident_models(lowering: str) -> None:
         for _ in range(2):
             made(x).backward()
 
+    gradients(twins()[1])  # a process measures its machine's rates once, in some GB
     most, least = peak_bytes(resident), peak_bytes(streamed)
     weights = sum(p.numel() * p.itemsize for p in model.parameters())
     assert most >= 2 * weights, "weights and gradients"

@@ -199,7 +199,7 @@ def test_bitwise_on_the_gpu(name: str, plan: str) -> None:
 )
 def test_inductor_on_the_gpu(name: str, tiles: int | None) -> None:
     """Within 1e-5 relative in fp32; where a gradient is only rounding, of the largest one."""
-    plain, streamed, case = both(name, GPU, lowering="inductor", tiles=tiles)
+    plain, streamed, case = both(name, GPU, lowering="inductor", tiles=tiles or "auto")
     want, got = step(plain, case, 0, GPU), step(streamed, case, 0, GPU)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
     grads = [[p.grad for p in model.parameters()] for model in (plain, streamed)]

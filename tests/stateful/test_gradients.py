@@ -112,7 +112,8 @@ def reentrant(model: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kind", "device"), [(Eager, "cpu"), pytest.param(Net, "cuda", marks=pytest.mark.gpu)]
+    ("kind", "device"),
+    [(Net, "cpu"), (Eager, "cpu"), pytest.param(Net, "cuda", marks=pytest.mark.gpu)],
 )
 def test_a_parameter_that_is_used_outside_of_the_model_too(kind: type[Net], device: str) -> None:
     """Alone, accumulated, behind zero_grad() of both kinds, and stepped; in the order of layers."""
@@ -135,7 +136,8 @@ def test_a_parameter_that_is_used_outside_of_the_model_too(kind: type[Net], devi
             assert_gradients(*both)
     assert sorted(order[0]) == sorted(order[1])
     layers = [[name for name in seen if "layers" in name][:6] for seen in order]
-    assert kind is Eager or layers[0] == layers[1], "layer by layer, from the last one"
+    if kind is Net and device == "cpu":  # with a GPU two threads run nodes of the backward
+        assert layers[0] == layers[1], "layer by layer, from the last one"
 
 
 # --- autograd in the forward

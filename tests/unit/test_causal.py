@@ -203,7 +203,8 @@ def test_operators_that_are_written_as_methods(small: int) -> None:
 
 def test_masks_that_allow_everything_go_and_those_that_are_returned_are_made() -> None:
     everything: Mask = lambda q, k, given, n: (k >= 0) & (q >= 0)  # noqa: E731
-    for capture in (fixed(everything), of_any_length(everything)):
+    cached: Mask = lambda q, k, given, n: k < q + n  # noqa: E731  # as behind a cache's length
+    for capture in (fixed(everything), of_any_length(everything), of_any_length(cached)):
         assert told(capture)[0] == [(False, False)]
     assert told(fixed(everything), small_numel=LENGTH)[0] == [(False, False)]
     found, made, _ = told(fixed(CAUSAL["<="], returns=True))
