@@ -32,6 +32,12 @@ else:
 
     # Tests beside one another measure less than there is: nobody else is to plan with that.
     os.environ["XDG_CACHE_HOME"] = f"{tempfile.gettempdir()}/megacompile-tests-{os.getuid()}"
+    # Each would start processes that compile for half of the cores, and Inductor for all of them.
+    beside = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if beside > 1:
+        share = str(max(1, (os.cpu_count() or 1) // beside))
+        os.environ.setdefault("MEGACOMPILE_COMPILE_PROCESSES", share)
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", share)
     compat.use_expandable_segments()  # as megacompile() does where it comes before the first tensor
 
 
