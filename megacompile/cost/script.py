@@ -16,7 +16,7 @@ None of that depends on the machine: how much work it is there, `megacompile.cos
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -26,11 +26,12 @@ from megacompile.cost.hardware import Hardware
 from megacompile.cost.optimizer import OptimizerCost, UpdateCost, updates
 from megacompile.cost.queues import COMPUTE, D2H, H2D, READ, STREAMS, Queues, Work
 from megacompile.ir import ops
+from megacompile.ir.edges import Handed, handed, stands_for, waits_for
 from megacompile.ir.inputs import on_disk
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
-from megacompile.ir.tokens import given, token_of, written
+from megacompile.ir.tokens import written
 from megacompile.ir.values import producer
 
 _QUEUES = {stream: STREAMS.index(stream) for stream in STREAMS}
@@ -44,7 +45,7 @@ class _Item:
     label: str
     queue: int
     waits: list[int] = field(default_factory=list)  # positions in the graph's items
-    takes: list[Hashable] = field(default_factory=list)  # what earlier graphs gave
+    takes: list[Handed] = field(default_factory=list)  # what earlier graphs gave
     begins: bool = False  # waits for what the graph before it left running
     since: int = -1  # the item that it is the second half of
     drains: bool = False  # waits for the copies of what was deferred
@@ -67,21 +68,18 @@ class _Graph:
         self.name, self.schedule = name, schedule
         self.sizes = sizes
         self.items: list[_Item] = []
-        self.gives: dict[Hashable, int] = {}  # what a later graph may take -> its item
+        self.gives: dict[Handed, int] = {}  # what a later graph may take -> its item
         self.deferred: list[int] = []  # items whose copies the next drain waits for
-        self.awaited: list[Hashable] = []  # the same, of earlier graphs
+        self.awaited: list[Handed] = []  # the same, of earlier graphs
         self.fresh: set[int] = set()  # buckets whose new values stay on the device until then
         self._position: dict[fx.Node, int] = {}
-        self._lands: dict[tuple[int, Part], int] = {}
+        self._lands: dict[Handed, int] = {}
         self._stored = on_disk(schedule.forward)  # names of saved values
         graph = schedule.graphs[name]
         for node in graph.nodes:
             if ops.op_of(node) is not None:
                 self._add(node)
-        if name == "forward":
-            self._give_stored(graph)
-        else:
-            self._give(graph)
+        self._give()
 
     @property
     def returns_behind(self) -> int:
@@ -117,21 +115,16 @@ class _Graph:
             for item in self.items
         ]
 
-    def _give_stored(self, graph: fx.Graph) -> None:
-        """Notes what is on its way to a disk when the forward returns."""
-        for node in graph.nodes:
-            if node.name in self._stored:
-                self.gives[id(self.schedule), node.name] = self._position[node]
-
-    def _give(self, graph: fx.Graph) -> None:
-        for place, node in given(graph).items():
+    def _give(self) -> None:
+        """Notes what later graphs wait for. Of a forward that is what goes to a disk: everything
+        else is there when it returns, or is behind it on the stream of its copies."""
+        for what, node in handed(self.schedule, self.name).items():
+            if self.name == "forward" and what[1] not in self._stored:
+                continue
             at = self._position[node]
             if ops.stream_of(node) is Stream.D2H:  # one half of it
-                at = self._lands.get(place, at)
-            self.gives[place] = at
-        for name in self.schedule.left if self.name == "backward" else ():
-            node = next(n for n in graph.nodes if n.name == name)
-            self.gives[id(self.schedule), name] = self._position[producer(node)]
+                at = self._lands.get(what, at)
+            self.gives[what] = at
 
     def _add(self, node: fx.Node) -> None:
         op = ops.effects(node)
@@ -159,27 +152,16 @@ class _Graph:
         self._position[node] = len(self.items)
         self.items.append(item)
 
-    def _waits(self, node: fx.Node, queue: int) -> tuple[list[int], list[Hashable]]:
+    def _waits(self, node: fx.Node, queue: int) -> tuple[list[int], list[Handed]]:
         """Those of other queues, in this graph and in earlier ones."""
         waits: list[int] = []
-        takes: list[Hashable] = []
-        for source in node.all_input_nodes:
-            if (key := self._key(source)) is not None:
-                takes.append(key)
-            position = self._position.get(producer(source))
-            if position is not None and self.items[position].queue != queue:
-                waits.append(position)
+        takes: list[Handed] = []
+        for source in waits_for(node):
+            if source.op == "placeholder":
+                takes.append(stands_for(self.schedule, source))
+            elif source in self._position and self.items[self._position[source]].queue != queue:
+                waits.append(self._position[source])
         return waits, takes
-
-    def _key(self, source: fx.Node) -> Hashable:
-        """The value of an earlier graph that a placeholder stands for; None: nothing that is waited
-        for."""
-        if source.op != "placeholder":
-            return None
-        if (token := token_of(source)) is not None:
-            return token.place
-        left = self.name == "update" or source.name in self._stored
-        return (id(self.schedule), source.name) if left else None
 
     def _add_half(self, node: fx.Node, item: _Item) -> None:
         """Add the first half; `item` becomes the second one. New parameters reach the host ahead of
@@ -200,8 +182,8 @@ class _Graph:
         for source in node.all_input_nodes:
             if source is value:
                 continue
-            if (key := self._key(source)) is not None:
-                self.awaited.append(key)
+            if source.op == "placeholder":
+                self.awaited.append(stands_for(self.schedule, source))
                 continue
             copy = producer(source)
             self.deferred.append(self._position[copy])
@@ -244,7 +226,7 @@ class Steps:
     def __init__(self, script: Script, hardware: Hardware) -> None:
         self.graphs = [(g, g.amounts(hardware, fused=script.fused)) for g in script.graphs]
         self.sets = script.sets
-        self.given: dict[Hashable, int] = {}  # by earlier graphs: what -> the work that makes it
+        self.given: dict[Handed, int] = {}  # by earlier graphs: what -> the work that makes it
         self.returned: list[int] = []  # work that is done when the graph before has returned
         self.deferred: list[int] = []  # the copies that the next drain waits for
         self.read: list[int] = []  # states from a disk, in order

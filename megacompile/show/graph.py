@@ -16,18 +16,18 @@ are no order within a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import networkx as nx
 from torch import fx
 
-from megacompile.ir import ops, values
+from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Slot
+from megacompile.ir.edges import EdgeKind, Handed, edges, handed, stands_for
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
-from megacompile.ir.tokens import Place, Token, given, token_of
 
 _COLOURS = {
     Stream.H2D: "#D6ECFA",
@@ -57,20 +57,25 @@ def to_networkx(schedule: Schedule) -> nx.MultiDiGraph:
     `bytes` (that a copy moves). The attributes are strings and ints, for any file format.
     """
     found = nx.MultiDiGraph(name=schedule.name)
-    writer = writers(schedule)
     stages = {bucket.key: stage for stage in reversed(schedule.stages) for bucket in stage.buckets}
     for name, graph in schedule.graphs.items():
         for position, node in enumerate(ops.nodes_of(graph)):
             found.add_node(_key(name, node), **_attributes(node, name, position, stages))
+    maker = makers(schedule)
     for name, graph in schedule.graphs.items():
-        for first, second, kind in _edges(graph):
-            found.add_edge(_key(name, first), _key(name, second), kind, kind=kind)
-        for source, node in _handed_over(schedule, name):
-            found.add_edge(source, _key(name, node), "data", kind="data")
-        for node, token in _tokens(graph):
-            if token.place in writer:
-                kind = "token" if ops.effects(node).waits else "names"
-                found.add_edge(_key(*writer[token.place]), _key(name, node), kind, kind=kind)
+        for edge in edges(graph):
+            kind = str(edge.kind)
+            if edge.kind is not EdgeKind.STREAM and not ops.effects(edge.second).waits:
+                kind = "names"
+            source: Maker | None = name, edge.first
+            if edge.first.op == "placeholder":
+                source = maker.get(stands_for(schedule, edge.first))
+                if edge.kind is EdgeKind.DATA:
+                    kind = "data"
+                elif kind == "after":
+                    kind = "token"
+            if source is not None and ops.op_of(source[1]) is not None:
+                found.add_edge(_key(*source), _key(name, edge.second), kind, kind=kind)
     if schedule.backward is not None:
         ends = (ops.nodes_of(schedule.forward)[-1:], ops.nodes_of(schedule.backward)[:1])
         for last, first in zip(*ends, strict=False):
@@ -140,59 +145,15 @@ def _attributes(
     }
 
 
-def _edges(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, str]]:
-    last: dict[Stream, fx.Node] = {}
-    for node in ops.nodes_of(graph):
-        waits = ops.effects(node).waits
-        after: Any = node.kwargs.get("after", ())
-        for kind, taken in (("data", values.reads(node)), ("after", after)):
-            for source in map(values.producer, taken):
-                if ops.op_of(source) is not None:
-                    yield source, node, kind if waits else "names"
-        stream = ops.stream_of(node)
-        if stream in last and stream.in_order:
-            yield last[stream], node, "stream"
-        last[stream] = node
+Maker = tuple[str, fx.Node]  # the name of a graph, and its op
 
 
-def _handed_over(schedule: Schedule, name: str) -> Iterator[tuple[str, fx.Node]]:
-    """The readers of a value of the graph before: the backward takes saved values, the update what
-    is left."""
-    handed = {"backward": ("forward", schedule.saved_values), "update": ("backward", schedule.left)}
-    before, value_names = handed.get(name, ("", ()))
-    if not value_names:
-        return
-    made = {node.name: values.producer(node) for node in schedule.graphs[before].nodes}
-    for node in ops.nodes_of(schedule.graphs[name]):
-        for value in values.reads(node):
-            if value.op == "placeholder" and value.name in value_names:
-                source = made[value.name]
-                if ops.op_of(source) is not None:
-                    yield _key(before, source), node
+def makers(schedule: Schedule) -> Mapping[Handed, Maker]:
+    """The op that makes what a graph hands to later ones, as far as one schedule tells.
 
-
-def _tokens(graph: fx.Graph) -> Iterator[tuple[fx.Node, Token]]:
-    for node in ops.nodes_of(graph):
-        after: Any = node.kwargs.get("after", ())
-        for value in after:
-            if (token := token_of(value)) is not None:
-                yield node, token
-
-
-# The op that a token stands for, as far as one schedule tells.
-
-Writer = tuple[str, fx.Node]  # the name of a graph, and its op
-
-
-def writers(schedule: Schedule) -> Mapping[Place, Writer]:
-    """By the part of a bucket: the graph that writes it, and its last op that does.
-
-    A part has one such graph: the backward writes gradients, and the update, or a backward that
-    updates, writes weights and states. What a schedule does not write, another one may.
+    A part of a bucket has one graph that writes it: the backward writes gradients, and the update,
+    or a backward that updates, writes weights and states. What a schedule does not write, another
+    one may.
     """
-    found: dict[Place, Writer] = {}
-    for name in ("backward", "update"):
-        if name in schedule.graphs:
-            graph = schedule.graphs[name]
-            found |= {place: (name, node) for place, node in given(graph).items()}
-    return found
+    found = ((name, handed(schedule, name)) for name in schedule.graphs)
+    return {what: (name, node) for name, made in found for what, node in made.items()}

@@ -38,7 +38,7 @@ from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
 from megacompile.ir.tensors import TensorMeta, tensors_bytes
 from megacompile.ir.tokens import token_of
-from megacompile.show.graph import writers
+from megacompile.show.graph import makers
 from megacompile.text import format_bytes, printable
 
 _WIDTH = 80  # of a line of code, before its comment
@@ -158,12 +158,12 @@ def _tokens(
     schedule: Schedule, nodes: Sequence[fx.Node], variables: Mapping[fx.Node, str]
 ) -> Iterator[str]:
     """The meaning of tokens: "weights_3: the last 3UPDATE"."""
-    writer = writers(schedule) if nodes else {}
+    maker = makers(schedule) if nodes else {}
     places = {node: token.place for node in nodes if (token := token_of(node))}
     for node, place in places.items():
-        if place in writer:
-            yield f"{variables[node]}: the last {ops.label(writer[place][1])}"
-    others = [variables[node] for node, place in places.items() if place not in writer]
+        if place in maker:
+            yield f"{variables[node]}: the last {ops.label(maker[place][1])}"
+    others = [variables[node] for node, place in places.items() if place not in maker]
     if others:
         yield f"{', '.join(others)}: written by other schedules, if at all"
 

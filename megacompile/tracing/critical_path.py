@@ -18,14 +18,15 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from megacompile.ir import ops
+from megacompile.ir.edges import Handed, handed, stands_for, waits_for
+from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.tokens import given, token_of
 from megacompile.ir.values import producer, reads
 from megacompile.tracing.timeline import COMM, UPDATERS, Span, Timeline
 
@@ -187,14 +188,14 @@ class _Ops:
         for i, span in enumerate(self.spans):
             if span.run >= 0:
                 members[span.run].append(i)
-        known: dict[tuple[int, str], Edges] = {}
-        made: dict[Hashable, list[int]] = {}  # by earlier graphs
+        known: dict[tuple[int, str], RecordedEdges] = {}
+        made: dict[Handed, list[int]] = {}  # by earlier graphs
         for run in sorted(members):  # as they were issued
             schedule, graph = self.timeline.runs[run].schedule, self.timeline.runs[run].graph
             assert schedule is not None
             key = id(schedule), graph
             if key not in known:
-                known[key] = edges(schedule, graph)
+                known[key] = recorded_edges(schedule, graph)
             place = self._named(members[run])
             self._add_run(known[key], place, made)
             for what, names in known[key].gives.items():
@@ -210,7 +211,10 @@ class _Ops:
         return place
 
     def _add_run(
-        self, of_graph: Edges, place: Mapping[_Name, int], made: Mapping[Hashable, list[int]]
+        self,
+        of_graph: RecordedEdges,
+        place: Mapping[_Name, int],
+        made: Mapping[Handed, list[int]],
     ) -> None:
         lanes: set[str] = set()
         for name, i in place.items():
@@ -254,64 +258,45 @@ _Name = tuple[str, int]  # as printed, and which one of those that print alike
 
 
 @dataclass(frozen=True, slots=True)
-class Edges:
+class RecordedEdges:
     """The ops that those of a graph wait for, and those that ops of later graphs may wait for."""
 
     waits: Mapping[_Name, Sequence[_Name]]  # of other streams of the graph
-    takes: Mapping[_Name, Sequence[Hashable]]  # what earlier graphs gave
-    gives: Mapping[Hashable, Sequence[_Name]]  # to later graphs, and who made it
+    takes: Mapping[_Name, Sequence[Handed]]  # what earlier graphs gave
+    gives: Mapping[Handed, Sequence[_Name]]  # to later graphs, and who made it
 
 
-def edges(schedule: Schedule, graph_name: str) -> Edges:
+def recorded_edges(schedule: Schedule, graph_name: str) -> RecordedEdges:
     """The edges that the runtime keeps, by op.
 
     What is not recorded hands on its waits to the next op of its stream: a `free` after a copy.
-    `defer_free` makes nothing wait.
     """
-    graph = schedule.graphs[graph_name]
     names: dict[fx.Node, _Name] = {}
     counts: defaultdict[str, int] = defaultdict(int)
-    handed: defaultdict[object, list[_Name]] = defaultdict(list)
+    handed_on: defaultdict[object, list[_Name]] = defaultdict(list)
     waits: dict[_Name, list[_Name]] = {}
-    takes: dict[_Name, list[Hashable]] = {}
-    for node in ops.nodes_of(graph):
+    takes: dict[_Name, list[Handed]] = {}
+    for node in ops.nodes_of(schedule.graphs[graph_name]):
         op = ops.effects(node)
         if not op.waits:
             continue
-        stream = ops.stream_of(node)
-        made = [producer(source) for source in node.all_input_nodes]
+        stream, made = ops.stream_of(node), waits_for(node)
         own = [names[n] for n in made if n in names and ops.stream_of(n) is not stream]
         if not op.issues:
-            handed[stream] += own
+            handed_on[stream] += own
             continue
         label = ops.label(node)
         names[node] = label, counts[label]
         counts[label] += 1
-        waits[names[node]] = list(dict.fromkeys([*own, *handed.pop(stream, ())]))
-        takes[names[node]] = [_key(schedule, n) for n in made if n.op == "placeholder"]
-    return Edges(waits, takes, _gives(schedule, graph_name, names))
-
-
-def _key(schedule: Schedule, value: fx.Node) -> Hashable:
-    """The meaning of a placeholder: a token, or a value that an earlier graph has left."""
-    token = token_of(value)
-    return (id(schedule), value.name) if token is None else token.place
-
-
-def _gives(
-    schedule: Schedule, graph_name: str, names: Mapping[fx.Node, _Name]
-) -> dict[Hashable, list[_Name]]:
-    graph = schedule.graphs[graph_name]
-    found: dict[Hashable, list[_Name]] = {}
-    if graph_name != "forward":
-        for place, node in given(graph).items():  # of new values, who made them as well
-            writers = [node, *map(producer, reads(node))]
-            found[place] = [names[n] for n in writers if n in names]
-    left = {"forward": schedule.saved_values, "backward": schedule.left}.get(graph_name, ())
-    for node in graph.nodes:
-        if node.name in left and producer(node) in names:
-            found[id(schedule), node.name] = [names[producer(node)]]
-    return found
+        waits[names[node]] = list(dict.fromkeys([*own, *handed_on.pop(stream, ())]))
+        takes[names[node]] = [stands_for(schedule, n) for n in made if n.op == "placeholder"]
+    gives = {}
+    for what, node in handed(schedule, graph_name).items():
+        is_part = isinstance(what[1], Part)  # new values of it: who made them as well
+        makers = [node, *map(producer, reads(node))] if is_part else [node]
+        if found := [names[n] for n in makers if n in names]:
+            gives[what] = found
+    return RecordedEdges(waits, takes, gives)
 
 
 # Finds the rank that comes last, by what all of them have measured.

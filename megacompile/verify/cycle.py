@@ -30,10 +30,11 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.edges import Handed, handed, stands_for
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
-from megacompile.ir.tokens import Place, given, token_of, written
+from megacompile.ir.tokens import Place, token_of, written
 from megacompile.ir.values import bucket_of, label, memory, producer, reads
 from megacompile.verify.hazard import Hazard, HazardKind, Step, View
 
@@ -87,10 +88,9 @@ class _Cycle:
     bits: int = 0
     runs: int = 0
     streams: dict[Stream, int] = field(default_factory=dict)  # what is done at its next op
-    tokens: dict[Place, int] = field(default_factory=dict)  # what is done when it is
+    handed: dict[Handed, int] = field(default_factory=dict)  # what is done when it is there
     writer: dict[Place, Access] = field(default_factory=dict)  # the last one
     readers: dict[Place, list[Access]] = field(default_factory=lambda: defaultdict(list))
-    left: dict[str, int] = field(default_factory=dict)  # what is done when it is there
     copies: dict[str, list[tuple[fx.Node, int]]] = field(default_factory=dict)  # of what is left
     drained: int = 0  # what was done when the host went on
 
@@ -114,8 +114,8 @@ class _Cycle:
         self.streams[stream] = self.streams.get(stream, 0) | left
         for part in Part:
             wrote = {Part.GRADIENTS: gradients, Part.STATES: states, Part.WEIGHTS: weights}[part]
-            self.tokens[bucket.key, part] = left if part is Part.GRADIENTS else done
-            self.tokens[bucket.key, part] |= 1 << wrote.bit
+            there = left if part is Part.GRADIENTS else done
+            self.handed[bucket.key, part] = there | 1 << wrote.bit
             self.writer[bucket.key, part] = wrote
 
     def _bit(self) -> int:
@@ -135,7 +135,7 @@ class _Cycle:
         for step in view.order.steps:
             node, op = step.node, ops.effects(step.node)
             if node.op == "placeholder":
-                done[node] = self._given(node)
+                done[node] = self.handed.get(stands_for(self.schedule, node), 0)
                 continue
             of, stream = streams[apart.get(node)], _stream(view, step)
             earlier = before[node] = self.drained | _before(step, stream, done, of, apart)
@@ -156,17 +156,11 @@ class _Cycle:
         if view.name == "forward":
             self.drained |= self.streams.get(Stream.H2D, 0)
         yield from self._lifetimes(view, before, done)
-        if view.name != "forward":
-            self.tokens |= {place: done[node] for place, node in given(view.graph).items()}
+        if view.name != "forward":  # whose saved values are for other checks
+            made = handed(self.schedule, view.name)
+            self.handed |= {what: done[node] for what, node in made.items()}
         if view.name == "backward":
-            self._leave(view, done, bits)
-
-    def _given(self, node: fx.Node) -> int:
-        """The bits that are done when a placeholder's value is there."""
-        token = token_of(node)
-        if token is not None:
-            return self.tokens.get(token.place, 0)
-        return self.left.get(node.name, 0)
+            self._note_copies(view, bits)
 
     # Parts of buckets.
 
@@ -223,12 +217,9 @@ class _Cycle:
 
     # What a backward leaves.
 
-    def _leave(self, view: View, done: Mapping[fx.Node, int], bits: Mapping[fx.Node, int]) -> None:
-        self.left, self.copies = {}, {}
-        left = ops.returned(view.graph)[1]
-        roots = {memory(value): value.name for value in left}
-        for value in left:
-            self.left[value.name] = done[producer(value)]
+    def _note_copies(self, view: View, bits: Mapping[fx.Node, int]) -> None:
+        self.copies = {}
+        roots = {memory(value): value.name for value in ops.returned(view.graph)[1]}
         for node in view.graph.nodes:
             name = roots.get(memory(node))
             users = node.users if name is not None else ()

@@ -1,6 +1,6 @@
 """The part of `verify` that is about buckets: gradients and states arrive once, and whole.
 
-What must hold, given [Note: happens-before] in `megacompile.verify.hazard`:
+What must hold, given [Note: happens-before] in `megacompile.ir.edges`:
 
 - an op takes what its declaration says, of its own bucket: gradients, norms, buffers, states;
 - norms that are taken of gradients are given to what takes these;

@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from megacompile.ir import ops
+from megacompile.ir.edges import waits_for
 from megacompile.ir.ops import Op
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
@@ -118,14 +119,7 @@ class View:
 Check = Callable[[View], Iterator[Hazard]]
 
 
-# The order that a graph proves.
-#
-# [Note: happens-before] Each stream that is in order runs its ops in program order; two ops of one
-# that is not (`Stream.in_order`) are ordered by edges alone. An op waits for every node among its
-# arguments and in its `after=`; an item of a tuple stands for the op that returns the tuple.
-# Nothing else orders anything: two ops are ordered if a path of such edges joins them, and race if
-# none does. The host issues ops in program order too, so an edge that points backward (a value that
-# is used before it is made) orders nothing. How graphs are joined is in `megacompile.verify.cycle`.
+# The order that a graph proves: [Note: happens-before] in `megacompile.ir.edges`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,18 +162,13 @@ class Order:
 
 
 def _steps(graph: fx.Graph, position: dict[fx.Node, int]) -> list[Step]:
-    """[Note: happens-before] of a graph, in program order; items are merged into their ops."""
+    """The ops and placeholders in program order. An edge that points backward orders nothing."""
     found = []
     for node in graph.nodes:
         if node.op == "output" or producer(node) is not node:
             continue
         op = ops.op_of(node)
         stream = op.stream if op is not None and op.stream.in_order else None
-        waits = _awaited(node, position) if op is not None and op.waits else ()
+        waits = tuple(w for w in waits_for(node) if position[w] < position[node])
         found.append(Step(node, stream, waits))
     return found
-
-
-def _awaited(node: fx.Node, position: dict[fx.Node, int]) -> tuple[fx.Node, ...]:
-    sources = map(producer, (v for v in node.all_input_nodes if position[v] < position[node]))
-    return tuple(source for source in sources if position[source] < position[node])

@@ -1,6 +1,6 @@
 """The part of `verify` that is about memory: slots, lifetimes, changes in place.
 
-What must hold, given [Note: happens-before] in `megacompile.verify.hazard`:
+What must hold, given [Note: happens-before] in `megacompile.ir.edges`:
 
 - a compute reads its bucket from a slot that is not filled again until it is done, and no slot is
   filled while an earlier schedule may read it;

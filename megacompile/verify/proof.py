@@ -1,6 +1,6 @@
 """Proof that a schedule is free of races, leaks and mix-ups; every schedule passes before it runs.
 
-What must hold, given [Note: happens-before] in `megacompile.verify.hazard`:
+What must hold, given [Note: happens-before] in `megacompile.ir.edges`:
 
 - every op has what it reads: its arguments, made before it, and the weights of its buckets;
 - the backward sees what the forward saw: arguments, saved tensors, random numbers;

@@ -1,6 +1,6 @@
 """The part of `verify` that is about what waits elsewhere between a forward and its backward.
 
-What must hold, given [Note: happens-before] in `megacompile.verify.hazard`:
+What must hold, given [Note: happens-before] in `megacompile.ir.edges`:
 
 - every `offload_saved` of a forward is returned, or written to a disk and that is returned, and a
   `fetch_saved` brings back one of those: what is returned has the event of its copy, so that the
