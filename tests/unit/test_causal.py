@@ -213,11 +213,17 @@ def test_masks_that_allow_everything_go_and_those_that_are_returned_are_made() -
 
 
 def test_what_is_left_as_it_is() -> None:
-    """Of fewer keys than queries, what is_causal means has changed between versions of torch."""
+    """Where keys and queries differ in number, is_causal has changed between versions of torch."""
     for small in SIZES:
         found, _, _ = told(fixed(CAUSAL["<="], keys=LENGTH - 2), small_numel=small)
         assert found == [(True, False)]
     assert told(of_any_length(CAUSAL["<="], fewer=2))[0] == [(True, False)]
+
+    def fewer_queries(x: Any) -> Any:
+        mask = torch.arange(LENGTH)[None] <= torch.arange(LENGTH - 2)[:, None]
+        return F.scaled_dot_product_attention(x[..., : LENGTH - 2, :], x, x, mask)
+
+    assert told(handmade.traced(fewer_queries, X))[0] == [(True, False)]
     for capture in (fixed(CAUSAL["<="]), of_any_length(CAUSAL["<="])):
         assert told(capture, lowering=Lowering.EAGER)[1:] == (capture, ()), "it is bitwise"
 
