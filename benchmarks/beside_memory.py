@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def _update(name: str) -> Update:
-    """Of bfloat16 parameters, for 8 bits too."""
+    """Cost for bfloat16 parameters, also with states in 8 bits."""
     dtype = torch.float32 if name == "float32" else torch.bfloat16
     param, grad, m, v = (torch.rand(_NUMEL).to(dtype) for _ in range(4))
     group = torch.optim.AdamW([torch.nn.Parameter(param)]).param_groups[0]
@@ -70,7 +70,7 @@ def _update(name: str) -> Update:
 
 @contextlib.contextmanager
 def _most() -> Iterator[list[str]]:
-    """What the processes below this one take at most, and of which; known at the end."""
+    """The most memory that child processes take, and which ones; known at the end."""
     found: list[str] = []
     over, peak = threading.Event(), dict[str, int]()
 

@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
 
 
 def _predict(staged: Staged, hardware: Hardware) -> dict[str, object]:
-    """What explain will say, from the shapes alone."""
+    """Predict what explain will say, from the shapes alone."""
     options = abstract_options(**staged.options)
     programs = abstract_programs(
         staged.model("meta"), (staged.inputs("meta"),), options=options, hardware=hardware

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
 
 
 def _why(error: Exception) -> str:
-    """Why a way did not run."""
+    """The reason for which a way did not run."""
     if isinstance(error, ModuleNotFoundError):
         return "not installed"
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -102,7 +102,7 @@ def _product(rows: int, k: int, n: int, args: argparse.Namespace) -> tuple[float
 
 
 def _attention(args: argparse.Namespace, heads: int) -> tuple[float, float]:
-    """Of a layer, causal, with keys and values repeated for their heads as transformers does."""
+    """One causal layer, with keys and values repeated for their heads as transformers does."""
     shape = (args.batch, heads, args.length, HEAD_DIM)
     query, key, value, grad = (_random(shape, args.device) for _ in range(4))
     for tensor in (query, key, value):

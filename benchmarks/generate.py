@@ -1,4 +1,5 @@
-"""What generation costs beside the plain model: tokens of a small Qwen2, with two kinds of caches.
+"""The cost of generation next to the plain model: tokens of a small Qwen2, with two kinds of
+caches.
 
     python -m benchmarks.generate --tokens 48 --cache static --cache growing
 

@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
 
 
 def _model(args: argparse.Namespace) -> nn.Module:
-    """Of Qwen2.5-14B's shape, on meta."""
+    """A model of Qwen2.5-14B's shape, on meta."""
     width = args.width
     intermediate = 13824 if width == 5120 else 2 * width
     heads = 8 if width == 5120 else 1

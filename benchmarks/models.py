@@ -110,5 +110,5 @@ def tokens(batch: int, length: int, vocabulary: int = 152064) -> torch.Tensor:
 
 
 def parameters(model: nn.Module) -> int:
-    """How many parameters a model has."""
+    """Count the parameters of a model."""
     return sum(p.numel() for p in model.parameters())

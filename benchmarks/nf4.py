@@ -29,14 +29,14 @@ class Shape:
 
     @property
     def linear_parameters(self) -> int:
-        """Of all layers' linear maps: what is quantized."""
+        """Parameters of all layers' linear maps, which are quantized."""
         kv = self.hidden // self.heads * self.kv_heads
         attention = 2 * self.hidden * self.hidden + 2 * self.hidden * kv
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
     @property
     def head_parameters(self) -> int:
-        """Of the head, and of the embedding."""
+        """Parameters of the head and of the embedding."""
         return self.hidden * self.vocabulary
 
 

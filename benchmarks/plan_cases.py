@@ -68,7 +68,7 @@ class Case:
         return Loss(qwen2(self.layers, device="meta", dtype=torch.bfloat16, **self.shape))
 
     def options(self, module: torch.nn.Module) -> Options:
-        """What `megacompile()` would be told."""
+        """The options that `megacompile()` would get."""
         optimizer = torch.optim.AdamW(module.parameters()) if self.in_backward else None
         options = abstract_options(
             gpu_memory=None if self.device_gib is None else self.device_gib * GIB,

@@ -1,4 +1,4 @@
-"""What the system says of this process's memory."""
+"""Memory of this process, as the system reports it."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def _shape(args: argparse.Namespace) -> Shape:
 
 
 def floor(shape: Shape, tokens: int) -> list[str]:
-    """What no schedule can be faster than, in words."""
+    """The floor of every schedule, in words."""
     nested_bytes = 0.5 + 1 / 64 + 4 / 64 / 256  # of a parameter: packed, its scale, that one's
     packed = shape.linear_parameters * nested_bytes
     streamed = packed + 2 * 2 * shape.head_parameters  # the head and the embedding, bf16

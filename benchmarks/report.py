@@ -1,4 +1,4 @@
-"""What every benchmark prints: the machine, the versions, the commit, the command, the table."""
+"""The output of every benchmark: machine, versions, commit, command, table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 
 def environment() -> dict[str, str]:
-    """Where and on what a result was measured."""
+    """The machine and the versions of a result."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return {
         "gpu": gpu,

@@ -1,4 +1,4 @@
-"""What tracing costs: training steps of a Qwen2 model with a trace off and on, in turns.
+"""The cost of tracing: training steps of a Qwen2 model with a trace off and on, in turns.
 
     python -m benchmarks.trace_overhead --layers 12 --blocks 4 --steps 3 \\
         --device-update 0 --save docs/step.json --save docs/step.png

@@ -233,7 +233,7 @@ def _error(predicted: float, measured: float) -> str:
 
 @contextmanager
 def _capped(gib: float | None) -> Iterator[None]:
-    """Let this process have no more than so much device memory."""
+    """Limit the device memory of this process."""
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, (gib or 1e9) * 2**30 / total))
     try:

@@ -1,4 +1,4 @@
-"""Updates of resident layers beside a forward of others: how much of them is hidden?
+"""Updates of resident layers next to a forward of others: the share that is hidden.
 
 A forward of some Qwen2 layers runs on a stream of high priority, and the AdamW update of as many
 others on one of low priority, of equal priority, and behind it. What is hidden is the share of the
@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
 
 
 def _updates(layers: nn.ModuleList) -> list[list[Update]]:
-    """Of as many layers as these, with float32 moments: parameters and gradients of their own."""
+    """Updates of as many layers as these, with float32 moments and parameters and gradients of
+    their own."""
     found = []
     for layer in layers:
         params = [torch.zeros_like(p).view(-1) for p in layer.parameters()]

@@ -1,4 +1,4 @@
-"""What the short examples share: their flags, a tiny language model, tokens to train it on.
+"""Code that the short examples share: flags, a tiny language model, tokens to train it on.
 
 The loops themselves are in the scripts. Nothing is downloaded: models are made from configs, and
 data is made up.

@@ -393,7 +393,8 @@ def validate(model: nn.Module, windows: Windows, batch: int) -> float:
 
 
 def identity(flags: Namespace, text: bytes) -> dict[str, str]:
-    """What a run's losses depend on: runs that agree in it can continue each other."""
+    """The settings that a run's losses depend on: runs that agree in them can continue each
+    other."""
     flags_by_name = {k: str(v) for k, v in vars(flags).items() if k not in FREE_ON_RESUME}
     return {**flags_by_name, "corpus's CRC-32": f"{zlib.crc32(text):08x}"}
 

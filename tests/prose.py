@@ -1,7 +1,7 @@
-"""Checks the docstrings and the class names of the product: `make lint` runs it.
+"""Checks docstrings and class names, but for those of tests: `make lint` runs it.
 
 A docstring starts with a verb or a noun. It does not start with a question word, "Let" or "Of",
-and its first paragraph is no question. A class name is used once.
+and its first paragraph is no question. A class name of the product is used once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("megacompile", "passes", "runtime")
+PRODUCT = ("megacompile", "passes", "runtime")
+FOLDERS = (*PRODUCT, "benchmarks", "examples")
 _START = re.compile(r"(What|Who|Whom|Whose|Whether|How|Lets?|Of|Where|Why|Which)\b")
 _WITH_DOCSTRINGS = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -52,7 +53,7 @@ def main() -> int:
         and not path.is_relative_to(ROOT / "megacompile" / "runtime")
     }
     found = [f"{path}:{fault}" for path, source in sources.items() for fault in faults(source)]
-    found += repeated(sources)
+    found += repeated({p: source for p, source in sources.items() if p.startswith(PRODUCT)})
     print(
         "\n".join(found)
         if found

@@ -49,7 +49,7 @@ SIZES = {
 
 
 class Engine(StrEnum):
-    """What runs the model."""
+    """The code that runs the model."""
 
     OURS = "ours"
     PLAIN = "plain"

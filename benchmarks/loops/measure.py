@@ -19,7 +19,7 @@ from megacompile import compat
 
 @dataclass(slots=True)
 class Step:
-    """What one step of the loop took."""
+    """Time and captures of one step of the loop."""
 
     index: int
     time_s: float  # with whatever the loop does between two steps
@@ -32,7 +32,7 @@ class Step:
 
     @property
     def captured(self) -> bool:
-        """Was anything captured or compiled?"""
+        """True if anything was captured or compiled."""
         return bool(self.graphs or self.programs or self.compiled)
 
 
@@ -45,7 +45,7 @@ class Measured:
 
     @property
     def losses(self) -> list[list[float]]:
-        """Of each step."""
+        """Captured graphs, by step."""
         return [step.losses for step in self.steps]
 
     @property
@@ -56,7 +56,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """What a process has captured so far."""
+    """The captures of a process so far."""
 
     graphs: int
     frames: int
@@ -95,7 +95,7 @@ def shortened(text: str) -> str:
 
 @contextlib.contextmanager
 def _logged() -> Iterator[_Log]:
-    """What is captured again, as Dynamo's `TORCH_LOGS=recompiles` says it, and what we say."""
+    """Reasons for new captures: Dynamo's (`TORCH_LOGS=recompiles`) and ours."""
     handler = _Log()
     before = {}
     with compat.logging_captures() as recompiles:

@@ -20,7 +20,7 @@ _VALUE = re.compile(r"as \S+ did")
 
 @dataclass(slots=True)
 class Record:
-    """What is known of a loop and an engine."""
+    """The results of a loop and an engine."""
 
     loop: str
     engine: Engine
@@ -34,7 +34,7 @@ class Record:
         return next(found, Record(loop, engine))
 
     def by_step(self, count: str) -> str:
-        """Where something was made: "2 1 . . 1" for each step."""
+        """Counts by step, as "2 1 . . 1"."""
         text = " ".join(str(step[count] or ".") for step in self.steps)
         while text.endswith(" . ."):
             text = text.removesuffix(" .")
@@ -45,12 +45,12 @@ class Record:
         return [s["index"] for s in self.steps if s["graphs"] or s["programs"] or s["compiled"]]
 
     def short(self) -> str:
-        """Where captures were made, in a line."""
+        """The captures by step, in a line."""
         programs = f", programs {self.by_step('programs')}" if self.engine is Engine.OURS else ""
         return f"graphs {self.by_step('graphs')}{programs}"
 
     def reasons(self) -> dict[str, int]:
-        """Why code was made for some sizes alone, or not at all, and how often this was said."""
+        """Reasons for code that is for some sizes alone, or was not made, with their counts."""
         found: dict[str, int] = {}
         for step in self.steps:
             for line in step["why"]:
@@ -66,7 +66,7 @@ class Record:
 
 
 def records(lines: Sequence[str]) -> list[Record]:
-    """What lines of JSON say; a later run of a loop replaces an earlier one."""
+    """Read lines of JSON; a later run of a loop replaces an earlier one."""
     found: dict[tuple[str, str], Record] = {}
     for line in list(lines):
         event = json.loads(line)

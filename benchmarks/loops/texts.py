@@ -37,7 +37,7 @@ def pretrained(
 
 
 def layers(size: Size) -> dict[str, Any]:
-    """What most configurations call the same."""
+    """Arguments that most configurations share."""
     return {
         "vocab_size": size.vocabulary,
         "hidden_size": size.width,

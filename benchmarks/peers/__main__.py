@@ -130,7 +130,7 @@ def launch(
 
 
 def machine(device: str, argv: Sequence[str]) -> dict[str, Any]:
-    """What a run has been made on."""
+    """The machine and versions of a run."""
     said: dict[str, Any] = environment()
     said["command"] = " ".join(["python -m benchmarks.peers", *argv])
     said["transformers"] = metadata.version("transformers")

@@ -1,4 +1,4 @@
-"""Who is compared: each system, what it keeps in which precision, and what it needs.
+"""The systems that are compared: what each keeps in which precision, and what it needs.
 
 All compute in bf16. What they keep differs, and a table that hides it compares nothing: `weights`,
 `moments`, `recomputes` and `clips` are printed beside the figures.
@@ -33,7 +33,7 @@ class Peer:
 
     @property
     def comes_apart(self) -> bool:
-        """Is its package one that `--wheels` may bring?"""
+        """True if `--wheels` may bring its package."""
         return self.package not in ("torch", "megacompile")
 
 

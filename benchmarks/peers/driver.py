@@ -1,4 +1,4 @@
-"""Which points are measured, in which order, and what is done about each.
+"""The points that are measured, their order, and what is done about each.
 
 At one setting the systems take turns, A B C A B C, so that a machine that slows down slows all of
 them. A point that failed is not repeated. Of a system that was too large, nothing larger is tried.
@@ -93,7 +93,7 @@ def go(
 
 
 def forget(results: Results, statuses: Sequence[Status], *, everywhere: bool) -> None:
-    """Let points that ended so be tried again; `everywhere`: on whichever machine they did."""
+    """Retry points that ended so; `everywhere`: on whichever machine they did."""
     results.records = [
         r
         for r in results.records
@@ -125,7 +125,7 @@ def keep_apart(results: Results) -> list[str]:
 
 
 def line(point: Point, outcome: Outcome) -> str:
-    """What is printed of a point."""
+    """The line that is printed for a point."""
     said = outcome.reason
     if outcome.result is not None:
         said = f"{outcome.result['step_s']:.4g} s a step, losses from "
@@ -145,7 +145,7 @@ def _alike(one: Point, other: Point) -> bool:
 
 
 def _known(results: Results, point: Point) -> Outcome | None:
-    """What is known of this machine before it is tried."""
+    """The outcome of a point that is known before it is tried."""
     for record in results.records:
         if record.point.peer != point.peer or not results.is_here(record):
             continue
@@ -159,7 +159,7 @@ def _known(results: Results, point: Point) -> Outcome | None:
 
 
 def at_least_as_large(one: Setting, other: Setting) -> bool:
-    """Does `one` need as much as `other`, or have less memory for it?"""
+    """True if `one` needs as much as `other`, or has less memory for it."""
     order = list(MODELS)
     limits = [float("inf") if s.cap_gib is None else s.cap_gib for s in (one, other)]
     return (

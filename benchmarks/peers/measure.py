@@ -159,7 +159,7 @@ def synchronize(device: str) -> None:
 
 
 def reason_of(error: Exception, setting: Setting, device: str) -> tuple[Status, str]:
-    """What an error means, and one line of it."""
+    """Classify an error; returns one line of it too."""
     text = one_line(f"{type(error).__name__}: {error}")
     if isinstance(error, RefusedError):
         return Status.REFUSED, one_line(str(error))

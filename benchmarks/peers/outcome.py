@@ -1,4 +1,4 @@
-"""What became of one process: it measured, or it says why not."""
+"""The outcome of one process: it measured, or it says why not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Status(StrEnum):
-    """How a process ended; its value is what a table prints."""
+    """The end of a process; its value is what a table prints."""
 
     OK = "ok"
     NOT_INSTALLED = "not installed"

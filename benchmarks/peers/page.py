@@ -32,7 +32,7 @@ def files() -> list[Path]:
 
 
 def section(of: Mapping[str, Results]) -> str:
-    """What stands between the comments: of each file's name, its results."""
+    """The text between the comments: the results of each file, by its name."""
     parts = [part for name, results in of.items() for part in _file(name, results)]
     return "\n\n".join([BEGIN, *parts, END])
 
@@ -52,7 +52,7 @@ def _file(name: str, results: Results) -> list[str]:
 
 
 def picture_of(name: str) -> Path:
-    """Where the picture of a file of results lies: beside the page."""
+    """The path of the picture of a file of results: next to the page."""
     return PAGE.with_name(name).with_suffix(".png")
 
 

@@ -97,7 +97,7 @@ class Family:
 
 
 def outcome_of(events: Path) -> Outcome | None:
-    """What a process said of its end; None: nothing, or nothing that can be read."""
+    """The outcome that a process wrote; None: nothing, or nothing that can be read."""
     for line in reversed(_lines(events)):
         with contextlib.suppress(ValueError, KeyError, TypeError):
             return Outcome.of_json(json.loads(line)["outcome"])
@@ -105,7 +105,7 @@ def outcome_of(events: Path) -> Outcome | None:
 
 
 def doing(events: Path) -> str:
-    """What a process was doing last."""
+    """The last phase of a process."""
     for line in reversed(_lines(events)):
         with contextlib.suppress(ValueError, KeyError, TypeError):
             return str(json.loads(line)["doing"])
@@ -119,7 +119,7 @@ def _lines(events: Path) -> list[str]:
 def _stopped(
     family: Family, taken_s: float, limit_s: float, host_bytes: int | None, events: Path
 ) -> Outcome | None:
-    """Why the process must end now."""
+    """The reason for which the process must end now."""
     if host_bytes is not None and family.peak_bytes > host_bytes:
         took = f"{family.peak_bytes / 2**30:.1f} GiB of host memory"
         reason = f"took {took}, of {host_bytes / 2**30:.1f} at most ({doing(events)})"
@@ -130,7 +130,7 @@ def _stopped(
 
 
 def _without_a_word(code: int, events: Path, printed: Path, family: Family) -> Outcome:
-    """Of a process that ended by itself, and said nothing of its end."""
+    """The outcome of a process that ended by itself and wrote nothing."""
     if code == -signal.SIGKILL:  # not ours: the system does that when memory runs out
         had = f"{family.peak_bytes / 2**30:.1f} GiB of host memory"
         reason = f"killed by the system, with {had} ({doing(events)})"

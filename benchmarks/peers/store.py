@@ -23,7 +23,7 @@ MACHINE = ("machine", "gpu", "cpus", "host GiB")  # of a run; the first is not i
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What became of one point."""
+    """The outcome of one point."""
 
     point: Point
     outcome: Outcome
@@ -47,12 +47,12 @@ class Results:
         return next((record for record in self.records if record.point == point), None)
 
     def same_machine(self, one: int, other: int) -> bool:
-        """Are two of the runs of one machine, as far as both say it?"""
+        """True if two runs are of one machine, as far as both say it."""
         a, b = self.runs[one], self.runs[other]
         return all(a[key] == b[key] for key in MACHINE if key in a and key in b)
 
     def is_here(self, record: Record) -> bool:
-        """Is it of the machine of the last run?"""
+        """True if it is of the machine of the last run."""
         return self.same_machine(record.run, -1)
 
     def add(self, point: Point, outcome: Outcome) -> None:

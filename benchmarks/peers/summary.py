@@ -31,14 +31,14 @@ class Row:
 
     @property
     def failure(self) -> Outcome | None:
-        """Why a process did not measure; None: all have."""
+        """The reason for which a process did not measure; None: all have."""
         if not self.records:
             return Outcome(Status.NOT_TRIED, "the run ended before")
         outcomes = (r.outcome for r in self.records)
         return next((o for o in outcomes if o.status is not Status.OK), None)
 
     def median(self, name: str) -> float | None:
-        """Of a figure over its processes; None where there is none."""
+        """The median of a figure over its processes; None where there is none."""
         values = [float(result[name]) for result in self.measured if name in result]
         return statistics.median(values) if values else None
 
@@ -50,7 +50,7 @@ class Row:
 
     @property
     def first_loss(self) -> float | None:
-        """Of the first step; the median."""
+        """Seconds of the first step; the median."""
         losses = [float(result["losses"][0]) for result in self.measured]
         return statistics.median(losses) if losses else None
 

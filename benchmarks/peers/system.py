@@ -1,4 +1,4 @@
-"""What a system gives to be measured, and what several of them share."""
+"""The interface of a system that is measured, and code that several of them share."""
 
 from __future__ import annotations
 

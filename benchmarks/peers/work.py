@@ -31,7 +31,7 @@ class Model:
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids there are."""
+        """The number of token ids."""
         return int(self.shape.get("vocabulary", 152064))
 
 
@@ -46,7 +46,7 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is trained, in how much memory: the systems are compared at one setting."""
+    """A model, its tokens and its memory: the systems are compared at one setting."""
 
     model: str  # a key of MODELS
     batch: int

@@ -1,1 +1,1 @@
-"""How each system trains: a module each, with a `setup` that gives a `System`."""
+"""The systems' training code: a module each, with a `setup` that returns a `System`."""
