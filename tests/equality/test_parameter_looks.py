@@ -232,3 +232,23 @@ def test_containers_of_a_module_hold_what_it_holds(breaks: bool) -> None:
     with pytest.raises(RuntimeError, match="shape"):
         streamed(torch.ones(2, 5))
     assert streamed.listed[0] is streamed.pair[0] is streamed.first.weight
+
+
+class Thaws(nn.Linear):
+    """Begins to train its weight in a forward that is not captured."""
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.requires_grad_()
+        return super().forward(x).square().sum()
+
+
+def test_a_parameter_that_a_forward_begins_to_train_adds_its_gradients() -> None:
+    torch.manual_seed(0)
+    plain = Thaws(4, 4).requires_grad_(False)
+    streamed = megacompile(copy.deepcopy(plain), device="cpu", lowering="eager", progress=False)
+    for net in (plain, streamed):
+        loss = net(torch.ones(2, 4))
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert streamed.weight.grad is not None and equal(streamed.weight.grad, plain.weight.grad)
