@@ -266,7 +266,7 @@ CAPTURE = (
     Fault(
         "affine-strict",
         "passes/capture/affine.py",
-        "return Affine(found.base - strict,",
+        "return Affine(found.base - int(strict),",
         "return Affine(found.base,",
         "A mask made with < is taken for one made with <=.",
     ),
