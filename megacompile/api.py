@@ -23,7 +23,7 @@ from megacompile.errors import ModelError, OptionError, OptionTypeError
 from megacompile.host_memory import budget_bytes, check_host_memory, free_bytes
 from megacompile.ir.collectives import Collectives
 from megacompile.mesh_options import check_alike
-from megacompile.options import Activations, Head, Lowering, Options, refuse_removed
+from megacompile.options import Activations, Head, Lowering, Options
 from megacompile.passes.stages.units import find_units
 from megacompile.plan.compiler import PassCompiler
 from megacompile.progress import line
@@ -56,30 +56,31 @@ def megacompile(
     model: M,
     *,
     device: torch.device | str | int | None = None,
-    lowering: Lowering | str | None = None,
-    lookahead: int = 2,
-    slots: int | None = None,
-    progress: bool | None = None,
-    compute_dtype: torch.dtype | None = None,
-    grad_dtype: torch.dtype | None = None,
-    state_dtype: torch.dtype | str | None = None,
-    stochastic_rounding: bool = False,
-    optimizer: torch.optim.Optimizer | None = None,
-    device_update: float | None = None,
     gpu_memory: int | float | str | None = None,
     host_memory: int | float | str | None = None,
     disk: str | os.PathLike[str] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    state_dtype: torch.dtype | str | None = None,
+    compute_dtype: torch.dtype | None = None,
+    activations: Activations | str = "auto",
+    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
+    mesh: DeviceMesh | None = None,
+    lowering: Lowering | str | None = None,
+    progress: bool | None = None,
+    # for experts: docs/options.md
+    resident: int | float | str = "auto",
     disk_memory: int | float | str | None = None,
     disk_weights: bool | None = None,
     disk_saved: bool | None = None,
-    resident: int | float | str = "auto",
+    device_update: float | None = None,
+    grad_dtype: torch.dtype | None = None,
+    stochastic_rounding: bool = False,
     head: Head | str = "auto",
     tiles: int | str = "auto",
-    detect_anomaly: bool = False,
-    activations: Activations | str = Activations.AUTO,
-    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
     dynamic: bool | None = None,
-    mesh: DeviceMesh | None = None,
+    lookahead: int = 2,
+    slots: int | None = None,
+    detect_anomaly: bool = False,
     **removed: Never,
 ) -> M:
     """Keep a model's parameters and gradients in host memory and stream them through a device.
@@ -89,39 +90,13 @@ def megacompile(
     Optimizers, clipping, schedulers and checkpoints work as for any model. A call computes on
     `device`.
 
+    Start without options. Those from `resident` on are for experts: docs/options.md says more of
+    them than is said here, and when to set which.
+
     Args:
         model: any `nn.Module` with dense parameters. Of what `torch.compile()` gave, the module in
             it is taken and returned.
         device: where to compute. Default: the current CUDA device, else the CPU.
-        lowering: "inductor" (default on CUDA) or "eager" (default on the CPU, bitwise equal to
-            the plain model).
-        lookahead: how many stages ahead a bucket is prefetched.
-        slots: device buffers for prefetched buckets, at least `lookahead + 1`. Default: that
-            many, and more if the plan finds that more make the step faster.
-        progress: show bars, and what the first step waits for. Default: where stderr is a terminal;
-            elsewhere one line is printed, once, where a part of a first step takes 5 s.
-            With `mesh` the first rank alone shows them.
-        compute_dtype: torch.bfloat16 or torch.float16. Float32 parameters and floating inputs are
-            computed in it. The host keeps the float32 masters and streams a copy.
-        grad_dtype: the dtype of `p.grad`. Default: the parameter's.
-        state_dtype: the dtype of the optimizer's moments: torch.float32, torch.bfloat16 or "int8"
-            (8 bits, blockwise). Default: the parameter's, as in torch.optim. Optimizers other than
-            AdamW, Adam, SGD and Lion ignore it with a warning.
-        stochastic_rounding: the optimizer rounds bfloat16 parameters up or down at random, in
-            proportion, so that small updates are not lost. Warns if no parameter is bfloat16. It
-            goes by `torch.initial_seed()`; with `mesh` by the first rank's at this call.
-        optimizer: an AdamW, Adam, SGD or Lion, whose update the backward makes, stage by stage.
-            Gradients never reach the host, and `optimizer.step()` only counts. There is no clipping
-            by the global norm, no `p.grad` and no GradScaler; `clip_grad_norm_(parameters, inf)`
-            returns the norm. The backward of every micro-batch but the last goes into
-            `accumulate(model)`.
-        device_update: the share of the parameters, from 0 to 1, that `optimizer.step()` updates on
-            the device: the first in forward order. Their states come in during the backward and
-            take device memory until the middle of the next forward. Meanwhile the host updates the
-            others, and the device helps it, in chunks. With 0 the host updates
-            alone. With `disk`, it is a share of those that are on the host with their states.
-            Default: what the plan finds best; none on the CPU, with `lowering="eager"`, with
-            `compute_dtype` or with `disk_weights=True`.
         gpu_memory: device memory that may be used: bytes, "20GiB" or a fraction of the device's.
             Default: the free memory when the plan is made, less 5 % of it, at most 4 GiB. Ranks
             that share the model plan with the least that any of them may use, here and on the host.
@@ -133,37 +108,16 @@ def megacompile(
             file that is gone when the process is: optimizer states, then parameters, then what
             waits between forward and backward. Each step reads and writes it. Without a plan (on
             the CPU) the states of all streamed buckets are there.
-        disk_memory: what everything may take there, in the same forms. Default: what is free. With
-            `mesh` each rank may take so much, as with `host_memory`; default: its part of what is
-            free, which ranks of a host share.
-        disk_weights: the parameters of all streamed buckets are there too. Each forward reads them,
-            and each backward; trained ones are written with every update. Not with `compute_dtype`
-            or `mesh`. Default: those of as few buckets as it takes, where no plan fits with all of
-            them in host memory, and before there is a plan where they do not fit there; False:
-            none.
-        disk_saved: what waits on the host between forward and backward goes on to the disk, and
-            back, in each step: with `activations="offload"` the inputs of stages. Default: as
-            little of it as host memory asks for, where a plan is made; False: none.
-        resident: device memory for buckets that live there, with their gradients (none of them with
-            `optimizer`) and optimizer states: a size, 0 or "all". Default: "auto", as much as makes
-            the step fastest.
-        head: "chunked" computes the last linear layer, its `cross_entropy` and their gradients in
-            chunks of tokens. At most 1 GiB of logits exists at a time; results are equal up to
-            rounding. "whole" leaves the head as it is. "auto" (default) uses chunks with Inductor
-            where logits exceed 1 GiB. A head whose logits have another reader stays whole, and the
-            schedule's plan says why.
-        tiles: the number of tiles that the tokens are cut into. What acts on each token alone
-            (norms, projections, MLPs, and their backward) runs tile by tile: its values exist for
-            one tile at a time, are computed again in the backward, and are never saved. Attention
-            and whatever else looks at other tokens stays whole, unless the number divides the batch
-            and the layer is recomputed: then tiles are whole samples. Results are equal up to
-            rounding; gradients of weights are added up in float32. 1: none. "auto" (default) uses
-            tiles with Inductor where nothing else fits on the device, or where a step is predicted
-            to be at least 3 % shorter; with `mesh` it uses none. Stages whose sizes change from
-            call to call are not cut.
-        detect_anomaly: raise `AnomalyError` if a stage's backward returns NaN or inf. The error
-            names the stage and the parameter, and says whether the NaN came in or arose there. The
-            host then waits for each stage. `torch.autograd.detect_anomaly()` does the same for NaN.
+        optimizer: an AdamW, Adam, SGD or Lion, whose update the backward makes, stage by stage.
+            Gradients never reach the host, and `optimizer.step()` only counts. There is no clipping
+            by the global norm, no `p.grad` and no GradScaler; `clip_grad_norm_(parameters, inf)`
+            returns the norm. The backward of every micro-batch but the last goes into
+            `accumulate(model)`.
+        state_dtype: the dtype of the optimizer's moments: torch.float32, torch.bfloat16 or "int8"
+            (8 bits, blockwise). Default: the parameter's, as in torch.optim. Optimizers other than
+            AdamW, Adam, SGD and Lion ignore it with a warning.
+        compute_dtype: torch.bfloat16 or torch.float16. Float32 parameters and floating inputs are
+            computed in it. The host keeps the float32 masters and streams a copy.
         activations: what the backward takes from the forward. "keep" leaves every stage's saved
             tensors on the device: fastest, most memory. "selective" leaves about half of them there
             and recomputes the rest. "recompute" leaves the stages' inputs there and recomputes
@@ -175,15 +129,30 @@ def megacompile(
             model's host memory; or a `megacompile.Checkpoint`, which says more. Default: the
             model's own values. What is on meta is initialised at random, on the CPU: by
             `_init_weights` of transformers, else by the modules' `reset_parameters()`.
-        dynamic: as in `torch.compile`. None (default): a size that has changed is a symbol from
-            then on, and one program serves all its values. True: sizes are symbols from the start.
-            False: each set of sizes gets code of its own.
         mesh: the ranks that share the model, a process each, as `torchrun` starts them:
             `init_device_mesh("cuda", (world_size,))`. Each has its rows of every parameter,
             gradient and state; gradients are means over ranks, as with FSDP2. Parameters become
             DTensors, other objects than before: make the optimizer afterwards (one that has not
             stepped gets the new ones). Of two dimensions the last one shards, and the first one
             replicates.
+        lowering: "inductor" (default on CUDA) or "eager" (default on the CPU, bitwise equal to
+            the plain model).
+        progress: show bars, and what the first step waits for. Default: where stderr is a terminal;
+            elsewhere one line is printed, once, where a part of a first step takes 5 s.
+            With `mesh` the first rank alone shows them.
+        resident: device memory for parameters that stay there: a size, 0, "all" or "auto".
+        disk_memory: what everything may take in `disk`, in the forms of `gpu_memory`.
+        disk_weights: the parameters of all streamed buckets are in `disk` (True), or none (False).
+        disk_saved: what waits on the host during a step goes on to `disk` (True), or none (False).
+        device_update: the share (0 to 1) of parameters that `optimizer.step()` updates on `device`.
+        grad_dtype: the dtype of `p.grad`. Default: the parameter's.
+        stochastic_rounding: the optimizer rounds bfloat16 parameters up or down at random.
+        head: the last linear layer and its loss are computed "chunked", "whole" or as "auto" finds.
+        tiles: the number of tiles that the tokens are cut into; 1 for none.
+        dynamic: sizes are symbols from the start (True), never (False) or once they have changed.
+        lookahead: how many stages ahead a bucket is prefetched.
+        slots: device buffers for prefetched buckets, at least `lookahead + 1`.
+        detect_anomaly: raise `AnomalyError` if a stage's backward returns NaN or inf.
         removed: no option. One that there was in an earlier version is an error that says what to
             do instead.
 
@@ -209,36 +178,12 @@ def megacompile(
             optimizer.step()
             optimizer.zero_grad()
     """
+    given = {**locals()}  # the parameters: there is no other local yet
+    del given["model"], given["checkpoint"], given["removed"]
     log.configure()
-    refuse_removed(removed)
+    options = Options.resolve(**given, **removed)
     if isinstance(model, nn.Module):
         model = cast("M", compat.without_torch_compile(model))
-    options = Options.resolve(
-        device=device,
-        lowering=lowering,
-        lookahead=lookahead,
-        slots=slots,
-        progress=progress,
-        compute_dtype=compute_dtype,
-        grad_dtype=grad_dtype,
-        state_dtype=state_dtype,
-        stochastic_rounding=stochastic_rounding,
-        optimizer=optimizer,
-        device_update=device_update,
-        gpu_memory=gpu_memory,
-        host_memory=host_memory,
-        disk=disk,
-        disk_memory=disk_memory,
-        disk_weights=disk_weights,
-        disk_saved=disk_saved,
-        resident=resident,
-        head=head,
-        tiles=tiles,
-        detect_anomaly=detect_anomaly,
-        activations=activations,
-        dynamic=dynamic,
-        mesh=mesh,
-    )
     if isinstance(model, nn.Module) and compat.compiled_call(model) is not None:
         return _made(model, options, checkpoint, None)  # there is nothing to make
     ranks = ranks_that_share(options)

@@ -63,11 +63,11 @@ def check_alike(said: Sequence[Mapping[str, str]]) -> None:
 _MADE = 'init_device_mesh("{kind}", (world_size,)), after torch.distributed.init_process_group()'
 
 
-def checked(mesh: Any, device: torch.device, *, disk_weights: bool | None) -> DeviceMesh | None:
+def checked(mesh: Any, device: torch.device) -> DeviceMesh | None:
     """A mesh whose last dimension shards, and whose first one, of two, replicates.
 
     Raises:
-        OptionError: it has more dimensions, is of other devices, or stands with `disk_weights`.
+        OptionError: it has more dimensions, or is of other devices.
         OptionTypeError: it is no mesh.
     """
     if mesh is None:
@@ -98,10 +98,5 @@ def checked(mesh: Any, device: torch.device, *, disk_weights: bool | None) -> De
         raise OptionError(
             f"megacompile(): rank {dist.get_rank()} is not in the mesh {mesh}; call megacompile() "
             "in the ranks that are"
-        )
-    if disk_weights:
-        raise OptionError(
-            "megacompile(): got disk_weights=True with mesh=...; parts of parameters cannot lie "
-            "on a disk; leave one of them out (disk= works: optimizer states)"
         )
     return mesh

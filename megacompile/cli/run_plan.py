@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megacompile import option_checks
 from megacompile.cli import outputs, plan, target
 from megacompile.cli.target import Target
 from megacompile.cost.experts import active_parameters
@@ -31,7 +32,6 @@ from megacompile.text import columns, format_bytes
 from megacompile.validate import host_rows
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in plan.DTYPES}
-_STATE_DTYPES: dict[str, torch.dtype | str | None] = {**_DTYPES, "int8": "int8", "same": None}
 _LARGEST = 2**16  # batch of a sweep
 _NO_FASTER = 1.01  # a larger batch must bring as much, or the sweep ends
 _DAY_S = 86400
@@ -219,7 +219,7 @@ def _options(args: argparse.Namespace, made: Target, hardware: Hardware) -> Opti
             optimizer = torch.optim.SGD(params, momentum=0.9 * plan.OPTIMIZERS[args.optimizer])
     options = abstract_options(
         gpu_memory=plan.device_memory(args, hardware.device_bytes),
-        state_dtype=_STATE_DTYPES[args.state_dtype],
+        state_dtype=None if args.state_dtype == "same" else option_checks.dtype(args.state_dtype),
         compute_dtype=_DTYPES.get(args.compute_dtype),
         optimizer=optimizer,
         activations=args.activations,

@@ -228,6 +228,8 @@ ROWS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "replaced by a megacompiled one": (replaced_by_one, ModelError,
      "Stack.layers.1 is megacompiled itself; megacompile only the outermost module that is "
      "called (a copy.deepcopy of the other is a plain module)"),
+    "no such option": (lambda: on_cpu(look_ahead=2), OptionTypeError,
+     "megacompile() got an unexpected keyword argument 'look_ahead'"),
     "no CUDA device": (lambda: no_cuda("cuda"), OptionError,
      "megacompile(): got device='cuda', but this machine has no CUDA device "
      "(torch.cuda.is_available() is False); use device='cpu' or leave it out"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 from megacompile import Activations, Head, Lowering, OptionError, Options, megacompile
 from megacompile.errors import OptionTypeError
 from tests import inside
+from tests.sources import ROOT
 
 CPU = torch.device("cpu")
 
@@ -34,17 +37,40 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_defaults_on_the_cpu(no_cuda: None) -> None:
-    assert Options.resolve() == Options(CPU, Lowering.EAGER, lookahead=2, slots=None, progress=None)
+    assert Options.resolve() == Options(device=CPU, lowering=Lowering.EAGER, progress=None)
+
+
+def parameters() -> dict[str, Any]:
+    """The defaults of what a user can pass, by name, in the order of the signature."""
+    taken = list(inspect.signature(megacompile).parameters.values())
+    assert taken[0].name == "model" and taken[-1].name == "removed"  # no options
+    assert all(p.kind is p.KEYWORD_ONLY for p in taken[1:-1])
+    return {p.name: p.default for p in taken[1:-1]}
 
 
 def test_options_are_those_of_the_front_door() -> None:
     """An option that `megacompile()` takes is an option, with the same default, and no other is."""
-    taken = dict(inspect.signature(megacompile).parameters)
-    del taken["model"], taken["checkpoint"], taken["removed"]  # no options
-    resolved = dict(inspect.signature(Options.resolve).parameters)
-    assert {n: p.default for n, p in taken.items()} == {n: p.default for n, p in resolved.items()}
-    assert list(resolved) == [field.name for field in dataclasses.fields(Options)]
-    assert all(p.kind is p.KEYWORD_ONLY for p in (*taken.values(), *resolved.values()))
+    taken = parameters()
+    del taken["checkpoint"]  # values of the model
+    assert list(taken) == [field.name for field in dataclasses.fields(Options)]
+    assert Options.resolve(**taken) == Options.resolve()
+
+
+def test_the_page_has_every_option_and_its_default() -> None:
+    """In the order of the signature. Those for experts have a line of the docstring each."""
+    page = (ROOT / "docs" / "options.md").read_text()
+    rows = {
+        name: ast.literal_eval(value)
+        for name, value in re.findall(r"^\| `(\w+)` \| `([^`]+)` \| ", page, re.MULTILINE)
+    }
+    assert list(rows.items()) == list(parameters().items())
+    text = inspect.cleandoc(megacompile.__doc__ or "").partition("\nArgs:\n")[2]
+    lines = re.findall(r"^    (\w+): ", text.partition("\n\nRaises:")[0], re.MULTILINE)
+    assert lines == ["model", *rows, "removed"]
+    experts = re.findall(r"^\| `(\w+)` ", page.partition("\n## For experts\n")[2], re.MULTILINE)
+    assert experts == list(rows)[list(rows).index("resident") :]
+    for name, following in zip(experts, [*experts[1:], "removed"], strict=True):
+        assert re.search(rf"^    {name}: .+\n    {following}: ", text, re.MULTILINE), name
 
 
 NOT_ASKED = {"optimizer", "mesh"}  # of which an object of no known class may be one
@@ -152,8 +178,11 @@ def test_a_refused_option_leaves_the_model_as_it_was() -> None:
 
 
 def test_options_are_given_by_name() -> None:
+    """mypy says so too: it would report an `ignore` that it does not need."""
     with pytest.raises(TypeError, match="positional"):
         megacompile(nn.Linear(2, 2), "cpu")  # type: ignore[call-arg]
+    with pytest.raises(OptionTypeError, match="look_ahead"):
+        megacompile(nn.Linear(2, 2), look_ahead=2)  # type: ignore[arg-type]
 
 
 # --- differences
@@ -163,7 +192,7 @@ def test_differences_name_what_changed(no_cuda: None) -> None:
     mine = Options.resolve(device="cpu")
     theirs = Options.resolve(device="cpu", lookahead=4, progress=False)
     assert mine.differences(theirs) == [
-        "lookahead: 2 -> 4",
         "progress: None -> False",
+        "lookahead: 2 -> 4",
     ]
     assert mine.differences(Options.resolve()) == []

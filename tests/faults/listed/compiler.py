@@ -21,14 +21,14 @@ TOP = (
     ),
     Fault(
         "option-slots",
-        "megacompile/options.py",
-        "if slots < lookahead + 1:",
-        "if slots < lookahead:",
+        "megacompile/option_checks.py",
+        "if number < lookahead + 1:",
+        "if number < lookahead:",
         "slots= that are one too few for lookahead= are not refused.",
     ),
     Fault(
         "option-optimizer",
-        "megacompile/options.py",
+        "megacompile/option_checks.py",
         "if rule is not None and not why_not:",
         "if rule is not None:",
         "An optimizer whose variant has no update of ours is taken as optimizer=.",

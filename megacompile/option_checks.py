@@ -1,0 +1,331 @@
+"""Checks of the options of `megacompile()`: each returns what a value becomes, or refuses it."""
+
+from __future__ import annotations
+
+import enum
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from megacompile import host_memory, mesh_options
+from megacompile.choices import Activations, Lowering
+from megacompile.errors import OptionError, OptionTypeError
+from megacompile.runtime.optim.registry import RULES, listed, rule_of
+from megacompile.sizes import parse_bytes
+
+_E = TypeVar("_E", bound=enum.Enum)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """An option as the user gave it."""
+
+    name: str
+    value: Any
+    above: Mapping[str, Any]  # the options that are declared above it, checked
+
+    def wrong_type(self, needed: str) -> str:
+        """The message of an `OptionTypeError`."""
+        kind = type(self.value).__name__
+        return f"megacompile(): option {self.name!r} got {self.value!r} ({kind}); needed {needed}"
+
+
+# --- numbers, flags, words
+
+
+def flag(given: Given) -> bool:
+    """True or False."""
+    if not isinstance(given.value, bool):
+        raise OptionTypeError(given.wrong_type("True or False"))
+    return given.value
+
+
+def open_flag(given: Given) -> bool | None:
+    """True, False or None."""
+    if given.value is not None and not isinstance(given.value, bool):
+        raise OptionTypeError(given.wrong_type("True, False or None"))
+    return given.value
+
+
+def progress(given: Given) -> bool | None:
+    """A flag, or None; False where another rank is the first one of `mesh`."""
+    shown = open_flag(given)
+    return shown if mesh_options.is_first(given.above["mesh"]) else False
+
+
+def count(given: Given, *, least: int = 1, words: str = "") -> int:
+    """An int of at least `least`; `words`: other values that the option takes, for errors."""
+    value = given.value
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise OptionTypeError(given.wrong_type(f"{words}an int of at least {least}"))
+    if value < least:
+        raise OptionError(f"megacompile(): got {given.name}={value}; needed at least {least}")
+    return value
+
+
+def slots(given: Given) -> int | None:
+    """Enough slots for `lookahead`, or None."""
+    if given.value is None:
+        return None
+    number, lookahead = count(given, least=2), given.above["lookahead"]
+    if number < lookahead + 1:
+        raise OptionError(
+            f"megacompile(): got slots={number} with lookahead={lookahead}; a prefetch "
+            f"{lookahead} stages ahead needs at least {lookahead + 1} slots; "
+            "raise slots or lower lookahead"
+        )
+    return number
+
+
+def tiles(given: Given) -> int | None:
+    """A number of tiles; None: the plan decides."""
+    return None if given.value == "auto" else count(given, words="'auto' or ")
+
+
+def member(choices: type[_E]) -> Callable[[Given], _E]:
+    """The check for a member of an enum, or its value."""
+
+    def check(given: Given) -> _E:
+        value = given.value
+        if isinstance(value, choices):
+            return value
+        names = ", ".join(repr(each.value) for each in choices)
+        if not isinstance(value, str):
+            raise OptionTypeError(given.wrong_type(f"one of {names}"))
+        try:
+            return choices(value)
+        except ValueError:
+            raise OptionError(
+                f"megacompile(): got {given.name}={value!r}; needed one of {names}"
+            ) from None
+
+    return check
+
+
+def lowering(given: Given) -> Lowering:
+    """The way stages become code; None: by the device."""
+    if given.value is None:
+        return Lowering.INDUCTOR if given.above["device"].type == "cuda" else Lowering.EAGER
+    return member(Lowering)(given)
+
+
+def dtype(name: str) -> torch.dtype | str:
+    """The value of a dtype option that `choices` names."""
+    found: torch.dtype | str = name if name == "int8" else getattr(torch, name)
+    return found
+
+
+def one_of(names: tuple[str, ...]) -> Callable[[Given], Any]:
+    """The check for one of several dtypes, or None."""
+    allowed = [dtype(name) for name in names]
+
+    def check(given: Given) -> Any:
+        value = given.value
+        needed = "None or one of " + ", ".join(repr(each) for each in allowed)
+        if value is not None and not isinstance(value, (torch.dtype, str)):
+            raise OptionTypeError(given.wrong_type(needed))
+        if value is not None and value not in allowed:
+            raise OptionError(f"megacompile(): got {given.name}={value!r}; needed {needed}")
+        return value
+
+    return check
+
+
+# --- the device and the ranks
+
+
+def device(given: Given) -> torch.device:
+    """A device that exists, CUDA's with its index."""
+    value = given.value
+    if value is None:
+        value = "cuda" if torch.cuda.is_available() else "cpu"
+    if isinstance(value, bool) or not isinstance(value, (str, int, torch.device)):
+        raise OptionTypeError(given.wrong_type("a torch.device, 'cuda:0' or 'cpu'"))
+    if isinstance(value, int) and not 0 <= value < 128:  # torch keeps 8 bits: 256 would be cuda:0
+        raise OptionError(f"megacompile(): got device={value}; needed the index of a CUDA device")
+    try:
+        found = torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
+    except RuntimeError:  # which lists every backend that torch knows
+        raise OptionError(
+            f"megacompile(): got device={value!r}; needed a 'cuda' device or 'cpu'"
+        ) from None
+    if found.type == "cpu":
+        return torch.device("cpu")
+    if found.type != "cuda":
+        raise OptionError(
+            f"megacompile(): got device={str(found)!r}; needed a 'cuda' device or 'cpu'"
+        )
+    if not torch.cuda.is_available():
+        raise OptionError(
+            f"megacompile(): got device={str(found)!r}, but this machine has no CUDA device "
+            "(torch.cuda.is_available() is False); use device='cpu' or leave it out"
+        )
+    index = torch.cuda.current_device() if found.index is None else found.index
+    if index >= torch.cuda.device_count():
+        raise OptionError(
+            f"megacompile(): got device='cuda:{index}', but there are "
+            f"{torch.cuda.device_count()} CUDA devices; use an index below that"
+        )
+    return torch.device("cuda", index)
+
+
+def mesh(given: Given) -> DeviceMesh | None:
+    """A mesh of such devices, or None."""
+    return mesh_options.checked(given.value, given.above["device"])
+
+
+# --- memory
+
+
+def device_size(given: Given, *, words: str = "") -> int | None:
+    """Bytes of the device's memory, or None."""
+    return _size(given, given.above["device"], words)
+
+
+def host_size(given: Given) -> int | None:
+    """Bytes of host memory, or None."""
+    return _size(given, torch.device("cpu"), "")
+
+
+def resident(given: Given) -> int | None:
+    """Bytes for resident buckets; None: the plan decides."""
+    if given.value == "auto":
+        return None
+    return sys.maxsize if given.value == "all" else device_size(given, words="'auto', 'all', ")
+
+
+def _size(given: Given, place: torch.device, words: str) -> int | None:
+    if given.value is None:
+        return None
+    total_bytes = 0
+    if isinstance(given.value, float) and place.type == "cuda":
+        total_bytes = int(torch.cuda.get_device_properties(place).total_memory)
+    elif isinstance(given.value, float):
+        total_bytes = host_memory.total_bytes()
+    return parse_bytes(given.name, given.value, total_bytes, words=words)
+
+
+# --- the update
+
+
+def optimizer(given: Given) -> torch.optim.Optimizer | None:
+    """An optimizer that can update in the backward, or None."""
+    value = given.value
+    if value is None:
+        return None
+    needed = f"one that can update in the backward: {listed(RULES, 'or')}"
+    if isinstance(value, type) and issubclass(value, torch.optim.Optimizer):
+        needed = f"one that has parameters: {value.__name__}(model.parameters(), ...)"
+    if not isinstance(value, torch.optim.Optimizer):
+        raise OptionTypeError(given.wrong_type(needed))
+    rule = rule_of(value)
+    why_not = "" if rule is None else rule.stands_back(value)
+    if rule is not None and not why_not:
+        return value
+    got = type(value).__name__ + (f" ({why_not})" if why_not else "")
+    raise OptionError(
+        f"megacompile(): got optimizer={got}; needed {needed}; leave it out, and every optimizer "
+        "works in optimizer.step()"
+    )
+
+
+def device_update(given: Given) -> float | None:
+    """A share that can be updated on the device, or None."""
+    value = given.value
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise OptionTypeError(given.wrong_type("None or a number from 0 to 1"))
+    if not 0 <= value <= 1:  # nor nan
+        raise OptionError(f"megacompile(): got {given.name}={value}; needed a number from 0 to 1")
+    got = f"megacompile(): got device_update={float(value)} with"
+    if value and given.above["optimizer"] is not None:
+        raise OptionError(
+            f"{got} optimizer=...; there every update is made in the backward; leave one of them "
+            "out"
+        )
+    if value and given.above["lowering"] is Lowering.EAGER:
+        raise OptionError(
+            f"{got} lowering='eager', whose updates are torch.optim's own; leave it out, or use "
+            "lowering='inductor'"
+        )
+    if value and given.above["disk_weights"]:
+        raise OptionError(
+            f"{got} disk_weights=True; the device would update parameters that are read from a "
+            "disk; leave one of them out"
+        )
+    return float(value)
+
+
+# --- the disk
+
+
+def disk(given: Given) -> str | None:
+    """The folder of scratch files, as an absolute path, or None."""
+    if given.value is None:
+        return None
+    if not isinstance(given.value, (str, os.PathLike)):
+        raise OptionTypeError(given.wrong_type("None or the path of a folder"))
+    path = os.path.abspath(os.fsdecode(given.value))
+    if sys.platform != "linux":
+        raise OptionError(
+            f"megacompile(): got disk={path!r}; scratch files need Linux; leave it out"
+        )
+    if not (os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)):
+        raise OptionError(
+            f"megacompile(): got disk={path!r}; needed a folder that this process can write to, on "
+            "a local disk"
+        )
+    return path
+
+
+def disk_memory(given: Given) -> int | None:
+    """Bytes that may be taken on the disk; None: what is free."""
+    if given.value is None:
+        return None
+    folder = given.above["disk"]
+    if folder is None:
+        raise OptionError(
+            f"megacompile(): got disk_memory={given.value!r} without disk=; needed the folder "
+            "that it is about; name one, or leave disk_memory out"
+        )
+    return parse_bytes(given.name, given.value, shutil.disk_usage(folder).free)
+
+
+_NO_FOLDER = "without disk=; needed the folder that they lie in; name one"
+
+
+def disk_weights(given: Given) -> bool | None:
+    """A flag, or None. Not True where parameters cannot be on a disk."""
+    asked, compute_dtype = open_flag(given), given.above["compute_dtype"]
+    wrong = _NO_FOLDER if given.above["disk"] is None else ""
+    if not wrong and compute_dtype is not None:
+        wrong = f"with compute_dtype={compute_dtype}; masters do not go to a disk; leave that out"
+    if asked and wrong:
+        raise OptionError(f"megacompile(): got disk_weights=True {wrong}, or leave it out")
+    if asked and given.above["mesh"] is not None:
+        raise OptionError(
+            "megacompile(): got disk_weights=True with mesh=...; parts of parameters cannot lie "
+            "on a disk; leave one of them out (disk= works: optimizer states)"
+        )
+    return asked
+
+
+def disk_saved(given: Given) -> bool | None:
+    """A flag, or None. Not True where no saved tensor waits on the host."""
+    asked, activations = open_flag(given), given.above["activations"]
+    wrong = _NO_FOLDER if given.above["disk"] is None else ""
+    if not wrong and activations not in (Activations.OFFLOAD, Activations.AUTO):
+        wrong = (
+            f"with activations={activations.value!r}; only what waits on the host goes on to a "
+            "disk; use activations='offload'"
+        )
+    if asked and wrong:
+        raise OptionError(f"megacompile(): got disk_saved=True {wrong}, or leave it out")
+    return asked
