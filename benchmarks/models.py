@@ -46,8 +46,8 @@ def qwen2(
 
 
 def unwritten_qwen2(layers: int, **shape: Any) -> nn.Module:
-    """The same in host memory that nobody has written to, so that it takes none yet: for what no
-    GPU has memory for. `write` gives it values when its memory is where it stays.
+    """The same in host memory that was never written to, so that it takes none yet: for models that
+    no GPU can hold. `write` gives it values when its memory is where it stays.
 
     Args:
         shape: what `qwen2` takes, beside the device.

@@ -240,7 +240,7 @@ def _compare(rows: list[dict[str, object]]) -> None:
 
 
 def _idle(adapters: Sequence[torch.Tensor], on_gpu: bool) -> None:
-    """Wait for the updates that run in the background, as whoever looks at a parameter does."""
+    """Wait for the updates that run in the background, by a look at each parameter."""
     for param in adapters:
         param.flatten()[:1].tolist()
     if on_gpu:

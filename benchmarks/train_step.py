@@ -114,7 +114,7 @@ class Training:
         return loss.detach()
 
     def wait(self) -> None:
-        """For the updates that run in the background: whoever looks at a parameter does."""
+        """Wait for the updates that run in the background, by a look at each parameter."""
         for param in self.model.parameters():
             param.flatten()[:1].tolist()
         torch.cuda.synchronize()

@@ -1,7 +1,8 @@
 """Checks docstrings and class names, but for those of tests: `make lint` runs it.
 
 A docstring starts with a verb or a noun. It does not start with a question word, "Let" or "Of",
-and its first paragraph is no question. A class name of the product is used once.
+and its first paragraph is no question. It has none of the words that read as a translation. A class
+name of the product is used once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("megacompile", "passes", "runtime")
 FOLDERS = (*PRODUCT, "benchmarks", "examples")
 _START = re.compile(r"(What|Who|Whom|Whose|Whether|How|Lets?|Of|Where|Why|Which)\b")
+_WORDS = re.compile(r"\b([Ss]omebody|[Nn]obody|[Ww]hoever|[Aa]new)\b")  # say who; "again"
 _WITH_DOCSTRINGS = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -31,6 +33,8 @@ def faults(source: str) -> Iterator[str]:
         first = " ".join(text.split("\n\n")[0].split())
         if _START.match(first) or first.endswith("?"):
             yield f"{getattr(node, 'lineno', 1)}: {first[:70]!r}"
+        for word in _WORDS.findall(text):
+            yield f"{getattr(node, 'lineno', 1)}: {word!r}"
 
 
 def repeated(sources: Mapping[str, str]) -> list[str]:

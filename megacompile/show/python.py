@@ -75,8 +75,8 @@ def code(schedule: Schedule) -> str:
 def graph_code(schedule: Schedule, graph_name: str) -> str:
     """One of the schedule's graphs as the function `run_<graph_name>(inputs)`.
 
-    `inputs` is a list of what the placeholders stand for; the function empties it, so that nobody
-    else keeps them alive.
+    `inputs` is a list of what the placeholders stand for; the function empties it, so that
+    nothing else keeps them alive.
     """
     graph = schedule.graphs[graph_name]
     variables = _variables(schedule, graph)

@@ -5,8 +5,7 @@ What must hold, given [Note: happens-before] in `megacompile.ir.edges`:
 - every `offload_saved` of a forward is returned, or written to a disk and that is returned, and a
   `fetch_saved` brings back one of those: what is returned has the event of its copy, so that the
   fetch comes after it in whatever graph;
-- nobody but the fetch and its buffer reads the copy on the host, and nobody but `read_saved` that
-  on a disk;
+- only the fetch and its buffer read the copy on the host, and only `read_saved` that on a disk;
 - a buffer that values pass through on their way to a disk or back is given back once, and no more
   of them are taken than there are.
 

@@ -6,7 +6,7 @@ to the pool, which lends it to the next value of about that size. A step that is
 locks nothing. All in all the pool holds no more than was ever in use at once.
 
 A buffer may be lent again while a copy from it to the device is on its way, or one to it that
-nobody fetches. It keeps their events, and who fills the buffer next waits for them.
+is never fetched. It keeps their events, and whatever fills the buffer next waits for them.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def taken(
 class HostPool(Reused[PooledBuffer]):
     """Page-locked host memory that is lent to one activation after the other.
 
-    Whoever writes to what it lends waits for the events of that first.
+    Code that writes to a lent buffer waits for its events first.
     """
 
     def __init__(self, *, pin: bool, budget: HostBudget | None = None) -> None:

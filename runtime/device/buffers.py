@@ -65,7 +65,7 @@ class HostBuffer(mmap.mmap):
         return made
 
     def _share(self) -> None:
-        """Lie in the file of shared memory; where there is none, stay as it is."""
+        """Moves it into the file of shared memory, if there is one."""
         self._process = os.getpid()
         self._file = _file_of(self._process)
         at = self._file.take(len(self))

@@ -312,18 +312,18 @@ class ModelBuckets:
         undos: Undos,
         *,
         stored: bool = False,
-        anew: bool = False,
+        reallocate: bool = False,
     ) -> None:
         """Moves a bucket to the device, or to the host, and there, with `stored`, its parameters to
         the disk; `moved` comes after the last one.
 
         Args:
-            anew: it gets other memory where it lives there already.
+            reallocate: it gets other memory where it lives there already.
         """
         old = self.machine.buckets[key]
         stored = stored and not resident
         here = (old.resident is not None, old.on_disk is not None)
-        if here == (resident, stored) and not anew:
+        if here == (resident, stored) and not reallocate:
             return
         where = "device" if resident else "disk" if stored else "host"
         progress.now(f"moving parameters to the {where}")
@@ -482,7 +482,9 @@ class ModelBuckets:
             old = self.machine.buckets[key]
             resident, stored = old.resident is not None, old.on_disk is not None
             del old  # its gradients and parameters go one by one
-            undone(functools.partial(self.move_bucket, key, resident, stored=stored, anew=True))
+            undone(
+                functools.partial(self.move_bucket, key, resident, stored=stored, reallocate=True)
+            )
         if left:
             self.moved()
 
