@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import importlib
 import logging
 import os
 import tempfile
@@ -39,6 +40,9 @@ else:
         os.environ.setdefault("MEGACOMPILE_COMPILE_PROCESSES", share)
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", share)
     compat.use_expandable_segments()  # as megacompile() does where it comes before the first tensor
+
+# As in a user's process, all of it is there, whatever a test and those before it import.
+importlib.import_module("megacompile.api")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

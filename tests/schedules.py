@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-import megacompile.show  # noqa: F401  its import is what makes schedules print
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Param, Slot
 from megacompile.ir.ops import Part
