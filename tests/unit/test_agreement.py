@@ -271,7 +271,7 @@ def test_notes(store: HashStore, clock: Clock, monkeypatch: pytest.MonkeyPatch) 
 def test_the_groups_of_a_mesh_end_at_once() -> None:
     """Each of two ends behind the other one's collectives."""
     both, over = threading.Barrier(2), list[int]()
-    groups: Any = [SimpleNamespace(abort=lambda: over.append(both.wait(10))) for _ in range(2)]
+    groups: Any = [SimpleNamespace(abort=lambda: over.append(both.wait(60))) for _ in range(2)]
     ranks.abort_at_once(groups)
     assert len(over) == 2
 
@@ -301,7 +301,7 @@ def test_a_process_ends_behind_its_collectives(gpu: Gpu) -> None:
     ends.join(0.3)
     assert ends.is_alive() and gpu.notes.are_written, "the thread would find who does not come"
     gpu.done.set()
-    ends.join(10)
+    ends.join(60)
     assert not ends.is_alive() and not gpu.aborted
 
 

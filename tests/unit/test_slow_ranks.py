@@ -111,7 +111,7 @@ class Threads:
         self.hosts = hosts
         self._mine = threading.local()
         self._said: list[Any] = [None] * len(hosts)
-        self._all_here = threading.Barrier(len(hosts), timeout=20)
+        self._all_here = threading.Barrier(len(hosts), timeout=100)
         self.mesh: Any = SimpleNamespace(
             size=lambda: self.hosts.count(self.host()), get_rank=lambda: self.rank, ndim=1
         )
