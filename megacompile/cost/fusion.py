@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -53,6 +53,7 @@ from megacompile.cost.aten import (
 )
 from megacompile.cost.kernels import Analysis, Kernel, KernelBound, Returned
 from megacompile.ir import ops
+from megacompile.ir.lifetimes import endings
 
 _MANY_READS = 4  # Inductor's realize_reads_threshold
 _INSTRUCTIONS_A_BYTE = 1.5  # to read or write it, with the address, in numbers of 16 bits
@@ -73,7 +74,6 @@ class _Buffer:
 
     size_bytes: int
     level: int  # library calls and reductions to one number on the longest way to it
-    internal: bool
 
 
 @dataclass(slots=True)
@@ -92,6 +92,10 @@ class _Op:
     inside_bytes: int = 0  # that are allocated while it runs
 
 
+Group = Sequence[_Op]  # that share a kernel
+Reused = Callable[[Group, set[int]], set[int]]
+
+
 @dataclass(slots=True)
 class _Walk:
     """One pass over a graph: see [Note: fusion]."""
@@ -108,14 +112,14 @@ class _Walk:
     def __post_init__(self) -> None:
         for node in self.graph.nodes:
             if node.op == "placeholder" or node.op == "get_attr":
-                buffer = self._buffer(bytes_of(tensors_of(node)), 0, internal=False)
+                buffer = self._buffer(bytes_of(tensors_of(node)), 0)
                 self.inputs[buffer] = len(self.inputs)
                 self.of[node] = {buffer: self.buffers[buffer].size_bytes}
             elif node.op == "call_function":
                 self._visit(node)
 
-    def _buffer(self, size_bytes: int, level: int, *, internal: bool) -> int:
-        self.buffers.append(_Buffer(size_bytes, level, internal))
+    def _buffer(self, size_bytes: int, level: int) -> int:
+        self.buffers.append(_Buffer(size_bytes, level))
         return len(self.buffers) - 1
 
     def _visit(self, node: fx.Node) -> None:
@@ -196,7 +200,7 @@ class _Walk:
         level = max((self.buffers[b].level for b in reads), default=0) + (1 if library else 0)
         sizes = [bytes_of([t]) for t in tensors_of(node)]
         behind = level + 1 if reduces_to_one(node) else level
-        writes = tuple(self._buffer(size, behind, internal=True) for size in sizes)
+        writes = tuple(self._buffer(size, behind) for size in sizes)
         self.of[node] = dict(zip(writes, sizes, strict=True))
         self.realized[node] = writes
         amounts = (flops, extra_bytes, inside_bytes)
@@ -228,7 +232,7 @@ class _Walk:
             moved += sum(op.extra_bytes for op in group)
             yield self._kernel(group, moved)
 
-    def _kernel(self, group: Sequence[_Op], moved: int) -> Kernel:
+    def _kernel(self, group: Group, moved: int) -> Kernel:
         last = group[-1]
         kind, reached = KernelBound.MEMORY, 1.0
         if last.flops and is_attention(last.node):
@@ -277,64 +281,50 @@ class _Walk:
             yield Returned(memory, self.buffers[buffer].size_bytes)
 
     def peak_bytes(self) -> int:
-        """The most that realized values take at once: as the graph stands, and as it is fused."""
-        peak = self._peak_in_order()
-        return max(peak, self._peak_of_kernels()) if self.fused else peak
+        """The most that realized values take at once: as the graph stands, and as it is fused.
 
-    def _peak_in_order(self) -> int:
-        """Peak of realized nodes one after another; where they are fused, elementwise ones reuse
-        what they read."""
-        last = self._last_uses([[op] for op in self.done])
-        live = peak = 0
-        for i, op in enumerate(self.done):
-            dying = [b for b in last if last[b] == i and self.buffers[b].internal]
-            before = [b for b in dying if b not in op.writes]
-            freed = sum(self.buffers[b].size_bytes for b in before)
-            made = sum(self.buffers[b].size_bytes for b in op.writes)
-            reuses = self.fused and not op.library
-            live += made - (freed if reuses else 0)
-            peak = max(peak, live + op.inside_bytes)
-            live -= 0 if reuses else freed
-            live -= sum(self.buffers[b].size_bytes for b in dying if b in op.writes)
-        return peak
-
-    def _peak_of_kernels(self) -> int:
-        """Peak of kernels one after another, as Inductor orders them: one that several nodes share
-        has all that they read, and all that they write, at once.
+        Fused, elementwise nodes reuse what they read. Kernels run as Inductor orders them: one that
+        several nodes share has all that they read, and all that they write, at once.
 
             before: a, b -> y;  c, d -> z;  y * z -> x     at most y c d x
             after:  a, b, c, d -> y, z, x                  a b c d, of which two become y z, and x
         """
-        groups = self._in_order(self._groups())
-        last = self._last_uses(groups)
+        alone = [[op] for op in self.done]
+        if not self.fused:
+            return self._peak(alone, lambda _, __: set())
+        peak = self._peak(alone, lambda group, dying: set() if group[0].library else dying)
+        return max(peak, self._peak(self._in_order(self._groups()), self._reused, inner=True))
+
+    def _peak(self, groups: Sequence[Group], reused: Reused, *, inner: bool = False) -> int:
+        """Peak of kernels one after another.
+
+        Args:
+            reused: of the buffers that a kernel reads last, those that it writes into.
+            inner: what a kernel makes for itself takes no memory.
+        """
+        used = [{b for op in group for b in (*op.reads, *op.writes)} for group in groups]
+        returned = {b for reads in self._returned_reads() for b in reads}
         live = peak = 0
-        for i, group in enumerate(groups):
-            dying = {b for b in last if last[b] == i and self.buffers[b].internal}
-            written = [b for op in group for b in op.writes]
-            local = set() if group[0].library else dying.intersection(written)
-            reused = self._reused(group, dying - local)
-            live += sum(self.buffers[b].size_bytes for b in written if b not in local)
-            live -= sum(self.buffers[b].size_bytes for b in reused)
+        for group, ending in zip(groups, endings([*used, returned]), strict=False):
+            written = {b for op in group for b in op.writes}
+            dying = ending - self.inputs.keys()
+            if inner and not group[0].library:
+                written, dying = written - dying, dying - written
+            into = reused(group, dying - written)
+            live += self._size(written) - self._size(into)
             peak = max(peak, live + max(op.inside_bytes for op in group))
-            live -= sum(self.buffers[b].size_bytes for b in dying - local - reused)
+            live -= self._size(dying - into)
         return peak
 
-    def _last_uses(self, groups: Sequence[Sequence[_Op]]) -> dict[int, int]:
-        """The last kernel that writes or reads each buffer; one that is returned stays to the
-        end."""
-        last: dict[int, int] = {}
-        for i, group in enumerate(groups):
-            last.update({b: i for op in group for b in (*op.reads, *op.writes)})
-        for reads in self._returned_reads():
-            last.update({b: len(groups) for b in reads})
-        return last
+    def _size(self, buffers: Iterable[int]) -> int:
+        return sum(self.buffers[b].size_bytes for b in buffers)
 
-    def _in_order(self, groups: Sequence[Sequence[_Op]]) -> list[Sequence[_Op]]:
+    def _in_order(self, groups: Sequence[Group]) -> list[Group]:
         """Each where its first node stands, behind whatever writes what it reads."""
         first = {id(op): i for i, op in enumerate(self.done)}
         waiting = sorted(groups, key=lambda group: first[id(group[0])], reverse=True)
         writer = {b: group for group in groups for op in group for b in op.writes}
-        found: list[Sequence[_Op]] = []
+        found: list[Group] = []
         begun: set[int] = set()
         ended: set[int] = set()
         while waiting:
@@ -350,7 +340,7 @@ class _Walk:
                 found.append(group)
         return found
 
-    def _reused(self, group: Sequence[_Op], dying: Collection[int]) -> set[int]:
+    def _reused(self, group: Group, dying: set[int]) -> set[int]:
         """The buffers that a kernel reads last and writes into: for each that one of its nodes
         writes, one of equal size that no other of its nodes reads."""
         if group[0].library:
@@ -365,7 +355,7 @@ class _Walk:
         return reused
 
 
-def _instructions(group: Sequence[_Op], moved: int) -> int:
+def _instructions(group: Group, moved: int) -> int:
     """Operations of a kernel that is written for its nodes: see [Note: instructions]."""
     if group[0].library:
         return 0

@@ -28,7 +28,7 @@ from megacompile.ir.ops import Op, Part, Value
 from megacompile.ir.ops.op import value_bytes
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, Stage
-from megacompile.ir.values import memory
+from megacompile.ir.values import left_by_backward, memory
 from megacompile.text import format_bytes
 
 
@@ -117,13 +117,12 @@ def device_memory(
     kept = [replay.forward(schedule) for schedule in each]
     replay.live[MemoryKind.STATES] -= in_chunks
     replay.in_chunks = in_chunks
-    left = {}
     for schedule, saved_values in zip(reversed(each), reversed(kept), strict=True):
         if schedule.backward is not None:
-            left[id(schedule)] = replay.backward(schedule, saved_values)
+            replay.backward(schedule, saved_values)
     for schedule in each:
         if schedule.update is not None:
-            replay.update(schedule, left.get(id(schedule), {}))
+            replay.update(schedule)
     return DeviceMemory(tuple(replay.moments), replay.live)
 
 
@@ -216,12 +215,10 @@ class _Replay:
             self.live[MemoryKind.INPUTS] += size
         self._walk("forward", schedule)
         outputs, saved_values = ops.returned(schedule.forward)
-        kept = {n.name: self.blocks[n] for n in saved_values if n in self.blocks}
-        if schedule.backward is None:
-            kept = {}
-        else:
-            taken = {n.name for n in schedule.backward.find_nodes(op="placeholder")}
-            kept = {name: block for name, block in kept.items() if name in taken}
+        backward = schedule.backward
+        inputs = () if backward is None else backward.find_nodes(op="placeholder")
+        there = {n.name: self.blocks[n] for n in saved_values if n in self.blocks}
+        kept = {n.name: there[n.name] for n in inputs if n.name in there}
         for block in kept.values():
             block.names += 1
         ends = [n for n in (*outputs, *saved_values) if isinstance(n, fx.Node)]
@@ -229,8 +226,8 @@ class _Replay:
             self._drop(node)
         return kept
 
-    def backward(self, schedule: Schedule, saved_values: dict[str, _Block]) -> dict[str, _Block]:
-        """Returns what it leaves for the update, by name."""
+    def backward(self, schedule: Schedule, saved_values: dict[str, _Block]) -> None:
+        """Adds what is computed from the saved values."""
         assert schedule.backward is not None
         waiting = elsewhere(schedule.forward)
         for node in schedule.backward.find_nodes(op="placeholder"):
@@ -243,16 +240,13 @@ class _Replay:
                 self._name(node, _Block(MemoryKind.GRADIENTS, size, owned=True))
                 self.live[MemoryKind.GRADIENTS] += size
         self._walk("backward", schedule)
-        left = {node.name: block for node, block in self.blocks.items()}
-        return {name: left[name] for name in schedule.left}
 
-    def update(self, schedule: Schedule, left: dict[str, _Block]) -> None:
+    def update(self, schedule: Schedule) -> None:
         """Adds what a step makes of what its backward has left; all of it is deferred."""
         assert schedule.update is not None
-        for node in schedule.update.find_nodes(op="placeholder"):
-            if node.name in left:
-                left[node.name].names = 0  # the backward's names of it are gone
-                self._name(node, left[node.name])
+        for node, source in left_by_backward(schedule).items():
+            self.blocks[source].names = 0  # the backward's names of it are gone
+            self._name(node, self.blocks[source])
         for node in ops.nodes_that(schedule.update, lambda op: op.fills is not None):
             self.live[MemoryKind.STATES] += self._copy_bytes(schedule, node)
         self._walk("update", schedule)

@@ -15,6 +15,7 @@ from megacompile.cost.fusion import analyse
 from megacompile.cost.kernels import Analysis, Kernel, KernelBound, Returned
 from megacompile.ir import ops
 from megacompile.ir.head import sum_dtype
+from megacompile.ir.lifetimes import endings
 from megacompile.ir.tensors import TensorMeta
 from megacompile.ir.tiles import Piece, Result, Tile, pieces_of
 
@@ -66,10 +67,9 @@ def _sum_bytes(meta: TensorMeta) -> int:
 def _peak_bytes(graph: fx.Graph, found: dict[Tile, Analysis]) -> int:
     """The most that pieces hold at once: values for others, and what a tile needs."""
     nodes = list(graph.nodes)
-    last = {source: i for i, node in enumerate(nodes) for source in node.all_input_nodes}
     live: dict[fx.Node, int] = {}
     peak = 0
-    for i, node in enumerate(nodes):
+    for node, ending in zip(nodes, endings([n.all_input_nodes for n in nodes]), strict=True):
         if isinstance(node.target, Piece):
             piece: Piece = node.target
             inside = max(found[tile].peak_bytes for tile in piece.tiles)
@@ -83,9 +83,8 @@ def _peak_bytes(graph: fx.Graph, found: dict[Tile, Analysis]) -> int:
         elif node.op == "call_function":  # an item
             live[node] = bytes_of(tensors_of(node))
             peak = max(peak, sum(live.values()))
-        for source in node.all_input_nodes:
-            if last[source] == i and node.op != "output":
-                live.pop(source, None)
+        for source in ending:
+            live.pop(source, None)
     return peak
 
 

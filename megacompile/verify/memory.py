@@ -20,6 +20,7 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Slot
+from megacompile.ir.lifetimes import outliving, sharing
 from megacompile.ir.ops import Op
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
@@ -182,21 +183,16 @@ def _lifetimes(view: View) -> Iterator[Hazard]:
             yield view.hazard(HazardKind.NOT_OWNED, value, node, message)
         else:
             frees[value] = node
-    names: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    for node in view.graph.nodes:
-        if owns(node) or node.op == "placeholder":
-            names[memory(node)].append(node)
-    returned = set(view.graph.output_node().all_input_nodes)
-    lives_on = {memory(node) for node in returned if ops.effects(node).fills is not None}
-    for root, shared in names.items():
-        yield from _used_after_free(view, shared, frees)
-        for name in shared:
-            if root in lives_on or name in returned:
+    lasting = outliving(view.graph)
+    for shared in sharing(view.graph).values():
+        owners = [name for name in shared if owns(name) or name.op == "placeholder"]
+        yield from _used_after_free(view, owners, frees)
+        for name in owners:
+            if name in lasting:
                 if name in frees:
                     message = f"{named(name)} is freed, but it is returned; drop its free"
                     yield view.hazard(HazardKind.DOUBLE_FREE, name, frees[name], message)
-                continue
-            if (owns(name) or name in view.left) and name not in frees:
+            elif (owns(name) or name in view.left) and name not in frees:
                 message = (
                     f"{named(name)} is neither freed nor returned; free it behind its last reader"
                 )
@@ -216,9 +212,9 @@ def _used_after_free(
                     f"free it behind {label(user)}"
                 )
                 yield view.hazard(HazardKind.USE_AFTER_FREE, user, name, message)
-    if not all(name in frees for name in shared):
+    releases = [frees[name] for name in shared if name in frees]
+    if not releases or len(releases) < len(shared):
         return
-    releases = [frees[name] for name in shared]
     release = max(releases, key=view.order.position.__getitem__)
     kept_for = {
         n
@@ -228,10 +224,7 @@ def _used_after_free(
     }
     for name in shared:
         for user in name.users:
-            other_stream = ops.stream_of(user) is not Stream.COMPUTE
-            if not other_stream or name not in reads(user):
-                continue
-            if user in kept_for:
+            if ops.stream_of(user) is Stream.COMPUTE or user in kept_for or name not in reads(user):
                 continue
             if view.order.issued_before(user, release) and not view.order.before(user, release):
                 message = (
@@ -251,9 +244,7 @@ def _after(node: fx.Node) -> tuple[fx.Node, ...]:
 
 def _assigns(view: View) -> Iterator[Hazard]:
     """Checks that the readers of a value as it was are before the op that changes it."""
-    versions: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    for node in view.graph.nodes:
-        versions[memory(node)].append(node)
+    versions = sharing(view.graph)
     for assign in view.that(_changes_anything):
         for old in versions[memory(assign)]:
             if view.order.issued_before(old, assign):

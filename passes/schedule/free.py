@@ -20,11 +20,12 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.inputs import is_live
+from megacompile.ir.lifetimes import outliving
 from megacompile.ir.ops import Op, Part, Value
 from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import take, token_of, written
-from megacompile.ir.values import memory, owns, reads, taken
+from megacompile.ir.values import owns, producer, reads, taken
 
 
 def insert_free(schedule: Schedule, *, delay: int = 1) -> Schedule:
@@ -61,20 +62,17 @@ def _insert(
 ) -> None:
     nodes = list(graph.nodes)
     position = {node: p for p, node in enumerate(nodes)}
-    ends = _ends_of_items(nodes)
-    returned = set(graph.output_node().all_input_nodes)
-    lives_on = {memory(node) for node in returned if ops.effects(node).fills is not None}
+    ends = {producer(node): at for at, node in enumerate(nodes)}  # of each op, its last result
+    lasting = outliving(graph)
     steps = ops.nodes_of(graph, ops.backward) or ops.nodes_of(graph, ops.forward)
     computes = [position[n] for n in steps]
     frees: list[tuple[int, fx.Node, tuple[fx.Node, ...], bool]] = []
     for at, node in enumerate(nodes):
-        if node in returned or not _owns(node, owns_inputs):
-            continue
-        if lives_on and memory(node) in lives_on:
+        if node in lasting or not _owns(node, owns_inputs):
             continue
         users = list(node.users)
         last = max(map(position.__getitem__, _readers(node, users)), default=at)
-        last = max(last, ends.get(_call_of(node), at))
+        last = max(last, ends[producer(node)])
         unordered = [u for u in users if _unordered(u, position, last)]
         waits = tuple(u for u in unordered if node in reads(u))  # `after=` needs only the name
         waits += tuple(copied.get(node.name, ()))
@@ -137,27 +135,7 @@ def _fills_later(user: fx.Node, op: Op, node: fx.Node) -> bool:
 def _owns(node: fx.Node, owns_inputs: bool) -> bool:
     if node.op == "placeholder":
         return owns_inputs and token_of(node) is None and not is_live(node)
-    if node.op != "call_function":
-        return False
     return owns(node)
-
-
-def _call_of(node: fx.Node) -> fx.Node:
-    """The call that a value is a result of; the node itself, if it is no item of one."""
-    if ops.op_of(node) is None and node.op == "call_function" and isinstance(node.args[0], fx.Node):
-        return node.args[0]
-    return node
-
-
-def _ends_of_items(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """By each op's node the position after which its results have all been taken apart."""
-    ends: dict[fx.Node, int] = {}
-    for at, node in enumerate(nodes):
-        if ops.op_of(node) is not None:
-            ends[node] = at
-        elif (call := _call_of(node)) in ends:  # an item, after its call
-            ends[call] = at
-    return ends
 
 
 def _unordered(user: fx.Node, position: Mapping[fx.Node, int], last: int) -> bool:

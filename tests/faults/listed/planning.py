@@ -151,7 +151,7 @@ COST = (
     Fault(
         "cost-workspace",
         "megacompile/cost/fusion.py",
-        "peak = max(peak, live + op.inside_bytes)",
+        "peak = max(peak, live + max(op.inside_bytes for op in group))",
         "peak = max(peak, live)",
         "What a kernel allocates while it runs is not in the plan.",
     ),
