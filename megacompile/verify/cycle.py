@@ -31,6 +31,7 @@ from torch import fx
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.edges import Handed, handed, stands_for
+from megacompile.ir.lifetimes import sharing
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
@@ -233,13 +234,8 @@ class _Cycle:
         """Memory that the backward left goes after the copies out of it."""
         if view.name != "update" or not self.copies:
             return
-        names: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-        frees: dict[fx.Node, fx.Node] = {}
-        for node in view.graph.nodes:
-            names[memory(node)].append(node)
-            if ops.effects(node).frees is not None:
-                frees[node.args[0]] = node
-        for root, shared in names.items():
+        frees = {node.args[0]: node for node in view.that(lambda op: op.frees is not None)}
+        for root, shared in sharing(view.graph).items():
             copies = self.copies.get(root.name, []) if root in view.left else []
             releases = [frees[name] for name in shared if name in frees]
             if not copies or len(releases) < len(shared):

@@ -237,7 +237,7 @@ def test_containers_of_a_module_hold_what_it_holds(breaks: bool) -> None:
 class Thaws(nn.Linear):
     """Begins to train its weight in a forward that is not captured."""
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
         self.weight.requires_grad_()
         return super().forward(x).square().sum()
