@@ -43,8 +43,8 @@ from megacompile.cost.hardware import Hardware
 from megacompile.cost.rates import known
 from megacompile.ir.schedule import Placement
 from megacompile.plan.abstract import abstract_options, abstract_programs
+from megacompile.plan.explanation import traced_waits_text
 from megacompile.plan.scenario import Scenario
-from megacompile.plan.sections import traced_waits_text
 
 HOST = ("host update", "host memory bandwidth")  # of explain's words; the trace's is "host"
 _CLEAR = 0.4  # of the step: a bound that is smaller is none
