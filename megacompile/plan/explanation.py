@@ -27,7 +27,6 @@ _PARTS: dict[str, tuple[MemoryKind, ...]] = {  # rows of the table of memory
     "buffers": (MemoryKind.SLOTS, MemoryKind.INPUTS, MemoryKind.WORKSPACE, MemoryKind.STAGED),
 }
 _EXPLAINED = 0.02  # a resource that is responsible for less is left out
-_SHORTER = 0.01  # of a step; a slow rank that costs less is left out
 
 Section = tuple[str, list[list[str]] | list[str]]  # a heading, and columns or sentences
 
@@ -208,8 +207,7 @@ def traced_waits_text(found: Findings) -> str:
 def _slowest_lines(found: Findings) -> list[str]:
     """The ranks that the others wait for, by rates and by a trace; [] where that makes little."""
     several, last = len(found.hosts) > 1, found.last_rank
-    slow = (each for each in found.slow_ranks if each.shorter >= _SHORTER)
-    lines = [_slow_text(each, with_host=several) for each in slow]
+    lines = [_slow_text(each, with_host=several) for each in found.slow_ranks if each.matters]
     if last is not None and last.waited_s > FELT * last.step_s:
         lines.append(_last_text(last, with_host=several))
     return lines

@@ -25,6 +25,8 @@ from megacompile.tracing.critical_path import (
 )
 from megacompile.tracing.timeline import Timeline
 
+_SHORTER = 0.01  # of a step; a slow rank that costs less does not matter
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:
@@ -83,6 +85,11 @@ class SlowRank:
 
     rate: SlowRate
     shorter: float  # the share by which a step is shorter at the others' rate, by prediction
+
+    @property
+    def matters(self) -> bool:
+        """True if the step waits for it."""
+        return self.shorter >= _SHORTER
 
 
 @dataclass(frozen=True, slots=True, repr=False)
