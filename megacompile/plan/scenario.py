@@ -238,11 +238,6 @@ class Scenario:
             found[name] = max(0.0, less / possible) if possible else 0.0
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
-    @property
-    def bound(self) -> str:
-        """The resource that bounds the step most."""
-        return next(iter(self.bounds()))
-
 
 def _states_in_use(schedule: Schedule) -> int:
     """The most streamed buckets whose states a backward has in use at once."""
