@@ -43,8 +43,8 @@ from megacompile.cost.hardware import Hardware
 from megacompile.cost.rates import known
 from megacompile.ir.schedule import Placement
 from megacompile.plan.abstract import abstract_options, abstract_programs
+from megacompile.plan.explanation import traced_waits_text
 from megacompile.plan.scenario import Scenario
-from megacompile.plan.sections import traced_waits_text
 
 HOST = ("host update", "host memory bandwidth")  # of explain's words; the trace's is "host"
 _CLEAR = 0.4  # of the step: a bound that is smaller is none
@@ -180,14 +180,13 @@ def _predict(staged: Staged, hardware: Hardware) -> dict[str, object]:
     )
     timeline = now.timeline()
     busy = {lane.value: timeline.busy_s(lane) / now.step_s for lane in timeline.critical_s}
-    row = _said(staged, now.bound, now.bounds(), now.step_s)
+    row = _said(staged, now.bounds(), now.step_s)
     peak = f"{now.device.peak.total_bytes / 2**30:.1f}"
     return {**row, "busy": _shares(busy), "peak GPU GiB": peak}
 
 
-def _said(
-    staged: Staged, bound: str, bounds: Mapping[str, float], step_s: float
-) -> dict[str, object]:
+def _said(staged: Staged, bounds: Mapping[str, float], step_s: float) -> dict[str, object]:
+    bound = next(iter(bounds))
     share = bounds[bound]
     if bound in HOST:
         share = sum(bounds[name] for name in HOST)
@@ -245,7 +244,7 @@ def _measure(staged: Staged, args: argparse.Namespace) -> dict[str, object]:
         print(found, flush=True)
     if args.save:
         trace.save(f"{args.save}-{staged.name.replace(' ', '-')}.json")
-    row = _said(staged, found.bound, found.bounds, found.step_s)
+    row = _said(staged, found.bounds, found.step_s)
     assert found.traced_step_s is not None
     right = _word(found.traced_bound) == staged.bound
     busy = {row.stream: (row.traced_s or 0.0) / found.traced_step_s for row in found.streams}

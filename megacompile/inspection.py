@@ -13,9 +13,10 @@ from megacompile.errors import ModelError, NoScheduleError
 from megacompile.host_memory import total_bytes
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Lowering
-from megacompile.plan.alternatives import Planned, alternatives, more_memory
+from megacompile.plan import alternatives
+from megacompile.plan.alternatives import Planned
 from megacompile.plan.compiler import PassCompiler
-from megacompile.plan.explanation import Explanation, explanation
+from megacompile.plan.explanation import Explanation
 from megacompile.plan.findings import Moved
 from megacompile.plan.scenario import Scenario
 from megacompile.runtime.disk.transfers import Way
@@ -178,14 +179,14 @@ def explain(
     node = streamed.machine.host_budget.node
     agreed = compiler.setting.agreed if hardware is None else None
     plans = options.plans and any(schedule.backward is not None for schedule in made)
-    return explanation(
+    other = compiler if plans else None  # that makes other plans
+    return Explanation.of(
         now,
         model=name,
         parameters=sum(p.numel() for p in model.parameters()),
         traced=None if trace is None else trace.measured,
-        rebuilt=alternatives(compiler, planned, now) if plans and changes else None,
-        more=more_memory(compiler, planned, now) if plans and changes else None,
-        try_changes=changes,
+        changes=alternatives.changes(now, other, planned) if changes else (),
+        budgets=alternatives.budgets(now, other, planned) if changes else (),
         locked_bytes=streamed.machine.host_budget.locked_bytes if on_gpu else None,
         numa_node=None if node is None else node.short,
         rates=() if agreed is None else agreed.ranks,

@@ -1,10 +1,12 @@
-"""Text as it is printed everywhere: sizes, names from outside, columns."""
+"""Text as it is printed everywhere: sizes, times, names from outside, columns."""
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 
+_WIDTH = 100
 _LINE = re.compile(r'File "([^"]+)", line (\d+)[^\n]*\n\s*(\S[^\n]*)')
 
 
@@ -35,6 +37,27 @@ def format_bytes(size_bytes: float) -> str:
     return f"{size:.3g} TiB"
 
 
+def duration(seconds: float) -> str:
+    """ "8.41 us", "1.26 s": three significant digits."""
+    if seconds < 1e-4:
+        return f"{seconds * 1e6:.3g} us"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
+
+
+def percent(part: float, whole: float) -> str:
+    """ "71%"; "-" of nothing."""
+    return f"{part / whole:.0%}" if whole else "-"
+
+
+def short_count(number: float) -> str:
+    """ "3.89 B": three significant digits, decimal units."""
+    for unit in ("", " K", " M", " B"):
+        if number < 999.5 or unit == " B":
+            break
+        number /= 1000
+    return f"{number:.3g}{unit}"
+
+
 def columns(rows: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> str:
     """Rows in columns: those named in `left` to the left, numbers to the right."""
     flush = set(left)
@@ -48,6 +71,23 @@ def columns(rows: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> str:
         return "  ".join(cells).rstrip()
 
     return "\n".join(map(line, rows))
+
+
+def as_lines(rows: Sequence[list[str]] | Sequence[str]) -> list[str]:
+    """Columns, or texts with a dash each."""
+    if rows and isinstance(rows[0], list):
+        cells = [list(row) for row in rows]
+        last = len(cells[0]) - 1
+        words = (0, *(i for i in range(1, last + 1) if _is_words([row[i] for row in cells[1:]])))
+        return ["  " + line for line in columns(cells, left=words).splitlines()]
+    found = []
+    for row in rows:
+        found += textwrap.wrap(str(row), _WIDTH, initial_indent="  - ", subsequent_indent="    ")
+    return found
+
+
+def _is_words(cells: Sequence[str]) -> bool:
+    return any(cell and not (cell[0].isdigit() or cell[0] in "+-?") for cell in cells)
 
 
 def numbered(what: str, first: int, last: int) -> str:

@@ -21,14 +21,12 @@ from megacompile.errors import DeviceMemoryError, HostMemoryError, MegacompileEr
 from megacompile.ir.schedule import Schedule
 from megacompile.mesh_options import PlannedMesh
 from megacompile.options import Options
-from megacompile.plan import sections
+from megacompile.plan import alternatives, explanation
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
-from megacompile.plan.alternatives import alternatives, more_memory
-from megacompile.plan.explanation import Explanation, explanation
+from megacompile.plan.explanation import Explanation
 from megacompile.plan.fit import is_tried, why_not
-from megacompile.plan.report import as_lines, duration
 from megacompile.plan.scenario import Scenario
-from megacompile.text import columns, format_bytes
+from megacompile.text import columns, duration, format_bytes
 from megacompile.validate import host_rows
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in plan.DTYPES}
@@ -178,19 +176,19 @@ def _answer(args: argparse.Namespace, hardware: Hardware, batch: int) -> Answer:
         disk_weights=options.disk_weights,
     )
     planned = [program.planned(reuse=program is programs[-1]) for program in programs]
-    explained = explanation(
+    short = why_not(now)
+    more = None if args.sweep or short else compiler
+    explained = Explanation.of(
         now,
         model=made.name,
         parameters=made.parameters,
-        rebuilt=alternatives(compiler, planned, now) if args.changes else None,
-        more={} if args.sweep or why_not(now) else more_memory(compiler, planned, now),
-        try_changes=args.changes,
+        changes=alternatives.changes(now, compiler, planned) if args.changes else (),
+        budgets=alternatives.budgets(now, more, planned) if args.changes or more else (),
     )
     active = made.parameters
     if made.tokens is not None:
         active = active_parameters(now.schedules, active, made.tokens)
     planning_s = time.perf_counter() - start
-    short = why_not(now)
     return Answer(
         *(made, batch, explained, short, planning_s, args.gpus, args.hosts, active, is_tried(now))
     )
@@ -288,16 +286,17 @@ def _text(answer: Answer, args: argparse.Namespace) -> str:
         "",
         *_verdict(answer),
         "",
-        columns(sections.memory_rows(explained)),
+        columns(explanation.memory_rows(explained)),
         "",
         *_speed(answer, args.tokens),
-        "",
-        *sections.budget_lines(explained),
-        "the plan",
-        *as_lines(explained.reasons),
+        *explanation.section_lines(
+            [
+                *explanation.budget_sections(explained),
+                ("the plan", list(explained.reasons)),
+                *explanation.change_sections(explained),
+            ]
+        ),
     ]
-    if explained.changes:
-        lines += ["", *sections.change_lines(explained)]
     return "\n".join([*lines, "", f"planned in {answer.planning_s:.0f} s; nothing was measured"])
 
 
@@ -316,8 +315,8 @@ def _speed(answer: Answer, tokens: float) -> list[str]:
     explained = answer.explained
     whether = " if it did fit" if answer.why_not else ""
     rows = [["a step", f"{duration(explained.step_s)}{whether}, bound by {explained.bound}"]]
-    rows.append(["its time depends on", sections.bounds_text(explained)])
-    rows += [["", line] for line in sections.network_lines(explained)]
+    rows.append(["its time depends on", explanation.bounds_text(explained)])
+    rows += [["", line] for line in explanation.network_lines(explained)]
     if (rate := answer.tokens_s) is not None:
         rows.append(["tokens/s", f"{rate:,.0f}"])
         rows.append(["TFLOP/s by 6NT", _figures(answer.tflop_s or 0.0)])

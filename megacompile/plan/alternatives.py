@@ -1,21 +1,33 @@
-"""Other plans of a model that was captured: other options, more memory, the same passes."""
+"""Alternatives to a planned step, and by how much each would help: other options, more memory, a
+faster machine.
+
+Other plans are made by the passes from the graphs that were captured. Another machine runs the plan
+that there is.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from megacompile.cost.hardware import Hardware
+from megacompile.cost.memory import MemoryKind
+from megacompile.errors import MegacompileError
 from megacompile.ir.capture import Capture, Variant
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Options
 from megacompile.plan.compiler import PassCompiler
-from megacompile.plan.scenario import Scenario
+from megacompile.plan.scenario import FASTER, Scenario, faster
 from megacompile.plan.settled import SettledPlans
 from megacompile.text import format_bytes
+
+_HOST = ("host memory bandwidth", "host update")
+_OF_BATCH = (MemoryKind.INPUTS, MemoryKind.ACTIVATIONS, MemoryKind.SAVED, MemoryKind.WORKSPACE)
 
 
 class Planned(NamedTuple):
@@ -26,12 +38,58 @@ class Planned(NamedTuple):
     variant: Variant
 
 
-def alternatives(
-    compiler: PassCompiler, planned: Sequence[Planned], now: Scenario
-) -> dict[str, Callable[[], Scenario]]:
-    """By name, what each would be; planned when called."""
-    options = compiler.setting.options
-    budget = compiler.budget.size_bytes()
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something else that could be done, and what it would bring."""
+
+    name: str
+    gain: float | None = None  # more work a second: 0.1 is a tenth; None: it cannot be done
+    step_s: float | None = None
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    note: str = ""
+
+
+def changes(
+    now: Scenario, compiler: PassCompiler | None = None, planned: Sequence[Planned] = ()
+) -> tuple[Change, ...]:
+    """The changes that would help, the most first.
+
+    Args:
+        now: what is done.
+        compiler: makes other plans. None: the plan stays.
+        planned: the captured graphs.
+    """
+    found = [] if compiler is None else _other_options(now, compiler, planned)
+    if any(schedule.backward is not None for schedule in now.schedules):
+        found.append(_twice_the_batch(now))
+    if now.optimizer.states and not now.optimizer.in_backward:
+        found.append(_faster(now, "a host with memory and CPU twice as fast", _HOST))
+    found.append(_faster(now, "a link to the host twice as fast", ("h2d", "d2h")))
+    return tuple(sorted(found, key=lambda change: 1.0 if change.gain is None else -change.gain))
+
+
+def budgets(
+    now: Scenario, compiler: PassCompiler | None = None, planned: Sequence[Planned] = ()
+) -> tuple[Change, ...]:
+    """The gain of a tenth more of each memory, if there is a `compiler` to plan with it. With the
+    plan that there is: of the disk's rate, and where the system locks less than all of host memory,
+    of a tenth of that."""
+    found = [] if compiler is None else _more_memory(now, compiler, planned)
+    if short := now.pageable_bytes:
+        size = min(short, -(-sum(now.host().values()) // 10))
+        locked = replace(now.hardware, locked_bytes=size + (now.hardware.locked_bytes or 0))
+        found.append(_on(now, f"page-locked memory (+{format_bytes(size)})", locked))
+    if now.disk():
+        found.append(_faster(now, "rate of the disk", ("disk",), FASTER))
+    return tuple(found)
+
+
+def _other_options(
+    now: Scenario, compiler: PassCompiler, planned: Sequence[Planned]
+) -> list[Change]:
+    """Plans with other options, or with twice the device memory."""
+    options, budget = compiler.setting.options, compiler.budget.size_bytes()
     states = now.optimizer.states
 
     def plan(changed: Options, budget_bytes: int = budget) -> Scenario:
@@ -45,25 +103,24 @@ def alternatives(
         cost = other.setting.cost(states=states)
         return replace(now, schedules=schedules, optimizer=cost, device_bytes=budget_bytes)
 
-    found: dict[str, Callable[[], Scenario]] = {}
     small = replace(options, state_dtype="int8")
+    tried: dict[str, Options] = {}
     if states and options.state_dtype != "int8":
-        found["8-bit optimizer states"] = lambda: plan(small)
+        tried["8-bit optimizer states"] = small
     if states and options.optimizer is None:
-        found["update in the backward"] = lambda: plan(_in_backward(options))
+        tried["update in the backward"] = _in_backward(options)
         if options.state_dtype != "int8":
-            found["update in the backward, 8-bit states"] = lambda: plan(_in_backward(small))
-    further = replace(options, lookahead=options.lookahead + 1, slots=options.least_slots + 1)
-    found["one slot and one lookahead more"] = lambda: plan(further)
-    found["twice the device memory"] = lambda: plan(options, 2 * budget)
-    return found
+            tried["update in the backward, 8-bit states"] = _in_backward(small)
+    tried["one slot and one lookahead more"] = replace(
+        options, lookahead=options.lookahead + 1, slots=options.least_slots + 1
+    )
+    found = [_tried(now, name, partial(plan, changed)) for name, changed in tried.items()]
+    return [*found, _tried(now, "twice the device memory", partial(plan, options, 2 * budget))]
 
 
-def more_memory(
-    compiler: PassCompiler, planned: Sequence[Planned], now: Scenario
-) -> dict[str, Callable[[], Scenario]]:
-    """By name, the same with a tenth more of the device's memory, of the host's, and of the disk's,
-    where something is there.
+def _more_memory(now: Scenario, compiler: PassCompiler, planned: Sequence[Planned]) -> list[Change]:
+    """Plans with a tenth more of the device's memory, of the host's, and of the disk's, where
+    something is there.
 
     What was simulated for the plan that there is need not be simulated again. Plans are sought near
     that one, which fits too. Where host memory was enough for all that was tried, more of it
@@ -94,20 +151,18 @@ def more_memory(
         )
         return min(now, more, key=lambda each: each.step_s)
 
+    def add(memory: str, size: int, build: Callable[[], Scenario]) -> None:
+        found.append(_tried(now, f"{memory} memory (+{format_bytes(size // 10)})", build))
+
+    found: list[Change] = []
     device, host = compiler.budget.size_bytes(), compiler.setting.host_budget_bytes()
     disk = compiler.chooser.disk_budget_bytes()
-    found = {
-        f"device memory (+{format_bytes(device // 10)})": lambda: plan(
-            device * 11 // 10, host, disk
-        )
-    }
+    add("device", device, lambda: plan(device * 11 // 10, host, disk))
     if host is not None:
-        more = f"host memory (+{format_bytes(host // 10)})"
         short = any(compiler.chooser.host_too_small(stages) for stages, _, _ in planned)
-        found[more] = lambda: plan(device, host * 11 // 10, disk) if short else now
+        add("host", host, lambda: plan(device, host * 11 // 10, disk) if short else now)
     if disk is not None and now.disk():
-        more = f"disk memory (+{format_bytes(disk // 10)})"
-        found[more] = lambda: plan(device, host, disk * 11 // 10)
+        add("disk", disk, lambda: plan(device, host, disk * 11 // 10))
     return found
 
 
@@ -115,3 +170,40 @@ def _in_backward(options: Options) -> Options:
     """As `megacompile(model, optimizer=...)` has it; which parameters it updates is not asked."""
     optimizer = torch.optim.AdamW([nn.Parameter(torch.empty(0))])
     return replace(options, optimizer=optimizer, device_update=None)
+
+
+def _tried(now: Scenario, name: str, build: Callable[[], Scenario]) -> Change:
+    """Another plan, or the reason that there is none."""
+    try:
+        other = build()
+    except MegacompileError as error:
+        return Change(name, note="does not fit: " + str(error).splitlines()[0])
+    gain = now.step_s / other.step_s - 1
+    device, host = other.device.peak.total_bytes, sum(other.host().values())
+    return Change(name, gain, other.step_s, device, host)
+
+
+def _faster(now: Scenario, name: str, resources: Sequence[str], times: float = 2.0) -> Change:
+    machine = now.hardware
+    for resource in resources:
+        machine = faster(machine, resource, times)
+    return _on(now, name, machine)
+
+
+def _on(now: Scenario, name: str, machine: Hardware) -> Change:
+    """The same plan on another machine."""
+    step_s = now.timeline(machine).step_s
+    return Change(name, now.step_s / step_s - 1, step_s)
+
+
+def _twice_the_batch(now: Scenario) -> Change:
+    """As if every compute took twice as long: there is no such graph to look at."""
+    step_s = now.timeline(faster(now.hardware, "compute", 0.5)).step_s
+    needed = max(
+        moment.total_bytes + sum(moment.live_bytes.get(kind, 0) for kind in _OF_BATCH)
+        for moment in now.device.moments
+    )
+    note = "computes taken as twice as long"
+    if now.device_bytes is not None and needed > now.device_bytes:
+        note += f"; this plan would need {format_bytes(needed)} of device memory"
+    return Change("twice the batch", 2 * now.step_s / step_s - 1, step_s, needed, note=note)

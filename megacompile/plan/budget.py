@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megacompile.plan.fit import device_table
 from megacompile.plan.problem import Problem
-from megacompile.plan.reasons import table
 from megacompile.plan.setting import Setting
 from megacompile.text import format_bytes
 
@@ -64,4 +64,4 @@ class Budget:
         """Device memory of the smallest feasible plan, as a table; "" if not known."""
         if not self._problems:
             return ""
-        return table(self._problems[-1], self._problems[-1].floor().peak)
+        return device_table(self._problems[-1], self._problems[-1].floor().peak)

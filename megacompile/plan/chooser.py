@@ -26,12 +26,11 @@ from megacompile.options import Activations, Lowering
 from megacompile.plan.budget import Budget
 from megacompile.plan.choice import Choice
 from megacompile.plan.drafts import Drafts
-from megacompile.plan.fit import TOLERANCE, TRIED, device_short, refusal
+from megacompile.plan.fit import TOLERANCE, TRIED, device_refusal, device_short, refusal
 from megacompile.plan.nearest import nearest
 from megacompile.plan.pipeline import Pipeline
 from megacompile.plan.planner import SearchResult
 from megacompile.plan.problem import Problem
-from megacompile.plan.reasons import does_not_fit
 from megacompile.plan.scenario import Scenario
 from megacompile.plan.searches import Searches
 from megacompile.plan.setting import Setting
@@ -309,7 +308,7 @@ class Chooser:
         if peak.total_bytes > TOLERANCE * problem.budget_bytes:
             if self._wanted is None:
                 self._wanted = _placed(choice)
-            raise DeviceMemoryError(does_not_fit(problem, choice, peak))
+            raise DeviceMemoryError(device_refusal(problem, choice, peak))
         over = peak.total_bytes > problem.budget_bytes
         short = device_short(peak.total_bytes, problem.budget_bytes)
         reasons = (f"{short}: {TRIED}" if over else "no other plan fits",)

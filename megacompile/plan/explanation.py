@@ -1,26 +1,34 @@
-"""Explains a planned step on one screen, what it does and why: `megacompile.explain` and `plan`.
+"""An explanation of a planned step: its findings as a page for a terminal and a notebook.
 
-A terminal and a notebook get the sections of `megacompile.plan.sections`, a program a dictionary.
+A section is a function from the findings to its rows. `megacompile plan` prints some of them on a
+page of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from copy import copy
+import html
+import textwrap
+from collections.abc import Sequence
 
-from megacompile.code_counts import CodeCounts
-from megacompile.cost.pageable import SHORT
-from megacompile.cost.ranks import RankRates
-from megacompile.cost.simulate import Prediction
-from megacompile.ir.stream import Stream
-from megacompile.plan.findings import Busy, DiskTraffic, Findings, Memory, Moved
-from megacompile.plan.report import as_html, as_text, duration
-from megacompile.plan.scenario import Scenario, budgets, changes
-from megacompile.plan.sections import sections, title
-from megacompile.plan.slow_ranks import slow_ranks
-from megacompile.plan.stage_groups import stage_groups
-from megacompile.tracing.critical_path import NONE, RankSteps, StepFigures, last_rank, traced_steps
-from megacompile.tracing.timeline import Timeline as Traced
+from megacompile.cost.memory import MemoryKind
+from megacompile.cost.ranks import FELT
+from megacompile.plan.findings import DiskTraffic, Findings, SlowRank
+from megacompile.text import as_lines, duration, format_bytes, percent, short_count
+from megacompile.tracing.critical_path import NONE, LastRank
+
+_ALL = 1.05  # of a step's time; a little more is rounding
+_ROWS = 8  # groups of stages that are shown
+_PARTS: dict[str, tuple[MemoryKind, ...]] = {  # rows of the table of memory
+    "parameters": (MemoryKind.PARAMETERS,),
+    "masters": (MemoryKind.MASTERS,),
+    "gradients": (MemoryKind.GRADIENTS,),
+    "optimizer states": (MemoryKind.STATES,),
+    "saved tensors": (MemoryKind.ACTIVATIONS, MemoryKind.SAVED),
+    "buffers": (MemoryKind.SLOTS, MemoryKind.INPUTS, MemoryKind.WORKSPACE, MemoryKind.STAGED),
+}
+_EXPLAINED = 0.02  # a resource that is responsible for less is left out
+
+Section = tuple[str, list[list[str]] | list[str]]  # a heading, and columns or sentences
 
 
 class Explanation(Findings):
@@ -29,124 +37,253 @@ class Explanation(Findings):
     __slots__ = ()
 
     def __str__(self) -> str:
-        return as_text(title(self), sections(self))
+        return "\n".join([_title(self), *section_lines(_sections(self))])
 
     def __repr__(self) -> str:
         step = f"{duration(self.step_s)} a step, bound by {self.bound}"
         return f"<explanation of {self.model}: {step}; print() shows it>"
 
     def _repr_html_(self) -> str:
-        return as_html(title(self), sections(self))
+        parts = [f"<h4>{html.escape(_title(self))}</h4>"]
+        for heading, rows in _sections(self):
+            parts.append(f"<h5>{html.escape(heading)}</h5>")
+            cells = [row if isinstance(row, list) else [row] for row in rows]
+            body = "".join(
+                "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+                for row in cells
+            )
+            parts.append(f"<table>{body}</table>")
+        return "\n".join(parts)
 
 
-def explanation(
-    now: Scenario,
-    *,
-    model: str,
-    parameters: int,
-    traced: Traced | None = None,
-    rebuilt: Mapping[str, Callable[[], Scenario]] | None = None,
-    more: Mapping[str, Callable[[], Scenario]] | None = None,
-    try_changes: bool = True,
-    locked_bytes: int | None = None,
-    numa_node: str | None = None,
-    rates: Sequence[RankRates] = (),
-    rank_steps: Sequence[RankSteps] = (),
-    code: Mapping[str, CodeCounts] | None = None,
-    moved: Moved | None = None,
-) -> Explanation:
-    """The explanation of a planned step.
+def section_lines(sections: Sequence[Section]) -> list[str]:
+    """Sections for a terminal. One without a heading goes on with the one before."""
+    lines: list[str] = []
+    for heading, rows in sections:
+        lines += ["", heading] if heading else []
+        lines += as_lines(rows)
+    return lines
 
-    Args:
-        now: the step.
-        model: its class.
-        parameters: how many it has.
-        traced: what ran in a trace, of whole steps; from the second one on, where there are two.
-        rebuilt: other plans of the same model; see `megacompile.plan.scenario.changes`.
-        more: the same plan with more of a memory; see `megacompile.plan.scenario.budgets`.
-        try_changes: say what would help.
-        locked_bytes: of host memory that is page-locked. Default: what can be, where that is known.
-        numa_node: near the GPU, of several: "1 of 2".
-        rates: of each of the ranks that share the model; the slowest are those of `now`.
-        rank_steps: what each of them has traced.
-        code: what was compiled, by kind.
-        moved: from and to the disk so far.
-    """
-    timeline = now.timeline()
-    peak = now.device.peak
-    device = now.device_kinds()
-    host, disk, planned = now.host(), now.disk(), now.disk_traffic()
-    traffic = DiskTraffic(planned[Stream.READ], planned[Stream.WRITE], moved)
-    page_locked = None
-    if (limit := now.hardware.locked_bytes) is not None:
-        page_locked = Memory({}, sum(host.values()), limit)
-        locked_bytes = min(limit, sum(host.values())) if locked_bytes is None else locked_bytes
-    steps = None if traced is None else traced_steps(traced, model)
-    return Explanation(
-        model=model,
-        hardware=now.hardware.name,
-        parameters=parameters,
-        templates=len({id(t) for schedule in now.schedules for t in schedule.templates}),
-        stages=stage_groups(now),
-        device=Memory(
-            device, peak.total_bytes, now.device_bytes, f"{peak.graph} {peak.label}".strip()
-        ),
-        host=Memory(host, sum(host.values()), now.host_bytes),
-        disk=Memory(disk, sum(disk.values()), now.disk_bytes) if disk or now.disk_bytes else None,
-        reasons=_reasons([schedule.plan.reasons for schedule in now.schedules]),
-        step_s=now.step_s,
-        traced_step_s=None if steps is None else steps.step_s,
-        traced_none_s=None if steps is None else steps.waited_s.get(NONE, 0.0),
-        streams=_streams(timeline, steps),
-        bounds=now.bounds(),
-        changes=changes(now, rebuilt) if try_changes else (),
-        budgets=budgets(now, more) if try_changes or more else (),
-        locked_bytes=locked_bytes,
-        page_locked=page_locked,
-        pageable_s=now.pageable_s if now.pageable_bytes else 0.0,
-        numa_node=numa_node,
-        ranks=now.ranks,
-        replicas=now.replicas,
-        network_gb_s=now.hardware.replicas_gb_s if now.replicas > 1 else None,
-        network_is_assumed=now.replicas > 1 and now.hardware.network_gb_s is None,
-        hosts=tuple(dict.fromkeys([r.host for r in rates] + [r.host for r in rank_steps])),
-        slow_ranks=slow_ranks(now, rates),
-        last_rank=last_rank(rank_steps),
-        disk_traffic=traffic if disk else None,
-        code={kind: copy(counts) for kind, counts in (code or {}).items() if not counts.is_none},
+
+def _title(found: Findings) -> str:
+    """The subject of the page, on one line."""
+    count = sum(group.count for group in found.stages)
+    ranks = f"{found.ranks}" if found.replicas == 1 else f"{found.replicas} x {found.ranks}"
+    each = "" if found.ranks == 1 else f"each of {ranks} ranks' "
+    return (
+        f"{found.model}, {short_count(found.parameters)} parameters, "
+        f"on {each}{found.hardware}: {count} stages of {found.templates} templates"
     )
 
 
-def _streams(timeline: Prediction, steps: StepFigures | None) -> tuple[Busy, ...]:
-    """Those that work; of the idle ones computes and copies too."""
-    rows = {
-        lane: Busy(
-            lane.value,
-            timeline.busy_s(lane),
-            timeline.critical_s.get(lane, 0.0),
-            None if steps is None else steps.busy_s.get(lane.value, 0.0),
-            None if steps is None else steps.waited_s.get(lane.value, 0.0),
+def _sections(found: Findings) -> list[Section]:
+    """Everything, in the order of the page."""
+    measured = ""
+    if found.traced_step_s is not None:
+        measured = f", {duration(found.traced_step_s)} traced"
+    step = f"a step: {duration(found.step_s)} predicted{measured}; bound by {found.bound}"
+    page: list[Section] = [
+        ("stages", _stage_rows(found)),
+        (f"memory: the device's peak is at {found.device.when}", memory_rows(found)),
+        ("the plan", list(found.reasons)),
+        (step, _stream_rows(found)),
+        ("its time depends on", [*_bounds_lines(found), *network_lines(found)]),
+    ]
+    if found.traced_step_s is not None:
+        page.append(("critical path of the traced steps", [traced_waits_text(found)]))
+    if slowest := _slowest_lines(found):
+        page.append(("the slowest rank", slowest))
+    if found.disk_traffic is not None:
+        page.append(("the disk", _disk_lines(found.disk_traffic)))
+    if found.code:
+        page.append(("code, in this process", _code_rows(found)))
+    return [*page, *budget_sections(found), *change_sections(found)]
+
+
+def _stage_rows(found: Findings) -> list[list[str]]:
+    several = len({group.graph for group in found.stages}) > 1
+    head = ["stage", "module", "template", "parameters", "is", "F", "RECOMPUTE", "B"]
+    rows = [["graph", *head] if several else head]
+    for group in found.stages[:_ROWS]:
+        which = str(group.first)
+        if group.count > 1:
+            which = f"{group.first}-{group.last}"
+        if 1 < group.count <= group.last - group.first:
+            which = f"{group.count} of {which}"
+        times = (group.forward_s, group.recompute_s, group.backward_s)
+        rows.append(
+            [
+                *([str(group.graph)] if several else []),
+                which,
+                textwrap.shorten(group.names, 34, placeholder="..."),
+                str(group.template),
+                format_bytes(group.parameter_bytes) if group.parameter_bytes else "",
+                group.treatment,
+                *(duration(time_s) if time_s else "" for time_s in times),
+            ]
         )
-        for lane in Stream
-    }
-    return tuple(row for lane, row in rows.items() if row.works or lane.in_every_step)
+    if left := found.stages[_ROWS:]:
+        count = sum(group.count for group in left)
+        rows.append([*([""] if several else []), "...", f"and {count} more stages", *[""] * 6])
+    return rows
 
 
-def _reasons(plans: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Those of all plans; where not all of several graphs have one, it says which do.
+def memory_rows(found: Findings) -> list[list[str]]:
+    """The place of every part: bytes of the device, of the host and, with one, of the disk. Where
+    page-locked memory is known to be limited, it is one more of them."""
+    tiers = {"device": found.device, "host": found.host}
+    if found.disk is not None:
+        tiers["disk"] = found.disk
+    if found.page_locked is not None:
+        tiers["page-locked"] = found.page_locked
 
-    Page-locked memory is that of the whole model: the plan of the last graph knows of all.
-    """
-    graphs: dict[str, list[int]] = {}
-    for i, reasons in enumerate(plans, start=1):
-        for reason in dict.fromkeys(reasons):
-            graphs.setdefault(reason, []).append(i)
-    short = [reason for reason in graphs if reason.startswith(SHORT)]
-    last = max(short, key=lambda reason: graphs[reason][-1], default=None)
-    found = []
-    for reason, of in graphs.items():
-        everywhere = len(of) == len(plans) or reason == last
-        if everywhere or reason not in short:
-            which = "graph" if len(of) == 1 else "graphs"
-            found.append(reason if everywhere else f"{which} {', '.join(map(str, of))}: {reason}")
-    return tuple(found)
+    def one(part: str, tier: str, text: str) -> list[str]:
+        return [part, *(text if name == tier else "" for name in tiers)]
+
+    rows = [["memory", *tiers]]
+    for part, kinds in _PARTS.items():
+        sizes = [sum(m.kinds.get(kind.value, 0) for kind in kinds) for m in tiers.values()]
+        if any(sizes):
+            rows.append([part, *(format_bytes(size) if size else "" for size in sizes)])
+    rows.append(["needed", *(format_bytes(m.needed_bytes) for m in tiers.values())])
+    available = [memory.there_bytes for memory in tiers.values()]
+    rows.append(["available", *("?" if n is None else format_bytes(n) for n in available)])
+    if found.page_locked is not None and found.page_locked.fits is False:
+        short = found.page_locked.needed_bytes - (found.page_locked.there_bytes or 0)
+        rows.append(one("stay pageable", "page-locked", format_bytes(short)))
+        rows.append(one("which costs a step", "page-locked", duration(found.pageable_s)))
+    elif found.page_locked is None and found.locked_bytes is not None:
+        rows.append(one("page-locked", "host", format_bytes(found.locked_bytes)))
+    if found.numa_node is not None:
+        rows.append(one("NUMA node", "host", found.numa_node))
+    return rows
+
+
+def _stream_rows(found: Findings) -> list[list[str]]:
+    traced = found.traced_step_s
+    head = ["stream", "busy", "of the step", "critical path"]
+    rows = [head + (["traced busy", "of the step", "critical path"] if traced else [])]
+    for row in found.streams:
+        cells = [row.stream, duration(row.predicted_s)]
+        cells += [percent(part, found.step_s) for part in (row.predicted_s, row.waited_s)]
+        if traced:
+            busy = row.traced_s or 0.0
+            cells += [duration(busy), percent(busy, traced)]
+            cells.append(percent(row.traced_waited_s or 0.0, traced))
+        rows.append(cells)
+    return rows
+
+
+def bounds_text(found: Findings) -> str:
+    """ "compute 71 %, host update 20 %": what the step's time depends on."""
+    shown = [(name, s) for name, s in found.bounds.items() if s >= _EXPLAINED]
+    return ", ".join(f"{name} {share:.0%}" for name, share in shown) or "nothing of these"
+
+
+def _bounds_lines(found: Findings) -> list[str]:
+    more = sum(found.bounds.values()) > _ALL
+    note = "each as if the others stayed as they are, so together they are more than 100%"
+    return [bounds_text(found), *([note] if more else [])]
+
+
+def network_lines(found: Findings) -> list[str]:
+    """The rate at which ranks with the same rows sum gradients; [] without these."""
+    if found.network_gb_s is None:
+        return []
+    rate = f"{found.network_gb_s:.3g} GB/s"
+    assumed = ", which is assumed" if found.network_is_assumed else ""
+    return [f"each gradient is summed over {found.replicas} replicas, at {rate} a rank{assumed}"]
+
+
+def traced_waits_text(found: Findings) -> str:
+    """ "h2d 93 %, compute 5 %": what the traced steps waited for."""
+    if not found.traced_step_s:
+        return ""
+    none = (found.traced_none_s or 0.0) / found.traced_step_s
+    shown = [*found.traced_waits.items(), (NONE, none)]
+    return ", ".join(f"{name} {share:.0%}" for name, share in shown if share >= _EXPLAINED)
+
+
+def _slowest_lines(found: Findings) -> list[str]:
+    """The ranks that the others wait for, by rates and by a trace; [] where that makes little."""
+    several, last = len(found.hosts) > 1, found.last_rank
+    lines = [_slow_text(each, with_host=several) for each in found.slow_ranks if each.matters]
+    if last is not None and last.waited_s > FELT * last.step_s:
+        lines.append(_last_text(last, with_host=several))
+    return lines
+
+
+def _slow_text(slow: SlowRank, *, with_host: bool) -> str:
+    """ "3 (host b): matrix products at 610 TFLOP/s where the others reach 655; ..."."""
+    rate = slow.rate
+    who = ", ".join(map(str, rate.ranks)) + _hosts(rate.hosts if with_host else ())
+    reach = "take" if rate.unit == "us" else "reach"
+    return (
+        f"{who}: {rate.name} at {rate.value:.3g} {rate.unit} where the others {reach} "
+        f"{rate.median:.3g}; at that a step would be {slow.shorter:.0%} shorter"
+    )
+
+
+def _last_text(last: LastRank, *, with_host: bool) -> str:
+    """ "3 (host b) came last in 5 of 6 traced steps: ..."."""
+    who = f"{last.rank}" + _hosts((last.host,) if with_host else ())
+    if last.lane == NONE:
+        why = "no recorded op of it takes longer than those of the others: its host has other work"
+    else:
+        why = (
+            f"its {last.lane} is busy for {duration(last.busy_s)} a step where the others' is for "
+            f"{duration(last.others_busy_s)}"
+        )
+    waits = f"the others wait {duration(last.waited_s)} a step longer in collectives"
+    return f"{who} came last in {last.steps} of {last.of} traced steps: {why}; {waits}"
+
+
+def _hosts(hosts: Sequence[str]) -> str:
+    return f" (host {', '.join(hosts)})" if hosts else ""
+
+
+def _disk_lines(traffic: DiskTraffic) -> list[str]:
+    reads, writes = format_bytes(traffic.read_bytes), format_bytes(traffic.written_bytes)
+    lines = [f"by the plan each step reads {reads} and writes {writes}"]
+    if (moved := traffic.so_far) is not None:
+        reads, writes = format_bytes(moved.read_bytes), format_bytes(moved.written_bytes)
+        lines.append(f"{moved.steps} steps so far: {reads} read and {writes} written")
+    return lines
+
+
+def _code_rows(found: Findings) -> list[list[str]]:
+    beside = any(counts.beside for counts in found.code.values())
+    head = ["of", "from caches", *(["compiled beside it"] if beside else []), "compiled in it"]
+    rows = [[*head, "took"]]
+    for kind, counts in found.code.items():
+        cells = [kind, str(counts.found - counts.beside if beside else counts.found)]
+        cells += [str(counts.beside)] if beside else []
+        rows.append([*cells, str(counts.made), duration(counts.time_s)])
+    return rows
+
+
+def budget_sections(found: Findings) -> list[Section]:
+    """The gain of a tenth more of each budget; [] where it was not asked for."""
+    rows = [["resource", "throughput", "step time"]]
+    for change in found.budgets:
+        gain = "-" if change.gain is None else f"{change.gain:+.1%}"
+        rows.append([change.name, gain, duration(change.step_s) if change.step_s else "-"])
+    return [("with a tenth more of one resource", rows)] if found.budgets else []
+
+
+def change_sections(found: Findings) -> list[Section]:
+    """The changes that would help; [] where none was tried."""
+    rows = [["change", "throughput", "step time", "device", "host"]]
+    for change in found.changes:
+        sizes = (change.device_bytes, change.host_bytes)
+        rows.append(
+            [
+                change.name,
+                "-" if change.gain is None else f"{change.gain:+.0%}",
+                "-" if change.step_s is None else duration(change.step_s),
+                *("" if size is None else format_bytes(size) for size in sizes),
+            ]
+        )
+    notes = [f"{change.name}: {change.note}" for change in found.changes if change.note]
+    page: list[Section] = [("what would help, of what was tried", rows), ("", notes)]
+    return page if found.changes else []

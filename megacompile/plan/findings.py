@@ -1,15 +1,31 @@
-"""The parts of the explanation of a planned step."""
+"""The findings about a planned step, as data: every figure that an explanation shows."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from megacompile.code_counts import CodeCounts
-from megacompile.plan.scenario import Change
-from megacompile.plan.slow_ranks import SlowRank
-from megacompile.plan.stage_groups import StageGroup
-from megacompile.tracing.critical_path import LastRank
+from megacompile.cost.pageable import SHORT
+from megacompile.cost.ranks import RankRates, SlowRate, slow_rates
+from megacompile.cost.simulate import Prediction
+from megacompile.ir.stream import Stream
+from megacompile.plan.alternatives import Change
+from megacompile.plan.scenario import Scenario
+from megacompile.plan.stage_groups import StageGroup, stage_groups
+from megacompile.tracing.critical_path import (
+    NONE,
+    LastRank,
+    RankSteps,
+    StepFigures,
+    last_rank,
+    traced_steps,
+)
+from megacompile.tracing.timeline import Timeline
+
+_SHORTER = 0.01  # of a step; a slow rank that costs less does not matter
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +79,19 @@ class Busy:
         return bool(self.predicted_s or self.traced_s)
 
 
+@dataclass(frozen=True, slots=True)
+class SlowRank:
+    """A rate at which ranks are behind, and what that costs."""
+
+    rate: SlowRate
+    shorter: float  # the share by which a step is shorter at the others' rate, by prediction
+
+    @property
+    def matters(self) -> bool:
+        """True if the step waits for it."""
+        return self.shorter >= _SHORTER
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Findings:
     """The findings about a planned step."""
@@ -96,6 +125,87 @@ class Findings:
     last_rank: LastRank | None = None  # whom the others wait for, where all ranks were traced
     disk_traffic: DiskTraffic | None = None  # None: nothing is on a disk
     code: dict[str, CodeCounts] = field(default_factory=dict)  # by kind: what was compiled, if any
+
+    @classmethod
+    def of(
+        cls,
+        now: Scenario,
+        *,
+        model: str,
+        parameters: int,
+        traced: Timeline | None = None,
+        changes: Sequence[Change] = (),
+        budgets: Sequence[Change] = (),
+        locked_bytes: int | None = None,
+        numa_node: str | None = None,
+        rates: Sequence[RankRates] = (),
+        rank_steps: Sequence[RankSteps] = (),
+        code: Mapping[str, CodeCounts] | None = None,
+        moved: Moved | None = None,
+    ) -> Self:
+        """The findings about a step.
+
+        Args:
+            now: the step.
+            model: its class.
+            parameters: how many it has.
+            traced: what ran in a trace, of whole steps; from the second one on, where there are
+                two.
+            changes: what would help; see `megacompile.plan.alternatives`.
+            budgets: what a tenth more of each memory would bring; see there too.
+            locked_bytes: of host memory that is page-locked. Default: what can be, where that is
+                known.
+            numa_node: near the GPU, of several: "1 of 2".
+            rates: of each of the ranks that share the model; the slowest are those of `now`.
+            rank_steps: what each of them has traced.
+            code: what was compiled, by kind.
+            moved: from and to the disk so far.
+        """
+        peak, device = now.device.peak, now.device_kinds()
+        host, disk, planned = now.host(), now.disk(), now.disk_traffic()
+        needed, limit = sum(host.values()), now.hardware.locked_bytes
+        if limit is not None and locked_bytes is None:
+            locked_bytes = min(limit, needed)
+        steps = None if traced is None else traced_steps(traced, model)
+        return cls(
+            model=model,
+            hardware=now.hardware.name,
+            parameters=parameters,
+            templates=len({id(t) for schedule in now.schedules for t in schedule.templates}),
+            stages=stage_groups(now),
+            device=Memory(
+                device, peak.total_bytes, now.device_bytes, f"{peak.graph} {peak.label}".strip()
+            ),
+            host=Memory(host, needed, now.host_bytes),
+            disk=Memory(disk, sum(disk.values()), now.disk_bytes)
+            if disk or now.disk_bytes
+            else None,
+            reasons=_reasons([schedule.plan.reasons for schedule in now.schedules]),
+            step_s=now.step_s,
+            traced_step_s=None if steps is None else steps.step_s,
+            traced_none_s=None if steps is None else steps.waited_s.get(NONE, 0.0),
+            streams=_streams(now.timeline(), steps),
+            bounds=now.bounds(),
+            changes=tuple(changes),
+            budgets=tuple(budgets),
+            locked_bytes=locked_bytes,
+            page_locked=None if limit is None else Memory({}, needed, limit),
+            pageable_s=now.pageable_s if now.pageable_bytes else 0.0,
+            numa_node=numa_node,
+            ranks=now.ranks,
+            replicas=now.replicas,
+            network_gb_s=now.hardware.replicas_gb_s if now.replicas > 1 else None,
+            network_is_assumed=now.replicas > 1 and now.hardware.network_gb_s is None,
+            hosts=tuple(dict.fromkeys([r.host for r in rates] + [r.host for r in rank_steps])),
+            slow_ranks=_slow_ranks(now, rates),
+            last_rank=last_rank(rank_steps),
+            disk_traffic=DiskTraffic(planned[Stream.READ], planned[Stream.WRITE], moved)
+            if disk
+            else None,
+            code={
+                kind: copy(counts) for kind, counts in (code or {}).items() if not counts.is_none
+            },
+        )
 
     @property
     def bound(self) -> str:
@@ -137,3 +247,51 @@ class Findings:
                 found[name]["fits"] = memory.fits
         bounds = {"bound": self.bound, "traced_bound": self.traced_bound}
         return {**found, **bounds, "traced_waits": self.traced_waits}
+
+
+def _streams(timeline: Prediction, steps: StepFigures | None) -> tuple[Busy, ...]:
+    """Those that work; of the idle ones computes and copies too."""
+    rows = {
+        lane: Busy(
+            lane.value,
+            timeline.busy_s(lane),
+            timeline.critical_s.get(lane, 0.0),
+            None if steps is None else steps.busy_s.get(lane.value, 0.0),
+            None if steps is None else steps.waited_s.get(lane.value, 0.0),
+        )
+        for lane in Stream
+    }
+    return tuple(row for lane, row in rows.items() if row.works or lane.in_every_step)
+
+
+def _slow_ranks(now: Scenario, ranks: Sequence[RankRates]) -> tuple[SlowRank, ...]:
+    """The rates at which ranks are behind the others, the most costly first.
+
+    Plans are made with the slowest rates of all ranks. The simulation says what a slow rank costs:
+    it runs the same step with the rate that the others have.
+    """
+    found = []
+    for rate in slow_rates(ranks):
+        step_s = now.timeline(rate.at_median(now.hardware)).step_s
+        found.append(SlowRank(rate, max(0.0, 1 - step_s / now.step_s) if now.step_s else 0.0))
+    return tuple(sorted(found, key=lambda each: -each.shorter))
+
+
+def _reasons(plans: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Those of all plans; where not all of several graphs have one, it says which do.
+
+    Page-locked memory is that of the whole model: the plan of the last graph knows of all.
+    """
+    graphs: dict[str, list[int]] = {}
+    for i, reasons in enumerate(plans, start=1):
+        for reason in dict.fromkeys(reasons):
+            graphs.setdefault(reason, []).append(i)
+    short = [reason for reason in graphs if reason.startswith(SHORT)]
+    last = max(short, key=lambda reason: graphs[reason][-1], default=None)
+    found = []
+    for reason, of in graphs.items():
+        everywhere = len(of) == len(plans) or reason == last
+        if everywhere or reason not in short:
+            which = "graph" if len(of) == 1 else "graphs"
+            found.append(reason if everywhere else f"{which} {', '.join(map(str, of))}: {reason}")
+    return tuple(found)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from megacompile.cost.memory import MemoryKind
+from collections.abc import Sequence
+
+from megacompile.cost.memory import MemoryKind, MemoryMoment
 from megacompile.host_memory import too_small
+from megacompile.plan.choice import Choice
+from megacompile.plan.problem import Problem
 from megacompile.plan.scenario import Scenario
 from megacompile.text import format_bytes
 
@@ -42,9 +46,43 @@ def device_short(needed_bytes: int, there_bytes: int | None) -> str:
     return _short("device memory", needed_bytes, there_bytes)
 
 
-def device_more(over_bytes: int) -> tuple[str, ...]:
-    """Changes that would do, where the device alone is too small."""
-    return *_more(device=over_bytes), _SMALLER
+def device_table(problem: Problem, peak: MemoryMoment) -> str:
+    """Device memory by user, and the memory that there is."""
+    needed = sorted(peak.live_bytes.items(), key=lambda item: -item[1])
+    rows = [(kind.value, size) for kind, size in needed if size]
+    rows += [("needed", peak.total_bytes), ("available", problem.budget_bytes)]
+    return "\n".join(_table(rows))
+
+
+def device_refusal(problem: Problem, choice: Choice, peak: MemoryMoment) -> str:
+    """The error of a model for which there is too little device memory.
+
+    Args:
+        choice: what comes nearest; its peak is `peak`.
+    """
+    how = "".join(
+        f", {text}"
+        for text, holds in (
+            (f"{len(choice.resident)} buckets resident", choice.resident),
+            (f"the inputs of {choice.offload} stages on the host", choice.offload),
+            (f"{choice.rerun} stages run again", choice.rerun),
+        )
+        if holds
+    )
+    host, available = format_bytes(problem.host_bytes(choice)), "an unknown amount"
+    if problem.host_budget_bytes is not None:
+        available = format_bytes(problem.host_budget_bytes)
+    needed, budget = peak.total_bytes, problem.budget_bytes
+    return "\n".join(
+        [
+            f"megacompile(): {device_short(needed, budget)}, at {peak.graph} {peak.label}, with "
+            f"every stage recomputed{how}",
+            device_table(problem, peak),
+            f"(host memory: {host} needed, {available} available)",
+            *_more(device=needed - budget),
+            _SMALLER,
+        ]
+    )
 
 
 def _device_over_bytes(now: Scenario) -> int:
@@ -84,8 +122,7 @@ def refusal(now: Scenario, device_needed_bytes: int) -> str:
     if now.disk_bytes is not None:
         rows += [("on the disk", sum(now.disk().values()))]
         rows += [("available on the disk", now.disk_bytes)]
-    width = max(len(kind) for kind, _ in rows)
-    lines = [f"  {kind:<{width}}  {format_bytes(size):>10}" for kind, size in rows]
+    lines = _table(rows)
     resident = {key for schedule in now.schedules for key in schedule.plan.resident}
     if resident:
         count = len({b.key for schedule in now.schedules for b in schedule.buckets})
@@ -93,6 +130,11 @@ def refusal(now: Scenario, device_needed_bytes: int) -> str:
             f"  ({len(resident)} of {count} buckets live on the device: no more fit there)"
         )
     return "\n".join([f"megacompile(): {first}", *lines, *others])
+
+
+def _table(rows: Sequence[tuple[str, int]]) -> list[str]:
+    width = max(len(what) for what, _ in rows)
+    return [f"  {what:<{width}}  {format_bytes(size):>10}" for what, size in rows]
 
 
 def _too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:

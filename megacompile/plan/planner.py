@@ -27,8 +27,8 @@ from dataclasses import dataclass, replace
 from megacompile.garbage import old_objects_left_out
 from megacompile.plan.choice import Choice
 from megacompile.plan.problem import Problem
-from megacompile.plan.reasons import reasons
 from megacompile.plan.tries import Tries, between
+from megacompile.text import format_bytes
 
 _COUNTS = (0, 1 / 24, 1 / 12, 1 / 6, 1 / 3, 2 / 3, 1)  # of the buckets, to be resident
 _SHARES = (0.0, 0.1, 0.2, 0.4, 0.7, 1.0)  # of the parameters, to be updated on the device
@@ -155,7 +155,32 @@ def _add_grid(
 
 def _result(tries: Tries, best: Choice) -> SearchResult:
     """The result of a search that ends with this choice."""
-    problem = tries.problem
-    peak, step_s = problem.peak_bytes(best), problem.step_s(best)
-    why = reasons(problem, best, step_s, tries.times, peak)
+    peak, step_s = tries.problem.peak_bytes(best), tries.problem.step_s(best)
+    why = _reasons(tries, best, step_s, peak)
     return SearchResult(best, step_s, peak, len(tries.times), why)
+
+
+def _reasons(tries: Tries, best: Choice, step_s: float, peak: int) -> tuple[str, ...]:
+    """The reasons for this plan: what it needs, what it takes, and the floor next to it."""
+    problem, tried = tries.problem, tries.times
+    budget = format_bytes(problem.budget_bytes)
+    lines = [
+        f"{best.keep} of {problem.stages} stages are kept and {len(best.resident)} of "
+        f"{len(problem.buckets)} buckets live on the device: {format_bytes(peak)} of {budget} of "
+        f"device memory, {step_s * 1e3:.0f} ms a step predicted, "
+        + (
+            f"the fastest of {len(tried)} plans that fit"
+            if len(tried) > 1
+            else "the only plan tried"
+        )
+    ]
+    floor = {choice: s for choice, s in tried.items() if not choice.resident}
+    if best.state_lookahead is not None:
+        lines.append(
+            f"optimizer states are fetched {best.state_lookahead} stage ahead, later than weights: "
+            "they take less memory"
+        )
+    if floor and best.resident:
+        streamed_s = problem.step_s(min(floor, key=floor.__getitem__))
+        lines.append(f"with every bucket streamed it would take {streamed_s * 1e3:.0f} ms")
+    return tuple(lines)

@@ -1,4 +1,4 @@
-"""A planned step on a machine: its time, its memory, what bounds it, what another plan would bring.
+"""A planned step on a machine: its time, its memory, what bounds it.
 
 What bounds a step is found by asking the simulation: each resource in turn is made a tenth faster,
 and the one that shortens the step most is the bound. A stream can be busy all the time and bound
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megacompile.cost.hardware import DISK_RATES, Hardware
@@ -25,7 +25,6 @@ from megacompile.cost.pageable import pageable_bytes, with_pageable
 from megacompile.cost.script import Script
 from megacompile.cost.simulate import Prediction, simulate_script
 from megacompile.cost.stored import disk_memory
-from megacompile.errors import MegacompileError
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Plan, Schedule
@@ -34,9 +33,8 @@ from megacompile.passes.schedule.disk import STATE_SETS, states_in_use
 from megacompile.passes.schedule.disk_weights import LANDING_SETS, NEW_SETS, WEIGHT_SETS
 from megacompile.plan.choice import Choice
 from megacompile.plan.tiers import Tiers
-from megacompile.text import format_bytes
 
-_FASTER = 1.1
+FASTER = 1.1  # a resource that is asked for its share
 _RATES = {  # what a resource's speed stands for in `Hardware`
     "compute": ("matmul_tflop_s", "matmul32_tflop_s", "matmul8_tflop_s", "memory_gb_s"),
     "h2d": ("h2d_gb_s", "h2d_both_gb_s"),
@@ -47,7 +45,6 @@ _RATES = {  # what a resource's speed stands for in `Hardware`
     "network": ("network_gb_s",),
     "disk": DISK_RATES,
 }
-_OF_BATCH = (MemoryKind.INPUTS, MemoryKind.ACTIVATIONS, MemoryKind.SAVED, MemoryKind.WORKSPACE)
 
 
 @dataclass(frozen=True)
@@ -236,15 +233,10 @@ class Scenario:
         for name in _RATES:
             if not used.get(name, True):
                 continue
-            less = self.step_s - self.timeline(faster(self.hardware, name, _FASTER)).step_s
-            possible = self.step_s * (1 - 1 / _FASTER)
+            less = self.step_s - self.timeline(faster(self.hardware, name, FASTER)).step_s
+            possible = self.step_s * (1 - 1 / FASTER)
             found[name] = max(0.0, less / possible) if possible else 0.0
         return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-    @property
-    def bound(self) -> str:
-        """The resource that bounds the step most."""
-        return next(iter(self.bounds()))
 
 
 def _states_in_use(schedule: Schedule) -> int:
@@ -268,87 +260,3 @@ def faster(hardware: Hardware, resource: str, times: float) -> Hardware:
     if resource in ("h2d", "d2h"):
         changes["copy_s"] = hardware.copy_s / times
     return replace(hardware, **changes)
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Something else that could be done, and what it would bring."""
-
-    name: str
-    gain: float | None = None  # more work a second: 0.1 is a tenth; None: it cannot be done
-    step_s: float | None = None
-    device_bytes: int | None = None
-    host_bytes: int | None = None
-    note: str = ""
-
-
-def changes(
-    now: Scenario, rebuilt: Mapping[str, Callable[[], Scenario]] | None = None
-) -> tuple[Change, ...]:
-    """The changes that would help, the most first.
-
-    Args:
-        now: what is done.
-        rebuilt: other plans of the same model by name, made when they are called for.
-    """
-    found = [_rebuilt(now, name, build) for name, build in (rebuilt or {}).items()]
-    if any(schedule.backward is not None for schedule in now.schedules):
-        found.append(_twice_the_batch(now))
-    if now.optimizer.states and not now.optimizer.in_backward:
-        found.append(_faster(now, "a host with memory and CPU twice as fast", _HOST))
-    found.append(_faster(now, "a link to the host twice as fast", ("h2d", "d2h")))
-    return tuple(sorted(found, key=lambda change: 1.0 if change.gain is None else -change.gain))
-
-
-def budgets(
-    now: Scenario, more: Mapping[str, Callable[[], Scenario]] | None = None
-) -> tuple[Change, ...]:
-    """The gain of a tenth more of each memory (`more`), of the disk's rate, and where the system
-    locks less than all of host memory, of a tenth of that: with the plan that there is."""
-    found = [_rebuilt(now, name, build) for name, build in (more or {}).items()]
-    if short := now.pageable_bytes:
-        size = min(short, -(-sum(now.host().values()) // 10))
-        locked = replace(now.hardware, locked_bytes=size + (now.hardware.locked_bytes or 0))
-        found.append(_on(now, f"page-locked memory (+{format_bytes(size)})", locked))
-    if now.disk():
-        found.append(_faster(now, "rate of the disk", ("disk",), _FASTER))
-    return tuple(found)
-
-
-_HOST = ("host memory bandwidth", "host update")
-
-
-def _rebuilt(now: Scenario, name: str, build: Callable[[], Scenario]) -> Change:
-    try:
-        other = build()
-    except MegacompileError as error:
-        return Change(name, note="does not fit: " + str(error).splitlines()[0])
-    gain = now.step_s / other.step_s - 1
-    device, host = other.device.peak.total_bytes, sum(other.host().values())
-    return Change(name, gain, other.step_s, device, host)
-
-
-def _faster(now: Scenario, name: str, resources: Sequence[str], times: float = 2.0) -> Change:
-    machine = now.hardware
-    for resource in resources:
-        machine = faster(machine, resource, times)
-    return _on(now, name, machine)
-
-
-def _on(now: Scenario, name: str, machine: Hardware) -> Change:
-    """The same plan on another machine."""
-    step_s = now.timeline(machine).step_s
-    return Change(name, now.step_s / step_s - 1, step_s)
-
-
-def _twice_the_batch(now: Scenario) -> Change:
-    """As if every compute took twice as long: there is no such graph to look at."""
-    step_s = now.timeline(faster(now.hardware, "compute", 0.5)).step_s
-    needed = max(
-        moment.total_bytes + sum(moment.live_bytes.get(kind, 0) for kind in _OF_BATCH)
-        for moment in now.device.moments
-    )
-    note = "computes taken as twice as long"
-    if now.device_bytes is not None and needed > now.device_bytes:
-        note += f"; this plan would need {format_bytes(needed)} of device memory"
-    return Change("twice the batch", 2 * now.step_s / step_s - 1, step_s, needed, note=note)

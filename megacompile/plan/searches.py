@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from megacompile import notices
 from megacompile.options import Activations, Lowering
 from megacompile.plan.choice import Choice
-from megacompile.plan.fewer_states import search_with_fewer_states
 from megacompile.plan.planner import SearchResult, search, search_near
 from megacompile.plan.problem import Problem
 from megacompile.plan.setting import Setting
 from megacompile.plan.tiling import TILES, search_in_tiles
+from megacompile.text import format_bytes
 
 
 class Searches:
@@ -34,14 +37,30 @@ class Searches:
         return found or self.everywhere(problem)
 
     def with_fewer_states(self, problem: Problem) -> SearchResult | None:
-        """The fastest with as many optimizer states as the host holds, where the optimizer is not
-        known yet; see `search_with_fewer_states`."""
+        """The fastest with as many optimizer states as the host holds; says how many.
+
+        Where a model runs, its optimizer is not known before the first step. A plan counts the
+        states of AdamW. Where the host does not hold these, the model may still be trained by
+        another one.
+        """
         known = self.setting.options.optimizer is not None or self.setting.hardware is not None
         if known or problem.host_budget_bytes is None:
             return None
-        return search_with_fewer_states(
-            problem, lambda states: self.setting.cost(states=states), self.everywhere
-        )
+        assumed = problem.optimizer.states
+        for states in range(assumed - 1, -1, -1):
+            less = replace(problem, optimizer=self.setting.cost(states=states))
+            found = None
+            if less.disk_weights is None:
+                found = self.everywhere(replace(less, disk_weights=False))
+            if (found := found or self.everywhere(less)) is not None:
+                notices.warn(
+                    f"megacompile: host memory ({format_bytes(problem.host_budget_bytes)}) does "
+                    f"not hold {assumed} optimizer states a parameter, which AdamW has; it holds "
+                    f"{states}. A step that needs more is refused; state_dtype='int8' needs less",
+                    notices.Whose.RANK,
+                )
+                return found
+        return None
 
     def smallest(self, problem: Problem) -> tuple[Problem, int]:
         """The problem in so many tiles, or in none (1): what needs least of the device. The most

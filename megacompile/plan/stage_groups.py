@@ -5,7 +5,7 @@ Stages that alternate are two rows: `0 2 4` are treated so, `1 3 5` so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megacompile.cost.ops import node_s
@@ -36,56 +36,39 @@ class StageGroup:
 
 
 def stage_groups(now: Scenario) -> tuple[StageGroup, ...]:
-    """The stages of a step, in the order of their forwards."""
-    order = {
-        id(template): index
-        for index, template in enumerate(
-            dict.fromkeys(t for schedule in now.schedules for t in schedule.templates)
-        )
-    }
-    found = []
+    """The stages of a step, in the order of their forwards: those that are alike and come one after
+    the other, or alternate with those of one row."""
+    templates = dict.fromkeys(t for schedule in now.schedules for t in schedule.templates)
+    order = {id(template): index for index, template in enumerate(templates)}
+    found: list[StageGroup] = []
     for graph, schedule in enumerate(now.schedules, start=1):
         times = _seconds(schedule, now)
-
-        def alike(
-            stage: Stage,
-            schedule: Schedule = schedule,
-            times: Mapping[tuple[int, str], float] = times,
-        ) -> _Alike:
+        rows: list[tuple[_Alike, list[Stage]]] = []
+        for stage in schedule.stages:
             mine = tuple(times.get((stage.index, name), 0.0) for name in _COMPUTES)
-            return order[id(stage.traced)], _treatment(schedule, stage), mine
-
-        for (template, treatment, mine), stages in _rows(schedule.stages, alike):
-            names = [stages[0].name, stages[-1].name] if len(stages) > 1 else [stages[0].name]
-            found.append(
-                StageGroup(
-                    graph,
-                    stages[0].index,
-                    stages[-1].index,
-                    len(stages),
-                    printable(" ... ".join(names)),
-                    template,
-                    sum(bucket.size_bytes for bucket in stages[0].buckets),
-                    treatment,
-                    *mine,
-                )
-            )
+            alike = order[id(stage.traced)], _treatment(schedule, stage), mine
+            row = next((stages for known, stages in rows[-2:] if known == alike), None)
+            if row is None:
+                rows.append((alike, [stage]))
+            else:
+                row.append(stage)
+        found += [_group(graph, alike, stages) for alike, stages in rows]
     return tuple(found)
 
 
-def _rows(
-    stages: Sequence[Stage], alike: Callable[[Stage], _Alike]
-) -> list[tuple[_Alike, list[Stage]]]:
-    """Stages that are alike and come one after the other, or alternate with those of one row."""
-    rows: list[tuple[_Alike, list[Stage]]] = []
-    for stage in stages:
-        what = alike(stage)
-        row = next((row for row in rows[-2:] if row[0] == what), None)
-        if row is None:
-            rows.append((what, [stage]))
-        else:
-            row[1].append(stage)
-    return rows
+def _group(graph: int, alike: _Alike, stages: Sequence[Stage]) -> StageGroup:
+    (template, treatment, times), first, last = alike, stages[0], stages[-1]
+    return StageGroup(
+        graph,
+        first.index,
+        last.index,
+        len(stages),
+        printable(first.name if first is last else f"{first.name} ... {last.name}"),
+        template,
+        sum(bucket.size_bytes for bucket in first.buckets),
+        treatment,
+        *times,
+    )
 
 
 _COMPUTES = ("forward", "recompute", "backward")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adafactor, AdamW
 
-from megacompile import megacompile
+from megacompile import Explanation, explain, megacompile
 from megacompile.cli import main
 from megacompile.cost.hardware import H200
 from megacompile.cost.ranks import RankRates, slow_rates
@@ -27,7 +28,7 @@ from megacompile.errors import (
     OptionError,
     OptionTypeError,
 )
-from megacompile.plan.slow_ranks import SlowRank, last_text
+from megacompile.plan.findings import SlowRank
 from megacompile.runtime.model.data_parallel import refuse_unreduced
 from megacompile.tracing.critical_path import RankSteps, last_rank
 from tests.configs import CONFIG
@@ -219,34 +220,46 @@ def test_hosts_that_are_refused(
 # What `explain` says of a slow rank.
 
 
-def test_a_slow_rank() -> None:
+@pytest.fixture(scope="module")
+def explained() -> Explanation:
+    model = megacompile(net(), device="cpu", lowering="eager", progress=False)
+    step(model)
+    return explain(model, changes=False)
+
+
+def of_ranks(explained: Explanation, **found: Any) -> str:
+    """The section of the slowest rank, on one line."""
+    page = str(replace(explained, ranks=2, **found))
+    section = page.partition("\nthe slowest rank\n")[2].partition("\n\n")[0]
+    return " ".join(section.split())
+
+
+def test_a_slow_rank(explained: Explanation) -> None:
     rates = [655, 657, 653, 610]
     machines = [H200.replace(matmul_tflop_s=each, sustained=1.0) for each in rates]
     (slow,) = slow_rates([RankRates(i, "aabb"[i], each) for i, each in enumerate(machines)])
-    assert (
-        SlowRank(slow, 0.05)
-        .text(with_host=True)
-        .startswith(
-            "3 (host b): matrix products at 610 TFLOP/s where the others reach 655; at that a step "
-            "would be 5% shorter"
-        )
+    assert of_ranks(explained, slow_ranks=(SlowRank(slow, 0.05),), hosts=("a", "b")) == (
+        "- 3 (host b): matrix products at 610 TFLOP/s where the others reach 655; at that a step "
+        "would be 5% shorter"
     )
+    assert of_ranks(explained, slow_ranks=(SlowRank(slow, 0.009),)) == "", "that costs nothing"
     late = [H200.replace(launch_s=each) for each in (8e-6, 4e-6, 4e-6)]
     (slow,) = slow_rates([RankRates(i, "a", each) for i, each in enumerate(late)])
-    assert "at 8 us where the others take 4" in SlowRank(slow, 0.0).text(with_host=False)
+    text = of_ranks(explained, slow_ranks=(SlowRank(slow, 0.02),), hosts=("a",))
+    assert text.startswith("- 0: ") and "at 8 us where the others take 4" in text
 
 
 def steps(rank: int, waited_s: float, **busy_s: float) -> RankSteps:
     return RankSteps(rank, "ab"[rank], 1.0, {"comm": 0.5, **busy_s}, (waited_s,))
 
 
-def test_a_rank_that_comes_last() -> None:
+def test_a_rank_that_comes_last(explained: Explanation) -> None:
     last = last_rank([steps(0, 0.3, h2d=0.3), steps(1, 0.1, h2d=0.9)])
-    assert last is not None and last_text(last, with_host=True) == (
-        "1 (host b) came last in 1 of 1 traced steps: its h2d is busy for 900 ms a step where the "
-        "others' is for 300 ms; the others wait 200 ms a step longer in collectives"
+    assert of_ranks(explained, last_rank=last, hosts=("a", "b")) == (
+        "- 1 (host b) came last in 1 of 1 traced steps: its h2d is busy for 900 ms a step where "
+        "the others' is for 300 ms; the others wait 200 ms a step longer in collectives"
     )
     idle = last_rank([steps(0, 0.3, h2d=0.6), steps(1, 0.1, h2d=0.6)])
-    assert idle is not None and "no recorded op of it takes longer" in last_text(
-        idle, with_host=False
-    )
+    assert "no recorded op of it takes longer" in of_ranks(explained, last_rank=idle)
+    little = last_rank([steps(0, 0.3, h2d=0.6), steps(1, 0.28, h2d=0.9)])
+    assert little is not None and of_ranks(explained, last_rank=little) == ""

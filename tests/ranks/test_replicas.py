@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from megacompile import Explanation
 from megacompile.cli import main
 from megacompile.cost import ranks
 from megacompile.cost.hardware import ASSUMED_NETWORK_GB_S, H200, Hardware
@@ -22,7 +23,6 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.mesh_options import PlannedMesh
 from megacompile.plan.abstract import abstract_options, abstract_programs
-from megacompile.plan.explanation import explanation
 from megacompile.plan.scenario import Scenario
 from tests.configs import CONFIG
 from tests.processes import group_of_one
@@ -180,8 +180,7 @@ def test_hosts_are_planned(config: str, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_what_is_assumed_is_said() -> None:
     def text(scenario: Scenario) -> str:
-        explained = explanation(scenario, model="Tower", parameters=1, try_changes=False)
-        return f"{explained}\n"
+        return f"{Explanation.of(scenario, model='Tower', parameters=1)}\n"
 
     line = "each gradient is summed over 4 replicas, at 12.5 GB/s a rank"
     assert f"{line}, which is assumed\n" in text(planned(4))
