@@ -31,10 +31,14 @@ def sources_renamed_once() -> Iterator[None]:  # torch 2.11 to 2.15
     """For its duration, Dynamo renames each source that two guards share once.
 
     To stamp out a region, it renames what each guard of the first one looks at, from the root for
-    each, though most of the way is the same: `layers[0].norm.eps` to `layers[1].norm.eps`.
+    each, though most of the way is the same: `layers[0].norm.eps` to `layers[1].norm.eps`. Sources
+    of torch 2.11 have no `clone`: there it does nothing.
     """
     holder: Any = ChainedSource
-    plain = holder.clone
+    plain = getattr(holder, "clone", None)
+    if plain is None:
+        yield
+        return
     renamed: dict[tuple[int, int], tuple[Any, ...]] = {}  # by the ids of function and source
 
     def clone(source: Any, rename: Callable[[Any], Any] | None = None) -> Any:

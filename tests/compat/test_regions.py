@@ -102,6 +102,10 @@ def test_a_source_that_is_renamed_once_is_the_same_as_before() -> None:
     def rename(source: Source) -> Source:
         return other if source == root else source
 
+    if VERSION == (2, 11):
+        with compat.sources_renamed_once():
+            assert not hasattr(Source, "clone")
+        return
     plain = [source.clone(rename) for source in sources]
     with compat.sources_renamed_once():
         found = [source.clone(rename) for source in sources]
