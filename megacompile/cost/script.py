@@ -157,10 +157,11 @@ class _Graph:
         waits: list[int] = []
         takes: list[Handed] = []
         for source in waits_for(node):
+            position = self._position.get(producer(source))
             if source.op == "placeholder":
                 takes.append(stands_for(self.schedule, source))
-            elif source in self._position and self.items[self._position[source]].queue != queue:
-                waits.append(self._position[source])
+            elif position is not None and self.items[position].queue != queue:
+                waits.append(position)
         return waits, takes
 
     def _add_half(self, node: fx.Node, item: _Item) -> None:

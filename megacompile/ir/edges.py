@@ -65,10 +65,9 @@ def edges(graph: fx.Graph) -> Iterator[Edge]:
 
 
 def waits_for(node: fx.Node) -> list[fx.Node]:
-    """The ops and placeholders that an op waits for, besides the op before it on its stream."""
-    if not effects(node).waits:
-        return []
-    return list(dict.fromkeys(map(producer, node.all_input_nodes)))
+    """The values that an op waits for (their producers, that is), besides the op before it on its
+    stream."""
+    return node.all_input_nodes if effects(node).waits else []
 
 
 Handed = Place | tuple[int, str]  # a part of a bucket; or the id of a schedule and a value's name

@@ -280,7 +280,7 @@ def recorded_edges(schedule: Schedule, graph_name: str) -> RecordedEdges:
         op = ops.effects(node)
         if not op.waits:
             continue
-        stream, made = ops.stream_of(node), waits_for(node)
+        stream, made = ops.stream_of(node), [*map(producer, waits_for(node))]
         own = [names[n] for n in made if n in names and ops.stream_of(n) is not stream]
         if not op.issues:
             handed_on[stream] += own
@@ -294,8 +294,7 @@ def recorded_edges(schedule: Schedule, graph_name: str) -> RecordedEdges:
     for what, node in handed(schedule, graph_name).items():
         is_part = isinstance(what[1], Part)  # new values of it: who made them as well
         makers = [node, *map(producer, reads(node))] if is_part else [node]
-        if found := [names[n] for n in makers if n in names]:
-            gives[what] = found
+        gives[what] = [names[n] for n in makers if n in names]
     return RecordedEdges(waits, takes, gives)
 
 

@@ -169,6 +169,7 @@ def _steps(graph: fx.Graph, position: dict[fx.Node, int]) -> list[Step]:
             continue
         op = ops.op_of(node)
         stream = op.stream if op is not None and op.stream.in_order else None
-        waits = tuple(w for w in waits_for(node) if position[w] < position[node])
+        made = map(producer, (v for v in waits_for(node) if position[v] < position[node]))
+        waits = tuple(source for source in made if position[source] < position[node])
         found.append(Step(node, stream, waits))
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from megacompile.ir.edges import EdgeKind, edges, handed, stands_for, waits_for
-from megacompile.ir.ops import label
+from megacompile.ir.values import label
 from tests.schedules import Spec, build, find
 
 
