@@ -32,6 +32,17 @@ from megacompile.compat.graphs import copy_graph
 Tensors = Sequence[torch.Tensor]
 
 _AOT: Any = getattr(compile_fx, "dynamo_common", compile_fx)  # where it looks `aot_autograd` up
+_LIBRARY = torch.library.Library("megacompile", "FRAGMENT")
+_LIBRARY.define(
+    "bernoulli(Tensor like, float p) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded, torch.Tag.needs_exact_strides),
+)
+_LIBRARY.impl("bernoulli", torch.bernoulli, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "megacompile::bernoulli", lambda like, p: like.new_empty(like.shape), lib=_LIBRARY
+)
+
+_BERNOULLI = torch.ops.aten.bernoulli.p
 _HANDED_ON: ContextVar[list[fx.GraphModule] | None] = ContextVar("handed_on", default=None)
 
 
@@ -88,6 +99,8 @@ def compile_inductor(
     Its caches want an environment of symbols, be there symbols or not. A graph that is functional
     already is not traced again: AOTAutograd would take a sixth of the time, and wrap what runs.
     """
+    if _draws_in_place(module, inputs):
+        module = _drawing_apart(module)
     modes = [value.fake_mode for value in inputs if isinstance(value, FakeTensor)]
     if modes and modes[0].shape_env is None:
         modes[0].shape_env = ShapeEnv()
@@ -105,6 +118,27 @@ def compile_inductor(
         finally:
             _HANDED_ON.reset(token)
     return (lambda *given: boxed(list(given))) if handed_on else boxed
+
+
+def _draws_in_place(module: fx.GraphModule, inputs: Tensors) -> bool:
+    """True if Inductor would lower a `bernoulli` to one that writes into a buffer.
+
+    In torch 2.11 what reads that buffer can be fused with what is before the write. Where it draws
+    random numbers of its own, on CUDA, it has none.
+    """
+    decomposed = any(x.is_cuda for x in inputs if isinstance(x, torch.Tensor))
+    return any(node.target == _BERNOULLI for node in module.graph.nodes) and not (
+        decomposed and not inductor_config.fallback_random
+    )
+
+
+def _drawing_apart(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy whose draws are operators that Inductor calls as they are."""
+    graph = copy_graph(module.graph)
+    for node in graph.find_nodes(op="call_function", target=_BERNOULLI):
+        if not node.kwargs:  # no generator
+            node.target = torch.ops.megacompile.bernoulli.default
+    return fx.GraphModule(module, graph)
 
 
 def _needs_no_tracing(module: fx.GraphModule) -> bool:

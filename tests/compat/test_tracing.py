@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch._inductor import cpu_vec_isa
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from megacompile import compat
 
@@ -206,6 +207,27 @@ def test_inductor_compiles_graphs() -> None:
     code = compat.compile_inductor(module, [fake])
     (found,) = code(torch.ones(8))
     assert torch.allclose(found, torch.ones(8).sin() + 1)
+
+
+@needs_compiler
+def test_what_reads_random_numbers_runs_behind_their_draw() -> None:
+    """In torch 2.11 Inductor fuses the product with the softmax, before `bernoulli_`."""
+
+    def dropped(x: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        weights = torch.softmax(x @ x.transpose(1, 2) + bias, -1)
+        mask = torch.bernoulli(torch.empty_like(weights), 0.9)
+        return weights * (mask / 0.9), mask, weights
+
+    x, bias = torch.rand(16, 21, 8), torch.rand(21, 1)
+    with compat.fake_mode() as mode:
+        fakes = [mode.from_tensor(x), mode.from_tensor(bias)]
+    table = compat.inductor_decompositions()
+    module = make_fx(dropped, decomposition_table=table, tracing_mode="fake")(x, bias)
+    code = compat.compile_inductor(module, fakes)
+    torch.manual_seed(0)
+    found = code(x, bias)
+    torch.manual_seed(0)
+    torch.testing.assert_close(tuple(found), dropped(x, bias))
 
 
 @pytest.mark.parametrize("case", ["functional", "changes a value"])
