@@ -122,7 +122,13 @@ class Chooser:
         self._elsewhere: dict[_Stages, Choice] = {}  # what was found for other budgets
 
     def choose(
-        self, stages: Schedule, schedule: Schedule, variant: Variant, placement: Placement
+        self,
+        stages: Schedule,
+        schedule: Schedule,
+        variant: Variant,
+        placement: Placement,
+        *,
+        again: bool = False,
     ) -> PlanChoice:
         """The choice for these stages; sought at the first call.
 
@@ -130,6 +136,7 @@ class Chooser:
             stages: what `Pipeline.partition` gave.
             schedule: what `Pipeline.differentiated` made of it.
             placement: where the buckets are.
+            again: they may leave the device, where a plan for smaller inputs has put them.
 
         Raises:
             DeviceMemoryError: nothing fits.
@@ -144,7 +151,7 @@ class Chooser:
             return PlanChoice(Choice(resident=placement.resident))
         if stages in self._chosen:
             return self._chosen[stages]
-        self._chosen[stages] = self._searched(stages, schedule, variant, placement)
+        self._chosen[stages] = self._searched(stages, schedule, variant, placement, again=again)
         return self._chosen[stages]
 
     def learn(self, other: Chooser) -> None:
@@ -168,13 +175,19 @@ class Chooser:
         return replace(wants, weights_on_disk=self._wanted.weights_on_disk)
 
     def _searched(
-        self, stages: Schedule, schedule: Schedule, variant: Variant, placement: Placement
+        self,
+        stages: Schedule,
+        schedule: Schedule,
+        variant: Variant,
+        placement: Placement,
+        *,
+        again: bool,
     ) -> PlanChoice:
         """Search, remember what was found, and decide about buckets that no plan has decided
         about."""
         self.budget.agree()
-        open_to = self._open(schedule, placement)
         wanted = placement if self._wanted is None else self._wanted
+        open_to = self._open(schedule, placement, wanted.resident if again else frozenset())
         problem = self._problem(stages, schedule, variant, placement, wanted, open_to)
         before = self._found_before(stages, problem)
         problem, found = self._search(stages, problem, before, weights=bool(open_to.weights))
@@ -226,12 +239,13 @@ class Chooser:
             reasons = (*reasons, f"buckets stay where they are: {placement.stays}")
         return reasons
 
-    def _open(self, schedule: Schedule, placement: Placement) -> _Open:
+    def _open(self, schedule: Schedule, placement: Placement, again: frozenset[int]) -> _Open:
+        """The decisions that are open to a search, those of buckets in `again` once more."""
         options = self.setting.options
         own = frozenset(bucket.key for bucket in schedule.buckets)
         none = frozenset[int]()
         stay = options.resident is not None or placement.stays
-        residents = none if stay else own - self._decided
+        residents = none if stay else own - (self._decided - again)
         states = none if options.disk is None else own - self._stored
         move = options.may_store_weights and not placement.stays
         return _Open(residents, states, states if move else none)

@@ -153,20 +153,27 @@ class PassCompiler:
         self.pipeline.to_come.use()
 
     def choose(
-        self, stages: Schedule, capture: Capture, variant: Variant, placement: Placement
+        self,
+        stages: Schedule,
+        capture: Capture,
+        variant: Variant,
+        placement: Placement,
+        *,
+        again: bool = False,
     ) -> Placement:
         """Choose what `plan` builds; returns where the plans made so far want the buckets.
 
         Args:
             stages: what `partition` gave.
             placement: where the buckets are.
+            again: they may leave the device, where a plan for smaller inputs has put them.
 
         Raises:
             DeviceMemoryError: nothing fits.
             HostMemoryError: nothing fits that fits on the device.
         """
         schedule = self._differentiated(stages, capture, variant)
-        self.chooser.choose(stages, schedule, variant, placement)
+        self.chooser.choose(stages, schedule, variant, placement, again=again)
         return self.wants(placement)
 
     def plan(

@@ -7,6 +7,7 @@ one program serves all their values (`megacompile.runtime.model.symbolic`), if i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import fx
 
 from megacompile import compat, log, notices, progress
-from megacompile.errors import MegacompileError, UnsupportedGraphError
+from megacompile.errors import DeviceMemoryError, MegacompileError, UnsupportedGraphError
 from megacompile.garbage import old_objects_left_out
 from megacompile.ir.capture import (
     Ambient,
@@ -36,8 +37,8 @@ from megacompile.runtime.model.symbolic import (
     PROGRAMS_AT_ONCE,
     SymbolicInputs,
     covers,
-    larger,
     symbolic_inputs,
+    with_room,
 )
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params import inputs
@@ -110,7 +111,8 @@ class CapturedGraph:
     | numbers | `_key`; of symbols their types, and `Program.serves` |
     | which inputs share memory, where one is changed in place | `_overlaps`; none with symbols |
     | grad mode, autocast, the default dtype, what chooses kernels | `Ambient` |
-    | where the buckets are | `plans` and `stale`: all programs are made again |
+    | how the buckets are laid out | `plans`: all programs are made again |
+    | where the buckets are | `stale`: all programs are planned again |
     | the outputs that get a gradient, micro-batches, an update | `Variant`, in the program |
     | the memory that is planned | `covers` |
     | the module, and all that Python asked while it was captured | Dynamo's guards: another graph |
@@ -139,7 +141,7 @@ class CapturedGraph:
         self.runs = runs  # called before it runs
         self.most = PROGRAMS  # that are kept
         self.programs: dict[Hashable, Program | None] = {}
-        self.stale = False  # are they to be made again, because buckets have moved?
+        self.stale = False  # are they to be planned again, because buckets have moved?
         self.changed: frozenset[int] = frozenset()  # the inputs that a program changes in place
         self._met: set[Hashable] = set()
         self._called: dict[Hashable, None] = {}  # keys of the programs, the last one called last
@@ -154,12 +156,12 @@ class CapturedGraph:
     def __call__(self, *args: Any) -> Sequence[Any]:
         if self.current_plans() is not self.plans:  # buckets were laid out again
             self.plans = self.current_plans()
-            self.stale = True
-        if self.stale:
             self.programs.clear()
             self._called.clear()
             self._kinds.clear()
-            self.stale = False
+        elif self.stale:  # a backward that is to come has the old programs
+            self.programs = {key: p and p.anew() for key, p in self.programs.items()}
+        self.stale = False
         given = whole = _fetched(args)
         if self.symbolic:
             whole = self.symbolic[0].plain(whole)
@@ -198,7 +200,10 @@ class CapturedGraph:
             self._evict()
         if key in self.programs:
             self._note_call(key)
-        return self.programs.get(key)
+        program = self.programs.get(key)
+        if program is not None:
+            self._plan_again(program)
+        return program
 
     def _note_call(self, key: Hashable) -> None:
         self._called.pop(key, None)
@@ -222,18 +227,61 @@ class CapturedGraph:
             program = self.programs.get(key)
             if program is None:
                 continue
+            if program.holds(values):
+                self._plan_again(program)
             if not program.serves(values):
                 broken = broken or program.broken(values)
             else:
                 self._note_call(key)
                 if not covers(program, values):
-                    self.programs[key] = program = larger(program, values)
-                    self.evicted()
+                    program = self._larger(key, program, values)
                 return program
         if _REFUSED in keys:
             return None
         with old_objects_left_out():
-            return self._build_with_symbols(symbolic, ambient, args, whole, kind, broken)
+            return self._build_with_symbols(symbolic, ambient, args, whole, values, kind, broken)
+
+    def _larger(self, key: Hashable, program: Program, values: Sequence[int | float]) -> Program:
+        """The program, planned for a call that needs more memory. It has the same code.
+
+        Raises:
+            DeviceMemoryError: nothing fits.
+        """
+        with old_objects_left_out():
+            try:
+                made = self._with_room(program, values, functools.partial(self._replace, key))
+            except DeviceMemoryError:
+                self.programs[key] = program
+                raise
+        self.evicted()
+        return made
+
+    def _replace(self, key: Hashable, program: Program) -> None:
+        self.programs[key] = program
+
+    def _with_room(
+        self,
+        program: Program,
+        values: Sequence[int | float],
+        put: Callable[[Program], None] = lambda program: None,
+    ) -> Program:
+        """The program, planned for calls with these values, and for somewhat larger ones if that
+        fits.
+
+        Args:
+            put: is given it before its plan, for which buckets may move first.
+        """
+        failed: DeviceMemoryError | None = None
+        for made in with_room(program, values):
+            put(made)
+            try:
+                self._plan(made, again=True)
+            except DeviceMemoryError as error:
+                failed = error
+                continue
+            if made.holds(values):
+                return made
+        raise failed or UnsupportedGraphError("its code is not right for its own sizes")
 
     def _build_with_symbols(
         self,
@@ -241,13 +289,15 @@ class CapturedGraph:
         ambient: Ambient,
         args: Sequence[Any],
         whole: Sequence[Any],
+        values: Sequence[int | float],
         kind: Hashable,
         broken: str,
     ) -> Program | None:
         """A new program.
 
         Args:
-            broken: what of the newest one does not hold for this call.
+            values: of the symbols in this call.
+            broken: what of the newest one does not hold for it.
         """
         keys = self._kinds[kind]
         try:
@@ -255,7 +305,7 @@ class CapturedGraph:
             self.changed |= program.changed
             if self._overlaps(args):
                 return None
-            self._plan(program)
+            program = self._with_room(program, values)
         except _NOT_WITH_SYMBOLS as error:
             ours = isinstance(error, MegacompileError)
             if isinstance(error, torch.OutOfMemoryError) or (
@@ -369,21 +419,37 @@ class CapturedGraph:
         self._attempts.traced()
         return program
 
-    def _plan(self, program: Program) -> None:
+    def _plan_again(self, program: Program) -> None:
+        """Plan the schedules of a program whose buckets have moved since."""
+        if not program.executors:
+            with old_objects_left_out():
+                self._plan(program)
+
+    def _plan(self, program: Program, *, again: bool = False) -> None:
         """Plan the schedule that will be needed, and give it code.
+
+        Args:
+            again: buckets may leave the device, where a plan for smaller inputs has put them. Where
+                nothing fits otherwise, they may in any case.
 
         Raises:
             MovesFirst: it is for buckets that are elsewhere, and nothing has been done yet that
                 would be done twice.
+            DeviceMemoryError: nothing fits.
         """
         if self.machine.coming():
             progress.now("moving parameters to the host")
             self.machine.await_parameters()  # a plan is about the memory that is free
-        wanted = program.choose(program.variant())
+        may_move = not self.machine.pending and self.begins_call()
+        try:
+            wanted = program.choose(program.variant(), again=again and may_move)
+        except DeviceMemoryError:
+            if again or not may_move:
+                raise
+            wanted = program.choose(program.variant(), again=True)
         if program.tangents:
             self.machine.foresee(wanted.resident)
-        moves = wanted != self.plans.placement and not self.machine.pending
-        if moves and self.begins_call():
+        if wanted != self.plans.placement and may_move:
             raise MovesFirst
         planned = program.plan(program.variant())
         if program.tangents:

@@ -22,9 +22,16 @@ class Compiler(Protocol):
         """The stages, planned for other values of their symbols."""
 
     def choose(
-        self, stages: Schedule, capture: Capture, variant: Variant, placement: Placement
+        self,
+        stages: Schedule,
+        capture: Capture,
+        variant: Variant,
+        placement: Placement,
+        *,
+        again: bool = False,
     ) -> Placement:
-        """Choose what `plan` builds; returns where the plans made so far want the buckets."""
+        """Choose what `plan` builds; returns where the plans made so far want the buckets, which
+        may leave the device with `again`."""
 
     def plan(
         self, stages: Schedule, capture: Capture, variant: Variant, placement: Placement
@@ -86,9 +93,15 @@ class Plans:
         self.compiler = compiler
         self.placement = placement
 
-    def choose(self, stages: Schedule, capture: Capture, variant: Variant) -> Placement:
-        """Choose the plan that `plan` builds; returns where the buckets should be."""
-        return self.compiler.choose(stages, capture, variant, self.placement)
+    def choose(
+        self, stages: Schedule, capture: Capture, variant: Variant, *, again: bool = False
+    ) -> Placement:
+        """Choose the plan that `plan` builds; returns where the buckets should be.
+
+        Args:
+            again: buckets may leave the device, where a plan for smaller inputs has put them.
+        """
+        return self.compiler.choose(stages, capture, variant, self.placement, again=again)
 
     def plan(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
         """A schedule without code, for the buckets where they are."""

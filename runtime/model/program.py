@@ -98,6 +98,14 @@ class Program:
         assert isinstance(meta, TensorMeta)
         return meta
 
+    def anew(self, stages: Schedule | None = None) -> Program:
+        """The program without schedules, of the same code; `stages` for other sizes."""
+        stages = replace(self.stages) if stages is None else stages
+        made = Program(self.capture, self.plans, self.machine, stages)
+        made.tangents = self.tangents
+        made.ran_backward, made.said_hooked = self.ran_backward, self.said_hooked
+        return made
+
     def replan(self) -> None:
         """Forget the schedules, and what they were planned from."""
         self.stages = replace(self.stages)
@@ -126,11 +134,15 @@ class Program:
         update = self.machine.in_backward is not None
         return replace(Variant(self.tangents, keep_last=True, update=update), **changes)
 
-    def choose(self, variant: Variant) -> Placement:
-        """Choose the plan of a variant; returns where the buckets should be."""
+    def choose(self, variant: Variant, *, again: bool = False) -> Placement:
+        """Choose the plan of a variant; returns where the buckets should be.
+
+        Args:
+            again: they may leave the device, where a plan for smaller inputs has put them.
+        """
         progress.now("planning the step")
         with _stages_own_ambient():
-            return self.plans.choose(self.stages, self.capture, variant)
+            return self.plans.choose(self.stages, self.capture, variant, again=again)
 
     def plan(self, variant: Variant) -> Schedule:
         """Plan the schedule of a variant, to which `executor` then adds code."""

@@ -414,7 +414,7 @@ class StreamedModel:
             list(program.executors.values())[-1].schedule
             for graph in self.current()
             for program in graph.programs.values()
-            if program is not None
+            if program is not None and program.executors
         ]
 
     def _forget(self) -> None:

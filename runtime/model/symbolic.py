@@ -5,12 +5,12 @@ serves every call of its *kind* (dtypes, devices, what requires grad, which para
 sizes its code is right. Where code asked what a size is, other sizes get another program.
 
 Memory is planned for the largest call so far. A call that needs more is planned for again, with the
-same code, and with sizes rounded up, so that lengths that grow by one are not planned for each.
+same code. Sizes are rounded up, so that lengths that grow by one are not planned for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +18,12 @@ import sympy
 import torch
 
 from megacompile import compat
-from megacompile.errors import DeviceMemoryError
 from megacompile.ir.capture import GraphInput, NumberInput, TensorInput
 from megacompile.ir.symbols import Number, SymbolicSizes, Values, is_size
 from megacompile.runtime.model.program import Program
 
 PROGRAMS_AT_ONCE = 16  # of a kind; those that were built first go
-STEPS = 4  # sizes that are planned for, from one power of two to the next
+STEPS = 2  # sizes that are planned for, from one power of two to the next
 
 
 class SymbolicInputs:
@@ -126,24 +125,17 @@ def covers(program: Program, values: Sequence[int | float]) -> bool:
     return program.size_bytes(*values) <= program.size_bytes(*planned)
 
 
-def larger(program: Program, values: Sequence[int | float]) -> Program:
-    """The program, planned for a call that needs more memory. It has the same code.
-
-    Raises:
-        DeviceMemoryError: nothing fits.
-    """
-    planned = _planned(program)
-    exact = dict(zip(planned, values, strict=True))
+def with_room(program: Program, values: Sequence[int | float]) -> Iterator[Program]:
+    """The program for calls with these values, without schedules: with room for sizes that are a
+    little larger, where its code is right for them; then for these alone."""
+    exact = dict(zip(_planned(program), values, strict=True))
     rounded = {
-        symbol: _rounded(int(value)) if is_size(symbol) and value > planned[symbol] else value
+        symbol: _rounded(int(value)) if is_size(symbol) else value
         for symbol, value in exact.items()
     }
     if rounded != exact and program.holds(list(rounded.values())):
-        try:
-            return _resized(program, rounded)
-        except DeviceMemoryError:
-            pass  # for the call itself there may be enough
-    return _resized(program, exact)
+        yield _resized(program, rounded)
+    yield _resized(program, exact)
 
 
 def _planned(program: Program) -> Values:
@@ -153,11 +145,7 @@ def _planned(program: Program) -> Values:
 
 
 def _resized(program: Program, values: Values) -> Program:
-    stages = program.plans.compiler.resized(program.stages, values)
-    made = Program(program.capture, program.plans, program.machine, stages)
-    made.tangents = program.tangents
-    made.executor(made.variant())
-    return made
+    return program.anew(program.plans.compiler.resized(program.stages, values))
 
 
 def _rounded(size: int) -> int:

@@ -114,7 +114,7 @@ def test_any_number_of_lengths_takes_two_captures() -> None:
     """Memory is planned for the largest call, and nothing is traced for that. Another number of
     rows is one capture more."""
     loop = Loop(Model(2))
-    lengths = {8: None, 12: [12], 9: [12], 100: [112], 50: [112], 130: [160], 3: [160]}
+    lengths = {8: None, 12: [12], 9: [12], 100: [128], 50: [128], 130: [192], 3: [192]}
     traced = []
     for length, planned in lengths.items():
         loop.step(tokens(2, length))
@@ -122,7 +122,7 @@ def test_any_number_of_lengths_takes_two_captures() -> None:
         traced.append(loop.traced)
     assert loop.graphs == loop.programs == 2
     assert traced[-1].keys() == traced[1].keys(), "though memory was planned anew"
-    assert "i64[2, 160]" in str(schedules(loop.model)[-1])
+    assert "i64[2, 192]" in str(schedules(loop.model)[-1])
     for rows, length in ((3, 5), (5, 20), (2, 8), (7, 3)):
         loop.step(tokens(rows, length))
     assert loop.graphs == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from typing import Any
@@ -104,3 +105,35 @@ def test_what_has_run_is_not_run_again() -> None:
     assert not inside.residents(model), "not in this call"
     assert all(map(torch.equal, run(model, 3), run(plain, 3)))
     assert settled(model) and model.calls == plain.calls
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.narrow(self.wide(x).tanh())
+        return result
+
+
+def test_buckets_leave_the_device_for_larger_inputs(caplog: pytest.LogCaptureFixture) -> None:
+    """The first batch is small, and puts all of them there. Nothing is captured again when they
+    have left, nor for sizes that there is room for."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Layer() for _ in range(4)))
+    model = copy.deepcopy(plain)
+    megacompile(model, device="cpu", gpu_memory="2MiB", progress=False)
+    pairs = [(each, torch.optim.AdamW(each.parameters(), lr=1e-2)) for each in (plain, model)]
+    residents = []
+    with caplog.at_level(logging.INFO, "megacompile.capture"):
+        for rows in (8, 16, 100, 900, 1000, 50):
+            x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
+            for each, optimizer in pairs:
+                each(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            residents.append(len(inside.residents(model)))
+    assert residents == [4, 4, 4, 0, 0, 0]
+    assert len([r for r in caplog.records if r.name == "megacompile.capture"]) == 2, "8, any"
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))

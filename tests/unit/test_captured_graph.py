@@ -44,7 +44,7 @@ class Compiler:
             raise self.error
         return build(Spec(training=False))
 
-    def choose(self, *given: Any) -> Any:
+    def choose(self, *given: Any, again: bool = False) -> Any:
         return given[-1]
 
     def plan(self, stages: Schedule, capture: Capture, variant: Variant, _: Any) -> Schedule:
@@ -84,6 +84,17 @@ def test_a_program_is_made_once_and_knows_what_it_was_captured_with() -> None:
     plans: Any = Plans(other, Placement())
     graph.current_plans = lambda: plans
     assert graph(torch.ones(4, 6))[0] is not programs[0] and len(other.captures) == 1
+
+
+def test_a_program_is_planned_again_where_buckets_have_moved() -> None:
+    """A backward that is to come has the old one."""
+    compiler = Compiler()
+    graph = captured(compiler)
+    (before,) = graph(torch.ones(2))
+    graph.stale = True
+    (now,) = graph(torch.ones(2))
+    assert now is not before and len(compiler.captures) == 1 and len(compiler.built) == 2
+    assert before.executors and graph(torch.ones(2))[0] is now
 
 
 def test_inference_on_ever_new_shapes_is_scheduled_when_a_shape_recurs() -> None:

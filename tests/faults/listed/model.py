@@ -220,6 +220,13 @@ MODEL = (
         "A plan for smaller sizes serves larger ones: too much device memory.",
     ),
     Fault(
+        "symbols-stay",
+        "runtime/model/captured.py",
+        "                self._plan(made, again=True)\n",
+        "                self._plan(made)\n",
+        "What a small first batch has put on the device stays there: larger ones do not fit.",
+    ),
+    Fault(
         "symbols-strides",
         "runtime/model/symbolic.py",
         "args[k].shape == shape and args[k].stride() == stride",

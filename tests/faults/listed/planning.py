@@ -203,7 +203,7 @@ PLAN = (
     Fault(
         "plan-decides-again",
         "megacompile/plan/chooser.py",
-        "residents = none if stay else own - self._decided",
+        "residents = none if stay else own - (self._decided - again)",
         "residents = none if stay else own",
         "Each captured graph moves the buckets of the one before.",
     ),
