@@ -18,11 +18,13 @@ from torch._inductor import async_compile, compile_fx, cpp_builder, cpu_vec_isa
 from torch._inductor import config as inductor_config
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch._inductor.sizevars import SizeVarAllocator
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._graph_pickler import GraphPickler, Options
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.functions import Mod
 from torch.utils.checkpoint import CheckpointPolicy
 
 from megacompile.compat.caches import code_cache, counted
@@ -43,6 +45,7 @@ torch.library.register_fake(
 )
 
 _BERNOULLI = torch.ops.aten.bernoulli.p
+_ALL_SIZES: ContextVar[bool] = ContextVar("all_sizes", default=False)
 _HANDED_ON: ContextVar[list[fx.GraphModule] | None] = ContextVar("handed_on", default=None)
 
 
@@ -105,7 +108,8 @@ def compile_inductor(
     if modes and modes[0].shape_env is None:
         modes[0].shape_env = ShapeEnv()
     context = TracingContext(modes[0]) if modes else None
-    with tracing(context), counted(), without_autocast():  # the graph has its casts
+    # the graph has its casts
+    with tracing(context), counted(), without_autocast(), _for_all_sizes(inputs):
         if not _needs_no_tracing(module):
             compiled: Callable[..., Any] = torch._inductor.compile(module, list(inputs))
             return compiled
@@ -118,6 +122,40 @@ def compile_inductor(
         finally:
             _HANDED_ON.reset(token)
     return (lambda *given: boxed(list(given))) if handed_on else boxed
+
+
+@contextmanager
+def _for_all_sizes(inputs: Sequence[Any]) -> Iterator[None]:
+    """Code for symbols is right for other sizes than those it was compiled with.
+
+    Else it is compiled again where a size is a multiple of 8 (a mask that attention is given), and
+    on either side of each size from which some kernels are a little faster in one.
+    """
+    sizes = [n for x in inputs for n in (x.shape if isinstance(x, torch.Tensor) else (x,))]
+    if not any(isinstance(n, (torch.SymInt, torch.SymFloat)) for n in sizes):
+        yield
+        return
+    _assume_no_multiples()
+    token = _ALL_SIZES.set(True)
+    try:
+        with inductor_config.patch({"triton.mix_order_reduction_non_strict_mode": True}):
+            yield
+    finally:
+        _ALL_SIZES.reset(token)
+
+
+@functools.cache
+def _assume_no_multiples() -> None:
+    """Makes Inductor's code for all sizes the one for sizes that are multiples of nothing."""
+    stock = SizeVarAllocator.guard_or_false
+
+    def guard_or_false(self: SizeVarAllocator, relation: Any) -> bool:
+        atoms: Callable[[type], Any] = getattr(relation, "atoms", lambda kind: ())
+        if _ALL_SIZES.get() and atoms(Mod):
+            return bool(self.statically_known_true(relation))
+        return bool(stock(self, relation))
+
+    SizeVarAllocator.guard_or_false = guard_or_false  # type: ignore[method-assign]
 
 
 def _draws_in_place(module: fx.GraphModule, inputs: Tensors) -> bool:

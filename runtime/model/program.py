@@ -176,6 +176,7 @@ class Program:
         """Remember what a schedule's code is right for."""
         for template in schedule.templates:
             if template.symbols is not None:
+                template.symbols.fakes.note_fixed(lambda: "its compiled code")
                 self._note(template.symbols)
 
     def serves(self, values: Sequence[int | float]) -> bool:

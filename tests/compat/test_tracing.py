@@ -9,11 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import Tensor, fx
 from torch._inductor import cpu_vec_isa
+from torch._inductor.sizevars import SizeVarAllocator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._sympy.functions import Mod
 
 from megacompile import compat
 
@@ -207,6 +210,22 @@ def test_inductor_compiles_graphs() -> None:
     code = compat.compile_inductor(module, [fake])
     (found,) = code(torch.ones(8))
     assert torch.allclose(found, torch.ones(8).sin() + 1)
+
+
+def test_code_for_symbols_is_not_for_multiples_of_eight_alone() -> None:
+    """Inductor asks that of the mask of an attention, and whether kernels are faster in one."""
+    symbol = sympy.Symbol("megacompile_s", integer=True, positive=True)
+    fakes = compat.SymbolicFakes({symbol: 64})
+    size = fakes.number(symbol)
+    sizes = SizeVarAllocator(fakes.env)
+    divides = sympy.Eq(Mod(size.node.expr, 8), 0)
+    with compat.inductor._for_all_sizes([size]):
+        assert not sizes.guard_or_false(divides) and not fakes.env.guards
+        assert sizes.guard_or_false(sympy.Eq(Mod(sympy.Integer(64), 8), 0))
+        assert torch._inductor.config.triton.mix_order_reduction_non_strict_mode
+    with compat.inductor._for_all_sizes([64]):
+        assert sizes.guard_or_false(divides) and fakes.env.guards, "else the test shows nothing"
+        assert not torch._inductor.config.triton.mix_order_reduction_non_strict_mode
 
 
 @needs_compiler
