@@ -147,7 +147,7 @@ def _for_all_sizes(inputs: Sequence[Any]) -> Iterator[None]:
 @functools.cache
 def _assume_no_multiples() -> None:
     """Makes Inductor's code for all sizes the one for sizes that are multiples of nothing."""
-    stock = SizeVarAllocator.guard_or_false
+    stock: Any = SizeVarAllocator.guard_or_false
 
     def guard_or_false(self: SizeVarAllocator, relation: Any) -> bool:
         atoms: Callable[[type], Any] = getattr(relation, "atoms", lambda kind: ())
