@@ -67,6 +67,7 @@ class PassCompiler:
         self.budget = Budget(self.setting, budget_bytes)
         self.chooser = Chooser(self.setting, self.pipeline, self.budget, disk_budget_bytes)
         self._last: tuple[Schedule, Variant, Schedule] | None = None  # `_differentiated`
+        self._last_resized: tuple[object, Values, Schedule] | None = None
         self._lowered = False  # is there code already?
         self._waits = False  # was memory too short for code that is not compiled?
 
@@ -110,8 +111,11 @@ class PassCompiler:
         return self.pipeline.partition(capture)
 
     def resized(self, stages: Schedule, values: Values) -> Schedule:
-        """The stages, planned for other values of their symbols."""
-        return resize(stages, values)
+        """The stages, planned for other values of their symbols; remembered, because a call may
+        begin again when buckets have moved."""
+        if self._last_resized is None or self._last_resized[:2] != (stages.stages, values):
+            self._last_resized = (stages.stages, values, resize(stages, values))
+        return replace(self._last_resized[2])
 
     def lower(self, schedule: Schedule) -> Schedule:
         """Lowers what `plan` returned."""
@@ -237,7 +241,7 @@ class PassCompiler:
 
     def retain(self, stages: Collection[Schedule], schedules: Collection[Schedule]) -> None:
         """Forget what was traced and planned for all but these captured stages and schedules."""
-        self._last = None
+        self._last = self._last_resized = None
         self.pipeline.retain(schedules)
         self.chooser.retain(stages)
 

@@ -106,6 +106,9 @@ class BackwardPass:
         self._serve(lazy)
         if self.folds:
             self._note_factors()
+        # who asks for norms keeps this, and not the gradients: the next ones go into their memory
+        self.autograd_has.clear()
+        self.replaced.clear()
 
     def _sum(self) -> None:
         """Note which gradients are summed over replicas. After a last backward all are: those of

@@ -404,3 +404,23 @@ def test_ten_steps_compiled() -> None:
         train(each, adamw(each))
     assert residents(model) == {n for n, way in updates(model).items() if "resident" in way}
     zoo.assert_close(plain, model, tolerance=1e-4)
+
+
+def test_gradients_of_each_step_come_into_the_same_host_memory() -> None:
+    """To make and lock new memory takes longer than the update. The norms, which are asked for when
+    gradients are clipped, must not hold those of an earlier step."""
+    layers = [nn.Linear(16, 16) for _ in range(3)]
+    plain, model = twins(nn.Sequential(*layers), lowering="inductor", progress=False, resident=0)
+    homes = []  # a look at `p.grad` itself would forget its norm
+    for each in (plain, model):
+        optimizer = AdamW(each.parameters())
+        for k in range(8):
+            each(torch.ones(4, 16) * k).square().mean().backward()
+            if k % 2:
+                nn.utils.clip_grad_norm_(each.parameters(), 1e-2)
+                memory = (bucket.grads for bucket in inside.buckets(model).values())
+                homes.append([grad.data_ptr() for of in memory for grad in of.values()])
+                optimizer.step()
+                optimizer.zero_grad()
+    zoo.assert_close(plain, model, tolerance=1e-4)
+    assert len(homes[-1]) == 6 and homes[4:] == homes[4:5] * 4
