@@ -126,8 +126,8 @@ class _Chosen:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.chooser, name)
 
-    def choose(self, stages: Any, schedule: Any, *others: Any) -> Any:
-        found = self.chooser.choose(stages, schedule, *others)
+    def choose(self, stages: Any, schedule: Any, *others: Any, **named: Any) -> Any:
+        found = self.chooser.choose(stages, schedule, *others, **named)
         if schedule.backward is None:
             return found
         return found._replace(choice=replace(found.choice, **self.choice))
