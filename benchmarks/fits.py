@@ -1,6 +1,6 @@
 """Training steps of models that fit: megacompiled, plain, and with torch.compile, side by side.
 
-    python -m benchmarks.fits [--model resnet50 bert] [--dtype float32 autocast]
+    python -m benchmarks.fits [--model resnet50 bert-base] [--dtype float32 autocast]
 
 One batch shape, at the sizes that people train: ResNet-50 and ViT-S on 64 images, BERT-base on
 32x128 tokens, GPT-2 small on 8x1024, and a mixture of 16 experts. Each model and dtype is a
@@ -24,37 +24,33 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.loops.loop import SIZES, Batch, Engine, LoopLoss, optimizer_of, output_loss
-from benchmarks.loops.others import class_loss, timm, transformer
-from benchmarks.loops.texts import experts, ids, pretrained
+from benchmarks.loops.loop import (
+    SIZES,
+    Batch,
+    Engine,
+    LoopLoss,
+    Session,
+    optimizer_of,
+    output_loss,
+)
+from benchmarks.loops.others import class_loss, images, timm, transformer
+from benchmarks.loops.texts import experts, one_length, pretrained
 from benchmarks.report import publish
 
 SMALL = SIZES["small"]
-WARM_UP = 6  # steps: the second size-independent program, caches, the plan
+WARM_UP = 6  # steps, until caches, clocks and the plan are there
 DTYPES = ("float32", "autocast")
 
 
-def _texts(rows: int, length: int, vocabulary: int) -> Batch:
-    tokens = torch.randint(
-        3, vocabulary, (rows, length), generator=torch.Generator().manual_seed(0)
-    )
-    return {"input_ids": tokens, "labels": tokens}
-
-
 def _images() -> Batch:
-    pixels = torch.randn(64, 3, 224, 224, generator=torch.Generator().manual_seed(0))
-    return {"pixel_values": pixels, "labels": torch.arange(64) % 10}
-
-
-def _moe() -> Batch:
-    tokens = ids(SMALL, SMALL.rows, SMALL.longest, 0)
-    return {"input_ids": tokens, "labels": tokens}
+    return images(replace(SMALL, rows=64), 0)
 
 
 # A model, its batch and its loss. Dropout stays on, as people train.
@@ -67,20 +63,24 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch], LoopLoss]]
     ),
     "bert-base": (
         lambda: pretrained("bert", lambda size: {}, SMALL, head="AutoModelForMaskedLM"),
-        lambda: _texts(32, 128, 30000),
+        lambda: one_length(replace(SMALL, rows=32, longest=128, vocabulary=30000), 0),
         output_loss,
     ),
     "gpt2-small": (
         lambda: pretrained("gpt2", lambda size: {}, SMALL),
-        lambda: _texts(8, 1024, 50000),
+        lambda: one_length(replace(SMALL, longest=1024, vocabulary=50000), 0),
         output_loss,
     ),
     "qwen3-moe": (
         lambda: pretrained("qwen3_moe", lambda size: {**experts(size), "num_experts": 16}, SMALL),
-        _moe,
+        lambda: one_length(SMALL, 0),
         output_loss,
     ),
 }
+
+
+def _ignored(*told: object) -> None:
+    """Take no note: steps are timed from outside."""
 
 
 class _Training:
@@ -89,17 +89,12 @@ class _Training:
     def __init__(self, name: str, engine: Engine, dtype: str, device: str) -> None:
         build, batch, self.loss_of = MODELS[name]
         torch.manual_seed(0)
-        model = build().train()
-        if engine is Engine.OURS:
-            from megacompile import megacompile
-
-            model = megacompile(model, device=device, progress=False)
-        else:
-            model = model.to(device)
-            if engine is Engine.COMPILE:
-                model.compile()
-        self.model, self.optimizer = model, optimizer_of(model)
-        self.batch = {name: value.to(device) for name, value in batch().items()}
+        session = Session(
+            engine, SMALL, 0, device, "inductor", torch.float32, begin=_ignored, done=_ignored
+        )
+        self.model = session.prepare(build().train())
+        self.optimizer = optimizer_of(self.model)
+        self.batch = session.move(batch())
         self.cast = (
             torch.autocast(device, torch.bfloat16)
             if dtype == "autocast"
