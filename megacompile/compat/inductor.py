@@ -165,9 +165,8 @@ def _draws_in_place(module: fx.GraphModule, inputs: Tensors) -> bool:
     random numbers of its own, on CUDA, it has none.
     """
     decomposed = any(x.is_cuda for x in inputs if isinstance(x, torch.Tensor))
-    return any(node.target == _BERNOULLI for node in module.graph.nodes) and not (
-        decomposed and not inductor_config.fallback_random
-    )
+    draws = module.graph.find_nodes(op="call_function", target=_BERNOULLI)
+    return bool(draws) and (inductor_config.fallback_random or not decomposed)
 
 
 def _drawing_apart(module: fx.GraphModule) -> fx.GraphModule:

@@ -201,7 +201,7 @@ class CapturedGraph:
         if key in self.programs:
             self._note_call(key)
         program = self.programs.get(key)
-        if program is not None:
+        if program is not None and not program.executors:
             self._plan_again(program)
         return program
 
@@ -227,7 +227,7 @@ class CapturedGraph:
             program = self.programs.get(key)
             if program is None:
                 continue
-            if program.holds(values):
+            if not program.executors and program.holds(values):
                 self._plan_again(program)
             if not program.serves(values):
                 broken = broken or program.broken(values)
@@ -247,17 +247,15 @@ class CapturedGraph:
         Raises:
             DeviceMemoryError: nothing fits.
         """
+        put = functools.partial(self.programs.__setitem__, key)
         with old_objects_left_out():
             try:
-                made = self._with_room(program, values, functools.partial(self._replace, key))
+                made = self._with_room(program, values, put)
             except DeviceMemoryError:
-                self.programs[key] = program
+                put(program)
                 raise
         self.evicted()
         return made
-
-    def _replace(self, key: Hashable, program: Program) -> None:
-        self.programs[key] = program
 
     def _with_room(
         self,
@@ -421,9 +419,8 @@ class CapturedGraph:
 
     def _plan_again(self, program: Program) -> None:
         """Plan the schedules of a program whose buckets have moved since."""
-        if not program.executors:
-            with old_objects_left_out():
-                self._plan(program)
+        with old_objects_left_out():
+            self._plan(program)
 
     def _plan(self, program: Program, *, again: bool = False) -> None:
         """Plan the schedule that will be needed, and give it code.
