@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from megacompile.cost.memory import MemoryKind, streamed_bytes
+from megacompile.cost.ops import computes_s
 from megacompile.cost.pageable import pageable_words
 from megacompile.cost.places import stored_bytes, stored_weights_bytes
 from megacompile.errors import DeviceMemoryError, HostMemoryError
@@ -36,8 +37,11 @@ from megacompile.plan.searches import Searches
 from megacompile.plan.setting import Setting
 from megacompile.plan.stay import stay_that_fit
 from megacompile.plan.weights_on_disk import search_with_weights
+from megacompile.text import format_bytes
 
 _Stages = tuple[Stage, ...]  # as `Pipeline.partition` made them: they stand for a captured graph
+
+_SHORT_S = 4e-3  # of a stage, forward and backward: Python takes as long to issue one
 
 _SHARE = 0.9  # of the budget, for forwards without a backward: a cache may grow
 
@@ -153,6 +157,57 @@ class Chooser:
             return self._chosen[stages]
         self._chosen[stages] = self._searched(stages, schedule, variant, placement, again=again)
         return self._chosen[stages]
+
+    def may_merge(self, stages: Schedule, placement: Placement) -> bool:
+        """True if one stage may do better than the chosen plan of these: nothing moves, nothing is
+        computed again, and they are so short that the device waits for Python."""
+        options, planned = self.setting.options, self._planned.get(stages.stages)
+        alone = options.ranks == 1 and options.optimizer is None and not options.detect_anomaly
+        if options.lowering is Lowering.EAGER or planned is None or not alone:
+            return False
+        problem, choice = planned.problem, planned.found.choice
+        keep = 1 if options.activations is Activations.KEEP else problem.stages
+        if len(stages.stages) < 2 or choice.computing != Choice(keep):
+            return False
+        if options.activations not in (Activations.AUTO, Activations.KEEP):
+            return False
+        time_s = computes_s(planned.schedule, problem.hardware, fused=problem.fused)
+        return planned.keys <= placement.resident and time_s < _SHORT_S * len(stages.stages)
+
+    def merge(
+        self,
+        stages: Schedule,
+        whole: Schedule,
+        schedule: Schedule,
+        variant: Variant,
+        placement: Placement,
+    ) -> bool:
+        """Choose that one stage runs for several, if it fits; returns that.
+
+        Args:
+            stages: those for which it `may_merge`.
+            whole: the same in one.
+            schedule: what `Pipeline.differentiated` made of it.
+        """
+        wanted = placement if self._wanted is None else self._wanted
+        none = frozenset[int]()
+        closed = _Open(none, none, none)
+        problem = self._problem(whole, schedule, variant, placement, wanted, closed)
+        choice = Choice(resident=problem.resident)
+        if not problem.fits(choice):
+            return False
+        peak_bytes, step_s = problem.peak_bytes(choice), problem.step_s(choice)
+        self.budget.note(problem, peak_bytes)
+        reasons = (
+            f"{len(stages.stages)} short stages run as one: all of it is kept and lives on the "
+            f"device, which takes {format_bytes(peak_bytes)} of "
+            f"{format_bytes(problem.budget_bytes)} of its memory, {step_s * 1e3:.0f} ms a step "
+            "predicted",
+        )
+        found = SearchResult(choice, step_s, peak_bytes, 1, reasons)
+        self._planned[whole.stages] = _Planned(problem, found, decided=False)
+        self._chosen[whole] = PlanChoice(choice, self._reasons(problem, found, placement))
+        return True
 
     def learn(self, other: Chooser) -> None:
         """Take predictions from one whose options and machine differ in their budgets alone, by a

@@ -13,10 +13,11 @@ from dataclasses import replace
 
 import torch
 
-from megacompile import log
+from megacompile import compat, log
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.memory import device_memory
 from megacompile.cost.ranks import Agreed
+from megacompile.errors import UnsupportedGraphError
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.capture import Capture, Variant
 from megacompile.ir.schedule import Placement, Schedule
@@ -68,6 +69,7 @@ class PassCompiler:
         self.chooser = Chooser(self.setting, self.pipeline, self.budget, disk_budget_bytes)
         self._last: tuple[Schedule, Variant, Schedule] | None = None  # `_differentiated`
         self._last_resized: tuple[object, Values, Schedule] | None = None
+        self._run: dict[Schedule, Schedule] = {}  # what `partition` gave -> what is planned of it
         self._lowered = False  # is there code already?
         self._waits = False  # was memory too short for code that is not compiled?
 
@@ -200,6 +202,7 @@ class PassCompiler:
             DeviceMemoryError: nothing fits.
             HostMemoryError: nothing fits that fits on the device.
         """
+        stages = self._as_run(stages, capture, variant, placement)
         schedule = self._differentiated(stages, capture, variant)
         choice, reasons = self.chooser.choose(stages, schedule, variant, placement)
         choice = replace(
@@ -212,6 +215,30 @@ class PassCompiler:
         if not draft:
             verify(schedule)
         return schedule
+
+    def _as_run(
+        self, stages: Schedule, capture: Capture, variant: Variant, placement: Placement
+    ) -> Schedule:
+        """The stages that are run for these: themselves, or one for all of them, where all of it
+        fits and they are short. Once a backward is planned it stays so."""
+        if stages in self._run:
+            return self._run[stages]
+        schedule = self._differentiated(stages, capture, variant)
+        if schedule.backward is None:
+            return stages
+        self.chooser.choose(stages, schedule, variant, placement)
+        self._run[stages] = stages
+        if self.chooser.may_merge(stages, placement):
+            try:
+                whole = self.pipeline.partition(capture, whole=True)
+                if stages.symbols is not None:
+                    whole = resize(whole, stages.symbols.planned)
+                merged = self._differentiated(whole, capture, variant)
+            except (UnsupportedGraphError, compat.UntraceableSymbols):
+                return stages
+            if self.chooser.merge(stages, whole, merged, variant, placement):
+                self._run[stages] = whole
+        return self._run[stages]
 
     def _differentiated(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
         """Before the choice; remembered, because `plan` comes right after `choose`."""
@@ -242,17 +269,22 @@ class PassCompiler:
     def retain(self, stages: Collection[Schedule], schedules: Collection[Schedule]) -> None:
         """Forget what was traced and planned for all but these captured stages and schedules."""
         self._last = self._last_resized = None
+        self._run = {key: run for key, run in self._run.items() if key in stages}
         self.pipeline.retain(schedules)
-        self.chooser.retain(stages)
+        self.chooser.retain([*stages, *self._run.values()])
 
     def replan(self) -> None:
         """Choose again, with the buckets where they are. No backward may be to come."""
+        self._run.clear()
         self.chooser.forget()
 
     def find_gradients(self) -> bool:
         """From now on a forward may find gradients on the device. True if plans are chosen again
         for that. No backward may be to come."""
-        return self.chooser.find_gradients()
+        again = self.chooser.find_gradients()
+        if again:
+            self._run.clear()
+        return again
 
     def step_down(self) -> str:
         """Plan with less device memory from now on; says how, or "" where that changes nothing."""

@@ -81,17 +81,22 @@ class Pipeline:
         self.units = units
         self.templates: TemplateCache = {} if templates is None else templates
         self.to_come = CodeToCome(setting.options.device)
-        self._partitioned: list[tuple[Capture, Schedule]] = []  # the last ones
+        self._partitioned: list[tuple[tuple[Capture, bool], Schedule]] = []  # the last ones
 
-    def partition(self, capture: Capture) -> Schedule:
-        """Stages only; the same where the same capture comes again, because buckets have moved."""
-        found = next((stages for before, stages in self._partitioned if before == capture), None)
+    def partition(self, capture: Capture, *, whole: bool = False) -> Schedule:
+        """Stages only; the same where the same capture comes again, because buckets have moved.
+
+        Args:
+            whole: one stage for all of the graph.
+        """
+        key = (capture, whole)
+        found = next((stages for before, stages in self._partitioned if before == key), None)
         if found is None:
-            found = self._stages_of(capture)
-            self._partitioned = [*self._partitioned[-(_REMEMBERED - 1) :], (capture, found)]
+            found = self._stages_of(capture, whole)
+            self._partitioned = [*self._partitioned[-(_REMEMBERED - 1) :], (key, found)]
         return replace(found)
 
-    def _stages_of(self, capture: Capture) -> Schedule:
+    def _stages_of(self, capture: Capture, whole: bool) -> Schedule:
         options = self.setting.options
         causal = functools.partial(use_causal_attention, lowering=options.lowering)
         chunk = functools.partial(chunk_head, head=options.head, lowering=options.lowering)
@@ -111,7 +116,8 @@ class Pipeline:
         for reason in reasons:
             if options.head is Head.CHUNKED and reason.startswith(STOOD_BACK):
                 notices.warn(f"megacompile(): {capture.name}: head='chunked', but {reason}")
-        stages = timed("partition", None, lambda: partition(capture, self.units), history)
+        divide = functools.partial(partition, capture, self.units, whole=whole)
+        stages = timed("partition", None, divide, history)
         if options.lowering is Lowering.EAGER:
             settle = functools.partial(settle_strides, ambient=capture.ambient)
             stages = run(stages, [("strides", settle)])

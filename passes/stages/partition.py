@@ -42,8 +42,11 @@ from megacompile.passes.stages.segments import (
 )
 
 
-def partition(capture: Capture, units: Sequence[Unit]) -> Schedule:
+def partition(capture: Capture, units: Sequence[Unit], *, whole: bool = False) -> Schedule:
     """The schedule with stages only: no weights, no backward.
+
+    Args:
+        whole: one stage for all of the graph.
 
     Raises:
         UnsupportedGraphError: the graph changes a parameter in place or returns one, or has an
@@ -53,6 +56,8 @@ def partition(capture: Capture, units: Sequence[Unit]) -> Schedule:
     values = propagate(capture)
     nodes = compute_nodes(capture, values)
     segments = cut(capture, values, units)
+    if whole and segments:
+        segments = [Segment(0, len(nodes), None)]
     builder = _Builder(capture, values, nodes, segments, units)
     stages = tuple(builder.stage(i) for i in range(len(segments)))
     return builder.schedule(_label_buckets(stages))
