@@ -157,6 +157,18 @@ class Options:
         )
 
     @property
+    def may_merge(self) -> bool:
+        """True if a plan may run several stages as one."""
+        return (
+            self.lowering is Lowering.INDUCTOR
+            and self.activations in (Activations.AUTO, Activations.KEEP)
+            and self.tiles in (None, 1)
+            and self.ranks == 1
+            and self.optimizer is None
+            and not self.detect_anomaly
+        )
+
+    @property
     def plans(self) -> bool:
         """Is a plan searched for? On the CPU only if the user gives `gpu_memory`."""
         return self.device.type == "cuda" or self.gpu_memory is not None

@@ -147,6 +147,15 @@ class Adversary(Streams):
         self.ends: Sequence[Stream] = tuple(Stream)  # what is drained when a run ends
         self._alone = threading.RLock()  # one thread at a time has the device
 
+    @property
+    def alone(self) -> bool:
+        """No value is there as soon as its op is issued."""
+        return False
+
+    @alone.setter
+    def alone(self, value: bool) -> None:
+        """Whatever the graph has."""
+
     @contextmanager
     def run(self) -> Iterator[None]:
         if not any(self.queues.values()):

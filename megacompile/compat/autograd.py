@@ -29,6 +29,16 @@ def without_saved_tensors_hooks() -> Iterator[None]:  # torch 2.11 to 2.15
             autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:  # torch 2.11 to 2.15
+    """`function.apply(*args)`, which looks through all arguments, parameters too, for what
+    `torch.func` has left."""
+    plain = [arg for arg in args if type(arg) is torch.Tensor]
+    left = any(map(torch._C._functorch.is_functorch_wrapped_tensor, plain))
+    if left or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
 def keeps_graph() -> bool:  # torch 2.11 to 2.15
     """Inside a backward: true if it was called with `retain_graph=True`."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
@@ -130,9 +140,13 @@ def root_node(root: Any) -> Node:  # torch 2.11 to 2.15
     return node
 
 
-def function_of(node: Node) -> type | None:  # torch 2.11 to 2.15
-    """The `torch.autograd.Function` that a node belongs to; None for one of torch's own."""
-    return getattr(node, "_forward_cls", None)
+# The class of the nodes where autograd's graph ends.
+ACCUMULATOR: Any = getattr(torch._C._functions, "AccumulateGrad")  # noqa: B009  # torch 2.11 to 2.15
+
+
+def node_class(function: Any) -> Any:  # torch 2.11 to 2.15
+    """The class of the nodes of a `torch.autograd.Function`."""
+    return function._backward_cls
 
 
 def run_soon(node: Node) -> None:  # torch 2.11 to 2.15

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -71,6 +71,41 @@ def storage_users(tensor: torch.Tensor) -> int:  # torch 2.11 to 2.15
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
+# The classes of tensors that have memory and no will of their own.
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # torch 2.11 to 2.15
+
+
+def tensor_guards(
+    examples: Sequence[torch.Tensor],
+) -> Callable[[Sequence[torch.Tensor]], bool]:  # torch 2.11 to 2.15
+    """A function that is true of tensors which are like these, one by one, as Dynamo's guards ask
+    it: class, dtype, device, shape, strides, layout, does it require grad? In C."""
+    if not examples:
+        return lambda tensors: not tensors
+    new: Any = torch._C._dynamo.guards.TensorGuards  # whose stub has other lists
+    guards = new(
+        *examples,
+        dynamic_dims_sizes=[list(tensor.shape) for tensor in examples],
+        dynamic_dims_strides=[list(tensor.stride()) for tensor in examples],
+    )
+    return lambda tensors: bool(guards.check(*tensors))
+
+
+def is_alone(tensor: torch.Tensor) -> bool:  # torch 2.11 to 2.15
+    """True if a dense tensor fills its storage, and no other tensor shares that."""
+    storage = tensor.untyped_storage()
+    users = torch._C._storage_Use_Count(storage._cdata)
+    return users == 2 and storage.nbytes() == tensor.nbytes  # one of them is `storage` itself
+
+
+def versions(tensors: Iterable[torch.Tensor]) -> list[int]:  # torch 2.11 to 2.15
+    """`version` of each."""
+    return list(map(_VERSION, tensors))
+
+
+_VERSION = operator.attrgetter("_version")
+
+
 def version(tensor: torch.Tensor) -> int:  # torch 2.11 to 2.15
     """Number of times that a tensor's memory was changed in place, by any of its views."""
     return tensor._version
@@ -96,7 +131,12 @@ def gradient_hooks(param: torch.Tensor) -> bool:  # torch 2.11 to 2.15
 def any_hooked(params: Sequence[torch.Tensor]) -> bool:  # torch 2.11 to 2.15
     """True if any parameter has a hook of the user's that sees its gradient: `gradient_hooks`, or
     `post_accumulate_hooks`."""
-    return any(map(_BEFORE, params)) or any(map(_BEHIND, params))
+    return any(map(_BEFORE, params)) or any_accumulate_hooks(params)
+
+
+def any_accumulate_hooks(params: Iterable[torch.Tensor]) -> bool:  # torch 2.11 to 2.15
+    """True if any parameter has `post_accumulate_hooks`."""
+    return any(map(_BEHIND, params))
 
 
 _BEFORE = operator.attrgetter("_backward_hooks")

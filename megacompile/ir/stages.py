@@ -188,9 +188,17 @@ class Stage:
     @functools.cached_property
     def gradient_params(self) -> tuple[tuple[int, int], ...]:
         """The parameters that get a gradient: the key of the bucket, and the place there."""
-        refs = (self.primals[i] for i in self.traced.gradients)
-        params = (ref for ref in refs if isinstance(ref, ParamRef))
-        return tuple((self.buckets[ref.bucket].key, ref.param) for ref in params)
+        return tuple(place for place in self.gradient_places if place is not None)
+
+    @functools.cached_property
+    def gradient_places(self) -> tuple[tuple[int, int] | None, ...]:
+        """The places of the gradients that its backward returns: (bucket key, parameter), or None
+        for that of another primal."""
+        refs = [self.primals[i] for i in self.traced.gradients]
+        return tuple(
+            (self.buckets[ref.bucket].key, ref.param) if isinstance(ref, ParamRef) else None
+            for ref in refs
+        )
 
     def buckets_read(self, primals: Sequence[int]) -> tuple[Bucket, ...]:
         """The buckets that hold the parameters among `primals`."""

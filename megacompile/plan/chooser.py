@@ -162,14 +162,11 @@ class Chooser:
         """True if one stage may do better than the chosen plan of these: nothing moves, nothing is
         computed again, and they are so short that the device waits for Python."""
         options, planned = self.setting.options, self._planned.get(stages.stages)
-        alone = options.ranks == 1 and options.optimizer is None and not options.detect_anomaly
-        if options.lowering is Lowering.EAGER or planned is None or not alone:
+        if planned is None or len(stages.stages) < 2 or not options.may_merge:
             return False
         problem, choice = planned.problem, planned.found.choice
         keep = 1 if options.activations is Activations.KEEP else problem.stages
-        if len(stages.stages) < 2 or choice.computing != Choice(keep):
-            return False
-        if options.activations not in (Activations.AUTO, Activations.KEEP):
+        if choice.computing != Choice(keep):
             return False
         time_s = computes_s(planned.schedule, problem.hardware, fused=problem.fused)
         return planned.keys <= placement.resident and time_s < _SHORT_S * len(stages.stages)

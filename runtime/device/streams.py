@@ -63,7 +63,9 @@ class Streams:
         self._copies: dict[Stream, torch.cuda.Stream] = {}
         self._compute: torch.cuda.Stream | None = None
         self._deferred: deque[_Deferred] = deque()  # on the h2d and comm streams
-        self.alone = False  # is compute the only stream of the graph that runs? Set by who runs it
+        # is compute the only stream of the graph that runs? Then a value is there as soon as its op
+        # is issued. Set by who runs it
+        self.alone = False
         if device.type == "cuda":
             # h2d overlaps weights with compute, d2h gradients: one each way, full duplex
             self._copies = {

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from megacompile import compat
 from megacompile.ir.symbols import has_numbers
 from megacompile.runtime.model.autograd_nodes import Graph
 from megacompile.runtime.model.call import Call
@@ -34,7 +35,7 @@ def run(program: Program, args: Sequence[Any]) -> list[Any]:
     call = Call(program, args)
     if any(program.differentiable(k) for k in program.tensor_outputs()):
         with torch.enable_grad():  # the graph itself may do so
-            computed = Graph.apply(call, call.gates(), *args)  # type: ignore[no-untyped-call]
+            computed = compat.apply(Graph, call, call.gates(), *args)
     else:
         computed = call.forward()
     by_position = dict(zip(program.tensor_outputs(), computed, strict=True))

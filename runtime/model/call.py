@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -36,23 +35,14 @@ class Call:
         self.machine: Machine = program.machine
         self.variant = program.variant()
         self.inputs_by_name = {name: args[k] for name, k in program.inputs.items()}
-        self.streamed = [(k, v) for k, v in enumerate(args) if isinstance(v, StreamedParameter)]
+        self.places = program.places
+        self.streamed: list[StreamedParameter] = [args[k] for k in program.streamed]
         self.values = program.values(args)
         self.saved_values: dict[str, Any] | None = None
         self.shared: list[Source] = []  # the tensors in whose memory they are
         self.observed = compat.ddp_around() is not None
         self.outputs: Watched = {}  # that a user may hook
         self._handed: dict[int, dict[ParamId, torch.Tensor]] = {}  # to gates, by the backward
-
-    @functools.cached_property
-    def positions(self) -> dict[ParamId, int]:
-        """The positions of the trained parameters among the inputs."""
-        return {self._place(param): k for k, param in self.streamed if param.requires_grad}
-
-    @functools.cached_property
-    def places(self) -> tuple[ParamId, ...]:
-        """The trained parameters."""
-        return tuple(self.positions)
 
     def gates(self) -> torch.Tensor | None:
         """The gates of this call, the one behind the node; None where nothing is trained."""
@@ -72,8 +62,7 @@ class Call:
             groups = [(place,) for place in self.places]
         token = torch.empty(0, device=self.machine.device)  # which says whose stream it is
         for group in groups:
-            params = [gradients.param(place) for place in group]
-            token = Gate.apply(self, group, token, *params)  # type: ignore[no-untyped-call]
+            token = compat.apply(Gate, self, group, token, *gradients.ends(group).params)
         return token
 
     @compat.opaque
@@ -101,8 +90,8 @@ class Call:
             return computed
         self.machine.pending.add(self)
         self.buckets = self.machine.gradients.buckets
-        self._roots = [proxy.root for _, proxy in self.streamed]
-        self.param_versions = list(map(compat.version, self._roots))
+        self._roots = [proxy.root for proxy in self.streamed]
+        self.param_versions = compat.versions(self._roots)
         return computed
 
     def _compute(self) -> list[Any]:
@@ -162,7 +151,7 @@ class Call:
         self.program.ran_backward = True
         self._handed[compat.backward_id()] = of_params
         found = {self.program.inputs[name]: gradient for name, gradient in of_inputs.items()}
-        return found | {self.positions[place]: g for place, g in of_proxies.items()}
+        return found | {self.program.positions[place]: g for place, g in of_proxies.items()}
 
     def _line(self) -> AbstractContextManager[None]:
         """Says what is waited for, in the first backward."""
@@ -174,7 +163,8 @@ class Call:
         """Find out who wants the parameters' gradients in this backward, and who else is there."""
         calls = [call for call in compat.backward_calls() if node in users(call).nodes]
         asked = {id(given) for call in calls for given in call.inputs}
-        proxies = {self._place(proxy) for _, proxy in self.streamed if id(proxy) in asked}
+        held = [proxy for proxy in self.streamed if id(proxy) in asked] if asked else []
+        proxies = {self._place(proxy) for proxy in held}
         return GradientRun(
             self.machine.gradients,
             self.places,
@@ -358,7 +348,7 @@ class Call:
                 f"{name}: parameters were replaced between the forward and its backward, and "
                 "taken over by another call; call backward() before that"
             )
-        if list(map(compat.version, self._roots)) != self.param_versions:
+        if compat.versions(self._roots) != self.param_versions:
             self._check_parameters(tangents)
         source = changed(self.shared, lambda: self._needed(tangents))
         if source is not None:
@@ -371,7 +361,7 @@ class Call:
     def _check_parameters(self, tangents: tuple[int, ...]) -> None:
         """Raise where one that this backward reads was changed since the forward."""
         read = None if self.machine.in_backward is not None else self._wanted(tangents)
-        for (_, proxy), version in zip(self.streamed, self.param_versions, strict=True):
+        for proxy, version in zip(self.streamed, self.param_versions, strict=True):
             bucket, index = self.machine.place(proxy)
             unread = read is not None and (bucket.key, index) not in read.read_in_backward
             if compat.version(proxy.root) != version and not unread:

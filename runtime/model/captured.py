@@ -31,6 +31,7 @@ from megacompile.ir.constants import constant_key
 from megacompile.ir.tensors import TensorMeta, kind_of
 from megacompile.packed import is_wrapper, taken_apart
 from megacompile.runtime.model.attempts import Attempts
+from megacompile.runtime.model.last_call import LastCall
 from megacompile.runtime.model.plans import MovesFirst, Plans
 from megacompile.runtime.model.program import Program
 from megacompile.runtime.model.symbolic import (
@@ -151,6 +152,8 @@ class CapturedGraph:
         self._built = 0  # programs with symbols
         self.made = 0  # programs, with those that were given up
         self.why_made = _OTHER  # the newest one
+        self._last: LastCall | None = None  # of a program without symbols
+        self._last_key: Hashable = None
         self._attempts = Attempts()  # to make a program: sizes are seldom why there is none
 
     def __call__(self, *args: Any) -> Sequence[Any]:
@@ -159,8 +162,10 @@ class CapturedGraph:
             self.programs.clear()
             self._called.clear()
             self._kinds.clear()
+            self._last = None
         elif self.stale:  # a backward that is to come has the old programs
             self.programs = {key: p and p.anew() for key, p in self.programs.items()}
+            self._last = None
         self.stale = False
         given = whole = _fetched(args)
         if self.symbolic:
@@ -188,6 +193,10 @@ class CapturedGraph:
             args: what goes into a schedule.
             whole: what goes into the captured graph: packed parameters are not taken apart.
         """
+        last = self._last
+        if last is not None and last.program.executors:
+            if last.is_like(ambient, args, self.changed):
+                return last.program
         key = self._call_key(ambient, args, whole)
         if key not in self.programs and self._worth_a_program(ambient, key):
             if not self._attempts.is_due():
@@ -203,7 +212,18 @@ class CapturedGraph:
         program = self.programs.get(key)
         if program is not None and not program.executors:
             self._plan_again(program)
+        self._note_last(key, program, ambient, args)
         return program
+
+    def _note_last(
+        self, key: Hashable, program: Program | None, ambient: Ambient, args: Sequence[Any]
+    ) -> None:
+        """Remember a call that has come twice, to find its program at once when it comes again."""
+        again, self._last_key = key == self._last_key, key
+        self._last = None
+        if again and program is not None and not program.capture.overlaps:
+            last = LastCall(program, ambient, args, self.changed)
+            self._last = last if last.is_usable else None
 
     def _note_call(self, key: Hashable) -> None:
         self._called.pop(key, None)
@@ -367,7 +387,7 @@ class CapturedGraph:
         """
         if isinstance(arg, StreamedParameter):
             bucket, index = self.machine.place(arg)
-            return (bucket.key, index, arg.requires_grad)
+            return (bucket.key, index, arg.param is not None and arg.param.requires_grad)
         if _is_packed(arg):
             wrapping, parts = taken_apart(arg)
             return (wrapping, *map(self._key, parts))
@@ -383,7 +403,7 @@ class CapturedGraph:
         if _is_packed(arg):
             wrapping, parts = taken_apart(arg)
             return PackedInput(wrapping, tuple(self._param_input(part) for part in parts))
-        if type(arg) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        if type(arg) in compat.PLAIN_TENSORS:
             if arg.layout is not torch.strided:
                 raise UnsupportedGraphError(f"an input has layout {arg.layout}")
             return TensorInput(TensorMeta.of(arg))

@@ -15,7 +15,15 @@ import torch
 from megacompile import compat, log, progress
 from megacompile.beside import compile_pool
 from megacompile.ir import ops
-from megacompile.ir.capture import Capture, GraphInput, NumberInput, PackedInput, Variant
+from megacompile.ir.buckets import ParamId
+from megacompile.ir.capture import (
+    Capture,
+    GraphInput,
+    NumberInput,
+    PackedInput,
+    ParamInput,
+    Variant,
+)
 from megacompile.ir.growth import bytes_of
 from megacompile.ir.inputs import inputs as inputs_of
 from megacompile.ir.outputs import computed_outputs, expected_tangents
@@ -111,6 +119,27 @@ class Program:
         self.stages = replace(self.stages)
         self.executors.clear()
         self._planned.clear()
+
+    @functools.cached_property
+    def streamed(self) -> list[int]:
+        """The positions of the parameters among the inputs, packed ones taken apart."""
+        return [k for k, item in enumerate(self._given) if isinstance(item, ParamInput)]
+
+    @functools.cached_property
+    def positions(self) -> dict[ParamId, int]:
+        """The positions of the trained parameters among the inputs."""
+        params = [(k, item) for k, item in enumerate(self._given) if isinstance(item, ParamInput)]
+        return {(p.bucket.key, p.param): k for k, p in params if p.requires_grad}
+
+    @functools.cached_property
+    def places(self) -> tuple[ParamId, ...]:
+        """The trained parameters."""
+        return tuple(self.positions)
+
+    @functools.cached_property
+    def _given(self) -> list[GraphInput]:
+        """The inputs, packed parameters taken apart."""
+        return [part for item in self.capture.inputs for part in _parts(item)]
 
     def tensor_outputs(self) -> list[int]:
         """Positions of the outputs that stages compute, each value once."""
@@ -228,10 +257,8 @@ class Program:
 
     @functools.cached_property
     def _numbers(self) -> list[int]:
-        """The positions of the symbols among the inputs, packed parameters of which are taken
-        apart."""
-        items = [part for item in self.capture.inputs for part in _parts(item)]
-        return [k for k, item in enumerate(items) if isinstance(item, NumberInput)]
+        """The positions of the symbols among the inputs."""
+        return [k for k, item in enumerate(self._given) if isinstance(item, NumberInput)]
 
     def values(self, args: Sequence[Any]) -> list[int | float]:
         """The symbols' values in a call."""

@@ -36,7 +36,11 @@ class ComputeOps(OpGroup):
             return target
 
         self.machine.assigned += 1
-        return self._issue(Stream.COMPUTE, (tensor, value, after), run)
+        if after or self.recording is not None or not self.machine.streams.alone:
+            return self._issue(Stream.COMPUTE, (tensor, value, after), run)
+        target = tensor.value
+        self.to_write.append((target if counted else target.data, value.value))
+        return Handle(target, Stream.COMPUTE)
 
     def forward(self, stage: Stage, weights: Any, args: Any, saving: bool) -> tuple[Handle, ...]:
         code = stage.traced.code[Code.FORWARD_SAVING if saving else Code.FORWARD]
@@ -131,22 +135,15 @@ class ComputeOps(OpGroup):
         """Gradients of args, then one group a bucket: (key, {parameter: gradient}), then what the
         backward writes."""
         of_args: list[Any] = []
-        count = len(stage.traced.gradients)
-        found, written = found[:count], found[count:]
-        for primal, gradient in zip(stage.traced.gradients, found, strict=True):
-            ref = stage.primals[primal]
-            if isinstance(ref, ArgRef):
+        merged = {bucket.key: dict(groups.get(bucket.key, {})) for bucket in stage.gradient_buckets}
+        for place, gradient in zip(stage.gradient_places, found, strict=False):
+            if place is None:
                 of_args.append(gradient)
             else:
-                groups.setdefault(stage.buckets[ref.bucket].key, {})
-        merged = {bucket.key: dict(groups[bucket.key]) for bucket in stage.gradient_buckets}
-        for primal, gradient in zip(stage.traced.gradients, found, strict=True):
-            ref = stage.primals[primal]
-            if isinstance(ref, ParamRef):
                 # a name of its own: it may be a tangent, or another gradient (see `keep_grad`), and
                 # a view holds what it is a view of
-                merged[stage.buckets[ref.bucket].key][ref.param] = gradient.detach()
-        return [*of_args, *merged.items(), *written]
+                merged[place[0]][place[1]] = gradient.detach()
+        return [*of_args, *merged.items(), *found[len(stage.gradient_places) :]]
 
 
 def _strides(template: Template, primals: Sequence[Any]) -> Sequence[tuple[int, ...]]:

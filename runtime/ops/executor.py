@@ -248,8 +248,12 @@ class Executor:
             tracer = machine.tracer
             recording = None if tracer is None else tracer.run(self.schedule, name)
             self._bound[name].recording = recording
+            bound = self._bound[name]
+            bound.to_write.clear()  # of a run that failed
             try:
-                return self._function(name)(taken)
+                results = self._function(name)(taken)
+                bound.write_assigned()
+                return results
             except BaseException as error:
                 machine.give_up(error)
                 raise

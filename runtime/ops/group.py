@@ -28,12 +28,26 @@ class OpGroup:
         self.in_step = False  # is it the graph of `optimizer.step()`?
         self.parts: Mapping[int, BucketPart] = {}  # of the step that is on, by the bucket's key
         self.resident_parts = 0  # of these: on buckets that live on the device
+        self.to_write: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors, their new values
         self.residents: list[tuple[BucketPart, Any]] = []  # those that came, and their `after`
 
     def _issue(self, stream: Stream, waits: Any, work: Callable[[], Any]) -> Handle:
         if self.recording is not None:
             work = self.recording.timed(work)
+        if self.to_write:
+            self.write_assigned()
         return self.machine.streams.issue(stream, handles(waits), work)
+
+    def write_assigned(self) -> None:
+        """Write the new values that came one after another, in a few launches for all of them."""
+        assigned, self.to_write = self.to_write, []
+        by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for target, value in assigned:
+            targets, values = by_dtype.setdefault(target.dtype, ([], []))
+            targets.append(target)
+            values.append(value)
+        for targets, values in by_dtype.values():
+            torch._foreach_copy_(targets, values)
 
     def _note(self, request: Request | None) -> None:
         """Gives a trace the times of a read or a write."""

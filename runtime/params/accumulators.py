@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import nn
 
 from megacompile import compat
@@ -104,8 +103,10 @@ def users_of(call: compat.BackwardCall, ours: Collection[type], link: type) -> U
         link: the one that joins a proxy to its parameter, `ctx.param`; an edge to it counts as one
             to the parameter, but for those of captured graphs, which have one to the parameter too.
     """
+    end, joins = compat.ACCUMULATOR, compat.node_class(link)
+    graph_nodes = {compat.node_class(function) for function in ours}
     todo: list[Any] = [compat.root_node(root) for root in call.roots]
-    others = {id(node.variable) for node in todo if _is_end(node)}
+    others = {id(node.variable) for node in todo if type(node) is end}
     graphs: Counter[int] = Counter()
     seen: set[object] = set()
     while todo:
@@ -113,24 +114,19 @@ def users_of(call: compat.BackwardCall, ours: Collection[type], link: type) -> U
         if node in seen:
             continue
         seen.add(node)
-        function = compat.function_of(node)
+        is_ours, is_link = type(node) in graph_nodes, type(node) is joins
         following: Any
         for following, _ in node.next_functions:
-            if following is None:
-                continue
-            if _is_end(following):
-                if function in ours:
+            kind = type(following)
+            if kind is end:
+                if is_ours:
                     graphs[id(following.variable)] += 1
-                elif function is not link:
+                elif not is_link:
                     others.add(id(following.variable))
-            elif compat.function_of(following) is link:
-                if function not in ours:
+            elif kind is joins:
+                if not is_ours:
                     others.add(id(following.param))
-            else:
+            elif following is not None:
                 todo.append(following)
     several = frozenset(key for key, count in graphs.items() if count > 1)
     return Users(frozenset(others), several, frozenset(seen))
-
-
-def _is_end(node: object) -> bool:
-    return isinstance(getattr(node, "variable", None), torch.Tensor)

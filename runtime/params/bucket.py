@@ -219,7 +219,11 @@ class HostBucket:
 
     def is_replaced(self) -> bool:
         """Did the user replace some? The quick look, for every call."""
-        return bool(self._replaced())
+        parts = compat.locals_of(self.params)
+        return (
+            list(map(torch.Tensor.data_ptr, parts)) != self.homes
+            or list(map(torch.Tensor.stride, parts)) != self._strides
+        )
 
     def _replaced(self) -> list[int]:
         homes, strides = self.homes, self._strides
@@ -290,20 +294,19 @@ class HostBucket:
         self.grads[index] = torch.empty_like(like, dtype=self.grad_dtype or like.dtype)
         return self.grads[index]
 
-    def keep_grad(self, index: int, gradient: torch.Tensor) -> None:
-        """Takes a gradient for a bucket that lives on the device: in its own memory where that is
-        not shared, else as a copy."""
-        like = self.values[index]
-        mine = (
-            gradient.dtype == (self.grad_dtype or like.dtype)
-            and gradient.stride() == like.stride()
-            and gradient.untyped_storage().nbytes() == gradient.nbytes
-            and compat.storage_users(gradient) == 1
-        )
-        if mine:
-            self.grads[index] = gradient.detach()  # one name more: who else has it copies
-        else:
-            self.make_grad(index).copy_(gradient)
+    def keep_grads(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Takes gradients for a bucket that lives on the device, by index: in their own memory
+        where that is not shared, else as copies."""
+        dtype, values, strides = self.grad_dtype, self.values, self._strides
+        for i, gradient in gradients.items():
+            if (
+                gradient.dtype == (dtype or values[i].dtype)
+                and gradient.stride() == strides[i]
+                and compat.is_alone(gradient)
+            ):
+                self.grads[i] = gradient.detach()  # one name more: who else has it copies
+            else:
+                self.make_grad(i).copy_(gradient)
 
     def grads_bytes(self) -> int:
         """Bytes of memory for the gradients, where they are on the host."""

@@ -273,8 +273,7 @@ class GradientRun:
     def keep_all(self, key: int, gradients: Mapping[int, torch.Tensor]) -> None:
         """Gives a bucket that lives on the device its gradients, by index."""
         if self.all_first:
-            for i, gradient in gradients.items():
-                self._of.buckets[key].keep_grad(i, gradient)
+            self._of.buckets[key].keep_grads(gradients)
             self._kept.update([(key, i) for i in gradients])
             return
         for i, gradient in gradients.items():
@@ -284,7 +283,7 @@ class GradientRun:
     def keep(self, key: int, index: int, gradient: torch.Tensor) -> None:
         """Gives a bucket that lives on the device a gradient."""
         if self.goes[key, index] is Goes.FIRST:
-            self._of.buckets[key].keep_grad(index, gradient)
+            self._of.buckets[key].keep_grads({index: gradient})
         else:
             self.buffer(key, index).copy_(gradient)
         self._kept.add((key, index))

@@ -103,10 +103,13 @@ class Gradients:
         Where a hook waits for a gradient it would be called for both. Without one a call finds out
         by its gates (`follow`), and it is in time to ask before the next one.
         """
-        return self._followed or any(
+        ends = self._ends.values()
+        if self._followed or not compat.any_accumulate_hooks([end.param for end in ends]):
+            return self._followed
+        return any(
             compat.post_accumulate_hooks(end.param)
             and compat.accumulator_of(end.param) is not end.node
-            for end in self._ends.values()
+            for end in ends
         )
 
     def backward_pass(self) -> BackwardPass:

@@ -150,7 +150,7 @@ def _base(group: Sequence[_Span], members: Sequence[torch.Tensor]) -> torch.Tens
 
 def _dense(tensor: torch.Tensor) -> bool:
     """True if the tensor has memory of its own kind, that `as_strided` can describe."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    plain = type(tensor) in compat.PLAIN_TENSORS
     dense = plain and tensor.layout is torch.strided and tensor.device.type != "meta"
     return dense and not compat.is_of_transform(tensor)
 
@@ -216,10 +216,15 @@ def _steps(tensor: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _span(position: int, tensor: torch.Tensor) -> _Span:
+    return _Span(*memory_of(tensor), position)
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a dense tensor's first byte, and of what comes after its last one."""
     start = tensor.data_ptr()
     if not tensor.numel():
-        return _Span(start, start, position)
+        return start, start
     if tensor.is_contiguous():
-        return _Span(start, start + tensor.nbytes, position)
+        return start, start + tensor.nbytes
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return _Span(start, start + (last + 1) * tensor.itemsize, position)
+    return start, start + (last + 1) * tensor.itemsize

@@ -183,7 +183,7 @@ def link_of(proxy: Any) -> Any:
 
 def is_trained(proxy: Any) -> bool:
     """True if the parameter required grad when the proxy was made for it."""
-    return bool(_get(_REQUIRES_GRAD, proxy))
+    return bool(IS_TRAINED(proxy))
 
 
 def in_memory(tensor: Any) -> Any:
@@ -212,3 +212,4 @@ _TENSOR: Any = torch.Tensor
 _GRAD: Any = torch.Tensor.grad
 _GRAD_DTYPE: Any = torch.Tensor.grad_dtype
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+IS_TRAINED = _REQUIRES_GRAD.__get__  # in C, for many at once

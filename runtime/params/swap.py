@@ -15,7 +15,7 @@ from megacompile import compat
 from megacompile.packed import any_packed, is_wrapper, members
 from megacompile.runtime.params.containers import Containers
 from megacompile.runtime.params.eager_notice import EagerNotice
-from megacompile.runtime.params.looks import is_trained, link_of
+from megacompile.runtime.params.looks import IS_TRAINED, is_trained, link_of
 from megacompile.runtime.params.proxies import (
     Link,
     StreamedParameter,
@@ -151,6 +151,8 @@ class Proxies:
         use_unguarded(undos)
         follows = self.notice.has_used_any and not compat.in_transform()
         used = self.notice.has_used if follows else None
+        if used is None and self._are_as_trained():
+            return
         stale = {
             id(param): param
             for _, _, param, proxy in self.sites
@@ -167,6 +169,11 @@ class Proxies:
                 for site in self.sites
             ]
             self._columns = self._by_column()
+
+    def _are_as_trained(self) -> bool:
+        """True if each parameter is frozen, or trained, as when its proxy was made."""
+        _, _, params, proxies = self._columns
+        return list(map(IS_TRAINED, proxies)) == list(map(_TRAINED, params))
 
     def put_back(self) -> None:
         """The model's parameters are themselves again, where the forward did not replace them."""
@@ -189,6 +196,9 @@ class Proxies:
             if not isinstance(value, nn.Parameter) or id(value) in given
         ]
         return StandIns([each for each in found if each[2] is not each[3]])
+
+
+_TRAINED = operator.attrgetter("requires_grad")
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, nn.Parameter]]:

@@ -148,12 +148,26 @@ class Twice(torch.autograd.Function):
         return gradient * 2
 
 
-def test_the_function_of_a_node() -> None:
-    apply: Any = Twice.apply
-    node, other = apply(leaf()).grad_fn, leaf().exp().grad_fn
-    assert other is not None
-    assert compat.function_of(node) is Twice
-    assert compat.function_of(other) is None
+def test_the_class_of_a_node() -> None:
+    x = leaf()
+    node: Any = compat.apply(Twice, x).grad_fn
+    following = node.next_functions
+    other = x.exp().grad_fn
+    assert type(node) is compat.node_class(Twice)
+    assert type(other) is not compat.node_class(Twice)
+    assert type(compat.accumulator_of(x)) is compat.ACCUMULATOR
+    assert [type(end) for end, _ in following] == [compat.ACCUMULATOR]
+
+
+def test_apply_unwraps_what_a_transform_has_left() -> None:
+    left: list[Tensor] = []
+
+    def seen(x: Tensor) -> Tensor:
+        left.append(x)
+        return x.sum()
+
+    torch.func.grad(seen)(torch.ones(3))
+    assert compat.apply(Twice, left[0]).tolist() == [2.0] * 3
 
 
 @pytest.mark.parametrize("hurried", [False, True])

@@ -35,8 +35,36 @@ def test_users_of_a_storage_are_counted_exactly() -> None:
     assert compat.storage_users(value) == 1
 
 
+def test_a_tensor_that_has_its_memory_alone() -> None:
+    tensor = torch.zeros(4)
+    assert compat.is_alone(tensor)
+    part = tensor[1:]
+    assert not compat.is_alone(tensor) and not compat.is_alone(part)
+    del tensor
+    assert not compat.is_alone(part), "it fills a part of its storage"
+
+
+def test_guards_of_tensors_ask_all_that_a_key_says() -> None:
+    a, b = torch.zeros(3, 4), torch.zeros(2, dtype=torch.int64)
+    alike = compat.tensor_guards([a, b])
+    assert alike([a, b]) and alike([torch.ones(3, 4), b + 1])
+    for other in (
+        torch.zeros(4, 3).t(),
+        torch.zeros(3, 5),
+        torch.zeros(3, 4, dtype=torch.float64),
+        torch.zeros(3, 4, device="meta"),
+        torch.zeros(3, 4, requires_grad=True),
+        torch.zeros(3, 4).to_sparse(),
+        nn.Parameter(torch.zeros(3, 4), requires_grad=False),
+    ):
+        assert not alike([other, b]), other
+    assert compat.tensor_guards([])([])
+    assert {type(each) for each in (a, nn.Parameter(a), nn.Buffer(a))} <= {*compat.PLAIN_TENSORS}
+
+
 def test_versions_count_changes_in_place() -> None:
     tensor = torch.zeros(4)
+    assert compat.versions([tensor]) == [compat.version(tensor)]
     before = compat.version(tensor)
     tensor[1:].add_(1)
     assert compat.version(tensor) == before + 1
@@ -148,6 +176,8 @@ def test_hooks_of_a_parameter() -> None:
     assert compat.any_hooked([another, param])
     handle = another.register_post_accumulate_grad_hook(hook)
     assert compat.post_accumulate_hooks(another) == [hook] and compat.any_hooked([another])
+    assert compat.any_accumulate_hooks([param, another])
+    assert not compat.any_accumulate_hooks([param])
     handle.remove()
     assert compat.post_accumulate_hooks(another) == []
 

@@ -28,7 +28,8 @@ def program() -> AbstractProgram:
 
 def sought(made: AbstractProgram) -> Any:
     """What its last search found, which stands until there is another search."""
-    (planned,) = made.compiler.chooser._planned.values()
+    every = made.compiler.chooser._planned.values()
+    (planned,) = [planned for planned in every if planned.problem.stages > 1]
     return planned.found
 
 
@@ -150,3 +151,39 @@ def test_where_nothing_is_left_to_give() -> None:
     ):
         before = made.size_bytes()
         assert made.step_down() == "" and made.size_bytes() == before
+
+
+def merging(width: int = 64, tokens: int = 8, **options: Any) -> AbstractProgram:
+    (made,) = captured(Tower(4, width), tokens, width, dtype=torch.float32, **options)
+    return made
+
+
+def test_short_stages_of_a_model_that_fits_run_as_one() -> None:
+    made = merging()
+    schedule = made.schedule()
+    (stage,) = schedule.stages
+    assert len(stage.buckets) == 4 and schedule.plan.keep == {0}
+    assert schedule.plan.resident == {bucket.key for bucket in schedule.buckets}
+    assert any("4 short stages run as one" in reason for reason in schedule.plan.reasons)
+    assert made.schedule().stages[0].traced is stage.traced, "decided once"
+    made.compiler.replan()
+    assert len(made.schedule().stages) == 1, "and again where all is chosen anew"
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"lowering": "eager"}, "Python calls each operator anyway"),
+        ({"activations": "recompute"}, "stages are there to be computed again"),
+        ({"resident": 2}, "buckets are streamed"),
+        ({"tiles": 2}, "tiles are of a stage"),
+        ({"in_backward": True}, "gradients do not stay"),
+        ({"detect_anomaly": True}, "an error names the stage"),
+        ({"width": 4096, "tokens": 2**16}, "the device is busy for longer than Python"),
+        ({"width": 64, "tokens": 2**16, "gpu_memory": 180 * 2**20}, "all of it does not fit"),
+    ],
+)
+def test_stages_stay_apart_where_that_is_better(options: dict[str, Any], why: str) -> None:
+    schedule = merging(**options).schedule()
+    assert len(schedule.stages) > 1, why
+    assert not any("run as one" in reason for reason in schedule.plan.reasons)

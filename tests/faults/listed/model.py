@@ -101,7 +101,7 @@ MODEL = (
     Fault(
         "key-requires-grad",
         "runtime/model/captured.py",
-        "return (bucket.key, index, arg.requires_grad)",
+        "return (bucket.key, index, arg.param is not None and arg.param.requires_grad)",
         "return (bucket.key, index)",
         "A parameter that was frozen or unfrozen since is trained as before.",
     ),

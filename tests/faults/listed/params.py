@@ -120,8 +120,8 @@ FAULTS = (
     Fault(
         "span-short",
         "runtime/params/inputs.py",
-        "return _Span(start, start + (last + 1) * tensor.itemsize, position)",
-        "return _Span(start, start + last * tensor.itemsize, position)",
+        "return start, start + (last + 1) * tensor.itemsize",
+        "return start, start + last * tensor.itemsize",
         "Strided inputs that share their last element are taken for separate ones.",
     ),
     Fault(
