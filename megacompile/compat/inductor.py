@@ -17,6 +17,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import async_compile, compile_fx, cpp_builder, cpu_vec_isa
 from torch._inductor import config as inductor_config
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.sizevars import SizeVarAllocator
 from torch._subclasses import fake_tensor
@@ -80,6 +81,19 @@ def split_joint(
         return min_cut_rematerialization_partition(
             joint, None, num_fwd_outputs=outputs, static_lifetime_input_indices=list(static_primals)
         )
+
+
+# What Inductor takes pooling apart into.
+POOLS_OF_INDUCTOR = tuple(  # torch 2.11 to 2.15
+    getattr(torch.ops.prims, name).default
+    for name in ("_low_memory_max_pool_with_offsets", "_low_memory_max_pool_offsets_to_indices")
+)
+
+
+def prefers_channels_last(module: fx.GraphModule) -> bool:  # torch 2.11 to 2.15
+    """True if Inductor, when it trains, would lay out the images of a graph's convolutions with
+    their channels last."""
+    return bool(GraphLowering.decide_layout_opt(module, is_inference=False))
 
 
 def mark_must_recompute(node: fx.Node) -> None:  # torch 2.11 to 2.15

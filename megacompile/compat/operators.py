@@ -129,6 +129,11 @@ def is_random(node: fx.Node) -> bool:  # torch 2.11 to 2.15
     return bool(dict(arguments_of(node)).get("dropout_p", True))
 
 
+def is_pointwise(func: Any) -> bool:  # torch 2.11 to 2.15
+    """True if each element of an ATen operator's result is made of those at its place."""
+    return torch.Tag.pointwise in getattr(func, "tags", ())
+
+
 def is_mutable(func: Any) -> bool:  # torch 2.11 to 2.15
     """True if an ATen operator changes an argument in place."""
     return bool(func._schema.is_mutable)

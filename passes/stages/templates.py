@@ -33,6 +33,7 @@ from megacompile.ir.stages import ArgRef, ParamRef, Stage, Template
 from megacompile.ir.symbols import Values
 from megacompile.ir.tensors import TensorMeta, any_size
 from megacompile.options import Lowering
+from megacompile.passes.stages.channels_last import lay_channels_last
 from megacompile.passes.stages.custom import with_whole_backwards
 from megacompile.passes.stages.floats import PowersOfTensors, check_floats
 from megacompile.passes.stages.indices import computes_indices
@@ -264,7 +265,8 @@ class _Tracer:
         (primals, tangents, partial gradients) -> (outputs, new values, gradients)
         """
         if self.lowering is not Lowering.EAGER:
-            return self._traced(compat.fake_mode(), compat.inductor_decompositions())
+            joint = self._traced(compat.fake_mode(), compat.inductor_decompositions())
+            return lay_channels_last(joint)
         decompositions = compat.eager_decompositions()
         if any(meta.device.type == "cuda" for meta in self.stage.metas):
             without_data = self._traced(compat.fake_mode(), decompositions)
