@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megacompile import notices
+from megacompile import compat, notices
 from megacompile.ir.schedule import Placement
 from megacompile.ir.stream import Stream
 from megacompile.plan.chooser import Chooser
@@ -23,6 +23,11 @@ from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates.update import UpdatePath
+
+
+def has_cpp_compiler() -> bool:
+    """True if Inductor can compile for the CPU here."""
+    return compat.has_cpp_compiler()
 
 
 def say_again() -> None:

@@ -97,26 +97,45 @@ class BackwardCall:  # torch 2.11 to 2.15
     """One call of `backward()` or `autograd.grad()`, while it runs."""
 
     roots: tuple[Any, ...]  # tensors, or gradient edges
-    inputs: tuple[Any, ...]  # what it was called for; nothing: every leaf
     users: Any = None  # what was found out about it
 
 
-def note_backward_calls() -> None:  # torch 2.11 to 2.15
-    """Records every call of a backward from now on, for `backward_calls`."""
+def note_backward_calls(
+    leaf_of: Callable[[Any], Any] = lambda given: given,
+    as_asked: Callable[[Any, torch.Tensor], torch.Tensor] = lambda given, gradient: gradient,
+) -> None:  # torch 2.11 to 2.15
+    """Records every call of a backward from now on, for `backward_calls`.
+
+    Args:
+        leaf_of: the tensor whose gradient is asked for where a tensor is given; the first caller's.
+        as_asked: that gradient, as one for the tensor that was given.
+    """
     stock = torch.autograd.graph._engine_run_backward
     if hasattr(stock, "noted"):
         return
 
     @functools.wraps(stock)
     def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
-        call = BackwardCall(tuple(t_outputs), tuple(inputs or ()))
+        inputs = tuple((args[3] if len(args) > 3 else kwargs.get("inputs", ())) or ())
+        leaves = tuple(map(leaf_of, inputs))
+        if any(leaf is not given for leaf, given in zip(leaves, inputs, strict=True)):
+            if len(args) > 3:
+                args = (*args[:3], leaves, *args[4:])
+            else:
+                kwargs["inputs"] = leaves
+        call = BackwardCall(tuple(t_outputs))
         _BACKWARD_CALLS.append(call)
         try:
-            return stock(t_outputs, *args, **kwargs)
+            found = stock(t_outputs, *args, **kwargs)
+            if not found:  # of `backward()`
+                return found
+            return tuple(
+                gradient if gradient is None or leaf is given else as_asked(given, gradient)
+                for gradient, leaf, given in zip(found, leaves, inputs, strict=True)
+            )
         finally:
             _BACKWARD_CALLS.remove(call)
-            call.roots = call.inputs = ()  # who still holds the call holds no graph
+            call.roots = ()  # who still holds the call holds no graph
             call.users = None
 
     run.noted = True  # type: ignore[attr-defined]

@@ -83,10 +83,16 @@ def split_joint(
         )
 
 
-# What Inductor takes pooling apart into.
-POOLS_OF_INDUCTOR = tuple(  # torch 2.11 to 2.15
-    getattr(torch.ops.prims, name).default
-    for name in ("_low_memory_max_pool_with_offsets", "_low_memory_max_pool_offsets_to_indices")
+# Pooling of images, and what Inductor takes it apart into.
+POOLS = (  # torch 2.11 to 2.15
+    torch.ops.aten.max_pool2d_with_indices.default,
+    torch.ops.aten.max_pool2d_with_indices_backward.default,
+    torch.ops.aten.avg_pool2d.default,
+    torch.ops.aten.avg_pool2d_backward.default,
+    torch.ops.aten._adaptive_avg_pool2d.default,
+    torch.ops.aten._adaptive_avg_pool2d_backward.default,
+    torch.ops.prims._low_memory_max_pool_with_offsets.default,
+    torch.ops.prims._low_memory_max_pool_offsets_to_indices.default,
 )
 
 

@@ -289,6 +289,7 @@ SCALED_MM = torch._scaled_mm  # torch 2.11 to 2.15
 # What clip_grad_norm_ calls on a list of gradients, GradScaler.unscale_, and zero_grad; and what
 # torch.optim counts steps with.
 FOREACH_NORM = torch._foreach_norm  # torch 2.11 to 2.15
+FOREACH_COPY = torch._foreach_copy_  # torch 2.11 to 2.15
 FOREACH_MUL = torch._foreach_mul_  # torch 2.11 to 2.15
 FOREACH_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # torch 2.11 to 2.15
 FOREACH_ZERO = torch._foreach_zero_  # torch 2.11 to 2.15

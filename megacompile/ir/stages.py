@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from megacompile import compat
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.symbols import Number, Symbols, Values
 from megacompile.ir.tensors import Meta, TensorMeta
@@ -109,6 +110,12 @@ class Template:
         if self.symbols is None:
             return True
         return self.symbols.condition()(*(values[symbol] for symbol in self.symbols.planned))
+
+    @functools.cached_property
+    def draws(self) -> bool:
+        """True if its forward or its backward draws random numbers."""
+        joint = self.joint
+        return self.random or joint is not None and any(map(compat.is_random, joint.graph.nodes))
 
     @property
     def numbers(self) -> tuple[int, ...]:

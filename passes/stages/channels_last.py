@@ -43,13 +43,7 @@ _FOLLOWS = frozenset(
         aten.slice.Tensor,
         aten.cat.default,
         aten.constant_pad_nd.default,
-        aten.max_pool2d_with_indices.default,
-        aten.max_pool2d_with_indices_backward.default,
-        aten.avg_pool2d.default,
-        aten.avg_pool2d_backward.default,
-        aten._adaptive_avg_pool2d.default,
-        aten._adaptive_avg_pool2d_backward.default,
-        *compat.POOLS_OF_INDUCTOR,
+        *compat.POOLS,
     }
 )
 

@@ -252,8 +252,7 @@ def runs_by_samples(stage: Stage) -> bool:
     """
     template = stage.traced
     changes = template.mutated or template.live
-    draws = template.random or template.joint is not None and bool(_random(template.joint))
-    return template.has_backward and not draws and not changes
+    return template.has_backward and not template.draws and not changes
 
 
 def _are_cut(graphs: Mapping[Code, fx.GraphModule], tokens: Tokens | None) -> bool:

@@ -4,7 +4,7 @@ The node's forward runs the forward schedule, its backward the backward schedule
 inputs of the gates, which hand over their gradients once the node's backward has run:
 
     loss <- node <- gate <- parameters
-            node <- inputs of the graph, the proxies among them
+            node <- other inputs of the graph
 
 Autograd then accumulates them and runs the hooks, as it does for any gradient. There is one gate
 for all parameters, or one for each where hooks are registered: they run in the order in which the
@@ -25,6 +25,7 @@ from megacompile.runtime.model.autograd_nodes import Graph
 from megacompile.runtime.model.call import Call
 from megacompile.runtime.model.hooked_outputs import watched
 from megacompile.runtime.model.program import Program
+from megacompile.runtime.params.proxies import StreamedParameter
 
 
 def run(program: Program, args: Sequence[Any]) -> list[Any]:
@@ -35,7 +36,8 @@ def run(program: Program, args: Sequence[Any]) -> list[Any]:
     call = Call(program, args)
     if any(program.differentiable(k) for k in program.tensor_outputs()):
         with torch.enable_grad():  # the graph itself may do so
-            computed = compat.apply(Graph, call, call.gates(), *args)
+            others = [None if isinstance(arg, StreamedParameter) else arg for arg in args]
+            computed = compat.apply(Graph, call, call.gates(), *others)
     else:
         computed = call.forward()
     by_position = dict(zip(program.tensor_outputs(), computed, strict=True))

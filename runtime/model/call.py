@@ -122,8 +122,8 @@ class Call:
     def backward(
         self, node: object, given: Sequence[torch.Tensor | None]
     ) -> dict[int, torch.Tensor]:
-        """Run the backward schedule on the outputs' gradients; returns those of the inputs, by
-        position. Those of the parameters are for the gates.
+        """Run the backward schedule on the outputs' gradients; returns those of the other inputs,
+        by position. Those of the parameters are for the gates.
         """
         positions = self.program.tensor_outputs()
         tangents = {
@@ -143,15 +143,14 @@ class Call:
             try:
                 with self._line():
                     of_inputs = self._attempts(tangents)
-                of_params, of_proxies = run.for_autograd()
+                of_params = run.for_autograd()
             finally:
                 self.machine.run = None
         if self.saved_values is None:
             self.inputs_by_name = {}  # a reference to the loss keeps this call
         self.program.ran_backward = True
         self._handed[compat.backward_id()] = of_params
-        found = {self.program.inputs[name]: gradient for name, gradient in of_inputs.items()}
-        return found | {self.program.positions[place]: g for place, g in of_proxies.items()}
+        return {self.program.inputs[name]: gradient for name, gradient in of_inputs.items()}
 
     def _line(self) -> AbstractContextManager[None]:
         """Says what is waited for, in the first backward."""
@@ -162,20 +161,12 @@ class Call:
     def _prepare(self, node: object) -> GradientRun:
         """Find out who wants the parameters' gradients in this backward, and who else is there."""
         calls = [call for call in compat.backward_calls() if node in users(call).nodes]
-        asked = {id(given) for call in calls for given in call.inputs}
-        held = [proxy for proxy in self.streamed if id(proxy) in asked] if asked else []
-        proxies = {self._place(proxy) for proxy in held}
         return GradientRun(
             self.machine.gradients,
             self.places,
             [users(call) for call in calls],
-            proxies=proxies.intersection(self.places),
             observed=self.observed,
         )
-
-    def _place(self, proxy: StreamedParameter) -> ParamId:
-        bucket, i = self.machine.place(proxy)
-        return bucket.key, i
 
     def _attempts(self, tangents: dict[int, torch.Tensor]) -> dict[str, torch.Tensor]:
         while True:

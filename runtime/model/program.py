@@ -126,15 +126,10 @@ class Program:
         return [k for k, item in enumerate(self._given) if isinstance(item, ParamInput)]
 
     @functools.cached_property
-    def positions(self) -> dict[ParamId, int]:
-        """The positions of the trained parameters among the inputs."""
-        params = [(k, item) for k, item in enumerate(self._given) if isinstance(item, ParamInput)]
-        return {(p.bucket.key, p.param): k for k, p in params if p.requires_grad}
-
-    @functools.cached_property
     def places(self) -> tuple[ParamId, ...]:
-        """The trained parameters."""
-        return tuple(self.positions)
+        """The trained parameters, each once."""
+        params = [item for item in self._given if isinstance(item, ParamInput)]
+        return tuple(dict.fromkeys((p.bucket.key, p.param) for p in params if p.requires_grad))
 
     @functools.cached_property
     def _given(self) -> list[GraphInput]:

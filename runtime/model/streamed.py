@@ -46,7 +46,8 @@ from megacompile.runtime.ops.head import bind_operators
 from megacompile.runtime.params import inputs
 from megacompile.runtime.params.eager_notice import untraced_text
 from megacompile.runtime.params.guards import guard_of
-from megacompile.runtime.params.proxies import StreamedParameter
+from megacompile.runtime.params.looks import parameter_of
+from megacompile.runtime.params.proxies import StreamedParameter, as_gradient_of
 from megacompile.runtime.params.swap import StandIns
 from megacompile.runtime.params.undo import Undos, hold, undone, use_unguarded
 from megacompile.runtime.step import hooks
@@ -86,7 +87,7 @@ class StreamedModel:
             count_kernels()
         compat.settle_cache_keys()
         compat.write_powers()
-        compat.note_backward_calls()
+        compat.note_backward_calls(parameter_of, as_gradient_of)
         compat.note_uncaptured()
         compat.follow_containers()
         compat.skip_untraced(StreamedModel._run.__code__)

@@ -34,6 +34,7 @@ from megacompile.runtime.ops.compute import ComputeOps
 from megacompile.runtime.ops.device_updates import DeviceUpdateOps
 from megacompile.runtime.ops.disk import DiskOps
 from megacompile.runtime.ops.gradients import GradientOps
+from megacompile.runtime.ops.group import write_assigned
 from megacompile.runtime.ops.lifetimes import LifetimeOps
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.ops.saved_tensors import SavedTensorOps
@@ -252,7 +253,7 @@ class Executor:
             bound.to_write.clear()  # of a run that failed
             try:
                 results = self._function(name)(taken)
-                bound.write_assigned()
+                write_assigned(bound)
                 return results
             except BaseException as error:
                 machine.give_up(error)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megacompile import compat
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle
@@ -35,19 +36,8 @@ class OpGroup:
         if self.recording is not None:
             work = self.recording.timed(work)
         if self.to_write:
-            self.write_assigned()
+            write_assigned(self)
         return self.machine.streams.issue(stream, handles(waits), work)
-
-    def write_assigned(self) -> None:
-        """Write the new values that came one after another, in a few launches for all of them."""
-        assigned, self.to_write = self.to_write, []
-        by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for target, value in assigned:
-            targets, values = by_dtype.setdefault(target.dtype, ([], []))
-            targets.append(target)
-            values.append(value)
-        for targets, values in by_dtype.values():
-            torch._foreach_copy_(targets, values)
 
     def _note(self, request: Request | None) -> None:
         """Gives a trace the times of a read or a write."""
@@ -59,6 +49,18 @@ class OpGroup:
         whole = self._issue(Stream.COMPUTE, waits, work)
         event = whole.event
         return tuple([Handle(value, Stream.COMPUTE, event) for value in whole.value])
+
+
+def write_assigned(group: OpGroup) -> None:
+    """Write the new values that came one after another, in a few launches for all of them."""
+    assigned, group.to_write = group.to_write, []
+    by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, value in assigned:
+        targets, values = by_dtype.setdefault(target.dtype, ([], []))
+        targets.append(target)
+        values.append(value)
+    for targets, values in by_dtype.values():
+        compat.FOREACH_COPY(targets, values)
 
 
 def handles(values: Any) -> list[Handle]:

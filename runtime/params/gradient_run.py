@@ -11,14 +11,13 @@ For each parameter there is one of these ways (`Goes`):
     MORE    the same where the gradient so far is that of an earlier graph in this very backward:
             autograd has its memory already, and gets nothing more
     APART   into memory of its own, and autograd adds: the difference could be seen
-    PROXY   the same on the device, for `autograd.grad()` of what the model's own forward holds
     NOBODY  nowhere: autograd does not ask for it
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -38,7 +37,6 @@ class Goes(enum.Enum):
     TOTAL = enum.auto()
     MORE = enum.auto()
     APART = enum.auto()
-    PROXY = enum.auto()
     NOBODY = enum.auto()
 
 
@@ -50,7 +48,6 @@ _ADDS = (Goes.TOTAL, Goes.MORE)
 class Uses:
     """The other uses of parameters in the backward of one schedule."""
 
-    proxies: frozenset[ParamId]  # `autograd.grad()` asks for them by what the forward holds
     observed: bool  # unseen code reads gradients before `backward()` returns
     shared: set[ParamId] = field(default_factory=set)  # others use them too
     several: set[ParamId] = field(default_factory=set)  # several graphs do
@@ -63,12 +60,11 @@ class Uses:
         gradients: Gradients,
         places: Iterable[ParamId],
         users: Sequence[Users],
-        proxies: Collection[ParamId],
         *,
         observed: bool,
     ) -> Uses:
         """Those of the parameters that a captured graph trains; arguments: see `GradientRun`."""
-        found = Uses(frozenset(proxies), observed)
+        found = Uses(observed)
         others = frozenset().union(*[each.others for each in users])
         several = frozenset().union(*[each.several for each in users])
         places = tuple(places)
@@ -106,7 +102,6 @@ class GradientRun:
     Args:
         places: the parameters that the captured graph trains.
         users: who uses parameters in the same backward; nothing: it is not known.
-        proxies: those of them that `autograd.grad()` asks for by what the forward holds.
         observed: does unseen code read gradients before `backward()` returns?
     """
 
@@ -116,12 +111,11 @@ class GradientRun:
         places: Iterable[ParamId],
         users: Sequence[Users],
         *,
-        proxies: Collection[ParamId] = (),
         observed: bool = False,
     ) -> None:
         self._of = gradients
         self.backward = gradients.backward_pass()
-        self.uses = Uses.of(gradients, places, users, proxies, observed=observed)
+        self.uses = Uses.of(gradients, places, users, observed=observed)
         self.joined: set[ParamId] = set()  # autograd adds to a `p.grad` that is not in the bucket
         self.goes: dict[ParamId, Goes] = {}
         self.apart: dict[ParamId, torch.Tensor] = {}
@@ -157,7 +151,7 @@ class GradientRun:
         """Is there no gradient yet, and no other code that has a part in one, or reads one? The
         quick look, for every parameter in every step."""
         uses = self.uses
-        if uses.exceptions or uses.proxies or uses.observed or uses.shared or self._done:
+        if uses.exceptions or uses.observed or uses.shared or self._done:
             return False
         if self._of.several_passes or not self.backward.autograd_has.keys().isdisjoint(places):
             return False
@@ -197,8 +191,6 @@ class GradientRun:
         return bool(self.goes)
 
     def _way(self, place: ParamId) -> Goes:
-        if place in self.uses.proxies:
-            return Goes.PROXY
         if place in self.uses.unwanted:
             return Goes.NOBODY
         if place in self.backward.autograd_has and place not in self.uses.shared:
@@ -265,9 +257,7 @@ class GradientRun:
         if goes is Goes.MORE:
             return self.backward.autograd_has[place]
         if place not in self.apart:
-            device = self._of.streams.device if goes is Goes.PROXY else None
-            like = bucket.values[index]
-            self.apart[place] = torch.empty_like(like, dtype=bucket.grad_dtype, device=device)
+            self.apart[place] = torch.empty_like(bucket.values[index], dtype=bucket.grad_dtype)
         return self.apart[place]
 
     def keep_all(self, key: int, gradients: Mapping[int, torch.Tensor]) -> None:
@@ -306,32 +296,30 @@ class GradientRun:
 
     # For autograd.
 
-    def for_autograd(self) -> tuple[dict[ParamId, torch.Tensor], dict[ParamId, torch.Tensor]]:
-        """The gradients for autograd, now that the schedule has been issued: for parameters, for
-        proxies.
+    def for_autograd(self) -> dict[ParamId, torch.Tensor]:
+        """The gradients for autograd, now that the schedule has been issued.
 
         A tensor among it has no other reference, so that autograd may take it as it is.
         """
         if self._are_still_first():
-            return self._first_for_autograd(), {}
+            return self._first_for_autograd()
         if self._of.several_passes or any(self._is_read(*item) for item in self.goes.items()):
             self.backward.await_copies(self.backward.copies)
             self._of.streams.synchronize(Stream.D2H)
-        of_params = {}
+        found = {}
         for place, goes in self.goes.items():
             if place in self.backward.updated:
                 continue
             if goes in _IN_BUCKET:
                 self._take_place(place, goes)
-                of_params[place] = self._as_gradient(place, self.buffer(*place).detach())
+                found[place] = self._as_gradient(place, self.buffer(*place).detach())
             elif goes is Goes.APART:
                 memory = self.buffer(*place)
                 del self.apart[place]
                 if place not in self.uses.shared:
                     self.backward.autograd_has[place] = memory
-                of_params[place] = self._as_gradient(place, memory.detach())
-        of_proxies, self.apart = self.apart, {}
-        return of_params, of_proxies
+                found[place] = self._as_gradient(place, memory.detach())
+        return found
 
     def _are_still_first(self) -> bool:
         """True if no `p.grad` was made meanwhile, as another thread may."""

@@ -125,9 +125,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
         if self.param is None or self.is_view:
             return super().grad if super().is_leaf else None
         gradient = None if compat.is_described() else self.param.grad
-        if gradient is not None and self.part is not None:
-            return ranks.whole(self.param, compat.local(gradient).to(self.device))
-        return None if gradient is None else gradient.to(self.device)
+        return None if gradient is None else as_gradient_of(self, gradient)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -299,6 +297,14 @@ class Link(torch.autograd.Function):
         if gradient is not None and compat.is_sharded(ctx.param):
             return ranks.averaged(gradient, ctx.param), None
         return None if gradient is None else gradient.to(ctx.param.device), None
+
+
+def as_gradient_of(proxy: StreamedParameter, gradient: torch.Tensor) -> torch.Tensor:
+    """A parameter's gradient, as one for a proxy of it."""
+    if proxy.part is not None:
+        assert proxy.param is not None
+        return ranks.whole(proxy.param, compat.local(gradient).to(proxy.device))
+    return gradient.to(proxy.device)
 
 
 for _class in (StreamedParameter, StreamedView):

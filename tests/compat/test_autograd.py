@@ -106,8 +106,10 @@ def test_backward_calls_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (torch.autograd, torch.autograd.graph):
         stock = inspect.unwrap(module._engine_run_backward)
         monkeypatch.setattr(module, "_engine_run_backward", stock)
-    compat.note_backward_calls()
-    a, seen = leaf(), list[compat.BackwardCall]()
+    a, seen, stand_in = leaf(), list[compat.BackwardCall](), leaf()
+    compat.note_backward_calls(
+        lambda given: a if given is stand_in else given, lambda given, gradient: -gradient
+    )
     a.register_hook(lambda gradient: seen.extend(compat.backward_calls()))
     for call in (
         lambda loss: loss.backward(),
@@ -117,13 +119,20 @@ def test_backward_calls_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         loss, at = a.exp().sum(), len(seen)
         noted: list[Any] = []
-        loss.register_hook(lambda g, n=noted: n.extend((c.roots, c.inputs) for c in calls()))
+        loss.register_hook(lambda g, n=noted: n.extend(c.roots for c in calls()))
         call(loss)
-        (roots, inputs) = noted[0]
-        assert len(noted) == 1 and len(seen) == at + 1
-        assert roots[0] is loss and all(each is a for each in inputs)
+        (roots,) = noted
+        assert roots[0] is loss and len(seen) == at + 1
         assert isinstance(seen[-1], compat.BackwardCall) and seen[-1].roots == ()
     assert compat.backward_calls() == ()
+    for inputs in ({"inputs": [a, stand_in]}, {"inputs": (a, stand_in)}):
+        gradients = torch.autograd.grad(a.exp().sum(), **inputs)
+        assert torch.equal(gradients[0], a.exp()) and torch.equal(gradients[1], -a.exp())
+    (gradient,) = torch.autograd.grad(a.sum(), [leaf()], allow_unused=True)
+    assert gradient is None
+    a.grad = None
+    a.exp().sum().backward(inputs=[stand_in])
+    assert [each.grad is None for each in (stand_in, a)] == [True, False]
 
 
 def calls() -> tuple[Any, ...]:

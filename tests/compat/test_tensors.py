@@ -340,6 +340,14 @@ def test_a_number_is_added_to_a_list_of_counters_in_place() -> None:
     assert [(id(counter), counter.dtype) for counter in counters] == before
 
 
+def test_a_list_of_tensors_is_written_in_one_call() -> None:
+    targets, values = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
+    before = compat.versions(targets)
+    compat.FOREACH_COPY(targets, values)
+    assert all(map(torch.equal, targets, values))
+    assert all(now > then for now, then in zip(compat.versions(targets), before, strict=True))
+
+
 def test_what_is_called_on_lists_of_gradients() -> None:
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     listening = [torch.ones(2).as_subclass(Listening) for _ in params]
@@ -516,3 +524,9 @@ def test_a_class_of_parameters_with_a_conversion_of_its_own() -> None:
 
     assert compat.converts_itself(Own)
     assert not compat.converts_itself(nn.Parameter)
+
+
+def test_what_is_pointwise() -> None:
+    assert compat.is_pointwise(aten.relu.default) and compat.is_pointwise(aten.where.self)
+    assert not compat.is_pointwise(aten.sum.dim_IntList)
+    assert not compat.is_pointwise(len)

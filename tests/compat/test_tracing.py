@@ -212,6 +212,28 @@ def test_inductor_compiles_graphs() -> None:
     assert torch.allclose(found, torch.ones(8).sin() + 1)
 
 
+@pytest.mark.parametrize(("width", "wanted"), [(128, True), (0, False)])
+def test_images_that_inductor_lays_out_with_their_channels_last(width: int, wanted: bool) -> None:
+    """It does on a CPU too, and follows pools, whose operators it has."""
+
+    def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
+        x = primals[0]
+        if width:
+            x = torch.conv2d(x, primals[1])
+        for pool in (torch.nn.functional.max_pool2d, torch.nn.functional.avg_pool2d):
+            x = pool(x, 2)
+        return [x]
+
+    given = [torch.zeros(2, 3, 8, 8), torch.zeros(max(1, width), 3, 1, 1)]
+    table = compat.inductor_decompositions()
+    with compat.fake_mode() as mode:
+        made = compat.trace(joint, [mode.from_tensor(g) for g in given], [], table)
+    assert compat.prefers_channels_last(made) is wanted
+    called = {node.target for node in made.graph.nodes if node.op == "call_function"}
+    pools = {target for target in called if "pool" in str(target)}
+    assert pools and pools <= set(compat.POOLS)
+
+
 def test_code_for_symbols_is_not_for_multiples_of_eight_alone() -> None:
     """Inductor asks that of the mask of an attention, and whether kernels are faster in one."""
     symbol = sympy.Symbol("megacompile_s", integer=True, positive=True)

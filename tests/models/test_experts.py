@@ -135,8 +135,9 @@ def mistral(width: Mapping[str, int] = {}) -> nn.Module:
 def schedules(model: nn.Module, tokens: tuple[int, int]) -> list[Schedule]:
     """What a H200 would run."""
     ids = torch.empty(*tokens, dtype=torch.int64, device="meta")
+    options = abstract_options(resident=0)  # a stage a layer
     programs = abstract_programs(
-        LossAlone(model.bfloat16()), (ids,), {}, options=abstract_options(), hardware=H200
+        LossAlone(model.bfloat16()), (ids,), {}, options=options, hardware=H200
     )
     return [program.schedule(reuse=program is programs[-1]) for program in programs]
 

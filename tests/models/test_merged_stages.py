@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacompile import compat, explain, megacompile, schedules
+from megacompile import explain, megacompile, schedules
+from tests import inside
 
 pytestmark = pytest.mark.skipif(
-    not compat.has_cpp_compiler(), reason="Inductor needs a C++ compiler"
+    not inside.has_cpp_compiler(), reason="Inductor needs a C++ compiler"
 )
 
 

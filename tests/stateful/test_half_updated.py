@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import SGD, AdamW, Optimizer
 
-from megacompile import megacompile, restoring
-from megacompile.api import accumulate
+from megacompile import accumulate, megacompile, restoring
 from megacompile.errors import BackwardError, ModelError, OptimizerError
 from tests import zoo
 from tests.stateful.late import failing, may_fail

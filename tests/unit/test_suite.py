@@ -57,7 +57,6 @@ IMPORTS = {
     "stateful/test_compiled_updates.py",
     "stateful/test_first_calls.py",
     "stateful/test_fork.py",
-    "stateful/test_half_updated.py",
     "stateful/test_interrupts.py",
     "stateful/test_kept_gradients.py",
     "stateful/test_optimizers.py",

@@ -193,8 +193,8 @@ STAGES = (
     Fault(
         "joint-samples-changes",
         "passes/stages/joint.py",
-        "return template.has_backward and not draws and not changes",
-        "return template.has_backward and not draws",
+        "return template.has_backward and not template.draws and not changes",
+        "return template.has_backward and not template.draws",
         "A stage that changes a buffer is run sample by sample.",
     ),
     Fault(
