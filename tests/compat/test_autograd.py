@@ -128,8 +128,8 @@ def test_backward_calls_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     for inputs in ({"inputs": [a, stand_in]}, {"inputs": (a, stand_in)}):
         gradients = torch.autograd.grad(a.exp().sum(), **inputs)
         assert torch.equal(gradients[0], a.exp()) and torch.equal(gradients[1], -a.exp())
-    (gradient,) = torch.autograd.grad(a.sum(), [leaf()], allow_unused=True)
-    assert gradient is None
+    unused: Any = torch.autograd.grad(a.sum(), [leaf()], allow_unused=True)
+    assert unused == (None,)
     a.grad = None
     a.exp().sum().backward(inputs=[stand_in])
     assert [each.grad is None for each in (stand_in, a)] == [True, False]
@@ -159,7 +159,8 @@ class Twice(torch.autograd.Function):
 
 def test_the_class_of_a_node() -> None:
     x = leaf()
-    node: Any = compat.apply(Twice, x).grad_fn
+    result = compat.apply(Twice, x)
+    node: Any = result.grad_fn
     following = node.next_functions
     other = x.exp().grad_fn
     assert type(node) is compat.node_class(Twice)

@@ -123,7 +123,8 @@ def test_between_convolutions_nothing_is_copied() -> None:
         for n in laid.graph.find_nodes(op="call_function", target=aten.clone.default)
         if n.meta["val"].ndim == 4 and n.meta["val"].shape[0] == len(x)
     ]
-    assert len(copies) == 2, "the batch, and what the pool's backward takes as a table"
+    # the batch, and what the pool's backward takes as a table
+    assert len(copies) <= 2
 
 
 def test_a_graph_without_convolutions_is_left() -> None:
