@@ -44,7 +44,8 @@ def lower(
     """The same schedule; its templates' `code` holds everything that its nodes run.
 
     With Inductor, processes next to this one compile graphs too, where there are any: the largest
-    first, and this one begins with the smallest.
+    first. This one, which has more workers for kernels than each of them, takes the largest of all,
+    and then the smallest that are left.
 
     Args:
         to_come: code that is being compiled.
@@ -59,7 +60,8 @@ def lower(
     if to_come is None:
         to_come = CodeToCome(torch.device("cpu"))
     wanted = to_come.without(wanted, waits=waits)
-    graphs = functools.partial(_graphs, wanted)
+    graphs = functools.partial(_graphs, wanted[:-1])  # the largest is for this process
+    wanted = [*wanted[-1:], *wanted[:-1]]
     with compile_pool.compiling(graphs, len(wanted), to_come.device) as take:
         for template, code in progress(wanted, len(wanted)):
             template.code[code] = _compiled(template.graphs[code], take)
