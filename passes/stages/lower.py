@@ -200,7 +200,7 @@ def _lowered(
 def _function(module: fx.GraphModule) -> Function:
     """The code of a graph of ATen operators, by Inductor."""
     if any(node.op == "call_function" for node in module.graph.nodes):
-        return with_strides(compiled(module), _metas(module))
+        return with_strides(compiled(module), _metas(module), settled=True)
     forward: Function = module.forward
     return forward
 

@@ -87,23 +87,31 @@ def _with(metas: tuple[TensorMeta, ...], strides: Strides | None) -> tuple[Tenso
 
 
 def with_strides(
-    function: Callable[..., Sequence[Any]], metas: Sequence[TensorMeta | None]
+    function: Callable[..., Sequence[Any]],
+    metas: Sequence[TensorMeta | None],
+    *,
+    settled: bool = False,
 ) -> Callable[..., list[Any]]:
     """The function, whose results have the strides of these metas.
 
     Inductor keeps the order of strides alone where a result is a view of what it has padded, such
     as a matrix product whose sides are no multiples of 8. A result that was traced as a view with
     gaps is left as it is.
+
+    Args:
+        settled: it gives the same strides in each call, if sizes are no symbols: those that are
+            right in the first call are not looked at again.
     """
-    wanted = [meta if meta and is_dense(meta, meta.stride) else None for meta in metas]
+    wanted = {k: meta for k, meta in enumerate(metas) if meta and is_dense(meta, meta.stride)}
+    settled = settled and all(meta.symbolic is None for meta in wanted.values())
 
     def run(*inputs: Any) -> list[Any]:
-        pairs = zip(function(*inputs), wanted, strict=True)
-        return [
-            value
-            if meta is None or value.stride() == meta.stride
-            else dense(value, meta.stride, meta.shape)
-            for value, meta in pairs
-        ]
+        results = list(function(*inputs))
+        for k, meta in list(wanted.items()):
+            if results[k].stride() != meta.stride:
+                results[k] = dense(results[k], meta.stride, meta.shape)
+            elif settled:
+                wanted.pop(k, None)  # another thread may be in it too
+        return results
 
     return run

@@ -147,9 +147,8 @@ class Executor:
         self.machine.slots.left |= marks
         if self.schedule.backward is not None:
             self.machine.order[:] = [bucket.key for bucket in self.schedule.buckets]
-        given = [_plain(value) for value in outputs]
-        kept = dict(zip(self.schedule.saved_values, map(_plain, saved_values), strict=True))
-        return _alone(given), kept
+        kept = dict(zip(self.schedule.saved_values, _plain(saved_values), strict=True))
+        return _alone(_plain(outputs)), kept
 
     def _marks(self) -> dict[int, tuple[int, CopyMark]]:
         """The buckets that a forward without a backward is about to leave for the next one, by
@@ -175,9 +174,7 @@ class Executor:
             compat.give_pinned_cache_back(self.machine.device)
             self._tuned = True
         self.machine.note_backward(self)
-        return {
-            name: _plain(value) for name, value in zip(self.schedule.gradients, found, strict=True)
-        }
+        return dict(zip(self.schedule.gradients, _plain(found), strict=True))
 
     def update(self, parts: Mapping[int, BucketPart]) -> None:
         """Run the update for those of its buckets that a step has a part for, by key.
@@ -342,8 +339,9 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, Handle) else value
+def _plain(values: Iterable[Any]) -> list[Any]:
+    """The values of handles; others are themselves."""
+    return [value.value if type(value) is Handle else value for value in values]
 
 
 def _recorded(bound: BoundOps, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -368,7 +368,7 @@ class Updates:
         """
         counted = False
         params = [each.param for part in parts for each in part.trained]
-        versions = {id(param): compat.version(param) for param in params}
+        versions = dict(zip(map(id, params), compat.versions(params), strict=True))
         try:
             runs = self._choose(parts)
             self.machine.reserve_staging(part.update.bucket.layout.key for part in parts)

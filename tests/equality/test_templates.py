@@ -289,3 +289,14 @@ def test_results_have_the_strides_that_they_were_traced_with() -> None:
             got.stride() == want.stride() or got.numel() == 4
         )
     assert found[4] is None
+
+
+def test_strides_that_are_always_right_are_looked_at_once() -> None:
+    right, wrong = torch.zeros(2, 3), torch.zeros(3, 2).t()
+    for settled in (False, True):
+        results = [right, wrong]
+        run = with_strides(lambda: results, [TensorMeta.of(right)] * 2, settled=settled)  # noqa: B023
+        assert [each.stride() for each in run()] == [(3, 1)] * 2
+        assert [each.stride() for each in run()] == [(3, 1)] * 2, "what is wrong each time"
+        results[0] = wrong
+        assert run()[0].stride() == ((1, 2) if settled else (3, 1))

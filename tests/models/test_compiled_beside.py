@@ -62,8 +62,8 @@ print(compat.cache_counts().made, trained()[1], compat.cache_counts().made)
 def test_no_graph_is_compiled_twice(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """Processes compile all but the largest graph, and this one finds it. So does another run, whatever it has
-    imported first, with the same numbers; its log says so."""
+    """Processes compile all but the largest graph, and this one finds it. So does another run,
+    whatever it has imported first, with the same numbers; its log says so."""
     with monkeypatch.context() as patient:  # this process compiles nothing that it may ask for
         patient.setattr("concurrent.futures.Future.cancel", lambda self: False)
         patient.setenv(compile_pool.VARIABLE, "1")
