@@ -11,6 +11,7 @@ from bisect import bisect
 from collections.abc import Sequence
 from operator import attrgetter, is_, itemgetter
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -25,7 +26,8 @@ _NUMBERS = (int, float, bool)
 
 
 class LastCall:
-    """One call: its program, and what another call must be like to get the same.
+    """One call: its program, and what another call must be like to get the same. It keeps no tensor
+    alive.
 
     Args:
         args: its inputs: proxies, plain tensors that require no grad, and numbers.
@@ -44,9 +46,8 @@ class LastCall:
         self._count = len(args)
         self._proxies_of, self._tensors_of = _taker(proxies), _taker(tensors)
         self._numbers_of = _taker(numbers)
-        self._proxies = self._proxies_of(args)
-        self._params = [proxy.param for proxy in self._proxies]
-        self._trained = list(map(_TRAINED, self._params))
+        self._proxies = [ref(proxy) for proxy in self._proxies_of(args)]
+        self._trained = list(map(_TRAINED, self._proxies_of(args)))
         self._numbers = list(map(constant_key, self._numbers_of(args)))
         found = self._tensors_of(args)
         self._alike = compat.tensor_guards(found)
@@ -63,9 +64,10 @@ class LastCall:
         """True if a call with these inputs has the same program."""
         if len(args) != self._count or ambient != self._ambient or changed != self._all_changed:
             return False
-        if not all(map(is_, self._proxies_of(args), self._proxies)):
+        proxies = self._proxies_of(args)
+        if not all(map(is_, proxies, [proxy() for proxy in self._proxies])):
             return False
-        if list(map(_TRAINED, self._params)) != self._trained:
+        if list(map(_TRAINED, proxies)) != self._trained:
             return False
         if list(map(constant_key, self._numbers_of(args))) != self._numbers:
             return False
@@ -90,7 +92,7 @@ class LastCall:
         return before or (k < len(self._spans) and self._spans[k][0] < stop)
 
 
-_TRAINED = attrgetter("requires_grad")
+_TRAINED = attrgetter("param.requires_grad")
 
 
 def _taker(positions: Sequence[int]) -> Any:

@@ -278,6 +278,17 @@ def test_names_behind_peft() -> None:
     assert torch.allclose(engine(**inputs).logits, want, atol=1e-5)
 
 
+def test_no_call_of_before_holds_what_was_on_the_device() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    megacompile(model, device="cpu", lowering="eager", resident="all", progress=False)
+    for _ in range(4):
+        model(torch.ones(2, 4)).sum().backward()
+    held = [weakref.ref(proxy) for _, proxy in inside.streamed(model).buckets.proxies.pairs()]
+    with released(model):
+        gc.collect()
+        assert held and not any(proxy() is not None for proxy in held)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("resident", [0, "24MiB", "all"])
 def test_the_memory_is_really_given_back(resident: Any) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megacompile.ir.capture import Ambient
 from megacompile.runtime.model.last_call import LastCall
+from megacompile.runtime.params.proxies import StreamedParameter
 
 AMBIENT = Ambient.current(torch.device("cpu"))
 PROGRAM: Any = object()
@@ -85,9 +86,27 @@ def test_a_call_of_other_kinds_of_inputs_has_its_key_made_each_time(odd: Any) ->
     assert not LastCall(PROGRAM, AMBIENT, [*call(), odd], CHANGED).is_usable
 
 
-def test_nothing_of_a_batch_is_kept_alive() -> None:
-    batch: Tensor | None = torch.zeros(2, 3)
-    gone = weakref.ref(batch)
-    made = LastCall(PROGRAM, AMBIENT, [STATISTIC, batch], CHANGED)
-    batch = None
-    assert gone() is None and made.is_usable
+def streamed(param: nn.Parameter) -> StreamedParameter:
+    proxy = StreamedParameter(param.detach(), torch.device("cpu"))
+    proxy.param = param
+    return proxy
+
+
+def test_the_same_parameters_make_the_same_call() -> None:
+    param, other = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    proxy = streamed(param)
+    made = LastCall(PROGRAM, AMBIENT, [proxy, BATCH], CHANGED)
+    assert made.is_usable and made.is_like(AMBIENT, [proxy, BATCH], CHANGED)
+    assert not made.is_like(AMBIENT, [streamed(other), BATCH], CHANGED)
+    assert not made.is_like(AMBIENT, [BATCH, proxy], CHANGED)
+    param.requires_grad_(False)
+    assert not made.is_like(AMBIENT, [proxy, BATCH], CHANGED)
+
+
+def test_nothing_is_kept_alive() -> None:
+    args: list[Any] = [streamed(nn.Parameter(torch.zeros(2))), torch.zeros(2, 3)]
+    gone = [weakref.ref(arg) for arg in args]
+    made = LastCall(PROGRAM, AMBIENT, args, CHANGED)
+    args.clear()
+    assert [each() for each in gone] == [None, None]
+    assert not made.is_like(AMBIENT, [BATCH, BATCH], CHANGED)
