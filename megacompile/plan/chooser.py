@@ -78,6 +78,7 @@ class _Planned:
     problem: Problem
     found: SearchResult
     decided: bool  # did it decide where buckets live, for which it will be planned again?
+    merged: _Stages | None = None  # the stages that it runs as one
 
     @cached_property
     def keys(self) -> frozenset[int]:
@@ -202,7 +203,9 @@ class Chooser:
             "predicted",
         )
         found = SearchResult(choice, step_s, peak_bytes, 1, reasons)
-        self._planned[whole.stages] = _Planned(problem, found, decided=False)
+        self._planned.pop(whole.stages, None)
+        planned = _Planned(problem, found, decided=False, merged=stages.stages)
+        self._planned[whole.stages] = planned
         self._chosen[whole] = PlanChoice(choice, self._reasons(problem, found, placement))
         return True
 
@@ -246,13 +249,19 @@ class Chooser:
         self._trained |= schedule.gradient_params
         self.budget.note(problem, found.peak_bytes)
         decides = bool(open_to.residents or open_to.states) or found is before
-        self._planned.pop(stages.stages, None)
+        self._drop_planned(stages)
         self._planned[stages.stages] = _Planned(problem, found, decides)
         if open_to.residents or open_to.states:
             self._decided |= open_to.residents
             self._stored |= open_to.states
             self._wanted = open_to.decided(wanted, found.choice)
         return PlanChoice(found.choice, self._reasons(problem, found, placement))
+
+    def _drop_planned(self, stages: Schedule) -> None:
+        """Forget the last plan of these stages, and of one stage for all of them."""
+        for key, planned in list(self._planned.items()):
+            if stages.stages in (key, planned.merged):
+                del self._planned[key]
 
     def _search(
         self, stages: Schedule, problem: Problem, before: SearchResult | None, *, weights: bool

@@ -193,7 +193,7 @@ class CapturedGraph:
             args: what goes into a schedule.
             whole: what goes into the captured graph: packed parameters are not taken apart.
         """
-        last = self._last
+        last = self._last if args is whole else None  # nothing is packed
         if last is not None and last.program.executors:
             if last.is_like(ambient, args, self.changed):
                 return last.program
@@ -212,7 +212,8 @@ class CapturedGraph:
         program = self.programs.get(key)
         if program is not None and not program.executors:
             self._plan_again(program)
-        self._note_last(key, program, ambient, args)
+        if args is whole:
+            self._note_last(key, program, ambient, args)
         return program
 
     def _note_last(

@@ -168,6 +168,8 @@ def test_short_stages_of_a_model_that_fits_run_as_one() -> None:
     assert made.schedule().stages[0].traced is stage.traced, "decided once"
     made.compiler.replan()
     assert len(made.schedule().stages) == 1, "and again where all is chosen anew"
+    planned = made.compiler.chooser._planned.values()
+    assert [each.problem.stages for each in planned] == [4, 1], "the last one is what runs"
 
 
 @pytest.mark.parametrize(
