@@ -231,4 +231,18 @@ FAULTS = (
         "                    self._over.set_result(None)\n",
         "A read or write that failed counts as done.",
     ),
+    Fault(
+        "assigned-late",
+        "runtime/ops/executor.py",
+        "                write_assigned(bound)\n",
+        "",
+        "The last new values of buffers are not written, or are in the next call.",
+    ),
+    Fault(
+        "assigned-before",
+        "runtime/ops/group.py",
+        "        if self.to_write:\n            write_assigned(self)\n",
+        "",
+        "An op that comes after new values of buffers is issued before they are written.",
+    ),
 )

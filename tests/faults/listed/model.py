@@ -240,6 +240,36 @@ MODEL = (
         "        if left <= 0:\n",
         "A bucket that fills resident= to the byte is not resident.",
     ),
+    Fault(
+        "last-call-numbers",
+        "runtime/model/last_call.py",
+        "        if list(map(constant_key, self._numbers_of(args))) != self._numbers:\n"
+        "            return False\n",
+        "",
+        "A call with another number runs the program of the last one.",
+    ),
+    Fault(
+        "last-call-elsewhere",
+        "runtime/model/last_call.py",
+        "        return not any(self._changed[k] or self._meets(tensors[k]) for k in moved)",
+        "        return True",
+        "A buffer that lies in the batch's memory now is changed as if it were alone.",
+    ),
+    Fault(
+        "last-call-lasts",
+        "runtime/model/captured.py",
+        "            self.programs = {key: p and p.anew() for key, p in self.programs.items()}\n"
+        "            self._last = None\n",
+        "            self.programs = {key: p and p.anew() for key, p in self.programs.items()}\n",
+        "A call like the last one runs a plan for buckets that have moved since.",
+    ),
+    Fault(
+        "last-call-holds",
+        "runtime/model/last_call.py",
+        "[ref(proxy) for proxy in self._proxies_of(args)]",
+        "[lambda proxy=p: proxy for p in self._proxies_of(args)]",
+        "What the last call was given stays on the device while that is lent to others.",
+    ),
 )
 
 STEP = (

@@ -223,4 +223,11 @@ FAULTS = (
         "if not fresh:",
         "A write under another name does not reach the copy in compute_dtype.",
     ),
+    Fault(
+        "asked-elsewhere",
+        "runtime/params/proxies.py",
+        "    return gradient.to(proxy.device)",
+        "    return gradient.to(proxy.device) * 0",
+        "A gradient that a forward asks for by its own parameter is not the parameter's.",
+    ),
 )

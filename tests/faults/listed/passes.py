@@ -253,6 +253,20 @@ STAGES = (
         "if len(cuts) < len(node.all_input_nodes):",
         "Tensors that are joined along the tokens are joined tile by tile.",
     ),
+    Fault(
+        "channels-results",
+        "passes/stages/channels_last.py",
+        '        if not isinstance(old, torch.Tensor) or new.meta["val"].stride() == old.stride():',
+        "        if True:",
+        "What a stage returns gets other strides than it was traced with.",
+    ),
+    Fault(
+        "strides-once",
+        "passes/stages/strides.py",
+        "            elif settled:\n",
+        "            if settled:\n",
+        "A result that has wrong strides in each call is mended in the first alone.",
+    ),
 )
 
 CAPTURE = (

@@ -277,6 +277,29 @@ PLAN = (
         "elif stage.index in plan.offload:",
         "The report calls kept stages recomputed.",
     ),
+    Fault(
+        "merge-unfit",
+        "megacompile/plan/chooser.py",
+        "        if not problem.fits(choice):\n"
+        "            return False\n"
+        "        peak_bytes, step_s",
+        "        peak_bytes, step_s",
+        "Stages run as one where that does not fit.",
+    ),
+    Fault(
+        "merge-busy",
+        "megacompile/plan/chooser.py",
+        "planned.keys <= placement.resident and time_s < _SHORT_S * len(stages.stages)",
+        "planned.keys <= placement.resident",
+        "Long stages run as one, so that equal layers are compiled again and again.",
+    ),
+    Fault(
+        "merge-tiles",
+        "megacompile/options.py",
+        "            and self.tiles in (None, 1)\n            and self.ranks == 1",
+        "            and self.ranks == 1",
+        "Stages that are to run in tiles run as one.",
+    ),
 )
 
 IR = (
