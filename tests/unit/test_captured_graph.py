@@ -72,8 +72,9 @@ def captured(compiler: Compiler, *, doubles: bool = True) -> CapturedGraph:
 def test_a_program_is_made_once_and_knows_what_it_was_captured_with() -> None:
     compiler = Compiler()
     graph = captured(compiler)
-    programs = [graph(x)[0] for x in (torch.ones(4, 6), torch.ones(6, 4).t(), torch.ones(4, 6))]
-    assert programs[0] is programs[2] is not programs[1]
+    wide, tall = torch.ones(4, 6), torch.ones(6, 4).t()
+    programs = [graph(x)[0] for x in (wide, tall, wide, wide, wide)]
+    assert programs[0] is programs[2] is programs[4] is not programs[1]
     found = compiler.captures[0]
     (tensor,) = found.inputs
     assert (found.name, found.module) == ("Model.1", graph.module) and len(compiler.captures) == 2
@@ -90,7 +91,8 @@ def test_a_program_is_planned_again_where_buckets_have_moved() -> None:
     """A backward that is to come has the old one."""
     compiler = Compiler()
     graph = captured(compiler)
-    (before,) = graph(torch.ones(2))
+    before, *again = [graph(torch.ones(2))[0] for _ in range(4)]
+    assert all(each is before for each in again), "found at once, as the last one"
     graph.stale = True
     (now,) = graph(torch.ones(2))
     assert now is not before and len(compiler.captures) == 1 and len(compiler.built) == 2
