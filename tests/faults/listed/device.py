@@ -238,11 +238,4 @@ FAULTS = (
         "",
         "The last new values of buffers are not written, or are in the next call.",
     ),
-    Fault(
-        "assigned-before",
-        "runtime/ops/group.py",
-        "        if self.to_write:\n            write_assigned(self)\n",
-        "",
-        "An op that comes after new values of buffers is issued before they are written.",
-    ),
 )
