@@ -111,12 +111,12 @@ class _Layout:
 
     def _follow(self, new: fx.Node) -> None:
         """Find the value of a node again, whose inputs are laid out otherwise than they were."""
-        args, kwargs = fx.map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
+        args, kwargs = fx.map_arg((new.args, new.kwargs), _value)
         assert callable(new.target)
         try:
             with _mode_of(args), torch.no_grad():
                 new.meta["val"] = new.target(*args, **kwargs)
-        except (RuntimeError, NotImplementedError) as error:
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
             raise _StaysAsItIs from error
         self.other.add(new)
 
@@ -156,6 +156,12 @@ class _Layout:
 
 
 _LAST = (0, 2, 3, 1)  # the order of an image's dimensions
+
+
+def _value(node: fx.Node) -> Any:
+    if "val" not in node.meta:
+        raise _StaysAsItIs
+    return node.meta["val"]
 
 
 def _nodes(values: Any) -> list[fx.Node]:
