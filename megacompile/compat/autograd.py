@@ -101,8 +101,7 @@ class BackwardCall:  # torch 2.11 to 2.15
 
 
 def note_backward_calls(
-    leaf_of: Callable[[Any], Any] = lambda given: given,
-    as_asked: Callable[[Any, torch.Tensor], torch.Tensor] = lambda given, gradient: gradient,
+    leaf_of: Callable[[Any], Any], as_asked: Callable[[Any, torch.Tensor], torch.Tensor]
 ) -> None:  # torch 2.11 to 2.15
     """Records every call of a backward from now on, for `backward_calls`.
 

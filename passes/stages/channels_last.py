@@ -10,7 +10,6 @@ takes what the one before gives, and what the stage returns is as it was.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
@@ -105,7 +104,7 @@ class _Layout:
             if isinstance(source, fx.Node) and source.meta["val"].ndim == 4:
                 with self.graph.inserting_before(new):
                     new.update_arg(k, self._with_strides(source, _LAST, node))
-        if any(given in self.other for given in _nodes((*new.args, *new.kwargs.values()))):
+        if not self.other.isdisjoint(new.all_input_nodes):
             self._follow(new)
         return new
 
@@ -114,7 +113,7 @@ class _Layout:
         args, kwargs = fx.map_arg((new.args, new.kwargs), _value)
         assert callable(new.target)
         try:
-            with _mode_of(args), torch.no_grad():
+            with torch.no_grad():
                 new.meta["val"] = new.target(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             raise _StaysAsItIs from error
@@ -162,24 +161,3 @@ def _value(node: fx.Node) -> Any:
     if "val" not in node.meta:
         raise _StaysAsItIs
     return node.meta["val"]
-
-
-def _nodes(values: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(values, found.append)
-    return found
-
-
-def _mode_of(values: Any) -> contextlib.AbstractContextManager[Any]:
-    """The mode that values without data are of."""
-    found: list[Any] = []
-
-    def look(value: Any) -> None:
-        if isinstance(value, (tuple, list)):
-            for each in value:
-                look(each)
-        elif (mode := getattr(value, "fake_mode", None)) is not None:
-            found.append(mode)
-
-    look(values)
-    return found[0] if found else contextlib.nullcontext()

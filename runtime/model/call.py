@@ -160,11 +160,11 @@ class Call:
 
     def _prepare(self, node: object) -> GradientRun:
         """Find out who wants the parameters' gradients in this backward, and who else is there."""
-        calls = [call for call in compat.backward_calls() if node in users(call).nodes]
+        found = map(users, compat.backward_calls())
         return GradientRun(
             self.machine.gradients,
             self.places,
-            [users(call) for call in calls],
+            [each for each in found if node in each.nodes],
             observed=self.observed,
         )
 

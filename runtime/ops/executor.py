@@ -245,8 +245,8 @@ class Executor:
             inputs.clear()
             tracer = machine.tracer
             recording = None if tracer is None else tracer.run(self.schedule, name)
-            self._bound[name].recording = recording
             bound = self._bound[name]
+            bound.recording = recording
             bound.to_write.clear()  # of a run that failed
             try:
                 results = self._function(name)(taken)
