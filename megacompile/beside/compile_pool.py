@@ -9,10 +9,9 @@ takes what they have made from the caches, within a few hundredths of a second f
 
 The first processes start while a model is captured, because they import torch for seconds, and end
 when the graphs of its first plan have code: a graph on a GPU makes them take device memory, which
-belongs to the first step. Those that start later load no kernel, and take none; they start when
-another graph is captured, and are there when its plan is (`start_ahead`). Where anything is unusual
-(no caches, a graph or options that cannot be sent, a process that ends or takes too long), this
-process compiles, as it would have done.
+belongs to the first step. Those that start later load no kernel, and take none. Where anything is
+unusual (no caches, a graph or options that cannot be sent, a process that ends or takes too long),
+this process compiles, as it would have done.
 
 MEGACOMPILE_COMPILE_PROCESSES=4 says how many; 0: none. Without it there are some on a machine with
 a GPU and many cores.
@@ -143,14 +142,13 @@ class CompilePool:
         self._loads = loads
         self.patience_s = patience_s
         self.kept = False  # are there jobs without a waiter?
-        self._idle_s: float | None = None  # after which they end
         forks.tell(self)
 
     def submit(self, graphs: Iterable[GraphToCompile]) -> Jobs:
         """Submits graphs to the workers, in this order."""
         settings = functools.cache(compat.compile_settings)
         jobs = Jobs(self)
-        self.begin()
+        self._work()
         for graph in graphs:
             job = _job(graph, settings, self._loads)
             if job is not None:
@@ -158,9 +156,7 @@ class CompilePool:
                 self._jobs.put((future, job))
         return jobs
 
-    def begin(self, idle_s: float | None = None) -> None:
-        """Serve the processes, which end when they have had no job for so long."""
-        self._idle_s = self._idle_s or idle_s
+    def _work(self) -> None:
         if self._works:
             return
         self._works = True
@@ -174,7 +170,7 @@ class CompilePool:
         works = process.hear() == _READY
         while works:
             try:
-                item = self._jobs.get(timeout=_IDLE_S if self.kept else self._idle_s)
+                item = self._jobs.get(timeout=_IDLE_S if self.kept else None)
             except queue.Empty:
                 break
             if item is None:
@@ -332,14 +328,6 @@ def start(device: torch.device, *, loads: bool = True) -> None:
             _pool = CompilePool(count, index, _THREADS, loads=loads)
         except (OSError, subprocess.SubprocessError) as error:
             log.logger("compile").info("no processes compile stages: %s", error)
-
-
-def start_ahead(device: torch.device, idle_s: float = _IDLE_S) -> None:
-    """Start processes, where there are none, for graphs that may come soon. They take no device
-    memory, and end by themselves where no graph comes for so long."""
-    start(device, loads=False)
-    if _pool is not None:
-        _pool.begin(idle_s)
 
 
 def _count(device: torch.device) -> int:

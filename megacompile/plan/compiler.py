@@ -14,7 +14,6 @@ from dataclasses import replace
 import torch
 
 from megacompile import compat, log
-from megacompile.beside import compile_pool
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.memory import device_memory
 from megacompile.cost.ranks import Agreed
@@ -111,9 +110,6 @@ class PassCompiler:
 
     def partition(self, capture: Capture) -> Schedule:
         """Stages only."""
-        compiles = self.setting.options.lowering is Lowering.INDUCTOR
-        if compiles and self._lowered and (compat.cache_counts().made or compile_pool.compiled()):
-            compile_pool.start_ahead(self.setting.options.device)  # its plan takes seconds
         return self.pipeline.partition(capture)
 
     def resized(self, stages: Schedule, values: Values) -> Schedule:

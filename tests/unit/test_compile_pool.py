@@ -151,25 +151,6 @@ def test_they_are_kept_for_later_programs(started: list[int]) -> None:
         assert compile_pool.submit(lambda: [graph()], CPU) is None
 
 
-@pytest.mark.parametrize("comes", [False, True])
-def test_those_that_are_started_ahead_end_by_themselves(
-    comes: bool, children: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(compile_pool.VARIABLE, "1")
-    monkeypatch.setattr("concurrent.futures.Future.cancel", lambda self: False)
-    children(TAKE + "echo ready; exec sleep 100")
-    compile_pool.start_ahead(CPU, idle_s=2.0 if comes else 0.05)
-    (process,) = alive()
-    before = compile_pool.compiled()
-    if comes:
-        made = graph()
-        with compile_pool.compiling(lambda: [made], 1, CPU) as take:
-            take(made.part)
-    if psutil.pid_exists(process):
-        psutil.wait_procs([psutil.Process(process)], timeout=30)
-    assert alive() == [] and compile_pool.compiled() == before + comes
-
-
 def test_a_model_that_is_refused_leaves_none_behind(
     started: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
