@@ -195,16 +195,13 @@ def _apart(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True if the two are surely other columns of a common table: `t[:, :4]` and `t[:, 4:]`."""
     if a.itemsize != b.itemsize or (a.data_ptr() - b.data_ptr()) % a.itemsize:
         return False
-    steps = [_steps(a), _steps(b)]
+    steps = (_steps(a), _steps(b))
+    beside = (b.data_ptr() - a.data_ptr()) // a.itemsize
     for pitch in {step for step, _ in steps[0]} & {step for step, _ in steps[1]}:
-        runs = []
-        for tensor, dims in zip((a, b), steps, strict=True):
-            run = 1 + sum((n - 1) * step for step, n in dims if step < pitch)
-            column = tensor.data_ptr() // tensor.itemsize % pitch
-            regular = all(step % pitch == 0 for step, _ in dims if step >= pitch)
-            if regular and column + run <= pitch:
-                runs.append((column, column + run))
-        if len(runs) == 2 and (runs[0][1] <= runs[1][0] or runs[1][1] <= runs[0][0]):
+        if any(step % pitch for dims in steps for step, _ in dims if step >= pitch):
+            continue
+        run, other = (1 + sum((n - 1) * step for step, n in dims if step < pitch) for dims in steps)
+        if run <= beside % pitch <= pitch - other:
             return True
     return False
 
