@@ -1,7 +1,8 @@
-"""What megacompile() asks of the CUDA allocator."""
+"""What megacompile() asks of the process: of the CUDA allocator, and of the garbage collector."""
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from megacompile import compat
+from megacompile import compat, megacompile
 
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -25,25 +26,20 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return told
 
 
-def test_segments_may_grow(said: list[str]) -> None:
-    assert compat.use_expandable_segments()
-    assert said == ["expandable_segments:True"]
-    assert [os.environ[name] for name in NAMES] == 2 * ["expandable_segments:True"]
-
-
-def test_not_where_memory_was_taken_before(
+def test_segments_may_grow_but_not_where_memory_was_taken_before(
     said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever took it (an engine with memory pools of its own) has asked the environment before."""
-    taken = {"segment.all.allocated": 0}
+    taken = {"segment.all.allocated": 3}
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: taken if device else {})
-    taken["segment.all.allocated"] = 3
     assert not compat.use_expandable_segments()
     assert said == [] and os.environ[NAMES[0]] == ""
     taken["segment.all.allocated"] = 0
     assert compat.use_expandable_segments()
+    assert said == ["expandable_segments:True"]
+    assert [os.environ[name] for name in NAMES] == 2 * ["expandable_segments:True"]
 
 
 @pytest.mark.parametrize("name", [*NAMES, ""])
@@ -78,3 +74,23 @@ def test_segments_grow_on_the_gpu() -> None:
         [sys.executable, "-c", _SCRIPT], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "True"
+
+
+@pytest.mark.parametrize(("threshold", "frozen"), [(700, False), (0, False), (700, True)])
+def test_the_collector_is_afterwards_as_before(threshold: int, frozen: bool) -> None:
+    """Old objects are left out while a plan is made. Somebody may have frozen some, or never want
+    the collector to run."""
+    before = gc.get_threshold()
+    gc.set_threshold(threshold)
+    try:
+        if frozen:
+            gc.freeze()
+        count = gc.get_freeze_count()
+        model = megacompile(torch.nn.Linear(4, 4), device="cpu", gpu_memory="1GiB")
+        model(torch.ones(2, 4)).sum().backward()
+        assert gc.get_threshold()[0] == threshold
+        # other threads may let some of the frozen objects die
+        assert 0.99 * count <= gc.get_freeze_count() <= count
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)

@@ -1,18 +1,10 @@
-"""The threads behind `optimizer.step()`: when they begin, when they end, and without them."""
+"""The threads behind `optimizer.step()` at the end of the process."""
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
-import threading
-import weakref
-from concurrent.futures import Future
 from pathlib import Path
-
-import pytest
-
-from megacompile.runtime.device.background import Background, fulfil
 
 ROOT = Path(__file__).parent.parent.parent
 TRAINING = """
@@ -61,67 +53,7 @@ def test_training_at_the_end_of_the_process() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split() == ["same"] * 3
-
-
-def names() -> list[str]:
-    return [thread.name for thread in threading.enumerate()]
-
-
-def test_a_thread_begins_with_the_first_work_and_ends_with_its_owner() -> None:
-    owner, log = Background("of this test"), list[int]()
-    assert "of this test" not in names()
-    over = threading.Event()
-    for i in range(100):
-        owner.submit(lambda i=i: log.append(i))  # type: ignore[misc]
-    owner.submit(over.set)
-    assert over.wait(60) and log == list(range(100))
-    assert owner.call(lambda: 3) == 3
-    with pytest.raises(ZeroDivisionError):
-        owner.call(lambda: 1 // 0)
-    (thread,) = (thread for thread in threading.enumerate() if thread.name == "of this test")
-    assert thread.daemon
-    alive, may, last = weakref.ref(owner), threading.Event(), threading.Event()
-    owner.submit(lambda: may.wait(60))  # type: ignore[arg-type]
-    owner.submit(last.set)
-    del owner
-    gc.collect()
-    assert alive() is None
-    may.set()
-    assert last.wait(60), "what was given is done"
-    thread.join(60)
-    assert not thread.is_alive()
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_work_that_raises_stops_nothing() -> None:
-    """It must not: that it does is said, and what is behind it is done."""
-    owner = Background("raises")
-    owner.submit(lambda: 1 / 0)  # type: ignore[arg-type]
-    assert owner.call(lambda: "behind") == "behind"
-
-
-def test_the_caller_does_it_where_there_is_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_left(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    owner, log = Background("none"), list[str]()
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", none_left)
-        owner.submit(lambda: log.append(threading.current_thread().name))
-    assert log == [threading.current_thread().name]
-    over = threading.Event()
-    owner.submit(over.set)
-    assert over.wait(60) and "none" in names()
-
-
-def test_a_future_that_was_cancelled_is_not_done() -> None:
-    log: list[str] = []
-    first, second = Future[None](), Future[None]()
-    first.cancel()
-    fulfil(first, lambda: log.append("first"))
-    fulfil(second, lambda: log.append("second"))
-    assert log == ["second"] and second.done()

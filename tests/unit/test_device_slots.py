@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from megacompile.ir.buckets import Bucket, Slot
+from megacompile.ir.buckets import Slot
 from megacompile.runtime.device.slots import DeviceSlots
 from tests.layouts import layout_of, odd_tensors
 
-CPU = torch.device("cpu")
-
-
-def fill(slots: DeviceSlots, slot: Slot, layout: Bucket, values: Sequence[Tensor]) -> None:
-    """What a prefetch does, through the flat part of the slot."""
-    flat = slots.flat(slot, layout)
-    for place, value in zip(layout.params, values, strict=True):
-        if place.numel:
-            part = flat[place.offset_bytes : place.offset_bytes + place.size_bytes]
-            part.view(place.dtype).as_strided(place.shape, place.stride).copy_(value)
-
 
 def slots_of(*sizes: int) -> DeviceSlots:
-    made = DeviceSlots(CPU)
+    made = DeviceSlots(torch.device("cpu"))
     made.require([Slot(i, size) for i, size in enumerate(sizes)])
     return made
 
 
-# --- growth
-
-
 def test_only_what_is_too_small_grows() -> None:
-    slots = slots_of(100, 300)
+    with torch.inference_mode():
+        slots = slots_of(100, 300)
+    assert not slots.buffers[0].is_inference(), "what follows writes to it outside of that mode"
     first, second = slots.buffers
     generation = slots.generation
     for wanted in ([Slot(0, 100), Slot(1, 200)], []):
@@ -47,16 +33,6 @@ def test_only_what_is_too_small_grows() -> None:
     assert slots.generation > generation, "a backward must not take what was in the old buffer"
 
 
-def test_buffers_can_be_written_outside_of_the_inference_mode_they_were_made_in() -> None:
-    with torch.inference_mode():
-        slots = slots_of(64)
-    assert not slots.buffers[0].is_inference()
-    slots.buffers[0].requires_grad_(False).add_(1)
-
-
-# --- views
-
-
 def test_weights_are_views_with_the_values_of_the_bucket() -> None:
     values = odd_tensors()
     layout = layout_of(values)
@@ -66,14 +42,18 @@ def test_weights_are_views_with_the_values_of_the_bucket() -> None:
     assert (flat.numel(), flat.data_ptr()) == (layout.size_bytes, slots.buffers[1].data_ptr())
     weights = slots.weights(slot, layout)
     for factor in (1, 2):  # they show what is in the slot now
-        fill(slots, slot, layout, [value * factor for value in values])
+        for place, value in zip(layout.params, values, strict=True):
+            if place.numel:  # as a prefetch fills it
+                part = flat[place.offset_bytes : place.offset_bytes + place.size_bytes]
+                part.view(place.dtype).as_strided(place.shape, place.stride).copy_(value * factor)
         for place, weight, value in zip(layout.params, weights, values, strict=True):
             assert torch.equal(weight, value * factor)
             assert (weight.dtype, weight.stride()) == (place.dtype, place.stride)
 
 
-def test_views_of_a_buffer_that_grew_are_made_anew() -> None:
-    layout = layout_of([torch.ones(8)])
+def test_views_of_a_buffer_that_grew_or_is_forgotten_are_made_anew() -> None:
+    """Buckets that are laid out anew may have the keys of old ones, and other sizes."""
+    layout, new = layout_of([torch.ones(8)]), layout_of([torch.ones(2, 2)])
     slots = slots_of(layout.size_bytes, layout.size_bytes)
     a, b = Slot(0, layout.size_bytes), Slot(1, layout.size_bytes)
     kept, old = slots.weights(b, layout), weakref.ref(slots.buffers[0])
@@ -82,18 +62,10 @@ def test_views_of_a_buffer_that_grew_are_made_anew() -> None:
     assert old() is None, "its memory is given back"
     assert slots.weights(a, layout)[0].data_ptr() == slots.buffers[0].data_ptr()
     assert slots.weights(b, layout) is kept
-
-
-def test_what_is_forgotten_is_made_anew() -> None:
-    """Buckets that are laid out anew may have the keys of old ones, and other sizes."""
-    old, new = layout_of([torch.ones(8)]), layout_of([torch.ones(2, 2)])
-    slots = slots_of(old.size_bytes, 300)
-    slot = Slot(0, old.size_bytes)
-    slots.weights(slot, old)
-    generation = slots.generation
-    buffers = [weakref.ref(buffer) for buffer in slots.buffers]
+    generation, buffers = slots.generation, [weakref.ref(buffer) for buffer in slots.buffers]
+    del kept
     slots.forget()
-    assert [buffer() for buffer in buffers] == [None, None], "their memory is given back"
-    slots.require([slot])
-    assert [weight.shape for weight in slots.weights(slot, new)] == [(2, 2)]
+    assert [buffer() for buffer in buffers] == [None, None]
+    slots.require([a])
+    assert [weight.shape for weight in slots.weights(a, new)] == [(2, 2)]
     assert slots.generation > generation

@@ -1,48 +1,20 @@
-"""DTensors of a rank: whoever uses one asks its guard first, and states in 8 bits stay packed."""
+"""DTensors of a rank: whoever uses one waits for the update in flight first."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
-import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import AdamW
 
-from megacompile import compat
-from megacompile.runtime.optim.blockwise import BlockwiseTensor, quantize, to_plain
-from megacompile.runtime.params.guards import guard, guard_dtensors, release
+from megacompile import megacompile
 from tests.processes import group_of_one
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    with group_of_one(datetime.timedelta(seconds=20)):
-        compat.use_dtensor()
-        yield init_device_mesh("cpu", (1,))
-
-
-def shared(mesh: DeviceMesh, *shape: int) -> Any:
-    values = torch.arange(float(torch.Size(shape).numel())).view(shape)
-    return nn.Parameter(distribute_tensor(values, mesh, [Shard(0)]))
-
-
-class Asked:
-    """A guard that counts."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def open(self, tensor: Tensor) -> None:
-        self.count += 1
-        release(tensor)
-
-    def serve(self, function: Any, args: Any, kwargs: Any) -> Any:
-        return NotImplemented
-
+from tests.stateful.late import late
 
 USES: dict[str, Callable[[Any], Any]] = {
     "full_tensor": lambda p: p.full_tensor(),
@@ -56,26 +28,21 @@ USES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def test_whoever_uses_a_guarded_dtensor_asks(mesh: DeviceMesh) -> None:
-    guard_dtensors()
-    for name, use in USES.items():
-        param, asked = shared(mesh, 3, 2), Asked()
-        assert guard(param, asked)
-        assert param.shape == (3, 2) and asked.count == 0
-        use(param)
-        assert asked.count == 1 and type(param) is DTensor, name
-
-
-def test_a_dtensor_over_a_subclass_keeps_it(mesh: DeviceMesh) -> None:
-    """Of states in 8 bits: read, written and gathered by the names of DTensor."""
-    param = shared(mesh, 70, 70)
-    codes, absmax = quantize(torch.zeros(4900), True)
-    view = BlockwiseTensor(compat.local(param), codes, absmax, signed=True, settle=lambda: None)
-    state: Any = compat.like(param, view)
-    assert compat.local(state) is view and state.shape == param.shape
-    assert state.dtype == torch.float32
-    with torch.no_grad():
-        state.copy_(compat.like(param, torch.ones(70, 70)))
-    assert absmax.eq(1).all() and state.full_tensor().eq(1).all()
-    plain = to_plain({"state": [state]})["state"][0]
-    assert type(plain) is DTensor and type(compat.local(plain)) is Tensor
+def test_whoever_uses_a_guarded_dtensor_waits() -> None:
+    with group_of_one(datetime.timedelta(seconds=20)):
+        mesh = init_device_mesh("cpu", (1,))
+        model = megacompile(nn.Sequential(nn.Linear(4, 3)), mesh=mesh, device="cpu")
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        for _ in range(2):  # the first step makes the states
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        workers, param = late(model), cast(Any, model)[0].weight
+        for name, use in USES.items():
+            model(torch.ones(2, 4)).sum().backward()
+            workers.finish()
+            workers.waited.clear()
+            optimizer.step()
+            assert param.shape == (3, 4) and not workers.waited
+            use(param)
+            assert len(workers.waited) == 1 and type(param) is DTensor, name
+        workers.finish()
