@@ -12,8 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from megacompile import compat, notices
-from megacompile.ir.schedule import Placement
+from megacompile.beside import compile_pool
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.schedule import Placement, Schedule
 from megacompile.ir.stream import Stream
+from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 from megacompile.plan.chooser import Chooser
 from megacompile.runtime.device.buffers import Wanted
 from megacompile.runtime.device.streams import Handle
@@ -23,11 +26,22 @@ from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates.update import UpdatePath
+from megacompile.verify.proof import verify
 
 
 def has_cpp_compiler() -> bool:
     """True if Inductor can compile for the CPU here."""
     return compat.has_cpp_compiler()
+
+
+def has_processes() -> bool:
+    """True if processes compile for this one."""
+    return compile_pool._pool is not None
+
+
+def stop_processes() -> None:
+    """End the processes that compile for this one."""
+    compile_pool.stop()
 
 
 def say_again() -> None:
@@ -47,9 +61,20 @@ def is_streamed(model: nn.Module) -> bool:
     return model._compiled_call_impl is not None
 
 
+def has_proxies(model: nn.Module) -> bool:
+    """Are proxies in the places of parameters, as in a call?"""
+    proxies = {id(proxy) for _, proxy in streamed(model).buckets.proxies.pairs()}
+    return any(id(param) in proxies for param in model.parameters())
+
+
 def machine(model: nn.Module) -> Machine:
     """The streams, slots and buckets of a model."""
     return streamed(model).machine
+
+
+def prove(schedule: Schedule) -> None:
+    """Raises where a schedule is not safe."""
+    verify(schedule)
 
 
 def buckets(model: nn.Module) -> dict[str, HostBucket]:
@@ -183,6 +208,19 @@ def left_for_backward(output: Tensor) -> int:
     return sum(v.nbytes for k, v in saved.items() if isinstance(v, Tensor) and k not in inputs)
 
 
+def pinned_bucket(param: nn.Parameter) -> HostBucket:
+    """A parameter in page-locked memory."""
+    return HostBucket(Bucket.layout(0, "unit", [("p", param)]), [param], pin=True)
+
+
 def wanted(size_bytes: int) -> Wanted:
     """Host memory that will be asked for."""
     return Wanted(size_bytes, pin=False)
+
+
+def abstract(
+    model: nn.Module, args: Iterable[Any], named: dict[str, Any] | None = None, **options: Any
+) -> list[AbstractProgram]:
+    """What is captured of a call where there are shapes alone; by these options, on the CPU."""
+    resolved = abstract_options(**{"device": "cpu", "lowering": "eager", **options})
+    return abstract_programs(model, tuple(args), named, options=resolved)

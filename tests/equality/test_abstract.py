@@ -11,89 +11,62 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.comptime import comptime
 
-from megacompile import compat, megacompile, schedules
-from megacompile.cost.memory import host_memory
-from megacompile.errors import ModelError, OptionError
+from megacompile import ModelError, OptionError, megacompile, schedules
 from megacompile.ir import ops
 from megacompile.ir.capture import Capture, ParamInput
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.stages import Code
-from megacompile.plan.abstract import abstract_options, abstract_programs, abstract_schedules
-from megacompile.plan.equal_layers import equal_layers
+from tests import inside
 
 IDS = torch.zeros(2, 8, dtype=torch.int64)
 
 
 class Mixed(nn.Module):
-    """Tied weights, a buffer, a frozen parameter, an integer input, two outputs."""
+    """A buffer, a frozen parameter, an integer input, two outputs; tied, or with a break."""
 
-    def __init__(self) -> None:
+    def __init__(self, breaks: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(64, 16)
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
         self.head = nn.Linear(16, 64, bias=False)
-        self.head.weight = self.embed.weight
+        if not breaks:
+            self.head.weight = self.embed.weight
         self.layers[1].bias.requires_grad_(False)
         self.scale: Tensor
         self.register_buffer("scale", torch.full((16,), 2.0))
+        self.breaks = breaks
 
-    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
         x = self.embed(ids)
         for layer in self.layers:
             x = torch.relu(layer(x)) * self.scale
+        if self.breaks:
+            torch._dynamo.graph_break()
         logits = self.head(x)
-        if labels is None:
-            return logits
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
-
-
-class Broken(nn.Module):
-    """Two captured graphs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        torch._dynamo.graph_break()
-        total: Tensor = self.second(x).sum()
-        return total
 
 
 def actions(found: list[Schedule]) -> list[str]:
     return [ops.actions(graph) for schedule in found for graph in schedule.graphs.values()]
 
 
-EAGER = abstract_options(device="cpu", lowering="eager")
-
-
-def test_the_schedule_is_the_one_that_runs() -> None:
+@pytest.mark.parametrize("breaks", [False, True])
+def test_the_schedule_is_the_one_that_runs(breaks: bool) -> None:
     """In everything but the history."""
     with torch.device("meta"):
-        model = Mixed()
-    (abstract,) = abstract_schedules(model, (IDS,), {"labels": IDS}, options=EAGER)
-    running = megacompile(Mixed(), device="cpu", progress=False)
-    running(IDS, labels=IDS)[0].backward()
-    (real,) = schedules(running)
-    assert actions([real]) == actions([abstract])
-    for name in ("slots", "buckets", "gradient_params", "saved_values"):
-        assert getattr(real, name) == getattr(abstract, name)
-    for mine, theirs in zip(real.templates, abstract.templates, strict=True):
-        for name in ("saved_bytes", "primals", "gradient_metas"):
-            assert getattr(mine, name) == getattr(theirs, name)
-
-
-def test_graph_breaks_are_those_of_the_model_that_runs() -> None:
-    x = torch.ones(4, 16)
-    with torch.device("meta"):
-        model = Broken()
-    found = abstract_schedules(model, (x,), options=EAGER)
-    running = megacompile(Broken(), device="cpu", progress=False)
-    for _ in range(2):  # which outputs get a gradient is a guess in the first
+        model = Mixed(breaks)
+    *others, last = inside.abstract(model, (IDS,), {"labels": IDS})
+    found = [*(program.schedule(reuse=False) for program in others), last.schedule()]
+    running = megacompile(Mixed(breaks), device="cpu", progress=False)
+    for _ in range(1 + breaks):  # which outputs get a gradient is a guess in the first
         running.zero_grad()
-        running(x).backward()
-    assert actions(schedules(running)) == actions(found)
+        running(IDS, labels=IDS)[0].backward()
+    assert actions(schedules(running)) == actions(found) and len(found) == 1 + breaks
+    for real, abstract in zip(schedules(running), found, strict=True):
+        for name in ("slots", "buckets", "gradient_params", "saved_values"):
+            assert getattr(real, name) == getattr(abstract, name)
+        for mine, theirs in zip(real.templates, abstract.templates, strict=True):
+            for name in ("saved_bytes", "primals", "gradient_metas"):
+                assert getattr(mine, name) == getattr(theirs, name)
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -101,50 +74,42 @@ def test_the_model_is_left_as_it_was() -> None:
     model = Mixed()
     before = {name: (id(p), p.clone(), p.grad) for name, p in model.named_parameters()}
     buffers = {name: id(b) for name, b in model.named_buffers()}
-    abstract_schedules(model, (IDS, IDS))
+    inside.abstract(model, (IDS, IDS))
     with pytest.raises(Exception, match="shape|size|dim"):
-        abstract_schedules(model, (IDS, torch.zeros(3)))
+        inside.abstract(model, (IDS, torch.zeros(3)))
     for name, p in model.named_parameters():
         assert id(p) == before[name][0] and torch.equal(p, before[name][1]) and p.grad is None
     assert {name: id(b) for name, b in model.named_buffers()} == buffers
     assert model.head.weight is model.embed.weight and type(model.embed.weight.data) is Tensor
-    assert torch.isfinite(model(IDS)).all()
+    assert torch.isfinite(model(IDS, IDS)[1]).all()
 
 
 def test_no_memory_is_taken() -> None:
-    """A model of 100 TiB."""
+    """A model of 100 TiB. In a capture without gradients there is no backward."""
     wide = nn.Sequential(*(nn.Linear(2**20, 2**20, bias=False, device="meta") for _ in range(24)))
-    (schedule,) = abstract_schedules(wide, (torch.empty(4, 2**20, device="meta"),))
-    assert sum(host_memory(schedule).values()) == 2 * 24 * 2**40 * 4
+    x = torch.empty(4, 2**20, device="meta")
+    (program,) = inside.abstract(wide, (x,))
+    schedule = program.schedule()
     assert len(schedule.stages) == 24 and len(schedule.templates) <= 3
-
-
-def test_one_capture_gives_several_schedules() -> None:
-    (program,) = abstract_programs(Mixed(), (IDS, IDS))
-    assert sum(isinstance(item, ParamInput) for item in program.capture.inputs) == 9
-    adding = program.schedule(accumulate=True, reuse=False)
-    assert "FETCH_GRAD" in actions([adding])[1] and "REUSE" not in actions([adding])[1]
-    assert adding.templates == program.schedule().templates  # traced once
     with torch.no_grad():
-        (inference,) = abstract_schedules(Mixed(), (IDS,))
-    assert inference.backward is None
-    assert Code.BACKWARD not in inference.templates[0].graphs
+        (program,) = inside.abstract(wide, (x,))
+    assert program.schedule().backward is None
 
 
 def test_bad_input_is_refused() -> None:
     for given in (3, nn.ReLU()):
         with pytest.raises(ModelError):
-            abstract_schedules(given, (torch.ones(2),))  # type: ignore[arg-type]
+            inside.abstract(given, (torch.ones(2),))  # type: ignore[arg-type]
     with pytest.raises(OptionError):
-        abstract_options(lookahead=0)
+        inside.abstract(Mixed(), (IDS, IDS), lookahead=0)
 
 
 # One of equal layers.
 
-needs_reuse = pytest.mark.skipif(not compat.REUSES_REGIONS, reason="Dynamo traces every region")
-
 
 class Layer(nn.Module):
+    traced: list[int] = []  # how often Dynamo has traced one
+
     def __init__(self, place: int, width: int = 8) -> None:
         super().__init__()
         self.place = place
@@ -152,6 +117,7 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, x: Tensor, scale: Tensor, **options: Any) -> Any:
+        comptime(lambda context: Layer.traced.append(1))
         hidden = self.up(self.norm(x)) * scale
         if options.get("shift") is not None:
             hidden = hidden + options["shift"][0] * options["shift"][1]
@@ -174,9 +140,10 @@ class Moded(Layer):
 
 
 class Net(nn.Module):
-    def __init__(self, layers: list[nn.Module], call: Callable[..., Any]) -> None:
+    def __init__(self, layer: type[Layer], call: Callable[..., Any]) -> None:
         super().__init__()
-        self.layers, self.head, self.call = nn.ModuleList(layers), nn.Linear(8, 3), call
+        self.layers, self.head = nn.ModuleList(map(layer, range(4))), nn.Linear(8, 3)
+        self.call = call
 
     def forward(self, x: Tensor) -> Tensor:
         for k, layer in enumerate(self.layers):
@@ -194,19 +161,6 @@ def frozen(layer: nn.Module, k: int, x: Tensor) -> Any:
         return layer(x, x + k)
 
 
-def of(layer: type[Layer], call: Callable[..., Any]) -> Callable[[], nn.Module]:
-    return lambda: Net([layer(k) for k in range(4)], call)
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "equal": of(Layer, plain),
-    "one reads its place": of(Placed, plain),
-    "a tensor twice": of(Layer, lambda layer, k, x: layer(x, x if k < 2 else x * 2)),
-    "grad mode": of(Moded, frozen),
-    "a call twice": of(Layer, lambda layer, k, x: layer(layer(x, x), x)),
-}
-
-
 def as_it_is(x: Tensor, scale: Tensor, **options: Any) -> Tensor:
     return x
 
@@ -215,21 +169,21 @@ def doubled(module: Any, args: Any, result: Tensor) -> Tensor:
     return result * 2
 
 
-CHANGES: dict[str, Callable[[Any], Any]] = {
-    "a hook": lambda m: m[2].down.register_forward_hook(doubled),
-    "tied": lambda m: setattr(m[3].down, "weight", m[2].down.weight),
-    "frozen": lambda m: m[1].up.weight.requires_grad_(False),
-    "another forward": lambda m: setattr(m[1], "forward", as_it_is),
-    "another eps": lambda m: setattr(m[3].norm, "eps", 1e-3),
+Call = Callable[..., Any]
+Change = Callable[[Any], Any]
+MODELS: dict[str, tuple[type[Layer], Call, Change | None]] = {
+    "equal": (Layer, plain, None),
+    "one reads its place": (Placed, plain, None),
+    "a tensor twice": (Layer, lambda layer, k, x: layer(x, x if k < 2 else x * 2), None),
+    "grad mode": (Moded, frozen, None),
+    "a call twice": (Layer, lambda layer, k, x: layer(layer(x, x), x), None),
+    # Here none is taken for equal.
+    "a hook": (Layer, plain, lambda m: m[2].down.register_forward_hook(doubled)),
+    "tied": (Layer, plain, lambda m: setattr(m[3].down, "weight", m[2].down.weight)),
+    "frozen": (Layer, plain, lambda m: m[1].up.weight.requires_grad_(False)),
+    "another forward": (Layer, plain, lambda m: setattr(m[1], "forward", as_it_is)),
+    "another eps": (Layer, plain, lambda m: setattr(m[3].norm, "eps", 1e-3)),
 }
-
-
-def test_layers_that_differ_are_not_equal() -> None:
-    for name, change in CHANGES.items():
-        model: Any = MODELS["equal"]()
-        assert [len(group) for group in equal_layers(model)] == [4]
-        change(model.layers)
-        assert not equal_layers(model), name
 
 
 def listed(made: Capture) -> list[str]:
@@ -249,42 +203,24 @@ def listed(made: Capture) -> list[str]:
     return lines
 
 
-@needs_reuse
 @pytest.mark.parametrize("name", MODELS)
 def test_the_graph_is_that_of_a_plain_capture(name: str) -> None:
     """Where every layer has a number of its own, none is taken for equal."""
-    found = []
+    layer, call, change = MODELS[name]
+    found, traced = [], []
     for equal in (True, False):
         torch.compiler.reset()
-        model: Any = MODELS[name]()
-        for k, layer in enumerate(model.layers):
-            layer.number = 0.5 if equal else k + 0.5
-        assert bool(equal_layers(model)) == equal
-        x = torch.ones(2, 4, 8, device="meta")
-        (program,) = abstract_programs(model, (x,), options=abstract_options())
+        Layer.traced.clear()
+        model: Any = Net(layer, call)
+        for k, each in enumerate(model.layers):
+            each.number = 0.5 if equal else k + 0.5
+        if change is not None:
+            change(model.layers)
+        (program,) = inside.abstract(model, (torch.ones(2, 4, 8, device="meta"),))
         found.append(listed(program.capture))
+        traced.append(len(Layer.traced))
     assert found[0] == found[1]
-
-
-class Noted(Layer):
-    """Notes that Dynamo traces it."""
-
-    traced: list[int] = []
-
-    def forward(self, x: Tensor, scale: Tensor, **options: Any) -> Any:
-        comptime(lambda context: Noted.traced.append(1))
-        return super().forward(x, scale, **options)
-
-
-@needs_reuse
-def test_equal_layers_are_traced_once() -> None:
-    counts = []
-    for equal in (True, False):
-        Noted.traced.clear()
-        model: Any = of(Noted, plain)()
-        model.layers[0].number = 0.5 if equal else 1.5
-        for layer in model.layers[1:]:
-            layer.number = 0.5
-        abstract_programs(model, (torch.ones(2, 4, 8, device="meta"),))
-        counts.append(len(Noted.traced))
-    assert counts[0] < counts[1]
+    if name == "equal":
+        assert traced[0] < traced[1]
+    elif change is not None:
+        assert traced[0] == traced[1]
