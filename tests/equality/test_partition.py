@@ -1,7 +1,6 @@
-"""`partition`: where a captured graph is cut into stages, and what these change.
+"""Where a captured graph is cut into stages, which of them share a template, and what these change.
 
-Stages run in torch, under autograd: outputs, gradients, buffers and inputs are, in every bit, those
-of the plain module in the same run.
+Outputs, gradients, buffers and inputs are, in every bit, those of the plain module in the same run.
 """
 
 from __future__ import annotations
@@ -14,31 +13,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megacompile import schedules
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
-from tests.capturing import Net, capture, run_stages
-from tests.zoo import assert_same, equal
+from tests.capturing import Layer, Net
+from tests.zoo import assert_same, equal, twins
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
 
 
 def check(model: nn.Module, *args: Any) -> Schedule:
-    """Cut the model, and compare its stages with the plain one."""
-    model.zero_grad()
-    plain, plain_args = copy.deepcopy((model, args))
-    captured = capture(model, *args)
-    schedule = captured.partition()
+    """Compare a streamed model with the plain one; gives its schedule."""
+    plain, streamed = twins(model, activations="keep")
     found = []
-    for plainly in (True, False):
+    for each in (plain, streamed):
         torch.manual_seed(7)
-        given = plain(*plain_args) if plainly else run_stages(captured, schedule)
+        inputs = copy.deepcopy(args)
+        given = each(*inputs)
         outputs = given if isinstance(given, tuple) else (given,)
         if outputs[0].requires_grad:
             outputs[0].sum().backward()
-        found.append(outputs)
-    for one, other in [*zip(*found, strict=True), *zip(plain_args, args, strict=True)]:
+        found.append([*outputs, *inputs])
+    for one, other in zip(*found, strict=True):
         assert equal(one.detach(), other.detach()), "an output, or an input that is changed"
-    assert_same(plain, model)
+    assert_same(plain, streamed)
+    (schedule,) = schedules(streamed)
     return schedule
 
 
@@ -179,6 +178,18 @@ def small_ends() -> nn.Module:
     return net  # type: ignore[no-any-return]
 
 
+def another_constant() -> nn.Module:
+    net: Any = Net(Net.chain, depth=5)
+    net.layers[1], net.layers[3] = Layer(scale=2.0), nn.Linear(4, 4)
+    return net  # type: ignore[no-any-return]
+
+
+def frozen_layer() -> nn.Module:
+    net: Any = Net(Net.chain)
+    net.layers[1].requires_grad_(False)
+    return net  # type: ignore[no-any-return]
+
+
 def norms(*, shared: bool = False) -> nn.Module:
     norm = nn.BatchNorm1d(4)
     pairs = [(nn.Linear(4, 4), norm if shared else nn.BatchNorm1d(4)) for _ in range(2)]
@@ -189,7 +200,6 @@ def norms(*, shared: bool = False) -> nn.Module:
 
 EACH = "embed | layers.0 | layers.1 | layers.2 | head"
 ROWS: list[tuple[Any, str | None, str]] = [  # the stages, and those that change an input in place
-    (Net.chain, EACH, ""),
     (twice, "embed | layers.0 | layers.1 | layers.0 | head", ""),
     (tied, "embed | layers.0 | embed", ""),
     (head_and_embed, "embed | layers.0 | head+embed", ""),
@@ -207,22 +217,35 @@ ROWS: list[tuple[Any, str | None, str]] = [  # the stages, and those that change
     (row_of_what_is_used, "embed+layers.0+layers.1+head", ""),
     (row_alone, "embed | layers.0 | layers.1 | head", "2"),
 ]
+MODULES = (tied, small_ends)  # the others are functions of a net
 
 
 @pytest.mark.parametrize(
     ("made", "names", "changed"), ROWS, ids=lambda v: getattr(v, "__name__", "")
 )
 def test_stages_are_the_plain_model(made: Any, names: str | None, changed: str) -> None:
-    schedule = check(made() if made in (tied, small_ends) else Net(made), X)
+    schedule = check(made() if made in MODULES else Net(made), X)
     assert names in (None, " | ".join(stage.name for stage in schedule.stages))
     assert " ".join(str(stage.index) for stage in schedule.stages if stage.mutated) == changed
     keys = [place.name for bucket in schedule.buckets for place in bucket.params]
     assert len(keys) == len(set(keys)), "each parameter lies in one bucket"
     if made is narrowed:
-        assert [schedule.stages[1].outputs[0].shape, schedule.stages[2].metas[-1].shape] == [
-            (2, 1),
-            (2, 1),
-        ]
+        cut = schedule.stages[1].outputs[0], schedule.stages[2].metas[-1]
+        assert [meta.shape for meta in cut] == [(2, 1), (2, 1)]
+
+
+SHARING = {  # the templates of the stages, in the order of first use
+    "a b b b c": lambda: Net(Net.chain),
+    "a b c b d b e": another_constant,
+    "a b c b d": frozen_layer,
+}
+
+
+@pytest.mark.parametrize("expected", SHARING)
+def test_like_layers_share_a_template(expected: str) -> None:
+    schedule = check(SHARING[expected](), X)
+    letters = {template: chr(ord("a") + i) for i, template in enumerate(schedule.templates)}
+    assert " ".join(letters[stage.traced] for stage in schedule.stages) == expected
 
 
 def test_the_mode_that_a_graph_is_captured_in() -> None:
@@ -231,6 +254,12 @@ def test_the_mode_that_a_graph_is_captured_in() -> None:
     with torch.no_grad():
         schedule = check(Net(Net.chain), X)
     assert not schedule.stages[-1].outputs[0].requires_grad
+
+
+def computed(schedule: Schedule) -> str:
+    """The stages of a forward and what they assign."""
+    actions = ops.actions(schedule.forward).split()
+    return " ".join(each for each in actions if each == "ASSIGN" or each[-1] == "F")
 
 
 def test_what_is_changed_is_assigned_once_by_the_last_stage_that_changes_it() -> None:
@@ -247,9 +276,9 @@ def test_what_is_changed_is_assigned_once_by_the_last_stage_that_changes_it() ->
         return net.head(x + state).sum() + cache.sum()
 
     schedule = check(Net(function), X, X.clone(), torch.zeros(3, 2, 4))
-    assert ops.actions(schedule.forward) == "0F 1F 2F 3F 4F ASSIGN ASSIGN"
+    assert computed(schedule) == "0F 1F 2F 3F 4F ASSIGN ASSIGN"
     assign = " ASSIGN ASSIGN ASSIGN"
-    assert ops.actions(check(norms(), X).forward) == f"0F{assign} 1F{assign}"
-    assert ops.actions(check(norms().eval(), X).forward) == "0F 1F"
-    found = ops.actions(check(norms(shared=True), X).forward)
+    assert computed(check(norms(), X)) == f"0F{assign} 1F{assign}"
+    assert computed(check(norms().eval(), X)) == "0F 1F"
+    found = computed(check(norms(shared=True), X))
     assert found.endswith(assign) and found.count("ASSIGN") == 3
