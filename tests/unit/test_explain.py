@@ -11,9 +11,7 @@ from torch import nn
 
 import megacompile as mc
 from megacompile.cost.hardware import H200
-from megacompile.cost.memory import MemoryKind, device_memory
-from megacompile.cost.optimizer import OptimizerCost
-from megacompile.plan.scenario import faster
+from megacompile.cost.memory import device_memory
 
 WIDTH, TOKENS = 64, 32
 
@@ -51,14 +49,25 @@ def trained(**options: Any) -> tuple[Net, torch.optim.Optimizer]:
     return model, optimizer
 
 
+def sizes(model: nn.Module) -> tuple[int, int]:
+    """Bytes of the parameters, and of their buckets."""
+    padded = sum(bucket.size_bytes for bucket in mc.schedules(model)[0].buckets)
+    return sum(p.numel() * p.element_size() for p in model.parameters()), padded
+
+
 @pytest.fixture(autouse=True)
 def _no_rates_on_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 BALANCED = H200.replace(launch_s=1e-9, copy_s=0.0, matmul32_tflop_s=1e-1, memory_gb_s=1e3)
-SLOW = {"compute": 1e-3, "h2d": 1e-4, "d2h": 1e-4, "host update": 1e-4}
-SLOW |= {"host memory bandwidth": 1e-4}
+SLOW = {
+    "compute": BALANCED.replace(matmul32_tflop_s=1e-4, memory_gb_s=1.0),
+    "h2d": BALANCED.replace(h2d_gb_s=5e-3, h2d_both_gb_s=5e-3),
+    "d2h": BALANCED.replace(d2h_gb_s=5e-3, d2h_both_gb_s=5e-3),
+    "host update": BALANCED.replace(update_gb_s=5e-3),
+    "host memory bandwidth": BALANCED.replace(host_memory_gb_s=5e-3),
+}
 
 
 def test_a_streamed_model() -> None:
@@ -66,8 +75,7 @@ def test_a_streamed_model() -> None:
     model, optimizer = trained(lowering="eager")
     found = mc.explain(model)
     (schedule,) = mc.schedules(model)
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
-    padded = sum(bucket.size_bytes for bucket in schedule.buckets)
+    size, padded = sizes(model)
     assert size <= padded <= 1.01 * size
     assert found.host.kinds == {
         "parameters": padded,
@@ -75,8 +83,9 @@ def test_a_streamed_model() -> None:
         "optimizer states": 2 * size,
     }
     assert found.host.needed_bytes == padded + 3 * size
-    peak = device_memory(schedule, optimizer=OptimizerCost(), fused=False).peak
-    assert found.device.needed_bytes == peak.total_bytes == sum(found.device.kinds.values())
+    assert found.device.needed_bytes == sum(found.device.kinds.values())
+    streamed = device_memory([schedule], fused=False).peak  # whose updates the host makes
+    assert found.device.needed_bytes == streamed.total_bytes
     assert found.device.kinds["slots"] == sum(slot.size_bytes for slot in schedule.slots)
     assert found.parameters == sum(p.numel() for p in model.parameters())
     assert found.templates == len(schedule.templates) and "stages" not in found.code
@@ -93,17 +102,15 @@ def test_a_streamed_model() -> None:
     again = json.loads(json.dumps(found.to_dict()))
     assert again["device"]["needed_bytes"] == found.device.needed_bytes
     assert again["bound"] == found.bound and again["device"]["fits"] is True
-    assert found._repr_html_().count("<table>") >= 4 and "print() shows it" in repr(found)
+    assert found._repr_html_().count("<table>") >= 4
 
-    for resource, factor in SLOW.items():
-        machine = faster(BALANCED, resource, factor)
+    for resource, machine in SLOW.items():
         other = mc.explain(model, hardware=machine, changes=False)
         assert other.bound == resource and other.bounds[resource] > 0.8
     slow = H200.replace(h2d_gb_s=1e-3, h2d_both_gb_s=1e-3)
     fast = mc.explain(model, hardware=slow, changes=False)
     short = mc.explain(model, hardware=slow.replace(locked_bytes=0), changes=False)
     assert short.step_s > 1.5 * fast.step_s and short.to_dict()["locked_bytes"] == 0
-    assert "page-locked" in str(short) and "page-locked" not in str(fast)
 
     assert found.traced_step_s is None and found.traced_bound is None
     with mc.trace(model) as trace:
@@ -115,22 +122,25 @@ def test_a_streamed_model() -> None:
     assert found.traced_step_s is not None
     shares = sum(found.traced_waits.values()) + (found.traced_none_s or 0.0) / found.traced_step_s
     assert shares == pytest.approx(1.0) and found.traced_busiest in busy
-    assert "traced" in str(found)
     assert mc.explain(model, trace=trace, changes=False) == found
     del trace
     assert mc.explain(model, changes=False).traced_step_s is None
     assert mc.schedules(model)[0] is schedule, "other plans leave the model as it is"
+    model = mc.megacompile(Net(), device="cpu", progress=False)
+    with torch.no_grad():
+        model(torch.randn(TOKENS, 8))
+    found = mc.explain(model)
+    assert {group.treatment for group in found.stages} == {"forward only"}
+    assert "gradients" not in found.host.kinds
 
 
 def test_resident_buckets_are_on_the_device_by_kind() -> None:
     model, optimizer = trained(resident="all")
     step(model, optimizer)
-    found = mc.explain(model, changes=False)
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
-    padded = sum(bucket.size_bytes for bucket in mc.schedules(model)[0].buckets)
-    assert found.device.kinds[MemoryKind.PARAMETERS.value] == padded
-    assert found.device.kinds[MemoryKind.STATES.value] == 2 * size
-    assert found.device.kinds[MemoryKind.GRADIENTS.value] > 0, "those that there are at the peak"
+    found, (size, padded) = mc.explain(model, changes=False), sizes(model)
+    assert found.device.kinds["parameters"] == padded
+    assert found.device.kinds["optimizer states"] == 2 * size
+    assert found.device.kinds["gradients"] > 0, "those that there are at the peak"
     assert sum(found.device.kinds.values()) == found.device.needed_bytes
     assert found.host.kinds == {}
     assert all("resident" in group.treatment for group in found.stages if group.parameter_bytes)
@@ -150,14 +160,3 @@ def test_changes_are_tried() -> None:
     assert backward.step_s is not None and backward.gain == pytest.approx(
         found.step_s / backward.step_s - 1
     )
-    assert mc.explain(model, changes=False).changes == ()
-
-
-def test_inference_alone_is_explained() -> None:
-    model = mc.megacompile(Net(), device="cpu", progress=False)
-    with torch.no_grad():
-        model(torch.randn(TOKENS, 8))
-    found = mc.explain(model)
-    assert {group.treatment for group in found.stages} == {"forward only"}
-    assert "gradients" not in found.host.kinds
-    assert "twice the batch" not in {change.name for change in found.changes}
