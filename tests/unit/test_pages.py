@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import random
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -15,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile.cost.places import flat_bytes
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.device.touch import CHUNK_BYTES, touch
 from megacompile.runtime.params.bucket import HostBucket
@@ -41,9 +39,6 @@ def pages(address: int, size_bytes: int) -> int:
     return sum(entry >> 63 for entry in memoryview(found).cast("Q"))
 
 
-# Pages.
-
-
 @linux
 @pytest.mark.parametrize("refused", [False, True])
 def test_every_page_is_there_and_nothing_changes(refused: bool) -> None:
@@ -56,26 +51,27 @@ def test_every_page_is_there_and_nothing_changes(refused: bool) -> None:
     assert int(memory.sum()) == 42
 
 
-@pytest.mark.parametrize("threads", [0, 3])
-def test_threads_share_the_chunks(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is done once, whoever does it: no thread waits, but for one that cannot be started."""
-    memory, begun = made(), threading.Barrier(threads + 1)
-    done: list[tuple[int, int, int]] = []
+def test_threads_share_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is done once, whoever does it: no thread waits, but for one that cannot be started; an
+    interrupt ends them behind the chunks that they have begun."""
+    memory, begun, main = made(), threading.Barrier(4), threading.main_thread()
+    done: list[tuple[int, int]] = []
     waited = set[int]()
-
-    def advise(start: int, size_bytes: int, advice: int) -> int:
-        name = threading.get_ident()
-        if name not in waited:
-            waited.add(name)
-            begun.wait(60)
-        done.append((start - memory.data_ptr(), size_bytes, name))
-        return 0
-
     start = threading.Thread.start
     begins: list[threading.Thread] = []
+    interrupted = False
+
+    def advise(start: int, size_bytes: int, advice: int) -> int:
+        if threading.get_ident() not in waited:
+            waited.add(threading.get_ident())
+            begun.wait(60)
+        if interrupted and threading.current_thread() is main:
+            raise KeyboardInterrupt
+        done.append((start - memory.data_ptr(), size_bytes))
+        return 0
 
     def limited(thread: threading.Thread) -> None:
-        if len(begins) == threads:
+        if len(begins) == 3:
             raise RuntimeError("can't start new thread")
         begins.append(thread)
         start(thread)
@@ -84,36 +80,16 @@ def test_threads_share_the_chunks(threads: int, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(threading.Thread, "start", limited)
     touch(memory, advise=advise)
     firsts = range(0, SIZE, CHUNK_BYTES)
-    wanted = [(first, min(CHUNK_BYTES, SIZE - first)) for first in firsts]
-    assert sorted(each[:2] for each in done) == wanted
-    assert len({name for *_, name in done}) == threads + 1
-    assert not any(thread.is_alive() for thread in begins)
-    begins.clear()
-    if not threads:
-        touch(made(CHUNK_BYTES), advise=lambda *_: 0)
-        assert not begins, "little memory needs no thread"
-
-
-def test_an_interrupt_ends_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind the chunks that they have begun."""
-    main, may = threading.main_thread(), threading.Event()
-    done: list[int] = []
-
-    def advise(start: int, size_bytes: int, advice: int) -> int:
-        if threading.current_thread() is main:
-            raise KeyboardInterrupt
-        assert may.wait(60)
-        done.append(start)
-        return 0
-
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    assert sorted(done) == [(first, min(CHUNK_BYTES, SIZE - first)) for first in firsts]
+    assert len(waited) == 4 and not any(thread.is_alive() for thread in begins)
+    interrupted = True
+    for each in (begins, done, waited):
+        each.clear()
     with pytest.raises(KeyboardInterrupt):
-        touch(made(), advise=advise)
-    may.set()
-    for thread in threading.enumerate():
-        if thread.name == "megacompile-touch":
-            thread.join(60)
-    assert len(done) <= 1
+        touch(memory, advise=advise)
+    for thread in begins:
+        thread.join(60)
+    assert len(done) <= 3
 
 
 @linux
@@ -139,7 +115,7 @@ def test_pages_are_there_before_they_are_locked(pin: bool, monkeypatch: pytest.M
     del buffer
 
 
-# Values. A plan waits for all of them, and whoever uses a parameter for its bucket.
+# Values: a plan waits for all of them, and whoever uses a parameter for its bucket.
 
 
 class Later:
@@ -168,10 +144,15 @@ USES: dict[str, Callable[[nn.Parameter], Tensor]] = {
 }
 
 
+class Own(nn.Parameter):
+    """A class of the user's."""
+
+
 @pytest.mark.parametrize("use", USES)
-def test_who_uses_a_parameter_waits_for_it(use: str) -> None:
+@pytest.mark.parametrize("kind", [nn.Parameter, Own])
+def test_who_uses_a_parameter_waits_for_it(use: str, kind: type[nn.Parameter]) -> None:
     """Though no thread does the work: who waits does it. The thread then finds nothing to do."""
-    params = [nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(3))]
+    params = [kind(torch.randn(4, 4)), kind(torch.randn(3))]
     wanted = [p.detach().clone() for p in params]
     bucket, thread = filled_later(params)
     assert filling(bucket) and len(thread.work) == 1
@@ -203,45 +184,9 @@ def test_what_fails_leaves_the_values_where_they_were() -> None:
     assert all(torch.equal(p, want) for p, want in zip(params, wanted, strict=True))
 
 
-def test_parameters_of_a_class_of_their_own_are_waited_for() -> None:
-    class Own(nn.Parameter):
-        pass
-
-    own = Own(torch.randn(4))
-    wanted = own.detach().clone()
-    bucket, _ = filled_later([own])
-    assert filling(bucket)
-    assert torch.equal(own.detach(), wanted) and not filling(bucket)
-
-
 def test_what_is_computed_from_the_values_comes_at_once() -> None:
     """A copy that is streamed is made of them."""
     params = [nn.Parameter(torch.randn(4))]
     half = layout_of([params[0].detach().bfloat16()])
     bucket = HostBucket(half, params, pin=False, filling=Filling(CPU, Later()))  # type: ignore[arg-type]
     assert not filling(bucket)
-
-
-def constant(value: float) -> Callable[[object], float]:
-    return lambda _: value
-
-
-def test_states_do_not_overlap_and_plans_count_what_they_take() -> None:
-    for seed in range(25):
-        rng = random.Random(seed)
-        kinds = rng.choice([(torch.float32,), (torch.bfloat16,), (torch.float32, torch.bfloat16)])
-        sizes = [rng.choice((1, 5, 63, 64, 255, 256, 300, 1025)) for _ in range(rng.randint(1, 6))]
-        params = [nn.Parameter(torch.randn(size).to(rng.choice(kinds))) for size in sizes]
-        layout = layout_of(params)
-        bucket = HostBucket(layout, params, pin=False)
-        chosen = [i for i in range(len(params)) if rng.random() < 0.7]
-        rng.shuffle(chosen)
-        dtype = rng.choice((torch.float32, torch.bfloat16))
-        states = bucket.states_like(dict.fromkeys(chosen, dtype), pin=False)
-        assert states.whole.numel() == flat_bytes(layout, chosen, constant(dtype.itemsize))
-        last, start = 0, states.whole.data_ptr() if chosen else 0
-        for i in sorted(chosen):
-            at = states.tensors[i].data_ptr() - start
-            assert at >= last and at % dtype.itemsize == 0
-            last = at + states.tensors[i].nbytes
-        assert last == states.whole.numel()
