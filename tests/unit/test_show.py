@@ -17,25 +17,20 @@ from torch import fx
 from megacompile.ir import ops
 from megacompile.ir.buckets import Slot
 from megacompile.ir.schedule import Plan, Schedule
-from megacompile.show import python
-from megacompile.show.table import table
 from tests import steps
 from tests.planned import planned
-from tests.schedules import EVERYTHING, Spec, arguments, build, find, set_arguments
+from tests.schedules import EVERYTHING, Spec, build, find
 
-UPDATING = Spec(stages=3, update=True)
 SPECS = [
     Spec(),
     Spec(training=False, changes=frozenset({1})),
-    Spec(accumulate=True),
     Spec(shared=True),
     Spec(reuse=True, random=frozenset({0, 2})),
     EVERYTHING,
-    Spec(norms=True),
     Spec(device=frozenset({0, 2}), resident=frozenset({1}), helps=True),
-    UPDATING,
     replace(EVERYTHING, update=True),
-    replace(UPDATING, masters=True, accumulate=True),
+    Spec(stages=3, update=True, masters=True, accumulate=True),
+    Spec(stages=12, slots=3, changes=frozenset(range(12))),  # with long lines
 ]
 
 
@@ -49,10 +44,9 @@ class Value:
 class Recorder:
     """Stub ops: they note their calls by the names of the values, and hold on to none of them."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
         self.alive: list[set[str]] = []  # the values that exist, at each call
-        self.objects = python.names(schedule)
         self._values: weakref.WeakSet[Value] = weakref.WeakSet()
 
     def value(self, name: str) -> Value:
@@ -60,21 +54,18 @@ class Recorder:
         self._values.add(made)
         return made
 
-    def namespace(self) -> dict[str, Any]:
-        stubs: dict[str, Any] = {
-            op.name: self._stub(op.name, op.name in ("forward", "recompute", "backward"))
-            for op in ops.OPS.values()
-        }
-        return {**stubs, "wait": self._wait, **self.objects}
+    def namespace(self, schedule: Schedule) -> dict[str, Any]:
+        objects = [*schedule.stages, *schedule.buckets, *schedule.slots]
+        stubs = {op.name: self._stub(op.name) for op in ops.OPS.values()}
+        return {**stubs, "wait": self._wait, **{repr(item): item for item in objects}}
 
-    def _stub(self, name: str, multiple: bool) -> Callable[..., Any]:
+    def _stub(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, after: Any = ()) -> Any:
             self._note(name, args, after)
             made = f"call {len(self.calls)}"
-            if not multiple:
+            if name not in ("forward", "recompute", "backward"):
                 return self.value(made)
-            count = results(name, *args)
-            return tuple(self.value(f"{made}[{i}]") for i in range(count))
+            return tuple(self.value(f"{made}[{i}]") for i in range(results(name, *args)))
 
         return call
 
@@ -105,40 +96,11 @@ def waits(free: fx.Node) -> bool:
     return bool(after) and (before.target is not ops.free or before.kwargs.get("after") != after)
 
 
-def interpret(graph: fx.Graph) -> tuple[list[tuple[object, ...]], Any]:
-    """The calls that a graph stands for, and what it returns."""
-    calls: list[tuple[object, ...]] = []
-    names: dict[fx.Node, Any] = {}
-
-    def resolve(value: Any) -> Any:
-        if isinstance(value, tuple | list):
-            return tuple(resolve(item) for item in value)
-        return names[value] if isinstance(value, fx.Node) else value
-
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            names[node] = node.name
-        elif node.op == "output":
-            return calls, resolve(node.args[0])
-        elif node.target is operator.getitem:
-            names[node] = f"{names[node.args[0]]}[{node.args[1]}]"
-        else:
-            op = ops.op_of(node)
-            assert op is not None
-            after = resolve(node.kwargs.get("after", ()))
-            if node.target is not ops.free:
-                calls.append((op.name, resolve(node.args), after))
-            elif waits(node):
-                calls.append(("wait", (), after))
-            names[node] = f"call {len(calls)}"
-    raise AssertionError("no output")
-
-
 def run(schedule: Schedule, name: str) -> tuple[Recorder, Any]:
     """Execute a graph's code on stubs; its inputs are values with the placeholders' names."""
-    recorder = Recorder(schedule)
-    namespace = recorder.namespace()
-    exec(compile(python.code(schedule), "<schedule>", "exec"), namespace)
+    recorder = Recorder()
+    namespace = recorder.namespace(schedule)
+    exec(compile(schedule.code(), "<schedule>", "exec"), namespace)
     graph = schedule.graphs[name]
     inputs = [recorder.value(node.name) for node in graph.find_nodes(op="placeholder")]
     returned = named(namespace[f"run_{name}"](inputs))
@@ -146,36 +108,53 @@ def run(schedule: Schedule, name: str) -> tuple[Recorder, Any]:
     return recorder, returned
 
 
+def check(schedule: Schedule, name: str) -> None:
+    """The code of a graph makes the calls that the graph stands for, gives what it returns, and
+    lets go of what it frees, from the next call on."""
+    recorder, returned = run(schedule, name)
+    calls: list[tuple[object, ...]] = []
+    names: dict[fx.Node, Any] = {}
+    freed: set[str] = set()
+
+    def resolve(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return tuple(resolve(item) for item in value)
+        return names[value] if isinstance(value, fx.Node) else value
+
+    for node in schedule.graphs[name].nodes:
+        after = resolve(node.kwargs.get("after", ()))
+        if node.op == "placeholder":
+            names[node] = node.name
+        elif node.op == "output":
+            assert returned == resolve(node.args[0])
+        elif node.target is operator.getitem:
+            names[node] = f"{names[node.args[0]]}[{node.args[1]}]"
+        elif node.target is ops.free:
+            calls += [("wait", (), after)] if waits(node) else []
+            freed.add(names[node.args[0]])
+        else:
+            assert not recorder.alive[len(calls)] & freed, f"{node.name}: {freed} should be gone"
+            op = ops.op_of(node)
+            assert op is not None
+            calls.append((op.name, resolve(node.args), after))
+            names[node] = f"call {len(calls)}"
+            if node.target is ops.defer_free:
+                freed.add(names[node.args[0]])
+    assert recorder.calls == calls != []
+
+
+def function(schedule: Schedule, name: str) -> str:
+    """The code of one graph."""
+    return "def " + schedule.code().split("\n\ndef ")[1:][list(schedule.graphs).index(name)]
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_the_code_makes_the_calls_of_the_graph(spec: Spec) -> None:
     schedule = build(spec)
-    for name, graph in schedule.graphs.items():
-        recorder, returned = run(schedule, name)
-        assert (recorder.calls, returned) == interpret(graph)
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_a_freed_value_is_gone_from_the_next_call_on(spec: Spec) -> None:
-    schedule = build(spec)
-    for name, graph in schedule.graphs.items():
-        recorder, _ = run(schedule, name)
-        names: dict[fx.Node, str] = {}
-        freed: set[str] = set()
-        step = 0
-        for node in graph.nodes:
-            names[node] = node.name
-            if node.target is operator.getitem:
-                names[node] = f"{names[node.args[0]]}[{node.args[1]}]"
-            elif node.target is ops.free:
-                step += waits(node)
-                freed.add(names[node.args[0]])
-            elif node.op == "call_function":
-                assert not recorder.alive[step] & freed, f"{node.name}: {freed} should be gone"
-                step += 1
-                names[node] = f"call {step}"
-                if node.target is ops.defer_free:
-                    freed.add(names[node.args[0]])
-        assert step == len(recorder.calls) > 0
+    for name in schedule.graphs:
+        check(schedule, name)
+        lines = [line.split("  #")[0].rstrip() for line in function(schedule, name).splitlines()]
+        assert max(map(len, lines)) <= 80
 
 
 def test_many_results_are_returned_in_valid_code() -> None:
@@ -185,7 +164,7 @@ def test_many_results_are_returned_in_valid_code() -> None:
         graph = fx.Graph()
         inputs = [graph.placeholder(f"x{i}") for i in range(count)]
         graph.output((tuple(inputs), ()))
-        compile(python.graph_code(replace(schedule, forward=graph), "forward"), "code", "exec")
+        compile(replace(schedule, forward=graph).code(), "code", "exec")
 
 
 @pytest.mark.parametrize("end", ["\n", "\f", "\0", "\u2028", "\udc80", "'\n"])
@@ -196,13 +175,11 @@ def test_names_from_outside_stay_within_their_comments(end: str) -> None:
         object.__setattr__(stage, "name", f"layers.{name}")
     plan = Plan(reasons=(f"stage 2 (layers.{name}) is kept",))
     schedule = replace(schedule, name=name, plan=plan)
-    text = python.code(schedule)
-    functions = ast.parse(text).body
-    assert [type(part) for part in functions] == [ast.FunctionDef] * 3
+    text = schedule.code()
+    assert [type(part) for part in ast.parse(text).body] == [ast.FunctionDef] * 3
     head = text[: text.index("\ndef ")].splitlines()
     assert all(line.startswith("#") for line in head if line)
-    marks = {find(schedule, "forward", "0F"): name}
-    for shown in (text, table(schedule, marks), schedule.diff(build(Spec()))):
+    for shown in (text, schedule.table(), schedule.diff(build(Spec()))):
         assert all(line.isprintable() for line in shown.split("\n"))
 
 
@@ -211,25 +188,21 @@ def test_variables_shadow_neither_ops_nor_objects() -> None:
     x, begin = schedule.forward.find_nodes(op="placeholder")[0], find(schedule, "forward", "BEGIN")
     x.name, begin.name = "stage_0", "wait"
     find(schedule, "forward", "0F").name = "prefetch"
-    _, returned = run(schedule, "forward")
-    assert returned == interpret(schedule.forward)[1]
+    check(schedule, "forward")
 
 
 def test_what_nobody_takes_is_dropped() -> None:
     schedule = build(Spec(stages=2))
     backward = schedule.graphs["backward"]
-    item = find(schedule, "backward", "d0_0")
-    output = backward.output_node()
-    for free in [user for user in item.users if user.target is ops.free]:
-        backward.erase_node(free)
-    output.args = (((None,), (), ()),)
-    backward.erase_node(item)
-    last = find(schedule, "backward", "s0_1")
-    for free in [user for user in last.users if user.target is ops.free]:
-        backward.erase_node(free)
+    item, last = (find(schedule, "backward", name) for name in ("d0_0", "s0_1"))
+    backward.output_node().args = (((None,), (), ()),)
+    for dropped in (item, last):
+        for free in [user for user in dropped.users if user.target is ops.free]:
+            backward.erase_node(free)
     last.replace_all_uses_with(find(schedule, "backward", "s0_0"))
-    backward.erase_node(last)
-    code = python.graph_code(schedule, "backward")
+    for dropped in (item, last):
+        backward.erase_node(dropped)
+    code = function(schedule, "backward")
     assert "s0_0, _ = recompute(stage_0" in code
     assert re.search(r"_, d0_1 = backward\(stage_0[^#]*#.*\n[^#]*del _ ", code)
 
@@ -238,28 +211,28 @@ def test_a_tuple_that_is_only_waited_for_does_not_keep_its_items() -> None:
     schedule = build(Spec(stages=3, training=False))
     third = find(schedule, "forward", "2PREFETCH@0")
     third.kwargs = {"after": (find(schedule, "forward", "0F"),)}
-    code = python.graph_code(schedule, "forward")
-    assert "forward_ = y0_0, = forward(stage_0" in code
+    assert "forward_ = y0_0, = forward(stage_0" in function(schedule, "forward")
     recorder, _ = run(schedule, "forward")
     assert "call 4[0]" in recorder.alive[-2], "1F reads y0_0"
     assert "call 4[0]" not in recorder.alive[-1], "2F does not"
 
 
-def test_long_lines_are_wrapped_and_still_run() -> None:
-    schedule = build(Spec(stages=12, slots=3, changes=frozenset(range(12))))
-    lines = [
-        line.split("  #")[0].rstrip()
-        for line in python.graph_code(schedule, "forward").splitlines()
-    ]
-    assert max(map(len, lines)) <= 80
-    assert any(line.startswith("        ") for line in lines)
-    for name, graph in schedule.graphs.items():
-        recorder, returned = run(schedule, name)
-        assert (recorder.calls, returned) == interpret(graph)
+def test_a_schedule_that_has_no_slots_or_templates_yet_can_be_printed() -> None:
+    schedule = build(Spec(stages=2, training=False))
+    stages = tuple(replace(stage, template=None) for stage in schedule.stages)
+    for node in ops.nodes_of(schedule.forward, ops.prefetch):
+        node.args = (node.args[0], None)
+    for node in ops.nodes_of(schedule.forward, ops.forward):
+        stage, *rest = ops.arguments(node)
+        node.args = (stages[stage.index], *rest)
+    code = replace(schedule, stages=stages, slots=(), history=()).code()
+    assert "# stage_1: 'layers.1' reads 128 B, not traced" in code
+    assert "# passes: none" in code
+    assert "prefetch(bucket_1, None, after=(weights_1, begin_))" in code and "1PREFETCH@?" in code
 
 
 def test_the_table_has_a_row_for_each_step() -> None:
-    text = table(build(Spec(stages=2, update=True)))
+    text = build(Spec(stages=2, update=True)).table()
     assert text.partition("backward\n")[2] == (
         """\
 step | h2d                                  | compute    | d2h
@@ -273,44 +246,10 @@ step | h2d                                  | compute    | d2h
     )
 
 
-def test_marks_stand_behind_their_rows() -> None:
-    schedule = build(Spec(stages=3, training=False))
-    marks = {
-        find(schedule, "forward", "1F"): "reads too late",
-        find(schedule, "forward", "2PREFETCH@0"): "fills too early",
-        find(schedule, "forward", "FREE", 1): "quiet, but marked",
-    }
-    assert table(schedule, marks).splitlines()[3:] == [
-        "   1 | 2PREFETCH@0             | 1F      |      <-- fills too early  <-- reads too late",
-        "   2 |                         | 2F",
-        "   3 |                         | FREE    |      <-- quiet, but marked",
-    ]
-
-
-def test_a_schedule_that_has_no_slots_or_templates_yet_can_be_printed() -> None:
-    schedule = build(Spec(stages=2, training=False))
-    stages = tuple(replace(stage, template=None) for stage in schedule.stages)
-    for node in ops.nodes_of(schedule.forward, ops.prefetch):
-        set_arguments(node, arguments(node)[0], None)
-    for node in ops.nodes_of(schedule.forward, ops.forward):
-        stage, *rest = arguments(node)
-        set_arguments(node, stages[stage.index], *rest)
-    code = python.code(replace(schedule, stages=stages, slots=(), history=()))
-    assert "# stage_1: 'layers.1' reads 128 B, not traced" in code
-    assert "# passes: none" in code
-    assert "prefetch(bucket_1, None, after=(weights_1, begin_))" in code and "1PREFETCH@?" in code
-
-
 ON_DEVICE = frozenset({0})
 
 
-def edges(graph: nx.MultiDiGraph, kind: str) -> set[tuple[str, str]]:
-    """By the labels of the ops."""
-    label = nx.get_node_attributes(graph, "label")
-    return {(label[a], label[b]) for a, b, data in graph.edges(data=True) if data["kind"] == kind}
-
-
-def test_a_diff_has_a_line_for_each_bucket_that_is_updated() -> None:
+def test_a_diff_has_a_line_for_each_stage_or_bucket_that_changes() -> None:
     before, after = steps.made(), steps.made(device_update=ON_DEVICE)
     lines = before.diff(after).splitlines()
     assert "# updates: 3 on the host -> 2 on the host, 1 on the device" in lines
@@ -322,32 +261,6 @@ def test_a_diff_has_a_line_for_each_bucket_that_is_updated() -> None:
         "            | HELP_HOST",
         "+  0 unit 0 | 0UPDATE 0OFFLOAD_STATE",
     ]
-
-
-def test_tokens_are_edges_around_the_step() -> None:
-    graph = steps.made(device_update=ON_DEVICE).to_networkx()
-    assert edges(graph, "token") == {
-        ("0OFFLOAD_STATE", "0PREFETCH@0"),
-        ("1UPDATE", "1PREFETCH@1"),
-        ("2UPDATE", "2PREFETCH@2"),
-        ("2UPDATE", "2PREFETCH@0"),
-        ("0OFFLOAD_STATE", "0PREFETCH@2"),
-        ("0OFFLOAD_STATE", "0FETCH_STATE"),
-        ("1OFFLOAD_GRAD", "1UPDATE"),
-        ("2OFFLOAD_GRAD", "2UPDATE"),
-    }
-
-
-def test_streams_of_the_update_have_no_order() -> None:
-    schedule = steps.made()
-    graph = schedule.to_networkx()
-    assert not any(a.startswith("update") for a, b, kind in graph.edges if kind == "stream")
-    assert edges(graph, "names") == {(f"{i}UPDATE", "HELP_HOST") for i in range(3)}
-    text = schedule.to_dot()
-    assert text.count(" -> ") == graph.number_of_edges()
-
-
-def test_a_diff_shows_the_actions_by_stage() -> None:
     before = build(Spec(stages=3, training=False))
     after = before.copy()
     find(after, "forward", "2PREFETCH@0").kwargs = {"after": (find(after, "forward", "1F"),)}
@@ -363,14 +276,7 @@ def test_a_diff_shows_the_actions_by_stage() -> None:
     ]
 
 
-def test_the_header_tells_what_the_schedules_were_made_with() -> None:
-    far, near = (planned("0F 1F 2F 3F 4F", reads={3: "2"}, lookahead=k) for k in (2, 1))
-    head = [line for line in far.diff(near).splitlines() if line.startswith("# ")]
-    assert head[-1] == "# lookahead: 2 -> 1"
-    assert any(re.match(r"# slots: \d of .* -> \d of ", line) for line in head)
-
-
-def test_every_difference_has_its_line() -> None:
+def test_the_head_of_a_diff_tells_what_the_schedules_were_made_with() -> None:
     before = build(Spec(stages=3))
     after = replace(
         before,
@@ -386,6 +292,33 @@ def test_every_difference_has_its_line() -> None:
         "# slots: 2 of 256 B -> 3 of 384 B",
         "# left in the slots by the forward: none -> 0@0",
     ]
+    far, near = (planned("0F 1F 2F 3F 4F", reads={3: "2"}, lookahead=k) for k in (2, 1))
+    assert "# lookahead: 2 -> 1" in far.diff(near).splitlines()
+
+
+def edges(graph: nx.MultiDiGraph, kind: str) -> set[tuple[str, str]]:
+    """By the labels of the ops."""
+    label = nx.get_node_attributes(graph, "label")
+    return {(label[a], label[b]) for a, b, data in graph.edges(data=True) if data["kind"] == kind}
+
+
+def test_tokens_are_edges_around_the_step_and_streams_of_the_update_have_no_order() -> None:
+    graph = steps.made(device_update=ON_DEVICE).to_networkx()
+    assert edges(graph, "token") == {
+        ("0OFFLOAD_STATE", "0PREFETCH@0"),
+        ("1UPDATE", "1PREFETCH@1"),
+        ("2UPDATE", "2PREFETCH@2"),
+        ("2UPDATE", "2PREFETCH@0"),
+        ("0OFFLOAD_STATE", "0PREFETCH@2"),
+        ("0OFFLOAD_STATE", "0FETCH_STATE"),
+        ("1OFFLOAD_GRAD", "1UPDATE"),
+        ("2OFFLOAD_GRAD", "2UPDATE"),
+    }
+    schedule = steps.made()
+    graph = schedule.to_networkx()
+    assert not any(a.startswith("update") for a, b, kind in graph.edges if kind == "stream")
+    assert edges(graph, "names") == {(f"{i}UPDATE", "HELP_HOST") for i in range(3)}
+    assert schedule.to_dot().count(" -> ") == graph.number_of_edges()
 
 
 def test_the_history_is_a_table() -> None:
