@@ -58,15 +58,6 @@ def test_what_a_backward_is() -> None:
     assert -1 not in (first, second) and first != second
 
 
-def test_a_leaf_has_one_accumulator() -> None:
-    w = leaf()
-    node: Any = compat.accumulator_of(w)
-    assert node.variable is w
-    assert compat.accumulator_of(w) is node
-    (edge,) = [each for each, _ in w.exp().grad_fn.next_functions]
-    assert edge is node
-
-
 def test_hooks_of_a_node_follow_what_is_registered() -> None:
     node = leaf().exp().grad_fn
     assert node is not None
@@ -119,7 +110,7 @@ def test_backward_calls_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         loss, at = a.exp().sum(), len(seen)
         noted: list[Any] = []
-        loss.register_hook(lambda g, n=noted: n.extend(c.roots for c in calls()))
+        loss.register_hook(lambda g, n=noted: n.extend(c.roots for c in compat.backward_calls()))
         call(loss)
         (roots,) = noted
         assert roots[0] is loss and len(seen) == at + 1
@@ -135,15 +126,11 @@ def test_backward_calls_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each.grad is None for each in (stand_in, a)] == [True, False]
 
 
-def calls() -> tuple[Any, ...]:
-    return compat.backward_calls()
-
-
 def test_the_node_of_a_root() -> None:
     w = leaf()
     value = w.exp()
-    assert compat.root_node(value) is value.grad_fn
-    assert compat.root_node(torch.autograd.graph.get_gradient_edge(value)) is value.grad_fn
+    edge = torch.autograd.graph.get_gradient_edge(value)
+    assert compat.root_node(value) is compat.root_node(edge) is value.grad_fn
     assert compat.root_node(w) is compat.accumulator_of(w)
 
 
@@ -158,25 +145,16 @@ class Twice(torch.autograd.Function):
 
 
 def test_the_class_of_a_node() -> None:
+    """`apply` unwraps what a transform has left."""
     x = leaf()
     result = compat.apply(Twice, x)
     node: Any = result.grad_fn
-    following = node.next_functions
-    other = x.exp().grad_fn
     assert type(node) is compat.node_class(Twice)
-    assert type(other) is not compat.node_class(Twice)
-    assert type(compat.accumulator_of(x)) is compat.ACCUMULATOR
-    assert [type(end) for end, _ in following] == [compat.ACCUMULATOR]
-
-
-def test_apply_unwraps_what_a_transform_has_left() -> None:
+    assert type(x.exp().grad_fn) is not compat.node_class(Twice)
+    ends = [end for end, _ in node.next_functions]
+    assert ends == [compat.accumulator_of(x)] and type(ends[0]) is compat.ACCUMULATOR
     left: list[Tensor] = []
-
-    def seen(x: Tensor) -> Tensor:
-        left.append(x)
-        return x.sum()
-
-    torch.func.grad(seen)(torch.ones(3))
+    torch.func.grad(lambda x: (left.append(x), x.sum())[1])(torch.ones(3))
     assert compat.apply(Twice, left[0]).tolist() == [2.0] * 3
 
 
@@ -204,10 +182,8 @@ def test_compiled_autograd_is_seen() -> None:
             seen.append(compat.in_compiled_autograd())
             return gradient
 
-    asking = torch.compile(lambda graph: graph, backend="eager")
-    apply: Any = Asks.apply
-    loss = apply(leaf()).sum()
-    with torch._dynamo.compiled_autograd._enable(asking):
+    loss = compat.apply(Asks, leaf()).sum()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
         loss.backward()
     assert True in seen
 

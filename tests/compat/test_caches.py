@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +22,8 @@ from megacompile import compat
 
 
 def test_caches_that_are_off_are_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert all(name.endswith("_CACHE_DIR") for name in compat.CACHE_VARIABLES)
+    monkeypatch.setenv(compat.CACHE_VARIABLES[0], str(tmp_path))
     assert compat.code_cache() == tmp_path
     for option in ({"fx_graph_cache": False}, {"force_disable_caches": True}):
         with torch._inductor.config.patch(option):
@@ -47,17 +48,16 @@ def test_what_is_compiled_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     compat.note_kernels("megacompile", print)
 
 
+def changed(place: Any, name: str, value: Any) -> Callable[[], None]:
+    """How to change a setting for good; gives how to change it back."""
+    before = getattr(place, name)
+    setattr(place, name, value)
+    return lambda: setattr(place, name, before)
+
+
 def changed_dtype() -> Callable[[], None]:
     torch.set_default_dtype(torch.float64)
     return lambda: torch.set_default_dtype(torch.float32)
-
-
-def changed_precision() -> Callable[[], None]:
-    before = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    return lambda: setattr(
-        torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", before
-    )
 
 
 def changed_determinism() -> Callable[[], None]:
@@ -65,47 +65,47 @@ def changed_determinism() -> Callable[[], None]:
     return lambda: torch.use_deterministic_algorithms(False)
 
 
-def changed_threads() -> Callable[[], None]:
-    before = torch._inductor.config.cpp.threads
-    torch._inductor.config.cpp.threads = 3
-    return lambda: setattr(torch._inductor.config.cpp, "threads", before)
+CHANGES: tuple[Callable[[], Callable[[], None]], ...] = (
+    changed_dtype,
+    changed_determinism,
+    lambda: changed(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+    lambda: changed(torch._inductor.config.cpp, "threads", 3),
+)
 
 
-CHANGES = (changed_dtype, changed_precision, changed_determinism, changed_threads)
+@contextmanager
+def all_changed() -> Iterator[None]:
+    undo = [change() for change in CHANGES]
+    try:
+        yield
+    finally:
+        for each in undo:
+            each()
 
 
 def test_settings_are_used_for_a_while() -> None:
     """Those of another moment of this process: then those of now again."""
     settings = compat.compile_settings()
-    for change in CHANGES:
-        undo_one = change()
-        assert compat.compile_settings() != settings, change.__name__
-        undo_one()
+    for i, change in enumerate(CHANGES):
+        undo = change()
+        assert compat.compile_settings() != settings, i
+        undo()
         assert compat.compile_settings() == settings
-    undo = [change() for change in CHANGES]
-    try:
+    with all_changed():
         changed = compat.compile_settings()
         with pytest.raises(KeyError), compat.compile_settings_in_use(settings):
             assert compat.compile_settings() == settings != changed
             raise KeyError
         assert compat.compile_settings() == changed
-    finally:
-        for each in undo:
-            each()
     assert compat.compile_settings() == settings
 
 
 def test_settings_of_another_process_are_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """With its system: a process that sees no GPU would have other keys."""
     base = torch._inductor.codecache.CacheBase
-    monkeypatch.setattr(base, "get_system", staticmethod(lambda: {"device": "another"}))
-    undo = [change() for change in CHANGES]
-    try:
+    with monkeypatch.context() as other, all_changed():
+        other.setattr(base, "get_system", staticmethod(lambda: {"device": "another"}))
         theirs = compat.compile_settings()
-    finally:
-        for each in undo:
-            each()
-    monkeypatch.undo()
     monkeypatch.setattr(base, "get_system", base.get_system)  # to be put back behind the test
     mine = compat.compile_settings()
     assert mine != theirs
@@ -133,8 +133,15 @@ def test_the_key_of_a_memory_format_is_its_name(monkeypatch: pytest.MonkeyPatch)
         assert FxGraphCachePickler(module).dumps(torch.contiguous_format) == dumped
 
 
-def test_the_workers_that_compile_start_as_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
+def test_who_compiles_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, asked = torch._inductor.config, list[bool]()
+    with config.patch(compile_threads=1):
+        assert not compat.compiles_in_processes()
+        compat.use_compile_threads(7)
+        assert config.compile_threads == compat.compile_threads() == 7
+        assert compat.compiles_in_processes()
+        with config.patch(fx_graph_cache=False):
+            assert not compat.compiles_in_processes()
     warm = "torch._inductor.async_compile.maybe_warm_pool"
     assert callable(torch._inductor.async_compile.maybe_warm_pool)
     monkeypatch.setattr(warm, lambda: asked.append(True))
@@ -175,21 +182,3 @@ def test_code_is_made_without_device_memory() -> None:
     assert (CachingAutotuner.precompile, fake_tensor.init_gpu_context) == stock
     for name in ("_make_launchers", "_dynamic_scale_rblock"):
         assert f"self.{name}()" in inspect.getsource(CachingAutotuner.precompile)
-
-
-def test_who_compiles_kernels() -> None:
-    config = torch._inductor.config
-    with config.patch(compile_threads=1):
-        assert not compat.compiles_in_processes()
-        compat.use_compile_threads(7)
-        assert config.compile_threads == compat.compile_threads() == 7
-        assert compat.compiles_in_processes()
-        with config.patch(fx_graph_cache=False):
-            assert not compat.compiles_in_processes()
-
-
-def test_variables_say_where_the_caches_are(tmp_path: Path) -> None:
-    for name in compat.CACHE_VARIABLES:
-        assert name.endswith("_CACHE_DIR")
-    with mock.patch.dict(os.environ, {compat.CACHE_VARIABLES[0]: str(tmp_path)}):
-        assert compat.code_cache() == tmp_path
