@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
+import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from megacompile import compat, megacompile, schedules
+from megacompile import schedules
 from tests import inside, zoo
+from tests.equality.calls import assert_alike, leaves
 from tests.equality.nets import Applies, in_a_row
-from tests.zoo import WIDTH, Stack, assert_same, batch, equal, stacks, step, twins
+from tests.zoo import WIDTH, Stack, assert_same, batch, equal, twins
 
 # --- inputs and outputs
 
@@ -43,52 +42,28 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-def several(form: Callable[[Tensor, Tensor], Any]) -> Any:
-    """A stack that gives its prediction and its middle in a form of choice."""
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_outputs(form: str) -> None:
+    """Whichever outputs get a gradient; at last in two backwards, one after the other."""
 
     def forward(m: Any, x: Tensor) -> Any:
         hidden = m.stack.layers[0](m.stack.embed(x))
-        return form(m.stack.head(m.stack.layers[1](hidden)), hidden)
+        return FORMS[form](m.stack.head(m.stack.layers[1](hidden)), hidden)
 
-    torch.manual_seed(0)
-    return Applies(forward, stack=Stack())
+    models = twins(Applies(forward, stack=Stack()))
+    for chosen in (slice(None), slice(0, 1), slice(1, 2), None):
 
+        def use(model: Any, chosen: slice | None = chosen) -> Any:
+            output = model(X)
+            losses = [t.square().sum() for t in leaves(output) if isinstance(t, Tensor)]
+            if chosen is None:
+                losses[0].backward(retain_graph=True)
+                losses[-1].backward()
+            else:
+                torch.stack(losses[chosen]).sum().backward()
+            return output
 
-def tensors(value: Any) -> list[Tensor]:
-    """The tensors in an output, in order."""
-    if isinstance(value, Record):
-        return [value.prediction, value.hidden]
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_forms_of_outputs(form: str) -> None:
-    plain, streamed = twins(several(FORMS[form]))
-    for chosen in (slice(None), slice(0, 1), slice(1, 2)):  # which outputs get a gradient
-        results = [model(batch()["x"]) for model in (plain, streamed)]
-        assert type(results[0]) is type(results[1])
-        for mine, theirs in zip(*map(tensors, results), strict=True):
-            assert equal(mine, theirs)
-        for result in results:
-            torch.stack([t.square().sum() for t in tensors(result)[chosen]]).sum().backward()
-        assert_same(plain, streamed)
-    for model in (plain, streamed):  # two losses, one after the other
-        first, second, *_ = tensors(model(batch()["x"]))
-        first.square().mean().backward(retain_graph=True)
-        second.square().mean().backward()
-    assert_same(plain, streamed)
-
-
-def test_outputs_of_transformers_and_what_they_generate() -> None:
-    plain, streamed = twins(zoo.hf_gpt2().eval())
-    inputs = zoo.tokens()
-    with torch.no_grad():
-        mine, theirs = plain(**inputs), streamed(**inputs)
-    assert type(theirs) is type(mine) and list(theirs) == list(mine)
-    assert equal(theirs.logits, mine.logits) and equal(theirs["loss"], mine[0])
-    prompt = {"input_ids": inputs["input_ids"][:1, :4]}
-    wanted: Any = {"do_sample": False, "max_new_tokens": 3, "pad_token_id": 0}
-    assert torch.equal(*(m.generate(**prompt, **wanted) for m in (plain, streamed)))
+        assert_alike(models, use)
 
 
 def through(m: Any, data: dict[str, Any], *, scale: float, add: Tensor | None) -> Any:
@@ -99,18 +74,18 @@ def through(m: Any, data: dict[str, Any], *, scale: float, add: Tensor | None) -
 
 
 def test_nested_inputs_and_inputs_that_are_outputs() -> None:
-    plain, streamed = twins(in_a_row(through, count=1, width=WIDTH))
+    models = twins(in_a_row(through, count=1, width=WIDTH))
     for scale, add in ((2.0, None), (0.5, None), (0.5, torch.ones(WIDTH))):
-        grads = []
-        for model in (plain, streamed):
+
+        def use(model: Any, scale: float = scale, add: Tensor | None = add) -> Any:
             x = batch()["x"].requires_grad_()
-            same, out, part = model({"pair": (x, {"y": batch()["y"]})}, scale=scale, add=add)
+            same, out, part = model({"pair": (x, {"y": Y})}, scale=scale, add=add)
             assert equal(same, x) and equal(part, x[1:])
             (out.square().sum() + part.square().sum()).backward()
-            model({"pair": (x, {"y": batch()["y"]})}, scale=scale, add=add)[0].sum().backward()
-            grads.append(x.grad)
-        assert equal(*grads)
-        assert_same(plain, streamed)
+            model({"pair": (x, {"y": Y})}, scale=scale, add=add)[0].sum().backward()
+            return x.grad
+
+        assert_alike(models, use)
 
 
 X, Y = batch(1).values()
@@ -118,72 +93,35 @@ X, Y = batch(1).values()
 
 def test_hooks_on_saved_tensors_see_nothing_of_a_capture() -> None:
     """A checkpoint compares what is saved in both of its forwards; the first one is captured."""
-    model, inputs = zoo.graph_break()
-    models = twins(model)
-    for each in models:
-        checkpoint(each, inputs["x"], inputs["y"], use_reentrant=False).backward()
-    assert_same(*models)
+    models = twins(zoo.graph_break()[0])
+    assert_alike(models, lambda m: checkpoint(m, X, Y, use_reentrant=False).backward())
 
 
-def within(device: str = "cpu", dropout: float = 0.1) -> Any:
+def within(m: Any, x: Tensor, y: Tensor) -> Tensor:
     """Enters and leaves autocast; a part of it computes in float32 all the same."""
-
-    def forward(m: Any, x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast(device, torch.bfloat16):
-            prediction = m.stack(x)
-            with torch.autocast(device, enabled=False):
-                prediction = prediction.float() @ m.stack.head.weight
-        q, k, v = m.values(x).view(1, 4, 3, 2, 8).permute(2, 0, 3, 1, 4)
-        heads = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)  # float32, on a CPU
-        return F.mse_loss(prediction, y) + heads.float().square().mean()
-
-    torch.manual_seed(0)
-    return Applies(forward, stack=Stack(), values=nn.Linear(WIDTH, 3 * WIDTH))
+    with torch.autocast("cpu", torch.bfloat16):
+        prediction = m.stack(x)
+        with torch.autocast("cpu", enabled=False):
+            prediction = prediction.float() @ m.stack.head.weight
+    q, k, v = m.values(x).view(1, 4, 3, 2, 8).permute(2, 0, 3, 1, 4)
+    heads = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)  # float32, on a CPU
+    return F.mse_loss(prediction, y) + heads.float().square().mean()
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_autocast_inside(activations: str) -> None:
     """What was traced there has its casts already."""
-    models = twins(within(), activations=activations)
+    made = Applies(within, stack=Stack(), values=nn.Linear(WIDTH, 3 * WIDTH))
+    models = twins(made, activations=activations)
     for enabled in (False, True):
-        for each in models:
-            torch.manual_seed(0)
+
+        def use(model: Any, enabled: bool = enabled) -> Tensor:
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-                loss = each(**batch())
+                loss: Tensor = model(X, Y)
             loss.backward()
-        assert_same(*models)
+            return loss
 
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("lowering", "dropout", "tolerance"), [("eager", 0.1, 0.0), ("inductor", 0.0, 2e-2)]
-)
-def test_autocast_on_a_gpu(lowering: str, dropout: float, tolerance: float) -> None:
-    """Inductor draws other numbers for a dropout."""
-    model, inputs = within("cuda", dropout), {key: value.cuda() for key, value in batch().items()}
-    plain = copy.deepcopy(model).cuda()
-    megacompile(model, lowering=lowering)
-    for each in (plain, model):
-        torch.manual_seed(1)
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = each(**inputs)
-        loss.backward()
-    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
-        assert a.grad is not None and b.grad is not None
-        assert float((b.grad.cuda() - a.grad).norm()) <= tolerance * float(a.grad.norm())
-
-
-def test_models_beside_and_around_one_another() -> None:
-    """A GAN's generator and discriminator, or a student and its teacher; a part of a plain one."""
-    first, second = twins(zoo.stack()[0]), twins(zoo.dropout()[0])
-    whole = nn.Sequential(nn.Linear(WIDTH, WIDTH), Stack(), nn.Linear(WIDTH, WIDTH))
-    plain = copy.deepcopy(whole)
-    megacompile(whole[1], device="cpu", lowering="eager")
-    for one, other, last in zip(first, second, (plain, whole), strict=True):
-        torch.manual_seed(0)
-        (other(one(X), Y) + last(X).square().mean()).backward()
-    for pair in (first, second, (plain, whole)):
-        assert_same(*pair)
+        assert_alike(models, use)
 
 
 # --- functional calls: other tensors are a model's weights in a call
@@ -231,6 +169,14 @@ def of_samples(model: nn.Module) -> Tensor:
     return found
 
 
+def came_since(model: Any) -> Tensor:
+    """Taken over in the call, with the tensors given out of it."""
+    torch.manual_seed(3)
+    model.layers.append(zoo.Block())
+    model.embed.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    return called(model, {n: p * 2 for n, p in model.named_parameters() if "layers" in n})
+
+
 LOSSES: dict[str, Callable[[Any], Tensor]] = {
     "MAML": inner_step,
     "exchanged": lambda m: called(
@@ -240,6 +186,7 @@ LOSSES: dict[str, Callable[[Any], Tensor]] = {
     "parameters": given_parameters,
     "a module around": in_a_module_around,
     "gradients of samples": of_samples,
+    "what came since": came_since,
 }
 
 
@@ -254,44 +201,21 @@ def places(model: Any) -> tuple[Any, ...]:
 def test_functional_calls_of_one_model() -> None:
     """Gradients reach what the weights depend on. It trains, and the next call sees the update."""
     models = plain, model = twins(zoo.stack()[0])
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in models]
+    optimizers = {m: torch.optim.AdamW(m.parameters(), lr=0.01) for m in (plain, model)}
     for name, loss in LOSSES.items():
-        before = places(model)
-        values = []
-        for each, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            value = loss(each)
+
+        def use(m: Any, loss: Callable[[Any], Tensor] = loss) -> Tensor:
+            m.zero_grad()
+            value = loss(m)
             if value.requires_grad:
                 value.sum().backward()
-            values.append(value.detach())
-        assert equal(*values), name
-        assert not zoo.differences(plain, model), name
-        assert places(model) == before, name
-        for optimizer in optimizers:
+            return value
+
+        before = places(model)
+        assert_alike(models, use, name=name)
+        assert loss is came_since or places(model) == before, name
+        for optimizer in optimizers.values():
             optimizer.step()
-    for each in models:
-        each.zero_grad()
-        torch.manual_seed(3)
-        each.layers.append(zoo.Block())  # taken over in the call, with the tensors given out of it
-        each.embed.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-        called(each, {n: p * 2 for n, p in each.named_parameters() if "layers" in n}).backward()
-    assert_same(plain, model)
-
-
-@pytest.mark.parametrize("kind", ["tied", "batchnorm"])
-def test_functional_calls_with_ties_and_buffers(kind: str) -> None:
-    """One tensor is given for both places; statistics go into the dict that was given."""
-    models = twins(zoo.ZOO[kind]()[0])
-    states = []
-    for each in models:
-        step(each, batch())
-        state = {n: b.clone() for n, b in each.named_buffers()}
-        state |= {n: p * 2 for n, p in each.named_parameters()}
-        called(each, state, 2).backward()
-        states.append(list(state.values()))
-        assert kind == "batchnorm" or each.head.weight is each.embed.weight
-    assert all(map(equal, *states))
-    assert_same(*models)
 
 
 # --- torch.compile around it: it leaves the model as it is, which is said once
@@ -301,64 +225,29 @@ def norm(model: nn.Module) -> Tensor:
     return torch.stack([p.square().sum() for p in model.parameters()]).sum()
 
 
-def by_layer(model: Any) -> Any:
-    for layer in model.layers:
-        layer.compile(backend="aot_eager")
-    return model
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, norm: Any) -> Tensor:
+    """A step that reads parameters behind the last one, whose update may be on its way."""
+    loss: Tensor = model(**batch()) + norm(model).detach()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
 
 
-def compiled(function: Any) -> Any:
-    return torch.compile(function, backend="aot_eager")
-
-
-# What is called for a loss, plain and of the streamed model; and how often something is said.
-Made = Callable[[Any], Callable[..., Tensor]]
-AROUND: dict[str, tuple[Made, Made, int]] = {
-    "model": (lambda m: m, compiled, 1),
-    "penalty": (  # it reads parameters behind a step, whose update may be on its way
-        lambda m: lambda **inputs: m(**inputs) + norm(m).detach(),
-        lambda m: lambda **inputs: m(**inputs) + compiled(norm)(m).detach(),
-        0,
-    ),
-    "layers": (by_layer, by_layer, 0),
-    "train step": (lambda m: m, lambda m: m, 1),
-}
-
-
-@pytest.mark.parametrize("name", AROUND)
-def test_torch_compile_changes_nothing(name: str) -> None:
+@pytest.mark.parametrize("around", ["model", "step", "layers"])
+def test_torch_compile_changes_nothing(around: str) -> None:
     models = plain, streamed = twins(zoo.stack()[0])
-    *makes, count = AROUND[name]
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in models]
-
-    def train(call: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> Tensor:
-        loss = call(**batch())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    steps: list[Callable[..., Tensor]] = [train, compiled(train) if name == "train step" else train]
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (streamed, plain))
+    compiled: Any = functools.partial(torch.compile, backend="aot_eager")
+    for layer in [*plain.layers, *streamed.layers] if around == "layers" else []:
+        layer.compile(backend="aot_eager")
+    step = compiled(train) if around == "step" else train
+    model = compiled(streamed) if around == "model" else streamed
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        calls = [make(model) for make, model in zip(makes, models, strict=True)]
         for _ in range(2):
-            assert equal(
-                *(step(*each) for step, *each in zip(steps, calls, optimizers, strict=True))
-            )
-            assert_same(plain, streamed)
-    assert len([w for w in caught if str(w.message).startswith("megacompile")]) == count
-    assert schedules(streamed), "and it is still streamed"
-
-
-@pytest.mark.filterwarnings("ignore:megacompile")
-def test_what_is_compiled_can_be_asked_and_copied() -> None:
-    plain, streamed, inputs = stacks()
-    made: Any = torch.compile(streamed, backend="eager")
-    made(**inputs)
-    assert schedules(made) == schedules(streamed) != []
-    for other in (copy.deepcopy(streamed), pickle.loads(pickle.dumps(streamed))):
-        other.compile(backend="eager")
-        assert equal(plain(**inputs).detach(), other(**inputs).detach())
-        assert inside.is_streamed(other)
-    assert compat.compiled_call(plain) is None
+            assert equal(train(plain, theirs, norm), step(model, ours, compiled(norm)))
+            assert_same(*models)
+    said = [w for w in caught if str(w.message).startswith("megacompile")]
+    assert len(said) == (around != "layers")
+    assert schedules(model), "and it is still streamed"

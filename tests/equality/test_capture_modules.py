@@ -9,24 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from torch.utils._pytree import tree_leaves
 
-from megacompile import compat
-from tests import zoo
+from tests.equality.calls import assert_alike, total, trained
 from tests.equality.nets import Applies, in_a_row
-from tests.zoo import WIDTH, assert_same, equal, twins
+from tests.zoo import WIDTH, equal, twins
 
-Make = Callable[[], tuple[nn.Module, tuple[Any, ...]]]  # gives the inputs too
-MODULES: dict[str, Make] = {}
+MODULES: dict[str, Callable[[], nn.Module]] = {}
 
 
-def unusual(make: Make) -> Make:
+def unusual(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     MODULES[make.__name__.removeprefix("_")] = make
     return make
-
-
-def sequence(length: int = 5) -> Tensor:
-    return torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(7))
 
 
 def linear() -> nn.Module:
@@ -34,22 +27,7 @@ def linear() -> nn.Module:
 
 
 @unusual
-def _running_state() -> tuple[nn.Module, tuple[Any, ...]]:
-    def run(m: Any, x: Tensor) -> Tensor:
-        y = m.layer(x)
-        if m.training:
-            m.count += 1
-            m.mean.mul_(0.9).add_(y.detach().mean((0, 1)), alpha=0.1)
-            m.last = y.detach()[0, 0]  # replaced, not changed
-        out: Tensor = y - m.mean / m.count
-        return out
-
-    buffers = {"count": torch.zeros((), dtype=torch.long), "mean": torch.zeros(WIDTH)}
-    return Applies(run, layer=linear(), **buffers, last=torch.zeros(WIDTH)), (sequence(),)
-
-
-@unusual
-def _odd_parameters() -> tuple[nn.Module, tuple[Any, ...]]:
+def _odd_parameters() -> nn.Module:
     """Complex, integer, boolean, scalar and empty ones."""
 
     def run(m: Any, x: Tensor) -> Tensor:
@@ -66,25 +44,12 @@ def _odd_parameters() -> tuple[nn.Module, tuple[Any, ...]]:
         mask=nn.Parameter(torch.ones(WIDTH, dtype=torch.bool), requires_grad=False),
         scalar=nn.Parameter(torch.tensor(1.5)),
         empty=nn.Parameter(torch.empty(0)),
-    ), (sequence(),)
+    )
 
 
 @unusual
-def _no_tensor_inputs() -> tuple[nn.Module, tuple[Any, ...]]:
-    return Applies(lambda m, n, k: m.layer(torch.ones(n, WIDTH)) * k, layer=linear()), (3, 2.5)
-
-
-@unusual
-def _returns_parameters() -> tuple[nn.Module, tuple[Any, ...]]:
-    def run(m: Any, x: Tensor) -> Any:
-        return m.layer(x), m.one, {"view": m.two.t(), "n": 3, "text": "text", "none": None}
-
-    one, two = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3, 2))
-    return Applies(run, layer=linear(), one=one, two=two), (sequence(),)
-
-
-@unusual
-def _writes_through_views() -> tuple[nn.Module, tuple[Any, ...]]:
+def _writes_through_views() -> nn.Module:
+    @torch._dynamo.disable
     @torch.no_grad()
     def write(m: Any) -> None:
         m.layer.bias[0] = 3
@@ -92,19 +57,18 @@ def _writes_through_views() -> tuple[nn.Module, tuple[Any, ...]]:
         m.layer.weight.view(-1)[3:7] = 0
         first, second = m.layer.weight.chunk(2)
         first.copy_(second)
-
-    eager = torch._dynamo.disable(write)
+        m.last = m.layer.weight.detach()[0] * 1  # a buffer that is replaced, not changed
 
     def run(m: Any, x: Tensor) -> Tensor:
-        eager(m)
+        write(m)
         out: Tensor = m.layer(x)
         return out
 
-    return Applies(run, layer=linear()), (sequence(),)
+    return Applies(run, layer=linear(), last=torch.zeros(WIDTH))
 
 
 @unusual
-def _forces() -> tuple[nn.Module, tuple[Any, ...]]:
+def _forces() -> nn.Module:
     """A gradient inside of the forward, also where the caller has it off."""
 
     def run(m: Any, x: Tensor) -> Tensor:
@@ -114,58 +78,32 @@ def _forces() -> tuple[nn.Module, tuple[Any, ...]]:
         out: Tensor = m.head(force)
         return out
 
-    return Applies(run, energy=linear(), head=linear()), (sequence(),)
-
-
-@unusual
-def _transforms_of_functions() -> tuple[nn.Module, tuple[Any, ...]]:
-    def run(m: Any, x: Tensor) -> Tensor:
-        rows = torch.vmap(lambda row: m.first(row).tanh())(x)
-        out: Tensor = m.second(rows) + torch.func.grad(lambda r: m.first(r).square().sum())(x)
-        return out
-
-    return Applies(run, first=linear(), second=linear()), (sequence(),)
-
-
-def total(output: Any) -> Tensor:
-    """A scalar of everything in an output that requires grad."""
-    found = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-    return torch.stack([(t.abs() * (k + 1)).mean() for k, t in enumerate(found)]).sum()
+    return Applies(run, energy=linear(), head=linear())
 
 
 @pytest.mark.filterwarnings("ignore:megacompile")  # some are not captured, and say so
 @pytest.mark.parametrize("name", MODULES)
 def test_unusual_modules(name: str) -> None:
-    # 2.11's Dynamo writes add_(..., alpha=) as a product and a sum
-    rounds = torch.__version__ < "2.12" and name == "running_state"
     torch.manual_seed(0)
-    model, inputs = MODULES[name]()
-    plain, streamed = twins(model)
-    for each in (plain, streamed):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.05)
-        for seed in range(2):
-            torch.manual_seed(seed)
-            total(each(*inputs)).backward()
-            optimizer.step()
-            torch.manual_seed(seed)
-            total(each(*inputs)).backward()
-    if rounds:
-        zoo.assert_close(plain, streamed)
-        return
-    assert_same(plain, streamed)
-    assert all(type(p) is nn.Parameter for p in streamed.parameters())
+    models = twins(MODULES[name]())
+    x = torch.randn(2, 5, WIDTH)
+
+    def steps(model: Any) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        seen = [trained(x)(model)]
+        optimizer.step()
+        return [*seen, trained(x)(model)]
+
+    assert_alike(models, steps, times=2)
+    assert all(type(p) is nn.Parameter for p in models[1].parameters())
     with torch.no_grad():
-        found = [tree_leaves(each.eval()(*inputs)) for each in (plain, streamed)]
-    for mine, theirs in zip(*found, strict=True):
-        assert equal(mine, theirs) if isinstance(mine, Tensor) else mine == theirs
-    assert_same(plain, streamed)
+        assert_alike(models, lambda m: m.eval()(x))
 
 
 # --- recurrent layers, whatever Dynamo is told of them
 
 LAYERS: dict[str, Callable[[], nn.RNNBase]] = {
     "LSTM": lambda: nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.2, batch_first=True),
-    "RNN": lambda: nn.RNN(WIDTH, WIDTH, bias=False, batch_first=True),
     "both ways": lambda: nn.LSTM(WIDTH, WIDTH // 2, bidirectional=True, batch_first=True),
 }
 
@@ -187,26 +125,20 @@ def between(m: Any, x: Tensor, lengths: Tensor | None = None) -> Tensor:
 def test_recurrent_layers(name: str) -> None:
     """They are not captured, though the user has set Dynamo's own option for them; behind a call
     the layer is itself."""
-    before = compat.dynamo_options()
-    compat.set_dynamo_options({"allow_rnn": True})
-    try:
-        plain, streamed = twins(in_a_row(between, width=WIDTH, layer=LAYERS[name]()))
-        x = torch.randn(2, 5, WIDTH)
+    models = plain, streamed = twins(in_a_row(between, width=WIDTH, layer=LAYERS[name]()))
+    x = torch.randn(2, 5, WIDTH)
+
+    def use(model: Any, lengths: Any) -> Tensor:
+        loss: Tensor = model(x, lengths)
+        total(loss).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        return loss
+
+    with torch._dynamo.config.patch(allow_rnn=True):
         for lengths in (None, torch.tensor([5, 3]), torch.tensor([2, 4])):
-            losses = []
-            for model in (plain, streamed):
-                torch.manual_seed(0)
-                losses.append(model(x, lengths))
-                losses[-1].backward()
-                torch.optim.SGD(model.parameters(), lr=0.1).step()
-            assert equal(*(loss.detach() for loss in losses))
-            assert_same(plain, streamed)
-        plain.eval(), streamed.eval()
+            assert_alike(models, lambda m, lengths=lengths: use(m, lengths))
         with torch.no_grad():
-            assert equal(plain(x), streamed(x))
+            assert_alike(models, lambda m: m.eval()(x))
             assert equal(streamed.layer(x)[0], plain.layer(x)[0])
-        assert [*map(id, streamed.layer.all_weights[0])] == [
-            *map(id, [*streamed.layer.parameters()][: len(streamed.layer.all_weights[0])])
-        ]
-    finally:
-        compat.set_dynamo_options(before)
+        weights = streamed.layer.all_weights[0]
+        assert [*map(id, weights)] == [*map(id, [*streamed.layer.parameters()][: len(weights)])]
