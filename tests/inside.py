@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import concurrent.futures
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
 
 from megacompile import compat, notices
 from megacompile.beside import compile_pool
+from megacompile.cost.memory import device_memory
+from megacompile.cost.optimizer import OptimizerCost
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Placement, Schedule
 from megacompile.ir.stream import Stream
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 from megacompile.plan.chooser import Chooser
-from megacompile.runtime.device.buffers import Wanted
+from megacompile.runtime.device.buffers import HostBuffer, Wanted
+from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.model.program import Program
 from megacompile.runtime.model.streamed import StreamedModel
@@ -77,6 +82,12 @@ def prove(schedule: Schedule) -> None:
     verify(schedule)
 
 
+def planned_bytes(schedule: Schedule, *, fused: bool) -> int:
+    """The predicted peak of device memory, where an optimizer has no states."""
+    cost = OptimizerCost(states=0)
+    return device_memory(schedule, optimizer=cost, fused=fused).peak.total_bytes
+
+
 def buckets(model: nn.Module) -> dict[str, HostBucket]:
     """The buckets of a model, by name."""
     bound = machine(model).buckets.values()
@@ -89,6 +100,27 @@ def programs(model: nn.Module) -> list[Program]:
     """What was captured of a model, one for each graph and each kind of inputs."""
     found = [program for graph in streamed(model).graphs for program in graph.programs.values()]
     return [program for program in found if program is not None]
+
+
+@contextmanager
+def graph_calls(ran: list[Program | None]) -> Iterator[None]:
+    """Note what each call of a captured graph in the block runs; None where it runs in eager mode.
+
+    Layers of one class share a graph, and run a program each.
+    """
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        del argument
+        if event == "return" and frame.f_code.co_qualname == "CapturedGraph.__call__":
+            graph = frame.f_locals["self"]
+            ran.append(graph.programs.get(next(reversed(graph._called), None)))
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
 
 
 def executors(model: nn.Module) -> list[Executor]:
@@ -224,3 +256,12 @@ def abstract(
     """What is captured of a call where there are shapes alone; by these options, on the CPU."""
     resolved = abstract_options(**{"device": "cpu", "lowering": "eager", **options})
     return abstract_programs(model, tuple(args), named, options=resolved)
+
+
+class SimulatedRanks(Ranks):
+    """The ranks of a model, for whoever carries out their collectives in another way."""
+
+
+def page_locked(size_bytes: int) -> HostBuffer:
+    """Host memory from which a device copies."""
+    return HostBuffer(size_bytes, pin=True)

@@ -18,7 +18,7 @@ from megacompile.ir import ops
 from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.stages import Code
 from megacompile.ir.tensors import TensorMeta, tensors_bytes
-from megacompile.verify.proof import verify
+from tests import inside
 from tests.capturing import Captured, Counting, Net, capture
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
@@ -31,7 +31,7 @@ def build(captured: Captured, plan: Plan, **options: Any) -> Schedule:
         schedule = function(schedule)
         if name == "plan":
             schedule = replace(schedule, plan=plan)
-    verify(schedule)
+    inside.prove(schedule)
     return schedule
 
 
@@ -56,31 +56,24 @@ def on_host(schedule: Schedule) -> list[str]:
 
 
 def test_a_value_that_several_stages_take_goes_once_and_is_back_for_the_first() -> None:
+    """One that a stage on the device takes stays there: it must be there at the boundary anyway."""
     schedule = build(skips(), Plan(offload=frozenset(range(7))))
     assert schedule.backward is not None
     offloads = ops.nodes_of(schedule.forward, ops.offload_saved)
     copies = [node.all_input_nodes[0].name for node in offloads]
     fetches = ops.nodes_of(schedule.backward, ops.fetch_saved)
     assert len(copies) == len(set(copies)) and len(fetches) <= len(copies)
-    several = [node for node in fetches if len(_stages_reading(node)) > 1]
+    order = list(schedule.backward.nodes)
+    several = 0
+    for fetch in fetches:
+        readers = [u for u in fetch.users if u.target in (ops.recompute, ops.backward)]
+        several += len({ops.arguments(reader)[0].index for reader in readers}) > 1
+        (release,) = (user for user in fetch.users if user.target is ops.free)
+        places = [order.index(user) for user in fetch.users if user is not release]
+        assert order.index(fetch) < min(places) and order.index(release) > max(places)
     assert several, "a skip"
-    for fetch in several:
-        release = next(user for user in fetch.users if user.target is ops.free)
-        order = list(schedule.backward.nodes)
-        readers = [order.index(user) for user in fetch.users if user is not release]
-        assert order.index(fetch) < min(readers) and order.index(release) > max(readers)
-
-
-def _stages_reading(value: fx.Node) -> set[int]:
-    computes = (ops.recompute, ops.backward)
-    return {ops.arguments(u)[0].index for u in value.users if u.target in computes}
-
-
-def test_a_value_that_a_stage_on_the_device_takes_stays_there() -> None:
-    """It must be there at the boundary anyway."""
-    whole = build(skips(), Plan(offload=frozenset(range(7))))
     less = build(skips(), Plan(offload=frozenset(range(5))))
-    assert "y1_0_host" in set(on_host(whole)) - set(on_host(less)), "stage 6 takes it"
+    assert "y1_0_host" in set(on_host(schedule)) - set(on_host(less)), "stage 6 takes it"
 
 
 def test_what_is_returned_to_the_user_stays() -> None:

@@ -9,19 +9,13 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile import compat, megacompile
-from megacompile.beside import compile_pool
-from megacompile.ir.stages import Code
-from megacompile.passes.stages.direct import direct
-from megacompile.passes.stages.lower import CodeToCome
-from megacompile.plan.budget import Budget
+from megacompile import megacompile, schedules
 from tests import inside
 
 
@@ -53,12 +47,12 @@ def pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pool]:
     script.write_text(f"#!/bin/sh\n{reads}echo ready\nexec cat {fifo}\n")
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
-    monkeypatch.setenv(compile_pool.VARIABLE, "1")
+    monkeypatch.setenv("MEGACOMPILE_COMPILE_PROCESSES", "1")
     made = Pool(os.open(fifo, os.O_RDWR))
     monkeypatch.setattr(torch._inductor, "compile", made.compile)
     with torch._inductor.config.patch(compile_threads=2):
         yield made
-    compile_pool.stop()
+    inside.stop_processes()
     os.close(made.fifo)
 
 
@@ -86,13 +80,21 @@ def check(model: nn.Module, rows: int) -> None:
         torch.testing.assert_close(found.grad, expected.grad, atol=1e-4, rtol=1e-3)
 
 
+def settle(model: nn.Module, pool: Pool, rows: int) -> None:
+    """Calls load code for a moment each: until there is no more."""
+    seen = -1
+    while pool.compiled > seen:
+        seen = pool.compiled
+        check(model, rows)
+
+
 def test_a_later_program_waits_for_no_code(pool: Pool) -> None:
     """The first one does. The next ones run until all of their code is there, and no backward is
     to come; then they run that."""
     model = streamed(net())
     check(model, 4)
     first = pool.compiled
-    assert first > 2 and compile_pool._pool is None
+    assert first > 2 and not inside.has_processes()
     check(model, 6)
     check(model, 7)
     waiting = model(inputs(6)).square().sum()
@@ -104,7 +106,7 @@ def test_a_later_program_waits_for_no_code(pool: Pool) -> None:
     assert pool.compiled == first
     waiting.backward()
     inside.wait_for_code(model)  # of the call without gradients
-    check(model, 5)
+    settle(model, pool, 5)
     second = pool.compiled
     assert second > first
     check(model, 7)
@@ -120,11 +122,27 @@ class Scale(nn.Module):
         return self.weight * x
 
 
+class Drawing(nn.Module):
+    """A layer that drops out, and as many others as it is told to run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), Scale())
+        self.layers = nn.ModuleList([first, Scale(), Scale()])
+
+    def forward(self, x: Tensor, depth: int = 3) -> Tensor:
+        for layer in self.layers[:depth]:
+            x = layer(x)
+        return x
+
+
 def test_a_recompute_draws_what_its_forward_drew(pool: Pool) -> None:
-    """A gradient comes from where dropout has left an output, before and after code is used."""
+    """A gradient comes from where dropout has left an output, before and after code is used. Code
+    that draws runs in one way: where some of it is compiled, more of it is, at once."""
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), Scale()), Scale(), Scale()]
-    model = streamed(nn.Sequential(*layers), activations="recompute")
+    model: Any = streamed(Drawing(), activations="recompute")
+    model(inputs(4), 1).sum().backward()  # which is not run again
+    first = pool.compiled
     for rows in (4, 6, 7, 7, 6):
         if rows == 7:
             pool.finish()
@@ -132,36 +150,49 @@ def test_a_recompute_draws_what_its_forward_drew(pool: Pool) -> None:
         model.zero_grad()
         y = model(inputs(rows))
         y.sum().backward()
-        bias: Any = layers[0][0].bias  # type: ignore[index]
-        assert torch.equal(bias.grad, 2 * y.count_nonzero(0))
+        assert torch.equal(model.layers[0][0].bias.grad, 2 * y.count_nonzero(0))
+        assert pool.compiled > first
 
 
-@pytest.mark.parametrize("why", ["deterministic", "no processes"])
+class Strided(nn.Sequential):
+    """It reads its last value where it lies."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).as_strided(x.shape, x.stride())
+
+
+@pytest.mark.parametrize("why", ["deterministic", "no processes", "strides"])
 def test_others_wait(why: str, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where each run must give the same numbers, or nobody else compiles."""
+    """Where each run must give the same numbers, where nobody else compiles, and what needs the
+    strides that were traced, which kernels may not give."""
     if why == "no processes":
-        monkeypatch.setenv(compile_pool.VARIABLE, "0")
+        monkeypatch.setenv("MEGACOMPILE_COMPILE_PROCESSES", "0")
     torch.use_deterministic_algorithms(why == "deterministic")
     try:
-        model = streamed(net())
+        model = streamed(Strided(*net()) if why == "strides" else net())
         check(model, 4)
         first = pool.compiled
         check(model, 6)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert pool.compiled > first and compile_pool._pool is None
+    assert pool.compiled > first and inside.has_processes() == (why == "strides")
 
 
-@pytest.mark.parametrize("happens", ["no kernel", "memory runs out"])
+def codes(model: nn.Module) -> list[dict[Any, Any]]:
+    """The code of the newest schedule's templates."""
+    return [dict(template.code) for template in schedules(model)[-1].templates]
+
+
+@pytest.mark.parametrize("happens", ["no second kernel", "memory runs out"])
 def test_what_happens_to_code_meanwhile(
     happens: str, pool: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What cannot be compiled stays as it is, and is not tried again. Where memory runs out, code
-    is waited for: operators that are not fused need more."""
+    """What cannot be compiled stays as it is, with all of its template, and is not tried again.
+    Where memory runs out, code is waited for: operators that are not fused need more."""
     model = streamed(net())
     check(model, 4)
     check(model, 6)
-    first = pool.compiled
+    first, before = pool.compiled, codes(model)
     pool.finish()
     if happens == "memory runs out":
         assert inside.step_down(model)
@@ -169,93 +200,11 @@ def test_what_happens_to_code_meanwhile(
         check(model, 6)
     else:
         inside.wait_for_code(model)
-        pool.error = RuntimeError(happens)
+        pool.error, pool.fails_from = RuntimeError(happens), first + 2
         with caplog.at_level("WARNING", "megacompile.compile"):
-            check(model, 6)
+            settle(model, pool, 6)
         assert happens in caplog.text
     second = pool.compiled
     check(model, 7)
     assert pool.compiled == second
-
-
-# --- what belongs together
-
-
-class Drawn:
-    """A template, as far as it matters here."""
-
-    def __init__(self, *, random: bool, code: dict[Any, Any] | None = None) -> None:
-        graph = torch.fx.Graph()
-        x = graph.placeholder("x")
-        with compat.fake_mode():
-            x.meta["val"] = torch.ones(2)
-        graph.output((graph.call_function(torch.ops.aten.neg.default, (x,)),))
-        self.random = random
-        self.code = {} if code is None else code
-        self.graphs = dict.fromkeys(Code, torch.fx.GraphModule({}, graph))
-
-
-def template(**given: Any) -> Any:
-    return Drawn(**given)
-
-
-def test_code_that_draws_runs_in_one_way(pool: Pool) -> None:
-    """Compiled if some of it is, and not compiled if some of it is not."""
-    drawing, other = (
-        template(random=random, code={Code.FORWARD: "compiled"}) for random in (True, False)
-    )
-    to_come = CodeToCome(torch.device("cpu"))
-    wanted = [(drawing, Code.RECOMPUTE), (other, Code.RECOMPUTE)]
-    assert to_come.without(wanted, waits=False) == wanted[:1]
-    assert Code.RECOMPUTE in other.code
-
-    new = template(random=True)
-    assert to_come.without([(new, Code.FORWARD)], waits=False) == []
-    assert to_come.without([(new, Code.RECOMPUTE)], waits=True) == []
-    pool.finish()
-    assert to_come.load() and to_come.is_ready()
-    to_come.use()
-    assert not to_come and not to_come.is_ready()
-    assert to_come.without([(new, Code.BACKWARD)], waits=False) == [(new, Code.BACKWARD)]
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_it_is_loaded_bit_by_bit(fails: bool, pool: Pool) -> None:
-    """All of a template's code is used, or, where some could not be compiled, nothing of it."""
-    to_come = CodeToCome(torch.device("cpu"))
-    each = template(random=False)
-    to_come.without([(each, Code.FORWARD), (each, Code.BACKWARD)], waits=False)
-    pool.finish()
-    before = dict(each.code)
-    pool.error, pool.fails_from = RuntimeError("no kernel") if fails else None, 2
-    assert not to_come.load(0.0) and to_come.load()
-    assert each.code == before and pool.compiled == 2
-    to_come.use()
-    assert {each.code[code] is not before[code] for code in before} == {not fails}
-
-
-def test_what_needs_the_strides_that_were_traced_waits(pool: Pool) -> None:
-    """Kernels may give others: a view of them is a copy, and `as_strided` would read elsewhere."""
-    x = torch.ones(2, 3)
-    graph = torch.fx.Graph()
-    view = graph.call_function(torch.ops.aten.view.default, (graph.placeholder("x"), [6]))
-    graph.output((view,))
-    module = torch.fx.GraphModule({}, graph)
-    with pytest.raises(RuntimeError, match="view size"):
-        direct(module)(x.t().contiguous().t())
-    (found,) = direct(module, any_strides=True)(x.t().contiguous().t())
-    assert found is not None and torch.equal(found, x.view(6))
-
-    strided = template(random=False)
-    (neg,) = strided.graphs[Code.FORWARD].graph.find_nodes(
-        op="call_function", target=torch.ops.aten.neg.default
-    )
-    neg.target = torch.ops.aten.as_strided.default
-    wanted = [(strided, Code.BACKWARD)]
-    assert CodeToCome(torch.device("cpu")).without(wanted, waits=False) == wanted
-
-
-def test_unfused_operators_must_fit_beside_what_is_planned() -> None:
-    budget = Budget(SimpleNamespace(options=SimpleNamespace(gpu_memory=100)))  # type: ignore[arg-type]
-    budget._needed_bytes = 80
-    assert budget.holds(20, 90) and not budget.holds(21, 90) and not budget.holds(20, 101)
+    assert (codes(model) == before) == (happens != "memory runs out")
