@@ -23,7 +23,6 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from megacompile.errors import OptimizerError
-from megacompile.runtime.device.buffers import HostBuffer
 from tests import inside
 from tests.stateful.late import late
 from tests.zoo import assert_same, batch, equal, stack, step, twins
@@ -86,6 +85,11 @@ def test_children_that_read_while_an_update_is_in_flight() -> None:
         some_steps(model, optimizer, 0, 2)
     workers = late(streamed)
 
+    def update(start: int) -> None:
+        for model, optimizer in both:
+            some_steps(model, optimizer, start, 1)
+        assert workers.names, "in flight"
+
     class Data(Dataset[Tensor]):
         def __len__(self) -> int:
             return 4
@@ -94,14 +98,10 @@ def test_children_that_read_while_an_update_is_in_flight() -> None:
             param: nn.Parameter = streamed.get_parameter(NAME)
             return param.detach() + index
 
-    for model, optimizer in both:
-        some_steps(model, optimizer, 2, 1)
-    assert workers.names
+    update(2)
     assert same(plain, in_child(lambda: values(streamed)))
     assert not workers.names
-    for model, optimizer in both:
-        some_steps(model, optimizer, 3, 1)
-    assert workers.names
+    update(3)
     loader = DataLoader(Data(), num_workers=2, multiprocessing_context="fork", timeout=TIMEOUT_S)
     for i, item in enumerate(loader):
         assert equal(item[0], plain.get_parameter(NAME).detach() + i)
@@ -161,24 +161,21 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_child_and_page_locked_memory(cudart: None) -> None:
     """Processes share it: what a child writes is its own all the same."""
     size = 5 * 2**20 + 3
-    buffer = HostBuffer(size, pin=True)
-    flat = buffer.bytes(size)
-    flat.fill_(1)
-    other = HostBuffer(100, pin=True).bytes(100).fill_(3)
+    flat = inside.page_locked(size).bytes(size).fill_(1)
+    other = inside.page_locked(100).bytes(100).fill_(3)
 
     def writes() -> tuple[bool, bool, bool]:
         before = bool((flat == 1).all())
         flat.fill_(2)
-        mine = HostBuffer(100, pin=True).bytes(100).fill_(9)
+        mine = inside.page_locked(100).bytes(100).fill_(9)
         return before, bool((flat == 2).all()), bool((mine == 9).all())
 
     assert in_child(writes) == (True, True, True)
     assert bool((flat == 1).all()) and bool((other == 3).all())
-    later = HostBuffer(100, pin=True).bytes(100)
-    assert bool((later == 0).all())
+    assert bool((inside.page_locked(100).bytes(100) == 0).all())
 
     # a child that drops it gives back nothing of its parent's
-    buffers = [HostBuffer(2**20, pin=True)]
+    buffers = [inside.page_locked(2**20)]
     kept = torch.frombuffer(buffers[0], dtype=torch.uint8).fill_(5)
 
     def drops() -> None:
@@ -192,7 +189,7 @@ def test_a_child_and_page_locked_memory(cudart: None) -> None:
 
 def test_page_locked_memory_is_given_back(cudart: None) -> None:
     """Of the file that it lies in."""
-    buffer = HostBuffer(2**22, pin=True)
+    buffer = inside.page_locked(2**22)
     file, before = buffer._file, os.fstat(buffer._file.fd or 0).st_blocks
     in_child(lambda: None)
     buffer.bytes(2**22).fill_(1)
@@ -207,15 +204,11 @@ SENT: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("masters", [False, True], ids=["", "masters"])
 @pytest.mark.filterwarnings("ignore:megacompile. parameter")
-def test_parameters_that_were_sent_are_trained_on(masters: bool) -> None:
+def test_parameters_that_were_sent_are_trained_on() -> None:
     """Also between a backward and its step, and while an update is in flight."""
-    options = {"compute_dtype": torch.bfloat16} if masters else {}
     for name, send in SENT.items():
-        plain, streamed = twins(stack()[0], **options)
-        if masters:  # computes in another dtype than plain
-            plain = twins(stack()[0], **options)[1]
+        plain, streamed = twins(stack()[0])
         pair = [(m, AdamW(m.parameters(), 0.01)) for m in (plain, streamed)]
         for model, optimizer in pair:
             some_steps(model, optimizer, 0, 2)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,14 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from megacompile import compat
-from megacompile.runtime.params import undo
-from megacompile.runtime.params.proxies import StreamedParameter
 from tests import inside
 from tests.draws import drawn
 from tests.interrupts import Places, traced
+from tests.loops import in_threads
 from tests.zoo import WIDTH, assert_steps_same, batch, differences, step, twins
 
+LIBRARY: Any = torch  # its stubs do not know all of it
 CALL = ("streamed", "proxies", "undo", "compat", "contextlib", "guards", "swap")
 
 
@@ -43,8 +41,9 @@ class Two(nn.Module):
 def state() -> tuple[Any, ...]:
     """What a call changes for its own time in this thread."""
     return (
-        compat.dynamo_options(),
-        compat.torch_function_state(),
+        torch._dynamo.config.recompile_limit,
+        torch._dynamo.config.allow_rnn,
+        LIBRARY._C._get_torch_function_state(),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
     )
@@ -59,9 +58,7 @@ def is_free(lock: Any) -> bool:
         if found[0]:
             lock.release()
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
+    in_threads([look])
     return found[0]
 
 
@@ -76,7 +73,7 @@ def interrupted(call: Callable[[], object], at: int, *files: str) -> Places:
 def assert_whole(model: Any, params: dict[str, nn.Parameter], before: Any, place: str) -> None:
     """Its parameters are in their places, it can be saved, and nobody holds it."""
     now = dict(model.named_parameters())
-    assert not any(isinstance(param, StreamedParameter) for param in now.values()), place
+    assert not inside.has_proxies(model), place
     assert list(now) == list(params) and all(now[k] is params[k] for k in params), place
     torch.save(model.state_dict(), io.BytesIO())
     assert is_free(inside.streamed(model).buckets.alone), place
@@ -145,33 +142,4 @@ def test_what_two_interrupts_have_left_is_put_back() -> None:
     plain, model = twins(Two())
     inside.streamed(model).buckets.proxies.swap_in([])
     assert_steps_same(plain, model, batch())
-    assert not any(isinstance(param, StreamedParameter) for param in model.parameters())
-
-
-def test_undos_run_backwards_on_any_way_out() -> None:
-    done: list[str] = []
-    interrupts = [KeyboardInterrupt()]
-
-    def broken_off() -> None:
-        done.append("second")
-        if interrupts:
-            raise interrupts.pop()
-
-    def body(undos: undo.Undos) -> str:
-        undos += [lambda: done.append("first"), broken_off]
-        if error is None:
-            return "result"
-        raise error
-
-    error: ValueError | None = None
-    with pytest.raises(KeyboardInterrupt):
-        undo.undone(body)
-    assert done == ["second", "second", "first"], "what is broken off runs again"
-    done.clear()
-    assert undo.undone(body) == "result"
-    assert done == ["second", "first"]
-    done.clear()
-    error = ValueError("in the body")
-    with pytest.raises(ValueError, match="in the body"):
-        undo.undone(body)
-    assert done == ["second", "first"]
+    assert not inside.has_proxies(model)
