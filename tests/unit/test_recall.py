@@ -126,15 +126,6 @@ def cut_off(x: Any) -> Any:
     return [torch.relu(each) for each in (x.detach().view(-1), cut)]
 
 
-def twice(x: Any) -> Any:
-    a, b = x * 1, x * 2
-    return [torch.add(a, b), torch.add(a, a), torch.add(b, b), torch.stack([a, a]), a.view_as(a)]
-
-
-def constants(x: Any) -> Any:
-    return [x + k for k in (1, 1.0, True, 2)]
-
-
 def late_grad(x: Any) -> Any:
     """What is made of zeros requires grad after a part of it was set."""
     out = []
@@ -143,11 +134,6 @@ def late_grad(x: Any) -> Any:
         y[0].copy_(x[0])
         out.append(y * 2)
     return out
-
-
-def data(x: Any) -> Any:
-    """Data that fake tensors remember."""
-    return [torch.tensor(k).item() for k in (1, 2)]
 
 
 def numbered(x: Any, n: Any) -> Any:
@@ -164,8 +150,7 @@ def several(x: Any, n: Any) -> Any:
     return [x[:1].expand(k, 6) for k in (n, n + 1, n * 2, n + 1)]
 
 
-FUNCTIONS = [layers, views, same, in_place, view_of_changed, modes, autocast, cut_off, twice]
-FUNCTIONS += [constants, late_grad, data]
+FUNCTIONS = [layers, views, same, in_place, view_of_changed, modes, autocast, cut_off, late_grad]
 WITH_SYMBOLS = [layers, views, in_place, view_of_changed]
 Function = Callable[..., Any]
 
