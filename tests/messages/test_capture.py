@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
-import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacompile import megacompile, schedules
-from megacompile.beside import compile_pool
-from megacompile.errors import BackwardError, OptionError
+from megacompile.errors import BackwardError
+from tests.equality import operators
+from tests.messages.said import assert_says, heard
 from tests.zoo import stacks
 
 
@@ -35,18 +34,8 @@ class Function(nn.Module):
         return self.function(self, self.layer(x))
 
 
-@torch.library.custom_op("megacompile_tests::never_fake", mutates_args=())
-def never_fake(x: Tensor) -> Tensor:
-    return x.clone()
-
-
-@never_fake.register_fake
-def _(x: Tensor) -> Tensor:
-    raise RuntimeError("no fake tensors here")
-
-
 def untraced() -> None:
-    streamed(Function(lambda m, x: never_fake(x.detach()) + x))(torch.ones(2, 4))
+    streamed(Function(lambda m, x: operators.real_only(x.detach()) + x))(torch.ones(2, 4))
 
 
 def counted(module: Any, x: Tensor) -> Tensor:
@@ -77,27 +66,8 @@ def a_part_by_itself() -> None:
         part(torch.ones(2, 4))
 
 
-@torch.library.custom_op("megacompile_tests::sizes_gradient", mutates_args=())
-def sizes_gradient(x: Tensor) -> Tensor:
-    return x * 2
-
-
-@sizes_gradient.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty((int(x.shape[0]), *x.shape[1:]))
-
-
-@torch.library.custom_op("megacompile_tests::sizes", mutates_args=())
-def sizes(x: Tensor) -> Tensor:
-    return x * 2
-
-
-sizes.register_fake(torch.empty_like)
-sizes.register_autograd(lambda _, gradient: sizes_gradient(gradient))
-
-
 def asked_size() -> None:
-    model = streamed(Function(lambda m, x: sizes(x)))
+    model = streamed(Function(lambda m, x: operators.asks_in_backward(x)))
     for rows in range(2, 12):
         model(torch.ones(rows, 4)).sum().backward()
 
@@ -172,20 +142,7 @@ def changed_output() -> None:
     out.sum().backward()
 
 
-def processes() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(compile_pool.VARIABLE, "many")
-        compile_pool.start(torch.device("cpu"))
-
-
-class Case(NamedTuple):
-    """`{}` in a text stands for what depends on the machine or the line."""
-
-    provoke: Callable[[], None]
-    error: type[Exception]
-    text: str
-
-
+# How it is provoked, its class, its text.
 SLOWER = "(slower, same numbers; said once)"
 ANEW = f"was captured anew in 8 of its last 8 calls, which took {{}} s {SLOWER}: "
 GUARD = "what they were captured for did not hold (model.name == 'case {}'); "
@@ -193,72 +150,55 @@ FEWER = "let fewer things change from call to call, or make them arguments, or t
 BOTH = "fetching 2 of 2 parameters (80 B of 80 B, 100 %) at each use (slower, same numbers)"
 FILE = __file__
 
-CASES = [
-    Case(untraced, UserWarning,
+ROWS: list[tuple[Callable[[], None], type[Exception], str]] = [
+    (untraced, UserWarning,
         f"megacompile: {FILE}:{{}} (forward) runs in eager mode and fetches 2 of 2 parameters "
         f"(80 B of 80 B, 100 %) at each use {SLOWER}: Dynamo could not trace {FILE}:{{}} "
-        "(<lambda>): megacompile_tests.never_fake.default: RuntimeError('no fake tensors here'); "
+        "(<lambda>): megacompile_tests.real_only.default: RuntimeError('no fake tensors here'); "
         "TORCH_LOGS=+dynamo says more"),
-    Case(another_case, UserWarning, f"megacompile: Function {ANEW}{GUARD}{FEWER}"),
-    Case(a_part_by_itself, UserWarning, f"megacompile: Sequential {ANEW}{GUARD}{FEWER}"),
-    Case(asked_size, UserWarning,
+    (another_case, UserWarning, f"megacompile: Function {ANEW}{GUARD}{FEWER}"),
+    (a_part_by_itself, UserWarning, f"megacompile: Sequential {ANEW}{GUARD}{FEWER}"),
+    (asked_size, UserWarning,
         f"megacompile: Function {ANEW}each value of a size gets its own code: the stage Function, "
         "with its backward; pad to a few sizes"),
-    Case(unscheduled, UserWarning,
+    (unscheduled, UserWarning,
         f"megacompile: Function is not scheduled and runs in eager mode, {BOTH}: parameter "
         "'layer.weight' is changed in place by clamp_"),
-    Case(shared, UserWarning,
+    (shared, UserWarning,
         f"megacompile: Function is not scheduled and runs in eager mode, {BOTH}: inputs "
         "l_model_seen share memory and one is changed in place, but a parameter is in that memory "
         "too; pass copies (.clone())"),
-    Case(hooked_output, UserWarning,
+    (hooked_output, UserWarning,
         "megacompile: Function: output 1 has a hook, or retains its gradient, and other outputs "
         "are computed from it: what comes through those does not reach the hook, and what the hook "
         "changes does not reach them (other numbers than the plain model's; said once); end the "
         "captured graph after the line that computes it: torch._dynamo.graph_break()"),
-    Case(logits, UserWarning,
+    (logits, UserWarning,
         "megacompile(): Function: head='chunked', but the head is whole: the logits (scores) are "
         "returned to the caller; return the loss"),
-    Case(compiled, UserWarning,
+    (compiled, UserWarning,
         "megacompile: Stack is called from code that torch.compile captures, which leaves it as it "
         "is: megacompile compiles it (said once); leave out torch.compile where it is around the "
         "model alone"),
-    Case(compiled_method, UserWarning,
+    (compiled_method, UserWarning,
         "megacompile: Stack.compile() does nothing: megacompile compiles the model (said once); "
         "leave it out"),
-    Case(fullgraph, torch._dynamo.exc.Unsupported,
+    (fullgraph, torch._dynamo.exc.Unsupported,
         "{}reason: megacompile compiles this model itself; leave out fullgraph=True, or "
         "torch.compile){}"),
-    Case(later_backward, BackwardError,
+    (later_backward, BackwardError,
         "Function.1: a backward for these outputs has no code for sizes of 5 together; call "
         "megacompile(model, dynamic=False), so that each set of sizes gets its own"),
-    Case(changed_output, BackwardError,
+    (changed_output, BackwardError,
         "Function: an output of shape (2, 4) was changed in place since the forward, whose "
         "backward needs it as it was; change a copy (.clone()), or call backward() before"),
-    Case(processes, OptionError,
-        "MEGACOMPILE_COMPILE_PROCESSES=many: needed a number of processes, such as 4, or 0"),
 ]  # fmt: skip
 
 
-def heard(provoke: Callable[[], None]) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        provoke()
-    return [str(w.message) for w in caught if str(w.message).startswith("megacompile")]
-
-
 @pytest.mark.filterwarnings("ignore:var..:UserWarning")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.provoke.__name__)
-def test_a_message(case: Case) -> None:
-    """Once, however often there is a reason for it."""
-    if case.error is UserWarning:
-        (text,) = heard(case.provoke)
-    else:
-        with pytest.raises(case.error) as raised:
-            case.provoke()
-        text = str(raised.value)
-    pattern = ".*".join(map(re.escape, case.text.split("{}")))
-    assert re.fullmatch(pattern, text, re.DOTALL), text
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].__name__)
+def test_what_is_said(row: tuple[Callable[[], None], type[Exception], str]) -> None:
+    assert_says(*row)
 
 
 def test_nothing_is_said_without_a_reason() -> None:

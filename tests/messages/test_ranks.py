@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,6 @@ from torch.optim import Adafactor, AdamW
 
 from megacompile import Explanation, explain, megacompile
 from megacompile.cli import main
-from megacompile.cost.hardware import H200
-from megacompile.cost.ranks import RankRates, slow_rates
 from megacompile.errors import (
     MegacompileError,
     ModelError,
@@ -28,10 +27,8 @@ from megacompile.errors import (
     OptionError,
     OptionTypeError,
 )
-from megacompile.plan.findings import SlowRank
-from megacompile.runtime.model.data_parallel import refuse_unreduced
-from megacompile.tracing.critical_path import RankSteps, last_rank
 from tests.configs import CONFIG
+from tests.messages.said import assert_says
 from tests.processes import group_of_one
 
 
@@ -101,17 +98,6 @@ def wrapped_with_update(mesh: DeviceMesh) -> None:
     DistributedDataParallel(megacompile(model, optimizer=AdamW(model.parameters())))
 
 
-def unreduced(**changed: Any) -> Callable[[DeviceMesh], None]:
-    case: dict[str, Any] = {
-        "computes_on": "cuda",
-        "lies_on": {"cpu"},
-        "others_on": {"cpu"},
-        "device_ids": None,
-        "reduces_on": {"cpu", "cuda"},
-    }
-    return lambda mesh: refuse_unreduced("Net", **case | changed)
-
-
 ERRORS: dict[str, tuple[Callable[[DeviceMesh], object], type[MegacompileError], str]] = {
     "no mesh": (lambda mesh: shared("cpu"), OptionTypeError,
      "megacompile(): option 'mesh' got 'cpu' (str); needed a DeviceMesh: "
@@ -169,29 +155,13 @@ ERRORS: dict[str, tuple[Callable[[DeviceMesh], object], type[MegacompileError], 
      "DistributedDataParallel(): Sequential is megacompiled with optimizer=, so that the "
      "backward updates and gradients never leave the device, but DistributedDataParallel would "
      "have to reduce them first; leave out optimizer= of megacompile()"),
-    "DDP over the host": (unreduced(reduces_on={"cuda"}), ModelError,
-     "DistributedDataParallel(): Net is megacompiled and its parameters are on the host, where "
-     "the process group cannot reduce their gradients (it has backends for cuda); write "
-     'init_process_group("cpu:gloo,cuda:nccl") and DistributedDataParallel(model)'),
-    "DDP with device_ids": (unreduced(device_ids=[0]), ModelError,
-     "DistributedDataParallel(): Net is megacompiled and its parameters are on the host, so that "
-     "it takes no device_ids or output_device, got [0]; write "
-     'init_process_group("cpu:gloo,cuda:nccl") and DistributedDataParallel(model): the model '
-     "moves its inputs to the device itself"),
-    "DDP over both": (unreduced(others_on={"cpu", "cuda"}), ModelError,
-     "DistributedDataParallel(): Net is megacompiled and its parameters are on the host, but "
-     "others are on cuda; needed one type of device: megacompile the outermost module, with "
-     'resident=0 or resident="all"; and write init_process_group("cpu:gloo,cuda:nccl") and '
-     "DistributedDataParallel(model)"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors(name: str, mesh: DeviceMesh) -> None:
     provoke, error, text = ERRORS[name]
-    with pytest.raises(error) as raised:
-        provoke(mesh)
-    assert type(raised.value) is error and str(raised.value) == text.replace("{mesh}", str(mesh))
+    assert_says(lambda: provoke(mesh), error, text.replace("{mesh}", str(mesh)))
 
 
 # The command line.
@@ -217,7 +187,7 @@ def test_hosts_that_are_refused(
     assert capsys.readouterr().err == f"megacompile plan: {REFUSED[options]}\n"
 
 
-# What `explain` says of a slow rank.
+# What `explain` says of a slow rank: who it is, is found out by tests/unit/test_slow_ranks.py.
 
 
 @pytest.fixture(scope="module")
@@ -227,39 +197,40 @@ def explained() -> Explanation:
     return explain(model, changes=False)
 
 
-def of_ranks(explained: Explanation, **found: Any) -> str:
-    """The section of the slowest rank, on one line."""
-    page = str(replace(explained, ranks=2, **found))
+SLOW = {"ranks": (3,), "hosts": ("b",), "name": "matrix products", "unit": "TFLOP/s"}
+SLOW |= {"value": 610.0, "median": 655.0}
+LAST = {"rank": 1, "host": "b", "steps": 1, "of": 1, "step_s": 1.0, "lane": "h2d"}
+LAST |= {"busy_s": 0.9, "others_busy_s": 0.3, "waited_s": 0.2}
+
+
+def slow(matters: bool = True, **changed: Any) -> dict[str, Any]:
+    rate = SimpleNamespace(**SLOW | changed)
+    return {"slow_ranks": (SimpleNamespace(rate=rate, shorter=0.05, matters=matters),)}
+
+
+def last(**changed: Any) -> dict[str, Any]:
+    return {"last_rank": SimpleNamespace(**LAST | changed)}
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (slow(), "- 3 (host b): matrix products at 610 TFLOP/s where the others reach 655; at that "
+         "a step would be 5% shorter"),
+        (slow(matters=False), ""),
+        (slow(name="kernel launches", unit="us", value=8.0, median=4.0) | {"hosts": ("a",)},
+         "- 3: kernel launches at 8 us where the others take 4; at that a step would be 5% "
+         "shorter"),
+        (last(), "- 1 (host b) came last in 1 of 1 traced steps: its h2d is busy for 900 ms a step "
+         "where the others' is for 300 ms; the others wait 200 ms a step longer in collectives"),
+        (last(lane="none of them"), "- 1 (host b) came last in 1 of 1 traced steps: no recorded op "
+         "of it takes longer than those of the others: its host has other work; the others wait "
+         "200 ms a step longer in collectives"),
+        (last(waited_s=0.02), ""),
+    ],
+    ids=["slow", "that costs nothing", "late", "last", "for no reason", "by little"],
+)  # fmt: skip
+def test_a_slow_rank(explained: Explanation, found: dict[str, Any], text: str) -> None:
+    page = str(replace(explained, **{"ranks": 2, "hosts": ("a", "b"), **found}))
     section = page.partition("\nthe slowest rank\n")[2].partition("\n\n")[0]
-    return " ".join(section.split())
-
-
-def test_a_slow_rank(explained: Explanation) -> None:
-    rates = [655, 657, 653, 610]
-    machines = [H200.replace(matmul_tflop_s=each, sustained=1.0) for each in rates]
-    (slow,) = slow_rates([RankRates(i, "aabb"[i], each) for i, each in enumerate(machines)])
-    assert of_ranks(explained, slow_ranks=(SlowRank(slow, 0.05),), hosts=("a", "b")) == (
-        "- 3 (host b): matrix products at 610 TFLOP/s where the others reach 655; at that a step "
-        "would be 5% shorter"
-    )
-    assert of_ranks(explained, slow_ranks=(SlowRank(slow, 0.009),)) == "", "that costs nothing"
-    late = [H200.replace(launch_s=each) for each in (8e-6, 4e-6, 4e-6)]
-    (slow,) = slow_rates([RankRates(i, "a", each) for i, each in enumerate(late)])
-    text = of_ranks(explained, slow_ranks=(SlowRank(slow, 0.02),), hosts=("a",))
-    assert text.startswith("- 0: ") and "at 8 us where the others take 4" in text
-
-
-def steps(rank: int, waited_s: float, **busy_s: float) -> RankSteps:
-    return RankSteps(rank, "ab"[rank], 1.0, {"comm": 0.5, **busy_s}, (waited_s,))
-
-
-def test_a_rank_that_comes_last(explained: Explanation) -> None:
-    last = last_rank([steps(0, 0.3, h2d=0.3), steps(1, 0.1, h2d=0.9)])
-    assert of_ranks(explained, last_rank=last, hosts=("a", "b")) == (
-        "- 1 (host b) came last in 1 of 1 traced steps: its h2d is busy for 900 ms a step where "
-        "the others' is for 300 ms; the others wait 200 ms a step longer in collectives"
-    )
-    idle = last_rank([steps(0, 0.3, h2d=0.6), steps(1, 0.1, h2d=0.6)])
-    assert "no recorded op of it takes longer" in of_ranks(explained, last_rank=idle)
-    little = last_rank([steps(0, 0.3, h2d=0.6), steps(1, 0.28, h2d=0.9)])
-    assert little is not None and of_ranks(explained, last_rank=little) == ""
+    assert " ".join(section.split()) == text
