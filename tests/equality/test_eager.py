@@ -1,11 +1,11 @@
-"""Calls that are not captured: in `megacompile.eager(model)`, and by themselves."""
+"""Calls that are not captured, in `megacompile.eager(model)`."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import threading
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.errors import ModelError
-from megacompile.runtime.model.eager import EverNew
-from tests.inside import streamed
-from tests.zoo import assert_same, equal
+from tests.equality.nets import Applies
+from tests.inside import programs, streamed
+from tests.zoo import WIDTH as LAYER_WIDTH
+from tests.zoo import Stack, assert_same, equal, twins
 
 WIDTH, WORDS = 8, 17
 TOKENS = torch.arange(4)[None]
@@ -55,9 +56,7 @@ class Net(nn.Module):
 def nets() -> tuple[Net, Net]:
     """A plain model, and the same megacompiled."""
     torch.manual_seed(0)
-    plain = Net().eval()
-    model = copy.deepcopy(plain)
-    return plain, megacompile.megacompile(model, device="cpu", lowering="eager", progress=False)
+    return twins(Net().eval(), progress=False)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
@@ -73,7 +72,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
 
 
 def test_sampling_in_a_block_makes_no_schedule_and_leaves_training_as_it_is() -> None:
-    """Also of a model that was never called."""
+    """Also of a model that was never called. Gradients in a block are those of the plain model."""
     plain, model = nets()
     ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain))
     for step in range(3):
@@ -84,15 +83,8 @@ def test_sampling_in_a_block_makes_no_schedule_and_leaves_training_as_it_is() ->
         assert len(megacompile.schedules(model)) == min(step, 1)
         assert equal(train(model, ours), train(plain, theirs))
         assert_same(plain, model)
-
-
-def test_gradients_in_a_block_are_those_of_the_plain_model() -> None:
-    plain, model = nets()
-    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain))
-    for block in (contextlib.nullcontext(), megacompile.eager(model), contextlib.nullcontext()):
-        with block:
-            loss = train(model, ours)
-        assert equal(loss, train(plain, theirs))
+    with megacompile.eager(model):
+        assert equal(train(model, ours), train(plain, theirs))
     for net in (model, plain):  # one loss of two calls, one of them in a block
         with megacompile.eager(model):
             first = net(TOKENS)
@@ -116,9 +108,10 @@ def test_modules_and_methods_in_a_block() -> None:
             megacompile.eager(other).__enter__()
 
 
-def test_blocks_are_nested_and_end_with_an_exception() -> None:
-    _, model = nets()
+def test_blocks_are_nested_end_with_an_exception_and_are_of_one_thread() -> None:
+    plain, model = nets()
     graphs = streamed(model).graphs
+    outputs: list[Tensor] = []
     with torch.no_grad():
         with megacompile.eager(model):
             with megacompile.eager(model):
@@ -129,22 +122,16 @@ def test_blocks_are_nested_and_end_with_an_exception() -> None:
                 raise ZeroDivisionError
             model(TOKENS)
             assert graphs == []
-        model(TOKENS)
-    assert graphs
-
-
-def test_another_thread_is_captured_meanwhile() -> None:
-    plain, model = nets()
-    outputs: list[Tensor] = []
-    with torch.no_grad(), megacompile.eager(model):
-        thread = threading.Thread(target=lambda: outputs.append(model(TOKENS).detach()))
-        thread.start()
-        thread.join()
-        captured = len(streamed(model).graphs)
-        assert captured
-        assert torch.equal(model(TOKENS), plain(TOKENS))
-    assert torch.equal(outputs[0], plain(TOKENS))
-    assert len(streamed(model).graphs) == captured
+            thread = threading.Thread(target=lambda: outputs.append(model(TOKENS).detach()))
+            thread.start()
+            thread.join()
+            captured = len(graphs)
+            assert captured
+            assert torch.equal(model(TOKENS), plain(TOKENS))
+        assert torch.equal(outputs[0], plain(TOKENS))
+        assert len(graphs) == captured
+        model(torch.arange(5)[None])
+        assert len(graphs) > captured
 
 
 def test_a_block_within_the_forward_is_refused() -> None:
@@ -163,24 +150,21 @@ def test_a_block_within_the_forward_is_refused() -> None:
         model(torch.ones(1, 2))
 
 
-def test_a_function_is_captured_again_when_its_calls_make_nothing_new() -> None:
-    def function() -> None:
-        """Stands for what is called."""
+def test_calls_that_make_programs_one_after_the_other_are_tried_less_and_less() -> None:
+    """Where shapes are new in each call without gradients, as of a cache that grows."""
 
-    calls = EverNew("Net")
-    with pytest.warns(UserWarning, match="Net"):
-        for _ in range(4):
-            assert calls.is_due(function)
-            calls.note(function, 6)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        for layer in m.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return x
 
-    def tried(made: int, calls_of_it: int) -> str:
-        marks = []
-        for _ in range(calls_of_it):
-            due = calls.is_due(function)
-            marks.append("x" if due else ".")
-            if due:
-                calls.note(function, made)
-        return "".join(marks)
-
-    assert tried(6, 13) == ".x..x....x..."
-    assert tried(0, 20) == ".....x....x..x.xxxxx"
+    plain, model = twins(Applies(forward, layers=Stack(layers=6).layers), dynamic=False)
+    made = ""
+    with torch.no_grad(), pytest.warns(UserWarning, match="24 schedules"):
+        for rows in range(2, 16):
+            before = len(programs(model))
+            x = torch.ones(rows, LAYER_WIDTH)
+            assert equal(model(x), plain(x))
+            made += "x" if len(programs(model)) > before else "."
+    assert made == "xxxx.x..x....x"
