@@ -1,7 +1,6 @@
-"""Rates that ranks agree on, and who is slow by them.
+"""Rates that ranks agree on: of GPUs that they measure, and of disks.
 
-With two processes, and by traced steps: `tests/ranks/explain.py`. The text:
-`tests/messages/test_ranks.py`.
+With two processes, and who is slow: `tests/ranks/explain.py` and `tests/messages/test_ranks.py`.
 """
 
 from __future__ import annotations
@@ -22,29 +21,6 @@ from megacompile.cost import ranks
 from megacompile.cost.hardware import H200, Hardware
 
 CUDA = torch.device("cuda")
-
-
-def test_the_slow_ones_are_named_beside_the_median_of_the_others() -> None:
-    def slow(*machines: Hardware) -> dict[str, Any]:
-        rows = [ranks.RankRates(i, "aabb"[i % 4], each) for i, each in enumerate(machines)]
-        return {found.name: found for found in ranks.slow_rates(rows)}
-
-    def named(*tflop_s: float) -> Any:
-        each = (H200.replace(matmul_tflop_s=one, sustained=1.0) for one in tflop_s)
-        found = slow(*each).get("matrix products")
-        return found and (found.ranks, found.hosts, found.value, found.median, found.fastest)
-
-    assert named(655, 657, 653, 610) == ((3,), ("b",), 610, 655, 657)
-    assert named(655, 657, 610, 612) == ((2, 3), ("b",), 610, 656, 657)
-    assert named(655, 645, 650, 640) is named(655) is None, "a little apart is no difference"
-    hot = slow(H200, H200.replace(sustained=0.7))  # a card that is slow for long alone is slow
-    assert {*hot} == {f"{kind}matrix products" for kind in ("", "fp32 ", "fp8 ")}
-    other = hot["matrix products"].at_median(H200)
-    assert other.matmul_tflop_s * 0.7 == pytest.approx(H200.matmul_tflop_s * H200.sustained)
-    (late,) = slow(H200.replace(launch_s=8e-6), H200, H200).values()  # seconds: more is slow
-    assert (late.name, late.ranks) == ("kernel launches", (0,))
-    assert late.behind == pytest.approx(0.5)
-    assert slow(H200, H200.replace(matmul8_tflop_s=None)) == {}, "one has none"
 
 
 class Threads:

@@ -16,7 +16,7 @@ from megacompile import compat
 from megacompile.cost.pieces import analyse_pieces
 from megacompile.ir.tiles import Axis, Piece, Result, Tile, pieces_of
 from megacompile.passes.stages.lower_pieces import lower_pieces
-from megacompile.passes.stages.tile import tile, tile_lengths
+from megacompile.passes.stages.tile import tile
 from megacompile.passes.stages.tokenwise import Tokens
 
 W = 6  # of activations
@@ -239,10 +239,6 @@ def test_sums_of_halves_are_rounded_once() -> None:
         assert error < 2**-8, "half a step of bfloat16, as where nothing is cut"
 
 
-def test_tiles_are_equal_but_for_the_last() -> None:
-    assert [tile_lengths(*each) for each in ((12, 4), (10, 3), (10, 10))] == [(3,), (4, 2), (1,)]
-
-
 def test_a_tile_needs_a_part_of_the_memory() -> None:
     def mlp(x: Tensor, w: Tensor) -> tuple[Tensor]:
         return (mm(F.gelu(mm(x, w)), w.t()),)
@@ -262,13 +258,6 @@ def test_a_tile_needs_a_part_of_the_memory() -> None:
 
 def _of_weights(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return flat(x).t() @ flat(x * w), mm(x * w, w.expand(W, W))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_products_over_tokens_run_at_the_rate_of_their_dtype(dtype: torch.dtype) -> None:
-    made = tiled(traced(_of_weights, (1, 12, W), (W,), dtype=dtype), Tokens((1, 12, W), 1), 4)
-    kernels = analyse_pieces(made.graph).kernels
-    assert {k.itemsize for k in kernels if k.kind.name == "PRODUCT"} == {dtype.itemsize}
 
 
 def test_a_tile_is_gone_when_the_next_one_begins() -> None:

@@ -1,8 +1,12 @@
-"""The twin of an optimizer's kernel: whole, in chunks and compiled it is the same in every bit."""
+"""An update in parts: the twin of an optimizer's kernel, whole, in chunks and compiled, and chunks
+that a device makes, are the same in every bit."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +16,13 @@ from torch import Tensor
 from megacompile import compat
 from megacompile.runtime.optim import twin as module
 from megacompile.runtime.optim.registry import RULES
-from megacompile.runtime.optim.twin import sqrt
+from megacompile.runtime.updates.chunks import Chunks
 from tests.draws import drawn
 from tests.zoo import equal
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TWIN: Any = module
+ADAM, SGD, _ = RULES
 LITTLE = 5 * TWIN.BLOCK + 37
 NUMEL = TWIN.CHUNK + LITTLE
 GROUP = {
@@ -62,6 +67,13 @@ def update_of(
     )
 
 
+def whole(rule: Any, update: Any) -> Any:
+    """What the twin makes of it at once."""
+    with torch.no_grad():
+        TWIN.function_of(rule)(*TWIN.arguments(update))
+    return update
+
+
 def differing(mine: Any, its: Any) -> list[str]:
     pairs = zip(mine.tensors(), its.tensors(), strict=True)
     return [name for (name, a), (_, b) in pairs if not equal(a, b)]
@@ -75,9 +87,9 @@ def test_roots_are_those_of_the_processor(dtype: torch.dtype) -> None:
     exponents = torch.randint(-most, most, (20_000,), generator=generator)
     x = torch.ldexp(1 + torch.rand(20_000, dtype=dtype, generator=generator), exponents.to(dtype))
     wanted = torch.tensor([math.sqrt(value) for value in x.tolist()], dtype=FP64).to(dtype)
-    assert equal(sqrt(x), wanted)
+    assert equal(TWIN.sqrt(x), wanted)
     special = torch.tensor([0.0, math.inf, math.nan], dtype=dtype)
-    assert equal(sqrt(special), special)
+    assert equal(TWIN.sqrt(special), special)
 
 
 @pytest.mark.parametrize(
@@ -86,18 +98,15 @@ def test_roots_are_those_of_the_processor(dtype: torch.dtype) -> None:
         (FP32, BF16, FP32, {"copy": BF16}),
         (FP32, FP32, "int8", {}),
         (BF16, BF16, FP32, {"seed": 12345}),
-        (FP16, FP16, FP16, {}),
         (FP64, FP64, FP64, {}),
     ],
     ids=str,
 )
 def test_chunks_are_the_whole(param: Any, grad: Any, state: Any, options: Any) -> None:
     for rule in RULES:
-        whole, chunked = (update_of(rule, param, grad, state, **options) for _ in range(2))
-        with torch.no_grad():
-            TWIN.function_of(rule)(*TWIN.arguments(whole))
+        one, chunked = (update_of(rule, param, grad, state, **options) for _ in range(2))
         TWIN.apply(rule, chunked)
-        assert differing(whole, chunked) == [], rule.name
+        assert differing(whole(rule, one), chunked) == [], rule.name
 
 
 @pytest.mark.skipif(not compat.has_cpp_compiler(), reason="needs a C++ compiler")
@@ -107,19 +116,79 @@ def test_chunks_are_the_whole(param: Any, grad: Any, state: Any, options: Any) -
 def test_compiled_adam_is_the_twin_in_every_bit(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     """Its root is what torch rounds otherwise; the other rules have none. bfloat16 is rounded
     stochastically."""
-    (adam,) = (rule for rule in RULES if rule.name == "adam")
     param, state = dtypes
 
     def given(numel: int) -> Any:
         seed = 12345 if param is BF16 else None
-        return update_of(adam, param, param, state, numel=numel, seed=seed)
+        return update_of(ADAM, param, param, state, numel=numel, seed=seed)
 
     mine, its = (given(LITTLE) for _ in range(2))
     typical = TWIN.arguments(given(2**16))
     options = {"cpp_wrapper": True}
-    compiled = compat.compiled_function(TWIN.function_of(adam), typical, {}, options)
+    compiled = compat.compiled_function(TWIN.function_of(ADAM), typical, {}, options)
     for _ in range(3):
         with torch.no_grad():
             compiled(*TWIN.arguments(mine))
-        TWIN.apply(adam, its)
+        TWIN.apply(ADAM, its)
     assert differing(mine, its) == []
+
+
+# --- chunks that a device makes
+
+
+def chunks_of(
+    monkeypatch: pytest.MonkeyPatch, buffers: int, size_bytes: int
+) -> tuple[Chunks, list[str]]:
+    """Chunks on streams of the CPU, and what was waited for and begun."""
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, **_: Any) -> None:
+            self.k = sum(entry.startswith("begin") for entry in log)
+
+        def record(self) -> None:
+            log.append(f"begin {self.k}")
+
+        def synchronize(self) -> None:
+            log.append(f"end {self.k}")
+
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    streams: Any = SimpleNamespace()
+    nothing = dict.fromkeys(("wait_event", "wait_stream"), lambda other: None)
+    for name in ("h2d", "compute", "d2h"):
+        wait = functools.partial(log.append, name)
+        setattr(streams, name, SimpleNamespace(synchronize=wait, **nothing))
+    here = Chunks.__new__(Chunks)
+    here.streams, here.device, here.ours = streams, torch.device("cpu"), None
+    here.buffer_bytes = size_bytes
+    here.buffers = [torch.empty(size_bytes, dtype=torch.uint8) for _ in range(buffers)]
+    return here, log
+
+
+@pytest.mark.parametrize(
+    ("rule", "state", "copy"), [(ADAM, FP32, BF16), (ADAM, "int8", None), (SGD, FP32, None)]
+)
+def test_pieces_make_the_same_update(
+    monkeypatch: pytest.MonkeyPatch, rule: Any, state: Any, copy: Any
+) -> None:
+    apart, one = (update_of(rule, FP32, BF16, state, numel=100_003, copy=copy) for _ in range(2))
+    here, log = chunks_of(monkeypatch, 2, 2**18)
+    here.update([(rule, apart)])
+    assert differing(apart, whole(rule, one)) == []
+    assert log.count("end 0") == 1 and "begin 1" in log
+
+
+def test_an_update_begins_while_the_one_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8-bit states are updated parameter by parameter: the link would be idle between two. A piece
+    that fails is waited for: a copy into its buffer may be under way."""
+    small = [update_of(SGD, FP32, BF16, FP32, numel=4096, copy=BF16) for _ in range(3)]
+    here, log = chunks_of(monkeypatch, 2, 2**20)
+    here.update([(SGD, each) for each in small])
+    assert log == ["begin 0", "begin 1", "end 0", "begin 2", "end 2", "end 1"]
+    log.clear()
+    rule: Any = object()  # no rule: no such kernel
+    with pytest.raises(AttributeError):
+        here.update([(rule, small[0])])
+    assert log == ["h2d", "compute", "d2h"]

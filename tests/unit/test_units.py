@@ -90,22 +90,16 @@ def test_which_units(model: nn.Module, limit: int | None, units: str) -> None:
     assert shown(find_units(model, **options)) == units
 
 
-def test_a_tied_parameter_belongs_to_the_first() -> None:
+def test_parameters_that_are_nobodys_alone() -> None:
+    """A tied one is of the first module, a layer that is listed twice is one unit, and parameters
+    of the root are a unit."""
     model = tree(embed=linear(8), layers=layers(2), head=linear(8))
     model.head.weight = model.embed.weight  # type: ignore[union-attr]
     units = find_units(model)
     assert shown(units) == "embed | layers.0* | layers.1*"
     assert params(units[0]) == "embed.weight"
-
-
-def test_a_layer_listed_twice_is_one_unit() -> None:
     first, second = layers(2)
     model = tree(layers=nn.ModuleList([first, second, first]))
-    assert shown(find_units(model)) == "layers.0* | layers.1*"
-
-
-def test_root_level_parameters_are_a_unit() -> None:
-    model = tree(layers=layers(2))
     model.register_parameter("position", nn.Parameter(torch.zeros(4, 4)))
     units = find_units(model)
     assert shown(units) == "Module | layers.0* | layers.1*"
@@ -113,20 +107,14 @@ def test_root_level_parameters_are_a_unit() -> None:
     assert not units[0].modules, "no module is within it: what uses the parameter is its stage"
 
 
-def test_every_parameter_has_one_place() -> None:
+def test_every_parameter_has_one_place_and_every_unit_its_modules() -> None:
     model = tree(embed=linear(8), layers=layers(3), norm=nn.LayerNorm(16), head=linear(8))
-    model.register_parameter("position", nn.Parameter(torch.zeros(4, 4)))
     for limit_bytes in (1 * KIB, 3 * KIB, 100 * KIB):
-        places = [
-            p.name for u in find_units(model, limit_bytes=limit_bytes) for p in u.bucket.params
-        ]
+        units = find_units(model, limit_bytes=limit_bytes)
+        places = [p.name for u in units for p in u.bucket.params]
         assert sorted(places) == sorted(name for name, _ in model.named_parameters())
-
-
-def test_modules_of_a_unit_are_its_subtree_and_the_roots_their_tops() -> None:
-    model = tree(embed=linear(8), layers=layers(2), norm=nn.LayerNorm(16), head=linear(8))
-    units = find_units(model)
     layer = model.get_submodule("layers.0")
+    units = find_units(model)
     assert units[1].modules == {id(m) for m in layer.modules()}
     assert units[1].roots == {id(layer)}
     assert units[-1].roots == {id(model.norm), id(model.head)}

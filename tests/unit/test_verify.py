@@ -14,27 +14,17 @@ from pathlib import Path
 
 import pytest
 
+from megacompile import Activations
 from megacompile.errors import ScheduleError
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
-from megacompile.options import Activations
 from megacompile.verify.proof import HazardKind, hazards, verify
 from tests.edits import edited, free_of, wait
 from tests.planned import planned
-from tests.schedules import Spec, arguments, build, call, find, set_arguments
+from tests.schedules import EVERYTHING, Spec, arguments, build, call, find, set_arguments
 
 STEPPING = Spec(device=frozenset({0}), resident=frozenset({3}), helps=True, norms=True)
-EVERYTHING = Spec(
-    stages=6,
-    slots=3,
-    accumulate=True,
-    shared=True,
-    reuse=True,
-    random=frozenset({1, 4}),
-    keep=frozenset({2, 4}),
-    changes=frozenset({1, 3}),
-)
 SPECS = {
     "plain": Spec(),
     "two stages": Spec(stages=2),
@@ -218,7 +208,6 @@ EDITS: dict[str, Callable[[Schedule], Schedule | None]] = {
 
 RIGHT = [
     *SPECS.values(),
-    EVERYTHING,
     Spec(stages=1),
     Spec(stages=2, slots=2, reuse=True, shared=True),
     Spec(resident=frozenset({0, 1, 2, 3})),
