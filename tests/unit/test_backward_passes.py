@@ -1,5 +1,5 @@
-"""The backward graph: what it takes, norms of what leaves, what runs again for its outputs; and that
-passes take time in proportion to a model's layers. Strings in, strings out; more rows are in
+"""The backward graph: what it takes, norms of what leaves, what runs again for its outputs; and
+that passes take time in proportion to a model's layers. Strings in, strings out; more rows are in
 `passes.txt`."""
 
 from __future__ import annotations
@@ -12,16 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from torch import fx, nn
+from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.schedule import Plan, Schedule
-from megacompile.passes.schedule.plan import make_plan, reruns
 from tests.actions import apply, frees, parse, text
-from tests.capturing import Counting, Net, after_templates, capture
+from tests.capturing import after_templates
 
-X = torch.linspace(-1, 1, 8).view(2, 4)
 PASSES = after_templates(lookahead=1, norms=True, helps=True, reuse=True)
 
 
@@ -65,44 +62,6 @@ def test_backwards_from_last_to_first(stubs: dict[str, Any], after: str, taken: 
     assert ("rng1" in schedule.saved_values) == ("random" in stubs)
     assert {"x", "y0_0", "y1_0", "s2_0"} <= {*schedule.saved_values}
     assert tuple(n.name for n in ops.returned(schedule.forward)[1]) == schedule.saved_values
-
-
-def test_what_is_changed_is_copied_before_once() -> None:
-    """What the backward takes is the value that the forward read."""
-    schedule = capture(nn.Sequential(Counting(), Counting()), X).build("differentiate")
-    assert text(schedule) == "0F SNAPSHOT ASSIGN 1F SNAPSHOT ASSIGN | 1B 0B"
-    snapshots = ops.nodes_of(schedule.forward, ops.snapshot)
-    for snapshot, assign in zip(snapshots, ops.nodes_of(schedule.forward, ops.assign), strict=True):
-        copied, changed = ops.arguments(snapshot)[0], ops.arguments(assign)[0]
-        assert copied is changed
-        assert snapshot.name in schedule.saved_values and copied.name not in schedule.saved_values
-
-
-@pytest.mark.parametrize(
-    ("line", "after"),  # what is measured, and what takes the norm
-    [
-        ("1B 0FETCH_GRAD 0B 0ADD_GRAD 0OFFLOAD_GRAD", "NORM(sum0) OFFLOAD(sum0 n0)"),
-        (
-            "1B 0B 0OFFLOAD_GRAD 0.1OFFLOAD_GRAD",
-            "NORM(g0_0) OFFLOAD(g0_0 n0) NORM(g0_1_0) OFFLOAD(g0_1_0 n0_1)",
-        ),
-        (
-            "1B 0FETCH_GRAD 0FETCH_STATE 0B 0ADD_GRAD 0UPDATE 0OFFLOAD_STATE",
-            "NORM(sum0 False) OFFLOAD(new0 n0)",
-        ),
-    ],
-)
-def test_norms_are_taken_of_what_leaves(line: str, after: str) -> None:
-    reads = {0: "0 0.1"} if "0.1" in line else {}
-    schedule = apply(PASSES["norms"], parse(f"0F 1F | {line}", reads=reads))
-    words = []
-    for node in ops.nodes_of(
-        backward(schedule), ops.norm_grad, ops.offload_grad, ops.offload_state
-    ):
-        given = [getattr(value, "name", str(value)) for value in node.args[1:] if value is not True]
-        name = "NORM" if node.target is ops.norm_grad else "OFFLOAD"
-        words.append(f"{name}({' '.join(given)})")
-    assert " ".join(words) == after
 
 
 # Stages that run again for their outputs.
@@ -158,22 +117,6 @@ def test_what_runs_again_draws_the_same_comes_in_time_and_dies_with_its_last_rea
         "0F 1OFFLOAD_SAVED 1F 2F 3F | "
         "1FETCH_SAVED 3B 1RERUN 2RECOMPUTE 2B 1RECOMPUTE 1B 0RECOMPUTE 0B"
     )
-
-
-def test_a_plan_reruns_rows_as_long_as_they_are_wanted() -> None:
-    schedule = capture(Net(Net.chain, depth=9), X).build("differentiate")
-    count = len(schedule.stages)
-
-    def planned(rerun: int, **options: Any) -> list[int]:
-        return sorted(make_plan(schedule, rerun=rerun, **options).plan.rerun)
-
-    assert planned(2) == planned(2, keep=0) == [1, 3], "for every backward the same"
-    assert planned(99) == list(range(1, count - 1))
-    for row in (1, 2, 3):
-        chosen = planned(reruns(count, row))
-        line = "".join("r" if k in chosen else " " for k in range(count))
-        assert len(chosen) == reruns(count, row) and max(map(len, line.split())) == row
-        assert len(planned(reruns(count, row) - 1)) == reruns(count, row) - 1
 
 
 # In proportion to the layers.
