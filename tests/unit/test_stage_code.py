@@ -1,5 +1,4 @@
-"""What a stage's code is made of: constants that are equal, and eager code that leaves out what is
-between the kernels."""
+"""What a stage's code is made of: constants that are equal, and eager code without idle views."""
 
 from __future__ import annotations
 
@@ -11,14 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, nn
 
-from megacompile import compat
 from megacompile.ir.constants import constant_key, function_key
-from megacompile.passes.stages.direct import direct, without_idle_views
 from tests.whole import Config, Kernel, Rounding
-
-# Constants.
+from tests.zoo import twins
 
 
 @dataclass
@@ -43,17 +39,6 @@ OTHERS = [
 ]
 
 
-def test_constants_are_told_by_what_they_are() -> None:
-    for make in EQUAL:
-        one, other = constant_key(make()), constant_key(make())
-        assert one == other and hash(one) == hash(other)
-    for first, second in OTHERS:
-        assert constant_key(first) != constant_key(second), (first, second)
-    for value in (Changeable(), [1], torch.ones(2), (1, Changeable()), object()):
-        with pytest.raises(TypeError):  # it can change
-            constant_key(value)
-
-
 def around(value: Any, default: int = 0) -> Callable[[], Any]:
     def function(given: int = default) -> Any:
         return value, given
@@ -61,10 +46,18 @@ def around(value: Any, default: int = 0) -> Callable[[], Any]:
     return function
 
 
-def test_functions_are_told_by_what_they_are_around() -> None:
+def test_constants_and_closures_are_told_by_what_they_are() -> None:
     shared, other = [1], [1]
-    assert function_key(around(shared)) == function_key(around(shared))
-    assert hash(function_key(around(shared))) == hash(function_key(around(shared)))
+    for one, same in [
+        *((constant_key(make()), constant_key(make())) for make in EQUAL),
+        (function_key(around(shared)), function_key(around(shared))),
+    ]:
+        assert one == same and hash(one) == hash(same)
+    for first, second in OTHERS:
+        assert constant_key(first) != constant_key(second), (first, second)
+    for value in (Changeable(), [1], torch.ones(2), (1, Changeable()), object()):
+        with pytest.raises(TypeError):  # it can change
+            constant_key(value)
     for another in (around(other), lambda: shared, around(shared, 2000)):
         assert function_key(around(shared)) != function_key(another)
     inner = around(1)
@@ -74,62 +67,31 @@ def test_functions_are_told_by_what_they_are_around() -> None:
         assert function_key(function) is function, "what is no closure is itself"
 
 
-# Eager code.
+class Views(nn.Module):
+    """Views that change nothing, and views that do."""
 
-Function = Callable[[list[Tensor]], list[Tensor]]
-X = torch.linspace(-1, 1, 24).view(2, 3, 4)
-FUNCTIONS: dict[str, tuple[Function, list[str] | None]] = {  # and the calls that are left
-    "a view of a view": (lambda p: [p[0].view(6, 4).view(24) + 1], ["view", "add"]),
-    "of what is not contiguous": (
-        lambda p: [p[0].transpose(0, 1).view(3, 2, 2, 2).view(3, 2, 4) + 1],
-        ["transpose", "view", "add"],
-    ),
-    "the same shape": (lambda p: [p[0].view(2, 3, 4).expand(2, 3, 4).detach() * 2], ["mul"]),
-    "another shape": (lambda p: [p[0].unsqueeze(0).expand(2, 2, 3, 4) * 2], None),
-    "other strides": (lambda p: [p[0].transpose(0, 1).contiguous().view(6, 4) * 2], None),
-    "what is returned": (lambda p: [p[0].view(2, 3, 4), p[0].detach(), p[0] + 1], None),
-    "another dtype": (lambda p: [p[0].view(torch.int32).view(24) + 1], None),
-    "several results": (lambda p: list(p[0].split(1, 0)) + list(torch.max(p[0], -1)), None),
-    "constants": (
-        lambda p: [torch.full_like(p[0], float("inf")) + p[0].to(torch.float64), p[0].sum(-1)],
-        None,
-    ),
-}
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
 
-
-def traced(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
-    return compat.trace(lambda primals, _: function(primals), inputs, [], {})
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = x * self.weight
+        return (
+            x.view(6, 4).view(24) + 1,
+            x.transpose(0, 1).view(3, 2, 2, 2).view(3, 2, 4) + 1,
+            x.view(2, 3, 4).expand(2, 3, 4).detach() * 2,
+            x.unsqueeze(0).expand(2, 2, 3, 4) * 2,
+            x.transpose(0, 1).contiguous().view(6, 4) * 2,
+            x.detach().view(torch.int32).view(24) + 1,
+            *x.split(1, 0),
+            *torch.max(x, -1),
+            torch.full_like(x, float("inf")) + x.to(torch.float64),
+        )
 
 
-def names(graph: fx.Graph) -> list[str]:
-    called = [node for node in graph.nodes if node.op == "call_function"]
-    return [compat.operator_name(node.target) or str(node.target) for node in called]
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_the_same_results_in_fewer_calls(name: str) -> None:
-    function, left = FUNCTIONS[name]
-    module = traced(function, X)
-    before = module.code
-    code: Any = direct(module)
-    want, got = module(X), code(X)
-    assert len(got) == len(want)
-    for a, b in zip(got, want, strict=True):
-        assert isinstance(a, Tensor) and a.dtype == b.dtype and a.stride() == b.stride()
-        assert torch.equal(a, b) and a._is_view() == b._is_view()
-    assert module.code == before, "the graph is left as it is"
-    assert left is None or names(without_idle_views(module.graph)) == left
-    assert "ops" not in code.__func__.__code__.co_names, "no look-up is left"
-
-
-def test_a_view_of_any_size_stays() -> None:
-    """Sizes that are symbols are equal today only: of 4 elements, a row of 4 is all."""
-    module = traced(lambda p: [p[0].view(-1, 4) + 1, p[0].view(6, 4).view(-1) + 1], X.view(6, 4))
-    assert names(without_idle_views(module.graph)) == ["add", "view", "add"]
-    for node in module.graph.nodes:
-        if isinstance(node.meta.get("val"), Tensor):
-            node.meta["megacompile.symbolic"] = "of symbols"
-    assert names(without_idle_views(module.graph)) == ["view", "add", "view", "add"]
-    x = torch.linspace(0, 1, 64).view(8, 8)
-    (first, *_) = direct(module)(x)
-    assert first is not None and torch.equal(first, x.view(-1, 4) + 1)
+def test_eager_code_gives_the_same_results() -> None:
+    plain, model = twins(Views())
+    x = torch.linspace(-1, 1, 24).view(2, 3, 4)
+    for wanted, got in zip(plain(x), model(x), strict=True):
+        assert got.dtype == wanted.dtype and got.stride() == wanted.stride()
+        assert torch.equal(got, wanted)
