@@ -14,7 +14,6 @@ from tests.frames.parts import KINDS
 PROGRAM = '''
 """{title}"""
 
-import collections
 import copy
 
 import torch
@@ -61,7 +60,6 @@ def make_optimizer(model):
 def train(model, kept, see, now):
 {setups}
     optimizer = make_optimizer(model)
-{optimizers}
     for step, rows in enumerate({rows}):
         for micro in range({micro}):
             torch.manual_seed(10 * step + micro)
@@ -124,12 +122,16 @@ class Case:
         """What makes it smaller: fewer parts, then fewer options, then fewer steps."""
         rows = tuple(dict.fromkeys(self.rows))  # of equal steps any number is as simple
         own = dataclasses.replace(self, parts=(), options=Options(), rows=rows)
-        plain = Case(parts=(), rows=(3,))
-        options = sum(
-            a != b for a, b in zip(_values(self.options), _values(Options()), strict=True)
+        pairs: list[tuple[Any, Any]] = [
+            (self.options, Options()),
+            (own, Case(parts=(), rows=(3,))),
+        ]
+        changed = sum(
+            getattr(mine, f.name) != getattr(plain, f.name)
+            for mine, plain in pairs
+            for f in dataclasses.fields(mine)
         )
-        others = sum(a != b for a, b in zip(_values(own), _values(plain), strict=True))
-        return len(self.parts), options + others, len(self.rows)
+        return len(self.parts), changed, len(self.rows)
 
     def made(self) -> list[Part]:
         """Its parts, each with its own name."""
@@ -170,7 +172,6 @@ class Case:
             prepares=lines("prepare", 1),
             optimizer=self.optimizer,
             setups=lines("setup", 1),
-            optimizers=lines("optimizer", 1),
             rows=self.rows,
             micro=self.micro,
             indices=self.indices,
@@ -181,10 +182,6 @@ class Case:
             ends=lines("end", 1),
         )
         return "\n".join(line.rstrip() for line in text.strip().splitlines()) + "\n"
-
-
-def _values(data: Options | Case) -> list[object]:
-    return [getattr(data, f.name) for f in dataclasses.fields(data)]
 
 
 def _named(part: Part, i: int) -> Part:

@@ -29,7 +29,6 @@ class Counts:
     cases: int = 0
     kinds: collections.Counter[str] = field(default_factory=collections.Counter)
     drawn: collections.Counter[str] = field(default_factory=collections.Counter)
-    verdicts: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
     found: dict[tuple[str, ...], tuple[int, int, str]] = field(default_factory=dict)
 
     @property
@@ -44,13 +43,12 @@ class Counts:
         labels = case.labels()
         self.drawn.update(kind for kind, _ in case.parts)
         if verdict.kind != "mismatch":
-            self.verdicts.update((verdict.kind, label) for label in labels)
             return
         key = next((k for k in self.found if labels.issuperset(k)), None)
         if key is None:
             small = shrink(case, setting)
             key = tuple(sorted(small.labels()))
-            text = f"{small.text()}\n# {judge(small, setting).why.strip()}".replace("\n# ", "\n# ")
+            text = f"{small.text()}\n# {judge(small, setting).why.strip()}"
             if key not in self.found:
                 self.found[key] = number, 0, text
         at, count, text = self.found[key]
@@ -59,8 +57,8 @@ class Counts:
     def join(self, other: Counts) -> None:
         """Add what another process counted."""
         self.cases += other.cases
-        for name in ("kinds", "drawn", "verdicts"):
-            getattr(self, name).update(getattr(other, name))
+        self.kinds.update(other.kinds)
+        self.drawn.update(other.drawn)
         for key, (at, count, text) in other.found.items():
             before = self.found.get(key, (at, 0, text))
             self.found[key] = (min(at, before[0]), before[1] + count, min(before, (at, 0, text))[2])
@@ -69,8 +67,6 @@ class Counts:
         lines = [f"{self.cases} programs, {self.mismatches} mismatches"]
         lines += [f"  {count} {kind}" for kind, count in sorted(self.kinds.items())]
         lines += ["  parts drawn: " + ", ".join(f"{c} {k}" for k, c in sorted(self.drawn.items()))]
-        refused = [(v, n) for (kind, v), n in sorted(self.verdicts.items()) if kind == "refused"]
-        lines += [f"  refused {n} times with {label}" for label, n in refused]
         lines += ["  mismatches   first case   parts of the smallest program"] if self.found else []
         for key, (at, count, _) in sorted(self.found.items(), key=lambda item: item[1][0]):
             lines.append(f"  {count:10} {at:12}   {' and '.join(key)}")
@@ -107,9 +103,7 @@ def prove(seed: int, numbers: range, setting: Setting = EAGER, *, tell: bool = F
             for key in set(counts.found) - known if tell else ():
                 print(f"--- case {number}\n{counts.found[key][2]}", flush=True)
             gc.collect()
-            if (
-                not gc.get_freeze_count()
-            ):  # what torch has made by now stays, and is much to look through
+            if not gc.get_freeze_count():  # what torch has made is much to look through
                 gc.freeze()
                 stack.callback(gc.unfreeze)
     return counts

@@ -29,7 +29,6 @@ class Part:
     methods: str = ""  # of the model's class
     prepare: str = ""  # before `megacompile()`; fills `kept`
     setup: str = ""  # after it
-    optimizer: str = ""  # may wrap `optimizer`
     ahead: str = ""  # of each forward, where `x` and `t` are made
     between: str = ""  # a forward and its backward, in the second step
     behind: str = ""  # each backward

@@ -1,4 +1,4 @@
-"""Parts with frames, with Python objects that change, and with optimizers; all kinds of parts."""
+"""Parts with frames, and with Python objects that change; all kinds of parts."""
 
 from __future__ import annotations
 
@@ -144,68 +144,6 @@ def asks(rng: random.Random) -> Part:
     return Part((kind, where, name), top=module(init, forward, before=before))
 
 
-# The optimizer.
-
-LOOKAHEAD = """
-class P0Lookahead(torch.optim.Optimizer):
-    def __init__(self, base):
-        self.base = base
-        self.defaults = base.defaults
-        self.param_groups = base.param_groups
-        self.state = collections.defaultdict(dict)
-        {hooks}
-
-    def step(self, closure=None):
-        loss = self.base.step(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                slow = self.state[p].setdefault("slow", p.detach().clone())
-                slow.lerp_(p.detach(), 0.5)
-                p.data.copy_(slow)
-        return loss
-
-{own}    def state_dict(self):
-        return self.base.state_dict()
-
-    def load_state_dict(self, state):
-        self.base.load_state_dict(state)
-"""
-
-
-def optimizer(rng: random.Random) -> Part:
-    """A wrapper that does not call `Optimizer.__init__`; states that are saved and loaded."""
-    kind = rng.choice(
-        ("wrapper", "wrapper with dicts", "states", "new optimizer", "states of a wrapper")
-    )
-    top = module("self.o = nn.Linear(4, 4)", "return torch.tanh(self.o(x))")
-    wraps = "wrapper" in kind
-    hooks = "self._optimizer_step_pre_hooks = {}\n        self._optimizer_step_post_hooks = {}"
-    own = """    def zero_grad(self, set_to_none=True):
-        self.base.zero_grad(set_to_none)
-
-"""
-    if kind == "wrapper with dicts":  # torch's own `zero_grad()` lets `step()` call hooks
-        top += "\n\n" + LOOKAHEAD.format(hooks=hooks, own="")
-    elif wraps:
-        top += "\n\n" + LOOKAHEAD.format(hooks="pass", own=own)
-    trip = "optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))"
-    if kind == "new optimizer":
-        trip = (
-            "states = optimizer.state_dict()\n"
-            "optimizer = make_optimizer(model)\n"
-            "optimizer.load_state_dict(states)"
-        )
-    stepped = (
-        "" if kind.startswith("wrapper") else "if step == 0:\n" + textwrap.indent(trip, "    ")
-    )
-    return Part(
-        (kind,),
-        top=top,
-        optimizer="optimizer = P0Lookahead(optimizer)" if wraps else "",
-        stepped=stepped,
-    )
-
-
 KINDS: dict[str, Callable[[random.Random], Part]] = {
     "helper": helper,
     "hook in the forward": backward.hook,
@@ -217,5 +155,4 @@ KINDS: dict[str, Callable[[random.Random], Part]] = {
     "changed": views.changed,
     "exchanged": exchanged,
     "asks": asks,
-    "optimizer": optimizer,
 }

@@ -1,11 +1,10 @@
 """A DistributedDataParallel around what ranks share: what is refused, and what it answers.
 
-Its numbers in several processes are those of plain loops, too: see the tests under torchrun.
+In several processes: `passes_through` of `tests.ranks.wrapped`, and `test_other_loops.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from megacompile import megacompile, save, unmegacompile
 from megacompile.errors import ModelError
 from tests.processes import group_of_one
+
+Wrap: Any = DistributedDataParallel
 
 
 class Net(nn.Module):
@@ -59,18 +60,14 @@ def net() -> Iterator[nn.Module]:
         yield megacompile(Net(), mesh=init_device_mesh("cpu", (1,)), device="cpu")
 
 
-def mixed(net: nn.Module) -> Any:
-    return DistributedDataParallel(net, mixed_precision=object())  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("wrap", "named"),
     [
-        (lambda net: DistributedDataParallel(Outer(net, trained=True)), "'scale'"),
+        (lambda net: Wrap(Outer(net, trained=True)), "'scale'"),
         (Other, "Other"),
-        (mixed, "mixed_precision="),
-        (lambda net: DistributedDataParallel(net).join(), "join"),
-        (lambda net: DistributedDataParallel(net).register_comm_hook(None, print), "comm_hook"),
+        (lambda net: Wrap(net, mixed_precision=object()), "mixed_precision="),
+        (lambda net: Wrap(net).join(), "join"),
+        (lambda net: Wrap(net).register_comm_hook(None, print), "comm_hook"),
     ],
 )
 def test_what_is_not_that_of_a_plain_loop_is_refused(
@@ -98,12 +95,11 @@ def test_the_first_rank_does_not_save_alone(net: nn.Module) -> None:
         def save_pretrained(self, folder: str, state_dict: Any = None) -> str:
             return folder
 
-    mesh = init_device_mesh("cpu", (1,))
-    shared: Any = megacompile(Saves(), mesh=mesh, device="cpu")
+    shared: Any = megacompile(Saves(), mesh=init_device_mesh("cpu", (1,)), device="cpu")
     with pytest.raises(ModelError, match="save_pretrained"):
         shared.save_pretrained("folder")
-    gathered = shared.save_pretrained("folder", state_dict=states(shared))
-    assert gathered == "folder"
+    whole = {n: getattr(v, "full_tensor", lambda v=v: v)() for n, v in shared.state_dict().items()}
+    assert shared.save_pretrained("folder", state_dict=whole) == "folder"
     assert unmegacompile(shared).save_pretrained("folder") == "folder"
 
 
@@ -147,36 +143,3 @@ def test_what_is_saved_is_gathered_one_by_one(
     save(net, tmp_path)
     assert (tmp_path / "model.safetensors").exists()
     assert alive and max(alive) <= 1
-
-
-def test_it_trains_saves_and_loads(net: nn.Module) -> None:
-    plain = Net()
-    plain.load_state_dict(states(net))
-    wrapped = DistributedDataParallel(Outer(net, trained=False), broadcast_buffers=True)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (net, plain)]
-    for step in range(4):
-        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
-        for call, optimizer in zip((wrapped, plain), optimizers, strict=True):
-            with wrapped.no_sync() if step % 2 else contextlib.nullcontext():
-                call(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    found, expected = wrapped.module.state_dict(), plain.state_dict()
-    for name, value in expected.items():
-        assert type(found[f"net.{name}"]) is Tensor
-        torch.testing.assert_close(found[f"net.{name}"], value)
-    saved, there = (each.state_dict() for each in optimizers)
-    for i, state in there["state"].items():
-        for name, value in state.items():
-            assert type(saved["state"][i][name]) is Tensor
-            torch.testing.assert_close(saved["state"][i][name], value)
-    wrapped.module.load_state_dict({name: value + 1 for name, value in found.items()})
-    torch.testing.assert_close(states(net)["layers.0.weight"], expected["layers.0.weight"] + 1)
-
-
-def states(net: nn.Module) -> dict[str, Tensor]:
-    """Whole, as a state dict."""
-    return {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value
-        for name, value in net.state_dict().items()
-    }
