@@ -171,10 +171,6 @@ def _break(i: int, hidden: Tensor) -> Tensor:
     return hidden
 
 
-def _branch(i: int, hidden: Tensor) -> Tensor:
-    return hidden * 2 if i == 1 and hidden.sum() > 0 else hidden + 1
-
-
 def stack() -> Made:
     """Three pre-norm layers."""
     torch.manual_seed(0)
@@ -195,14 +191,6 @@ def dropout() -> Made:
     """Layers with a dropout of 0.3."""
     torch.manual_seed(0)
     return Stack(block=lambda: Block(dropout=0.3)), batch()
-
-
-def frozen() -> Made:
-    """The first half of the layers does not require grad."""
-    model, inputs = stack()
-    model.embed.requires_grad_(False)
-    model.layers[0].requires_grad_(False)
-    return model, inputs
 
 
 def unused() -> Made:
@@ -227,41 +215,10 @@ def mixed() -> Made:
     return model, inputs
 
 
-class Scaled(Stack):
-    """Its own parameter lies in one bucket with the embedding, and two stages read that bucket."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-        return super().forward(x, y) * self.scale
-
-
-def scaled() -> Made:
-    """The loss is scaled by a parameter of the model itself."""
-    torch.manual_seed(0)
-    return Scaled(), batch()
-
-
-def shared() -> Made:
-    """The same layer three times over."""
-    model, inputs = stack()
-    first = model.layers[0]
-    model.layers = nn.ModuleList([first, first, first])
-    return model, inputs
-
-
 def graph_break() -> Made:
     """Dynamo breaks the graph between the layers."""
     torch.manual_seed(0)
     return Stack(between=_break), batch()
-
-
-def data_dependent() -> Made:
-    """A branch on a value: Dynamo breaks the graph there."""
-    torch.manual_seed(0)
-    return Stack(between=_branch), batch()
 
 
 def hf_qwen2(**config: Any) -> Any:
@@ -290,20 +247,3 @@ def hf_gpt2(**config: Any) -> Any:
     tiny = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 32}
     settings = {**tiny, "use_cache": False, **config}
     return AutoModelForCausalLM.from_config(GPT2Config(**settings)).train()
-
-
-ZOO: dict[str, Callable[[], Made]] = {
-    made.__name__: made
-    for made in (
-        stack,
-        batchnorm,
-        dropout,
-        frozen,
-        unused,
-        tied,
-        scaled,
-        shared,
-        graph_break,
-        data_dependent,
-    )
-}

@@ -8,9 +8,10 @@ import functools
 import os
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing import get_context
+from typing import Any
 
 import torch
 
@@ -108,18 +109,10 @@ def _compare_all(
 ) -> tuple[dict[str, Result], list[str]]:
     """Results by name, in any order, and the names of those that failed. Ctrl-C ends it early."""
     results: dict[str, Result] = {}
-    failed = []
-    context = get_context("spawn")
-    one = functools.partial(run, gpu=gpu, tiles=tiles)
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        context.Pool(jobs, maxtasksperchild=PER_PROCESS) as pool,
-    ):
-        for name, result in pool.imap_unordered(one, chosen, chunksize=1):
-            if isinstance(result, str):
-                failed.append(name)
-                print(f"{name}: FAILED\n{result}", flush=True)
-                continue
+    failed: list[str] = []
+    with contextlib.suppress(KeyboardInterrupt):
+        one = functools.partial(run, gpu=gpu, tiles=tiles)
+        for name, result in _each(one, chosen, jobs, failed):
             results[name] = result
             wrong = faults(chosen[name], result, gpu=gpu, tiles=tiles)
             print(
@@ -138,18 +131,29 @@ def _compare_all(
 def _count_all(chosen: dict[str, Entry], jobs: int) -> int:
     """Print the captures of each entry of transformers while sizes change; gives the exit code."""
     names = [name for name, entry in chosen.items() if entry.needs == "transformers"]
-    more, failed = 0, 0
-    context = get_context("spawn")
-    with context.Pool(jobs, maxtasksperchild=PER_PROCESS) as pool:
-        for name, result in pool.imap_unordered(lengths.counted, names, chunksize=1):
-            if isinstance(result, str):
-                failed += 1
-                print(f"{name}: FAILED\n{result}", flush=True)
-                continue
-            more += result.is_more or not result.equal
-            print(result.line(), *(f"    {why}" for why in result.why), sep="\n", flush=True)
-    print(f"{len(names)} models: {more} capture more than torch.compile or differ, {failed} failed")
+    more = 0
+    failed: list[str] = []
+    for _, result in _each(lengths.counted, names, jobs, failed):
+        more += result.is_more or not result.equal
+        print(result.line(), *(f"    {why}" for why in result.why), sep="\n", flush=True)
+    print(
+        f"{len(names)} models: {more} capture more than torch.compile or differ, "
+        f"{len(failed)} failed"
+    )
     return 1 if more or failed else 0
+
+
+def _each(
+    function: Callable[[str], tuple[str, Any]], names: Iterable[str], jobs: int, failed: list[str]
+) -> Iterator[tuple[str, Any]]:
+    """The names and results of a function in processes; the names of those that fail are noted."""
+    with get_context("spawn").Pool(jobs, maxtasksperchild=PER_PROCESS) as pool:
+        for name, result in pool.imap_unordered(function, names, chunksize=1):
+            if isinstance(result, str):
+                failed.append(name)
+                print(f"{name}: FAILED\n{result}", flush=True)
+            else:
+                yield name, result
 
 
 def _page(rows: dict[str, table.Row], written: dict[str, table.Row], versions: str) -> str:

@@ -8,18 +8,16 @@ import dataclasses
 import random
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from megacompile import compat, megacompile
+from megacompile import megacompile
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ParamRef
-from megacompile.runtime.model.captured import CapturedGraph
-from megacompile.runtime.model.program import Program
+from tests import inside
 from tests.zoo import equal
 from tests.zoo.entry import Entry
 
@@ -66,20 +64,23 @@ def _compare(entry: Entry, device: str, lowering: str, tiles: int) -> Result:
     if entry.draws and lowering == "inductor":
         _leave_out_dropout(plain)
     worst = Worst()
-    with warnings.catch_warnings(record=True) as caught, calls() as ran:
+    ran: list[Any] = []
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         streamed = megacompile(
             copy.deepcopy(plain), device=device, lowering=lowering, tiles=tiles, progress=False
         )
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (plain, streamed)]
         for i in range(STEPS):
-            ran.clear()
-            pair = [_train(model, entry, i, device) for model in (plain, streamed)]
-            worst.compare(f"step {i}", *pair)
+            wanted = _train(plain, entry, i, device)
+            last = i == STEPS - 1
+            with inside.graph_calls(ran) if last else contextlib.nullcontext():
+                worst.compare(f"step {i}", wanted, _train(streamed, entry, i, device))
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        trained, breaks = schedules_of(ran), len(ran) - 1
+        programs = {id(program): program for program in ran if program}
+        trained = [list(each.executors.values())[-1].schedule for each in programs.values()]
         pair = [_evaluate(model, entry, device) for model in (plain, streamed)]
         worst.compare("eval", *pair)
         pair = [{"parameters": dict(m.named_parameters())} for m in (plain, streamed)]
@@ -87,7 +88,7 @@ def _compare(entry: Entry, device: str, lowering: str, tiles: int) -> Result:
     said = [str(w.message) for w in caught]
     return Result(
         name=entry.name,
-        breaks=breaks,
+        breaks=len(ran) - 1,
         stages=sum(len(s.stages) for s in trained),
         streamed=share_streamed(streamed, trained),
         error=worst.error,
@@ -95,31 +96,6 @@ def _compare(entry: Entry, device: str, lowering: str, tiles: int) -> Result:
         warned=tuple(dict.fromkeys(s for s in said if s.startswith("megacompile"))),
         time_s=time.process_time() - began,
     )
-
-
-@contextlib.contextmanager
-def calls() -> Iterator[list[Program | None]]:
-    """What each call of a captured graph in the block ran; None where it ran in eager mode.
-
-    Layers of one class share a graph, and run a program each. Models must not outlive the block:
-    their graphs hold the method that notes.
-    """
-    ran: list[Program | None] = []
-    plain = CapturedGraph.__call__
-
-    def noted(graph: CapturedGraph, *args: Any) -> Sequence[Any]:
-        result = plain(graph, *args)
-        ran.append(graph.programs.get(next(reversed(graph._called), None)))
-        return result
-
-    with mock.patch.object(CapturedGraph, "__call__", noted):
-        yield ran
-
-
-def schedules_of(programs: Iterable[Program | None]) -> list[Schedule]:
-    """What programs ran last, each program once."""
-    each = {id(program): program for program in programs if program}
-    return [list(program.executors.values())[-1].schedule for program in each.values()]
 
 
 def share_streamed(model: nn.Module, of: Sequence[Schedule]) -> float:
@@ -201,7 +177,9 @@ def _in_double(entry: Entry) -> Entry:
         floats = isinstance(value, Tensor) and value.is_floating_point()
         return value.double() if floats else value
 
-    return dataclasses.replace(entry, call=lambda: compat.tree_map(double, entry.call()))
+    return dataclasses.replace(
+        entry, call=lambda: torch.utils._pytree.tree_map(double, entry.call())
+    )
 
 
 def _leave_out_dropout(model: nn.Module) -> None:

@@ -9,6 +9,14 @@ from tests.zoo.hugging_face import of_diffusers
 
 GROUPS = {"norm_num_groups": 4}
 BLOCKS = {"block_out_channels": (8, 16), "layers_per_block": 1, **GROUPS}
+LAYERS = {
+    "num_attention_heads": 4,
+    "attention_head_dim": 8,
+    "in_channels": 4,
+    "num_layers": 2,
+    "sample_size": 8,
+}
+TEXT = {"joint_attention_dim": 32, "pooled_projection_dim": 16}
 STEPS = torch.tensor([3, 500])
 
 
@@ -25,38 +33,30 @@ def _image() -> Call:
     return {"sample": floats(BATCH, 3, 16, 16)}
 
 
+def _latent() -> Call:
+    return {"hidden_states": floats(BATCH, 4, 8, 8), "timestep": STEPS}
+
+
 def _dit() -> Call:
-    return {
-        "hidden_states": floats(BATCH, 4, 8, 8),
-        "timestep": STEPS,
-        "class_labels": torch.tensor([1, 2]),
-    }
+    return {**_latent(), "class_labels": torch.tensor([1, 2])}
 
 
 def _pixart() -> Call:
-    return {
-        "hidden_states": floats(BATCH, 4, 8, 8),
-        "timestep": STEPS,
-        "encoder_hidden_states": floats(BATCH, 6, 16, seed=3),
-        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
-    }
+    shape = {"resolution": None, "aspect_ratio": None}
+    text = floats(BATCH, 6, 16, seed=3)
+    return {**_latent(), "encoder_hidden_states": text, "added_cond_kwargs": shape}
 
 
 def _sd3() -> Call:
-    return {
-        "hidden_states": floats(BATCH, 4, 8, 8),
-        "timestep": STEPS,
-        "encoder_hidden_states": floats(BATCH, 6, 32, seed=3),
-        "pooled_projections": floats(BATCH, 16, seed=4),
-    }
+    text, pooled = floats(BATCH, 6, 32, seed=3), floats(BATCH, 16, seed=4)
+    return {**_latent(), "encoder_hidden_states": text, "pooled_projections": pooled}
 
 
 def _flux() -> Call:
     return {
+        **_sd3(),
         "hidden_states": floats(BATCH, 16, 4),
         "timestep": torch.tensor([0.3, 0.9]),
-        "encoder_hidden_states": floats(BATCH, 6, 32, seed=3),
-        "pooled_projections": floats(BATCH, 16, seed=4),
         "img_ids": torch.arange(48.0).view(16, 3),
         "txt_ids": torch.zeros(6, 3),
     }
@@ -96,57 +96,24 @@ ENTRIES: list[Entry] = [
         _image,
     ),
     of_diffusers("VQModel", {"block_out_channels": (8,), **GROUPS}, _image),
-    of_diffusers(
-        "DiTTransformer2DModel",
-        {
-            "num_attention_heads": 4,
-            "attention_head_dim": 8,
-            "in_channels": 4,
-            "num_layers": 2,
-            "sample_size": 8,
-            "num_embeds_ada_norm": 10,
-        },
-        _dit,
-    ),
+    of_diffusers("DiTTransformer2DModel", {**LAYERS, "num_embeds_ada_norm": 10}, _dit),
     of_diffusers(
         "PixArtTransformer2DModel",
-        {
-            "num_attention_heads": 4,
-            "attention_head_dim": 8,
-            "in_channels": 4,
-            "num_layers": 2,
-            "sample_size": 8,
-            "cross_attention_dim": 32,
-            "caption_channels": 16,
-        },
+        {**LAYERS, "cross_attention_dim": 32, "caption_channels": 16},
         _pixart,
     ),
     of_diffusers(
         "SD3Transformer2DModel",
-        {
-            "sample_size": 8,
-            "patch_size": 2,
-            "in_channels": 4,
-            "num_layers": 2,
-            "attention_head_dim": 8,
-            "num_attention_heads": 4,
-            "joint_attention_dim": 32,
-            "caption_projection_dim": 32,
-            "pooled_projection_dim": 16,
-            "pos_embed_max_size": 8,
-        },
+        {**LAYERS, **TEXT, "patch_size": 2, "caption_projection_dim": 32, "pos_embed_max_size": 8},
         _sd3,
     ),
     of_diffusers(
         "FluxTransformer2DModel",
         {
-            "in_channels": 4,
+            **{name: value for name, value in LAYERS.items() if name != "sample_size"},
+            **TEXT,
             "num_layers": 1,
             "num_single_layers": 2,
-            "attention_head_dim": 8,
-            "num_attention_heads": 4,
-            "joint_attention_dim": 32,
-            "pooled_projection_dim": 16,
             "axes_dims_rope": (2, 2, 4),
             "guidance_embeds": False,
         },

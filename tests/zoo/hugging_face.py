@@ -25,11 +25,18 @@ TINY = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+BOTH_SIDES = {  # of models with an encoder and a decoder
+    "d_model": 32,
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48),
+}
 GROUPED = {**TINY, "num_key_value_heads": 2}
 TURNS = Rounding(
     1e-6, "captured and eager code use a value in turns: autograd adds in another order"
 )
 BOTH = ("eager", "sdpa")  # implementations of attention
+ALONE: dict[str, Any] = {"attention": ("eager",)}  # it has no other
 
 
 def of_transformers(
@@ -77,26 +84,11 @@ def _pretrained(head: str, kind: str, config: Config, attention: str) -> nn.Modu
     return model
 
 
-def of_diffusers(
-    kind: str,
-    config: Config,
-    call: Callable[[], Call],
-    *,
-    rounding: Rounding | None = None,
-    note: str = "",
-) -> Entry:
+def of_diffusers(kind: str, config: Config, call: Callable[[], Call]) -> Entry:
     """An entry for a class of diffusers."""
 
     def build() -> nn.Module:
         model: nn.Module = getattr(importlib.import_module("diffusers"), kind)(**config)
         return model
 
-    return Entry(
-        name=kind,
-        family=Family.DIFFUSION,
-        build=build,
-        call=call,
-        needs="diffusers",
-        rounding=rounding,
-        note=note,
-    )
+    return Entry(kind, Family.DIFFUSION, build, call, "diffusers")

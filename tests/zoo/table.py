@@ -14,30 +14,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "zoo.md"
 _MADE = "Made with "
 COLUMNS = ("model", "graph breaks", "stages", "streamed", "largest error", "Inductor", "why")
 
-INTRODUCTION = """# The zoo
-
-Models of other libraries, as they are, with tiny configurations. Each is trained for two steps
-with SGD and then called in eval mode, plain and megacompiled with `lowering="eager"`, on the CPU.
-Losses, outputs, gradients, parameters and buffers are compared. `make zoo` does it and compares
-what comes out with this page, if the packages are those that it was made with; `make zoo
-ARGS=--write` writes the page. A part of it is in `make test`. On a GPU,
-`pytest tests/models/test_zoo.py -m gpu` compares all of them, with Inductor too.
-
-- **graph breaks**: the calls of captured graphs in a training step, less one. What lies between
-  two of them runs in eager mode, on streamed copies.
-- **stages**: in the schedules of a training step.
-- **streamed**: the share of the parameters that these schedules stream. The rest is fetched at
-  each use, or is not used.
-- **largest error**: of a tensor, relative to its largest value, rounded up to a power of ten. 0 is
-  equal in every bit.
-- **Inductor**: the largest error on a GPU with the default lowering, against plain PyTorch in eager
-  mode. `python -m tests.zoo --gpu --write` fills it. Empty: it was not run there. Inductor draws
-  random numbers as PyTorch does there (`fallback_random`): it has numbers of its own otherwise.
-  cuDNN does not use TF32, and models with batch norms are in float64: over the few elements that
-  there are here, a batch norm makes a large difference of a rounding. wav2vec2, hubert, wavlm and
-  m2m_100 are without dropout there: their attention drops other elements where it is captured.
-- *(eager)* and *(sdpa)* are the implementations of attention in transformers.
-"""
+INTRODUCTION = PAGE.read_text().partition("\n" + _MADE)[0]  # is written there alone
 
 
 @dataclass(frozen=True, slots=True)
