@@ -6,7 +6,7 @@ import logging
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megacompile import schedules
 from tests import inside
-from tests.equality.nets import Applies, in_a_row
+from tests.equality import operators
+from tests.equality.calls import assert_alike, trained
+from tests.equality.nets import Applies
 from tests.quantized import Int8
-from tests.zoo import WIDTH, Stack, assert_same, assert_steps_same, batch, equal, step, twins
+from tests.zoo import WIDTH, assert_same, equal, twins
 
 
 @contextmanager
@@ -30,53 +31,6 @@ def said() -> Iterator[list[str]]:
         warnings.simplefilter("always")
         yield texts
     texts += [str(w.message) for w in caught if str(w.message).startswith("megacompile")]
-
-
-# --- graph breaks
-
-
-Middle = Callable[[Any, Tensor], Tensor]
-
-
-def breaks(middle: Middle) -> Any:
-    """A stack with something in the middle that Dynamo cannot capture, plain and streamed."""
-
-    def forward(m: Any, x: Tensor, y: Tensor) -> Tensor:
-        hidden = middle(m, m.stack.layers[0](m.stack.embed(x)))
-        return F.mse_loss(m.stack.head(m.stack.layers[1](hidden)), y)
-
-    torch.manual_seed(0)
-    scale = nn.Parameter(torch.full((WIDTH,), 1.5))
-    return twins(Applies(forward, stack=Stack(layers=2), scale=scale))
-
-
-def read_in_eager(module: Any, h: Tensor) -> Tensor:
-    torch._dynamo.graph_break()
-    scaled: Tensor = h * module.scale * float(module.scale.detach().mean())
-    return scaled
-
-
-def layer_in_eager(module: Any, h: Tensor) -> Tensor:
-    result: Tensor = module.stack.layers[0](h) * module.scale
-    return result
-
-
-MIDDLES: dict[str, tuple[Middle, bool]] = {  # is it said
-    "branch on a value": (lambda module, h: h + 1 if h.sum() > 0 else h - 1, False),
-    "parameter in eager code": (read_in_eager, False),
-    "layer in eager code": (torch._dynamo.disable(layer_in_eager), True),
-    "numpy": (lambda module, h: h + torch.from_numpy(h.detach().numpy() * 0.5), False),
-}
-
-
-@pytest.mark.parametrize("middle", MIDDLES)
-def test_graph_breaks(middle: str) -> None:
-    function, is_said = MIDDLES[middle]
-    plain, streamed = breaks(function)
-    with said() as texts:
-        for _ in range(2):
-            assert_steps_same(plain, streamed, batch())
-    assert len(texts) == is_said
 
 
 # --- what cannot be traced
@@ -143,16 +97,6 @@ def test_a_wrong_shape_is_the_plain_models_error(
     assert inside.programs(model)
 
 
-@torch.library.custom_op("megacompile_tests::real_only", mutates_args=())
-def real_only(x: Tensor) -> Tensor:
-    return x.clone()
-
-
-@real_only.register_fake
-def _(x: Tensor) -> Tensor:
-    raise RuntimeError("no fake tensors here")
-
-
 class Untraced(nn.Module):
     """Dynamo cannot trace what is behind its layers, a graph break, or in a function that code
     calls which runs in eager mode."""
@@ -190,7 +134,7 @@ def no_gradient_at_first(x: Tensor, number: float) -> Tensor:
 
 WHERE = ("first", "behind a break", "in a skipped frame")
 UNTRACED: dict[str, tuple[Callable[[Tensor, float], Tensor], tuple[float, ...]]] = {
-    "no fake tensors": (lambda x, _: real_only(x.detach()) + x, (1.0, 2.0)),
+    "no fake tensors": (lambda x, _: operators.real_only(x.detach()) + x, (1.0, 2.0)),
     "a negative float": (lambda x, number: x + number**2, (-0.5, -0.25, -0.1)),
     "a mode": (no_gradient_at_first, (1, 2, 3)),
     "a condition as an index": (lambda x, number: x + (1.0, 0.5)[number > 2], (1, 3, 2)),
@@ -210,18 +154,17 @@ def test_what_dynamo_cannot_trace_runs_as_it_is(case: str, where: str) -> None:
     """It is said once, and equals the plain model in every bit; no line runs twice."""
     act, numbers = UNTRACED[case]
     models = plain, model = twins(Untraced(act, where))
-    optimizers = [torch.optim.AdamW(each.parameters()) for each in models]
+    optimizers = {m: torch.optim.AdamW(m.parameters()) for m in (plain, model)}
+
+    def use(m: Any, number: float) -> Any:
+        output = trained(torch.ones(2, 4), number)(m)
+        if output.requires_grad:
+            optimizers[m].step()
+        return output
+
     with said() as texts:
         for number in (*numbers, *numbers):
-            found = []
-            for each, optimizer in zip(models, optimizers, strict=True):
-                torch.manual_seed(2)
-                found.append(each(torch.ones(2, 4), number))
-                if found[-1].requires_grad:
-                    found[-1].square().sum().backward()
-                    optimizer.step()
-            assert equal(*(value.detach() for value in found))
-    assert_same(plain, model)
+            assert_alike(models, lambda m, number=number: use(m, number))
     assert model.calls == plain.calls == [*numbers, *numbers]
     untraced = [text for text in texts if "could not trace" in text]
     if not untraced and case == "a condition as an index":
@@ -231,22 +174,6 @@ def test_what_dynamo_cannot_trace_runs_as_it_is(case: str, where: str) -> None:
 
 
 # --- methods of a model's classes that are patched after a call
-
-
-class Twice(nn.Module):
-    """Computes by a method of its own."""
-
-    def __init__(self, layer: type[nn.Linear]) -> None:
-        super().__init__()
-        self.first = layer(WIDTH, WIDTH)
-        self.last = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.middle(self.first(x))
-
-    def middle(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(x.tanh())
-        return y
 
 
 def doubled(self: Any, x: Tensor) -> Tensor:
@@ -269,35 +196,39 @@ def test_a_method_that_is_patched_after_a_call_is_called(monkeypatch: pytest.Mon
     class Layer(nn.Linear):
         pass
 
-    class Model(Twice):
-        pass
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = Layer(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    torch.manual_seed(0)
-    plain, streamed = twins(Model(Layer))
+        def forward(self, x: Tensor) -> Tensor:
+            return self.middle(self.first(x))
+
+        def middle(self, x: Tensor) -> Tensor:
+            y: Tensor = self.last(x.tanh())
+            return y
+
+    plain, streamed = models = twins(Model())
     x = torch.randn(2, WIDTH)
 
-    def assert_equal() -> Tensor:
-        outputs = [model(x) for model in (plain, streamed)]
-        for y in outputs:
-            y.square().mean().backward()
-        assert equal(*(y.detach() for y in outputs))
-        assert_same(plain, streamed)
-        before: Tensor = outputs[0].detach()
-        return before
+    def graphs() -> int:
+        return len(inside.streamed(streamed).graphs)
 
-    before = assert_equal()
+    assert_alike(models, trained(x))
+    before = plain(x).detach()
     for which, attribute, patch in PATCHES.values():
         with monkeypatch.context() as patches:
             patches.setattr((Model, Layer)[which], attribute, patch)
-            assert not equal(assert_equal(), before)
+            assert_alike(models, trained(x))
+            assert not equal(plain(x).detach(), before)
             assert equal(plain.first(x).detach(), streamed.first(x).detach())
-            graphs = len(inside.streamed(streamed).graphs)
-        assert equal(assert_equal(), before)
-        assert len(inside.streamed(streamed).graphs) == graphs, "it was captured before"
+            count = graphs()
+        assert equal(streamed(x).detach(), before)
+        assert graphs() == count, "it was captured before"
     for k in range(3):
         Model.calls = k  # type: ignore[attr-defined]
-        assert_equal()
-    assert len(inside.streamed(streamed).graphs) == graphs
+        assert_alike(models, trained(x))
+    assert graphs() == count
 
 
 # --- a program for each kind of call
@@ -341,39 +272,14 @@ def test_each_kind_of_call_has_a_program_and_keeps_it() -> None:
     plain, model = twins(
         Applies(lambda m, x: m.weight * x, weight=nn.Parameter(torch.ones(6))), dynamic=False
     )
+    calls = [(name, nullcontext, value) for name, value in KINDS.items()]
+    calls += [(name, state, ONES) for name, state in STATES.items()]
     counts = []
-    for _ in range(2):
-        for name, value in KINDS.items():
-            found = [each(value) for each in (plain, model)]
-            assert equal(*(y.detach() for y in found)) and found[0].dtype == found[1].dtype, name
-            counts.append(len(inside.programs(model)))
-        for name, state in STATES.items():
-            with state():
-                found = [each(ONES) for each in (plain, model)]
-            assert equal(*(y.detach() for y in found)), name
-            counts.append(len(inside.programs(model)))
-    assert counts == [*range(1, len(KINDS) + len(STATES) + 1)] + [counts[-1]] * (len(counts) // 2)
-
-
-def clamped(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Clamps its weight in the forward: a captured graph that changes a parameter."""
-    with torch.no_grad():
-        m.last.weight.clamp_(-0.1, 0.1)
-    return F.mse_loss(m.last(F.gelu(m.first(x))), y)
-
-
-def test_what_cannot_be_scheduled_runs_in_eager_mode() -> None:
-    """It is said once for a graph, and is not tried for each size."""
-    plain, model = twins(in_a_row(clamped, width=WIDTH))
-    with said() as texts:
-        for _ in range(2):
-            assert_steps_same(plain, model, batch())
-    assert len(texts) == 1
-    with said():
-        for size in (5, 6, 7, 8):
-            assert equal(step(plain, batch(size=size)), step(model, batch(size=size)))
-    assert_same(plain, model)
-    assert schedules(model) == []
+    for name, state, value in (*calls, *calls):
+        with state():
+            assert_alike((plain, model), lambda each, value=value: each(value), name=name)
+        counts.append(len(inside.programs(model)))
+    assert counts == [*range(1, len(calls) + 1)] + [len(calls)] * len(calls)
 
 
 def test_how_a_packed_parameter_is_put_together_is_part_of_the_key() -> None:
@@ -394,15 +300,9 @@ def test_how_a_packed_parameter_is_put_together_is_part_of_the_key() -> None:
         return result
 
     others = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-    plain, model = twins(Applies(forward, layers=nn.ModuleList(layers), others=others))
-    for trained in (True, False):
-        model.others[1].requires_grad_(trained)
-        plain.others[1].requires_grad_(trained)
+    models = twins(Applies(forward, layers=nn.ModuleList(layers), others=others))
+    for is_trained in (True, False):
+        for model in models:
+            model.others[1].requires_grad_(is_trained)
         for i in (0, 1, 0):
-            losses = [each(torch.ones(2, 4), i).square().sum() for each in (plain, model)]
-            for loss in losses:
-                if loss.requires_grad:
-                    loss.backward()
-            assert equal(*(loss.detach() for loss in losses))
-        pairs = zip(plain.others.parameters(), model.others.parameters(), strict=True)
-        assert all(equal(a.grad, b.grad) for a, b in pairs)
+            assert_alike(models, trained(torch.ones(2, 4), i))

@@ -162,9 +162,9 @@ def test_calls_that_make_programs_one_after_the_other_are_tried_less_and_less() 
     plain, model = twins(Applies(forward, layers=Stack(layers=6).layers), dynamic=False)
     made = ""
     with torch.no_grad(), pytest.warns(UserWarning, match="24 schedules"):
-        for rows in range(2, 16):
+        for rows in range(2, 11):
             before = len(programs(model))
             x = torch.ones(rows, LAYER_WIDTH)
             assert equal(model(x), plain(x))
             made += "x" if len(programs(model)) > before else "."
-    assert made == "xxxx.x..x....x"
+    assert made == "xxxx.x..x"
