@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -23,9 +24,11 @@ from megacompile import (
     save,
 )
 from tests.checkpoints import Net, ids, on_meta, same, saved, values
+from tests.equality.nets import from_config
 
 pytest.importorskip("safetensors")
 ROOT = Path(__file__).resolve().parent.parent.parent
+SECOND, INDEX = "model-00002-of-00003.safetensors", "model.safetensors.index.json"
 
 
 @pytest.fixture
@@ -37,9 +40,8 @@ def plain() -> Net:
     return model
 
 
-def steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor | None = None
-) -> list[float]:
+def steps(model: nn.Module, batch: torch.Tensor | None = None) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters())
     batch = ids() if batch is None else batch
     losses = []
     for _ in range(3):
@@ -51,85 +53,95 @@ def steps(
     return losses
 
 
-def test_a_model_on_meta_trains_as_the_one_that_was_saved(plain: Net, tmp_path: Path) -> None:
+def loaded(checkpoint: Any, make: Any = Net, **options: Any) -> Any:
+    """A model on meta with the values of a checkpoint."""
+    return megacompile(on_meta(make), checkpoint=checkpoint, **options)
+
+
+def assert_loads(plain: nn.Module, checkpoint: Any, make: Any = Net) -> Any:
+    """The values are those of the plain model."""
+    model = loaded(checkpoint, make)
+    assert same(values(plain), values(model)) == []
+    return model
+
+
+@pytest.mark.parametrize("resident", [0, "all"])
+def test_a_model_on_meta_trains_as_the_one_that_was_saved(
+    plain: Net, tmp_path: Path, resident: Any
+) -> None:
     saved(plain, tmp_path, 3)
     model = on_meta()
     optimizer = torch.optim.AdamW(model.parameters())  # made before: it keeps the parameters
     objects = {name: param for name, param in model.named_parameters()}
     state = torch.get_rng_state()
-    assert megacompile(model, checkpoint=tmp_path) is model
+    assert megacompile(model, checkpoint=tmp_path, resident=resident) is model
     assert torch.equal(torch.get_rng_state(), state)
     assert all(param is objects[name] for name, param in model.named_parameters())
+    assert optimizer.param_groups[0]["params"] == list(objects.values())
     assert model.head.weight is model.embed.weight
     assert same(values(plain), values(model)) == []
-    assert steps(plain, torch.optim.AdamW(plain.parameters())) == steps(model, optimizer)
+    assert steps(plain) == steps(model)
     assert same(values(plain), values(model)) == []
 
 
-def test_a_model_with_values_gets_those_of_the_checkpoint(plain: Net, tmp_path: Path) -> None:
-    saved(plain, tmp_path)
-    torch.manual_seed(1)
+def test_a_file_or_an_index_may_be_given(plain: Net, tmp_path: Path) -> None:
+    """Tied weights may be there twice, and the model may have values."""
+    from safetensors.torch import save_file
+
+    saved(plain, tmp_path / "two", 2)
+    twice = {name: value.clone() for name, value in plain.state_dict().items()}
+    save_file(twice, tmp_path / "other.safetensors")
+    for given in (tmp_path / "two" / INDEX, tmp_path / "other.safetensors", str(tmp_path)):
+        assert_loads(plain, given)
     model: Any = Net()
     model.layers[0].scale.fill_(3.0)  # not persistent: it stays
     megacompile(model, checkpoint=str(tmp_path))
     assert same(values(plain), values(model)) == ["layers.0.scale"]
 
 
-def test_a_file_or_an_index_may_be_given(plain: Net, tmp_path: Path) -> None:
-    """And tied weights may be there twice."""
-    from safetensors.torch import save_file
-
-    saved(plain, tmp_path / "two", 2)
-    twice = {name: value.clone() for name, value in plain.state_dict().items()}
-    save_file(twice, tmp_path / "other.safetensors")
-    for given in (tmp_path / "two/model.safetensors.index.json", tmp_path / "other.safetensors"):
-        assert same(values(plain), values(megacompile(on_meta(), checkpoint=given))) == []
-    assert same(values(plain), values(megacompile(on_meta(), checkpoint=tmp_path))) == []
+def conv() -> Any:
+    return nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
 
 
-def test_other_strides_are_kept(tmp_path: Path) -> None:
-    def make() -> Any:
-        model: Any = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3))
-        return model.to(memory_format=torch.channels_last)
+def lstm() -> Any:
+    """It has a list of its parameters, and weak references."""
+    return nn.LSTM(4, 4)
 
-    plain = make()
-    save(plain, tmp_path)
-    model = megacompile(on_meta(make), checkpoint=tmp_path)
-    assert same(values(plain), values(model)) == []
-    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+def test_other_strides_and_other_references_are_kept(tmp_path: Path) -> None:
+    for make in (conv, lstm):
+        plain = make()
+        save(plain, tmp_path / make.__name__)
+        model = assert_loads(plain, tmp_path / make.__name__, make)
+        if make is lstm:
+            x = torch.randn(3, 2, 4)
+            assert torch.equal(model(x)[0], plain(x)[0])
+        else:
+            assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_masters_are_read_from_fewer_digits(plain: Net, tmp_path: Path) -> None:
-    saved(plain.bfloat16(), tmp_path)
-    model = megacompile(on_meta(), checkpoint=tmp_path, compute_dtype=torch.bfloat16)
-    expected = {n: v.float() if v.is_floating_point() else v for n, v in values(plain).items()}
-    assert model.embed.weight.dtype == torch.float32
-    kept = {name for name in expected if not name.endswith("scale")}
-    assert [name for name in same(expected, values(model)) if name in kept] == []
-
-
-def test_the_streamed_copy_has_what_was_read(tmp_path: Path) -> None:
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-
-    plain = make()
-    saved(plain, tmp_path)
+    """Where they are lost, somebody has asked for that; a streamed copy has what was read."""
+    saved(plain, tmp_path / "all")
+    half = on_meta().bfloat16()
+    with pytest.raises(CheckpointError, match="dtypes"):
+        megacompile(half, checkpoint=tmp_path / "all")
+    megacompile(half, checkpoint=Checkpoint(tmp_path / "all", cast=True))
+    assert torch.equal(half.embed.weight, plain.embed.weight.bfloat16())
     dtypes: dict[str, Any] = {"compute_dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}
-    model: Any = megacompile(on_meta(make), checkpoint=tmp_path, **dtypes)
+    saved(plain.bfloat16(), tmp_path / "half")
+    model = loaded(tmp_path / "half", **dtypes)
+    for name, param in plain.named_parameters():
+        assert torch.equal(model.get_parameter(name), param.float())
+    make: Any = functools.partial(nn.Linear, 4, 4)
+    layer = make()
+    saved(layer, tmp_path / "layer")
+    model = loaded(tmp_path / "layer", make, **dtypes)
     x = torch.randn(3, 4)
     y = model(x)
     y.sum().backward()
     assert {param.grad.dtype for param in model.parameters()} == {torch.bfloat16}
-    assert torch.equal(y, plain.bfloat16()(x.bfloat16()))
-
-
-def test_digits_are_lost_only_when_asked(plain: Net, tmp_path: Path) -> None:
-    saved(plain, tmp_path)
-    half = on_meta().bfloat16()
-    with pytest.raises(CheckpointError, match="dtypes"):
-        megacompile(half, checkpoint=tmp_path)
-    megacompile(half, checkpoint=Checkpoint(tmp_path, cast=True))
-    assert torch.equal(half.embed.weight, plain.embed.weight.bfloat16())
+    assert torch.equal(y, layer.bfloat16()(x.bfloat16()))
 
 
 class Wrapper(nn.Module):
@@ -142,31 +154,24 @@ class Wrapper(nn.Module):
 
 
 def test_the_path_of_a_wrapper_is_left_out(plain: Net, tmp_path: Path) -> None:
+    """And names may be translated."""
     saved(plain, tmp_path / "inner")
-    model = megacompile(on_meta(Wrapper), checkpoint=tmp_path / "inner")
+    model = loaded(tmp_path / "inner", Wrapper)
     assert same(values(plain), values(model.inner[0])) == []
     saved(model, tmp_path / "whole")
-    again = megacompile(on_meta(Wrapper), checkpoint=tmp_path / "whole")
-    assert same(values(model), values(again)) == []
-
-
-def test_names_are_translated(plain: Net, tmp_path: Path) -> None:
-    saved(Wrapper(), tmp_path)
-    names = Checkpoint(tmp_path, names=lambda name: f"inner.0.{name}")
-    model = megacompile(on_meta(), checkpoint=names)
-    assert not any(param.is_meta for param in model.parameters())
+    assert_loads(model, tmp_path / "whole", Wrapper)
+    translated = Checkpoint(tmp_path / "whole", names=lambda name: f"inner.0.{name}")
+    assert_loads(plain, translated)
 
 
 def test_names_that_do_not_fit_are_listed_and_may_be_allowed(plain: Net, tmp_path: Path) -> None:
     saved(Net(layers=2, tied=False), tmp_path)
     model = on_meta()
-    with pytest.raises(CheckpointError, match="layers.2.norm.weight"):
-        megacompile(model, checkpoint=tmp_path)
-    assert all(param.is_meta for param in model.parameters())
     given = Checkpoint(tmp_path, initialize="layers.2.*")
-    with pytest.raises(CheckpointError, match="head.weight"):
-        megacompile(model, checkpoint=given)
-    assert all(param.is_meta for param in model.parameters())
+    for checkpoint, name in ((tmp_path, "layers.2.norm.weight"), (given, "head.weight")):
+        with pytest.raises(CheckpointError, match=name):
+            megacompile(model, checkpoint=checkpoint)
+        assert all(param.is_meta for param in model.parameters())
     small = on_meta(layers=1, tied=False)
     with pytest.raises(CheckpointError, match="layers.1."):
         megacompile(small, checkpoint=tmp_path)
@@ -178,14 +183,11 @@ def test_names_that_do_not_fit_are_listed_and_may_be_allowed(plain: Net, tmp_pat
     like = on_meta().layers[2].to_empty(device="cpu")
     like.up.reset_parameters()
     like.down.reset_parameters()
-    assert torch.equal(grown.layers[2].up.weight, like.up.weight)
-    assert torch.equal(grown.layers[2].down.weight, like.down.weight)
+    for name in ("up", "down"):
+        assert torch.equal(getattr(grown.layers[2], name).weight, getattr(like, name).weight)
 
 
 # --- files that are damaged
-
-
-SECOND, INDEX = "model-00002-of-00003.safetensors", "model.safetensors.index.json"
 
 
 def _index(place: str) -> Callable[[Path], object]:
@@ -271,66 +273,30 @@ def test_a_file_that_shrinks_or_an_interrupt_while_it_is_read(
 # --- what is given
 
 
-def test_hooks_on_meta_are_refused(plain: Net, tmp_path: Path) -> None:
+def test_what_is_given_is_refused(
+    plain: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hook on meta; layers on meta that come later; without the package that reads files."""
     saved(plain, tmp_path)
     model = on_meta()
     model.embed.weight.register_hook(lambda grad: grad)
     with pytest.raises(ModelError, match="embed.weight"):
         megacompile(model, checkpoint=tmp_path)
-
-
-def test_modules_that_refer_to_their_parameters_elsewhere(tmp_path: Path) -> None:
-    """`nn.LSTM` has a list of them, and weak references."""
-    torch.manual_seed(0)
-    plain = nn.LSTM(4, 4)
-    saved(plain, tmp_path)
-    model = on_meta(lambda: nn.LSTM(4, 4))
-    megacompile(model, checkpoint=tmp_path)
-    x = torch.randn(3, 2, 4)
-    assert torch.equal(model(x)[0], plain(x)[0])
-
-
-def test_meta_that_comes_later(plain: Net, tmp_path: Path) -> None:
-    saved(plain, tmp_path)
-    model = megacompile(on_meta(), checkpoint=tmp_path)
+    model = loaded(tmp_path)
     model.layers.append(on_meta().layers[0])
     with pytest.raises(ModelError, match="layers.3"):
         model(ids())
-
-
-def test_resident_buckets_are_filled(plain: Net, tmp_path: Path) -> None:
-    """On the CPU a resident bucket lies there too: who moves first, and what is equal."""
-    saved(plain, tmp_path)
-    model = megacompile(on_meta(), checkpoint=tmp_path, resident="all")
-    assert same(values(plain), values(model)) == []
-    losses = steps(model, torch.optim.AdamW(model.parameters()))
-    assert losses == steps(plain, torch.optim.AdamW(plain.parameters()))
-
-
-def test_checkpoints_need_the_extra(
-    plain: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved(plain, tmp_path)
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(MissingExtraError, match="safetensors"):
-        megacompile(on_meta(), checkpoint=tmp_path)
+        loaded(tmp_path)
 
 
 # --- names that transformers converts
 
 
 def mixtral(layers: int = 1, experts: int = 3) -> Any:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.MixtralConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=experts,
-    )
-    return transformers.MixtralForCausalLM(config)
+    pytest.importorskip("transformers")
+    return from_config("mixtral", num_hidden_layers=layers, num_local_experts=experts)
 
 
 class LossAlone(nn.Module):
@@ -340,40 +306,33 @@ class LossAlone(nn.Module):
 
 
 def test_experts_that_are_stored_apart(tmp_path: Path) -> None:
-    """A group of them may lie in several files."""
-    torch.manual_seed(0)
+    """A group of them may lie in several files. A base model reads them too."""
     plain = mixtral(layers=2)
     plain.save_pretrained(tmp_path, max_shard_size="4KB")
-    wrapped = megacompile(on_meta(LossAlone), checkpoint=tmp_path)
+    wrapped = loaded(tmp_path, LossAlone)
     assert same(values(plain), values(wrapped.model)) == []
-
-
-def test_experts_that_do_not_fit(tmp_path: Path) -> None:
-    mixtral().save_pretrained(tmp_path)
-    model = on_meta(mixtral, experts=4)
-    with pytest.raises(CheckpointError, match="shapes"):  # the router, before anything is read
-        megacompile(model, checkpoint=tmp_path)
-    for layer in model.model.layers:
-        layer.mlp.gate.weight = nn.Parameter(torch.empty(3, 16, device="meta"))
-    with pytest.raises(CheckpointError, match="experts"):
-        megacompile(model, checkpoint=tmp_path)
-    assert all(param.is_meta for param in model.parameters())
-    half = on_meta(mixtral)
-    half.model.layers[0].mlp.experts.bfloat16()
-    with pytest.raises(CheckpointError, match="experts.gate_up_proj"):
-        megacompile(half, checkpoint=tmp_path)
-    with pytest.raises(CheckpointError, match="layers.1.mlp.gate.weight"):
-        megacompile(on_meta(mixtral, layers=2), checkpoint=tmp_path)
-
-
-def test_a_base_model_reads_the_checkpoint_of_one_with_a_head(tmp_path: Path) -> None:
-    plain = mixtral()
-    plain.save_pretrained(tmp_path)
-    base = on_meta(lambda: mixtral().model)
+    base = on_meta(lambda: mixtral(layers=2).model)
     with pytest.raises(CheckpointError, match="lm_head.weight"):
         megacompile(base, checkpoint=tmp_path)
     megacompile(base, checkpoint=Checkpoint(tmp_path, ignore="lm_head.*"))
     assert same(values(plain.model), values(base)) == []
+
+
+def test_experts_that_do_not_fit(tmp_path: Path) -> None:
+    mixtral().save_pretrained(tmp_path)
+    four, other = (on_meta(mixtral, experts=4) for _ in range(2))
+    other.model.layers[0].mlp.gate.weight = nn.Parameter(torch.empty(3, 16, device="meta"))
+    half = on_meta(mixtral)
+    half.model.layers[0].mlp.experts.bfloat16()
+    for model, match in (
+        (four, "shapes"),  # the router, before anything is read
+        (other, "experts"),
+        (half, "experts.gate_up_proj"),
+        (on_meta(mixtral, layers=2), "layers.1.mlp.gate.weight"),
+    ):
+        with pytest.raises(CheckpointError, match=match):
+            megacompile(model, checkpoint=tmp_path)
+        assert all(param.is_meta for param in model.parameters())
 
 
 def hrm() -> Any:
@@ -401,9 +360,7 @@ def test_tensors_that_are_stored_as_one(tmp_path: Path) -> None:
 
     plain = hrm()
     plain.save_pretrained(tmp_path / "theirs")
-    model = megacompile(on_meta(hrm), checkpoint=tmp_path / "theirs")
-    assert same(values(plain), values(model)) == []
-    save(model, tmp_path / "ours")
+    save(assert_loads(plain, tmp_path / "theirs", hrm), tmp_path / "ours")
     theirs, ours = (
         safetensors.torch.load_file(tmp_path / which / "model.safetensors")
         for which in ("theirs", "ours")
@@ -429,11 +386,7 @@ def test_on_a_gpu_what_is_read_is_page_locked_and_trains(tmp_path: Path, residen
     assert all(on_device) if resident == "all" else not any(on_device)
     assert all(param.is_cuda or param.is_pinned() for param in model.parameters())
     reference = megacompile(plain, device="cuda", **options)
-    steps_of = [
-        steps(each, torch.optim.AdamW(each.parameters()), ids().cuda())
-        for each in (reference, model)
-    ]
-    assert steps_of[0] == steps_of[1]
+    assert steps(reference, ids().cuda()) == steps(model, ids().cuda())
 
 
 _PEAK = """

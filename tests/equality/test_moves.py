@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megacompile import megacompile, schedules
 from tests import inside
+from tests.zoo import assert_same
 
 
 class Net(nn.Module):
@@ -48,12 +49,16 @@ def settled(model: nn.Module) -> bool:
     return inside.residents(model) == inside.buckets(model).keys()
 
 
+def x_of(seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    return torch.ones(4, 8) * seed + torch.arange(8)
+
+
 def run(model: nn.Module, steps: int) -> list[Tensor]:
     losses = []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for seed in range(steps):
-        torch.manual_seed(seed)
-        loss = model(torch.ones(4, 8) * seed + torch.arange(8))
+        loss = model(x_of(seed))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -61,30 +66,34 @@ def run(model: nn.Module, steps: int) -> list[Tensor]:
     return losses
 
 
-def make(kind: type[Net]) -> Any:
+def pair(kind: type[Net] = Net) -> tuple[Any, Any]:
+    """(plain, megacompiled)."""
     torch.manual_seed(0)
-    return megacompile(kind(), device="cpu", gpu_memory="1MiB", progress=False)
+    plain = kind()
+    model = copy.deepcopy(plain)
+    return plain, megacompile(model, device="cpu", gpu_memory="1MiB", progress=False)
+
+
+def captures(caplog: pytest.LogCaptureFixture) -> int:
+    return len([r for r in caplog.records if r.name == "megacompile.capture"])
 
 
 def test_the_first_call_has_them_where_they_belong(caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
-    plain, model = Net(), make(Net)
+    plain, model = pair()
     with caplog.at_level(logging.INFO, "megacompile.capture"):
         for each in (model, plain):
-            torch.manual_seed(5)
-            each(torch.ones(4, 8) + torch.arange(8))
+            each(x_of(5))
         assert settled(model)
         (first,) = schedules(model)
         losses = run(model, 3)
-    assert len([r for r in caplog.records if r.name == "megacompile.capture"]) == 1
-    assert schedules(model) == [first]
+    assert captures(caplog) == 1 and schedules(model) == [first]
     assert all(map(torch.equal, losses, run(plain, 3)))
-    assert all(map(torch.equal, plain.state_dict().values(), model.state_dict().values()))
+    assert_same(plain, model)
 
 
 @pytest.mark.parametrize("held", [False, True])
 def test_another_name_of_what_moves_is_told_of(*, held: bool) -> None:
-    model = make(Net)
+    _, model = pair()
     state = model.state_dict() if held else None
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -95,12 +104,8 @@ def test_another_name_of_what_moves_is_told_of(*, held: bool) -> None:
 
 
 def test_what_has_run_is_not_run_again() -> None:
-    torch.manual_seed(0)
-    plain, model = Talks(), make(Talks)
-    losses = []
-    for each in (plain, model):
-        torch.manual_seed(7)
-        losses.append(each(torch.eye(8)).detach())
+    plain, model = pair(Talks)
+    losses = [each(x_of(7)).detach() for each in (plain, model)]
     assert torch.equal(*losses) and model.calls == plain.calls
     assert not inside.residents(model), "not in this call"
     assert all(map(torch.equal, run(model, 3), run(plain, 3)))
@@ -135,5 +140,5 @@ def test_buckets_leave_the_device_for_larger_inputs(caplog: pytest.LogCaptureFix
                 optimizer.zero_grad()
             residents.append(len(inside.residents(model)))
     assert residents == [4, 4, 4, 0, 0, 0]
-    assert len([r for r in caplog.records if r.name == "megacompile.capture"]) == 2, "8, any"
-    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    assert captures(caplog) == 2, "8, any"
+    assert_same(plain, model)
