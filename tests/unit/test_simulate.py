@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -14,9 +14,8 @@ from torch import fx, nn
 from megacompile import megacompile, schedules
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.cost.optimizer import OptimizerCost
-from megacompile.cost.queues import HOST, STREAMS, Queues, Work
-from megacompile.cost.rates import known
-from megacompile.cost.simulate import Event, Prediction, simulate
+from megacompile.cost.queues import STREAMS, Queues, Work
+from megacompile.cost.simulate import Prediction, simulate
 from megacompile.errors import OptionError
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Param, Slot
@@ -25,7 +24,6 @@ from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.tensors import TensorMeta
 from megacompile.ir.tokens import take
-from tests.planned import planned
 
 UNIT = Hardware("unit", 2.0, 2.0, 1.0, 1.0, 1.0, 1.0, 0.0)  # 2 GB/s alone, 1 GB/s together
 SLOW = UNIT.replace(update_gb_s=2.0)
@@ -79,14 +77,6 @@ class Graph:
         """Of any graph; a forward has no tokens to return."""
         self.graph.output(((), left, tokens) if left or tokens else ((), ()))
         return self.graph
-
-
-def copies(*sizes: float) -> Schedule:
-    """A forward that only prefetches, one bucket of each size in GB."""
-    made = Graph()
-    for i, size in enumerate(sizes):
-        made.prefetch(i, size)
-    return Schedule("copies", made.done(), None, ())
 
 
 def spans(timeline: Prediction, step: int = 0) -> dict[str, tuple[Any, Any]]:
@@ -235,28 +225,6 @@ def test_a_device_update_waits_for_its_states_and_its_bucket_stays_there() -> No
     assert again["0PREFETCH@0"][0] == 20.25  # new parameters are there ahead of the states
 
 
-@pytest.mark.parametrize(
-    ("host_bytes", "on_host", "start_s"),
-    [
-        (4e9, "1 3 5", [0, 0, 2, 2, 4, 4]),  # as fast as the device
-        (10e9, "2 5", [0, 2, 0, 4, 6, 5]),  # between two and three times as long
-        (22e9, "5", [0, 2, 4, 6, 8, 0]),  # what else it took, the device would have first
-    ],
-)
-def test_the_host_takes_what_it_ends_before_the_device_would(
-    host_bytes: float, on_host: str, start_s: list[float]
-) -> None:
-    """The device takes 2 s for each, and makes all but the last one."""
-    queues = Queues(SLOW)
-    for i in range(6):
-        helped = 4e9 if i < 5 else 0.0
-        queues.add(Work("update", f"{i}UPDATE", HOST, host_bytes, [], 0, helped=helped))
-    queues.go()
-    hosts = [i for i, work in enumerate(queues.works) if STREAMS[work.queue] is Stream.HOST]
-    assert " ".join(map(str, hosts)) == on_host
-    assert queues.start_s == pytest.approx(start_s)
-
-
 def test_the_device_takes_the_first_update() -> None:
     """Half a billion parameters: 2 GB each way and gradients of 2 GB, 4 GB in at 1 GB/s."""
     helped = OptimizerCost(states=0, helped=True)
@@ -280,124 +248,41 @@ def test_the_third_step_is_like_the_later_ones() -> None:
     assert later == pytest.approx(third)
 
 
-def test_updates_in_the_backward_are_awaited_by_bucket() -> None:
-    """New parameters go first, and a prefetch waits for those alone; states wait for states."""
-    backward = Graph()
-    bucket = gigabytes(0, 2.0)
-    buffer = ops.call(backward.graph, ops.alloc_state, bucket, False)
-    waits = (backward.token(0, Part.STATES),)
-    state = ops.call(backward.graph, ops.fetch_state, bucket, buffer, False, after=waits)
-    new = ops.call(backward.graph, ops.update, bucket, None, buffer, state)
-    for node in (buffer, state, new):
-        node.meta["value"] = floats(6.0)  # 4 GB of states, 2 GB of parameters on the way back
-    back = ops.call(backward.graph, ops.offload_state, bucket, new)
-    forward = Graph()
-    token = forward.token(0, Part.WEIGHTS)
-    forward.compute(forward.prefetch(0, 2.0, token, forward.start), 9.0)
-    schedule = OfOne("updates", forward.done(), backward.done(back), ())
-    timeline = simulate(schedule, UNIT.replace(memory_gb_s=18.0), steps=2)
-    first, second = spans(timeline), spans(timeline, step=1)
-    # prefetch 1 s, 0.5 s, states 4 GB at 2 GB/s, update 3 * 6 GB at 18 GB/s
-    assert first["0FETCH_STATE"] == (1.5, 3.5)
-    assert first["0UPDATE"] == (3.5, 4.5)
-    # parameters 2 GB alone; 2 GB of the states beside the prefetch, at half the rate; 2 GB alone
-    assert second["0PREFETCH@0"] == (5.5, 7.5)
-    assert first["0OFFLOAD_STATE"] == (4.5, 8.5)
-    assert second["0FETCH_STATE"] == (8.5, 10.5)  # not at 8.0, when the compute is done
-    assert timeline.step_s == pytest.approx(11.5 - 4.5)
+def test_the_order_of_graphs() -> None:
+    """A backward begins when the prefetches are done; captured graphs run in order and back."""
 
-
-def test_a_reclaim_waits_for_the_copies_of_what_the_last_step_parked() -> None:
-    backward, forward = Graph(), Graph()
-    bucket = gigabytes(0, 2.0)
-    buffer = ops.call(backward.graph, ops.alloc_state, bucket, True, name="room")
-    buffer.meta["value"] = floats(6.0)  # 2 GB of parameters, then 4 GB of states on the way back
-    copy = ops.call(backward.graph, ops.offload_state, bucket, buffer)
-    ops.call(backward.graph, ops.defer_free, buffer, after=(copy,))
-    forward.compute(forward.start, 1.0)
-    ops.call(forward.graph, ops.drain)
-    forward.compute(forward.start, 1.0)
-    schedule = OfOne("defers", forward.done(), backward.done(), ())
-    timeline = simulate(schedule, UNIT, steps=3)
-    first, second, third = (spans(timeline, step) for step in range(3))
-    assert first["DRAIN"] == (1.0, 1.0), "nothing is deferred yet"
-    assert first["0OFFLOAD_STATE"] == (2.0, 5.0)
-    assert second["DRAIN"] == (5.0, 5.0)
-    assert second["0OFFLOAD_STATE"] == (6.0, 9.0)
-    assert third["DRAIN"] == (9.0, 9.0)
-    assert timeline.bound is Stream.D2H
-    for node in ops.nodes_of(schedule.graphs["backward"], ops.defer_free):
-        schedule.graphs["backward"].erase_node(node)
-    assert spans(simulate(schedule, UNIT, steps=3), 2)["DRAIN"] == (5.0, 5.0)
-
-
-def test_a_backward_begins_when_the_prefetches_are_done() -> None:
-    forward, backward = Graph(), Graph()
-    forward.prefetch(0, 4.0)
-    backward.compute(backward.start, 1.0)
-    schedule = Schedule("turn", forward.done(), backward.done(), ())
-    assert simulate(schedule, UNIT).total_s == 3.0
-
-
-def test_captured_graphs_run_in_order_and_back() -> None:
-    def schedule(name: str) -> Schedule:
+    def schedule(name: str, size: float) -> Schedule:
         forward, backward = Graph(), Graph()
+        forward.prefetch(0, size)
         forward.compute(forward.start, 1.0)
         backward.compute(backward.start, 2.0)
         return Schedule(name, forward.done(), backward.done(), ())
 
-    timeline = simulate([schedule("a"), schedule("b")], UNIT)
+    assert simulate(schedule("turn", 4.0), UNIT).total_s == 2.0 + 2.0
+    timeline = simulate([schedule("a", 1.0), schedule("b", 1.0)], UNIT)
     order = [e.graph for e in timeline.events if e.label == "SNAPSHOT"]
     assert order == ["forward", "forward", "backward", "backward"]
     assert timeline.total_s == 6.0
 
 
-def test_ops_that_wait_for_each_other_are_refused() -> None:
+def test_an_edge_that_points_backward_orders_nothing() -> None:
+    """As in verify."""
     made = Graph()
     first = made.prefetch(0, 1.0)
     second = made.compute(first, 1.0)
     first.kwargs = {"after": (second,)}
-    # an edge that points backward orders nothing, as in verify
     assert simulate(Schedule("loop", made.done(), None, ()), UNIT).total_s == 1.5
 
 
 # --- real schedules
 
 
-@functools.cache
-def streamed(in_backward: bool = False) -> Schedule:
+def streamed(in_backward: bool) -> Schedule:
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters()) if in_backward else None
     model = megacompile(model, device="cpu", optimizer=optimizer)
     model(torch.randn(8, 32)).sum().backward()
     return schedules(model)[0]
-
-
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_every_op_runs_once_and_after_what_it_waits_for(in_backward: bool) -> None:
-    schedule = streamed(in_backward=in_backward)
-    timeline = simulate(schedule, H200, optimizer=OptimizerCost(in_backward=in_backward))
-    assert ("update" in schedule.graphs) is not in_backward
-    for name, graph in schedule.graphs.items():
-        events = [e for e in timeline.events if e.graph == name]
-        nodes = [n for n in ops.nodes_of(graph) if n.target not in (ops.defer_free, ops.free)]
-        found = sorted(e.label for e in events if e.label != "FREE")
-        assert found == sorted(map(ops.label, nodes))
-        _in_order(events)
-        by_label = {e.label: e for e in events}
-        for node in nodes:
-            for source in node.all_input_nodes:
-                earlier = by_label.get(ops.label(source))
-                if earlier is not None and ops.op_of(source) is not None:
-                    assert earlier.stop_s <= by_label[ops.label(node)].stop_s
-    assert timeline.total_s == max(e.stop_s for e in timeline.events)
-
-
-def _in_order(events: list[Event]) -> None:
-    """No two ops of a lane overlap."""
-    for lane in Stream:
-        own = sorted((e for e in events if e.stream is lane), key=lambda e: e.stop_s)
-        assert all(a.stop_s <= b.start_s for a, b in zip(own, own[1:], strict=False))
 
 
 RATES = (
@@ -407,42 +292,41 @@ RATES = (
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_more_of_anything_is_never_slower(in_backward: bool) -> None:
-    schedule = streamed(in_backward=in_backward)
+def test_ops_keep_their_order_and_more_of_anything_is_never_slower(in_backward: bool) -> None:
+    """No two ops of a lane overlap, and each is over no sooner than what it waits for."""
+    schedule, cost = streamed(in_backward=in_backward), OptimizerCost(in_backward=in_backward)
+    timeline = simulate(schedule, H200, optimizer=cost)
+    for name, graph in schedule.graphs.items():
+        events = [e for e in timeline.events if e.graph == name]
+        nodes = [n for n in ops.nodes_of(graph) if n.target not in (ops.defer_free, ops.free)]
+        by_label = {e.label: e for e in events if e.label != "FREE"}
+        assert sorted(by_label) == sorted(map(ops.label, nodes))
+        for lane in Stream:
+            own = sorted((e for e in events if e.stream is lane), key=lambda e: e.stop_s)
+            assert all(a.stop_s <= b.start_s for a, b in itertools.pairwise(own))
+        for node in nodes:
+            for source in node.all_input_nodes:
+                earlier = by_label.get(ops.label(source))
+                if earlier is not None and ops.op_of(source) is not None:
+                    assert earlier.stop_s <= by_label[ops.label(node)].stop_s
+    assert timeline.total_s == max(e.stop_s for e in timeline.events)
     slow = H200.replace(
         **dict.fromkeys(RATES[:4], 1e-3),
         **{"matmul32_tflop_s": 1e-5, "memory_gb_s": 3e-3, "update_gb_s": 2e-3},
-        host_memory_gb_s=3e-3,
-        copy_s=0.0,
-        launch_s=0.0,
+        **{"host_memory_gb_s": 3e-3, "copy_s": 0.0, "launch_s": 0.0},
     )
     matters = ["h2d_gb_s", "d2h_gb_s", "matmul32_tflop_s", "memory_gb_s"]
     matters += [] if in_backward else ["update_gb_s"]
-    cost = OptimizerCost(in_backward=in_backward)
     for rate in RATES:
         times = []
         for factor in (1.0, 1.3, 10.0):
             hardware = replace(slow, **{rate: getattr(slow, rate) * factor})
-            times.append(simulate(schedule, hardware, optimizer=cost, steps=3).total_s)
-        assert all(b <= a * (1 + 1e-9) for a, b in zip(times, times[1:], strict=False)), rate
+            found = simulate(schedule, hardware, optimizer=cost, steps=3)
+            times.append(found.total_s)
+            assert sum(found.critical_s.values()) == pytest.approx(found.step_s)
+            assert all(found.busy_s(lane) <= found.step_s * (1 + 1e-9) for lane in Stream)
+        assert all(b <= a * (1 + 1e-9) for a, b in itertools.pairwise(times)), rate
         assert times[-1] < times[0] or rate not in matters
-
-
-def test_the_slowest_part_bounds_the_step() -> None:
-    schedule = streamed()
-    adamw = OptimizerCost()
-    cases = {
-        Stream.H2D: H200.replace(h2d_gb_s=1e-4, h2d_both_gb_s=1e-4),
-        Stream.D2H: H200.replace(d2h_gb_s=1e-4, d2h_both_gb_s=1e-4),
-        Stream.COMPUTE: H200.replace(launch_s=1.0),
-        Stream.HOST: H200.replace(update_gb_s=1e-4),
-    }
-    for lane, hardware in cases.items():
-        timeline = simulate(schedule, hardware, optimizer=adamw, steps=3)
-        assert timeline.bound is lane
-        assert sum(timeline.critical_s.values()) == pytest.approx(timeline.step_s)
-        for other in Stream:
-            assert timeline.busy_s(other) <= timeline.step_s * (1 + 1e-9)
 
 
 def ends(hardware: Hardware, **gigabytes_of: float) -> dict[str, float]:
@@ -467,18 +351,6 @@ def test_a_gather_over_pcie_shares_the_link_both_ways() -> None:
     assert ends(slow, COMM=0.5, H2D=1.5) == {"COMM": 2.0, "H2D": 2.0}
 
 
-def test_a_rank_gathers_what_others_have() -> None:
-    """A half of each bucket with two ranks, three quarters with four."""
-    hardware = H200.replace(collective_s=0.0)
-    times_s = [
-        simulate(planned("0F 1F", ranks=ranks), hardware, optimizer=OptimizerCost()).busy_s(
-            Stream.COMM
-        )
-        for ranks in (2, 4)
-    ]
-    assert times_s[1] == pytest.approx(1.5 * times_s[0])
-
-
 def test_copies_and_updates_share_host_memory() -> None:
     updating = SLOW.replace(host_memory_gb_s=3.0)  # of 4 GB/s that are wanted
     assert ends(updating, H2D=2.0, HOST=6.0) == pytest.approx({"H2D": 4 / 3, "HOST": 10 / 3})
@@ -499,23 +371,17 @@ def test_ranks_of_a_host_share_its_disk() -> None:
     assert UNIT.shared_by(4).disk_read_gb_s is None
 
 
-def test_an_interconnect_no_faster_than_the_link_is_the_link() -> None:
-    assert known("4090").gathers_over_pcie == 1.0
-    assert known("a100").gathers_over_pcie == known("h200").gathers_over_pcie == 0.0
-    assert known("a100").with_interconnect(20.0).gathers_over_pcie == 1.0
-    with pytest.raises(OptionError, match="got interconnect_gb_s=0"):
-        UNIT.with_interconnect(0.0)
-
-
-def test_another_link_keeps_the_shares_of_this_one() -> None:
-    sheet = known("4090")
-    slow = sheet.with_link(12.0)
-    assert slow.h2d_gb_s == slow.d2h_gb_s == 12.0
-    assert slow.h2d_both_gb_s == slow.d2h_both_gb_s == pytest.approx(12.0 * 50.8 / 55.5)
-    share = sheet.interconnect_gb_s / sheet.h2d_gb_s
-    assert slow.interconnect_gb_s == pytest.approx(12.0 * share), "gathers have their share of it"
-    nvlink = known("h100")
-    assert nvlink.with_link(12.0).interconnect_gb_s == nvlink.interconnect_gb_s
+def test_another_link_or_interconnect_keeps_the_shares_of_this_one() -> None:
+    """Gathers over the link have their share of it; over another wire they do not change."""
+    pcie = UNIT.replace(gathers_over_pcie=1.0, interconnect_gb_s=1.5, h2d_both_gb_s=1.8)
+    slow = pcie.with_link(1.0)
+    assert slow.h2d_gb_s == slow.d2h_gb_s == 1.0
+    assert slow.h2d_both_gb_s == pytest.approx(0.9)
+    assert slow.interconnect_gb_s == pytest.approx(0.75)
+    assert H200.with_link(12.0).interconnect_gb_s == H200.interconnect_gb_s
+    assert H200.with_interconnect(20.0).gathers_over_pcie == 1.0 != H200.gathers_over_pcie
     for wrong in (0.0, -1.0, math.nan):
-        with pytest.raises(OptionError, match="got h2d_gb_s="):
-            sheet.with_link(wrong)
+        with pytest.raises(OptionError, match="h2d_gb_s="):
+            UNIT.with_link(wrong)
+    with pytest.raises(OptionError, match="interconnect_gb_s=0"):
+        UNIT.with_interconnect(0.0)
