@@ -236,7 +236,7 @@ def _qwen() -> Call:
     }
 
 
-QWEN = {
+QWEN: dict[str, Any] = {
     "image_token_id": IMAGE_TOKEN,
     "video_token_id": VIDEO_TOKEN,
     "vision_start_token_id": START_TOKEN,
@@ -253,7 +253,7 @@ GROUPS = Rounding(
 )
 PATCHED = {"depth": 2, "hidden_size": 32, "num_heads": 4, "patch_size": 8}
 ROTATED = {**GROUPED, "rope_parameters": ROPE}
-IMAGES = {"image_token_index": IMAGE_TOKEN, "image_token_id": IMAGE_TOKEN}
+IMAGES: dict[str, Any] = {"image_token_index": IMAGE_TOKEN, "image_token_id": IMAGE_TOKEN}
 
 
 def reader(
