@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megacompile import HostMemoryError, ModelError, megacompile
-from tests.checkpoints import Net, ids, on_meta, same, values
+from tests.checkpoints import Net, on_meta, same, values
 from tests.equality.nets import from_config
 
 transformers = pytest.importorskip("transformers")
@@ -41,11 +41,10 @@ def test_numbers_are_those_of_the_constructor_where_it_draws_in_resets_alone() -
     after = torch.rand(1)
     built(lambda: Net(tied=False))
     assert torch.equal(torch.rand(1), after)  # as many were drawn
-    assert torch.equal(plain(ids()), model(ids()))
     assert same(values(built(Attention)), values(seeded(on_meta(Attention)))) == []
 
 
-@pytest.mark.parametrize("name", ["tied", "yarn", "mixtral"])
+@pytest.mark.parametrize("name", ["tied", "yarn"])
 def test_models_of_transformers(name: str) -> None:
     """As `to_empty` and `initialize_weights`; buffers as in a model that was built in memory."""
     plain = from_config(name)
@@ -143,13 +142,10 @@ def test_a_part_may_be_in_memory() -> None:
     assert model.gamma is gamma and gamma.tolist() == [3.0] * 4
     torch.manual_seed(5)
     assert torch.equal(model.inner.weight, nn.Linear(4, 4).weight)
-
-
-def test_memory_is_checked_before_anything_is_made() -> None:
-    model = on_meta(lambda: nn.Linear(2**20, 2**20))  # 4 TiB
+    huge = on_meta(lambda: nn.Linear(2**20, 2**20))  # 4 TiB: seen before anything is made
     with pytest.raises(HostMemoryError):
-        megacompile(model, device="cpu")
-    assert model.weight.is_meta
+        megacompile(huge, device="cpu")
+    assert huge.weight.is_meta
 
 
 class Partly(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from megacompile import megacompile, schedules
+from megacompile import megacompile
 from tests import inside, zoo
 from tests.zoo import Stack, batch, loss_of, twins
 
@@ -26,7 +26,7 @@ def test_device_memory_at_the_turn_does_not_grow_with_depth() -> None:
     """Where stage inputs wait on the host; where they stay, it does."""
     left: dict[str, list[int]] = {"offload": [], "recompute": []}
     for choice, found in left.items():
-        for layers in (6, 12):
+        for layers in (4, 7):
             _, model = twins(Stack(layers=layers), activations=choice, lookahead=1)
             found.append(inside.left_for_backward(loss(model, 0)))
     assert left["offload"][0] == left["offload"][1] > 0
@@ -49,22 +49,6 @@ def test_host_memory_is_reused_from_step_to_step() -> None:
         sizes.add(pool.held_bytes)
         assert sizes == {pool.peak_bytes} and pool.peak_bytes and pool.lent_bytes == 0
         zoo.assert_same(plain, model)
-
-
-@pytest.mark.parametrize("choice", ["selective", "offload"])
-def test_the_choice_is_what_runs(choice: str) -> None:
-    """Also where a plan is sought, by way of drafts whose graphs are changed in place."""
-    plain, model = twins(Stack(layers=5), activations=choice, lookahead=1, gpu_memory="1GiB")
-    for each in (plain, model):
-        loss(each, 0).backward()
-    zoo.assert_same(plain, model)
-    schedule = schedules(model)[0]
-    assert schedule.backward is not None
-    plan = schedule.plan
-    assert bool(plan.saved_fractions) == (choice == "selective")
-    kept = len(plan.keep) == len([s for s in schedule.stages if s.traced.has_backward])
-    assert kept == (choice in ("keep", "selective"))
-    assert bool(plan.offload) == (choice == "offload")
 
 
 # --- host memory that is made ahead of its use
@@ -102,7 +86,6 @@ def held(model: Any) -> int:
     ("options", "least"),
     [
         ({"in_backward": True}, 8),
-        ({"in_backward": True, "state_dtype": torch.bfloat16}, 4),
         ({"in_backward": True, "state_dtype": "int8"}, 2),
         ({"lowering": "inductor"}, 4 + 8),
     ],
