@@ -7,6 +7,7 @@ checkpoints and gradients of a model that stays as it is are drawn in `test_trai
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,14 +15,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from megacompile import ModelError, megacompile, schedules, unmegacompile
+from megacompile.ir.capture import TensorInput
 from tests import inside, zoo
-from tests.draws import drawn
 from tests.zoo import (
     WIDTH,
-    Block,
+    Stack,
     assert_same,
     assert_steps_same,
     batch,
@@ -31,42 +34,74 @@ from tests.zoo import (
     twins,
 )
 
-# --- one model after all of these edits, one after the other
+
+class Pair(nn.Module):
+    """Two layers of one shape, which lie in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.b = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.b(self.a(x).relu())
+        return result
+
+
+def assert_streamed(model: nn.Module, *, strict: bool = False) -> None:
+    """Each parameter lies in a bucket, under the name that it has now.
+
+    Args:
+        strict: and no captured graph takes one as a plain input.
+    """
+    named = [
+        (place.name, id(param))
+        for bucket in inside.buckets(model).values()
+        for place, param in zip(bucket.layout.params, bucket.params, strict=True)
+    ]
+    now = {id(param) for param in model.parameters()}
+    every = {(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)}
+    assert len(named) == len(now) and {param for _, param in named} == now
+    assert set(named) <= every
+    inputs = [x for program in inside.programs(model) for x in program.capture.inputs]
+    plain = [x for x in inputs if isinstance(x, TensorInput) and x.meta.requires_grad]
+    assert inputs and not (strict and plain)
+
+
+# --- edits: memory, hooks, modules, dtypes
 
 
 def in_place(model: Any) -> None:
     with torch.no_grad():
-        model.layers[0].up.weight.mul_(0.5)
-        model.layers[1].down.bias[2] = 7
+        model.layers[0].a.weight.mul_(0.5)
+        model.layers[1].b.bias[2] = 7
         nn.init.ones_(model.head.bias)
     model.embed.weight.data.add_(0.25)
 
 
 def strides(model: Any) -> None:
-    weight = model.layers[1].up.weight
+    weight = model.layers[1].a.weight
     weight.data = (weight.detach() * 2).t().contiguous().t()
 
 
 def part_of_a_larger_tensor(model: Any) -> None:
-    weight = model.layers[1].up.weight
+    weight = model.layers[1].a.weight
     weight.data = torch.cat([weight.detach(), weight.detach()])[: len(weight)]
 
 
 def a_new_parameter(model: Any) -> None:
-    model.layers[1].up.weight = nn.Parameter(torch.randn(2 * WIDTH, WIDTH))
+    model.layers[1].a.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
 
 
 def other_modules(model: Any) -> None:
-    model.layers.append(Block())
+    model.layers.append(Pair())
     del model.layers[0]
     model.head = nn.Linear(WIDTH, WIDTH, bias=False)
 
 
-def forward_hook(model: Any) -> None:
+def hooks(model: Any) -> None:
+    """Of a layer, and of the model."""
     model.handle = model.layers[1].register_forward_hook(lambda m, args, out: out * 2)
-
-
-def hooks_of_the_model(model: Any) -> None:
     model.register_forward_pre_hook(
         lambda m, args, kwargs: (args, {**kwargs, "x": kwargs["x"] + 1}), with_kwargs=True
     )
@@ -77,42 +112,154 @@ def another_dtype(model: Any) -> None:
     model.double()
 
 
-EDITS: list[Callable[[Any], None]] = [
-    in_place,
-    strides,
-    part_of_a_larger_tensor,
-    a_new_parameter,
-    forward_hook,
-    other_modules,
-    hooks_of_the_model,
-    another_dtype,
+# --- edits: parameters that are tied, have other names, and are in other holders
+
+
+def assign(target: str, source: str, model: Any) -> None:
+    """`model.target = model.source`."""
+    path, _, name = target.rpartition(".")
+    owner, _, other = source.rpartition(".")
+    setattr(model.get_submodule(path), name, getattr(model.get_submodule(owner), other))
+
+
+def untie(model: Any) -> None:
+    layer = model.layers[0]
+    layer.a.weight = nn.Parameter(layer.b.weight.detach() * 2)
+
+
+class Adapter(nn.Module):
+    """A frozen layer, and a low-rank term beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(torch.full((base.in_features, 2), 0.1))
+        self.up = nn.Parameter(torch.full((2, base.out_features), 0.2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.base(x) + x @ self.down @ self.up
+        return result
+
+    def merged(self) -> nn.Linear:
+        """The layer alone, with the term in its weight."""
+        with torch.no_grad():
+            self.base.weight += (self.down @ self.up).t()
+        return self.base.requires_grad_(True)
+
+
+class Converted(nn.Linear):
+    """What quantization-aware training and float8 put in a layer's place, with its parameters."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__(base.in_features, base.out_features, device="meta")
+        self.weight, self.bias = base.weight, base.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.t()
+
+
+def parametrize_(model: Any) -> None:
+    parametrize.register_parametrization(model.layers[1].a, "weight", Symmetric())
+
+
+def unparametrize(model: Any) -> None:
+    parametrize.remove_parametrizations(model.layers[1].a, "weight")
+
+
+def inject(model: Any) -> None:
+    for layer in model.layers:
+        layer.a = Adapter(layer.a)
+
+
+def merge(model: Any) -> None:
+    for layer in model.layers:
+        layer.a = layer.a.merged()
+
+
+def convert(model: Any) -> None:
+    for layer in model.layers:
+        layer.a, layer.b = Converted(layer.a), Converted(layer.b)
+
+
+def rename(model: Any) -> None:
+    """In the same place of the same holder, which ids in a row do not tell."""
+    layer = model.head
+    params, layer._parameters = layer._parameters, {}
+    layer.register_parameter("matrix", params["weight"])
+    layer.register_parameter("shift", params["bias"])
+    layer.forward = lambda x: F.linear(x, layer.matrix, layer.shift)
+
+
+def exchange(model: Any) -> None:
+    """Two layers change places."""
+    first, last = model.layers[0], model.layers[2]
+    model.layers[0], model.layers[2] = last, first
+
+
+def other_holder(model: Any) -> None:
+    """A module of the same class with the same parameters is in the place of each."""
+    for layer in model.layers:
+        for name in ("a", "b"):
+            made = nn.Linear(WIDTH, WIDTH)
+            made.weight, made.bias = getattr(layer, name).weight, getattr(layer, name).bias
+            setattr(layer, name, made)
+
+
+def as_it_is(model: Any) -> None:
+    del model
+
+
+TIED = [
+    functools.partial(assign, "layers.1.a.weight", "layers.1.b.weight"),
+    functools.partial(assign, "layers.1.a", "layers.2.b"),
+    functools.partial(assign, "head.weight", "embed.weight"),
 ]
+AGAIN = functools.partial(assign, "layers.0.a.weight", "layers.0.b.weight")
+MEMORY = "memory, hooks and modules"
+CHANGES: dict[str, list[Callable[[Any], None]]] = {
+    MEMORY: [
+        *(in_place, strides, part_of_a_larger_tensor, a_new_parameter),
+        *(hooks, other_modules, another_dtype),
+    ],
+    # a graph that was captured before has two inputs where there is one parameter now
+    "tied and untied": [*TIED, AGAIN, untie, AGAIN],
+    "parametrized": [parametrize_, unparametrize],
+    "adapters": [inject, merge],
+    "renamed, and layers that change places": [rename, exchange],
+    "other holders, then converted": [other_holder, convert],
+}
 
 
-@pytest.mark.parametrize("resident", drawn([0], ["all"]))
-def test_edits_are_seen(resident: Any) -> None:
-    plain, streamed, inputs = stacks(resident=resident)
-    assert_steps_same(plain, streamed, inputs)
-    for edit in EDITS:
-        for model in (plain, streamed):
+@pytest.mark.parametrize("name", CHANGES)
+def test_edits_are_seen(name: str) -> None:
+    """One after the other, with optimizers from before; what is seen as well is not warned of."""
+    torch.manual_seed(0)
+    plain, model = twins(Stack(block=Pair))
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (plain, model)]
+    for apply in (as_it_is, *CHANGES[name], as_it_is):
+        for each in (plain, model):
             torch.manual_seed(3)
-            edit(model)
-            model.zero_grad()
-        if edit is another_dtype:
-            inputs = {k: v.double() for k, v in inputs.items()}
+            apply(each)
+            each.zero_grad()
+        if apply is another_dtype:  # torch's AdamW takes no states of another one
+            optimizers = [torch.optim.AdamW(each.parameters()) for each in (plain, model)]
+        inputs = {k: v.to(next(plain.parameters()).dtype) for k, v in batch().items()}
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert equal(step(plain, inputs), step(streamed, inputs)), edit.__name__
-        assert zoo.differences(plain, streamed) == [], edit.__name__
-        with torch.no_grad():  # and edited in place after
-            for model in (plain, streamed):
-                model.layers[1].down.weight.mul_(0.5)
-    assert_steps_same(plain, streamed, inputs)
-    # a forward that fails leaves the model whole
-    with pytest.raises(RuntimeError):
-        streamed(x=torch.randn(4, WIDTH + 1).double())
-    assert all(type(p) is nn.Parameter for p in streamed.parameters())
-    assert_steps_same(plain, streamed, inputs)
+            warnings.simplefilter("error" if name == MEMORY else "ignore")
+            assert_steps_same(plain, model, inputs)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert list(model.state_dict()) == list(plain.state_dict()), apply
+        assert_same(plain, model)
+        assert_streamed(model, strict=name not in (MEMORY, "tied and untied"))
+    with pytest.raises(RuntimeError):  # a forward that fails leaves the model whole
+        model(**{**inputs, "x": torch.randn(4, WIDTH + 1).to(inputs["x"].dtype)})
+    assert_steps_same(plain, model, inputs)
 
 
 # --- checkpoints and copies
@@ -141,19 +288,15 @@ def test_buffers_and_checkpoints() -> None:
 def test_copies_and_files(tmp_path: Path) -> None:
     """Each is a plain model that works, with parameters of its own."""
     plain, streamed = twins(zoo.tied()[0])
-    for model in (plain, streamed):
-        step(model, batch())
-    copies = copy.deepcopy(plain), copy.deepcopy(streamed)
-    with pytest.raises(ModelError):
-        schedules(copies[1])
-    assert_steps_same(*copies, batch())
-    assert_same(plain, streamed)
+    assert_steps_same(plain, streamed, batch())
     paths = [tmp_path / "0.pt", tmp_path / "1.pt"]
     for model, path in zip((plain, streamed), paths, strict=True):
         torch.save(model, path)
     sizes = [path.stat().st_size for path in paths]
     assert sizes[1] <= sizes[0] + 1024  # bytes: not the whole bucket for each parameter
     loaded = torch.load(paths[1], weights_only=False)
+    with pytest.raises(ModelError):
+        schedules(loaded)
     again = megacompile(copy.deepcopy(streamed), device="cpu", lowering="eager")
     for other in (plain, loaded, again):
         other.zero_grad()
@@ -163,43 +306,6 @@ def test_copies_and_files(tmp_path: Path) -> None:
 
 
 # --- data that is exchanged
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "all streamed": {"resident": 0, "activations": "recompute"},
-    "masters": {"compute_dtype": torch.bfloat16},
-    "resident": {"resident": "all", "gpu_memory": "1GiB"},
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.filterwarnings("ignore:megacompile")
-def test_data_that_is_exchanged_there_and_back(options: str) -> None:
-    model = megacompile(zoo.stack()[0], device="cpu", lowering="eager", **OPTIONS[options])
-    x = batch()["x"]
-    first = model(x)
-    first.sum().backward()
-    others = [torch.zeros_like(p) for p in model.parameters()]
-    before = [p.detach().clone() for p in model.parameters()]
-
-    def exchange() -> None:
-        for p, other in zip(model.parameters(), others, strict=True):
-            p.data, other.data = other.data, p.data
-
-    exchange()
-    with torch.no_grad():
-        assert not model(x).any(), "these are the others"
-    exchange()
-    assert all(map(torch.equal, model.parameters(), before))
-    assert not any(other.any() for other in others)
-    assert torch.equal(model(x), first)
-    # no memory is made for new values alone
-    buckets = list(inside.machine(model).buckets.values())
-    for p in model.parameters():
-        p.data = torch.ones_like(p)
-    model(x)
-    if options == "all streamed":
-        assert list(inside.machine(model).buckets.values()) == buckets
-    assert all((p == 1).all() for p in model.parameters())
 
 
 def to_backup(model: Any, backup: list[Tensor]) -> None:
@@ -249,25 +355,6 @@ def test_masters_follow_a_parameter_that_has_another_name() -> None:
 # --- the model itself
 
 
-def test_the_same_object_with_the_same_parameters_goes_on() -> None:
-    """Optimizers and gradients from before too."""
-    model, _ = zoo.tied()
-    plain = copy.deepcopy(model)
-    both = [(each, torch.optim.AdamW(each.parameters(), lr=0.01)) for each in (plain, model)]
-    params = dict(model.named_parameters(remove_duplicate=False))
-    for each, _ in both:
-        step(each, batch())
-    megacompile(model, device="cpu", lowering="eager")
-    for each, optimizer in both:
-        for seed in (1, 2):
-            step(each, batch(seed))
-            optimizer.step()
-    assert_same(plain, model)
-    now = dict(model.named_parameters(remove_duplicate=False))
-    assert list(now) == list(params) and all(now[name] is params[name] for name in params)
-    assert {type(param) for param in now.values()} == {nn.Parameter}
-
-
 @pytest.mark.parametrize("first", ["torch.compile", "megacompile"])
 def test_torch_compile_of_the_module(first: str) -> None:
     """What it gave goes on as if it had been made of the megacompiled model."""
@@ -284,13 +371,3 @@ def test_torch_compile_of_the_module(first: str) -> None:
     assert_same(plain, model)
     assert len(schedules(model)) == 1
     assert unmegacompile(model) is model
-
-
-def test_frozen_between_forward_and_backward() -> None:
-    plain, streamed, inputs = stacks()
-    for model in (plain, streamed):
-        loss = model(**inputs)
-        model.layers[1].requires_grad_(False)
-        loss.backward()
-        assert model.layers[1].up.weight.grad is None
-    assert_same(plain, streamed)
