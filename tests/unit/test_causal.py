@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacompile import Lowering
 from megacompile.ir.capture import Capture
 from megacompile.ir.tensors import TensorMeta
-from megacompile.options import Lowering
 from megacompile.passes.capture.causal import use_causal_attention
 from tests import handmade
 
@@ -72,27 +72,14 @@ def told(capture: Capture, **options: Any) -> tuple[list[tuple[bool, bool]], Cap
     return found, made, lines
 
 
-def _same_document(q: Any, k: Any, n: Any) -> tuple[Any, Any]:
-    """Positions, and whether a query and a key belong to one document: one is found."""
+def _packed(q: Any, k: Any, given: Any, n: Any) -> Any:
+    """As Hugging Face's 5.23: one document, found by the jumps of positions."""
     positions = (torch.arange(n) + 0)[None].expand(ROWS, -1)
     document = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
     batch = torch.arange(ROWS)[:, None, None, None]
-    same = document[batch, q[None, None]] == document[batch, k[None, None]]
-    return positions, same.to("cpu")
-
-
-def _packed(q: Any, k: Any, given: Any, n: Any) -> Any:
-    """As Hugging Face's 5.23: one document, found by the jumps of positions."""
-    positions, same = _same_document(q, k, n)
-    batch = torch.arange(ROWS)[:, None, None, None]
+    same = (document[batch, q[None, None]] == document[batch, k[None, None]]).to("cpu")
     within = positions[batch, k[None, None]] <= positions[batch, q[None, None]]
     return (q.new_ones((), dtype=torch.bool) & same & within).expand(ROWS, -1, -1, -1)
-
-
-def _packed_behind(q: Any, k: Any, given: Any, n: Any) -> Any:
-    """As its 5.17: the causal mask is one for all of the batch."""
-    mask = q.new_ones((), dtype=torch.bool) & (k[None, None] <= q[None, None])
-    return (mask & _same_document(q, k, n)[1]).expand(ROWS, -1, -1, -1)
 
 
 def _ones(n: Any) -> Any:
@@ -104,7 +91,6 @@ CAUSAL: dict[str, Mask] = {
     ">=": lambda q, k, given, n: q >= k,
     "<": lambda q, k, given, n: k < q + 1,
     "torch.le": lambda q, k, given, n: torch.le(k, q),
-    "method": lambda q, k, given, n: k.le(q),
     "tril": lambda q, k, given, n: _ones(n).tril(),
     "an ellipsis": lambda q, k, given, n: (k <= q)[None, ..., :][None, :, :, :],
     "and all": lambda q, k, given, n: (k <= q) & (k >= 0),
@@ -114,11 +100,10 @@ CAUSAL: dict[str, Mask] = {
     # known where the length is
     "by name": lambda q, k, given, n: torch.le(other=q, input=k),
     "view": lambda q, k, given, n: (k <= q).view(1, 1, LENGTH, LENGTH).contiguous(),
-    "packed behind": _packed_behind,
     # known where the length is a symbol
     "twice": lambda q, k, given, n: 2 * k <= q * 2 + 1,
 }
-FOR_ONE_LENGTH = {"by name", "view", "packed behind"}
+FOR_ONE_LENGTH = {"by name", "view"}
 COMPUTED = {"difference", "twice"}  # of one length, they are known where they are small
 
 
@@ -157,48 +142,44 @@ OTHERS: dict[str, Mask] = {
 OTHERS_FOR_ALL = (*list(OTHERS)[:8], "reshaped")
 
 
-def test_causal_masks_are_not_made() -> None:
+OPERATORS = {getattr(operator, name) for name in ("le", "lt", "ge", "gt", "eq", "ne")}
+OPERATORS |= {operator.add, operator.sub, operator.and_}
+
+
+def both_ways(mask: Mask) -> list[Capture]:
+    """With operators, and with methods: so does the Dynamo of torch 2.11 write some of them, as
+    `a.__eq__(b)`."""
+    made = [fixed(mask, uses=2) for _ in range(2)]
+    for node in made[1].module.graph.nodes:
+        method = f"__{getattr(node.target, '__name__', '').strip('_')}__"
+        tensor = node.args and isinstance(node.args[0], torch.fx.Node)
+        if node.target in OPERATORS and tensor and hasattr(Tensor, method):
+            node.op, node.target = "call_method", method
+    return made
+
+
+@pytest.mark.parametrize("small", SIZES)
+def test_causal_masks_are_not_made(small: int) -> None:
     for name, mask in CAUSAL.items():
-        for small in (ALL,) if name in COMPUTED else SIZES:
-            found, made, (line,) = told(fixed(mask, uses=2), small_numel=small)
+        for capture in both_ways(mask) if small == ALL or name not in COMPUTED else ():
+            found, made, (line,) = told(capture, small_numel=small)
             assert found == [(False, True)] * 2, name
             assert line.startswith("2 attentions are causal")
             targets = {node.target for node in made.module.graph.nodes}
-            assert not targets & {operator.le, torch.ones}, name
-        if name not in FOR_ONE_LENGTH:
+            assert not targets & {operator.le, "__le__", torch.ones}, name
+        if small == ALL and name not in FOR_ONE_LENGTH:
             found, made, _ = told(of_any_length(mask))
             assert found == [(False, True)] and not made.conditions, name
 
 
-def test_other_masks_stay() -> None:
+@pytest.mark.parametrize("small", SIZES)
+def test_other_masks_stay(small: int) -> None:
     for name, mask in OTHERS.items():
-        for small in SIZES if name != "reshaped" else ():
-            given = fixed(mask, uses=2)
-            assert told(given, small_numel=small) == ([(True, False)] * 2, given, ()), name
-        if name in OTHERS_FOR_ALL:
+        for capture in both_ways(mask) if name != "reshaped" else ():
+            assert told(capture, small_numel=small) == ([(True, False)] * 2, capture, ()), name
+        if small == ALL and name in OTHERS_FOR_ALL:
             found, _, lines = told(of_any_length(mask))
             assert found == [(True, False)] and len(lines) == 1, name
-
-
-_OPERATORS = {getattr(operator, name) for name in ("le", "lt", "ge", "gt", "eq", "ne")}
-_OPERATORS |= {operator.add, operator.sub, operator.and_}
-
-
-@pytest.mark.parametrize("small", SIZES[:2])
-def test_operators_that_are_written_as_methods(small: int) -> None:
-    """So does the Dynamo of torch 2.11 write some of them: `a.__eq__(b)`."""
-    for name, mask in {**CAUSAL, **OTHERS}.items():
-        capture = fixed(mask)
-        for node in capture.module.graph.nodes:
-            method = f"__{getattr(node.target, '__name__', '').strip('_')}__"
-            tensor = node.args and isinstance(node.args[0], torch.fx.Node)
-            if node.target in _OPERATORS and tensor and hasattr(Tensor, method):
-                node.op, node.target = "call_method", method
-        found, _, _ = told(capture, small_numel=small)
-        if name not in COMPUTED | {"reshaped"} or small == ALL:
-            assert found == [
-                (False, True) if name in CAUSAL or name == "reshaped" else (True, False)
-            ]
 
 
 def test_masks_that_allow_everything_go_and_those_that_are_returned_are_made() -> None:
@@ -265,34 +246,18 @@ def _stepped(keys: Numbers, queries: Numbers, compare: Any, *, keys_first: bool)
 COMPARES = (operator.le, operator.lt, operator.ge, operator.gt, operator.eq)
 
 
-def assert_known(masks: list[Mask], q: Tensor, k: Tensor) -> set[tuple[bool, bool]]:
-    """Known by their rows, none is taken for what it is not."""
-    found, _, _ = told(fixed(*masks), small_numel=LENGTH)
-    square = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    for mask, (has_mask, causal) in zip(masks, found, strict=True):
-        real = mask(q, k, GIVEN, LENGTH)
-        assert has_mask or torch.equal(real, square if causal else torch.ones_like(square))
-    return set(found)
-
-
 def test_what_is_known_by_rows_is_what_would_be_computed() -> None:
-    """Any numbers for keys and queries."""
+    """Any numbers for keys and queries are compared as torch does: they do not wrap around, and
+    those that have no arithmetic do not fail. None is taken for what it is not."""
     kinds: list[Numbers] = [(1, 1, 0), (1, 2, 0), (2, 1, 0), (1, 1, 1), (0, 1, 3), (3, 2, -1)]
+    dtypes = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.float32)
     masks = [
         _stepped(keys, queries, compare, keys_first=first)
         for keys, queries in itertools.product(kinds, kinds)
         for compare in COMPARES
         for first in (True, False)
     ]
-    q, k = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)[None]
-    assert assert_known(masks, q, k) == {(True, False), (False, True), (False, False)}
-
-
-def test_numbers_are_compared_as_torch_does() -> None:
-    """They do not wrap around, and those that have no arithmetic do not fail."""
-    dtypes = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.float32)
-    q, k = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)[None]
-    masks: list[Mask] = [
+    masks += [
         lambda q, k, given, n, of=of, to=to, cmp=cmp: cmp((k - 3).to(of), (q * 0).to(to))  # type: ignore[misc]
         for of, to in itertools.product(dtypes, dtypes)
         for cmp in COMPARES
@@ -301,4 +266,10 @@ def test_numbers_are_compared_as_torch_does() -> None:
     small = torch.uint8
     masks.append(lambda q, k, given, n: (k * 0 + 50).to(small).expand(n, n) <= torch.tensor(300))
     masks.append(lambda q, k, given, n: k * 1.1 <= q)  # nor are they rounded
-    assert_known(masks, q, k)
+    q, k = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)[None]
+    found, _, _ = told(fixed(*masks), small_numel=LENGTH)
+    square = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    for mask, (has_mask, causal) in zip(masks, found, strict=True):
+        real = mask(q, k, GIVEN, LENGTH)
+        assert has_mask or torch.equal(real, square if causal else torch.ones_like(square))
+    assert set(found) == {(True, False), (False, True), (False, False)}
