@@ -247,7 +247,8 @@ def test_an_error_is_that_of_the_request(
                 each.wait()
             assert caught.value.errno == found
     assert request.failed() and request.done()
-    assert not any(map(disk.disk.moved_bytes, type(request.way)))
+    ways: Any = type(request.way)
+    assert not any(map(disk.disk.moved_bytes, ways))
 
 
 def test_a_slow_disk_is_said(disk: Memory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,9 @@ def work_of(cuda: Any) -> list[str]:
 
 def test_a_copy_from_a_busy_bucket_is_put_off_until_it_is_needed(cuda: Any) -> None:
     """What does not need it is issued first; later copies do not overtake it. The CPU waits."""
+    log: list[Any] = []
+    assert Streams(CPU).issue(H2D, (behind(Bucket(log)),), lambda: 3).value == 3
+    assert log == [("waited",)]
     streams = Streams(GPU)
     bucket = Bucket(cuda.log)
     with streams.run():
@@ -136,9 +139,6 @@ def test_a_copy_from_a_busy_bucket_is_put_off_until_it_is_needed(cuda: Any) -> N
     assert work_of(cuda) == ["0F", "prefetch 1", "1F", "prefetch 2", "2F"]
     assert [entry for entry in cuda.log if entry[0] == "waited"] == [("waited",)]
     assert early.value == "prefetch 1" and early.event is not None
-    log: list[Any] = []
-    assert Streams(CPU).issue(H2D, (behind(Bucket(log)),), lambda: 3).value == 3
-    assert log == [("waited",)]
 
 
 def test_what_went_wrong_on_the_host_is_raised_where_the_copy_is_needed(cuda: Any) -> None:

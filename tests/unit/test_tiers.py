@@ -245,8 +245,9 @@ def test_the_device_leaves_to_the_host_what_comes_from_the_disk(in_backward: boo
         schedule = pipeline.planned(graphs, planned.variant, choice)
         verify(schedule)
         assert schedule.plan.weights_on_disk == stored
-        found = [ops.nodes_that(g, lambda op: op.helps) for g in schedule.graphs.values()]
-        helped: list[Any] = [update for each in found for node in each for update in node.args[0]]
+        helps = [ops.nodes_that(g, lambda op: op.helps) for g in schedule.graphs.values()]
+        args: list[Any] = [node.args[0] for each in helps for node in each]
+        helped = [update for each in args for update in each]
         keys = {ops.arguments(update)[0].key for update in helped} | schedule.plan.device_update
         assert not keys & (stored | on_disk)
         assert bool(keys) == (not in_backward and not on_disk)
