@@ -25,9 +25,7 @@ LIBRARIES = {"ValueError", "KeyError", "RuntimeError", "AssertionError", "System
 # Tests in the other tiers that still import what is inside. Empty it.
 IMPORTS: set[str] = set()
 # Tests that still quote sentences. Empty it.
-SENTENCES: set[str] = {
-    "stateful/test_lifetimes.py",
-}
+SENTENCES: set[str] = set()
 
 
 @functools.cache
