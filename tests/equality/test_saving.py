@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,51 +27,45 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def trained(seed: int = 0) -> Any:
+def made(seed: int) -> Net:
     torch.manual_seed(seed)
-    model = megacompile(Net())
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(ids()).backward()
-    optimizer.step()  # its updates run in the background
-    return model
+    return Net()
 
 
-def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
-    model = trained()
-    save(model, tmp_path / "a" / "b")
-    assert names(tmp_path / "a" / "b") == ["model.safetensors"]
-    again = megacompile(on_meta(), checkpoint=tmp_path / "a" / "b")
-    assert same(values(model), values(again)) == []
-    assert "head.weight" not in safetensors.load_file(tmp_path / "a" / "b" / "model.safetensors")
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    """What a model on meta gets from a folder."""
+    return values(megacompile(on_meta(), checkpoint=folder))
 
 
 def test_files_have_at_most_that_size_and_an_index(tmp_path: Path) -> None:
-    model = trained()
-    save(model, tmp_path, max_shard_size=2000)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    files = [name for name in names(tmp_path) if name.endswith(".safetensors")]
+    """Or there is one file, in a new folder. Updates in the background are waited for; a part and a
+    plain model are saved too."""
+    model: Any = megacompile(Net())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(ids()).backward()
+    optimizer.step()
+    save(model, tmp_path / "a" / "b")
+    assert names(tmp_path / "a" / "b") == ["model.safetensors"]
+    assert same(values(model), read(tmp_path / "a" / "b")) == []
+    assert "head.weight" not in safetensors.load_file(tmp_path / "a" / "b" / "model.safetensors")
+    save(model.layers[1], tmp_path / "part")
+    assert "up.weight" in safetensors.load_file(tmp_path / "part" / "model.safetensors")
+    folder = tmp_path / "several"
+    save(model, folder, max_shard_size=2000)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = [name for name in names(folder) if name.endswith(".safetensors")]
     assert len(files) > 1 and set(index["weight_map"].values()) == set(files)
     total = 0
     for name in files:
-        tensors = safetensors.load_file(tmp_path / name)
+        tensors = safetensors.load_file(folder / name)
         sizes = [tensor.numel() * tensor.itemsize for tensor in tensors.values()]
         total += sum(sizes)
         assert sum(sizes) <= 2000 or len(sizes) == 1
     assert index["metadata"]["total_size"] == total
-    assert same(values(model), values(megacompile(on_meta(), checkpoint=tmp_path))) == []
+    assert same(values(model), read(folder)) == []
 
 
-def test_a_part_and_a_plain_model_are_saved_too(tmp_path: Path) -> None:
-    model = trained()
-    save(model.layers[1], tmp_path / "part")
-    assert "up.weight" in safetensors.load_file(tmp_path / "part" / "model.safetensors")
-    plain = Net()
-    save(plain, tmp_path / "plain")
-    again = megacompile(on_meta(), checkpoint=tmp_path / "plain")
-    assert same(values(plain), values(again)) == []
-
-
-@pytest.mark.parametrize(("name", "size"), [("tied", "5GB"), ("gpt2", 2000), ("mixtral", 2000)])
+@pytest.mark.parametrize(("name", "size"), [("tied", "5GB"), ("mixtral", 2000)])
 def test_transformers_reads_it(name: str, size: Any, tmp_path: Path) -> None:
     model = megacompile(from_config(name))
     save(model, tmp_path / "ours", max_shard_size=size)
@@ -94,10 +89,9 @@ def test_an_older_save_is_replaced_whatever_files_it_had(tmp_path: Path) -> None
     (tmp_path / "notes.txt").write_text("mine")
     sizes: tuple[int | str, ...] = (2000, "5GB", 4000, 2000, "5GB")
     for seed, size in enumerate(sizes):
-        torch.manual_seed(seed)
-        model = Net()
+        model = made(seed)
         save(model, tmp_path, max_shard_size=size)
-        assert same(values(model), values(megacompile(on_meta(), checkpoint=tmp_path))) == []
+        assert same(values(model), read(tmp_path)) == []
         shards = [name for name in names(tmp_path) if "-of-" in name]
         assert len({name[-17:] for name in shards}) <= 1  # of one save
         assert not any(name.endswith(".incomplete") for name in names(tmp_path))
@@ -107,34 +101,40 @@ def test_an_older_save_is_replaced_whatever_files_it_had(tmp_path: Path) -> None
 # --- killed
 
 
-@pytest.mark.parametrize(("before", "size"), [(2000, 2000), (10**9, 2000)])
-def test_who_is_killed_leaves_the_old_one_or_none_or_the_new_one(
-    before: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In this process an exception that `save` does not catch stands for the kill."""
-    torch.manual_seed(0)
-    old = Net()
-    torch.manual_seed(1)
-    new = Net()
+def killed(
+    old: nn.Module, new: nn.Module, tmp_path: Path, before: int, size: int
+) -> Iterator[Path]:
+    """Folders with the old model in which a save of the new one was killed, each at another place;
+    what was left there is in nobody's way."""
     save(old, tmp_path / "old", max_shard_size=before)
-    seen = set()
     for place in range(100):
         folder = tmp_path / str(place)
         shutil.copytree(tmp_path / "old", folder)
-        if not _interrupted(place, new, folder, size, monkeypatch):
+        if not _interrupted(place, new, folder, size):
             break
+        yield folder
+        save(new, folder, max_shard_size=size)
+        assert not any(name.endswith(".incomplete") for name in names(folder))
+    assert place > 4
+
+
+@pytest.mark.parametrize(("before", "size"), [(2000, 2000), (10**9, 2000)])
+def test_who_is_killed_leaves_the_old_one_or_none_or_the_new_one(
+    before: int, size: int, tmp_path: Path
+) -> None:
+    """In this process an exception that `save` does not catch stands for the kill."""
+    old, new = made(0), made(1)
+    seen = set()
+    for folder in killed(old, new, tmp_path, before, size):
         try:
-            found = values(megacompile(on_meta(), checkpoint=folder))
+            found = read(folder)
         except CheckpointError as error:
             assert str(folder) in str(error)
             seen.add("none")
         else:
             assert same(found, values(old)) == [] or same(found, values(new)) == []
             seen.add("new" if same(found, values(new)) == [] else "old")
-        save(new, folder, max_shard_size=size)  # what was left is in nobody's way
-        assert same(values(new), values(megacompile(on_meta(), checkpoint=folder))) == []
-        assert not any(name.endswith(".incomplete") for name in names(folder))
-    assert place > 4
+    assert same(values(new), read(folder)) == []
     assert seen >= {"old", "new"}
 
 
@@ -142,7 +142,7 @@ def test_who_is_killed_leaves_the_old_one_or_none_or_the_new_one(
     ("other", "size"), [({}, 10**9), ({"rms_norm_eps": 0.5}, 2000), ({"rms_norm_eps": 0.5}, 10**9)]
 )
 def test_weights_never_meet_the_config_of_another_save(
-    other: dict[str, Any], size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    other: dict[str, Any], size: int, tmp_path: Path
 ) -> None:
     """`from_pretrained` would take it: the shapes are the same, and the numbers are not."""
     models = []
@@ -151,13 +151,8 @@ def test_weights_never_meet_the_config_of_another_save(
         models.append(from_config("qwen2", **changed).eval())
     tokens = torch.arange(8)[None]
     logits = [model(tokens).logits for model in models]
-    save(models[0], tmp_path / "old", max_shard_size=size)
     seen = set()
-    for place in range(100):
-        folder = tmp_path / str(place)
-        shutil.copytree(tmp_path / "old", folder)
-        if not _interrupted(place, models[1], folder, size, monkeypatch):
-            break
+    for folder in killed(*models, tmp_path, size, size):
         try:
             found = transformers.AutoModelForCausalLM.from_pretrained(folder)
         except OSError as error:
@@ -166,9 +161,6 @@ def test_weights_never_meet_the_config_of_another_save(
             continue
         (which,) = [k for k in (0, 1) if torch.equal(found.eval()(tokens).logits, logits[k])]
         seen.add(("old", "new")[which])
-        save(models[1], folder, max_shard_size=size)
-        assert not any(name.endswith(".incomplete") for name in names(folder))
-    assert place > 4
     assert seen == ({"old", "new"} if size > 2000 and not other else {"old", "none", "new"})
 
 
@@ -176,9 +168,7 @@ class Killed(BaseException):
     """No `except Exception` sees it."""
 
 
-def _interrupted(
-    place: int, model: nn.Module, folder: Path, size: int, monkeypatch: pytest.MonkeyPatch
-) -> bool:
+def _interrupted(place: int, model: nn.Module, folder: Path, size: int) -> bool:
     left = [place]
 
     def counted(stock: Any) -> Any:
@@ -190,7 +180,7 @@ def _interrupted(
 
         return call
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.fsync", counted(os.fsync))
         patch.setattr("os.replace", counted(os.replace))
         patch.setattr(Path, "unlink", counted(Path.unlink))
@@ -205,40 +195,30 @@ def _interrupted(
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found before anything is written; and while it is written."""
-    torch.manual_seed(0)
-    model = Net()
+    """Found before anything is written; while it is written; and by the library that writes, whom
+    the system refuses to write beyond a limit on the size of files."""
+    model = made(0)
     save(model, tmp_path)
     there = names(tmp_path)
-    with monkeypatch.context() as patch:
-        usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-        patch.setattr("shutil.disk_usage", lambda path: usage)
-        with pytest.raises(CheckpointError, match="free"):
-            save(Net(), tmp_path)
-    assert names(tmp_path) == there
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
 
     def full(fd: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch:
-        patch.setattr("os.fsync", full)
-        with pytest.raises(CheckpointError):
-            save(Net(), tmp_path)
-    assert names(tmp_path) == there
-    assert same(values(model), values(megacompile(on_meta(), checkpoint=tmp_path))) == []
-
-
-def test_a_disk_that_is_full_for_the_library(tmp_path: Path) -> None:
-    """The system refuses to write beyond a limit on the size of files."""
+    for name, fault in (("shutil.disk_usage", lambda path: usage), ("os.fsync", full)):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, fault)
+            with pytest.raises(CheckpointError):
+                save(made(1), tmp_path)
+        assert names(tmp_path) == there
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    model = Net()
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
     try:
         with pytest.raises(CheckpointError):
-            save(model, tmp_path)
+            save(made(1), tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert names(tmp_path) == []
+    assert names(tmp_path) == there and same(values(model), read(tmp_path)) == []
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
