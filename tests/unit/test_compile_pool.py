@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -45,11 +44,10 @@ def alive() -> list[int]:
     return [each.pid for each in found if each.status() != psutil.STATUS_ZOMBIE]
 
 
-def graph(**meta: Any) -> GraphToCompile:
+def graph() -> GraphToCompile:
     """sin(x)"""
     made = fx.Graph()
     x = made.placeholder("x")
-    x.meta.update(meta)
     made.output((made.call_function(torch.ops.aten.sin.default, (x,)),))
     module = fx.GraphModule(nn.Module(), made)
     with compat.fake_mode():
@@ -109,80 +107,49 @@ def test_processes_that_do_not_get_ready_are_over(does: str, children: Run) -> N
     jobs.take(asked.part)
 
 
-def test_a_graph_that_cannot_be_sent_is_compiled_here(
-    children: Run, caplog: pytest.LogCaptureFixture
+def test_they_end_with_an_error_and_are_kept_for_later_programs(
+    children: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is one that comes after it lost. Options of Inductor may be functions."""
-    children("echo ready; exec sleep 100")
-    pool = CompilePool(1, None, 1, loads=True)
-    with caplog.at_level(logging.INFO, "megacompile.compile"):
-        jobs = pool.submit([graph(unbacked_bindings={}), graph()])
-    assert len(jobs.futures) == 1 and "cannot be sent" in caplog.text
-    with torch._inductor.config.patch({"custom_partitioner_fn": lambda: None}):
-        assert not pool.submit([graph()]).futures
-    pool.stop()
-
-
-@pytest.fixture
-def started(children: Run, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Two processes that are ready."""
-    children("echo ready; exec sleep 100")
-    monkeypatch.setenv(compile_pool.VARIABLE, "2")
-    compile_pool.start(CPU)
-    compile_pool.start(CPU)  # there are some
-    found = alive()
-    assert len(found) == 2
-    return found
-
-
-def test_an_interrupt_ends_the_processes(started: list[int]) -> None:
-    with pytest.raises(KeyboardInterrupt), compile_pool.compiling(lambda: [graph()], 1, CPU):
-        raise KeyboardInterrupt
-    assert alive() == []
-
-
-def test_they_are_kept_for_later_programs(started: list[int]) -> None:
     """Nobody waits for those; the processes are there until they have been idle."""
-    assert compile_pool.submit(lambda: [graph()], CPU) is not None
-    with compile_pool.compiling(lambda: [graph()], 1, CPU) as take:
-        take(graph().part)  # nobody was asked for it
-    assert alive() == started
-    with torch._inductor.config.patch(max_autotune=True):  # kernels are timed, on the device
-        assert compile_pool.submit(lambda: [graph()], CPU) is None
 
-
-def test_a_model_that_is_refused_leaves_none_behind(
-    started: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer = nn.Linear(2, 2)
+    def started() -> list[int]:
+        for _ in range(2):  # the second time there are some
+            compile_pool.start(CPU)
+        found = alive()
+        assert len(found) == 2
+        return found
 
     def exhausted(*_: Any, **__: Any) -> Any:
         raise MemoryError("no memory for a bucket")
 
+    children("echo ready; exec sleep 100")
+    monkeypatch.setenv(compile_pool.VARIABLE, "2")
+    layer = nn.Linear(2, 2)
+    started()
+    with pytest.raises(KeyboardInterrupt), compile_pool.compiling(lambda: [graph()], 1, CPU):
+        raise KeyboardInterrupt
+    assert alive() == []
+    started()
     with monkeypatch.context() as planted, pytest.raises(MemoryError):
         planted.setattr(torch, "empty", exhausted)
         megacompile(layer, device="cpu", lowering="inductor")
-    assert alive() == []
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks beside threads
-def test_a_forked_child_leaves_them_alone(started: list[int]) -> None:
-    child = os.fork()
-    if child == 0:
-        compile_pool.stop()
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert alive() == started
+    assert alive() == [], "a model that is refused leaves none behind"
+    kept = started()
+    assert compile_pool.submit(lambda: [graph()], CPU) is not None
+    with compile_pool.compiling(lambda: [graph()], 1, CPU) as take:
+        take(graph().part)  # nobody was asked for it
+    assert alive() == kept
+    with torch._inductor.config.patch(max_autotune=True):  # kernels are timed, on the device
+        assert compile_pool.submit(lambda: [graph()], CPU) is None
 
 
 def test_as_many_are_started_as_somebody_asks_for(
     children: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nobody asked where there is no GPU; without a cache, or in one thread, they are no use."""
     children("exec sleep 100")
     for value, options, count in (
-        ("", {}, 0),  # nobody asked, and there is no GPU
-        ("0", {}, 0),
+        ("", {}, 0),
         ("3", {"fx_graph_cache": False}, 0),
         ("3", {"compile_threads": 1}, 0),
         ("3", {}, 3),
@@ -192,10 +159,9 @@ def test_as_many_are_started_as_somebody_asks_for(
             compile_pool.start(CPU)
         assert len(alive()) == count, value
     compile_pool.stop()
-    for executable in ("", "/nowhere/python"):
-        monkeypatch.setattr(sys, "executable", executable)
-        compile_pool.start(CPU)
-        assert compile_pool.submit(lambda: [graph()], CPU) is None
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    compile_pool.start(CPU)
+    assert compile_pool.submit(lambda: [graph()], CPU) is None
     for value in ("many", "-1", "2.5"):
         monkeypatch.setenv(compile_pool.VARIABLE, value)
         with pytest.raises(OptionError):

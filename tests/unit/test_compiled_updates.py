@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,28 +21,17 @@ from torch import nn
 from torch.optim import SGD, AdamW, RMSprop
 
 from megacompile import megacompile
-from megacompile.runtime.optim.adam import ADAM
-from megacompile.runtime.optim.rule import Update
-from megacompile.runtime.optim.twin import apply
-from megacompile.runtime.updates.compiled import Compiled
-from megacompile.runtime.updates.cpp import CompileRequest, agrees
+from tests import inside
 
-NUMEL = 100
-Run = Callable[[str], None]
 FOREVER = "exec sleep 1000"
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs sh and fork")
-
-
-def update_of(dtype: torch.dtype = torch.float32) -> Update:
-    generator = torch.Generator().manual_seed(0)
-    param, grad, m, v = (torch.rand(NUMEL, generator=generator).to(dtype) for _ in range(4))
-    group = AdamW([torch.nn.Parameter(param)]).param_groups[0]
-    return Update(param, grad, (m, v, None), ADAM.hyper(group, step=3))
+DTYPE = torch.float16  # of its own, as what there is already is not asked for again
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs sh")
 
 
 @pytest.fixture
-def beside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Run]:
-    """Call it with what each process does, a line of sh. Inductor's caches are empty."""
+def beside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str], None]]:
+    """Call it with what each process does, a line of sh. Inductor's caches are empty, and stages
+    are graphs as they are."""
     script = tmp_path / "python"
 
     def does(line: str) -> None:
@@ -50,10 +39,15 @@ def beside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Run]:
         script.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(script))
 
+    def stage(module: Any, _: Any) -> Any:
+        return lambda *given: module(*(given[0] if isinstance(given[0], list) else given))
+
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     does(FOREVER)
     # Inductor would start the script, too: to compile kernels, and to try vector instructions.
     monkeypatch.setattr("torch._inductor.cpu_vec_isa.valid_vec_isa_list", lambda: [])
+    monkeypatch.setattr(torch._inductor, "compile", stage)
+    gc.collect(1)  # optimizers of other tests
     with torch._inductor.config.patch(compile_threads=1):
         yield does
     for each in processes():
@@ -66,85 +60,43 @@ def processes() -> list[psutil.Process]:
     return [each for each in found if each.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_a_process_that_refuses_is_believed(beside: Run) -> None:
+def trained(make: Callable[[nn.Module], Any], options: dict[str, Any]) -> tuple[Any, Any]:
+    """A small model and its optimizer, which is given to megacompile() if `options` have one."""
+    model = nn.Linear(4, 4).to(DTYPE)
+    optimizer = make(model)
+    given = {"lowering": "inductor", **options}
+    if "optimizer" in options:
+        given["optimizer"] = optimizer
+    return megacompile(model, device="cpu", progress=False, **given), optimizer
+
+
+def backward(model: Any) -> None:
+    model(torch.ones(2, 4, dtype=DTYPE)).sum().backward()
+
+
+def test_a_process_that_refuses_is_believed(beside: Callable[[str], None]) -> None:
     """Torch makes the update for good; that is said once, with the compiler's reason."""
     beside("echo 'no compiler here' >&2; exit 3")
-    update, rule = update_of(), Compiled(ADAM)
-    assert not rule.ready(update)
-    rule.wait()
-    with pytest.warns(UserWarning, match="no compiler here"):
-        assert not rule.ready(update)
+    inside.say_again()
+    model, optimizer = trained(lambda model: AdamW(model.parameters()), {})
+
+    def step() -> None:
+        backward(model)
+        optimizer.step()
+        assert {way.name for way in inside.ways(model)} == {"TORCH"}
+
+    with pytest.warns(UserWarning, match="compiler") as said:
+        step()
+        until_s = time.monotonic() + 60
+        while processes() and time.monotonic() < until_s:
+            time.sleep(0.01)
+        step()
+    assert sum("compiler here" in str(each.message) for each in said) == 1
+    beside(FOREVER)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not rule.ready(update)
-        rule.expect(update)
-    assert not rule._beside
-
-
-def test_what_no_process_compiles_is_compiled_here(
-    beside: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One is killed, or ends; none can start; options of Inductor cannot be sent."""
-    rule, update = Compiled(ADAM), update_of()
-    assert not rule.ready(update)
-    (process,) = processes()
-    process.kill()
-    rule.wait()
-    assert rule.ready(update)
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert Compiled(ADAM).ready(update)
-    beside(FOREVER)
-    with torch._inductor.config.patch({"custom_partitioner_fn": lambda: None}):
-        Compiled(ADAM).expect(update)
-    assert processes() == []
-
-
-def test_ctrl_c_is_not_for_it_and_nobody_asks_any_more(beside: Run) -> None:
-    """A terminal sends it to all processes of the foreground group. It ends with its rule."""
-    rule = Compiled(ADAM)
-    rule.expect(update_of())
-    rule.expect(update_of())  # is on its way
-    (process,) = processes()
-    assert os.getpgid(process.pid) == process.pid != os.getpgid(0)
-    assert os.getsid(process.pid) != os.getsid(0)
-    del rule
-    assert processes() == []
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks beside threads
-def test_a_forked_child_has_no_part_in_it(beside: Run) -> None:
-    """It ends no process of its parent's, and begins one of its own. Nor does it keep the pipe to
-    it open, by which a process knows that its parent is gone."""
-    beside("exec cat > /dev/null")
-    rule, update = Compiled(ADAM), update_of()
-    rule.expect(update)
-    (process,) = processes()
-    theirs = [beside for _, beside in rule._beside.values()]
-    ended, end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(60)
-        os.close(end)
-        theirs[0].stop()  # as at the end of the child
-        forgotten = len(rule._beside) == 0
-        rule.expect(update)
-        begins = len(rule._beside) == 1 and rule._beside is not None
-        os.read(ended, 1)
-        os._exit(0 if forgotten and begins else 1)
-    os.close(ended)
-    assert process.is_running() and process in processes()
-    pipe: Any = theirs[0]._process.stdin
-    pipe.close()
-    assert theirs[0]._process.wait(60) == 0
-    os.close(end)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-class Layer(nn.Linear):
-    """(4, 4), which is small."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 4)
+        step()
+    assert processes() == [], "nobody is asked again"
 
 
 OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], list[str]]] = {
@@ -162,27 +114,20 @@ OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], list[str
 
 @pytest.mark.parametrize("case", OPTIMIZERS)
 def test_it_begins_when_the_first_backward_is_planned(
-    case: str, beside: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    case: str, beside: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """For the optimizer that there is, before it steps; and the step asks for nothing else."""
-    monkeypatch.setattr(torch._inductor, "compile", lambda module, _: stage(module))
-    gc.collect(1)  # optimizers of other tests
     make, options, rules = OPTIMIZERS[case]
-    dtype = torch.float16  # of its own, as what there is already is not asked for again
-    model = Layer().to(dtype)
-    optimizer = make(model)
-    if "optimizer" in options:
-        options = {"optimizer": optimizer}
-    megacompile(model, device="cpu", progress=False, **{"lowering": "inductor", **options})
-    x = torch.ones(2, 4, dtype=dtype)
+    model, optimizer = trained(make, options)
     with caplog.at_level("INFO", "megacompile.compile"):
         with torch.no_grad():
-            model(x)
+            model(torch.ones(2, 4, dtype=DTYPE))
         assert begun(caplog) == []
-        model(x).sum().backward()
+        backward(model)
         assert begun(caplog) == rules
-        if optimizer is not None:
-            optimizer.step()
+        for each in processes():
+            assert os.getpgid(each.pid) == each.pid != os.getpgid(0), "Ctrl-C is not for it"
+        optimizer.step()
         assert begun(caplog) == rules
 
 
@@ -190,38 +135,3 @@ def begun(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The rules that a process compiles."""
     said = [text for text in caplog.messages if "beside the training" in text]
     return [text.partition(":")[0] for text in said if "to C++" in text]
-
-
-def stage(module: Any) -> Any:
-    """In place of Inductor, for stages: the graph as it is."""
-    return lambda *given: module(*(given[0] if isinstance(given[0], list) else given))
-
-
-def test_what_rounds_otherwise_is_found() -> None:
-    update = update_of()
-    assert agrees(ADAM, update, lambda *given: twin(update, given))
-    assert not agrees(ADAM, update, lambda *given: None)
-
-
-def twin(update: Update, given: tuple[Any, ...]) -> None:
-    param, grad, states, *_ = given
-    apply(ADAM, update._replace(param=param, grad=grad, states=tuple(states)))
-
-
-def test_what_it_depends_on_is_in_the_key(tmp_path: Path) -> None:
-    def name(update: Update) -> str:
-        return CompileRequest.of(ADAM, update, tmp_path).note
-
-    usual = name(update_of())
-    assert usual == name(update_of()) != name(update_of(torch.bfloat16))
-    threads = torch.get_num_threads()
-    changes: list[tuple[Callable[[Any], None], Any, Any]] = [
-        (torch.set_num_threads, threads + 5, threads),
-        (torch.set_default_dtype, torch.float64, torch.float32),
-    ]
-    for change, other, there in changes:
-        change(other)
-        try:
-            assert usual != name(update_of())
-        finally:
-            change(there)

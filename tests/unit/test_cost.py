@@ -94,15 +94,11 @@ def test_what_kernels_move(function: Any, shapes: Any, wanted: list[int]) -> Non
 
 
 def test_what_is_indexed_is_read_and_written_where_it_lies() -> None:
-    def lookup(weight: torch.Tensor) -> torch.Tensor:
-        return nn.functional.embedding(torch.zeros(4, dtype=torch.int64), weight)
-
-    def put(base: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        return base.index_put((torch.zeros(N, dtype=torch.int64),), values)
-
-    assert sum(sizes(found(lookup, (100 * N, N)))) < 4 * N * 2 * 3
+    lookup = found(lambda weight: nn.functional.embedding(torch.zeros(4).long(), weight), (6400, N))
+    assert sum(sizes(lookup)) < 4 * N * 2 * 3
+    put = found(lambda base, new: base.index_put((torch.zeros(N).long(),), new), (6400, N), (N, N))
     whole = 2 * 100 * SQUARE  # which is copied
-    assert sizes(found(put, (100 * N, N), (N, N)))[-1] == whole + 3 * SQUARE + 8 * N
+    assert sizes(put)[-1] == whole + 3 * SQUARE + 8 * N
 
 
 def test_values_behind_one_that_is_none_are_themselves() -> None:
@@ -181,18 +177,9 @@ scales.register_fake(lambda packed: torch.empty_like(packed))
 def test_operators_of_other_packages_are_not_fused() -> None:
     """What they take and what they give is in memory."""
 
-    def unpacked(packed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return x.mm(scales(scales(packed * 2) + 1))
-
-    analysis = found(unpacked, (N, N), (N, N))
+    analysis = found(lambda packed, x: x.mm(scales(scales(packed * 2) + 1)), (N, N), (N, N))
     assert len(analysis.kernels) == 5  # * 2, scales, + 1, scales, the product
     assert analysis.peak_bytes == 2 * SQUARE
-
-    def both(packed: torch.Tensor) -> torch.Tensor:
-        first, second = scales(packed), scales(packed)
-        return torch.add(first.exp(), second.exp())
-
-    assert found(both, (N, N)).peak_bytes == 2 * SQUARE  # before, they were part of the sum
 
 
 def test_a_chunk_of_logits_is_there_while_a_head_is_computed() -> None:
@@ -209,11 +196,8 @@ def test_a_chunk_of_logits_is_there_while_a_head_is_computed() -> None:
 
 
 def test_returned_memory_is_shared_by_views() -> None:
-    def function(x: torch.Tensor, w: torch.Tensor) -> Any:
-        y = x @ w
-        return y, y.view(-1), x.t()
-
-    first, second, third = found(function, (N, N), (N, N)).returned
+    given = found(lambda x, w: ((y := x @ w), y.view(-1), x.t()), (N, N), (N, N))
+    first, second, third = given.returned
     assert first is not None and second is not None and third is not None
     assert (first.memory, third.memory) == (second.memory, -1)  # the first input's
 
@@ -224,15 +208,9 @@ def test_returned_memory_is_shared_by_views() -> None:
 def test_a_value_is_computed_wherever_it_is_read() -> None:
     """In the kernels that reduce it and that use it behind that; and each of its parts."""
 
-    def cast(x: torch.Tensor) -> torch.Tensor:
-        y = x.exp()
-        return y * y.abs().amax()
-
-    def halves(x: torch.Tensor) -> torch.Tensor:
-        left, right = x.exp().chunk(2, dim=-1)
-        return left + right
-
-    kernels = [*found(cast, (N, N)).kernels, *found(halves, (N, N)).kernels]
+    cast = found(lambda x: (y := x.exp()) * y.abs().amax(), (N, N))
+    halves = found(lambda x: torch.add(*x.exp().chunk(2, dim=-1)), (N, N))
+    kernels = [*cast.kernels, *halves.kernels]
     assert len(kernels) == 3 and all(kernel.instructions > 12 * N * N for kernel in kernels)
 
 
