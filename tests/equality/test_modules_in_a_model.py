@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import warnings
 import weakref
 from collections.abc import Callable
@@ -14,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
@@ -90,8 +88,7 @@ CALLS: dict[str, Callable[[Any, int], Tensor]] = {
     "a head outside": lambda m, i: F.mse_loss(m.head(m(batch(i)["x"])), batch(i)["y"]),
     "a layer": lambda m, i: m.net.layers[1](batch(i)["x"]).square().mean(),
     "one twice": lambda m, i: m.head(m.head(batch(i)["x"])).square().mean(),
-    "a checkpoint": lambda m, i: checkpoint(m.net, *batch(i).values(), use_reentrant=False),
-    "a checkpoint with more": lambda m, i: checkpoint(
+    "a checkpoint": lambda m, i: checkpoint(
         lambda x: m.net(x.sin()).cos().sum(), batch(i)["x"], use_reentrant=False
     ),
     "a reentrant checkpoint": lambda m, i: checkpoint(
@@ -146,21 +143,6 @@ def test_modules_that_came_since_and_went() -> None:
     assert part() is None, "the model does not keep what was replaced"
 
 
-def test_what_stays_as_it_is() -> None:
-    """What computes a parameter, or is traced; and copies are plain."""
-    model = nn.Sequential(parametrizations.orthogonal(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 8))
-    plain, model = twins(model)
-    assert equal(plain[0].weight.detach(), model[0].weight.detach())
-    x = torch.ones(2, 8)
-    torch.export.export(model[2], (x,))
-    torch.func.vmap(model[2])(x)
-    assert not inside.streamed(model).graphs, "none of these is a call"
-    assert equal(plain(x).detach(), model(x).detach())
-    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model[2]))):
-        assert not any(inside.is_streamed(module) for module in made.modules())
-        made(x).sum().backward()
-
-
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_an_old_loss_keeps_no_model(in_backward: bool) -> None:
     """As `merge_and_unload()` of PEFT: the inner model is taken out of the outer one. A part keeps
@@ -183,15 +165,10 @@ def test_an_old_loss_keeps_no_model(in_backward: bool) -> None:
         assert equal(xs[0].grad, xs[1].grad)
     inner.zero_grad()
     plain = copy.deepcopy(inner)
-    plain(**batch()).backward()  # plain again
-    plain.zero_grad()
+    assert equal(step(plain, batch()), step(inner, batch())), "plain again"
     megacompile(inner, device="cpu", lowering="eager")
     for each in (plain, inner):
-        stepper = AdamW(each.parameters(), lr=1e-2)
-        for i in range(2):
-            step(each, batch(i))
-            stepper.step()
-            stepper.zero_grad()
+        step(each, batch())
     assert_same(plain, inner)
     assert older.requires_grad, "it lives"
 
@@ -208,51 +185,3 @@ def test_schedules_before_a_step_are_none() -> None:
     with pytest.raises(IndexError) as plain:
         schedules(model)[9]
     assert not isinstance(plain.value, NoScheduleError)
-
-
-# --- after an error the next step is right
-
-
-def test_errors_leave_the_next_step_right() -> None:
-    """Each of them raises before it changes anything."""
-    plain, model = twins(stack()[0])
-    inputs = batch()
-
-    def edited() -> None:
-        loss = model(**inputs)
-        with torch.no_grad():
-            model.head.weight.mul_(1.0)
-        loss.backward()
-
-    def stepped() -> None:
-        loss = model(**inputs)
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
-        SGD(model.parameters(), lr=0.0, momentum=0.9).step()
-        loss.backward()
-
-    def loaded() -> None:
-        loss = model(**inputs)
-        model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
-        loss.backward()
-
-    def twice() -> None:
-        loss = model(**inputs)
-        loss.backward()
-        loss.backward()
-
-    def created_graph() -> None:
-        model(**inputs).backward(create_graph=True)
-
-    for wrong in (edited, stepped, loaded, twice, created_graph):
-        with pytest.raises(MegacompileError):
-            wrong()
-        if wrong is not twice:
-            assert all(p.grad is None or not p.grad.any() for p in model.parameters()), wrong
-        for each in (plain, model):
-            each.zero_grad()
-            step(each, inputs)
-        assert_same(plain, model)
-        model.zero_grad()
-    assert megacompile(model, device="cpu", lowering="eager", lookahead=2) is model
-    assert schedules(model), "a second call with the same options changes nothing"

@@ -1,14 +1,17 @@
-"""Training in tiles, and on a GPU: the plain numbers, up to the rounding of tiles and Inductor."""
+"""Training in tiles and with losses in float32, and on a GPU: the plain numbers, up to the rounding
+of tiles and Inductor."""
 
 from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacompile import megacompile, schedules
@@ -16,6 +19,7 @@ from megacompile.ir import ops
 from megacompile.ir.stages import Code
 from megacompile.ir.tiles import pieces_of
 from tests import cases
+from tests.zoo import assert_same
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
@@ -39,54 +43,34 @@ def step(model: nn.Module, case: cases.Case, i: int, device: torch.device) -> Te
     return loss.detach()
 
 
-def assert_same(plain: nn.Module, streamed: nn.Module, *, rounded: bool = False) -> None:
-    """Parameters, gradients and buffers; `rounded` up to rounding."""
-    for (name, want), got in zip(plain.named_parameters(), streamed.parameters(), strict=True):
-        assert (want.grad is None) == (got.grad is None), f"{name}: gradient missing or unasked for"
-        for one, other in ((want.detach(), got.detach()), (want.grad, got.grad)):
-            if one is None or other is None:
-                continue
-            if rounded:
-                torch.testing.assert_close(other.cpu(), one.cpu(), rtol=1e-5, atol=1e-5, msg=name)
-            else:
-                assert torch.equal(one.cpu(), other.cpu()), name
-    for (name, before), after in zip(plain.named_buffers(), streamed.buffers(), strict=True):
-        assert torch.equal(before, after) or rounded, f"buffer {name}"
+# --- tiles
 
 
-def trained(name: str, *, steps: int = 3, rounded: bool = False, **options: Any) -> nn.Module:
-    """The streamed model, trained next to the plain one.
+def trained(name: str, *, in_backward: bool = False, **options: Any) -> nn.Module:
+    """The streamed model, trained next to the plain one; equal up to rounding.
 
-    Two micro-batches a step, clipping that acts and that does not, and a scheduler; AdamW in the
-    backward with `optimizer=True`, which has no gradients to clip.
+    Two micro-batches a step and clipping; AdamW in the backward has no gradients to clip.
     """
-    inside = options.pop("optimizer", False)
     case = cases.build(name)
-    plain = copy.deepcopy(case.model)
+    models = copy.deepcopy(case.model), case.model
     optimizers = [
-        torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-2)
-        for each in (plain, case.model)
+        torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-3)
+        for each in models
     ]
-    if inside:
+    if in_backward:
         options["optimizer"] = optimizers[1]
-    streamed = megacompile(case.model, device="cpu", progress=False, **options)
-    models = (plain, streamed)
-    rates = [torch.optim.lr_scheduler.LinearLR(each, 0.1, 1.0, 10) for each in optimizers]
-    for i in range(steps):
-        for micro in range(1 if inside else 2):
-            losses = [step(each, case, 2 * i + micro, CPU) for each in models]
-            assert torch.equal(*losses) or rounded
-            if not inside:
-                assert_same(plain, streamed, rounded=rounded)
-        for model, optimizer, rate in zip(models, optimizers, rates, strict=True):
-            if not inside:
+    megacompile(case.model, device="cpu", progress=False, **options)
+    for i in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            step(model, case, 2 * i, CPU)
+            if not in_backward:
+                step(model, case, 2 * i + 1, CPU)
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1 if i % 2 else 100.0)
             optimizer.step()
-            rate.step()
             optimizer.zero_grad()
-        assert_same(plain, streamed, rounded=rounded)
-    assert schedules(streamed), "nothing was scheduled"
-    return streamed
+        for want, got in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    return case.model
 
 
 def tiles_of(model: nn.Module) -> dict[int, int]:
@@ -104,7 +88,7 @@ def tiles_of(model: nn.Module) -> dict[int, int]:
 IN_TILES: dict[str, tuple[str, bool, dict[str, Any]]] = {  # model, by samples, options
     "kept": ("tied", False, {"tiles": 5, "activations": "keep"}),
     "of samples, waiting on the host": ("shared layer", True, {"activations": "offload"}),
-    "updated in the backward": ("tied", True, {"optimizer": True, "activations": "recompute"}),
+    "updated in the backward": ("tied", True, {"in_backward": True, "activations": "recompute"}),
     "samples of a real model": ("hf qwen2", True, {"activations": "recompute"}),
 }
 
@@ -113,7 +97,7 @@ IN_TILES: dict[str, tuple[str, bool, dict[str, Any]]] = {  # model, by samples, 
 def test_tiles_are_the_same_up_to_rounding(name: str) -> None:
     """A recomputed stage that draws no random numbers runs sample by sample."""
     case, by_samples, options = IN_TILES[name]
-    model = trained(case, steps=2, rounded=True, **{"tiles": 2, **options})
+    model = trained(case, **{"tiles": 2, **options})
     assert tiles_of(model)
     samples = {index for schedule in schedules(model) for index in schedule.plan.samples}
     assert bool(samples) == by_samples
@@ -121,13 +105,12 @@ def test_tiles_are_the_same_up_to_rounding(name: str) -> None:
 
 def test_a_plan_says_which_stages_run_in_tiles() -> None:
     """The embedding is not cut; what tiles compute is neither saved nor computed again."""
-    model, whole = trained("demo gpt", steps=1, rounded=True, tiles=4), trained("demo gpt")
+    model, whole = trained("demo gpt", tiles=4), trained("demo gpt")
     (schedule,), (uncut, *_) = schedules(model), schedules(whole)
     assert schedule.plan.tiles == tuple(tiles_of(model).items())
     assert [stage.traced.tiles for stage in schedule.stages] == [1, 4, 4, 4, 4]
     assert not uncut.plan.tiles and [stage.traced.tiles for stage in uncut.stages] == [1] * 5
-    cut, full = schedule.stages[1].traced, uncut.stages[1].traced
-    assert cut.saved_bytes < full.saved_bytes
+    assert schedule.stages[1].traced.saved_bytes < uncut.stages[1].traced.saved_bytes
     model.eval()
     with torch.no_grad():
         model(torch.zeros(2, 12, dtype=torch.int64))
@@ -158,15 +141,62 @@ def test_tiles_whose_saved_tensors_wait_elsewhere_are_bitwise(tmp_path: Path) ->
     found: dict[str, nn.Module] = {}
     for place, options in places.items():
         activations = "keep" if place == "keep" else "offload"
-        found[place] = trained(
-            "dropout", steps=2, rounded=True, tiles=5, activations=activations, **options
-        )
+        found[place] = trained("dropout", tiles=5, activations=activations, **options)
     for place, op in (("offload", ops.offload_saved), ("disk", ops.write_saved)):
         assert_same(found["keep"], found[place])
         assert any(ops.nodes_of(each.forward, op) for each in schedules(found[place]))
 
 
-# On a GPU.
+# --- with `compute_dtype`, losses are those of `torch.autocast`: in float32
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+X, Y = torch.linspace(-1, 1, 32).view(4, 8), torch.tensor([0, 3, 1, 4])
+LOSSES: dict[str, Loss] = {
+    "weighted": lambda z, y: F.cross_entropy(
+        z, y, label_smoothing=0.1, weight=torch.ones_like(z[0])
+    ),
+    "probabilities": lambda z, y: F.cross_entropy(z, F.one_hot(y, 5).to(z.dtype)),
+    "nll": lambda z, y: F.nll_loss(F.log_softmax(z, -1), y),
+    "mse": lambda z, y: F.mse_loss(z, torch.zeros_like(z)) + F.l1_loss(z, torch.ones_like(z)),
+    "no loss": lambda z, y: z.sum(),
+}
+
+
+class WithLoss(nn.Module):
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.loss = nn.Linear(8, 16), nn.Linear(16, 5), loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self.head(torch.relu(self.body(x))), y)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_that_of_autocast(name: str) -> None:
+    plain = WithLoss(LOSSES[name])
+    model = megacompile(copy.deepcopy(plain), compute_dtype=torch.bfloat16, progress=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = plain(X, Y)
+    got = model(X, Y)
+    assert got.dtype == want.dtype and torch.equal(got, want)
+    want.backward()
+    got.backward()
+    assert_same(plain, model)
+    (schedule,) = schedules(model)
+    assert "losses" in [record.name for record in schedule.history]
+
+
+def test_a_dtype_that_was_asked_for_stays() -> None:
+    """And without `compute_dtype` nothing is widened."""
+    net = WithLoss(lambda z, y: torch.log_softmax(z, -1, dtype=torch.float64).sum())
+    megacompile(net, compute_dtype=torch.bfloat16, progress=False)
+    assert net(X, Y).dtype == torch.float64
+    model = megacompile(WithLoss(F.cross_entropy).bfloat16(), progress=False)
+    assert model(X.bfloat16(), Y).dtype == torch.bfloat16
+
+
+# --- on a GPU
 
 PLANS: dict[str, dict[str, Any]] = {
     "streamed": {"resident": 0, "activations": "recompute"},
