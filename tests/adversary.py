@@ -44,7 +44,7 @@ from megacompile.runtime.ops.executor import BoundOps, Executor
 from megacompile.runtime.ops.group import handles
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.gradient_run import Goes
-from megacompile.runtime.updates.staging import Staged
+from megacompile.runtime.updates.leases import Lease
 from megacompile.show import python
 from tests import inside
 from tests.interrupts import not_traced
@@ -61,7 +61,7 @@ class Work:
     run: Callable[[], Any] | None  # None: done
     device: Adversary
     release: bool = False  # a `del`, or the wait before it
-    reads: tuple[Staged, ...] = ()  # that it waits for
+    reads: tuple[Lease, ...] = ()  # that it waits for
 
     def synchronize(self) -> None:
         """The host waits for the event."""
@@ -78,7 +78,7 @@ class Work:
     @property
     def reading(self) -> bool:
         """Is what it waits for still read?"""
-        return any(staged.busy() for staged in self.reads)
+        return any(not lease.done() for lease in self.reads)
 
 
 class Policy:
@@ -190,11 +190,11 @@ class Adversary(Streams):
 
         def run() -> None:
             for host in busy:  # threads of the host
-                host.settle()
+                host.wait()
             handle.value = work()
             self.memory.name(handle)
 
-        reads = tuple(host for host in busy if isinstance(host, Staged))
+        reads = tuple(host for host in busy if isinstance(host, Lease))
         queued = Work(stream, events_of(waits), run, self, release, reads)
         handle.event = queued  # type: ignore[assignment]
         with self._alone:
@@ -405,11 +405,11 @@ class LateOps(BoundOps):
 
     def forward(self, stage: Stage, weights: Any, args: Any, saving: bool) -> tuple[Handle, ...]:
         results = stage.result_count
-        self._count = results + (len(stage.traced.saved) if saving else 0)
+        self._count = results + (len(stage.saved_values) if saving else 0)
         return super().forward(stage, weights, args, saving)
 
     def recompute(self, stage: Stage, weights: Any, args: Any, rng: Any) -> tuple[Handle, ...]:
-        self._count = len(stage.traced.saved)
+        self._count = len(stage.saved_values)
         return super().recompute(stage, weights, args, rng)
 
     def rerun(self, stage: Stage, weights: Any, args: Any, rng: Any) -> tuple[Handle, ...]:
@@ -454,7 +454,7 @@ class LateOps(BoundOps):
 
     def offload_state(self, bucket: Bucket, updated: Handle, norms: Handle | None = None) -> Handle:
         streams: Any = self.machine.streams
-        if self.machine.weight_staging is not None and not self.in_step:
+        if self.machine.staging is not None and not self.in_step:
             streams.synchronize(Stream.WRITE)  # it takes a buffer that one of them gives back
         return super().offload_state(bucket, updated, norms)
 

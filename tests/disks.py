@@ -19,7 +19,7 @@ from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.disk import transfers
 from megacompile.runtime.disk.transfers import Way
 from megacompile.runtime.ops.machine import Machine
-from megacompile.runtime.updates import loans, staging
+from megacompile.runtime.updates.leases import Lease, Leases
 
 LATE_S = 0.001  # at most, but for what a thread waits for the processor
 
@@ -43,17 +43,12 @@ def harsh(rng: random.Random) -> Iterator[None]:
                 break
         real(file, way, at, whole, start, size)
 
-    give_back, release = loans.Loans.give_back, staging.Staging._release
+    give_back = Leases.give_back
 
-    def poison_loan(self: loans.Loans, loan: loans.Loan, event: Any = None) -> None:
-        if loan.memory is not None:
-            loan.flat().fill_(255)
-        give_back(self, loan, event)
-
-    def poison_states(self: staging.Staging, staged: staging.Staged) -> None:
-        if staged.memory is not None:
-            staged.memory.bytes(len(staged.memory)).fill_(255)
-        release(self, staged)
+    def poison_lease(self: Leases, lease: Lease, event: Any = None) -> None:
+        if lease.memory is not None:
+            lease.memory.bytes(len(lease.memory)).fill_(255)
+        give_back(self, lease, event)
 
     free = activations.HostPool.give_back
 
@@ -65,8 +60,7 @@ def harsh(rng: random.Random) -> Iterator[None]:
         for module, name, value in (
             (transfers, "_transfer", transfer),
             (transfers, "CHUNK_BYTES", 4096),
-            (loans.Loans, "give_back", poison_loan),
-            (staging.Staging, "_release", poison_states),
+            (Leases, "give_back", poison_lease),
             (activations.HostPool, "give_back", poison_saved),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
@@ -83,7 +77,7 @@ def no_host_memory(machine: Machine) -> Iterator[None]:
         for bucket in machine.buckets.values():
             for _ in bucket.params:
                 with suppress(OptimizerError, HostMemoryError):
-                    bucket.pending.settle()
+                    bucket.pending.wait()
         machine.host_budget.limit_bytes = None
 
 

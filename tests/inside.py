@@ -199,13 +199,10 @@ def drop_disk_buffers(model: nn.Module) -> None:
     """Let whoever reads from a disk next need new buffers."""
     of = machine(model)
     for bucket in of.buckets.values():
-        bucket.pending.settle()
-    if of.staging is not None:
-        of.staging._sets = deque(None for _ in of.staging._sets)
-    for loans in (
-        (of.weight_staging.prefetches, of.weight_staging.updates) if of.weight_staging else ()
-    ):
-        loans._free = deque((None, None) for _ in loans._free)
+        bucket.pending.wait()
+    staging = of.staging
+    for leases in (staging.states, staging.prefetches, staging.updates) if staging else ():
+        leases._free = deque((None, None) for _ in leases._free)
 
 
 @contextmanager

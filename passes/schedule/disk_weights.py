@@ -14,7 +14,7 @@ and names it; one that is left out, because the bucket is in its slot still, nee
 comes after `slots`. Where the device updates, the new parameters are left in a buffer without a
 read, since they are all written. Reads of the next step are after the write (see `tokens`).
 
-Buffers are lent in the order of the ops (`megacompile.runtime.updates.weight_staging`): those of
+Buffers are lent in the order of the ops (`megacompile.runtime.updates.leases`): those of
 prefetches go back after the copy, those of updates after the write. No holder of a buffer waits
 for one that is lent later, so one of each kind would do.
 """

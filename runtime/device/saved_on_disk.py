@@ -57,7 +57,7 @@ class SavedDisk:
 
 
 class OnDisk:
-    """A tensor's copy on the disk; implements `streams.Host`.
+    """A tensor's copy on the disk; implements `streams.Completion`.
 
     Args:
         what: for errors: "3WRITE_SAVED of 'layers.3'".
@@ -96,11 +96,11 @@ class OnDisk:
         self._begun.set()
         return self.request
 
-    def busy(self) -> bool:
-        """True if it is still being written."""
-        return not self._begun.is_set() or (self.request is not None and self.request.busy())
+    def done(self) -> bool:
+        """True if it is written."""
+        return self._begun.is_set() and (self.request is None or self.request.done())
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until it is written, and its buffer is free.
 
         Raises:
@@ -135,12 +135,12 @@ class OnDisk:
             return self.kept
         back = ReadBack(self, self.what.replace("WRITE", "READ"))
         back.begin()
-        back.settle()
+        back.wait()
         return back
 
 
 class ReadBack(OnHost):
-    """A copy on the host for one fetch, read from the disk: a `Host`.
+    """A copy on the host for one fetch, read from the disk: a `Completion`.
 
     Args:
         what: for errors: "3READ_SAVED of 'layers.3'".
@@ -173,7 +173,7 @@ class ReadBack(OnHost):
         """By the thread; see [Note: no waiting in threads of the disk]."""
         assert self.request is not None
         try:
-            self.on_disk.settle()
+            self.on_disk.wait()
             for event in self.buffer.events():
                 event.synchronize()
         except BaseException as error:
@@ -183,11 +183,11 @@ class ReadBack(OnHost):
             self.request.begin()
         self._begun.set()
 
-    def busy(self) -> bool:
-        """True if it is still being read."""
-        return not self._begun.is_set() or (self.request is not None and self.request.busy())
+    def done(self) -> bool:
+        """True if it is read."""
+        return self._begun.is_set() and (self.request is None or self.request.done())
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until it is there.
 
         Raises:

@@ -27,14 +27,27 @@ import torch
 from megacompile.ir.stream import Stream
 
 
-class Host(Protocol):
-    """Work on a bucket that threads of the host may be doing."""
+class Completion(Protocol):
+    """The end of work that threads of the host do."""
 
-    def busy(self) -> bool:
-        """True if it is."""
+    def done(self) -> bool:
+        """True if it is over, well or not."""
 
-    def settle(self) -> None:
-        """Wait until it no longer is; raise what went wrong."""
+    def wait(self) -> None:
+        """Return when it is over; raise what went wrong."""
+
+
+class _Over:
+    """Work that is over."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+OVER: Completion = _Over()
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +57,7 @@ class Handle:
     value: Any
     stream: Stream
     event: torch.cuda.Event | None = None  # recorded after the op that makes the value
-    host: Host | None = None  # who must be settled before: threads make the value
+    host: Completion | None = None  # of the threads that make the value
     deferred: bool = False  # not issued yet: there is no value and no event
 
 
@@ -92,7 +105,7 @@ class Streams:
         if not self._copies:  # no CUDA
             for handle in waits:
                 if handle.host is not None:
-                    handle.host.settle()
+                    handle.host.wait()
             return Handle(work(), stream)
         waits = tuple(waits)
         self._issue_ready()
@@ -100,7 +113,7 @@ class Streams:
             handle = Handle(None, stream, deferred=True)
             self._deferred.append(_Deferred(handle, waits, work))
             return handle
-        _settle(waits)
+        _wait(waits)
         for handle in waits:
             if handle.deferred:
                 self._catch_up(handle)
@@ -116,7 +129,7 @@ class Streams:
         return False
 
     def hand(
-        self, stream: Stream, waits: Iterable[Handle], value: Host, begin: Callable[[], None]
+        self, stream: Stream, waits: Iterable[Handle], value: Completion, begin: Callable[[], None]
     ) -> Handle:
         """Makes threads of the host `begin` work, which wait for the events of `waits` themselves.
 
@@ -164,7 +177,7 @@ class Streams:
 
     def _issue_next(self) -> None:
         entry = self._deferred.popleft()
-        _settle(entry.waits)
+        _wait(entry.waits)
         self._now(entry.handle, entry.waits, entry.work)
 
     def _queue(self, stream: Stream) -> torch.cuda.Stream:
@@ -185,11 +198,11 @@ class Streams:
 
 def _busy(waits: Iterable[Handle]) -> bool:
     """True if threads of the host still do that work."""
-    return any(handle.host is not None and handle.host.busy() for handle in waits)
+    return any(handle.host is not None and not handle.host.done() for handle in waits)
 
 
-def _settle(waits: Iterable[Handle]) -> None:
+def _wait(waits: Iterable[Handle]) -> None:
     """Wait for the threads of the host."""
     for handle in waits:
         if handle.host is not None:
-            handle.host.settle()
+            handle.host.wait()

@@ -65,7 +65,7 @@ class FileSpan:
 
 
 class Request:
-    """A read or a write that goes on behind the caller: an `InFlight`, and a `Host`.
+    """A read or a write that goes on behind the caller: a `Completion`.
 
     When it is over it holds no memory any more.
 
@@ -146,10 +146,6 @@ class Request:
         """True if it is over, well or not."""
         return self._over.done()
 
-    def busy(self) -> bool:
-        """True if it is under way."""
-        return not self._over.done()
-
     def failed(self) -> bool:
         """True if it is over, and failed."""
         return self._over.done() and self._over.exception() is not None
@@ -172,8 +168,6 @@ class Request:
                     self._say_slow(time.monotonic() - start)
             else:
                 return
-
-    settle = wait
 
     def call_off(self) -> None:
         """It was not begun, and will not be."""

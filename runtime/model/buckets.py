@@ -260,7 +260,7 @@ class ModelBuckets:
     def _aliased(self, keys: Iterable[int]) -> Iterator[nn.Parameter]:
         """Parameters of buckets whose memory others have names for."""
         for bucket in (self.machine.buckets[key] for key in keys):
-            bucket.pending.settle()  # an update in flight holds the memory too
+            bucket.pending.wait()  # an update in flight holds the memory too
             yield from (p for i, p in enumerate(bucket.params) if bucket.aliased(i))
 
     def _stay(self, why: str) -> None:
@@ -295,7 +295,7 @@ class ModelBuckets:
         """Moves the states of a streamed bucket to the disk, or to the host, from now on."""
         disk = self.machine.disk if on_disk and bucket.resident is None else None
         if disk is not bucket.disk:
-            bucket.pending.settle()
+            bucket.pending.wait()
             bucket.pending.withdraw()
             bucket.disk = disk
             bucket.states = StateMemory(bucket)
@@ -327,7 +327,7 @@ class ModelBuckets:
             return
         where = "device" if resident else "disk" if stored else "host"
         progress.now(f"moving parameters to the {where}")
-        old.pending.settle()
+        old.pending.wait()
         old.pending.withdraw()
         undos.append(functools.partial(_show_again, [(p, p.grad) for p in old.params]))
         gradients, lacking = self.machine.gradients.take(key)
@@ -366,7 +366,7 @@ class ModelBuckets:
         layout, i = self._places.of[id(param)]
         bucket = self.machine.buckets[layout.key]
         copy = bucket.streamed[i] if bucket.has_copy else None
-        return ParamSource(copy, bucket.pending.settle, functools.partial(bucket.copy.take_back, i))
+        return ParamSource(copy, bucket.pending.wait, functools.partial(bucket.copy.take_back, i))
 
     def owns(self, param: nn.Parameter) -> bool:
         """True if a parameter is in a bucket of this model."""
@@ -384,7 +384,7 @@ class ModelBuckets:
             params = {id(param) for param in self.model.parameters()}
             for bucket in self.machine.buckets.values():
                 bucket.pending.let_go(params)
-                bucket.pending.settle()
+                bucket.pending.wait()
                 bucket.pending.withdraw()
             self._check_model()
             self._anew()
@@ -420,7 +420,7 @@ class ModelBuckets:
         for bucket in self.machine.buckets.values():
             pending = bucket.pending
             if pending.in_flight is not None and pending.in_flight.done():
-                pending.settle()
+                pending.wait()
             if pending.torn is not None:
                 pending.check()  # who restores it may read it, and not train with it
             if bucket.has_copy:
@@ -455,7 +455,7 @@ class ModelBuckets:
         params = {id(param) for param in self.model.parameters()}
         for bucket in buckets:
             bucket.pending.let_go(params)
-            bucket.pending.settle()
+            bucket.pending.wait()
             bucket.pending.withdraw()
         self._check_model()
         ours = {value.data_ptr() for bucket in buckets for value in bucket.values}

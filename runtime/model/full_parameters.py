@@ -121,7 +121,7 @@ class _Copy:
         self.names = names
         self.done: torch.cuda.Event | None = None
         with streamed.buckets.alone, unguarded(), compat.on_host(), torch.no_grad():
-            bucket.pending.settle()
+            bucket.pending.wait()
             bucket.refresh()
             self.tensors = self._copied(bucket, streamed.machine.streams.copies(Stream.H2D))
 

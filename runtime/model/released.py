@@ -137,7 +137,7 @@ class Released:
 
     def _settle(self) -> None:
         for bucket in self.buckets.machine.buckets.values():
-            bucket.pending.settle()
+            bucket.pending.wait()
             bucket.pending.withdraw()
 
     def _note_residents(self) -> None:

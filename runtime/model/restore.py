@@ -47,7 +47,7 @@ def restore(streamed: StreamedModel, device: torch.device) -> None:
         with nullcontext() if ranks is None else ranks.together(f"unmegacompile() of {name}"):
             _refuse(streamed, device)
             for bucket in machine.buckets.values():
-                bucket.pending.settle()
+                bucket.pending.wait()
                 bucket.pending.withdraw()
         machine.give_back()
         machine.device_update.forget()

@@ -111,7 +111,6 @@ class StreamedModel:
                 options.optimizer, self.updates.steps_in_backward(), self.machine.micro_steps
             )
             self.machine.in_backward.staging = self.machine.staging
-            self.machine.in_backward.weight_staging = self.machine.weight_staging
             hooks.attach(options.optimizer)
         self._captured_again = CapturedAgain(type(model).__name__)
         self._attempts = weakref.WeakKeyDictionary[Callable[..., Any], Attempts]()

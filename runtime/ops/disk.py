@@ -13,7 +13,8 @@ from megacompile.ir.ops import Part
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.group import OpGroup, handles
-from megacompile.runtime.updates.loans import Loan
+from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.updates.leases import Lease
 
 
 class DiskOps(OpGroup):
@@ -26,61 +27,58 @@ class DiskOps(OpGroup):
         host = self.machine.buckets[bucket.key]
         for handle in handles(after):  # of the step before: mostly it is over
             if handle.host is not None:
-                handle.host.settle()
-        staged = staging.read(host, f"{bucket.label}READ_STATE of {host.layout.name!r}")
+                handle.host.wait()
+        staged = staging.read_states(host, f"{bucket.label}READ_STATE of {host.layout.name!r}")
         if staged is not None and staged.read is not None:
             self._note(staged.read)
         return Handle(staged, Stream.READ, host=staged)
 
     def write_state(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
         staging, host = self.machine.staging, self.machine.buckets[bucket.key]
-        staged = None if staging is None else staging.of(host)
+        staged = None if staging is None else staging.states.of(host)
         if staging is None or staged is None:
             return Handle(None, Stream.WRITE)
-        written = staged.written  # with the update of the host, which it is after
-        if written is None:
+        if staged.write is None:  # else it is the host's update, and in flight with it
             events = [handle.event for handle in handles(after) if handle.event is not None]
             what = f"{bucket.label}WRITE_STATE of {host.layout.name!r}"
             first = host.pending.in_flight
-            written = staging.write(staged, what, first, functools.partial(_await, events))
+            written = staging.write_states(staged, what, first, functools.partial(_await, events))
             updates = self.machine.in_backward
             params = [] if updates is None else list(updates.running[bucket.key])
             visible = [] if updates is None else updates.visible(host)
             host.pending.go_on(written, params, visible)
-        self._note(written.request)
-        written.request.begin()
-        return Handle(None, Stream.WRITE, host=host.pending)
+        return self._write(host, staged)
 
     def read_weights(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
-        staging, host = self.machine.weight_staging, self.machine.buckets[bucket.key]
+        staging, host = self.machine.staging, self.machine.buckets[bucket.key]
         if staging is None:
             return Handle(None, Stream.READ)
         what = f"{bucket.label}READ_WEIGHTS of {host.layout.name!r}"
         return self._lent(staging.read(host, list(handles(after)), what), after)
 
     def read_trained(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
-        staging, part = self.machine.weight_staging, self.parts.get(bucket.key)
+        staging, part = self.machine.staging, self.parts.get(bucket.key)
         if staging is None or part is None:
             return Handle(None, Stream.READ)
         host, params = part.update.bucket, [step.index for step in part.update.steps]
         what = f"{bucket.label}READ_TRAINED of {host.layout.name!r}"
         return self._lent(staging.read_trained(host, params, list(handles(after)), what), after)
 
-    def _lent(self, loan: Loan | None, after: tuple[Any, ...]) -> Handle:
-        if loan is None:  # it is in memory: who takes it waits for this op, and not for its write
+    def _lent(self, lease: Lease | None, after: tuple[Any, ...]) -> Handle:
+        if lease is None:  # it is in memory: who takes it waits for this op, and not for its write
             for handle in handles(after):
                 if handle.host is not None:
-                    handle.host.settle()
-        elif loan.read is not None:
-            self._note(loan.read)
-        return Handle(loan, Stream.READ, host=loan)
+                    handle.host.wait()
+        elif lease.read is not None:
+            self._note(lease.read)
+        return Handle(lease, Stream.READ, host=lease)
 
     def write_weights(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
-        staging, host = self.machine.weight_staging, self.machine.buckets[bucket.key]
-        loan = None if staging is None else staging.of(host)
-        if staging is None or loan is None:
+        staging, host = self.machine.staging, self.machine.buckets[bucket.key]
+        lease = None if staging is None else staging.updates.of(host)
+        if staging is None or lease is None:
             return Handle(None, Stream.WRITE)
-        if loan.write is None:  # else it is the host's update, and in flight with it
+        if lease.write is None:  # else it is the host's update, and in flight with it
             updates = self.machine.in_backward
             assert updates is not None, "new parameters that nobody has made"
             first = host.pending.in_flight
@@ -89,9 +87,12 @@ class DiskOps(OpGroup):
             before = functools.partial(_await, [event for event in ends if event is not None])
             params = list(updates.running[bucket.key])
             what = f"{bucket.label}WRITE_WEIGHTS of {host.layout.name!r}"
-            written = staging.write(loan, params, what, first, before)
+            written = staging.write(lease, params, what, first, before)
             host.pending.go_on(written, params, ())
-        request = loan.write
+        return self._write(host, lease)
+
+    def _write(self, host: HostBucket, lease: Lease) -> Handle:
+        request = lease.write
         assert request is not None
         self._note(request)
         request.begin()

@@ -72,12 +72,7 @@ class Executor:
         self._stays = [(i, b.key) for i, b in stay if i in self._fills["forward"]]
         self.updates = _updates(schedule)
         if machine.staging is not None:
-            machine.staging.require(schedule.plan.state_sets, schedule.plan.state_set_bytes)
-        if machine.weight_staging is not None:
-            plan, places = schedule.plan, [b.on_disk for b in machine.buckets.values()]
-            size = max((len(place) for place in places if place is not None), default=0)
-            machine.weight_staging.prefetches.require(plan.weight_sets, size)
-            machine.weight_staging.updates.require(plan.new_weight_sets, size)
+            machine.staging.require(schedule.plan, machine.buckets.values())
         kinds = schedule.graphs.items() if machine.ranks is not None else ()
         self._collectives = {n: Collectives.of(g, n, schedule.name) for n, g in kinds}
         self._bound = {name: BoundOps(schedule, machine) for name in schedule.graphs}

@@ -34,7 +34,6 @@ from megacompile.runtime.updates.in_backward import InBackward
 from megacompile.runtime.updates.on_device import DeviceUpdates
 from megacompile.runtime.updates.part import MicroSteps
 from megacompile.runtime.updates.staging import Staging
-from megacompile.runtime.updates.weight_staging import WeightStaging
 from megacompile.tracing.recorder import Tracer
 
 
@@ -65,8 +64,7 @@ class Machine:
     assigned: int = 0  # new values of inputs that schedules change in place, so far
     labels: dict[int, str] = field(default_factory=dict)  # of buckets by key, in some schedule
     deferred: DeferredFrees = field(default_factory=DeferredFrees)
-    staging: Staging | None = field(init=False)  # of states that are on a disk
-    weight_staging: WeightStaging | None = field(init=False)  # of parameters that are there
+    staging: Staging | None = field(init=False)  # of what is on a disk
     host_updates: HostUpdates = field(init=False)
     copies: Background = field(init=False)  # brings what a step made on the device to the host
     tracer: Tracer | None = None  # while a trace of the model is on
@@ -84,11 +82,10 @@ class Machine:
 
     def __post_init__(self) -> None:
         self.activations = HostPool(pin=self.device.type == "cuda", budget=self.host_budget)
-        self.staging = self.weight_staging = self.saved_disk = None
+        self.staging = self.saved_disk = None
         if self.disk is not None:
             self.saved_disk = SavedDisk(self.disk, self.activations)
             self.staging = Staging(self.disk, self.device, self.host_budget)
-            self.weight_staging = WeightStaging(self.disk, self.device, self.host_budget)
         self.host_updates = HostUpdates(self.device, self.update_cores)
         self.copies = Background("megacompile-offload")
 
@@ -101,7 +98,7 @@ class Machine:
         free."""
         coming = self.coming()
         for bucket in coming:
-            bucket.pending.settle()
+            bucket.pending.wait()
         if coming and self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -126,15 +123,11 @@ class Machine:
         """
         if self.staging is not None:
             self.staging.reserve(self.buckets[key] for key in keys)
-        if self.weight_staging is not None:
-            self.weight_staging.updates.reserve()
 
     def give_up(self, error: BaseException) -> None:
         """A run has failed."""
         if self.in_backward is not None:
             self.in_backward.failed(error)
-        if self.weight_staging is not None:
-            self.weight_staging.give_up()
         if self.staging is not None:
             self.staging.give_up()
 

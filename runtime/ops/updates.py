@@ -24,19 +24,20 @@ class UpdateOps(OpGroup):
             return Handle(None, Stream.HOST)
         events = [handle.event for handle in handles(after) if handle.event is not None]
         host, machine = part.update.bucket, self.machine
-        states = None if machine.staging is None else machine.staging.of(host)
-        weights = None if machine.weight_staging is None else machine.weight_staging.of(host)
+        staging = machine.staging
+        states = None if staging is None else staging.states.of(host)
+        weights = None if staging is None else staging.updates.of(host)
 
         def written(flight: Flight) -> InFlight:
             """Makes an update whose results on a disk are written after it."""
             work: InFlight = flight
-            if machine.weight_staging is not None and weights is not None:
+            if staging is not None and weights is not None:
                 what = f"{bucket.label}WRITE_WEIGHTS of {flight.name!r}"
                 params = [step.index for step in part.update.steps]
-                work = machine.weight_staging.write(weights, params, what, work, flight.wait)
-            if machine.staging is not None and states is not None:
+                work = staging.write(weights, params, what, work, flight.wait)
+            if staging is not None and states is not None:
                 what = f"{bucket.label}WRITE_STATE of {flight.name!r}"
-                work = machine.staging.write(states, what, work, flight.wait)
+                work = staging.write_states(states, what, work, flight.wait)
             return work
 
         staged = [each for each in (states, weights) if each is not None]

@@ -11,7 +11,7 @@ from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.group import OpGroup, handles
 from megacompile.runtime.params.bucket import HostBucket
-from megacompile.runtime.updates.loans import Loan
+from megacompile.runtime.updates.leases import Lease
 from megacompile.runtime.updates.update import flat
 
 
@@ -53,18 +53,18 @@ class WeightOps(OpGroup):
     ) -> Handle:
         """From the buffer that its `read_weights` has filled, which goes back after the copy."""
         machine = self.machine
-        taken = next((h.value for h in handles(after) if isinstance(h.value, Loan)), None)
+        taken = next((h.value for h in handles(after) if isinstance(h.value, Lease)), None)
 
         def copy() -> Any:
             if taken is not None and taken.given_up:  # of a run that was cut off
                 return machine.slots.weights(slot, bucket)
             size, flat = bucket.size_bytes, host.flat if taken is None else taken.flat()
             machine.slots.flat(slot, bucket).copy_(flat[:size], non_blocking=True)
-            if taken is not None and machine.weight_staging is not None:
+            if taken is not None and machine.staging is not None:
                 copied = None
                 if machine.device.type == "cuda":
                     copied = torch.cuda.current_stream(machine.device).record_event()
-                machine.weight_staging.prefetches.give_back(taken, copied)
+                machine.staging.prefetches.give_back(taken, copied)
             return machine.slots.weights(slot, bucket)
 
         return self._issue(Stream.H2D, (after,), copy)

@@ -203,7 +203,7 @@ class BackwardPass:
             self.totals.expect([*self.norms.values(), *others])
         for key, norms in self.norms.items():
             bucket = self.buckets[key]
-            settle = bucket.pending.settle
+            settle = bucket.pending.wait
             if key in lazy:
                 settle = functools.partial(_settle, self.copies[key], bucket)
             for k, i in enumerate(norms.indices):
@@ -233,7 +233,7 @@ class BackwardPass:
             gradient = bucket.params[i].grad
             # a plain one that has no other name: who holds one would read it unscaled
             if type(gradient) is torch.Tensor and not is_shared(gradient):
-                DeviceGradient(gradient, bucket.pending.settle, bucket.layout.params[i].name)
+                DeviceGradient(gradient, bucket.pending.wait, bucket.layout.params[i].name)
 
 
 class Norms:
@@ -346,4 +346,4 @@ def _settle(copied: torch.cuda.Event | None, bucket: HostBucket) -> None:
     """Wait until a bucket's gradients are on the host, and nothing in the background uses them."""
     if copied is not None:
         copied.synchronize()
-    bucket.pending.settle()
+    bucket.pending.wait()

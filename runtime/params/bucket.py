@@ -133,7 +133,7 @@ class HostBucket:
                 param.data = value
         fill.begin(filling.thread)
         if any(guard_of(param) is None for param in self.params):  # of a class of its own
-            self.pending.settle()
+            self.pending.wait()
 
     def _write(self, place: DiskBuffer) -> None:
         """Bring the parameters to the disk. Page faults would take ten times as long."""

@@ -169,7 +169,7 @@ class Gradients:
         """
         for key, params in wanted.items():
             bucket = self.buckets[key]
-            bucket.pending.settle()
+            bucket.pending.wait()
             bucket.pending.withdraw()
             if any((key, i) not in unwanted for i in params):
                 backward.norms.pop(key, None)

@@ -201,7 +201,7 @@ class Copy(Protocol):
 class GuardedWork(Copy, Protocol):
     """The work on a bucket, as its guards see it."""
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for what is in flight."""
 
     def withdraw(self) -> None:
@@ -244,7 +244,7 @@ class Wait(Watch):
     copy: GuardedWork
 
     def before(self) -> None:
-        self.copy.settle()
+        self.copy.wait()
 
     def serve(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Marks a tensor that is overwritten as whole again, where it is torn. The guard stays: a

@@ -135,7 +135,7 @@ def adopt(
                     bucket.values[i],
                     *buffer,
                     signed=rule is None or rule.signed(name),
-                    settle=bucket.pending.settle,
+                    settle=bucket.pending.wait,
                 )
                 bucket.pending.withdraw()
                 if given is None:

@@ -21,7 +21,7 @@ from megacompile.errors import OptimizerError
 from megacompile.ir.ops import Part
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device import forks
-from megacompile.runtime.device.streams import Handle, Host
+from megacompile.runtime.device.streams import Completion, Handle
 from megacompile.runtime.params.guards import (
     Offered,
     Wait,
@@ -34,7 +34,7 @@ from megacompile.runtime.params.guards import (
 from megacompile.runtime.params.streamed_copy import StreamedCopy
 
 
-class InFlight(Protocol):
+class InFlight(Completion, Protocol):
     """Work on a bucket's host memory that has been started."""
 
     @property
@@ -44,14 +44,8 @@ class InFlight(Protocol):
     def event(self, part: Part) -> torch.cuda.Event | None:
         """The event that a stream waits for before it touches a part; None: wait on the host."""
 
-    def ahead(self, part: Part) -> Host | None:
+    def ahead(self, part: Part) -> Completion | None:
         """The work that is done with a part before all is over; None: there is none."""
-
-    def done(self) -> bool:
-        """True if it is over."""
-
-    def wait(self) -> None:
-        """Return when it is; raise if it failed."""
 
 
 class Offer(Protocol):
@@ -125,9 +119,9 @@ class Pending:
             return Handle(work, Stream.HOST, host=self if ahead is None else ahead)
         return Handle(work, Stream.D2H, event)
 
-    def busy(self) -> bool:
-        """True if something in flight is not done."""
-        return self.in_flight is not None and not self.in_flight.done()
+    def done(self) -> bool:
+        """True if nothing is in flight."""
+        return self.in_flight is None or self.in_flight.done()
 
     def go_on(self, work: InFlight, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
         """Note work that goes on where what is in flight ends, and has it in it."""
@@ -141,7 +135,7 @@ class Pending:
         self, work: InFlight, updated: Sequence[int], states: Sequence[torch.Tensor]
     ) -> None:
         """Note copies from the device to this bucket's memory, after what was there before."""
-        self.settle()
+        self.wait()
         self.start(work, updated, states)
 
     def before_fork(self) -> None:
@@ -164,9 +158,9 @@ class Pending:
             self._failed = True
             return
         with suppress(OptimizerError):  # of an update before
-            self.settle()
+            self.wait()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for what is in flight on this bucket.
 
         Raises:
@@ -226,7 +220,7 @@ class Pending:
     def is_torn(self) -> bool:
         """Is it half updated? What is in flight is waited for."""
         with suppress(OptimizerError):
-            self.settle()
+            self.wait()
         return self.torn is not None
 
     def let_go(self, others: set[int]) -> None:

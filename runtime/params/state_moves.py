@@ -43,7 +43,7 @@ def _show(state: dict[str, Any], name: str, old: State, new: State, bucket: Host
     mine = compat.local(shown)
     if isinstance(mine, BlockwiseTensor):
         if isinstance(old, tuple) and isinstance(new, tuple) and mine.codes is old[0]:
-            moved = BlockwiseTensor(mine, *new, signed=mine.signed, settle=bucket.pending.settle)
+            moved = BlockwiseTensor(mine, *new, signed=mine.signed, settle=bucket.pending.wait)
             assert isinstance(shown, torch.Tensor)
             state[name] = compat.like(shown, moved)
     elif isinstance(shown, torch.Tensor) and isinstance(old, torch.Tensor):

@@ -125,7 +125,7 @@ class Updates:
     def settle(self) -> None:
         """Wait for everything that is in flight; raise what failed, and was not loaded since."""
         for bucket in self.machine.buckets.values():
-            bucket.pending.settle()
+            bucket.pending.wait()
 
     def finish(self) -> None:
         """Wait for everything that is in flight, and note what failed."""
@@ -285,7 +285,7 @@ class Updates:
         """Adopt data that the user has put into parameters (`p.data = ...`) since the forward."""
         for bucket in self.machine.buckets.values():
             if bucket.replaced():
-                bucket.pending.settle()
+                bucket.pending.wait()
                 bucket.pending.withdraw()
                 if not self.machine.exchanged():
                     bucket.adopt(moved=False)
@@ -445,7 +445,7 @@ class Updates:
                     optimizer, update.bucket, update.steps, part.states
                 )
             if part.aliased or part.first:
-                update.bucket.pending.settle()
+                update.bucket.pending.wait()
             self._install(optimizer, update.bucket, part.first)
 
     def _install(

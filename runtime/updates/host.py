@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from megacompile.runtime.device.streams import Host
+from megacompile.runtime.device.streams import Completion
 from megacompile.runtime.params.pending import InFlight
 from megacompile.runtime.updates.flight import Flight
 from megacompile.runtime.updates.part import BucketPart
@@ -17,7 +17,7 @@ from megacompile.runtime.updates.workers import Job, Workers
 from megacompile.tracing.recorder import Recording
 
 
-class Copies(Host, Protocol):
+class Copies(Completion, Protocol):
     """The content of a disk place, in host memory."""
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -77,6 +77,6 @@ def _await(
     for event in events:
         event.synchronize()
     for each in staged:
-        each.settle()
+        each.wait()
     if staged:
         update.stage(lambda tensor: functools.reduce(lambda t, s: s.tensor(t), staged, tensor))

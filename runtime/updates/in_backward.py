@@ -45,7 +45,6 @@ from megacompile.runtime.updates.part import MicroSteps
 from megacompile.runtime.updates.refusals import check_backward
 from megacompile.runtime.updates.staging import Staging
 from megacompile.runtime.updates.update import ParamUpdate
-from megacompile.runtime.updates.weight_staging import WeightStaging
 
 PrepareSteps = Callable[[Optimizer, HostBucket, Iterable[int]], dict[int, ParamUpdate]]
 """Prepares the steps of some of a bucket's parameters, by index."""
@@ -65,8 +64,7 @@ class InBackward:
     ) -> None:
         self.optimizer = optimizer
         self.prepare = prepare
-        self.staging: Staging | None = None  # of states that are on a disk
-        self.weight_staging: WeightStaging | None = None  # of parameters that are there
+        self.staging: Staging | None = None  # of what is on a disk
         self._micro_steps = micro_steps
         self.uncommitted: set[ParamId] = set()  # updated, and step() was not called yet
         self.committed: set[ParamId] = set()  # by the last step(), until the next backward
@@ -121,7 +119,7 @@ class InBackward:
             self.optimizer, [p for host in buckets.values() for p in host.params]
         )
         for key, params in wanted.items():
-            buckets[key].pending.settle()
+            buckets[key].pending.wait()
             self.running[key] = self.prepare(self.optimizer, buckets[key], params)
         self.uncommitted |= places
 
@@ -131,7 +129,7 @@ class InBackward:
         def end() -> None:
             self._ended = True
             while self._shown:
-                self._shown.pop().pending.settle()
+                self._shown.pop().pending.wait()
 
         dropped = weakref.finalize(end, _dropped, weakref.ref(self), self._backward)
         dropped.atexit = False
@@ -238,7 +236,7 @@ class InBackward:
         self, host: HostBucket, buffers: UpdateBuffers, queue: torch.cuda.Stream | None
     ) -> Landing | None:
         """New parameters and states to the host."""
-        loan = None if self.weight_staging is None else self.weight_staging.take(host, buffers)
+        lease = None if self.staging is None else self.staging.take(host, buffers)
         shown = self._visible(host, buffers)
         if any(map(host.aliased, buffers)) or any(map(is_shared, map(compat.local, shown))):
             self._shown.append(host)
@@ -249,7 +247,7 @@ class InBackward:
                 self._sources(host),
                 shown,
                 queue,
-                None if loan is None else loan.tensor,
+                None if lease is None else lease.tensor,
             )
         finally:
             self._note_made(host, buffers)
@@ -272,9 +270,9 @@ class InBackward:
 
     def _sources(self, host: HostBucket) -> Sources:
         """The states of the parameters that are updated, in host memory."""
-        staged = None if self.staging is None else self.staging.of(host)
+        lease = None if self.staging is None else self.staging.states.of(host)
         return {
-            i: step.in_order() if staged is None else staged.states(step.in_order())
+            i: step.in_order() if lease is None else lease.states(step.in_order())
             for i, step in self.running[host.layout.key].items()
         }
 

@@ -90,7 +90,7 @@ class DeviceUpdate:
             except BaseException:
                 if future.cancel():
                     timed(Stream.D2H.value, lambda: None)  # a trace waits for its end
-                    host.pending.settle()  # the next forward must not take what is on the device
+                    host.pending.wait()  # the next forward must not take what is on the device
                 raise
         note_changes(host, buffers)
         return flight
@@ -173,7 +173,7 @@ class DeviceUpdates:
         flying, self.flying = self.flying, []
         for host in flying:
             if host.pending.in_flight is not None and host.pending.in_flight.fresh:
-                host.pending.settle()
+                host.pending.wait()
 
     def forget(self) -> None:
         """Forget what was learned: the buckets are given up."""

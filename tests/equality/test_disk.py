@@ -272,13 +272,13 @@ def test_a_step_moves_the_bytes_that_the_plan_says(tmp_path: Path, options: Any)
 
 def test_what_is_frozen_is_never_written(tmp_path: Path) -> None:
     model, optimizer = trained(tmp_path, adapters=True, **WEIGHTS)
-    staging: Any = inside.machine(model).weight_staging
-    before = staging.written_bytes
+    staging: Any = inside.machine(model).staging
+    before = staging.updates.written_bytes
     run(model, optimizer, 5, first=4)
     values((model, optimizer))
     size = sum(p.nbytes for name, p in model.named_parameters() if adapted(name))
     padding = 6 * 256 + 3 * staging.disk.file.alignment  # between neighbours, and behind the last
-    assert size <= staging.written_bytes - before <= size + padding
+    assert size <= staging.updates.written_bytes - before <= size + padding
     assert_same(values((model, optimizer)), values(trained(None, 5, adapters=True)))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,20 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.runtime.device.buffers import HostBuffer
-from megacompile.runtime.device.touch import CHUNK_BYTES, touch
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.fill import Fill, Filling
 from tests.layouts import layout_of
 
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-SIZE = 3 * CHUNK_BYTES + 5 * mmap.PAGESIZE  # that threads share
-LITTLE = CHUNK_BYTES + 5 * mmap.PAGESIZE
+LITTLE = 64 * 2**20 + 5 * mmap.PAGESIZE  # which two threads share
 CPU = torch.device("cpu")
-
-
-def made(size_bytes: int = SIZE) -> Tensor:
-    memory = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def pages(address: int, size_bytes: int) -> int:
@@ -39,60 +30,7 @@ def pages(address: int, size_bytes: int) -> int:
     return sum(entry >> 63 for entry in memoryview(found).cast("Q"))
 
 
-@linux
-@pytest.mark.parametrize("refused", [False, True])
-def test_every_page_is_there_and_nothing_changes(refused: bool) -> None:
-    """Also where the kernel does not know the request."""
-    memory = made(LITTLE)
-    memory[CHUNK_BYTES + 7] = 42
-    assert pages(memory.data_ptr(), LITTLE) < 2 * 512
-    touch(memory, advise=(lambda *_: -1) if refused else None)
-    assert pages(memory.data_ptr(), LITTLE) == LITTLE // mmap.PAGESIZE
-    assert int(memory.sum()) == 42
-
-
-def test_threads_share_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is done once, whoever does it: no thread waits, but for one that cannot be started; an
-    interrupt ends them behind the chunks that they have begun."""
-    memory, begun, main = made(), threading.Barrier(4), threading.main_thread()
-    done: list[tuple[int, int]] = []
-    waited = set[int]()
-    start = threading.Thread.start
-    begins: list[threading.Thread] = []
-    interrupted = False
-
-    def advise(start: int, size_bytes: int, advice: int) -> int:
-        if threading.get_ident() not in waited:
-            waited.add(threading.get_ident())
-            begun.wait(60)
-        if interrupted and threading.current_thread() is main:
-            raise KeyboardInterrupt
-        done.append((start - memory.data_ptr(), size_bytes))
-        return 0
-
-    def limited(thread: threading.Thread) -> None:
-        if len(begins) == 3:
-            raise RuntimeError("can't start new thread")
-        begins.append(thread)
-        start(thread)
-
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
-    monkeypatch.setattr(threading.Thread, "start", limited)
-    touch(memory, advise=advise)
-    firsts = range(0, SIZE, CHUNK_BYTES)
-    assert sorted(done) == [(first, min(CHUNK_BYTES, SIZE - first)) for first in firsts]
-    assert len(waited) == 4 and not any(thread.is_alive() for thread in begins)
-    interrupted = True
-    for each in (begins, done, waited):
-        each.clear()
-    with pytest.raises(KeyboardInterrupt):
-        touch(memory, advise=advise)
-    for thread in begins:
-        thread.join(60)
-    assert len(done) <= 3
-
-
-@linux
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("pin", [True, False])
 def test_pages_are_there_before_they_are_locked(pin: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is locked when it is made, and states that are locked at their first step."""
@@ -179,7 +117,7 @@ def test_what_fails_leaves_the_values_where_they_were() -> None:
 
     fill.settle = run_out
     with pytest.raises(OSError, match="no pages"):
-        bucket.pending.settle()
+        bucket.pending.wait()
     assert [p.data_ptr() for p in params] == places
     assert all(torch.equal(p, want) for p, want in zip(params, wanted, strict=True))
 

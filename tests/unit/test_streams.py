@@ -102,10 +102,10 @@ class Bucket:
         self.over = False
         self.error = error
 
-    def busy(self) -> bool:
-        return not self.over
+    def done(self) -> bool:
+        return self.over
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         self.log.append(("settled" if self.over else "waited",))
         self.over = True
         if self.error is not None:

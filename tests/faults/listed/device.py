@@ -150,7 +150,7 @@ FAULTS = (
     Fault(
         "saved-read-no-wait",
         "runtime/device/saved_on_disk.py",
-        "            self.on_disk.settle()\n            for event",
+        "            self.on_disk.wait()\n            for event",
         "            for event",
         "Saved tensors are read back from the disk before they are written.",
     ),

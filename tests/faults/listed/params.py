@@ -85,15 +85,15 @@ FAULTS = (
     Fault(
         "prepare-no-wait",
         "runtime/params/gradients.py",
-        "            bucket.pending.settle()\n            bucket.pending.withdraw()\n",
+        "            bucket.pending.wait()\n            bucket.pending.withdraw()\n",
         "            bucket.pending.withdraw()\n",
         "A backward overwrites gradients that the host's update still reads.",
     ),
     Fault(
         "prepare-no-withdraw",
         "runtime/params/gradients.py",
-        "            bucket.pending.settle()\n            bucket.pending.withdraw()\n",
-        "            bucket.pending.settle()\n",
+        "            bucket.pending.wait()\n            bucket.pending.withdraw()\n",
+        "            bucket.pending.wait()\n",
         "A step takes what an earlier backward left on the device.",
     ),
     Fault(
