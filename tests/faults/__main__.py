@@ -14,7 +14,7 @@ import queue
 import re
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -50,6 +50,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--continue", type=Path, dest="earlier", metavar="FILE", help="go on with these results"
     )
+    parser.add_argument(
+        "--first", type=Path, metavar="FILE", help="try what caught a fault in these results first"
+    )
     parser.add_argument("--root", type=Path, default=Path(), help="the tree to copy")
     parser.add_argument("--list", action="store_true", help="print the faults, and run nothing")
     parser.add_argument("--map-only", action="store_true", help="make the map, and no more")
@@ -61,6 +64,7 @@ def run(
     reach: Map,
     root: Path,
     done: list[Result],
+    caught_by: Mapping[str, str],
     *,
     jobs: int,
     limit_s: float,
@@ -77,7 +81,9 @@ def run(
     def one(fault: Fault) -> None:
         tree = trees.get()
         try:
-            result = trial(fault, tree, reach, sound, limit_s=limit_s)
+            result = trial(
+                fault, tree, reach, sound, limit_s=limit_s, first=caught_by.get(fault.id, "")
+            )
         finally:
             trees.put(tree)
         with lock:
@@ -126,11 +132,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.map_only:
         return 0
     done = report.read(options.earlier) if options.earlier else []
+    caught = report.read(options.first) if options.first else []
     results = run(
         faults,
         reach,
         root,
         done,
+        {result.fault: result.test for result in caught},
         jobs=options.jobs,
         limit_s=options.limit,
         out=options.json or options.earlier,

@@ -106,11 +106,14 @@ def batches(tests: Sequence[str], reach: Map) -> Iterator[list[str]]:
         yield sorted(batch, key=_file)
 
 
-def trial(fault: Fault, tree: Tree, reach: Map, sound: Sound, *, limit_s: float) -> Result:
+def trial(
+    fault: Fault, tree: Tree, reach: Map, sound: Sound, *, limit_s: float, first: str = ""
+) -> Result:
     """Plant `fault` in `tree`, run tests until one fails, and take the fault back.
 
     Args:
         limit_s: no further batch begins after so many seconds.
+        first: the test that is tried first, if there is such a one.
     """
     began, ran = time.monotonic(), 0
     reaching, others = reach.candidates(fault)
@@ -120,7 +123,8 @@ def trial(fault: Fault, tree: Tree, reach: Map, sound: Sound, *, limit_s: float)
 
     if not reaching and not others:
         return result(End.UNREACHED)
-    for batch in [*batches(reaching, reach), *batches(others, reach)]:
+    known = [[first]] if first in reach.times_s else []
+    for batch in [*known, *batches(reaching, reach), *batches(others, reach)]:
         left = [test for test in batch if not sound.fails(test)]
         while left:
             if time.monotonic() - began > limit_s:
