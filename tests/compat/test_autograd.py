@@ -154,7 +154,12 @@ def test_the_class_of_a_node() -> None:
     ends = [end for end, _ in node.next_functions]
     assert ends == [compat.accumulator_of(x)] and type(ends[0]) is compat.ACCUMULATOR
     left: list[Tensor] = []
-    torch.func.grad(lambda x: (left.append(x), x.sum())[1])(torch.ones(3))
+
+    def leaves_it(x: Tensor) -> Tensor:
+        left.append(x)
+        return x.sum()
+
+    torch.func.grad(leaves_it)(torch.ones(3))
     assert compat.apply(Twice, left[0]).tolist() == [2.0] * 3
 
 

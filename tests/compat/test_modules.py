@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import pickle
 from collections.abc import Iterator, Sequence
@@ -16,8 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megacompile import compat
 from tests.processes import group_of_one
-
-VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 class Asks(nn.Module):
@@ -51,19 +50,18 @@ def test_frames_that_live_have_names_of_their_own() -> None:
 
 
 def test_sizes_of_a_frame_that_is_gone_are_forgotten() -> None:
-    def inputs(length: int) -> list[type]:
-        kinds: list[type] = []
+    kinds: list[type] = []
 
-        def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Any:
-            kinds.extend(map(type, examples))
-            return module
+    def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Any:
+        kinds.extend(map(type, examples))
+        return module
 
+    for length in (3, 4):
         frame = compat.frame_of(nn.ReLU(), "sized")
         torch.compile(frame, backend=backend)(torch.ones(length))
         assert frame.__code__.co_name == "sized"
-        return kinds
-
-    assert [inputs(length) for length in (3, 4)] == [[Tensor], [Tensor]]  # and no torch.SymInt
+        del frame
+    assert kinds == [Tensor, Tensor]  # and no torch.SymInt
 
 
 def test_a_call_takes_the_way_of_the_compiled_one() -> None:
@@ -113,10 +111,7 @@ def test_a_wrapper_is_converted_by_its_data() -> None:
     assert isinstance(layer.scale, Tensor) and layer.scale.dtype == torch.float64
     assert nn.Linear(2, 2).double().weight.dtype == torch.float64  # others as before
 
-
-def test_a_wrapper_is_converted_where_dynamo_looks_at_frames() -> None:
-    """It captures what a frame calls that it leaves to Python: there the class must be seen."""
-    compat.convert_in_place(Wrapper)
+    # Dynamo captures what a frame calls that it leaves to Python: there the class must be seen
     layer, wrapper = wrapped()
 
     def convert(x: Tensor) -> Tensor:
@@ -129,16 +124,8 @@ def test_a_wrapper_is_converted_where_dynamo_looks_at_frames() -> None:
     assert layer.weight is wrapper and wrapper.given.dtype == torch.float64
 
 
-def test_modules_are_found_once_and_in_torchs_order() -> None:
-    shared = nn.Linear(2, 2)
-    inner = nn.Sequential(shared, nn.Tanh())
-    model = nn.Sequential(inner, nn.ModuleList([shared]), nn.Linear(2, 2))
-    model.register_module("none", None)
-    inner.add_module("up", model)  # a circle
-    assert compat.modules_of(model) == list(model.modules())
-
-
 def test_what_modules_hold_is_found_at_once() -> None:
+    """Modules once, and in torch's order."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Tanh())
     model[2].register_forward_hook(print)
     compat.set_compiled_call(model[0], print)
@@ -151,49 +138,48 @@ def test_what_modules_hold_is_found_at_once() -> None:
     ):
         held: list[Any] = [holder for m in modules if (holder := each(m))]
         assert len(found) == len(held) and all(a is b for a, b in zip(found, held, strict=True))
+    model.append(nn.ModuleList([model[0]]))
+    model.register_module("none", None)
+    model[3].add_module("up", model)  # a circle
+    assert compat.modules_of(model) == list(model.modules())
 
 
 def test_methods_that_are_replaced_are_called() -> None:
     called: list[str] = []
-    for name, use in (
-        (compat.CALL, lambda model: model(torch.ones(2))),
-        (compat.APPLY, lambda model: model.to(torch.float64)),
-    ):
+
+    def noted(name: str, function: Any, *args: Any) -> Any:
+        called.append(name)
+        return function(*args)
+
+    uses = {
+        compat.CALL: lambda model: model(torch.ones(2)),
+        compat.APPLY: lambda model: model.to(torch.float64),
+    }
+    for name, use in uses.items():
         model = nn.Linear(2, 2)
         stock = getattr(model, name)
-
-        def ours(*args: Any, name: str = name, stock: Any = stock) -> Any:
-            called.append(name)
-            return stock(*args)
-
-        setattr(model, name, ours)
+        setattr(model, name, functools.partial(noted, name, stock))
         use(model)  # type: ignore[no-untyped-call]
     assert called == [compat.CALL, compat.APPLY]
 
 
-def test_the_dicts_of_a_module_are_its_own() -> None:
-    model = Asks(int)
-    params, buffers = compat.parameters_of(model), compat.buffers_of(model)
-    assert (list(params), list(buffers)) == (["weight"], ["scale"])
-    params["weight"] = other = nn.Parameter(torch.zeros(2))
-    buffers["scale"] = torch.full((2,), 3.0)
-    assert model.weight is other and model.scale is buffers["scale"]
-    assert [*model.parameters()] == [other]
-
-
 def test_what_functional_calls_give() -> None:
+    """And the dicts of a module are its own."""
     model = Asks(compat.given_to_functional_call)
     weight, other = torch.zeros(2), torch.ones(2)
     torch.func.functional_call(model, {"weight": weight, "scale": other}, (torch.ones(2),))
     model(torch.ones(2))
     assert model.seen == [{id(weight): weight, id(other): other}, {}]
+    params, buffers = compat.parameters_of(model), compat.buffers_of(model)
+    params["weight"] = param = nn.Parameter(torch.zeros(2))
+    buffers["scale"] = torch.full((2,), 3.0)
+    assert model.weight is param and model.scale is buffers["scale"]
 
 
 def test_the_module_in_an_optimized_one() -> None:
     model = nn.Linear(2, 2)
     optimized: Any = torch.compile(model)
-    assert compat.without_torch_compile(optimized) is model
-    assert compat.without_torch_compile(model) is model
+    assert compat.without_torch_compile(optimized) is compat.without_torch_compile(model) is model
 
 
 # --- optimizers
@@ -281,11 +267,8 @@ def test_what_makes_ranks_equal_sends_no_parts(
     group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[Any] = []
-
-    def stock(group: Any, tensors: Any, *others: Any) -> None:
-        sent.append([*tensors])
-
-    monkeypatch.setattr(dist, "_broadcast_coalesced", stock)
+    assert callable(vars(dist)["_broadcast_coalesced"]), "torch has it"
+    monkeypatch.setattr(dist, "_broadcast_coalesced", lambda _, found, *__: sent.append([*found]))
     part, copy = torch.zeros(1), torch.ones(2)
     for _ in range(2):
         compat.send_no_parts(lambda tensor: tensor is part)
@@ -293,28 +276,6 @@ def test_what_makes_ranks_equal_sends_no_parts(
     broadcast(dist.group.WORLD, [part, copy], 1 << 20, 0)
     broadcast(dist.group.WORLD, [part], 1 << 20, 0)
     assert [[each is copy for each in tensors] for tensors in sent] == [[True]]
-    monkeypatch.undo()
-    torchs: Any = dist
-    torchs._broadcast_coalesced(dist.group.WORLD, [copy], 1 << 20, 0)  # torch has it
-
-
-class Listening(Tensor):
-    asked: list[Any] = []
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cls.asked.append(getattr(func, "__name__", ""))
-        with compat.without_torch_function():
-            return func(*args, **(kwargs or {}))
-
-
-def test_collectives_ask_a_subclass(group: None) -> None:
-    broadcast = inspect.unwrap(dist.broadcast, stop=lambda f: "ask" not in str(f.__code__.co_names))
-    tensor = torch.ones(2).as_subclass(Listening)
-    Listening.asked.clear()
-    broadcast(tensor, 0)
-    asked = "broadcast" in Listening.asked  # else ask_before_collectives is needed
-    assert asked == (VERSION >= (2, 12))
 
 
 def test_collectives_are_asked_for(group: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.source import AttrSource, LocalSource
@@ -38,7 +37,7 @@ def marked() -> Callable[..., Any]:
 region = marked()
 
 
-def captured(model: nn.Module) -> fx.GraphModule:
+def test_a_region_is_a_call_of_a_body() -> None:
     found: list[fx.GraphModule] = []
 
     def backend(module: fx.GraphModule, examples: Any) -> Any:
@@ -46,24 +45,15 @@ def captured(model: nn.Module) -> fx.GraphModule:
         found.append(module)
         return module.forward
 
-    torch.compile(model, backend=backend)(torch.ones(2, 4, requires_grad=True))
-    return found[0]
-
-
-def test_a_region_is_a_call_of_a_body() -> None:
     layers = [Layer() for _ in range(3)]
-    module = captured(nn.Sequential(*layers))
+    torch.compile(nn.Sequential(*layers), backend=backend)(torch.ones(2, 4, requires_grad=True))
+    (module,) = found
     calls = module.graph.find_nodes(op="call_function", target=compat.INVOKE)
     assert len(calls) == 3 and all(len(node.args) == 2 + 3 for node in calls)
-    bodies = {id(compat.body_of(module, node)) for node in calls}
-    assert len(bodies) == 1
+    assert len({id(compat.body_of(module, node)) for node in calls}) == 1
     ran_in = [[key for key, _ in compat.module_calls(node)] for node in calls]
     assert [keys[-1] for keys in ran_in] == [id(layer) for layer in layers]
-
-
-@pytest.mark.skipif(VERSION < (2, 13), reason="Dynamo traces every region")
-def test_dynamo_reuses_what_it_traced() -> None:
-    assert compat.REUSES_REGIONS
+    assert compat.REUSES_REGIONS or VERSION < (2, 13), "Dynamo traces every region"
 
 
 def test_modules_of_a_stack_can_be_others() -> None:

@@ -31,17 +31,15 @@ def shared(mesh: DeviceMesh, *shape: int) -> Any:
 
 
 def test_the_part_is_the_very_tensor(mesh: DeviceMesh) -> None:
+    """And can be exchanged."""
     param = shared(mesh, 3, 2)
     part = compat.local(param)
     assert type(part) is torch.Tensor and part is param._local_tensor
     assert compat.is_sharded(param) and not compat.is_sharded(part)
     assert compat.local(part) is part and compat.local(None) is None
-    compat.local(param).add_(1)
+    assert all(a is b for a, b in zip(compat.locals_of([param, part]), [part] * 2, strict=True))
+    part.add_(1)
     assert param.full_tensor()[0, 0] == 1
-
-
-def test_a_part_is_exchanged(mesh: DeviceMesh) -> None:
-    param = shared(mesh, 3, 2)
     mine = torch.full((3, 2), 7.0)
     compat.set_local(param, mine)
     assert compat.local(param) is mine
@@ -119,8 +117,3 @@ def test_a_part_behind_the_beginning_of_its_memory_is_copied(mesh: DeviceMesh) -
         assert compat.local(first).data_ptr() != compat.local(source).data_ptr()
         assert first.full_tensor().equal(torch.arange(2.0, 8.0).view(3, 2))
     assert compat.use_dtensor() is DTensor
-
-
-def test_the_parts_of_plain_tensors_are_these() -> None:
-    tensors = [torch.ones(2), torch.zeros(3)]
-    assert all(a is b for a, b in zip(compat.locals_of(tensors), tensors, strict=True))

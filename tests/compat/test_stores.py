@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -17,27 +16,20 @@ CPU = torch.device("cpu")
 C10D: Any = dist  # whose stubs leave its stores out
 
 
-@pytest.fixture(params=[None, 7.0])
-def timeout_s(request: pytest.FixtureRequest) -> Iterator[float | None]:
-    """A process group of this process alone, with that timeout."""
-    given = None if request.param is None else timedelta(seconds=request.param)
-    with group_of_one(given):
-        yield request.param
-
-
-def test_the_first_word_stands(timeout_s: float | None) -> None:
-    one, other = (compat.store("ours", timeout_s=5) for _ in range(2))
-    assert one.compare_set("key", "", "first") == b"first"
-    assert other.compare_set("key", "", "second") == b"first"
-    assert not compat.store("others", timeout_s=5).check(["key"])
-    assert other.add("count", 1) == 1 and one.add("count", 1) == 2
-    assert one.delete_key("key") and not other.check(["key"])
-
-
-def test_a_group_says_how_long_it_waits(timeout_s: float | None) -> None:
-    found_s, default = compat.group_timeout_s(dist.group.WORLD, CPU)
-    assert default == (timeout_s is None)
-    assert found_s == (timeout_s or 1800)
+@pytest.mark.parametrize("timeout_s", [None, 7.0])
+def test_a_group_of_one(timeout_s: float | None) -> None:
+    """The first word in a store stands. A group says how long it waits, and can be ended."""
+    with group_of_one(None if timeout_s is None else timedelta(seconds=timeout_s)):
+        one, other = (compat.store("ours", timeout_s=5) for _ in range(2))
+        assert one.compare_set("key", "", "first") == b"first"
+        assert other.compare_set("key", "", "second") == b"first"
+        assert not compat.store("others", timeout_s=5).check(["key"])
+        assert other.add("count", 1) == 1 and one.add("count", 1) == 2
+        assert one.delete_key("key") and not other.check(["key"])
+        found = compat.group_timeout_s(dist.group.WORLD, CPU)
+        assert found == (timeout_s or 1800, timeout_s is None)
+        compat.abort(dist.group.WORLD)
+        assert hasattr(dist.group.WORLD, "abort"), "with NCCL it ends what is under way"
 
 
 def test_a_group_of_gpus_serves_the_host() -> None:
@@ -51,11 +43,6 @@ def test_a_group_of_gpus_serves_the_host() -> None:
             dist.all_reduce(value)
         assert value.tolist() == [1.0, 1.0]
         assert compat.group_timeout_s(group, CPU) == (7, False)
-
-
-def test_collectives_can_be_ended(timeout_s: float | None) -> None:
-    compat.abort(dist.group.WORLD)
-    assert hasattr(dist.group.WORLD, "abort"), "with NCCL it ends what is under way"
 
 
 def test_a_store_that_is_gone_raises() -> None:

@@ -43,14 +43,15 @@ def test_what_dynamo_says_of_a_graph() -> None:
 
 
 def test_tracing_with_symbols() -> None:
+    """Operations with them are not remembered."""
     assert compat.symbols_now() is None
-    fakes = compat.SymbolicFakes({ROWS: 12})
+    fakes, remembered = compat.SymbolicFakes({ROWS: 12}), FakeTensorMode.cache_info()
     with fakes, compat.real_strides():
         assert compat.symbols_now() is fakes
         n = fakes.number(ROWS)
         x = torch.empty(n, 4).t() @ torch.empty(n, 4)
         long = torch.nn.functional.pad(torch.empty(4, n), (0, 1))
-    assert x.shape == (4, 4)
+    assert x.shape == (4, 4) and FakeTensorMode.cache_info() == remembered
     assert compat.is_number(n)
     assert compat.fakes_of(n) is fakes
     assert compat.expression_of(long.shape[1]) == (13, ROWS + 1)
@@ -60,43 +61,26 @@ def test_tracing_with_symbols() -> None:
     assert not issubclass(compat.UntraceableSymbols, RuntimeError)
 
 
-def test_operations_with_symbols_are_not_remembered() -> None:
-    before = FakeTensorMode.cache_info()
-    with compat.SymbolicFakes({ROWS: 12}) as fakes:
-        x = torch.empty(fakes.number(ROWS), 4)
-        for _ in range(2):
-            x = x * 2
-    assert FakeTensorMode.cache_info() == before
-
-
 def test_expressions() -> None:
+    """Ints by way of a float are computed, too."""
     assert compat.evaluated(2 * ROWS + 1, {ROWS: 3}) == 7
     assert compat.as_function(((ROWS + 1, 5), (ROWS,)), [ROWS])(4) == ((5, 5), (4,))
-    graph = fx.Graph()
-    node = compat.reified(graph, 2 * ROWS, {ROWS: graph.placeholder("n")})
-    graph.output(node)
-    assert fx.GraphModule({}, graph)(21) == 42
+    fakes = compat.SymbolicFakes({ROWS: 9})
+    _, tenths = compat.expression_of(torch.sym_int(fakes.number(ROWS) * 0.3))
+    for expression, rows, wanted in ((2 * ROWS, 21, 42), (tenths, 20, 6)):
+        assert compat.evaluated(expression, {ROWS: rows}) == wanted
+        graph = fx.Graph()
+        graph.output(compat.reified(graph, expression, {ROWS: graph.placeholder("n")}))
+        assert fx.GraphModule({}, graph)(rows) == wanted
     table, x = compat.symbolic_decompositions(), torch.zeros(3, 2)
     assert table[torch.ops.aten.slice.Tensor](x, 0, 0, 3) is x, "all of it is no operator"
-
-
-def test_what_is_stated_of_a_size_is_known() -> None:
     other = sympy.Symbol("n1", integer=True, positive=True)
     fakes = compat.SymbolicFakes({ROWS: 12, other: 12})
-    with fakes:
+    with fakes:  # what is stated of a size is known
         compat.check(fakes.number(ROWS) == fakes.number(other))
     assert fakes.holds(7, 7) and not fakes.holds(7, 8)
     with pytest.raises(RuntimeError):
         compat.check(False)
-
-
-def test_ints_by_way_of_a_float_are_computed() -> None:
-    fakes = compat.SymbolicFakes({ROWS: 9})
-    _, expression = compat.expression_of(torch.sym_int(fakes.number(ROWS) * 0.3))
-    assert compat.evaluated(expression, {ROWS: 20}) == 6
-    graph = fx.Graph()
-    graph.output(compat.reified(graph, expression, {ROWS: graph.placeholder("n")}))
-    assert fx.GraphModule({}, graph)(20) == 6
 
 
 def test_a_scaled_image_keeps_its_symbols() -> None:
@@ -178,9 +162,11 @@ def test_without_our_mode_cpp_scales() -> None:
     assert torch.equal(got, want)
 
 
-def test_who_relies_on_a_relation_is_noted() -> None:
+def test_who_relies_on_a_relation_or_a_size_is_noted() -> None:
     fakes = compat.SymbolicFakes({ROWS: 12})
+    assert compat.fakes_in([3, torch.zeros(2)]) is None
     with fakes:
+        assert compat.fakes_in([3, torch.zeros(2)]) is fakes
         assert fakes.number(ROWS) % 4 == 0
         fakes.note_fixed(lambda: "the first")
         assert fakes.number(ROWS) < 100
@@ -188,18 +174,11 @@ def test_who_relies_on_a_relation_is_noted() -> None:
     assert fakes.broken([16]) == ""
     assert fakes.broken([18]).startswith("the first relies on ") and "n0" in fakes.broken([18])
     assert fakes.broken([200]).startswith("the second relies on ")
-
-
-def test_who_asks_for_a_symbol_is_noted() -> None:
     fakes = compat.SymbolicFakes({ROWS: 12})
-    assert compat.fakes_in([3, torch.zeros(2)]) is None
-    with fakes:
-        assert compat.fakes_in([3, torch.zeros(2)]) is fakes
     half = fakes.number(ROWS) // 2
     fakes.note_fixed(lambda: "nobody")
     assert int(half) == 6
     fakes.note_fixed(lambda: "the first")
     assert fakes.number(ROWS) == 12
     fakes.note_fixed(lambda: "the second")
-    assert fakes.fixed == {ROWS: "the first"}
-    assert not fakes.has_floats
+    assert fakes.fixed == {ROWS: "the first"} and not fakes.has_floats

@@ -35,13 +35,22 @@ def test_users_of_a_storage_are_counted_exactly() -> None:
     assert compat.storage_users(value) == 1
 
 
-def test_a_tensor_that_has_its_memory_alone() -> None:
-    tensor = torch.zeros(4)
+def test_whose_memory_it_is() -> None:
+    """Alone, shared with a base, or a part of it."""
+    tensor, other = torch.zeros(4), torch.zeros(4)
     assert compat.is_alone(tensor)
-    part = tensor[1:]
+    part = tensor[1:][1:]
     assert not compat.is_alone(tensor) and not compat.is_alone(part)
+    assert compat.storage_key(tensor) == compat.storage_key(part) != compat.storage_key(other)
+    assert compat.base_of(part) is tensor
+    assert compat.base_of(tensor) is compat.base_of(tensor.detach()) is None
     del tensor
     assert not compat.is_alone(part), "it fills a part of its storage"
+    whole = torch.arange(12.0)
+    turned = whole[2:8].view(2, 3).t()
+    storage = compat.own_storage(turned)
+    assert (storage.data_ptr(), storage.nbytes()) == (turned.data_ptr(), 24)
+    assert compat.own_storage(torch.empty(0, 3)).nbytes() == 0
 
 
 def test_guards_of_tensors_ask_all_that_a_key_says() -> None:
@@ -64,24 +73,21 @@ def test_guards_of_tensors_ask_all_that_a_key_says() -> None:
 
 def test_versions_count_changes_in_place() -> None:
     tensor = torch.zeros(4)
-    assert compat.versions([tensor]) == [compat.version(tensor)]
     before = compat.version(tensor)
+    assert compat.versions([tensor]) == [before]
     tensor[1:].add_(1)
-    assert compat.version(tensor) == before + 1
     tensor.detach().add_(1)
-    assert compat.version(tensor) == before + 2
     tensor.data.add_(1)  # on purpose, nobody is told
     assert compat.version(tensor) == before + 2
-    torch.autograd.graph.increment_version(tensor)
-    assert compat.version(tensor) == before + 3
-
-
-def test_storages_and_bases_of_views() -> None:
-    tensor, other = torch.zeros(4), torch.zeros(4)
-    assert compat.storage_key(tensor) == compat.storage_key(tensor[2:]) != compat.storage_key(other)
-    assert compat.base_of(tensor) is None
-    assert compat.base_of(tensor[1:][1:]) is tensor
-    assert compat.base_of(tensor.detach()) is None
+    targets, values = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
+    compat.FOREACH_COPY(targets, values)
+    assert all(map(torch.equal, targets, values)) and min(compat.versions(targets)) > 0
+    mean, variance = torch.zeros(4), torch.ones(4)
+    x = torch.randn(3, 4) + 1
+    assert set(compat.COUNT_NO_VERSION) == {nn.functional.batch_norm, torch.batch_norm}
+    nn.functional.batch_norm(x, mean, variance, training=True)
+    torch.batch_norm(x, None, None, mean, variance, True, 0.1, 1e-5, False)
+    assert mean.any() and compat.versions([mean, variance]) == [0, 0]
 
 
 class Wrapped(Tensor):
@@ -139,6 +145,7 @@ def test_subclasses_are_not_asked() -> None:
 
 
 def test_what_asks_for_no_data() -> None:
+    """And what overwrites all of a tensor, as a subclass is told of it: not a part of it."""
     tensor = torch.zeros(2).as_subclass(Listening)
     Listening.asked.clear()
     version, base = tensor._version, tensor._base
@@ -148,12 +155,9 @@ def test_what_asks_for_no_data() -> None:
     sizes = (tensor.size(), tensor.dim(), tensor.stride(), tensor.is_contiguous(), len(tensor))
     assert looks and sizes and base is not None and version == 0
     assert len(Listening.asked) > 10 and set(Listening.asked) <= compat.METADATA
-    for function in (Tensor.add, Tensor.data_ptr, Tensor.tolist, Tensor.data.__get__):  # type: ignore[attr-defined]
+    data: Any = vars(torch._C.TensorBase)["data"]
+    for function in (Tensor.add, Tensor.data_ptr, Tensor.tolist, data.__get__):
         assert function not in compat.METADATA
-
-
-def test_what_overwrites_all_of_a_tensor() -> None:
-    """As a subclass is told of it; what looks at the values, or at a part of them, is none."""
     tensor = torch.zeros(2).as_subclass(Listening)
     Listening.asked.clear()
     tensor.copy_(torch.ones(2))
@@ -161,23 +165,20 @@ def test_what_overwrites_all_of_a_tensor() -> None:
     tensor.fill_(2.0)
     tensor.data = torch.ones(2)
     assert set(Listening.asked) == compat.OVERWRITING
-    for function in (Tensor.add_, Tensor.mul_, Tensor.__setitem__, Tensor.clone):
-        assert function not in compat.OVERWRITING
+    assert not compat.OVERWRITING & {Tensor.add_, Tensor.__setitem__, Tensor.clone}
 
 
 def test_hooks_of_a_parameter() -> None:
     def hook(param: Tensor) -> None: ...
 
     param, another = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
-    assert not compat.gradient_hooks(param) and compat.post_accumulate_hooks(param) == []
-    assert not compat.any_hooked([another, param])
+    assert not compat.gradient_hooks(param) and not compat.any_hooked([another, param])
     param.register_hook(lambda gradient: None)
     assert compat.gradient_hooks(param) and compat.post_accumulate_hooks(param) == []
-    assert compat.any_hooked([another, param])
+    assert compat.any_hooked([another, param]) and not compat.any_accumulate_hooks([param])
     handle = another.register_post_accumulate_grad_hook(hook)
     assert compat.post_accumulate_hooks(another) == [hook] and compat.any_hooked([another])
     assert compat.any_accumulate_hooks([param, another])
-    assert not compat.any_accumulate_hooks([param])
     handle.remove()
     assert compat.post_accumulate_hooks(another) == []
 
@@ -220,7 +221,8 @@ def test_exports_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(asked) >= 2 and all(each is tensor for each in asked)
 
 
-def test_transforms_are_seen() -> None:
+def test_what_is_on_is_seen() -> None:
+    """Transforms, and the profiler."""
     seen: list[tuple[bool, bool]] = []
 
     def look(x: Tensor) -> Tensor:
@@ -231,6 +233,9 @@ def test_transforms_are_seen() -> None:
     torch.func.vmap(look)(torch.zeros(2, 2))
     torch.func.grad(look)(torch.zeros(2))
     assert seen == [(False, False), (True, True), (True, True)]
+    assert not compat.profiler_enabled()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert compat.profiler_enabled()
 
 
 # --- operators
@@ -242,25 +247,30 @@ def node(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     return graph.call_function(target, tuple(given), kwargs)
 
 
-def test_names_and_arguments_of_operators() -> None:
+def test_what_operators_are() -> None:
     assert compat.operator_name(aten.mm.default) == "mm"
     assert compat.operator_name(torch.relu) == compat.operator_name("x") == ""
     add = node(aten.add.Tensor, Tensor, 2)
-    given = dict(compat.arguments_of(add))
-    assert given == {"self": add.args[0], "other": 2, "alpha": 1}
+    assert dict(compat.arguments_of(add)) == {"self": add.args[0], "other": 2, "alpha": 1}
     assert dict(compat.arguments_of(node(aten.add.Tensor, Tensor, 2, alpha=3)))["alpha"] == 3
     assert list(compat.arguments_of(node(torch.relu, Tensor))) == []
-
-
-def test_random_operators() -> None:
-    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
-    assert compat.is_random(node(aten.bernoulli.p, Tensor, 0.5))
-    assert compat.is_random(node(aten.native_dropout.default, Tensor, 0.5, True))
-    assert not compat.is_random(node(aten.mm.default, Tensor, Tensor))
-    assert not compat.is_random(node(attention, Tensor, Tensor, Tensor))
-    drops = node(aten.scaled_dot_product_attention.default, Tensor, Tensor, Tensor, None, 0.1)
-    keeps = node(aten.scaled_dot_product_attention.default, Tensor, Tensor, Tensor, None, 0.0)
-    assert compat.is_random(drops) and not compat.is_random(keeps)
+    attention = aten.scaled_dot_product_attention.default, *[Tensor] * 3, None
+    for given in ((aten.bernoulli.p, Tensor, 0.5), (*attention, 0.1)):
+        assert compat.is_random(node(*given))
+    for given in ((aten.mm.default, Tensor, Tensor), (*attention, 0.0)):
+        assert not compat.is_random(node(*given))
+    assert compat.gives_views(aten.view.default) and compat.gives_views(aten.split.Tensor)
+    assert not compat.gives_views(aten.mm.default) and not compat.gives_views(aten.add_.Tensor)
+    assert compat.is_mutable(aten.add_.Tensor) and not compat.is_mutable(aten.add.Tensor)
+    assert compat.changes_metadata("squeeze_") and compat.changes_metadata("t_")
+    assert not any(map(compat.changes_metadata, ("add_", "squeeze", "__eq__", "unknown_")))
+    assert compat.is_pointwise(aten.relu.default) and compat.is_pointwise(aten.where.self)
+    assert not compat.is_pointwise(aten.sum.dim_IntList) and not compat.is_pointwise(len)
+    assert compat.compares(aten.eq.Tensor) and not compat.compares(aten.add.Tensor)
+    kernel = compat.kernel_of(aten.sum.dim_IntList)
+    assert kernel is not aten.sum.dim_IntList and compat.kernel_of(torch.add) is torch.add
+    x = torch.ones(2, 3)
+    assert torch.equal(kernel(x, [1], keepdim=True), x.sum(1, keepdim=True))
 
 
 def test_what_chooses_kernels_is_read_and_set() -> None:
@@ -294,23 +304,6 @@ def test_dynamo_writes_what_chooses_kernels_into_graphs() -> None:
     assert found & set(compat.CHOOSES_KERNELS)
 
 
-def test_an_operators_kernel_does_the_same() -> None:
-    x = torch.ones(2, 3)
-    kernel = compat.kernel_of(aten.sum.dim_IntList)
-    assert kernel is not aten.sum.dim_IntList
-    assert torch.equal(kernel(x, [1], keepdim=True), x.sum(1, keepdim=True))
-    assert compat.kernel_of(torch.add) is torch.add
-
-
-def test_views_and_changes_in_place() -> None:
-    assert compat.gives_views(aten.view.default) and compat.gives_views(aten.split.Tensor)
-    assert not compat.gives_views(aten.mm.default) and not compat.gives_views(aten.add_.Tensor)
-    assert compat.is_mutable(aten.add_.Tensor) and not compat.is_mutable(aten.add.Tensor)
-    assert compat.changes_metadata("squeeze_") and compat.changes_metadata("t_")
-    assert not compat.changes_metadata("add_") and not compat.changes_metadata("squeeze")
-    assert not compat.changes_metadata("__eq__") and not compat.changes_metadata("unknown_")
-
-
 def test_whose_code_a_captured_graph_calls() -> None:
     class Mine(torch.autograd.Function):
         pass
@@ -331,23 +324,6 @@ def test_what_an_operator_writes() -> None:
     assert compat.written(aten.add.Tensor, (a, b), {}) == []
 
 
-def test_a_number_is_added_to_a_list_of_counters_in_place() -> None:
-    """Of other dtypes than the number's, which stay what they are."""
-    counters = [torch.tensor(2, dtype=d) for d in (torch.float32, torch.float64, torch.int64)]
-    before = [(id(counter), counter.dtype) for counter in counters]
-    compat.FOREACH_ADD(counters, torch.tensor(1), alpha=1)
-    assert [float(counter) for counter in counters] == [3.0] * 3
-    assert [(id(counter), counter.dtype) for counter in counters] == before
-
-
-def test_a_list_of_tensors_is_written_in_one_call() -> None:
-    targets, values = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
-    before = compat.versions(targets)
-    compat.FOREACH_COPY(targets, values)
-    assert all(map(torch.equal, targets, values))
-    assert all(now > then for now, then in zip(compat.versions(targets), before, strict=True))
-
-
 def test_what_is_called_on_lists_of_gradients() -> None:
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     listening = [torch.ones(2).as_subclass(Listening) for _ in params]
@@ -355,15 +331,18 @@ def test_what_is_called_on_lists_of_gradients() -> None:
         param.grad = gradient
     Listening.asked.clear()
     torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
-    assert {compat.FOREACH_NORM, compat.FOREACH_MUL} <= set(Listening.asked)
-    Listening.asked.clear()
     torch.optim.SGD(params, foreach=True).zero_grad(set_to_none=False)
-    assert compat.FOREACH_ZERO in Listening.asked
     optimizer, scaler = torch.optim.SGD(params), torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(torch.ones(1))
-    Listening.asked.clear()
     scaler.unscale_(optimizer)
-    assert compat.FOREACH_UNSCALE in Listening.asked
+    every = {compat.FOREACH_NORM, compat.FOREACH_MUL, compat.FOREACH_ZERO, compat.FOREACH_UNSCALE}
+    assert every <= set(Listening.asked)
+    # counters of other dtypes than the number's stay what they are
+    counters = [torch.tensor(2, dtype=d) for d in (torch.float32, torch.float64, torch.int64)]
+    before = [(id(counter), counter.dtype) for counter in counters]
+    compat.FOREACH_ADD(counters, torch.tensor(1), alpha=1)
+    assert [float(counter) for counter in counters] == [3.0] * 3
+    assert [(id(counter), counter.dtype) for counter in counters] == before
 
 
 # --- devices
@@ -391,13 +370,6 @@ def test_wrappers_are_taken_apart_and_put_together() -> None:
     assert [*parts] == ["data8", "scale"]
     again = compat.unflatten_wrapper(Int8, parts, context, weight.shape, weight.stride())
     assert isinstance(again, Int8) and again.scale is weight.scale
-
-
-def test_the_profiler_is_seen() -> None:
-    assert not compat.profiler_enabled()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert compat.profiler_enabled()
-    assert not compat.profiler_enabled()
 
 
 def test_memory_is_exchanged_in_place() -> None:
@@ -428,14 +400,6 @@ def test_an_operator_that_takes_tensors_for_numbers() -> None:
     assert torch.Tag.nondeterministic_seeded in random.tags
     assert compat.taking_tensors(aten.mul_.Tensor, ("other",)) is None  # changes its argument
     assert compat.taking_tensors(torch.relu, ()) is None
-
-
-def test_trees() -> None:
-    assert compat.tree_map(lambda x: x + 1, {"a": [1, (2,)]}) == {"a": [2, (3,)]}
-    assert compat.leaves([1, (2, {"a": 3})]) == [1, 2, 3]
-    inner = [1, 2]
-    made = compat.tree_map_once(lambda x: [x], {"a": inner, "b": 3})
-    assert made == {"a": [inner], "b": [3]} and made["a"][0] is inner, "not taken apart"
 
 
 class _Like(torch.Tensor):
@@ -478,55 +442,18 @@ def test_dynamo_asks_classes_where_they_are_shown() -> None:
         assert hasattr(method, "__wrapped__"), method
 
 
-def test_a_storage_begins_where_its_tensor_does() -> None:
-    whole = torch.arange(12.0)
-    part = whole[2:8].view(2, 3).t()
-    storage = compat.own_storage(part)
-    assert (storage.data_ptr(), storage.nbytes()) == (part.data_ptr(), 24)
-    assert compat.own_storage(torch.empty(0, 3)).nbytes() == 0
-
-
-def test_what_counts_no_version() -> None:
-    mean, variance = torch.zeros(4), torch.ones(4)
-    x, versions = torch.randn(3, 4) + 1, (mean._version, variance._version)
-    assert set(compat.COUNT_NO_VERSION) == {nn.functional.batch_norm, torch.batch_norm}
-    nn.functional.batch_norm(x, mean, variance, training=True)
-    assert mean.any()
-    torch.batch_norm(x, None, None, mean, variance, True, 0.1, 1e-5, False)
-    assert (mean._version, variance._version) == versions
-
-
-def test_a_comparison_of_tensors_is_found() -> None:
-    found = []
-
-    class Noted(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            found.append(compat.compares(func))
-            return func(*args, **(kwargs or {}))
-
-    with Noted():  # type: ignore[no-untyped-call]
-        _ = torch.ones(2) == torch.ones(2)
-    assert found[-1] and not compat.compares(torch.ops.aten.add.Tensor)
-
-
-def test_where_dynamo_notes_a_static_input() -> None:
+def test_what_else_classes_and_tensors_say() -> None:
     tensor = torch.zeros(2)
     torch._dynamo.mark_static_address(tensor)
     assert hasattr(tensor, compat.STATIC_INPUT)
 
-
-def test_a_class_of_parameters_with_a_conversion_of_its_own() -> None:
     class Own(nn.Parameter):
         def to(self, *args: Any, **kwargs: Any) -> Any:
             return self
 
-    assert compat.converts_itself(Own)
-    assert not compat.converts_itself(nn.Parameter)
-
-
-def test_what_is_pointwise() -> None:
-    assert compat.is_pointwise(aten.relu.default) and compat.is_pointwise(aten.where.self)
-    assert not compat.is_pointwise(aten.sum.dim_IntList)
-    assert not compat.is_pointwise(len)
+    assert compat.converts_itself(Own) and not compat.converts_itself(nn.Parameter)
+    assert compat.tree_map(lambda x: x + 1, {"a": [1, (2,)]}) == {"a": [2, (3,)]}
+    assert compat.leaves([1, (2, {"a": 3})]) == [1, 2, 3]
+    inner = [1, 2]
+    made = compat.tree_map_once(lambda x: [x], {"a": inner, "b": 3})
+    assert made == {"a": [inner], "b": [3]} and made["a"][0] is inner, "not taken apart"

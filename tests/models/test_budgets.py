@@ -16,8 +16,6 @@ LIES = {  # code that is run first: what `python -m tests.budgets` says then
     "": "0 killed",
     # as if gradients were free: a budget that the plan meets is passed by the run
     "from megacompile.cost import memory\nmemory.flat_bytes = lambda *_: 0": "FAULT",
-    "import os\nfrom tests import budgets as b\nb.warm_up = lambda *_: None\n"
-    "b.trial = lambda *_: os.kill(os.getpid(), 9)": "1 killed",
 }
 
 

@@ -5,9 +5,7 @@ What makes equal layers share their code is tested without torchao, too.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from megacompile import megacompile, schedules
 from megacompile.cli import main
 from megacompile.errors import MegacompileError
 from megacompile.ir.stages import Code
-from megacompile.ir.tiles import Piece, pieces_of
+from megacompile.ir.tiles import pieces_of
 from tests import processes
 
 float8 = pytest.importorskip("torchao.float8")
@@ -79,22 +77,15 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def trained(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    micro: int = 1,
-    gradients: bool = True,
-) -> list[Tensor]:
-    """Losses, gradients and in the end parameters, of steps of some micro-batches."""
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Losses, gradients and in the end parameters, of steps of two micro-batches."""
     found = []
     for k, ids in enumerate(IDS, start=1):
         loss = model(ids)
         loss.backward()
         found.append(loss.detach().clone())
-        if k % micro == 0:
-            if gradients:
-                found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        if k % 2 == 0:
+            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
             optimizer.step()
             optimizer.zero_grad()
     return [*found, *(p.detach().clone() for p in model.parameters())]
@@ -116,9 +107,9 @@ def test_training_is_equal_in_every_bit(
 ) -> None:
     """Of micro-batches, in every plan; FSDP's scales, computed ahead, change nothing."""
     plain = decoder(recipe, emulate=emulate)
-    expected = trained(plain, adamw(plain), micro=2)
+    expected = trained(plain, adamw(plain))
     streamed = megacompile(decoder(recipe, emulate=emulate), lowering="eager", **options)
-    found = trained(streamed, adamw(streamed), micro=2)
+    found = trained(streamed, adamw(streamed))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     schedule = schedules(streamed)[-1]
     assert [len(stage.buckets) for stage in schedule.stages] == [1] * 4
@@ -135,32 +126,37 @@ def test_in_tiles_it_is_equal_but_for_sums_over_tokens(recipe: str, tiles: int) 
     assert torch.equal(*losses)
     for loss in losses:
         loss.backward()
-    for one, other in zip(plain.parameters(), streamed.parameters(), strict=True):
-        assert one.grad is not None and other.grad is not None
-        error = (one.grad - other.grad).norm() / one.grad.norm()
-        assert error < 2**-8, "half a step of bfloat16"
+    assert max(errors(plain, streamed)) < 2**-8, "half a step of bfloat16"
     for stage in schedules(streamed)[-1].stages[1:3]:
         for code, graph in stage.traced.graphs.items():
             pieces = [piece for _, piece in pieces_of(graph.graph) if not piece.is_whole]
-            assert products(pieces), f"{code} has fp8 products in tiles"
+            nodes = [node for piece in pieces for node in piece.tiles[0].module.graph.nodes]
+            targets = {node.target for node in nodes}
+            assert torch.ops.aten._scaled_mm.default in targets, f"{code} has fp8 products in tiles"
 
 
-def products(pieces: list[Piece]) -> list[str]:
-    """The fp8 products of a tile of these pieces."""
-    nodes = (node for piece in pieces for node in piece.tiles[0].module.graph.nodes)
-    return [node.name for node in nodes if node.target is torch.ops.aten._scaled_mm.default]
+def errors(plain: nn.Module, streamed: nn.Module) -> list[Tensor]:
+    """Of each gradient, as a part of it."""
+    found = []
+    for one, other in zip(plain.parameters(), streamed.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        found.append((one.grad - other.grad).norm() / one.grad.norm())
+    return found
 
 
 def test_the_update_in_the_backward_takes_the_same_gradients() -> None:
     """The update itself rounds otherwise: one step is within that, and later ones start there."""
     plain, model = decoder("rowwise"), decoder("rowwise")
-    expected = trained(plain, adamw(plain), gradients=False)
-    optimizer = adamw(model)
-    streamed = megacompile(model, optimizer=optimizer, lowering="eager")
-    found = trained(streamed, optimizer, gradients=False)
-    assert torch.equal(found[0], expected[0])
-    torch.testing.assert_close(found[1], expected[1], rtol=1e-3, atol=0)
-    torch.testing.assert_close(found[: len(IDS)], expected[: len(IDS)], rtol=2e-2, atol=0)
+    theirs, mine = adamw(plain), adamw(model)
+    streamed = megacompile(model, optimizer=mine, lowering="eager")
+    for k, ids in enumerate(IDS):
+        losses = []
+        for made, optimizer in ((plain, theirs), (streamed, mine)):
+            losses.append(made(ids))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(*losses, rtol=(0, 1e-3, 2e-2, 2e-2)[k], atol=0)
 
 
 def test_inductor_is_equal_up_to_rounding() -> None:
@@ -168,10 +164,8 @@ def test_inductor_is_equal_up_to_rounding() -> None:
     streamed = megacompile(model, lowering="inductor")
     for made in (plain, streamed):
         made(IDS[0]).backward()
-    for one, other in zip(plain.parameters(), streamed.parameters(), strict=True):
-        assert one.grad is not None and other.grad is not None
-        error = (one.grad - other.grad).norm() / one.grad.norm()
-        assert error < 2**-3, "one step of e5m2 is a fourth, and few numbers round to another"
+    # one step of e5m2 is a fourth, and few numbers round to another
+    assert max(errors(plain, streamed)) < 2**-3
 
 
 def test_weights_that_fsdp_would_gather_are_refused() -> None:
@@ -223,31 +217,25 @@ CONFIG = {
 }
 
 
-@pytest.fixture(scope="module")
-def planned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `plan` says of a config, in bf16 and in each recipe."""
-    pytest.importorskip("transformers")
-    path = tmp_path_factory.mktemp("plan") / "config.json"
-    path.write_text(json.dumps(CONFIG))
-    found = {}
-    for recipe in (None, *RECIPES):
-        options = ["--host-memory", "1TiB", "--batch", "4", *(["--float8", recipe] * bool(recipe))]
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            assert main(["plan", str(path), *filter(None, options), "--json"]) == 0
-        found[recipe or "bf16"] = json.loads(out.getvalue())
-    return found
-
-
-def test_plan_knows_how_fast_float8_is_and_what_it_saves(planned: dict[str, Any]) -> None:
+def test_plan_knows_how_fast_float8_is_and_what_it_saves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Products at twice the rate, and casts that take a part of it again: more with a scale for
     each row, whose reductions of columns read slowly. What products read in the backward is saved
     in fp8, but for gradients of weights in bf16."""
-    steps = {name: found["step_s"] for name, found in planned.items()}
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    steps, saved = {}, {}
+    for recipe in ("bf16", *RECIPES):
+        options = () if recipe == "bf16" else ("--float8", recipe)
+        argv = ["plan", str(path), "--host-memory", "1TiB", "--batch", "4", *options, "--json"]
+        assert main(argv) == 0
+        found = json.loads(capsys.readouterr().out)
+        steps[recipe] = found["step_s"]
+        saved[recipe] = found["plan"]["device"]["kinds"]["saved tensors"]
     assert steps["bf16"] / 2 < steps["tensorwise"] < 0.75 * steps["bf16"]
     assert steps["bf16"] / 2 < steps["rowwise"] < 0.85 * steps["bf16"]
     assert steps["rowwise"] < steps["rowwise_with_gw_hp"] < steps["bf16"]
-    saved = {
-        name: found["plan"]["device"]["kinds"]["saved tensors"] for name, found in planned.items()
-    }
     assert saved["tensorwise"] < 0.8 * saved["bf16"] > saved["rowwise"]
     assert saved["rowwise_with_gw_hp"] == pytest.approx(saved["bf16"], rel=0.01)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -45,81 +44,64 @@ class Vision(nn.Module):
         return F.cross_entropy(logits, labels), logits
 
 
-def batches(rows: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    drawn = torch.Generator().manual_seed(1)
-    for n in rows:
-        yield (
-            torch.randn(n, 3, 8, 8, generator=drawn),
-            torch.randint(4, (n,), generator=drawn),
-        )
-
-
-def step(model: Any, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> Tensor:
-    loss, _ = model(*batch)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    found: Tensor = loss.detach()
-    return found
-
-
 def made() -> Vision:
     torch.manual_seed(0)
     return Vision()
 
 
-def trained(**options: Any) -> tuple[list[Any], list[Any]]:
-    """The plain model and the streamed one, and the values of both, after some steps, with a
-    smaller batch and an evaluation in between."""
+def compare(sizes: list[int], *, close: Any, **options: Any) -> list[int]:
+    """Losses, statistics and parameters of steps of so many rows, with an evaluation in between,
+    are those of the plain model; gives the numbers of stages. 400 rows are of larger images."""
     models: list[Any] = [made(), megacompile(made(), device="cpu", progress=False, **options)]
-    values: list[Any] = []
-    for model in models:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        found: list[Tensor] = []
-        for k, batch in enumerate(batches([4, 4, 4, 3, 4, 4, 3, 4])):
-            found.append(step(model, optimizer, batch))
-            if k in (2, 5):
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
+    generator, counts = torch.Generator().manual_seed(1), []
+    for k, n in enumerate(sizes):
+        x = torch.randn(n, 3, 8, 8, generator=generator).repeat(1, 1, *[4 if n == 400 else 1] * 2)
+        labels = torch.randint(4, (n,), generator=generator)
+        losses: list[Tensor] = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            loss, _ = model(x, labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        close(*losses)
+        counts.append(len(schedules(models[1])[-1].stages))
+        if k == 2 and n != 400:
+            for model in models:
                 model.eval()
                 with torch.no_grad():
-                    found.append(model(*batch)[1].sum())
+                    losses.append(model(x, labels)[1])
                 model.train()
-        values.append([*found, *model.state_dict().values()])
-    return models, values
+            close(*losses[2:])
+    for mine, theirs in zip(*(model.state_dict().values() for model in models), strict=True):
+        close(mine, theirs)
+    if options.get("gpu_memory") and 400 not in sizes:
+        assert "short stages run as one" in str(explain(models[1], changes=False))
+    return counts
 
 
-@pytest.mark.parametrize("memory", ["1GiB", pytest.param(None, marks=pytest.mark.thorough)])
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("memory", ["1GiB", None])
 def test_a_model_that_fits_trains_as_the_plain_one(memory: str | None) -> None:
-    (_, streamed), (plain, ours) = trained(gpu_memory=memory, lowering="inductor")
-    for theirs, mine in zip(plain, ours, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-    training = [s for s in schedules(streamed) if s.backward is not None]
-    assert training and {len(s.stages) for s in training} == ({1} if memory else {5})
-    if memory:
-        assert "short stages run as one" in str(explain(streamed, changes=False))
+    sizes = [4, 4, 4, 3, 4, 4, 3, 4]
+    counts = compare(sizes, close=close, gpu_memory=memory, lowering="inductor")
+    assert set(counts) == ({1} if memory else {5})
+
+
+def test_what_grew_too_large_runs_in_stages() -> None:
+    counts = compare([4, 6, 400], close=close, gpu_memory="100MiB", lowering="inductor")
+    assert counts == [1, 1, 5]
 
 
 def test_statistics_are_written_as_one_by_one() -> None:
     """In every bit, also where the graph is eager: their new values go in a few copies."""
-    _, (plain, ours) = trained(lowering="eager", resident="all")
-    for theirs, mine in zip(plain, ours, strict=True):
-        assert torch.equal(mine, theirs)
 
+    def same(a: Tensor, b: Tensor) -> None:
+        assert torch.equal(a, b)
 
-def test_what_grew_too_large_runs_in_stages() -> None:
-    model: Any = megacompile(
-        made(), device="cpu", progress=False, gpu_memory="100MiB", lowering="inductor"
-    )
-    plain, counts = made(), []
-    for n in (4, 6, 400):
-        ((x, labels),) = batches([n])
-        x = x.repeat(1, 1, 4, 4) if n == 400 else x
-        losses = [each(x, labels)[0] for each in (plain, model)]
-        for loss in losses:
-            loss.backward()
-        torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
-        for param, mine in zip(plain.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, param.grad, rtol=1e-3, atol=1e-4)
-        for each in (plain, model):
-            each.zero_grad()
-        counts.append(len(schedules(model)[-1].stages))
-    assert counts == [1, 1, 5]
+    compare([4, 4, 4, 3, 4], close=same, lowering="eager", resident="all")

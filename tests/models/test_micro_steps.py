@@ -38,23 +38,20 @@ def state(monkeypatch: pytest.MonkeyPatch) -> type[GradientState]:
     return GradientState
 
 
-Pair = tuple[Any, torch.optim.Optimizer]
-
-
-def pair() -> tuple[Pair, Pair]:
+def pair(model: Any) -> list[tuple[Any, Any]]:
     """(plain, its optimizer), (megacompiled with its optimizer, that)."""
-    plain = mixed()[0]
-    streamed = copy.deepcopy(plain)
-    mine, theirs = (AdamW(model.parameters(), lr=0.01) for model in (plain, streamed))
-    megacompile(streamed, device="cpu", lowering="eager", optimizer=theirs)
-    return (plain, mine), (streamed, theirs)
+    models = model, copy.deepcopy(model)
+    mine, theirs = (AdamW(each.parameters(), lr=0.01) for each in models)
+    megacompile(models[1], device="cpu", lowering="eager", optimizer=theirs)
+    return [(models[0], mine), (models[1], theirs)]
 
 
 def test_the_update_comes_with_the_last(state: type[GradientState]) -> None:
-    """One that was not announced: the step makes the update of what is on the host."""
-    (plain, mine), (streamed, theirs) = pair()
+    """One that was not announced: the step makes the update of what is on the host. One backward
+    more than was announced is refused."""
+    both = (plain, _), (streamed, _) = pair(mixed()[0])
     for i in range(STEPS):
-        for model, optimizer in ((plain, mine), (streamed, theirs)):
+        for model, optimizer in both:
             for k in range(3):
                 state.sync_gradients = k == 2
                 weight = model.head.weight.detach().clone()
@@ -65,17 +62,14 @@ def test_the_update_comes_with_the_last(state: type[GradientState]) -> None:
             optimizer.zero_grad()
     for i in range(STEPS):
         state.sync_gradients = i % 2 == 0
-        for model, optimizer in ((plain, mine), (streamed, theirs)):
+        for model, optimizer in both:
             model(**batch(i)).backward()
             optimizer.step()
             optimizer.zero_grad()
     assert_close(plain, streamed)
-
-
-def test_one_more_than_was_announced(state: type[GradientState]) -> None:
-    _, (streamed, _) = pair()
+    state.sync_gradients = True
     streamed(**batch(0)).backward()
-    with pytest.raises(OptimizerError, match="accumulate"):
+    with pytest.raises(OptimizerError):
         streamed(**batch(1)).backward()
 
 
@@ -107,10 +101,7 @@ def in_trainer(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> li
 
 def test_a_trainer(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    plain = Classifier()
-    streamed = copy.deepcopy(plain)
-    mine, theirs = AdamW(plain.parameters(), lr=0.01), AdamW(streamed.parameters(), lr=0.01)
-    megacompile(streamed, device="cpu", lowering="eager", optimizer=theirs)
+    (plain, mine), (streamed, theirs) = pair(Classifier())
     wanted = in_trainer(plain, mine, tmp_path)
     found = in_trainer(streamed, theirs, tmp_path)
     assert len(wanted) == 12
@@ -126,23 +117,17 @@ def test_a_loop_of_accelerate(steps: int) -> None:
     library = pytest.importorskip("accelerate")
     accelerator = library.Accelerator(cpu=True, gradient_accumulation_steps=steps)
     torch.manual_seed(0)
-    models = [Classifier()]
-    models.append(copy.deepcopy(models[0]))
-    losses: list[list[float]] = []
-    for model in models:
-        optimizer: Any = AdamW(model.parameters(), lr=0.01)
-        if model is models[1]:
-            megacompile(model, device="cpu", lowering="eager", optimizer=optimizer)
-        prepared, wrapped, data = accelerator.prepare(
-            model, optimizer, DataLoader(Rows(), batch_size=4)
-        )
-        losses.append([])
+    both = pair(Classifier())
+    losses: list[list[float]] = [[], []]
+    for (model, optimizer), found in zip(both, losses, strict=True):
+        loader = DataLoader(Rows(), batch_size=4)
+        prepared, wrapped, data = accelerator.prepare(model, optimizer, loader)
         for inputs in data:
             with accelerator.accumulate(prepared):
                 loss = prepared(**inputs)["loss"]
                 accelerator.backward(loss)
                 wrapped.step()
                 wrapped.zero_grad()
-            losses[-1].append(loss.item())
+            found.append(loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert_close(models[0], models[1])
+    assert_close(both[0][0], both[1][0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +71,16 @@ def test_the_figures_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert max(map(len, out.splitlines()[1:])) <= 100
 
 
-@pytest.mark.thorough
-def test_the_configs_of_the_examples_are_the_models_they_are_named_for(
-    capsys: pytest.CaptureFixture[str],
+def test_experts_take_the_time_of_those_that_are_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("transformers")
-    folder = Path(__file__).parents[2] / "examples" / "configs"
-    billions = {"qwen2.5-7b": 7.62, "qwen2.5-7b-1m": 7.62, "qwen2.5-14b": 14.8}
-    for name, size in {**billions, "qwen2.5-32b": 32.8, "qwen2.5-72b": 72.7, "120b": 120.0}.items():
-        found = answer(capsys, str(folder / f"{name}.json"), "--seq", "64", "--host-memory", "9TB")
-        assert found["plan"]["parameters"] / 1e9 == pytest.approx(size, rel=5e-3)
+    """A layer of them is no faster than a dense one of its active width."""
+    argv = ("--batch", "64", "--seq", "512", "--dtype", "float32", "--host-memory", "1TiB")
+    wide = {"hidden_size": 256, "num_hidden_layers": 1, "max_position_embeddings": 512}
+    experts = config(tmp_path, **wide, **EXPERTS, intermediate_size=448)
+    step_s = answer(capsys, experts, *argv)["step_s"]
+    dense_s = answer(capsys, config(tmp_path, **wide, intermediate_size=896), *argv)["step_s"]
+    assert dense_s < step_s < 1.5 * dense_s, (dense_s, step_s)
 
 
 # --- what fits
@@ -110,10 +111,6 @@ def test_what_the_host_does_not_hold(capsys: pytest.CaptureFixture[str]) -> None
     found = answer(capsys, WORDS, *SMALL, "--gpu-memory", "8MiB", "--host-memory", "1000KiB")
     assert found["fits"] and found["plan"]["host"]["needed_bytes"] <= 1000 * KIB
     assert found["plan"]["device"]["kinds"]["optimizer states"] > 1000 * KIB
-    out = printed(capsys, WORDS, *SMALL, *TIGHT, "--host-memory", "2000KiB", code=1)
-    for words in ("it does NOT fit: host memory: ", "8-bit optimizer states", "of host memory",
-                  "needed", "if it did fit"):  # fmt: skip
-        assert words in out, words
     why = answer(capsys, WORDS, *SMALL, *TIGHT, "--host-memory", "500KiB", code=1)
     assert why["why_not"][0] == "host memory is too small", "parameters are too many at first"
     needed = why["plan"]["host"]["needed_bytes"]  # by gradients and states behind that
@@ -164,8 +161,8 @@ def test_options_of_the_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_sweep_finds_the_best_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ("plan", TOWER, "--seq", "64", "--sweep", "batch", "--gpu-memory", "150KiB")
-    assert main([*argv, "--json"]) == 0
+    argv = (TOWER, "--seq", "64", "--sweep", "batch", "--gpu-memory", "150KiB", "--tiles", "2")
+    assert main(["plan", *argv, "--json"]) == 0
     captured = capsys.readouterr()
     found = json.loads(captured.out)
     batches = [each["batch"] for each in found["sweep"]]
@@ -174,9 +171,8 @@ def test_sweep_finds_the_best_batch(capsys: pytest.CaptureFixture[str]) -> None:
     fitting = [each for each in found["sweep"] if each["fits"]]
     assert found["tokens_per_s"] == max(each["tokens_per_s"] for each in fitting)
     assert not found["sweep"][-1]["fits"] or len(fitting) == len(batches)
-    assert main([*argv]) == 0
-    out = capsys.readouterr().out
-    assert f"{found['batch']} x 64 tokens a step" in out
+    out = printed(capsys, *argv)
+    assert "in 2 tiles" in out and f"{found['batch']} x 64 tokens a step" in out
     assert "tokens/s" in out.splitlines()[-len(batches) - 1]
 
 
@@ -185,46 +181,35 @@ def test_sweep_finds_the_best_batch(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_slower_link_makes_a_step_longer(capsys: pytest.CaptureFixture[str]) -> None:
     """Ranks exchange over it, unless another interconnect is given."""
-    sheet, fast, slow = (
-        answer(capsys, WORDS, *SMALL, *TIGHT, *link)["plan"]
-        for link in ((), ("--link", "1"), ("--link", "0.1"))
-    )
-    assert sheet["step_s"] < fast["step_s"] < slow["step_s"]
+    fast, slow = (answer(capsys, WORDS, *SMALL, *TIGHT, "--link", x)["plan"] for x in ("1", "0.1"))
+    assert fast["step_s"] < slow["step_s"]
     assert next(iter(slow["bounds"])) in ("h2d", "d2h")
     copies = {stream["stream"]: stream["predicted_s"] for stream in slow["streams"]}
     assert copies["h2d"] >= 0.8 * 4 * numel(Words()) / 0.1e9
-    ranks = (WORDS, *SMALL, "--gpus", "2", "--gpu-memory", "900KiB")
-    links = ((), ("--link", "1"), ("--link", "1", "--interconnect", "0.01"))
-    steps = [answer(capsys, *ranks, *options)["plan"]["step_s"] for options in links]
-    assert steps == sorted(steps) and len(set(steps)) == 3
+    ranks = (WORDS, *SMALL, "--gpus", "2", "--gpu-memory", "900KiB", "--link", "1")
+    one, other = (
+        answer(capsys, *ranks, *options)["plan"] for options in ((), ("--interconnect", "0.01"))
+    )
+    assert one["step_s"] < other["step_s"]
 
 
 def test_page_locked_memory_is_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
     """Needed, available, what stays pageable, its price, and what more would buy."""
-    argv = (WORDS, *SMALL, *TIGHT, "--host-memory", "64MiB", "--link", "0.01")
-    free, short, none, enough = (
-        answer(capsys, *argv, *flags)["plan"]
-        for flags in (
-            (),
-            ("--page-locked", "1MiB"),
-            ("--page-locked", "0"),
-            ("--page-locked", "0.9"),
-        )
-    )
+    argv = (WORDS, *SMALL, *TIGHT, "--host-memory", "64MiB", "--link", "0.01", "--page-locked")
+    short, none, enough = (answer(capsys, *argv, size)["plan"] for size in ("1MiB", "0", "0.9"))
     needed = short["host"]["needed_bytes"]
-    assert free["page_locked"] is None and needed > 2 * MIB
-    assert short["page_locked"]["needed_bytes"] == needed
+    assert needed > 2 * MIB and short["page_locked"]["needed_bytes"] == needed
     assert short["page_locked"]["there_bytes"] == MIB and short["page_locked"]["fits"] is False
-    assert free["step_s"] == enough["step_s"] < short["step_s"] < none["step_s"]
-    assert short["pageable_s"] == pytest.approx(short["step_s"] - free["step_s"])
-    assert enough["pageable_s"] == free["pageable_s"] == 0.0
+    assert enough["step_s"] < short["step_s"] < none["step_s"]
+    assert short["pageable_s"] == pytest.approx(short["step_s"] - enough["step_s"])
     names = [change["name"].split(" (")[0] for change in short["budgets"]]
     assert names == ["device memory", "host memory", "page-locked memory"]
     for each in (short, none):
         change = each["budgets"][2]
         assert each["step_s"] > change["step_s"] > each["step_s"] - each["pageable_s"]
         assert change["gain"] == pytest.approx(each["step_s"] / change["step_s"] - 1)
-    assert len(enough["budgets"]) == 2 and enough["page_locked"]["fits"] is True
+    assert enough["page_locked"]["fits"] is True
+    assert len(enough["budgets"]) == 2 and enough["pageable_s"] == 0.0
 
 
 LESS = ("--gpu-memory", "1600KiB")
@@ -232,8 +217,8 @@ DISK = ("--disk", "/absent/scratch", "--disk-rates", "0.1/0.1", "--update-in-bac
 
 
 def test_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without it the host is too small, and the answer says how much of a disk would do. A tenth
-    more of each budget is tried, and ranks of one host have a part of it each."""
+    """Without it the host is too small, and the answer says that one would do. A tenth more of each
+    budget is tried, and ranks of one host have a part of it each."""
     argv = (LONG, *SMALL, *LESS, "--host-memory", "3MiB", "--update-in-backward")
     without = answer(capsys, *argv, code=1)
     assert any(line.startswith("with disk= it would fit: ") for line in without["why_not"])
@@ -244,14 +229,8 @@ def test_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["host"]["needed_bytes"] <= found["host"]["there_bytes"] == 3 * MIB
     assert any(stream["stream"] == "read" for stream in found["streams"])
     assert found["budgets"][3]["gain"] > 0.01
-    refused = answer(capsys, *argv, *DISK[:4], "--disk-memory", "8KiB", code=1)
-    assert any("more of the disk" in line for line in refused["why_not"])
     ranks = answer(capsys, *there, "--gpus", "2")
     assert ranks["plan"]["disk"]["there_bytes"] == 2**29
-
-
-def test_tiles_that_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "in 2 tiles" in printed(capsys, TOWER, *SMALL, "--tiles", "2")
 
 
 # --- mistakes: one line on stderr, and code 2
@@ -267,27 +246,21 @@ def test_tiles_that_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
         (["tests.configs:breaking"], "cannot be captured"),
         (["tests.configs:fixed", "--sweep", "batch"], "batch and seq"),
         ([TOWER, "--float8", "rowwise"], "--float8 rowwise"),
-        (["CONFIG", "--gpu", "a100", "--float8", "rowwise"], "A100"),
         (["CONFIG", "--gpu", "tpu"], "--gpu tpu: needed one of h200, h100"),
         ([TOWER, "--gpu-memory", "24"], "--gpu-memory 24: needed a size"),
-        ([TOWER, "--host-memory", "1.5"], "--host-memory 1.5: needed a size"),
         ([TOWER, "--host-memory", "0.5"], "of what?"),
         ([TOWER, "--batch", "0"], "--batch 0: needed 1 or more"),
-        ([TOWER, "--gpus", "2", "--interconnect", "0"], "--interconnect 0"),
         (["CONFIG", "--seq", "128"], "max_position_embeddings 64"),
         (["EMPTY"], "model_type"),
         (["TEXT"], "is no JSON"),
         (["UNKNOWN"], "'qwen33'; nearest: qwen3, "),
-        (["model.Q4_K_M.gguf"], "GGUF"),
         (["FOLDER"], ".gguf"),
-        *(([TOWER, f"--link={x}"], f"--link {x}: needed GB/s") for x in ("0", "nan", "25GB")),
-        *(([TOWER, f"--page-locked={x}"], f"--page-locked {x}: ") for x in ("1.5", "0GiB", "0.5")),
+        *(([TOWER, f"--link={x}"], f"--link {x}: needed GB/s") for x in ("nan", "25GB")),
+        ([TOWER, "--page-locked=1.5"], "--page-locked 1.5: "),
         ([TOWER, "--disk-memory", "1GiB"], "--disk-memory 1GiB: of what?"),
         ([TOWER, "--disk-rates", "2/2"], "--disk-rates 2/2: of what?"),
         ([TOWER, "--disk", "/absent"], "no such folder"),
-        ([TOWER, *DISK[:2], "--disk-memory", "1GiB", "--disk-rates", "fast"], "--disk-rates fast"),
         ([TOWER, *DISK[:2], "--disk-memory", "1GiB", "--disk-rates", "2/-1"], "--disk-rates 2/-1"),
-        ([TOWER, *DISK[:4], "--disk-memory", "0.5"], "--disk-memory 0.5: of what?"),
         ([TOWER, "--disk-weights"], "--disk-weights: where?"),
         ([TOWER, "DISK", "--disk-weights", "--compute-dtype", "bfloat16"], "masters"),
         ([TOWER, "DISK", "--disk-weights", "--gpus", "2"], "--gpus"),
@@ -318,19 +291,10 @@ def test_errors_are_one_line_and_code_2(
     assert error.startswith("megacompile plan: ") and words in error and error.count("\n") == 1
 
 
-def test_without_the_packages_that_a_config_needs(
+def test_without_the_package_that_a_config_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import importlib.util
-    import sys
-
     folder = config(tmp_path)
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "torchao" else find(name)
-    )
-    assert main(["plan", folder, "--float8", "tensorwise"]) == 2
-    assert "pip install torchao" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["plan", folder]) == 2
     assert "pip install transformers" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from torch import nn
 from megacompile import megacompile, schedules
 from tests import inside, quantized
 from tests.quantized import Quantize
+from tests.zoo import hf_qwen2, tokens
 
 Make = Callable[[], Quantize]
 IDS = torch.arange(16).view(2, 8)
@@ -122,18 +123,11 @@ def test_a_4_bit_product_is_one_node_for_dynamo() -> None:
 
 def peft_model(folder: Path | None = None) -> Any:
     peft = pytest.importorskip("peft")
-    transformers = pytest.importorskip("transformers")
     quantize = bnb_4bit(quant_type="nf4", compute_dtype=torch.bfloat16)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-    )
-    base = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    base = hf_qwen2(**sizes, **heads, attn_implementation="sdpa").to(torch.bfloat16).train()
     for layer in base.model.layers:
         for parent in (layer.self_attn, layer.mlp):
             for name, child in list(parent.named_children()):
@@ -148,11 +142,9 @@ def peft_model(folder: Path | None = None) -> Any:
 
 def losses(made: Any, steps: int = 3) -> list[float]:
     optimizer = torch.optim.AdamW([p for p in made.parameters() if p.requires_grad], lr=1e-2)
-    generator = torch.Generator().manual_seed(1)
     found = []
-    for _ in range(steps):
-        ids = torch.randint(0, 128, (2, 16), generator=generator)
-        loss = made(input_ids=ids, labels=ids).loss
+    for k in range(steps):
+        loss = made(**tokens(k)).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from benchmarks.loops.__main__ import main
 from benchmarks.loops.catalogue import LOOPS
 from benchmarks.loops.loop import Engine
 from benchmarks.loops.measure import Measured, run
@@ -67,16 +65,6 @@ def test_few_captures_and_the_same_bits(name: str) -> None:
     pairs = zip(same.model.named_parameters(), ours.model.parameters(), strict=True)
     assert [key for (key, a), b in pairs if not equal(a.detach(), b.detach())] == []
     assert_few_captures(ours, compiled)
-
-
-@pytest.mark.thorough
-def test_each_loop_is_a_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--only", "^gru", "--steps", "2", "--engines", "plain,ours", "--size", "least"]
-    assert main([*arguments, "--device", "cpu", "--out", str(tmp_path / "out.jsonl")]) == 0
-    printed = capsys.readouterr().out
-    assert "| gru-varying | ours |" in printed and "0e+00" in printed
-    assert main(["--table", str(tmp_path / "out.jsonl")]) == 0
-    assert "| gru-varying | ours |" in capsys.readouterr().out
 
 
 @pytest.mark.gpu
