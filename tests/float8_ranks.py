@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torchao.float8 import (  # type: ignore[import-not-found, unused-ignore]
 
 from megacompile import accumulate, megacompile
 from tests.models.test_float8 import IDS, RECIPES, adamw, decoder
+from tests.ranks.here import whole
 
 WORLD = 2
 WAYS = ("exact", "in the backward")
@@ -36,37 +38,28 @@ def trained(model: nn.Module, way: str, rank: int, mesh: Any) -> dict[str, Any]:
     optimizer = adamw(model)
     given: dict[str, Any] = {"optimizer": optimizer} if way != "exact" else {}
     megacompile(model, mesh=mesh, device="cpu", lowering="eager", **given)
-    losses = []
     first, last = batches(rank)
-    if given:
-        with accumulate(model):
-            losses.append(backward(model, first))
-    else:
-        losses.append(backward(model, first))
+    with accumulate(model) if given else nullcontext():
+        losses = [backward(model, first)]
     losses.append(backward(model, last))
-    grads = {} if given else {n: whole(p.grad) for n, p in model.named_parameters()}
+    grads = {} if given else found(model, grads=True)
     optimizer.step()
     precompute_float8_dynamic_scale_for_fsdp(model)  # changes nothing
-    return {"losses": losses, "grads": grads, "params": params(model)}
+    return {"losses": losses, "grads": grads, "params": found(model)}
+
+
+def found(model: nn.Module, *, grads: bool = False) -> dict[str, Tensor]:
+    """All parameters or gradients, whole."""
+    params: dict[str, Any] = dict(model.named_parameters())
+    return {name: whole(param.grad if grads else param) for name, param in params.items()}
 
 
 def backward(model: nn.Module, ids: Tensor) -> Tensor:
     """The loss of a micro-batch."""
     loss = model(ids)
     loss.backward()
-    found: Tensor = loss.detach().clone()
-    return found
-
-
-def params(model: nn.Module) -> dict[str, Tensor]:
-    """All of them, whole."""
-    return {name: whole(param) for name, param in model.named_parameters()}
-
-
-def whole(tensor: Any) -> Tensor:
-    """All of a tensor of which this rank may have a part."""
-    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found.detach().clone()
+    value: Tensor = loss.detach().clone()
+    return value
 
 
 def alone(recipe: str) -> dict[str, Any]:
@@ -80,14 +73,14 @@ def alone(recipe: str) -> dict[str, Any]:
         for rank, ids in enumerate(several):
             model.zero_grad()
             losses[rank].append(backward(model, ids))
-            grads.append([whole(param.grad) for param in model.parameters()])
+            grads.append([whole(p.grad) for p in model.parameters() if p.grad is not None])
         for total, first, second in zip(sums, *grads, strict=True):
             total += (first + second) / WORLD
     for param, total in zip(model.parameters(), sums, strict=True):
         param.grad = total
-    named = {name: whole(param.grad) for name, param in model.named_parameters()}
+    grads_of_all = found(model, grads=True)
     adamw(model).step()
-    return {"losses": losses, "grads": named, "params": params(model)}
+    return {"losses": losses, "grads": grads_of_all, "params": found(model)}
 
 
 def main(folder: Path) -> None:
@@ -95,12 +88,12 @@ def main(folder: Path) -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (WORLD,))
-    found = {
+    results = {
         (recipe, way): trained(decoder(recipe, emulate=True), way, rank, mesh)
         for recipe in RECIPES
         for way in WAYS
     }
-    torch.save(found, folder / str(rank))
+    torch.save(results, folder / str(rank))
     dist.destroy_process_group()
 
 

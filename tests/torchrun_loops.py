@@ -1,8 +1,16 @@
-"""The loops of others under torchrun: `torchrun ... -m tests.torchrun_loops LOOP FOLDER [mesh]`.
+"""The loops of others under torchrun: `torchrun ... -m tests.torchrun_loops LOOP FOLDER cpu|cuda`.
 
-Trains a model plain and then megacompiled, each rank on rows of its own, and saves the losses and
-the parameters of both into `FOLDER/RANK`. With `mesh`, ranks share the megacompiled model, and
-nothing else of the loop changes; a DistributedDataParallel that it puts around passes through.
+Each rank trains a model on rows of its own, once in each way, and saves what it has found into
+`FOLDER/RANK`:
+
+    plain            without megacompile
+    ddp              megacompiled; the loop puts a DistributedDataParallel around it
+    mesh             ranks share it, and nothing else of the loop changes
+    model parallel   the same with Lightning's strategy of that name, which makes the mesh
+    saves            ranks share a language model; the loop saves it after `SAVED` steps
+    resumes          another one, of other values, goes on from that
+
+On GPUs the last two are run alone.
 """
 
 from __future__ import annotations
@@ -10,6 +18,8 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +27,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from megacompile import megacompile, schedules
+from tests.ranks.here import Values, whole
 
-STEPS = 4
+STEPS, SAVED = 4, 2
+MICRO = 2  # batches of a step
 WIDTH = 8
+WORLD = 2
+LR = 0.01
 
 
 class Rows(Dataset[dict[str, Tensor]]):
@@ -37,6 +51,18 @@ class Rows(Dataset[dict[str, Tensor]]):
             "x": torch.randn(WIDTH, generator=generator),
             "labels": torch.randint(0, 4, (), generator=generator),
         }
+
+
+class Tokens(Rows):
+    """64 rows of 8 tokens, which repeat after `period` rows."""
+
+    def __init__(self, period: int) -> None:
+        self.period = period
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index % self.period)
+        tokens = torch.randint(0, 32, (8,), generator=generator)
+        return {"input_ids": tokens, "labels": tokens}
 
 
 class Classifier(nn.Module):
@@ -65,141 +91,229 @@ class Normed(Classifier):
         return super().forward(self.norm(x), labels)
 
 
+def tied() -> Any:
+    """A language model whose head is its embedding, and which has buffers."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=33,  # which two ranks divide unequally
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    return Qwen2ForCausalLM(config)
+
+
 def is_shared(model: nn.Module) -> bool:
     """Do ranks share it?"""
     return any(hasattr(param, "full_tensor") for param in model.parameters())
 
 
-def trainer(model: nn.Module, folder: Path) -> list[float]:
-    from transformers import Trainer, TrainingArguments
+def values(model: nn.Module) -> Values:
+    """All parameters and buffers that are saved: a collective."""
+    return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+@dataclass
+class Job:
+    """What a loop does, and what it has found."""
+
+    way: str
+    model: Any
+    data: Rows
+    folder: Path
+    device: str
+    losses: list[float] = field(default_factory=list)
+    saved: Values = field(default_factory=dict)  # when it was saved
+
+    @property
+    def saves(self) -> bool:
+        """Or it has no files at all."""
+        return self.way in ("saves", "resumes")
+
+    def look(self) -> None:
+        """Now it is saved: a collective."""
+        if self.way == "saves" and not self.saved:
+            self.saved = values(self.model)
+
+
+def trainer(job: Job) -> Any:
+    """`Trainer` of transformers."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Look(TrainerCallback):  # type: ignore[misc,unused-ignore]
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if state.global_step == SAVED:
+                job.look()
 
     arguments = TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        ddp_backend="gloo",
+        output_dir=str(job.folder / "out"),
+        use_cpu=job.device == "cpu",
+        ddp_backend="gloo" if job.device == "cpu" else None,
         per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
+        gradient_accumulation_steps=MICRO,
         max_steps=STEPS,
+        save_strategy="steps" if job.saves else "no",
+        save_steps=SAVED,
         logging_steps=1,
         report_to=[],
-        save_strategy="no",
-        learning_rate=0.01,
+        learning_rate=LR,
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-    loop = Trainer(model=model, args=arguments, train_dataset=Rows())
-    loop.train()
-    return [entry["loss"] for entry in loop.state.log_history if "loss" in entry]
+    loop = Trainer(model=job.model, args=arguments, train_dataset=job.data, callbacks=[Look()])
+    from_there = str(job.folder / "out" / f"checkpoint-{SAVED}")
+    loop.train(resume_from_checkpoint=from_there if job.way == "resumes" else None)
+    job.losses = [entry["loss"] for entry in loop.state.log_history if "loss" in entry]
+    if job.way == "saves":
+        loop.save_model(str(job.folder / "model"))
+    return loop.optimizer
 
 
-def accelerate(model: nn.Module, folder: Path) -> list[float]:
+def accelerate(job: Job) -> Any:
+    """A loop with an `Accelerator`: `save_state`, `load_state`, `save_model`, and
+    `get_state_dict` for `save_pretrained`."""
     from accelerate import Accelerator  # type: ignore[import-not-found,unused-ignore]
 
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
-    wrapped, optimizer, data = accelerator.prepare(
-        model, optimizer, DataLoader(Rows(), batch_size=4)
+    accelerator = Accelerator(cpu=job.device == "cpu", gradient_accumulation_steps=MICRO)
+    optimizer: Any = torch.optim.AdamW(job.model.parameters(), lr=LR)
+    model, optimizer, data = accelerator.prepare(
+        job.model, optimizer, DataLoader(job.data, batch_size=4)
     )
-    losses = []
-    for _, batch in zip(range(2 * STEPS), data, strict=False):
-        with accelerator.accumulate(wrapped):
-            loss = wrapped(**batch)["loss"]
+    first = MICRO * SAVED if job.way == "resumes" else 0
+    if first:
+        accelerator.load_state(str(job.folder / "state"))
+    for number, batch in enumerate(data):
+        if number < first:
+            continue
+        if number == MICRO * SAVED and job.way == "saves":
+            job.look()
+            accelerator.save_state(str(job.folder / "state"))
+        with accelerator.accumulate(model):
+            loss = model(**batch)["loss"]
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(wrapped.parameters(), 0.1)
+                accelerator.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        job.losses.append(loss.item())
+    if job.way == "saves":
+        accelerator.save_model(model, str(job.folder / "model"))
+        accelerator.unwrap_model(model).save_pretrained(
+            str(job.folder / "pretrained"),
+            is_main_process=accelerator.is_main_process,
+            state_dict=accelerator.get_state_dict(model),
+        )
+    accelerator.free_memory()
+    return optimizer.optimizer
 
 
-def lightning(model: nn.Module, folder: Path) -> list[float]:
-    return in_lightning(model, folder, strategy="ddp")
-
-
-def model_parallel(model: nn.Module, folder: Path) -> list[float]:
+def lightning(job: Job) -> Any:
+    """`Trainer` of Lightning, which saves by a `ModelCheckpoint`."""
+    import lightning as library  # type: ignore[import-not-found,unused-ignore]
+    from lightning.pytorch.callbacks import (  # type: ignore[import-not-found,unused-ignore]
+        ModelCheckpoint,
+    )
     from lightning.pytorch.strategies import (  # type: ignore[import-not-found,unused-ignore]
         ModelParallelStrategy,
     )
 
-    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    return in_lightning(model, folder, strategy=strategy)
-
-
-def in_lightning(model: nn.Module, folder: Path, *, strategy: Any) -> list[float]:
-    import lightning as library  # type: ignore[import-not-found,unused-ignore]
-
-    losses: list[float] = []
-
     class Module(library.LightningModule):  # type: ignore[misc,unused-ignore]
         def __init__(self) -> None:
             super().__init__()
-            self.model = model
+            self.model = job.model
 
         def configure_model(self) -> None:
-            if strategy != "ddp" and not is_shared(self.model):
+            if job.way == "model parallel" and not is_shared(self.model):
                 megacompile(self.model, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+            if self.global_step == SAVED:
+                job.look()
             loss: Tensor = self.model(**batch)["loss"]
-            losses.append(loss.item())
+            job.losses.append(loss.item())
             return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=0.01)
+            return torch.optim.AdamW(self.parameters(), lr=LR)
 
+    out = job.folder / "out"
+    checkpoints = ModelCheckpoint(out, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
+    parallel = ModelParallelStrategy(data_parallel_size=WORLD, tensor_parallel_size=1)
     loop = library.Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        devices=2,
+        accelerator=job.device,
+        strategy=parallel if job.way == "model parallel" else "ddp",
+        devices=WORLD,
         max_steps=STEPS,
-        accumulate_grad_batches=2,
+        accumulate_grad_batches=MICRO,
         gradient_clip_val=0.1,
         logger=False,
-        enable_checkpointing=False,
+        callbacks=[checkpoints] if job.saves else [],
+        enable_checkpointing=job.saves,
         enable_progress_bar=False,
         enable_model_summary=False,
-        default_root_dir=folder,
+        default_root_dir=job.folder,
     )
-    loop.fit(Module(), DataLoader(Rows(), batch_size=4))
-    return losses
+    sampler: Any = DistributedSampler(job.data, WORLD, int(os.environ["RANK"]), shuffle=False)
+    data = DataLoader(job.data, batch_size=4, sampler=sampler)
+    resumed = out / f"step={SAVED}.ckpt" if job.way == "resumes" else None
+    loop.fit(Module(), data, ckpt_path=resumed, weights_only=False)
+    return loop.optimizers[0]
 
 
-LOOPS = {
+LOOPS: dict[str, Callable[[Job], Any]] = {
     "trainer": trainer,
     "accelerate": accelerate,
     "lightning": lightning,
-    "model_parallel": lightning,
 }
 
 
-def main(name: str, folder: Path, *, mesh: bool) -> None:
+def made(name: str, way: str, folder: Path, device: str) -> Job:
+    """A model, its rows, and a folder."""
+    torch.manual_seed(way == "resumes")
+    if way in ("saves", "resumes"):  # who resumes in Lightning begins at the first batch
+        job = Job(way, tied(), Tokens(2 if name == "lightning" else 64), folder, device)
+    else:
+        model = Normed() if name == "lightning" else Classifier()
+        job = Job(way, model, Rows(), folder, device)
+    if way in ("mesh", "saves", "resumes"):
+        megacompile(job.model, mesh=init_device_mesh(device, (WORLD,)))
+    elif way == "ddp":
+        megacompile(job.model)
+    return job
+
+
+def main(name: str, folder: Path, device: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    results: list[dict[str, Any]] = []
-    for streamed in (False, True):
-        torch.manual_seed(0)
-        model = Normed() if name == "lightning" else Classifier()
-        loop = LOOPS[name]
-        if streamed and mesh and name == "model_parallel":
-            loop = model_parallel  # it makes the mesh
-        elif streamed and mesh:
-            megacompile(model, mesh=init_device_mesh("cpu", (2,)))
-        elif streamed:
-            megacompile(model)
-        losses = loop(model, folder)
-        assert is_shared(model) == (streamed and mesh)
-        params = {name: whole(param) for name, param in model.state_dict().items()}
-        results.append({"losses": losses, "params": params})
-        results[-1]["schedules"] = len(schedules(model)) if streamed else 0
-    torch.save(results, folder / os.environ["RANK"])
-
-
-def whole(param: Any) -> Tensor:
-    """All of a parameter of which this rank may have a part."""
-    found: Tensor = param.full_tensor() if hasattr(param, "full_tensor") else param
-    return found.detach().clone()
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
+    ways = ["plain", "ddp", "mesh"] if device == "cpu" else []
+    ways += ["model parallel"] if ways and name == "lightning" else []
+    found = {}
+    for way in [*ways, "saves", "resumes"]:
+        job = made(name, way, folder, device)
+        optimizer = LOOPS[name](job)
+        assert is_shared(job.model) == (way not in ("plain", "ddp"))
+        assert len(schedules(job.model)) > 0 if way != "plain" else True
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        states = [{k: whole(v) for k, v in optimizer.state[p].items()} for p in params]
+        found[way] = {
+            "losses": job.losses,
+            "values": values(job.model),
+            "states": states,
+            "saved": job.saved,
+        }
+    torch.save(found, folder / os.environ["RANK"])
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), mesh="mesh" in sys.argv[3:])
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

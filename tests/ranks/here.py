@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from megacompile.errors import MegacompileError
-from megacompile.runtime.model.whole_states import whole_on_host
 from tests.zoo import equal
 
 Values = dict[str, Tensor]
@@ -69,24 +67,15 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu().clone()
 
 
-def wherever(tensor: Tensor) -> Tensor:
-    """The same of one whose parts may lie on the device in one rank and on the host in another,
-    for which `full_tensor()` would wait for good."""
-    found: Tensor = whole_on_host(tensor.detach())
-    return found.cpu().clone()
-
-
-def contents(
-    model: nn.Module, optimizer: Optimizer, gather: Callable[[Tensor], Tensor] = whole
-) -> Values:
+def contents(model: nn.Module, optimizer: Optimizer) -> Values:
     """Parameters, buffers and states, whole and plain: a collective."""
-    found = {name: gather(value) for name, value in model.state_dict().items()}
+    found = {name: whole(value) for name, value in model.state_dict().items()}
     names = {id(p): name for name, p in model.named_parameters()}
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     for i, state in optimizer.state_dict()["state"].items():
         for key, value in state.items():
             if isinstance(value, Tensor):
-                found[f"{order[i]}/{key}"] = gather(value)
+                found[f"{order[i]}/{key}"] = whole(value)
     return found
 
 
@@ -114,8 +103,3 @@ def same_in_all(here: Here, values: Values) -> None:
     first: list[Any] = [values]
     dist.broadcast_object_list(first, 0)
     assert not differing(values, first[0]), "ranks differ"
-
-
-def number(value: Tensor | float) -> Tensor:
-    """A number, of which ranks may have parts, as a tensor of the host."""
-    return whole(value) if isinstance(value, Tensor) else torch.tensor(value)

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from megacompile import compat
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.collectives import Collectives
-from megacompile.runtime.device.ranks import Ranks
+from tests import inside
 
 T = TypeVar("T")
 
@@ -175,7 +175,7 @@ class Agreement:
         """Nothing."""
 
 
-class SimulatedRanks(Ranks):
+class SimulatedRanks(inside.SimulatedRanks):
     """The runtime's `Ranks`, whose collectives go over an interconnect."""
 
     def gather(self, bucket: Bucket, whole: Tensor) -> None:
@@ -197,11 +197,17 @@ class SimulatedRanks(Ranks):
         op = options.get("op")
         what = collective.__name__, tuple(into.shape), tuple(given.shape), given.dtype, op
         values = self.group.exchange(self.rank, what, given.clone())
-        if collective is compat.ALL_GATHER:
+        if op is None:
             into.copy_(torch.cat(values))
         else:
-            assert collective is compat.REDUCE_SCATTER and op is dist.ReduceOp.SUM, what
+            assert "reduce_scatter" in collective.__name__ and op is dist.ReduceOp.SUM, what
             into.copy_(total(values).chunk(self.count)[self.rank])
+
+
+def local(value: Tensor) -> Tensor:
+    """What this rank has of a tensor."""
+    part: Tensor = value.to_local() if isinstance(value, DTensor) else value
+    return part
 
 
 def total(values: Sequence[Tensor]) -> Tensor:

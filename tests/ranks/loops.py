@@ -215,9 +215,8 @@ def check(name: str, **options: Any) -> Check:
     return as_plain
 
 
-ALWAYS = ("gradients", "hooks", "tensors")
-TWO: dict[str, Check] = {name: check(name) for name in ALWAYS}
+TWO: dict[str, Check] = {name: check(name) for name in LOOPS if "breaks" not in name}
 MORE: dict[str, Check] = {
-    **{name: check(name) for name in LOOPS if name not in ALWAYS},
+    **{name: check(name) for name in LOOPS if name not in TWO},
     **{f"compiled, {name}": check(name, lowering="inductor") for name in LOOPS},
 }

@@ -19,7 +19,7 @@ import megacompile as package
 from megacompile import megacompile
 from megacompile.errors import ModelError, OptionError, RankError
 from tests import inside
-from tests.ranks.here import Check, Here, Values, differing, error_of, whole
+from tests.ranks.here import Check, Here, Values, differing, whole
 
 
 def shared(here: Here, model: nn.Module | None = None, **options: Any) -> Any:
@@ -187,17 +187,6 @@ def said_once(here: Here) -> None:
     assert bool(shown.getvalue()) == (here.rank == 0)
 
 
-def trace_that_fails(here: Here) -> None:
-    """The file that all ranks' traces go to cannot be written: an error in all, who may go on."""
-    model = shared(here)
-    with package.trace(model) as trace:
-        model(torch.ones(2, 4)).sum().backward()
-    missing = here.folder / "is not there" / "trace.json"
-    assert error_of(lambda: trace.save(str(missing)), Exception)
-    trace.save(str(here.folder / "trace of two.json"))
-    assert (here.folder / "trace of two.json").exists()
-
-
 TWO: dict[str, Check] = {
     each.__name__.replace("_", " "): each
     for each in (
@@ -209,7 +198,6 @@ TWO: dict[str, Check] = {
         collectives_of_a_step,
         rounds_at_random,
         said_once,
-        trace_that_fails,
     )
 }
 FOUR: dict[str, Check] = {

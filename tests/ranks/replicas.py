@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +22,7 @@ from torch.optim import SGD, AdamW
 import megacompile as package
 from megacompile import accumulate, megacompile
 from megacompile.errors import ModelError, OptimizerError
-from megacompile.runtime.params.consumed import unsummed
-from tests.ranks.here import Check, Here, Values, differing, gradients, whole
+from tests.ranks.here import Check, Here, Values, differing, error_of, gradients, whole
 
 WIDTH = 5
 RANKS = 4
@@ -101,7 +100,9 @@ class Loop:
 
     def waiting(self) -> int:
         """How many gradients wait for their sum over replicas."""
-        return sum(unsummed(param.grad) for param in self.params.values())
+        grads: list[Any] = [param.grad for param in self.params.values()]
+        shared = [grad for grad in grads if hasattr(grad, "to_local")]
+        return sum(bool(error_of(grad.to_local, OptimizerError)) for grad in shared)
 
     def found(self) -> Values:
         """All gradients, and what hooks saw: a collective."""
@@ -211,25 +212,28 @@ def announced(here: Here) -> None:
     same: with `optimizer=` too."""
 
     class GradientState:  # as in Accelerate, one for the process
-        sync_gradients = True
+        sync_gradients = False
 
-    module: Any = ModuleType("accelerate.state")
-    module.GradientState = lambda: GradientState
+    module: Any = SimpleNamespace(GradientState=lambda: GradientState)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "accelerate.state", module)
-        here = here.pairs
-        model = Net().double()
-        optimizer = AdamW(model.parameters(), lr=0.01)
-        megacompile(model, mesh=here.mesh, device=here.device, optimizer=optimizer)
-        x = torch.ones(2, WIDTH, dtype=torch.float64, device=here.device)
-        GradientState.sync_gradients = False
-        model(x).backward()
+        model, optimizer, x = small(here, in_backward=True)
+        model(x).sum().backward()
         with pytest.raises(OptimizerError, match="AdamW"):
             optimizer.step()
         GradientState.sync_gradients = True
-        model(x).backward()
+        model(x).sum().backward()
         optimizer.step()
         assert len(optimizer.state) == 6
+
+
+def small(here: Here, *, in_backward: bool) -> tuple[Any, AdamW, Tensor]:
+    """A model that 2 x 2 ranks share, its optimizer, and rows."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    options: Any = {"optimizer": optimizer} if in_backward else {}
+    megacompile(model, mesh=here.pairs.mesh, device=here.device, **options)
+    return model, optimizer, torch.ones(2, WIDTH, device=here.device)
 
 
 def traced(*, in_backward: bool) -> Check:
@@ -237,12 +241,7 @@ def traced(*, in_backward: bool) -> Check:
     replicas."""
 
     def once(here: Here) -> None:
-        here = here.pairs
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-        optimizer = AdamW(model.parameters(), lr=0.01)
-        options: Any = {"optimizer": optimizer} if in_backward else {}
-        megacompile(model, mesh=here.mesh, device=here.device, **options)
-        x = torch.ones(2, WIDTH, device=here.device)
+        model, optimizer, x = small(here, in_backward=in_backward)
         labels: list[str] = []
         for _ in range(2):
             with package.trace(model) as trace:

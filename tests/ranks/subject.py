@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from megacompile import compat
 from megacompile.ir.buckets import shard_shape
 from megacompile.ir.stream import Stream
 from tests import adversary, disks, loops, nets
 from tests.loops import Loop, Result
 from tests.nets import Choice, Net
-from tests.ranks.interconnect import Interconnect, Mesh, total
+from tests.ranks.interconnect import Interconnect, Mesh, local, total
 from tests.subject import Counts, InOrder, differences, kept, make_optimizer, streamed
 
 APART = 10  # numbers of micro-batches between those of one rank and the next
@@ -38,7 +38,6 @@ class Shared:
     net: Net
     choices: tuple[Choice, ...]  # of each rank; plans may differ in what no collective depends on
     loop: Loop = Loop()
-    clip: float = 0.0  # the largest norm of all gradients; 0: any
 
     @property
     def count(self) -> int:
@@ -72,8 +71,7 @@ def shared(draw: st.DrawFn) -> Shared:
     # numbers make gradients large, and what they are rounded by
     able = not choice.in_backward and not net.numbers
     loop = Loop(twice=able and draw(st.integers(0, 3)) == 3)
-    clip = draw(st.sampled_from((0.0, 0.0, 0.1)))
-    return Shared(net, tuple(choices), loop, 0.0 if choice.in_backward else clip)
+    return Shared(net, tuple(choices), loop)
 
 
 class Rank:
@@ -97,12 +95,9 @@ class Rank:
 
     def train(self) -> Result:
         """The loop of this rank."""
-        case = self.case
-        optimizer = Clipped(self) if case.clip and self.optimizer is not None else self.optimizer
-        first = self.rank * APART
-        seen = loops.run(
-            self.model, case.net, case.choices[self.rank], case.loop, optimizer, first=first
-        )
+        case, first = self.case, self.rank * APART
+        choice = case.choices[self.rank]
+        seen = loops.run(self.model, case.net, choice, case.loop, self.optimizer, first=first)
         if not self.plain:
             for stream in Stream:  # nobody leaves before its collectives are done
                 self.device.synchronize(stream)
@@ -112,7 +107,7 @@ class Rank:
         """Load a checkpoint of the start."""
         with torch.no_grad():
             for name, value in self.model.state_dict().items():
-                compat.local(value).copy_(compat.local(self.start[name]))
+                local(value).copy_(local(self.start[name]))
         self.model.zero_grad()
         if self.optimizer is not None:
             self.optimizer.state.clear()
@@ -126,36 +121,6 @@ class Rank:
     def _mean(self, name: str, gradient: Tensor) -> Tensor:
         given = self.interconnect.exchange(self.rank, f"the mean of {name}", gradient.clone())
         return total(given).div_(self.case.count)
-
-
-class Clipped:
-    """An optimizer that clips gradients first, by the norm of all of them, of all ranks."""
-
-    def __init__(self, owner: Rank) -> None:
-        self.owner = owner
-
-    def step(self) -> None:
-        """Clip, and step."""
-        owner = self.owner
-        params = [p for p in owner.model.parameters() if p.grad is not None]
-        if owner.plain:
-            ranks = range(owner.case.count)
-            squares = [_squares(owner.rows(p.grad, rank) for p in params) for rank in ranks]
-        else:
-            mine = _squares(p.grad.to_local() for p in params)
-            squares = owner.interconnect.exchange(owner.rank, "squares", mine)
-        factor = min(1.0, owner.case.clip / float(total(squares).sqrt()))
-        for param in params:
-            param.grad.mul_(factor)
-        owner.optimizer.step()
-
-    def zero_grad(self) -> None:
-        """As the optimizer does."""
-        self.owner.optimizer.zero_grad()
-
-
-def _squares(values: Any) -> Tensor:
-    return torch.stack([torch.zeros(()), *(value.square().sum() for value in values)]).sum()
 
 
 class RankSubject:
@@ -248,11 +213,11 @@ class RankSubject:
 
     def _parts(self, rank: int, wanted: Result, ours: Result) -> tuple[Result, Result]:
         """Both as this rank has them."""
-        divided = {name for name, value in ours.items() if compat.is_sharded(value)}
+        divided = {name for name, value in ours.items() if isinstance(value, DTensor)}
         of_rank = {
             name: self.ranks[rank].rows(value, rank)
-            if name in divided and not compat.is_sharded(value)
-            else compat.local(value)
+            if name in divided and not isinstance(value, DTensor)
+            else local(value)
             for name, value in wanted.items()
         }
-        return of_rank, {name: compat.local(value) for name, value in ours.items()}
+        return of_rank, {name: local(value) for name, value in ours.items()}

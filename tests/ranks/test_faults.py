@@ -16,52 +16,47 @@ from typing import Any
 
 import pytest
 
+from tests.processes import ROOT
 from tests.ranks.faults import CASES
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 BOUND_S = 60.0  # from the fault to the error, by default
 TIMEOUT_S = 500
 
 
-def test_faults_stop_all_ranks(tmp_path: Path) -> None:
-    check(run([name for name, case in CASES.items() if case.always], tmp_path))
-
-
-@pytest.mark.thorough
-def test_more_faults_stop_all_ranks(tmp_path: Path) -> None:
-    check(run([name for name, case in CASES.items() if not case.always], tmp_path))
-
-
-def run(cases: list[str], folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """What the ranks of each case did."""
-    command = [sys.executable, "-m", "tests.ranks.faults", str(folder), *cases]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+@pytest.mark.parametrize("always", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_faults_stop_all_ranks(always: bool, tmp_path: Path) -> None:
+    cases = [name for name, case in CASES.items() if case.always == always]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+        [sys.executable, "-m", "tests.ranks.faults", str(tmp_path), *cases],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, list[dict[str, Any]]] = json.loads((folder / "found.json").read_text())
-    return found
-
-
-def check(found: dict[str, list[dict[str, Any]]]) -> None:
-    """The errors are the right ones, came soon, and nothing is left."""
+    found: dict[str, list[dict[str, Any]]] = json.loads((tmp_path / "found.json").read_text())
+    assert [*found] == cases
     for name, ranks in found.items():
-        case = CASES[name]
         for rank, facts in enumerate(ranks):
-            where = f"{name}, rank {rank}: {facts}"
-            if rank == len(ranks) - 1:
-                assert facts["kind"] == case.odd, where
-            elif facts["kind"] == "none":
-                assert name == "is_killed_with_the_store", where
-            elif name == "all_are_interrupted":
-                assert facts["kind"] == "KeyboardInterrupt", where
-            else:
-                assert facts["kind"] == ("RankError" if case.others else ""), where
-                assert re.search(case.others.format(rank=rank), facts["error"]), where
-            assert facts.get("seconds", 0) < BOUND_S, where
-            assert facts["ending_s"] < BOUND_S, where
-            assert not Path(f"/proc/{facts['pid']}").exists(), where
+            check(name, rank, facts, odd=rank == len(ranks) - 1)
     pids = [str(facts["pid"]) for ranks in found.values() for facts in ranks]
     shared = [path.name for path in Path("/dev/shm").iterdir()]
     assert not [name for name in shared if any(pid in name.split("_") for pid in pids)]
+
+
+def check(name: str, rank: int, facts: dict[str, Any], *, odd: bool) -> None:
+    """The error of a rank is the right one, came soon, and nothing is left of its process."""
+    case, where = CASES[name], f"{name}, rank {rank}: {facts}"
+    if odd:
+        assert facts["kind"] == case.odd, where
+    elif facts["kind"] == "none":
+        assert name == "is_killed_with_the_store", where
+    elif name == "all_are_interrupted":
+        assert facts["kind"] == "KeyboardInterrupt", where
+    else:
+        assert facts["kind"] == "RankError", where
+        assert re.search(case.others.format(rank=rank), facts["error"]), where
+    assert facts.get("seconds", 0) < BOUND_S, where
+    assert facts["ending_s"] < BOUND_S, where
+    assert not Path(f"/proc/{facts['pid']}").exists(), where

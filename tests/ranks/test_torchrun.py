@@ -12,48 +12,27 @@ import pytest
 from tests import processes
 
 TIMEOUT_S = 900  # of a machine that does much else
+THOROUGH = pytest.mark.thorough
 
 
-def torchrun(part: str, ranks: int, folder: Path, device: str = "cpu") -> None:
-    """Run the checks of a part in several ranks.
-
-    Raises:
-        AssertionError: with all that they said; one of them failed.
-    """
-    arguments = part, str(folder), device
+@pytest.mark.parametrize(
+    ("part", "ranks", "device"),
+    [
+        ("two", 2, "cpu"),
+        pytest.param("more", 2, "cpu", marks=THOROUGH),
+        pytest.param("loops", 2, "cpu", marks=THOROUGH),
+        pytest.param("four", 4, "cpu", marks=THOROUGH),
+        pytest.param("replicas", 4, "cpu", marks=THOROUGH),
+        pytest.param("more replicas", 4, "cpu", marks=THOROUGH),
+        pytest.param("gpus", 2, "cuda", marks=pytest.mark.gpu(count=2)),
+        pytest.param("replicas", 4, "cuda", marks=pytest.mark.gpu(count=4)),
+    ],
+)
+def test_ranks(part: str, ranks: int, device: str, tmp_path: Path) -> None:
     processes.torchrun(
-        "tests.ranks.script", *arguments, ranks=ranks, timeout_s=TIMEOUT_S, device=device
+        "tests.ranks.script",
+        *(part, str(tmp_path), device),
+        ranks=ranks,
+        timeout_s=TIMEOUT_S,
+        device=device,
     )
-
-
-def test_two_ranks(tmp_path: Path) -> None:
-    torchrun("two", 2, tmp_path)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("part", ["more", "loops"])
-def test_more_of_two_ranks(part: str, tmp_path: Path) -> None:
-    torchrun(part, 2, tmp_path)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("part", ["four", "replicas", "more replicas"])
-def test_four_ranks(part: str, tmp_path: Path) -> None:
-    torchrun(part, 4, tmp_path)
-
-
-@pytest.mark.thorough
-def test_other_numbers_of_ranks_load_what_four_have_stored(tmp_path: Path) -> None:
-    torchrun("store", 4, tmp_path)
-    for ranks in (2, 1):
-        torchrun("load", ranks, tmp_path)
-
-
-@pytest.mark.gpu(count=2)
-def test_two_gpus(tmp_path: Path) -> None:
-    torchrun("gpus", 2, tmp_path, "cuda")
-
-
-@pytest.mark.gpu(count=4)
-def test_four_gpus(tmp_path: Path) -> None:
-    torchrun("replicas", 4, tmp_path, "cuda")
