@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from megacompile.runtime.optim import blockwise, stochastic
-from megacompile.runtime.optim.kernels import bucket
-from megacompile.runtime.optim.kernels.table import Signature, describe, known, launches, renewed
+from megacompile.runtime.optim.kernels import table
 from megacompile.runtime.optim.registry import RULES
 from megacompile.runtime.optim.rule import OptimizerRule, State, Update
 from megacompile.runtime.optim.twin import apply
@@ -74,10 +73,9 @@ def some_updates(
     grad: torch.dtype | None = None,
     state: torch.dtype | None = FP32,
     copy: torch.dtype | None = None,
-    apart: bool = False,
     **options: object,
 ) -> list[Update]:
-    """Parameters of a bucket with new states; `apart`: the new parameter goes elsewhere."""
+    """Parameters of a bucket with new states."""
     options = {**GROUP, **options}
     torch.manual_seed(0)
     updates = []
@@ -90,9 +88,8 @@ def some_updates(
                 states[i] = blockwise.quantize(zeros, moment.signed) if eight else zeros.to(state)
         given = torch.randn(numel, device=DEVICE).to(param)
         gradient = torch.empty(numel, dtype=grad or param, device=DEVICE)
-        out = torch.zeros_like(given) if apart else None
         other = None if copy is None else torch.zeros(numel, dtype=copy, device=DEVICE)
-        updates.append(Update(given, gradient, tuple(states), (), out=out, copy=other))
+        updates.append(Update(given, gradient, tuple(states), (), copy=other))
     return updates
 
 
@@ -189,10 +186,18 @@ def test_amsgrad_no_momentum_and_float64() -> None:
 
 
 @EACH_RULE
-def test_a_master_and_its_copy(rule: OptimizerRule) -> None:
-    for update in check(rule, some_updates(rule, grad=BF16, copy=BF16)):
+def test_a_master_and_its_copy_and_the_new_parameter_elsewhere(rule: OptimizerRule) -> None:
+    updates = some_updates(rule, grad=BF16, copy=BF16)
+    in_place = check(rule, updates)
+    for update in in_place:
         assert update.copy is not None
         assert torch.equal(update.copy, update.param.to(BF16))
+    one_step = steps_of(kernel, rule, updates, steps=1)
+    updates = [update._replace(out=torch.zeros_like(update.param)) for update in updates]
+    apart = check(rule, updates, steps=1)
+    for before, after, other in zip(updates, apart, one_step, strict=True):
+        assert torch.equal(before.param, after.param)
+        assert after.out is not None and torch.equal(after.out, other.param)
 
 
 @pytest.mark.parametrize("run", [kernel, twin])
@@ -216,16 +221,6 @@ def test_a_factor_of_the_gradient(run: Run, param: torch.dtype, grad: torch.dtyp
             assert its is None or torch.equal(mine, its)  # type: ignore[arg-type]
 
 
-@EACH_RULE
-def test_the_new_parameter_elsewhere(rule: OptimizerRule) -> None:
-    updates = some_updates(rule, apart=True)
-    apart = check(rule, updates, steps=1)
-    in_place = steps_of(kernel, rule, [u._replace(out=None) for u in updates], steps=1)
-    for before, after, other in zip(updates, apart, in_place, strict=True):
-        assert torch.equal(before.param, after.param)
-        assert after.out is not None and torch.equal(after.out, other.param)
-
-
 def test_a_bucket_of_several_signatures() -> None:
     """Parameters of different dtypes share no launch; an empty one takes part in none."""
     mixed = [
@@ -235,8 +230,6 @@ def test_a_bucket_of_several_signatures() -> None:
     ]
     check(ADAM, [u for u in mixed if u.param.numel()])
     kernel(ADAM, at_step(ADAM, mixed, 1))
-    made = launches(ADAM, at_step(ADAM, mixed, 1, seeded=True), block=BLOCK)
-    assert len({launch.signature for launch in made}) == 5, "aligned or not for the first two"
 
 
 def test_many_programs_for_a_parameter() -> None:
@@ -294,26 +287,6 @@ def test_weight_decay_of_0_leaves_an_infinite_parameter() -> None:
 # --- stochastic rounding
 
 
-def test_the_generator_is_tritons() -> None:
-    import triton
-    import triton.language as tl
-
-    @triton.jit  # type: ignore[untyped-decorator]
-    def words(out, seed, start, N: tl.constexpr):  # type: ignore[no-untyped-def]
-        i = tl.arange(0, N)
-        tl.store(out + i, tl.randint(tl.load(seed), tl.load(start) + i).to(tl.uint32).to(tl.int64))
-
-    for seed, start in itertools.product(
-        (0, 1, 2**31 + 5, 2**63 - 1, stochastic.seed_of(0, 1, 2)), (0, 2**31 - 8, 2**32 - 7, 2**40)
-    ):
-        out = torch.empty(64, dtype=torch.int64, device=DEVICE)
-        given = torch.tensor([seed, start], device=DEVICE)
-        words[(1,)](out, given[:1], given[1:], N=64)
-        counter = start + torch.arange(64, device=DEVICE)
-        assert torch.equal(out, stochastic.philox(seed, counter)), (seed, start)
-        assert torch.equal(out, stochastic.philox(torch.tensor(seed, device=DEVICE), counter))
-
-
 @pytest.mark.parametrize("momentum", [False, True])
 def test_stochastic_rounding_is_bit_identical(momentum: bool) -> None:
     """Where the arithmetic is exact: g = 2^-k, lr a power of two, no decay, no moments."""
@@ -341,25 +314,7 @@ def test_stochastic_rounding_keeps_what_is_not_finite() -> None:
         torch.testing.assert_close(param.float(), values, rtol=0, atol=0, equal_nan=True)
 
 
-# --- the dispatcher, and what it refuses
-
-
-def test_update_bucket_takes_shaped_parameters_and_nothing() -> None:
-    def shaped(values: Tensor) -> Tensor:
-        return values.view(16, 3, 5)
-
-    bucket.update_bucket(ADAM, [])
-    (flat,) = at_step(ADAM, some_updates(ADAM, [240]), 1)
-    other, want = cloned(flat), cloned(flat)
-    bucket.update_bucket(ADAM, [flat])
-    m, v, _ = other.states
-    assert isinstance(m, Tensor) and isinstance(v, Tensor)
-    param = torch.nn.Parameter(shaped(other.param))
-    states = (shaped(m), shaped(v), None)
-    bucket.update_bucket(ADAM, [Update(param, shaped(other.grad), states, other.hyper)])
-    assert torch.equal(other.param, flat.param)
-    twin(ADAM, [want])
-    assert_same(ADAM, [flat], [want])
+# --- what is refused
 
 
 def test_bad_tensors_are_refused() -> None:
@@ -376,40 +331,35 @@ def test_bad_tensors_are_refused() -> None:
         update._replace(states=((codes, codes[:2]), *update.states[1:])),
         update._replace(factor=torch.tensor(0.5, device=DEVICE)),  # not of the gradient's dtype
     ):
-        for run in (kernel, bucket.update_bucket):
-            with pytest.raises(ValueError, match="needed|8-bit state|2 elements"):
-                run(ADAM, [bad])
-
-
-# --- tables of launches
+        with pytest.raises(ValueError, match="needed|8-bit state|2 elements"):
+            kernel(ADAM, [bad])
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_table_with_other_gradients_is_the_new_table(scaled: bool) -> None:
-    """A step that is like the one before keeps what it knows of memory."""
-    sizes = (48, 16, 32), (5, 7)
-    made = [*some_updates(ADAM, sizes[0]), *some_updates(ADAM, sizes[1], param=BF16)]
-    first = at_step(ADAM, made, 1)
+def test_a_step_that_is_like_the_one_before_keeps_what_it_knows_of_memory(scaled: bool) -> None:
+    """The gradients, their factors and the scalars are new; of several signatures."""
+    from megacompile.runtime.optim.kernels.update import run
+
+    made = [*some_updates(ADAM, (48, 16, 32)), *some_updates(ADAM, (5, 7), param=BF16)]
+    rows = {k: table.describe(k, ADAM, u) for k, u in enumerate(at_step(ADAM, made, 1))}
     both = [
         update._replace(
             grad=torch.rand_like(update.param),
-            factor=torch.ones((), dtype=update.grad.dtype, device=DEVICE) if scaled else None,
+            factor=torch.full((), 0.5, dtype=update.grad.dtype, device=DEVICE) if scaled else None,
         )
         for update in at_step(ADAM, made, 2)
     ]
-    want = list(launches(ADAM, both, block=1024))
-    rows = {k: describe(k, ADAM, update) for k, update in enumerate(first)}
-    factors = [u.factor.data_ptr() for u in both if u.factor is not None]
+    wants = [cloned(update) for update in both]
+    twin(ADAM, wants)
+    factors = [u.factor.data_ptr() for u in both if u.factor is not None] or None
     grads, hypers = [u.grad.data_ptr() for u in both], [u.hyper for u in both]
-    got = [
-        renewed(each, grads, factors or None, hypers, block=1024, device=DEVICE)
-        for each in known(rows)
+    known = table.known(rows)
+    assert len(known) > 1
+    made_anew = [
+        table.renewed(each, grads, factors, hypers, block=1024, device=DEVICE) for each in known
     ]
-    assert len(got) == len(want) > 1
-    for one, other in zip(got, want, strict=True):
-        assert one.signature == other.signature
-        for name in ("blocks", "table", "hyper"):
-            assert torch.equal(getattr(one, name), getattr(other, name))
+    run(ADAM, made_anew, DEVICE)
+    assert_same(ADAM, both, wants)
 
 
 # --- compiled for a GPU that need not be there
@@ -428,7 +378,7 @@ def compile_for_a_gpu() -> None:
         most = (EIGHT_BIT,) * len(rule.moments)
         kinds = [(BF16, most, None), (FP64, least, FP32)]
         for dtype, states, copy in kinds if rule is ADAM else kinds[:1]:
-            signature = Signature(
+            signature = table.Signature(
                 dtype, dtype, copy, states, stochastic=True, aligned=True, scaled=copy is None
             )
             given = constants(rule, signature) | {"ROWS": 4, "HYPERS": len(rule.hyper(GROUP))}
