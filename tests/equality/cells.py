@@ -265,6 +265,7 @@ class Run:
         with accumulate(self.model) if streamed else contextlib.nullcontext():
             for loss in losses:
                 loss.backward(retain_graph=retain)
+        self.note("drawn", torch.rand(2))  # goes on where the forward has left off
         self._settle()
 
     def _settle(self) -> None:
@@ -429,7 +430,7 @@ def other_output(run: Run) -> None:
 
 
 def looked_at(run: Run) -> None:
-    """Gradients are read, replaced and taken away ahead of the step, and read behind it."""
+    """Gradients are read, replaced, taken away and clipped before the step, and read after it."""
     for i in range(3):
         run.zero()
         run.backward(run.loss(i))
@@ -443,6 +444,7 @@ def looked_at(run: Run) -> None:
                 param.grad = torch.ones_like(param.grad)
             elif k % 5 == i + 2:
                 param.grad = None
+        nn.utils.clip_grad_value_(run.model.parameters(), 1e-2)
         run.step()
         for name, param in run.params():
             run.note(name, param)

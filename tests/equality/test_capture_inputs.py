@@ -189,7 +189,7 @@ def test_buffers_that_overlap_and_what_stays_the_same_tensor() -> None:
     models = []
     for _ in range(2):  # a deepcopy has buffers of their own
         memory = torch.ones(6)
-        named = {"one": memory[:4], "other": memory[2:], "counted": torch.zeros(4)}
+        named: Any = {"one": memory[:4], "other": memory[2:], "counted": torch.zeros(4)}
         models.append(in_a_row(forward, **named))
     megacompile(models[1], device="cpu", lowering="eager")
     assert_alike(models, use)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +50,7 @@ def _odd_parameters() -> nn.Module:
 
 @unusual
 def _writes_through_views() -> nn.Module:
-    @torch._dynamo.disable
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def write(m: Any) -> None:
         m.layer.bias[0] = 3
@@ -136,7 +137,7 @@ def test_recurrent_layers(name: str) -> None:
 
     with torch._dynamo.config.patch(allow_rnn=True):
         for lengths in (None, torch.tensor([5, 3]), torch.tensor([2, 4])):
-            assert_alike(models, lambda m, lengths=lengths: use(m, lengths))
+            assert_alike(models, functools.partial(use, lengths=lengths))
         with torch.no_grad():
             assert_alike(models, lambda m: m.eval()(x))
             assert equal(streamed.layer(x)[0], plain.layer(x)[0])

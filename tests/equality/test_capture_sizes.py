@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
@@ -56,6 +57,10 @@ class Model(nn.Module):
             h = block(h)
         logits = self.head(h) * temperature + step
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), x[:, 1:].flatten()), logits
+
+
+def evaluated(model: Any, x: Tensor) -> Any:
+    return model.eval()(x)
 
 
 def tokens(rows: int, length: int) -> Tensor:
@@ -150,7 +155,7 @@ def test_what_builds_nothing() -> None:
     loop = Loop()
     with torch.no_grad():
         for n in (8, 12, 30, 5):
-            assert_alike(loop.models, lambda model, n=n: model.eval()(tokens(3, n)))
+            assert_alike(loop.models, functools.partial(evaluated, x=tokens(3, n)))
     assert loop.made[1] == 2
 
 

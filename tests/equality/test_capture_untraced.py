@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import traceback
 import warnings
@@ -164,7 +165,7 @@ def test_what_dynamo_cannot_trace_runs_as_it_is(case: str, where: str) -> None:
 
     with said() as texts:
         for number in (*numbers, *numbers):
-            assert_alike(models, lambda m, number=number: use(m, number))
+            assert_alike(models, functools.partial(use, number=number))
     assert model.calls == plain.calls == [*numbers, *numbers]
     untraced = [text for text in texts if "could not trace" in text]
     if not untraced and case == "a condition as an index":
@@ -267,17 +268,23 @@ STATES: dict[str, Callable[[], Any]] = {
 }
 
 
+def called(model: Any, x: Any) -> Any:
+    return model(x)
+
+
 def test_each_kind_of_call_has_a_program_and_keeps_it() -> None:
     """Of inputs, and of states of the thread and the process."""
     plain, model = twins(
         Applies(lambda m, x: m.weight * x, weight=nn.Parameter(torch.ones(6))), dynamic=False
     )
-    calls = [(name, nullcontext, value) for name, value in KINDS.items()]
+    calls: list[tuple[str, Callable[[], Any], Any]] = [
+        (name, nullcontext, value) for name, value in KINDS.items()
+    ]
     calls += [(name, state, ONES) for name, state in STATES.items()]
     counts = []
     for name, state, value in (*calls, *calls):
         with state():
-            assert_alike((plain, model), lambda each, value=value: each(value), name=name)
+            assert_alike((plain, model), functools.partial(called, x=value), name=name)
         counts.append(len(inside.programs(model)))
     assert counts == [*range(1, len(calls) + 1)] + [len(calls)] * len(calls)
 

@@ -20,10 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from megacompile import accumulate, megacompile
-from megacompile.ir.buckets import Bucket
 from megacompile.ir.stream import Stream
-from megacompile.runtime.params.bucket import HostBucket
-from tests import cases, inside, zoo
+from tests import inside
 from tests.zoo import Block, Stack, batch, equal, stack, step
 
 pytestmark = pytest.mark.gpu
@@ -71,12 +69,15 @@ def poison(model: Any) -> None:
         free.memory.bytes(free.size_bytes).fill_(255)
 
 
-def twins(**options: Any) -> tuple[Any, Any]:
-    """(a plain model on the GPU, the same one streamed)."""
+def twins(*, choice: Any = None, **options: Any) -> tuple[Any, Any]:
+    """(a plain model on the GPU, the same one streamed); a choice is what a plan is made from."""
     torch.manual_seed(0)
     model = Stack(layers=6, block=lambda: Block(dropout=0.2))
     plain = copy.deepcopy(model).cuda()
-    return plain, megacompile(model, **{**STREAMED, "lowering": "eager", **options})
+    megacompile(model, **{**STREAMED, "lowering": "eager", **options})
+    if choice is not None:
+        inside.choose(model, **choice)
+    return plain, model
 
 
 # Everything is streamed and recomputed, though there is room for all of it.
@@ -118,88 +119,65 @@ def mapping_bytes(tensor: Tensor) -> int:
     raise AssertionError("nowhere")
 
 
+def test_pinned_memory_has_the_exact_size_and_is_unlocked_when_it_goes() -> None:
+    """33 MiB and a bit take 33 MiB and a page; the caching host allocator would take 64. To lock an
+    address range that is still locked would fail, and warn."""
+    size = (33 * 2**20 + 12) // 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            bucket = inside.pinned_bucket(nn.Parameter(torch.ones(size)))
+            assert mapping_bytes(bucket.flat) == 33 * 2**20 + 4096
+            bucket.make_grads()
+            assert mapping_bytes(bucket.grads[0]) == 33 * 2**20 + 4096
+            for memory in (bucket.flat, bucket.grads[0]):
+                assert memory[:1].is_pinned() and memory[-1:].is_pinned()
+            del bucket, memory
+            gc.collect()
+
+
 def test_parameters_and_gradients_are_pinned() -> None:
     _, model = twins()
     gradients(model)
     for name, param in model.named_parameters():
-        assert param.device.type == "cpu", name
-        assert param.is_pinned(), name
+        assert param.device.type == "cpu" and param.is_pinned(), name
         assert param.grad is not None and param.grad.is_pinned(), name
-
-
-def test_pinned_memory_has_the_exact_size() -> None:
-    """33 MiB and a bit take 33 MiB and a page; the caching host allocator would take 64."""
-    size = (33 * 2**20 + 12) // 4
-    param = nn.Parameter(torch.ones(size))
-    bucket = HostBucket(Bucket.layout(0, "unit", [("p", param)]), [param], pin=True)
-    assert mapping_bytes(bucket.flat) == 33 * 2**20 + 4096
-    assert bucket.flat[:1].is_pinned() and bucket.flat[-1:].is_pinned()
-    bucket.make_grads()
-    assert mapping_bytes(bucket.grads[0]) == 33 * 2**20 + 4096
-    assert bucket.grads[0].is_pinned()
-
-
-def test_pinned_memory_is_unlocked_when_it_goes() -> None:
-    """To lock an address range that is still locked would fail, and warn."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(4):
-            params = [nn.Parameter(torch.ones(2**20)) for _ in range(3)]
-            named = [(f"p{i}", p) for i, p in enumerate(params)]
-            bucket = HostBucket(Bucket.layout(0, "unit", named), params, pin=True)
-            bucket.make_grads()
-            assert params[2].is_pinned()
-            del params, named, bucket
-            gc.collect()
 
 
 # --- races
 
 
-OFFLOADING: dict[str, Any] = {"activations": "offload", "lookahead": 1}
 RACES: list[dict[str, Any]] = [
     {},
     {"lookahead": 1},
     {"lookahead": 3, "slots": 6},
     *({"lookahead": 1, "activations": choice} for choice in ("keep", "selective", "offload")),
+    {"lookahead": 1, "activations": "auto", "choice": {"keep": 1, "saved_on_host": 2}},
 ]
 
 
 @pytest.mark.parametrize("options", RACES, ids=str)
-def test_random_delays_change_nothing(options: dict[str, Any]) -> None:
-    """Whatever op is late, those that need it wait: bitwise the plain gradients, 20 times. Host
-    buffers of one micro-batch are lent to the next while copies are late."""
-    plain, model = twins(**options)
-    wanted = gradients(plain)
-    assert_equal(wanted, gradients(model), "no delays")
-    offloads = options.get("activations") == "offload"
-    assert bool(inside.machine(model).activations.peak_bytes) == offloads
-    for seed in range(SEEDS):
-        with delayed(model, random_cycles(seed)) as slept:
-            poison(model)
-            assert_equal(wanted, gradients(model), f"seed {seed}")
-            assert sum(slept) > 0
-
-
-@pytest.mark.parametrize("options", [{}, OFFLOADING], ids=["recompute", "offload"])
-@pytest.mark.parametrize("slow", list(Stream), ids=lambda stream: stream.value)
-def test_one_slow_stream_changes_nothing(slow: Stream, options: dict[str, Any]) -> None:
+def test_delays_change_nothing(options: dict[str, Any]) -> None:
+    """Whatever op is late, or all of one stream, those that need it wait: bitwise the plain
+    gradients. Host buffers of one micro-batch are lent to the next while copies are
+    late."""
     plain, model = twins(**options)
     wanted = gradients(plain, 3)
     assert_equal(wanted, gradients(model, 3), "no delays")
-    with delayed(model, cycles_on(slow)):
-        poison(model)
-        assert_equal(wanted, gradients(model, 3), slow)
-
-
-def test_activations_wait_in_pinned_memory_of_the_exact_size() -> None:
-    _, model = twins(**OFFLOADING)
-    gradients(model)
+    offloads = options.get("activations") == "offload"
     pool = inside.machine(model).activations
-    assert pool.held_bytes == pool.peak_bytes > 0
+    assert bool(pool.peak_bytes) == offloads or "choice" in options
+    assert pool.lent_bytes == 0 and (pool.held_bytes == pool.peak_bytes or not offloads)
     for buffer in pool._free:
         assert buffer.memory.bytes(buffer.size_bytes).is_pinned()
         assert len(buffer.memory) == max(buffer.size_bytes, mmap.PAGESIZE)
+    late = {str(seed): random_cycles(seed) for seed in range(SEEDS)}
+    late |= {stream.value: cycles_on(stream) for stream in Stream}
+    for name, cycles in late.items():
+        with delayed(model, cycles) as slept:
+            poison(model)
+            assert_equal(wanted, gradients(model, 3), name)
+            assert not name.isdigit() or sum(slept) > 0
 
 
 def test_delays_show_a_race_that_is_there() -> None:
@@ -424,20 +402,3 @@ def test_residents_are_updated_as_what_is_streamed(states: Any, masters: Any, mi
     assert_equal(found[0], found[1], "some resident")
     assert_equal(found[0], found[2], "all resident")
     torch.testing.assert_close(norms[:3], norms[3:6])  # summed on the host, and on the device
-
-
-@pytest.mark.parametrize("name", ["demo gpt", "batch norm", "shared layer", "tied", "dropout"])
-def test_stages_kept_on_the_host_are_bitwise_the_plain_model(name: str) -> None:
-    """With copies that take time: what is freed too early is somebody else's by then."""
-    device = torch.device("cuda")
-    case = cases.build(name)
-    plain = copy.deepcopy(case.model).to(device)
-    model: Any = megacompile(case.model, lowering="eager", lookahead=1, device="cuda", resident=0)
-    inside.choose(model, keep=1, saved_on_host=2)
-    for i in range(3):
-        for each in (plain, model):
-            torch.manual_seed(i)
-            case.loss(each, i, device).backward()
-        zoo.assert_same(plain, model)
-    pool = inside.machine(model).activations
-    assert pool.peak_bytes and not pool.lent_bytes

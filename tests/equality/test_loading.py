@@ -100,7 +100,8 @@ def test_a_file_or_an_index_may_be_given(plain: Net, tmp_path: Path) -> None:
 
 
 def conv() -> Any:
-    return nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
+    made: Any = nn.Sequential(nn.Conv2d(3, 4, 3))
+    return made.to(memory_format=torch.channels_last)
 
 
 def lstm() -> Any:

@@ -4,7 +4,6 @@ where they fit nowhere, repeated where the device runs out in a step."""
 from __future__ import annotations
 
 import copy
-import random
 import sys
 import warnings
 import weakref
@@ -28,8 +27,6 @@ from megacompile import (
     unmegacompile,
 )
 from tests import inside
-from tests.draws import drawn
-from tests.planning import Uneven
 
 pytestmark = pytest.mark.filterwarnings("ignore:megacompile. disk=.* has no direct I/O")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="scratch files are for Linux")
@@ -62,7 +59,7 @@ def size_of(model: nn.Module) -> int:
     return sum(param.nbytes for param in model.parameters())
 
 
-def trained(model: Any, optimizer: Any, steps: int = 3) -> list[Tensor]:
+def trained(model: Any, optimizer: Any, steps: int = 2) -> list[Tensor]:
     losses = []
     for k in range(steps):
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(k))
@@ -95,11 +92,9 @@ class Row:
 
 
 ROWS = {
-    "states go": Row(2.5),
     "states go, in the backward": Row(2.0, in_backward=True),
     "the plan sends parameters": Row(1.85, planned=range(9, 24)),
     "parameters, in the backward": Row(0.97, range(1, 4), range(9, 20), in_backward=True),
-    "a frozen base stays": Row(1.2, base=False),
     "parameters of a frozen base": Row(
         0.5, range(12, 16), range(18, 24), base=False, in_backward=True
     ),
@@ -142,14 +137,13 @@ def test_the_same_numbers_wherever_they_lie(tmp_path: Path, name: str) -> None:
     names = {bucket.key: bucket.name for bucket in schedules(model)[-1].buckets}
     assert {names[key] for key in plan.weights_on_disk} == on_disk(model)
     assert {names[key] for key in plan.on_disk} == on_disk(model, "states")
-    assert bool(plan.on_disk) == ("base" not in name or bool(row.planned[-1]))
+    assert plan.on_disk
     assert budget.limit_bytes is not None and budget.held_bytes <= budget.limit_bytes
     said = explain(model, changes=False)
     assert said.host.needed_bytes <= budget.limit_bytes and said.host.fits
     machine_disk = inside.machine(model).disk
-    if on_disk(model) or on_disk(model, "states"):
-        assert said.disk is not None and machine_disk is not None
-        assert said.disk.needed_bytes >= machine_disk.file.used_bytes - 4096
+    assert said.disk is not None and machine_disk is not None
+    assert said.disk.needed_bytes >= machine_disk.file.used_bytes - 4096
     assert torch.equal(torch.stack(losses), torch.stack(trained(first, one)))
     assert equal(first, model)
     for mine, theirs in zip(optimizer.state.values(), one.state.values(), strict=True):
@@ -214,54 +208,6 @@ def test_a_disk_that_may_not_be_used_or_is_too_small(tmp_path: Path) -> None:
     with pytest.raises(HostMemoryError, match="disk_memory="):
         trained(model, optimizer, 1)
     assert equal(plain, model) and all(p.grad is None for p in model.parameters())
-
-
-@linux
-def test_what_is_on_meta_goes_where_there_is_room(tmp_path: Path) -> None:
-    def filled(**options: Any) -> Any:
-        model = made(base=False).to("meta")
-        torch.manual_seed(3)
-        return megacompile(model, device="cpu", lowering="eager", disk=tmp_path, **options)
-
-    small = filled(host_memory=size_of(made(base=False)) // 2)
-    every = filled(disk_weights=True)
-    assert 0 < len(on_disk(small)) < LAYERS == len(on_disk(every))
-    assert equal(small, every)
-
-
-@pytest.mark.parametrize("seed", drawn(range(1), range(1, 20)))
-def test_each_runs_or_is_refused(seed: int, tmp_path: Path) -> None:
-    """Eight models and budgets a seed. `python -m tests.budgets` draws others, under a limit of
-    memory."""
-    rng = random.Random(seed)
-    ran = 0
-    for _ in range(8):
-        sizes = [rng.choice((16, 32, 64)) for _ in range(rng.randint(1, 4))]
-        model = Uneven(*sizes, width=16)
-        host = int(size_of(model) * rng.uniform(0.5, 5.0)) + 4096
-        device = int(size_of(model) * rng.uniform(0.5, 6.0)) + 8192
-        stored = int(size_of(model) * rng.uniform(0.1, 4.0)) + 8192
-        optimizer = torch.optim.AdamW(model.parameters())
-        given: dict[str, Any] = {"optimizer": optimizer} if rng.random() < 0.5 else {}
-        if sys.platform == "linux" and rng.random() < 0.5:
-            given |= {"disk": tmp_path, "disk_memory": stored}
-        try:
-            megacompile(model, device="cpu", gpu_memory=device, host_memory=host, **given)
-            for _ in range(3):
-                model(torch.ones(4, 16)).backward()
-                assert inside.machine(model).host_budget.held_bytes <= host
-                optimizer.step()
-                optimizer.zero_grad()
-                assert inside.machine(model).host_budget.held_bytes <= host
-        except (HostMemoryError, DeviceMemoryError):
-            continue
-        ran += 1
-        found = explain(model, changes=False)
-        assert found.host.needed_bytes <= host
-        disk = inside.machine(model).disk
-        assert disk is None or disk.file.used_bytes <= stored
-        assert found.disk is None or found.disk.needed_bytes <= stored
-    assert ran
 
 
 # --- the device runs out in a step
@@ -352,31 +298,22 @@ REPEATED = [  # what runs out, at which of its calls, whether buckets live on th
 def test_the_step_is_repeated_with_the_same_numbers(
     what: str, calls: tuple[int, ...], resident: Any
 ) -> None:
+    """Less is kept afterwards, and the slots of the old plan are given back."""
     plain, model = Dropping(), dropping(resident=resident)
     want = [*steps(plain, 1), *steps(plain)]
     first = steps(model, 1)  # in which custom operators are tried out too
+    kept = max(len(s.plan.keep) for s in schedules(model))
+    slots = [weakref.ref(buffer) for buffer in inside.machine(model).slots.buffers]
     run_out(what, *calls)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         got = [*first, *steps(model)]
     said = {str(w.message) for w in caught if "repeated" in str(w.message)}
     assert len(said) == len(calls), "each with a smaller budget"
-    assert all(f"in the {what}" in text for text in said)
     assert torch.equal(torch.stack(want), torch.stack(got)) and equal(plain, model)
-
-
-@pytest.mark.filterwarnings("ignore:megacompile")
-@pytest.mark.parametrize("what", ["forward", "backward"])
-def test_less_is_kept_afterwards(what: str) -> None:
-    """And the slots of the old plan are given back."""
-    model = dropping(resident=0)
-    steps(model, 1)
-    kept = max(len(s.plan.keep) for s in schedules(model))
-    slots = [weakref.ref(buffer) for buffer in inside.machine(model).slots.buffers]
-    run_out(what, 2)
-    steps(model, 1)
-    assert max(len(s.plan.keep) for s in schedules(model)) < kept
-    assert slots and not any(buffer() is not None for buffer in slots)
+    if not resident:
+        assert max(len(s.plan.keep) for s in schedules(model)) < kept
+        assert slots and not any(buffer() is not None for buffer in slots)
 
 
 @pytest.mark.filterwarnings("ignore:megacompile")

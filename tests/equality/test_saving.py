@@ -152,7 +152,7 @@ def test_weights_never_meet_the_config_of_another_save(
     tokens = torch.arange(8)[None]
     logits = [model(tokens).logits for model in models]
     seen = set()
-    for folder in killed(*models, tmp_path, size, size):
+    for folder in killed(models[0], models[1], tmp_path, size, size):
         try:
             found = transformers.AutoModelForCausalLM.from_pretrained(folder)
         except OSError as error:

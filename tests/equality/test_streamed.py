@@ -395,7 +395,8 @@ def test_a_backward_that_is_impossible_is_refused_in_the_backward(
     plain, model = twins(in_a_row(forward, count=3, width=WIDTH))
     losses = [each(batch()["x"]) for each in (plain, model)]
     assert equal(*losses)
-    for loss, kind in zip(losses, (RuntimeError, error), strict=True):
+    kinds: tuple[type[Exception], ...] = (RuntimeError, error)
+    for loss, kind in zip(losses, kinds, strict=True):
         with pytest.raises(kind):
             loss.backward()
 
