@@ -9,36 +9,42 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
-from megacompile.api import accumulate
-from megacompile.compat import accumulator_of
+from megacompile import accumulate
 from tests.loops import child_writes, in_threads
+from tests.stateful.wrapped import Lookahead, ScheduleFree
+from tests.training import through_file
 from tests.zoo import equal
 
+LIBRARY: Any = torch  # its stubs do not know all of these
 WIDTH = 6
 LAYERS = 3
 
 
 class Layer(nn.Module):
-    """(rows, WIDTH) -> (rows, WIDTH), with a buffer that the forward changes."""
+    """(rows, WIDTH) -> (rows, WIDTH), with a buffer that the forward changes in training."""
+
+    mean: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH)
+        self.gain, self.shift = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+        self.register_buffer("mean", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.linear(self.norm(x)).tanh()
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        result: Tensor = x + self.linear((x - self.mean) * self.gain + self.shift).tanh()
         return result
 
 
@@ -72,16 +78,23 @@ OPTIMIZERS: dict[str, Callable[[list[Any]], Optimizer]] = {
     "sgd": lambda p: SGD(p, lr=0.05, momentum=0.9, dampening=0.5),
     "adam, amsgrad": lambda p: Adam(p, lr=1e-2, amsgrad=True, weight_decay=0.1),
     "sgd, plain": lambda p: SGD(p, lr=0.05),
+    "adam, tensor lr": lambda p: Adam(p, lr=torch.tensor(1e-3), maximize=True, foreach=False),
+    "lookahead": lambda p: Lookahead(AdamW(p, lr=1e-2)),
+    "schedule free": lambda p: ScheduleFree(SGD(p, lr=0.05, momentum=0.9)),
+    "rmsprop": lambda p: RMSprop(p, lr=1e-3, momentum=0.9),
 }
-EXTRAS = ("", "penalty", "penalty first", "head", "view", "twice", "reentrant")
+EXTRAS = ("", "penalty", "penalty first", "head", "view", "twice", "reentrant", "other")
 HOOKS = ("tensor", "post accumulate", "node", "node before", "takes away")
 WRITES = ("in place", "data", "new data", "through data", "init", "foreach", "numpy", "part")
 USES = (
     *("value", "sum", "numpy", "data", "item", "grad", "state_dict", "saved", "deepcopy", "stack"),
     *("lerp", "foreach", "vector", "layer"),
 )
-ALIASES = ("detach", "data", "view", "numpy", "state_dict", "grad", "state")
-GRADIENTS = ("set", "scaled", "in place", "through data", "none", "swapped", "zeros")
+ALIASES = (
+    *("detach", "data", "view", "numpy", "capsule", "state_dict", "state"),
+    *("grad", "grad data", "grad view", "grad numpy"),
+)
+GRADIENTS = ("set", "scaled", "in place", "through data", "none", "swapped", "zeros", "flat")
 STATES = ("scaled", "set", "deleted", "through view")
 
 
@@ -100,6 +113,7 @@ class Side:
     def __init__(self, model: Any, *, compiled: bool, updates: Optimizer | None = None) -> None:
         self.model, self.compiled, self.updates = model, compiled, updates
         self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.other = nn.Parameter(torch.ones(3))  # the model does not have it
         self.start = copy.deepcopy(model.state_dict())
         self.reset("adamw", whole=True)
 
@@ -114,7 +128,10 @@ class Side:
         self.model.train()
         self.model.zero_grad()
         self.model.load_state_dict(self.start)
+        self.other.grad = None
+        self.other.data.fill_(1)
         some = [p for n, p in self.params.items() if whole or not n.startswith("head")]
+        some.insert(4, self.other)
         if self.updates is None:
             self.optimizers = [OPTIMIZERS[kind](some)]
         else:
@@ -146,10 +163,11 @@ class Side:
         """All that the user can look at."""
         found: list[Any] = [(n, p.detach().clone()) for n, p in self.model.named_parameters()]
         if self.updates is None:
-            found += [None if p.grad is None else p.grad.clone() for p in self.params.values()]
+            every = [*self.params.values(), self.other]
+            found += [None if p.grad is None else p.grad.clone() for p in every]
         found += [buffer.clone() for buffer in self.model.buffers()]
         found += [copy.deepcopy(each.state_dict()) for each in self.optimizers]
-        found += [copied(alias) for alias in self.aliases]
+        found += [copied(alias) for alias in [self.other, *self.aliases]]
         return [*found, *map(list, self.seen)]
 
     # --- calls of the model
@@ -172,6 +190,8 @@ class Side:
             total = total + self.model.head(inputs(3, seed + 1)).mean()
         elif extra == "view":
             total = total + self.model.layers[1].linear.weight.view(-1)[:5].square().sum()
+        elif extra == "other":
+            total = total + self.other.square().sum()
         self.losses.append(total)
         self.x = x
         return [total.detach().clone(), out.detach().clone(), hidden.detach().clone()]
@@ -231,16 +251,14 @@ class Side:
                 loss.backward()
             finally:
                 handle.remove()
-        if where == "pre hook":
-            handle = self.optimizers[0].register_step_pre_hook(raise_planted)
+        if where in ("pre hook", "post hook"):
+            of: Any = self.optimizers[0]
+            before = where == "pre hook"
+            handle = (of.register_step_pre_hook if before else of.register_step_post_hook)(
+                raise_planted
+            )
             try:
-                self.optimizers[0].step()
-            finally:
-                handle.remove()
-        if where == "post hook":
-            handle = self.optimizers[0].register_step_post_hook(raise_planted)
-            try:
-                self.optimizers[0].step()
+                of.step()
             finally:
                 handle.remove()
         if where == "closure":
@@ -277,6 +295,29 @@ class Side:
             return loss.detach()
 
         return [self.optimizers[0].step(closure)]
+
+    def scaled(self, seed: int, scale: float) -> list[Any]:
+        """A step of a scaled loss, which is left out where gradients overflow."""
+        optimizer, scaler = self.optimizers[0], torch.amp.GradScaler("cpu", init_scale=scale)
+        optimizer.zero_grad()
+        scaler.scale(self.model(inputs(3, seed))[0].square().mean() * 4).backward()
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(self.params.values(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        self.model.zero_grad()
+        return [norm.clone(), scaler.get_scale()]
+
+    def step_hook(self) -> list[Any]:
+        """One that scales gradients ahead of the step."""
+
+        def scale(*_: Any) -> None:
+            for param in self.params.values():
+                if param.grad is not None:
+                    param.grad.mul_(0.5)
+
+        self.hooks.append(self.optimizers[0].register_step_pre_hook(scale))
+        return []
 
     def zero_grad(self, to_none: bool, by_model: bool) -> list[Any]:
         (self.model if by_model else self.optimizers[0]).zero_grad(set_to_none=to_none)
@@ -377,6 +418,13 @@ class Side:
             param.grad.mul_(0.5)
         elif how == "through data":
             param.grad.data.mul_(0.5)
+        elif how == "flat":  # all are views of one tensor
+            having = [p for p in self.params.values() if p.grad is not None]
+            grads = [p.grad for p in having if p.grad is not None]
+            flat = torch.cat([grad.reshape(-1) for grad in grads])
+            parts = flat.split([grad.numel() for grad in grads])
+            for p, part in zip(having, parts, strict=True):
+                p.grad = part.view_as(p)
         else:
             a, b = (self.model.layers[i].linear.weight for i in (0, 2))
             a.grad, b.grad = b.grad, a.grad
@@ -386,13 +434,19 @@ class Side:
         """Keep another name of memory."""
         param = self.param(number)
         state = list(self.optimizers[0].state.get(param, {}).values())
+        of_grad = kind.startswith("grad") and param.grad is not None
+        grad: Any = param.grad if of_grad else torch.zeros(1)
         made: dict[str, Callable[[], Any]] = {
             "detach": param.detach,
+            "capsule": lambda: LIBRARY.from_dlpack(LIBRARY.utils.dlpack.to_dlpack(param.detach())),
             "data": lambda: param.data,
             "view": lambda: param.detach().view(-1)[1:4],
             "numpy": lambda: param.detach().numpy(),
             "state_dict": lambda: dict(self.model.state_dict()),
-            "grad": lambda: param.grad,
+            "grad": lambda: grad,
+            "grad data": lambda: grad.data,
+            "grad view": lambda: grad.view(-1)[:2],
+            "grad numpy": lambda: grad.numpy(),
             "state": lambda: state[-1].view(-1) if state else None,
         }
         self.aliases.append(made[kind]())
@@ -457,7 +511,7 @@ class Side:
 
         if not param.requires_grad:  # as torch says of most hooks
             raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
-        node = accumulator_of(param)
+        node = torch.autograd.graph.get_gradient_edge(param).node
         register: dict[str, Callable[[], Any]] = {
             "tensor": lambda: param.register_hook(halve),
             "post accumulate": lambda: param.register_post_accumulate_grad_hook(note),
@@ -521,14 +575,6 @@ def raise_planted(*args: Any) -> Any:
 def inputs(rows: int, seed: int) -> Tensor:
     """(rows, WIDTH)."""
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
-
-
-def through_file(value: Any) -> Any:
-    """What was saved, as it is loaded."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file)
 
 
 def twin_by_pickle(model: Any) -> Any:

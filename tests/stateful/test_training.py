@@ -28,9 +28,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from megacompile import megacompile, released
-from megacompile.runtime.params.proxies import StreamedParameter
-from tests import adversary
+from megacompile import megacompile, released, unmegacompile
+from megacompile.errors import BackwardError, OptimizerError
+from tests import adversary, inside
 from tests.interrupts import Places, traced
 from tests.stateful import side as loops
 from tests.stateful.late import late
@@ -46,17 +46,18 @@ class Config:
     late: bool = False  # updates are made when somebody waits
     adversarial: bool = False  # streams run in any order
     in_backward: bool = False  # the update
+    anew: bool = False  # sizes, modes and modules may change: then it is captured anew, for seconds
     examples: int = 4  # loops that are drawn
 
 
 CONFIGS = {
-    "late": Config({"resident": 0}, late=True, examples=8),
+    "late": Config({"resident": 0}, late=True, anew=True, examples=8),
     "adversary": Config({"resident": "400"}, late=True, adversarial=True),
     "resident": Config({"resident": "all"}),
     "recompute": Config({"activations": "recompute", "slots": 2, "lookahead": 1, "resident": 0}),
-    "broken": Config({"resident": 0}, breaks=True, late=True),
+    "broken": Config({"resident": 0}, breaks=True, late=True, anew=True),
     "disk": Config({"disk": tempfile.gettempdir(), "resident": 0}),
-    "planned": Config({"gpu_memory": 2**16}, late=True, examples=3),
+    "planned": Config({"gpu_memory": 2**16}, late=True, anew=True, examples=3),
     "in backward": Config(in_backward=True, examples=8),
 }
 
@@ -78,12 +79,20 @@ class Pair:
         if config.in_backward:
             optimizers = [loops.OPTIMIZERS["adamw"](list(m.parameters())) for m in (plain, model)]
             options["optimizer"] = optimizers[1]
-        megacompile(model, device="cpu", lowering="eager", progress=False, **options)
-        self.device = adversary.attach(model) if config.adversarial else None
-        if config.late:
-            late(model)
+        self.options, self.policy = options, adversary.Random(0)
+        self.megacompile(model)
         self.plain = Side(plain, compiled=False, updates=optimizers[0])
         self.ours = Side(model, compiled=True, updates=optimizers[1])
+
+    def megacompile(self, model: Any) -> None:
+        """Again, if it is a plain one."""
+        if not inside.is_streamed(model):
+            megacompile(model, device="cpu", lowering="eager", progress=False, **self.options)
+            self.device = adversary.attach(model) if self.config.adversarial else None
+            if self.config.late:
+                late(model)
+        if self.device is not None:
+            self.device.policy = self.policy
 
 
 class Both(RuleBasedStateMachine):
@@ -95,6 +104,11 @@ class Both(RuleBasedStateMachine):
         super().__init__()
         self.pair, self.plain, self.ours = pair, pair.plain, pair.ours
 
+    @property
+    def anew(self) -> bool:
+        """May the model be captured again?"""
+        return self.pair.config.anew
+
     def both(self, act: str, *args: Any) -> None:
         """Both do it, and show the same or raise."""
         results = []
@@ -102,7 +116,7 @@ class Both(RuleBasedStateMachine):
             torch.manual_seed(1)
             try:
                 results.append(getattr(each, act)(*args))
-            except (RuntimeError, ValueError, loops.Planted) as error:
+            except (RuntimeError, ValueError, TypeError, loops.Planted) as error:
                 results.append(error)
         wanted, got = results
         if isinstance(wanted, Exception) or isinstance(got, Exception):
@@ -120,6 +134,7 @@ class Both(RuleBasedStateMachine):
             each.drop()
             each.model.train()
             each.model.zero_grad()
+            each.other.grad = None
 
     def compare(self) -> None:
         if where := loops.difference(self.plain.shape(), self.ours.shape(), self.rtol):
@@ -131,13 +146,13 @@ class Both(RuleBasedStateMachine):
         with contextlib.suppress(KeyboardInterrupt, RuntimeError), traced(places):
             getattr(self.ours, act)(*args)
         hypothesis.note(f"interrupted at {places.stopped}")
-        params = self.ours.model.parameters()
-        assert not any(isinstance(p, StreamedParameter) for p in params), places.stopped
+        assert not inside.has_proxies(self.ours.model), places.stopped
         if not places.stopped:
             with contextlib.suppress(RuntimeError):
                 getattr(self.plain, act)(*args)
         self.restart()
         self.ours.model.load_state_dict(self.plain.model.state_dict())
+        self.ours.other.data.copy_(self.plain.other.data)
         for mine, theirs in zip(self.plain.optimizers, self.ours.optimizers, strict=True):
             theirs.load_state_dict(copy.deepcopy(mine.state_dict()))
         for each in (self.plain, self.ours):
@@ -173,7 +188,9 @@ def act(name: str, *draws: Any, first: str = "", when: Any = lambda self: True) 
 
 NUMBERS = st.integers(0, 9)
 SEEDS = st.integers(0, 9)
-OPTIONS = st.sampled_from([("lr", 1e-3), ("weight_decay", 0.2), ("momentum", 0.5)])
+OPTIONS = st.sampled_from(  # constructors refuse a negative lr, steps take it: schedulers make one
+    [("lr", 1e-3), ("lr", -1e-2), ("lr", 0.0), ("weight_decay", 0.2), ("momentum", 0.5)]
+)
 HALVES = st.sampled_from([(True, True), (True, False), (False, True)])  # of a checkpoint
 
 
@@ -190,18 +207,22 @@ class Training(Both):
         kind=st.sampled_from(list(loops.OPTIMIZERS)), whole=st.booleans(), seed=st.integers(0, 99)
     )
     def begin(self, kind: str, whole: bool, seed: int) -> None:
-        if self.pair.device is not None:
-            self.pair.device.policy = adversary.Random(seed)
+        self.pair.policy = adversary.Random(seed)
+        self.pair.megacompile(self.ours.model)  # an example that failed may have left it plain
         for each in (self.plain, self.ours):
             each.reset(kind, whole=whole)
 
     @rule(rows=st.sampled_from([3, 4]), seed=SEEDS, extra=st.sampled_from(loops.EXTRAS))
     def forward(self, rows: int, seed: int, extra: str) -> None:
         if len(self.plain.losses) < 3:
-            self.both("forward", rows, seed, "" if self.tied else extra, seed == 0)
+            extra, rows = "" if self.tied else extra, rows if self.anew else 3
+            self.both("forward", rows, seed, extra, self.anew and seed == 0)
             self.replaced = False
 
-    evaluate = act("evaluate", st.just(3), st.sampled_from(["eval", "train", "inference"]))
+    @rule(mode=st.sampled_from(["eval", "train", "inference"]))
+    def evaluate(self, mode: str) -> None:
+        self.both("evaluate", 3, mode if self.anew else "eval")
+
     backward = act(
         *("backward", st.integers(0, 2)),
         st.sampled_from(["", "", "", "retain", "thread", "grad", "inputs"]),
@@ -241,6 +262,7 @@ class Training(Both):
 
     closure = act("closure", SEEDS, first="drop")
     zero_grad = act("zero_grad", st.booleans(), st.booleans())
+    scaled = act("scaled", SEEDS, st.sampled_from([1024.0, 2.0**127]), first="drop")
     clip = act("clip", st.sampled_from([1e-3, 1e3]), st.booleans())
     schedule = act("schedule", when=lambda self: self.stepped)
     options = act("options", OPTIONS)
@@ -249,7 +271,14 @@ class Training(Both):
         *("other_optimizer", st.sampled_from(list(loops.OPTIMIZERS))),
         *(st.sampled_from(["", "copied", "shared"]), st.booleans()),
     )
-    state = act("state", NUMBERS, st.sampled_from(loops.STATES))
+
+    @rule(given=st.tuples(NUMBERS, st.sampled_from(loops.STATES)))
+    def state(self, given: tuple[int, str]) -> None:
+        """But where two optimizers have loaded one state: a tensor that is set in one's is then
+        taken over into the memory of both."""
+        if given[1] != "set" or len(self.plain.optimizers) == 1:
+            self.both("state", *given)
+
     gradient = act("gradient", NUMBERS, st.sampled_from(loops.GRADIENTS))
     alias = act(  # one that is replaced is taken over in the next call
         *("alias", NUMBERS, st.sampled_from(loops.ALIASES)), when=lambda self: not self.replaced
@@ -258,11 +287,16 @@ class Training(Both):
         "write_alias", st.integers(0, 3), first="drop", when=lambda self: self.plain.aliases
     )
     forget = act("forget", when=lambda self: self.plain.aliases)
-    look = act("look", NUMBERS, st.sampled_from(loops.USES))
+
+    @rule(number=NUMBERS, use=st.sampled_from(loops.USES))
+    def look(self, number: int, use: str) -> None:
+        self.both("look", number, use if self.anew or use != "layer" else "value")
+
     hook = act(
         *("hook", NUMBERS, st.sampled_from(loops.HOOKS)),
         when=lambda self: len(self.plain.hooks) < 3,
     )
+    step_hook = act("step_hook", when=lambda self: len(self.plain.hooks) < 3)
     unhook = act("unhook", when=lambda self: self.plain.hooks)
     save = act("save", st.sampled_from(["file", "deepcopy"]))
     load = act("load", HALVES, first="drop", when=lambda self: self.plain.saved is not None)
@@ -288,6 +322,7 @@ class Training(Both):
     def look_at_all(self) -> None:
         self.compare()
 
+    @precondition(lambda self: self.anew)
     @rule(sure=st.integers(0, 3))
     def freeze(self, sure: int) -> None:
         """A layer; or let it train again."""
@@ -295,7 +330,7 @@ class Training(Both):
             self.frozen = not self.frozen
             self.both("freeze", self.frozen)
 
-    @precondition(lambda self: not self.tied)
+    @precondition(lambda self: self.anew and not self.tied)
     @rule(sure=st.integers(0, 3))
     def tie(self, sure: int) -> None:
         if sure == 0:  # it is captured anew
@@ -310,6 +345,18 @@ class Training(Both):
         with released(self.ours.model):
             if self.pair.config.options.get("resident") == "all":
                 self.compare()
+
+    @precondition(lambda self: self.anew and not self.plain.hooks)
+    @rule(sure=st.integers(0, 3), at=st.integers(0, 3600))
+    def unmegacompiled(self, sure: int, at: int) -> None:
+        """It is plain, or Ctrl-C came in between, for a step, and then megacompiled again."""
+        if sure == 0:
+            for each in ("drop", "forget"):
+                self.both(each)
+            with contextlib.suppress(KeyboardInterrupt), traced(Places(at)):
+                unmegacompile(self.ours.model)
+            self.ordinary_step(at % 10, None)
+            self.pair.megacompile(self.ours.model)
 
     @rule(act=st.sampled_from(["forward", "backward", "step", "evaluate"]), at=st.integers(1, 1700))
     def interrupt(self, act: str, at: int) -> None:
@@ -335,6 +382,31 @@ class Updating(Both):
             each.reset("adamw", whole=True)
 
     whole_step = act("whole_step", SEEDS, st.integers(1, 2))
+
+    @rule(seed=SEEDS, extra=st.sampled_from(["penalty", "head", "view", "twice"]))
+    def used_outside(self, seed: int, extra: str) -> None:
+        """The gradient has parts that come from elsewhere: nothing is updated."""
+        self.both("forward", 3, seed, extra, False)
+        with pytest.raises(BackwardError):
+            self.ours.backward(0, "")
+        self.restart()
+        self.compare()
+
+    @rule(seed=SEEDS, kind=st.sampled_from(["sgd, plain", "rmsprop"]), first=st.booleans())
+    def second_optimizer(self, seed: int, kind: str, first: bool) -> None:
+        """It finds no gradients, ahead of the step and behind it: it updates nothing."""
+        self.both("forward", 3, seed, "", False)
+        self.both("backward", 0, "")
+        second = loops.OPTIMIZERS[kind](list(self.ours.model.head.parameters()))
+        for begins in (True, False):
+            if begins == first:
+                with pytest.raises(OptimizerError):
+                    second.step()
+            if begins:
+                self.both("step", 0)
+        self.both("zero_grad", True, False)
+        self.compare()
+
     evaluate = act("evaluate", st.just(3), st.sampled_from(["eval", "inference"]))
     look = act("look", NUMBERS, st.sampled_from([u for u in loops.USES if u != "grad"]))
     write = act(
