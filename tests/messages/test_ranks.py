@@ -197,9 +197,14 @@ def explained() -> Explanation:
     return explain(model, changes=False)
 
 
-SLOW = {"ranks": (3,), "hosts": ("b",), "name": "matrix products", "unit": "TFLOP/s"}
+SLOW: dict[str, Any] = {
+    "ranks": (3,),
+    "hosts": ("b",),
+    "name": "matrix products",
+    "unit": "TFLOP/s",
+}
 SLOW |= {"value": 610.0, "median": 655.0}
-LAST = {"rank": 1, "host": "b", "steps": 1, "of": 1, "step_s": 1.0, "lane": "h2d"}
+LAST: dict[str, Any] = {"rank": 1, "host": "b", "steps": 1, "of": 1, "step_s": 1.0, "lane": "h2d"}
 LAST |= {"busy_s": 0.9, "others_busy_s": 0.3, "waited_s": 0.2}
 
 
