@@ -9,13 +9,17 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import nn
 
-from megacompile import explain, megacompile
+from megacompile import compat, explain, megacompile
+from megacompile.beside import compile_pool
 from tests import inside
-from tests.sources import ROOT
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_compiler = pytest.mark.skipif(not compat.has_cpp_compiler(), reason="needs a C++ compiler")
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +28,7 @@ def cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch.compiler.reset()
     yield
-    inside.stop_processes()
+    compile_pool.stop()
 
 
 def net() -> nn.Module:
@@ -48,28 +52,13 @@ def trained() -> tuple[nn.Module, float]:
 ELSEWHERE = """
 import other
 import torch
-from megacompile import explain
-from tests.models.test_compiled_beside import trained
+from tests.models.test_compiled_beside import compat, trained
 torch.set_num_threads(1)
-model, found = trained()
-print(explain(model, changes=False).code["stages"].made, found)
+print(compat.cache_counts().made, trained()[1], compat.cache_counts().made)
 """
 
 
-def python(code: str, *path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """What another process prints."""
-    paths = os.pathsep.join(map(str, (*path, ROOT)))
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": paths, **variables},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=True,
-    )
-
-
-@pytest.mark.skipif(not inside.has_cpp_compiler(), reason="needs a C++ compiler")
+@needs_compiler
 def test_no_graph_is_compiled_twice(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -77,18 +66,33 @@ def test_no_graph_is_compiled_twice(
     whatever it has imported first, with the same numbers; its log says so."""
     with monkeypatch.context() as patient:  # this process compiles nothing that it may ask for
         patient.setattr("concurrent.futures.Future.cancel", lambda self: False)
-        patient.setenv("MEGACOMPILE_COMPILE_PROCESSES", "1")
+        patient.setenv(compile_pool.VARIABLE, "1")
+        earlier = set(psutil.Process().children())
+        compile_pool.start(torch.device("cpu"))
+        started = [each.pid for each in set(psutil.Process().children()) - earlier]
+        before = compat.cache_counts()
         with caplog.at_level("INFO", "megacompile.compile"):
             model, found = trained()
+    counts = compat.cache_counts().since(before)
+    assert counts.made == 1 and counts.found > 2
     stages = explain(model, changes=False).code["stages"]
-    assert stages.made == 1 and stages.found > 2
+    assert (stages.found, stages.made) == counts
     assert 0 < stages.beside <= stages.found, "those for another variant are compiled later"
     assert "compiled by processes beside this one" in caplog.text
+    assert len(started) == 1 and not psutil.pid_exists(started[0]), "it had device memory"
 
     (tmp_path / "other.py").write_text("import torch\n")
-    done = python(ELSEWHERE, tmp_path, MEGACOMPILE_LOG="compile")
-    made, total = done.stdout.split()
-    assert made == "0" and float(total) == found
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE],
+        env={**os.environ, "PYTHONPATH": paths, "MEGACOMPILE_LOG": "compile"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=True,
+    )
+    before_it, total, made = done.stdout.split()
+    assert before_it == made == "0" and float(total) == found
     lines = [line for line in done.stderr.splitlines() if " templates in " in line]
     said = [line.partition("compiled ")[2].replace("(", "").split() for line in lines]
     assert said and all(words[0] == words[5] for words in said), "all of them from the cache"
@@ -119,5 +123,12 @@ def test_kernels_in_triton_are_told_of(tmp_path: Path) -> None:
     """Compiled for a GPU, then found; whoever listened before is told too. In a process where they
     are compiled, not interpreted."""
     caches = {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "TRITON_INTERPRET": "0"}
-    said = python(KERNELS, **caches).stdout.splitlines()
-    assert said == ["fetch False True", "fetch True True", "False True"]
+    done = subprocess.run(
+        [sys.executable, "-c", KERNELS],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **caches},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["fetch False True", "fetch True True", "False True"]
