@@ -113,7 +113,7 @@ class Streams:
             handle = Handle(None, stream, deferred=True)
             self._deferred.append(_Deferred(handle, waits, work))
             return handle
-        _wait(waits)
+        wait_for_host(waits)
         for handle in waits:
             if handle.deferred:
                 self._catch_up(handle)
@@ -177,7 +177,7 @@ class Streams:
 
     def _issue_next(self) -> None:
         entry = self._deferred.popleft()
-        _wait(entry.waits)
+        wait_for_host(entry.waits)
         self._now(entry.handle, entry.waits, entry.work)
 
     def _queue(self, stream: Stream) -> torch.cuda.Stream:
@@ -201,7 +201,7 @@ def _busy(waits: Iterable[Handle]) -> bool:
     return any(handle.host is not None and not handle.host.done() for handle in waits)
 
 
-def _wait(waits: Iterable[Handle]) -> None:
+def wait_for_host(waits: Iterable[Handle]) -> None:
     """Wait for the threads of the host."""
     for handle in waits:
         if handle.host is not None:

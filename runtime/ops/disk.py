@@ -11,7 +11,7 @@ import torch
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Part
 from megacompile.ir.stream import Stream
-from megacompile.runtime.device.streams import Handle
+from megacompile.runtime.device.streams import Handle, wait_for_host
 from megacompile.runtime.ops.group import OpGroup, handles
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates.leases import Lease
@@ -25,13 +25,9 @@ class DiskOps(OpGroup):
         if staging is None or (self.in_step and bucket.key not in self.parts):
             return Handle(None, Stream.READ)
         host = self.machine.buckets[bucket.key]
-        for handle in handles(after):  # of the step before: mostly it is over
-            if handle.host is not None:
-                handle.host.wait()
-        staged = staging.read_states(host, f"{bucket.label}READ_STATE of {host.layout.name!r}")
-        if staged is not None and staged.read is not None:
-            self._note(staged.read)
-        return Handle(staged, Stream.READ, host=staged)
+        wait_for_host(handles(after))  # of the step before: mostly it is over
+        what = f"{bucket.label}READ_STATE of {host.layout.name!r}"
+        return self._lent(staging.read_states(host, what), ())
 
     def write_state(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
         staging, host = self.machine.staging, self.machine.buckets[bucket.key]
@@ -66,9 +62,7 @@ class DiskOps(OpGroup):
 
     def _lent(self, lease: Lease | None, after: tuple[Any, ...]) -> Handle:
         if lease is None:  # it is in memory: who takes it waits for this op, and not for its write
-            for handle in handles(after):
-                if handle.host is not None:
-                    handle.host.wait()
+            wait_for_host(handles(after))
         elif lease.read is not None:
             self._note(lease.read)
         return Handle(lease, Stream.READ, host=lease)

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
 
 import torch
 
-from megacompile.runtime.device.streams import Completion
 from megacompile.runtime.params.pending import InFlight
 from megacompile.runtime.updates.flight import Flight
+from megacompile.runtime.updates.leases import Lease
 from megacompile.runtime.updates.part import BucketPart
 from megacompile.runtime.updates.update import BucketUpdate
 from megacompile.runtime.updates.workers import Job, Workers
 from megacompile.tracing.recorder import Recording
-
-
-class Copies(Completion, Protocol):
-    """The content of a disk place, in host memory."""
-
-    def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The copy of a tensor that is on the disk; any other as it is."""
 
 
 class HostUpdates:
@@ -36,7 +28,7 @@ class HostUpdates:
         behind: Sequence[torch.cuda.Event],
         recording: Recording | None,
         written: Callable[[Flight], InFlight],
-        staged: Sequence[Copies] = (),
+        staged: Sequence[Lease] = (),
     ) -> Flight:
         """Enqueues an update for a worker; users of its bucket wait for it.
 
@@ -72,7 +64,7 @@ class HostUpdates:
 
 
 def _await(
-    events: Sequence[torch.cuda.Event], update: BucketUpdate, staged: Sequence[Copies]
+    events: Sequence[torch.cuda.Event], update: BucketUpdate, staged: Sequence[Lease]
 ) -> None:
     for event in events:
         event.synchronize()

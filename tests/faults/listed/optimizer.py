@@ -71,9 +71,7 @@ OPS = (
     Fault(
         "read-state-no-settle",
         "runtime/ops/disk.py",
-        "        for handle in handles(after):  # of the step before: mostly it is over\n"
-        "            if handle.host is not None:\n"
-        "                handle.host.wait()\n",
+        "        wait_for_host(handles(after))  # of the step before: mostly it is over\n",
         "",
         "States are read from the disk while the last step's write is under way.",
     ),
