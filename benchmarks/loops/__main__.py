@@ -3,8 +3,9 @@
     python -m benchmarks.loops --lowering eager --size tiny              CPU, seconds a loop
     python -m benchmarks.loops --device cuda --size small --jobs 6       GPU, Inductor
 
-Each loop and engine is a process of its own. Each step is a line of JSON in `--out` when it is
-over; the table is printed at the end, and made again of such a file by `--table FILE`.
+Each loop and engine is a process of its own, without compiled code from before. Each step is a line
+of JSON in `--out` when it is over; the table is printed at the end, and made again of such a file
+by `--table FILE`.
 """
 
 from __future__ import annotations
@@ -100,6 +101,8 @@ def _run(name: str, engine: Engine, args: argparse.Namespace, note: Any) -> str:
     else:
         environment.setdefault("CUDA_VISIBLE_DEVICES", "0")  # Trainer takes all that it sees
     with tempfile.TemporaryDirectory() as folder:
+        for cache in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+            environment[cache] = f"{folder}/{cache.lower()}"
         follower = _Follower(Path(folder) / "events", name, engine, note)
         with follower:
             outcome = process.run(
