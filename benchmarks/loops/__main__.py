@@ -29,7 +29,7 @@ from benchmarks.loops.catalogue import LOOPS
 from benchmarks.loops.loop import SIZES, Engine
 from benchmarks.loops.table import Record, records, rows
 from benchmarks.peers import process
-from benchmarks.report import environment, table
+from benchmarks.report import environment, measure_alone, table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name:22} {engine:8} {took_s:6.1f} s  {outcome}  {made.short()}", flush=True)
 
     note({"environment": environment()})
+    if args.device == "cuda":
+        measure_alone()
     with ThreadPoolExecutor(args.jobs) as pool:
         points = [(loop.name, engine) for loop in chosen for engine in engines]
         for _ in pool.map(one, points):
