@@ -1,4 +1,4 @@
-"""What benchmarks share: the machine's rates, and output with versions, commit, command, table."""
+"""The machine of a benchmark: its rates, versions and commit; and the table of results."""
 
 from __future__ import annotations
 
