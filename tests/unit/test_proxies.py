@@ -218,3 +218,30 @@ def test_a_deep_copy_and_a_checkpoint_in_the_forward() -> None:
     for (name, p), q in zip(plain.named_parameters(), ours.parameters(), strict=True):
         assert equal(p.grad, q.grad), name
         assert equal(ours.saved[name], p.detach()) and type(ours.saved[name]) is Tensor
+
+
+# --- a parameter that lives on the device
+
+
+def test_operators_that_read_get_no_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the parameter lives on the device; those that write get a copy, which is written back.
+    An operator may give what it got other memory: the parameter keeps its own."""
+    fetched = track_fetches(monkeypatch)
+    plain, host, proxy = pair()
+    proxy.resident = True
+    for read in READS.values():
+        read(proxy.detach())
+    assert not fetched
+    with torch.no_grad():
+        proxy.t()[0].add_(plain[1, 0])
+        plain.t()[0].add_(plain[1, 0].clone())
+    assert equal(host, plain) and fetched
+    gives_other_memory(proxy)
+    assert equal(host, plain)
+
+
+@torch.library.custom_op("megacompile_tests::gives_other_memory", mutates_args=())
+def gives_other_memory(of: Tensor) -> Tensor:
+    """As `_cudnn_rnn_flatten_weight`, which says nothing of it in its schema."""
+    of.set_(torch.zeros_like(of))  # type: ignore[call-overload]
+    return torch.ones(1)
