@@ -4,6 +4,7 @@ fetched."""
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -164,14 +165,18 @@ def recurrent_alone(model: Any, x: Tensor) -> Tensor:
     return out
 
 
-def test_a_captured_graph_that_needs_the_room_gets_it() -> None:
-    """Where it fits beside them they stay."""
+@pytest.mark.parametrize("again", [False, True])
+def test_a_captured_graph_that_needs_the_room_gets_it(*, again: bool) -> None:
+    """Where it fits beside them they stay. So it is where the model is laid out again before."""
     torch.manual_seed(0)
     for budget, stays in ((400 * KB, True), (120 * KB, False)):
         models = pair(Both(), gpu_memory=budget)
         pairs = with_adamw(models)
         assert trained(pairs, range(3), recurrent_alone)[1:] == [0, 0]
         assert inside.residents(models[1]) == {"recurrent"}
+        for model in models if again else ():
+            model.other = nn.Linear(1, 1, bias=False).requires_grad_(False)
+            nn.init.ones_(model.other.weight)
         counts = trained(pairs, range(3, 7))
         assert ("recurrent" in inside.residents(models[1])) == stays
         assert [bool(count) for count in counts[1:]] == [not stays] * 3
@@ -198,11 +203,11 @@ def test_moves_wait_for_backwards_of_eager_code() -> None:
         optimizer = SGD(each.parameters(), lr=0.1)
         losses = [loss_of(each(x_of(seed))) for seed in range(3)]
         assert not inside.residents(model)
-        losses[0].backward(retain_graph=True)
+        for loss in reversed(losses):
+            loss.backward(retain_graph=loss is losses[0])
         losses.append(loss_of(each(x_of(3))))
         assert not inside.residents(model)
-        for loss in reversed(losses[:3]):
-            loss.backward()
+        losses[0].backward()
         optimizer.step()
         assert not inside.residents(model)
         del losses[3]
@@ -222,8 +227,11 @@ def test_parameters_with_hooked_nodes_stay() -> None:
         node = parameter.view_as(parameter).grad_fn.next_functions[0][0]
         node.register_hook(lambda *_, calls=calls: calls.append(1))
         nodes.append(node)
-    trained(with_adamw((plain, model)), range(3))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trained(with_adamw((plain, model)), range(3))
     assert seen[0] == seen[1] and not inside.residents(model)
+    assert len(said) == 1, "that they are fetched"
 
 
 def test_a_loop_that_samples_has_what_it_reads_on_the_device() -> None:
