@@ -55,16 +55,20 @@ class Containers:
 
         if self._places:
             self._exchange(inside)
+            self._exchange_made(inside)
 
     def put_back(self) -> None:
-        """Put the parameters in the places of proxies, also in a list that a module has made in
-        the call, as nn.LSTM does."""
+        """Put the parameters in the places of proxies."""
         self._exchange(_outside, self._tuples)
+        self._exchange_made(_outside)
+        self._tuples.clear()
+
+    def _exchange_made(self, other: Callable[[Any], Any]) -> None:
+        """The same in lists that modules have made in a call, as nn.LSTM does."""
         for attributes, name, before in self._lists:
             now = attributes.get(name)
             if now is not before and type(now) is list:
-                now[:] = map(_outside, now)
-        self._tuples.clear()
+                now[:] = map(other, now)
 
     def _exchange(self, other: Callable[[Any], Any], known: dict[int, Any] | None = None) -> None:
         for container, key in self._places:

@@ -93,10 +93,9 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
     def use(self) -> None:
         """Eager code uses it: tells of its parameter, and of the link that a backward will come
         by."""
-        link = None
-        if torch.is_grad_enabled():
-            link = link_of(self if self.base is None else self.base)
-        self.tell(self.param, link)
+        link = link_of(self if self.base is None else self.base)
+        comes = torch.is_grad_enabled() and type(link) is _LINK  # another one was written to
+        self.tell(self.param, link if comes else None)
 
     def lying(self) -> torch.Tensor:
         """Its values on the device, for an operator that only reads them: where they lie, if they
@@ -322,6 +321,9 @@ class Link(torch.autograd.Function):
         if compat.is_sharded(param):
             return ranks.averaged(gradient, param), None
         return gradient.to(param.device), None
+
+
+_LINK = compat.node_class(Link)
 
 
 def as_gradient_of(proxy: StreamedParameter, gradient: torch.Tensor) -> torch.Tensor:

@@ -116,6 +116,18 @@ def test_the_options_say_which_are_resident() -> None:
         assert [bool(count) for count in counts] == [fetched] * 3, options
 
 
+def test_a_list_that_a_call_has_made_is_exchanged_in_the_next_call() -> None:
+    """A recurrent layer makes the list of its weights in a call, and not in each without
+    gradients: they are what it reads, and what it holds behind a call."""
+    plain, model = pair(alone(nn.LSTM), resident=0, gpu_memory="1MiB")
+    for seed in range(3):
+        found: list[Any] = []
+        with torch.no_grad(), megacompile.eager(model), inside.fetches(found):
+            assert all(map(torch.equal, model(x_of(seed))[1], plain(x_of(seed))[1]))
+        assert len({id(param) for param in found}) == 8
+        assert all(a is b for a, b in zip(model._flat_weights, model.parameters(), strict=True))
+
+
 def test_as_many_are_resident_as_leave_half_of_the_room() -> None:
     """For what the code computes. The others are fetched."""
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megacompile import megacompile
 from megacompile.errors import ModelError
-from megacompile.runtime.params.proxies import StreamedParameter, StreamedView
+from megacompile.runtime.params.proxies import Link, StreamedParameter, StreamedView
 from tests.zoo import equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:megacompile. .* runs in eager mode")
@@ -245,3 +245,14 @@ def gives_other_memory(of: Tensor) -> Tensor:
     """As `_cudnn_rnn_flatten_weight`, which says nothing of it in its schema."""
     of.set_(torch.zeros_like(of))  # type: ignore[call-overload]
     return torch.ones(1)
+
+
+def test_a_proxy_that_was_written_to_under_autograd_has_no_link_to_tell_of() -> None:
+    param = nn.Parameter(weight())
+    made = Link.apply(param, lambda: StreamedParameter(param.detach(), CPU))  # type: ignore[no-untyped-call]
+    told: list[Any] = []
+    made.tell = lambda _, link: told.append(link)
+    made.exp()
+    made.mul_(2)
+    made.exp()
+    assert [link is None for link in told] == [False, False, True]
