@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megacompile import compat, notices
@@ -42,6 +43,11 @@ def has_cpp_compiler() -> bool:
 def has_processes() -> bool:
     """True if processes compile for this one."""
     return compile_pool._pool is not None
+
+
+def start_processes() -> None:
+    """Let processes compile for this one, as on a GPU."""
+    compile_pool.start(torch.device("cpu"))
 
 
 def stop_processes() -> None:
