@@ -315,6 +315,16 @@ def test_tiles_where_they_fit_or_pay(in_backward: bool) -> None:
         assert step_s == whole.expected_s(choice)
 
 
+def test_the_longest_tile_stands_for_all_of_them() -> None:
+    """Where they do not fit, the last one is shorter: three of 3 tokens, and one of 1."""
+    towers = [problem_of(captured(Long(), 1, tokens, 512)[0]) for tokens in (9, 10)]
+    fits, rest = (
+        tower.memory(Choice(0, tiles=tiles)).peak.total_bytes
+        for tower, tiles in zip(towers, (3, 4), strict=True)
+    )
+    assert fits <= rest
+
+
 # --- toys: the costs of a choice are a formula
 
 
