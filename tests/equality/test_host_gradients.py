@@ -17,7 +17,7 @@ from torch.optim import SGD
 from megacompile import megacompile
 from megacompile.errors import BackwardError
 from tests.stateful.late import late
-from tests.zoo import equal
+from tests.zoo import equal, uncompiled
 
 SHAPES = [(4, 3), (5,), (), (2, 2, 2)]
 Params = list[nn.Parameter]
@@ -59,11 +59,8 @@ def both() -> Iterator[Both]:
         assert not any(is_plain(params))
         return wants, params
 
-    def stage(module: Any, _: Any) -> Any:
-        return lambda *given: module(*(given[0] if isinstance(given[0], list) else given))
-
     with pytest.MonkeyPatch.context() as patched:  # stages run as they are, compiled by nobody
-        patched.setattr(torch._inductor, "compile", stage)
+        patched.setattr(torch._inductor, "compile", uncompiled)
         yield backward
 
 

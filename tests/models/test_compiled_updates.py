@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +16,7 @@ from torch.optim import AdamW
 
 from megacompile import explain, megacompile
 from tests import inside
-from tests.zoo import equal
+from tests.zoo import equal, uncompiled
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(not inside.has_cpp_compiler(), reason="needs a C++ compiler")
@@ -59,24 +58,20 @@ class Run:
         return [param.detach() for param in self.model.parameters()]
 
 
-def stage(module: Any, _: Any) -> Any:
-    return lambda *given: module(*(given[0] if isinstance(given[0], list) else given))
-
-
 @pytest.fixture(autouse=True)
 def cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Inductor's caches are empty."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    monkeypatch.setattr(torch._inductor, "compile", stage)
+    monkeypatch.setattr(torch._inductor, "compile", uncompiled)
     with torch._inductor.config.patch(compile_threads=1):
         yield
 
 
 ANOTHER_RUN = """
 import torch
-from tests.models.test_compiled_updates import Run, stage
-torch._inductor.compile = stage
+from tests.models.test_compiled_updates import Run, uncompiled
+torch._inductor.compile = uncompiled
 run = Run(torch.float64)
 print(*run.train(2) | run.train(2), *run.code())
 torch.save(run.values(), "values")
@@ -93,9 +88,9 @@ def test_an_update_is_compiled_elsewhere_and_found_here(
     assert switches.train(2) == {"TORCH"}
     assert switches.code() == (found, beside, made)
     switches.wait()
-    with monkeypatch.context() as on_a_gpu:
+    changed = torch._inductor.config.patch({"triton.unique_kernel_names": False})
+    with monkeypatch.context() as on_a_gpu, changed:
         on_a_gpu.setattr("torch._inductor.compile_fx.has_triton", lambda: True)
-        on_a_gpu.setattr(torch._inductor.config.triton, "unique_kernel_names", False)
         assert switches.train(2) == {"COMPILED"}
     assert switches.code() == (found + 1, beside + 1, made)
     assert explain(switches.model, changes=False).code["updates in C++"].time_s > 0

@@ -79,9 +79,8 @@ def test_stages_on_the_host_are_far_from_one_another(
 
     def on_host(count: int, lookahead: int) -> frozenset[int]:
         forward, *_ = LONG.partition(" |")
-        slots = lookahead + 1
-        options = {"keep": keep, "saved_on_host": count, "lookahead": lookahead, "slots": slots}
-        return planned(forward, **options).plan.offload
+        saved: dict[str, Any] = {"keep": keep, "saved_on_host": count}
+        return planned(forward, lookahead=lookahead, slots=lookahead + 1, **saved).plan.offload
 
     assert on_host(count, 1) == chosen
     assert not on_host(0, 1) and not on_host(count, 7)
