@@ -42,7 +42,7 @@ from benchmarks.loops.loop import (
 )
 from benchmarks.loops.others import class_loss, images, timm, transformer
 from benchmarks.loops.texts import experts, one_length, pretrained
-from benchmarks.report import publish
+from benchmarks.report import measure_alone, publish
 
 SMALL = SIZES["small"]
 WARM_UP = 6  # steps, until caches, clocks and the plan are there
@@ -214,6 +214,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
     requests = [
         {"model": name, "dtype": dtype, **fixed} for name in args.model for dtype in args.dtype
     ]
+    measure_alone()
     rows: list[dict[str, object]] = []
     for k in range(0, len(requests), args.jobs):
         rows += _measured(requests[k : k + args.jobs])

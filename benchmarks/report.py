@@ -1,4 +1,4 @@
-"""The output of every benchmark: machine, versions, commit, command, table."""
+"""The machine of a benchmark: its rates, versions and commit; and the table of results."""
 
 from __future__ import annotations
 
@@ -40,6 +40,14 @@ def _commit() -> str:
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def measure_alone() -> None:
+    """Measure the GPU's rates, if they are not on file: processes that begin beside one another
+    would each measure a part of them, and plan with that."""
+    subprocess.run(
+        [sys.executable, "-m", "megacompile", "hardware"], check=True, stdout=subprocess.DEVNULL
+    )
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:

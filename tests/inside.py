@@ -127,6 +127,24 @@ def graph_calls(ran: list[Program | None]) -> Iterator[None]:
         sys.setprofile(before)
 
 
+@contextmanager
+def fetches(found: list[nn.Parameter]) -> Iterator[None]:
+    """Note the parameters that eager code copies to the device in the block, each time."""
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        del argument
+        if event == "call" and frame.f_code.co_qualname == "StreamedParameter.fetched":
+            param = frame.f_locals["self"].param
+            found.extend([param] if param is not None else [])  # None: it is being captured
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
 def executors(model: nn.Module) -> list[Executor]:
     """Every executor that a model has made."""
     return [executor for program in programs(model) for executor in program.executors.values()]

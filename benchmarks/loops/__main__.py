@@ -3,8 +3,9 @@
     python -m benchmarks.loops --lowering eager --size tiny              CPU, seconds a loop
     python -m benchmarks.loops --device cuda --size small --jobs 6       GPU, Inductor
 
-Each loop and engine is a process of its own. Each step is a line of JSON in `--out` when it is
-over; the table is printed at the end, and made again of such a file by `--table FILE`.
+Each loop and engine is a process of its own, without compiled code from before. Each step is a line
+of JSON in `--out` when it is over; the table is printed at the end, and made again of such a file
+by `--table FILE`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from benchmarks.loops.catalogue import LOOPS
 from benchmarks.loops.loop import SIZES, Engine
 from benchmarks.loops.table import Record, records, rows
 from benchmarks.peers import process
-from benchmarks.report import environment, table
+from benchmarks.report import environment, measure_alone, table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name:22} {engine:8} {took_s:6.1f} s  {outcome}  {made.short()}", flush=True)
 
     note({"environment": environment()})
+    if args.device == "cuda":
+        measure_alone()
     with ThreadPoolExecutor(args.jobs) as pool:
         points = [(loop.name, engine) for loop in chosen for engine in engines]
         for _ in pool.map(one, points):
@@ -100,6 +103,8 @@ def _run(name: str, engine: Engine, args: argparse.Namespace, note: Any) -> str:
     else:
         environment.setdefault("CUDA_VISIBLE_DEVICES", "0")  # Trainer takes all that it sees
     with tempfile.TemporaryDirectory() as folder:
+        for cache in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+            environment[cache] = f"{folder}/{cache.lower()}"
         follower = _Follower(Path(folder) / "events", name, engine, note)
         with follower:
             outcome = process.run(

@@ -9,9 +9,10 @@ takes what they have made from the caches, within a few hundredths of a second f
 
 The first processes start while a model is captured, because they import torch for seconds, and end
 when the graphs of its first plan have code: a graph on a GPU makes them take device memory, which
-belongs to the first step. Those that start later load no kernel, and take none. Where anything is
-unusual (no caches, a graph or options that cannot be sent, a process that ends or takes too long),
-this process compiles, as it would have done.
+belongs to the first step. Those that start later, when a graph of many stages has been captured
+(`expect`), load no kernel, and take none. Where anything is unusual (no caches, a graph or options
+that cannot be sent, a process that ends or takes too long), this process compiles, as it would have
+done.
 
 MEGACOMPILE_COMPILE_PROCESSES=4 says how many; 0: none. Without it there are some on a machine with
 a GPU and many cores.
@@ -53,6 +54,7 @@ _THREADS = 4  # of each of them, for kernels
 _PATIENCE_S = 300.0
 _MANY = 8  # graphs: for fewer, no process is started
 _IDLE_S = 20.0  # after the last graph
+_EXPECTED_S = 90.0  # before the first one
 _READY = "ready"  # for a job, the last of which is done
 
 Take = Callable[[fx.GraphModule], None]
@@ -139,22 +141,28 @@ class CompilePool:
             for _ in range(count)
         ]
         self._works = False
-        self._loads = loads
+        self.loads = loads
         self.patience_s = patience_s
-        self.kept = False  # are there jobs without a waiter?
+        self.kept = False  # do they wait for jobs, or are there some that nobody waits for?
+        self._idle_s = _IDLE_S
         forks.tell(self)
 
     def submit(self, graphs: Iterable[GraphToCompile]) -> Jobs:
         """Submits graphs to the workers, in this order."""
         settings = functools.cache(compat.compile_settings)
-        jobs = Jobs(self)
+        jobs, self._idle_s = Jobs(self), _IDLE_S
         self._work()
         for graph in graphs:
-            job = _job(graph, settings, self._loads)
+            job = _job(graph, settings, self.loads)
             if job is not None:
                 future = jobs.futures[graph.part] = Future()
                 self._jobs.put((future, job))
         return jobs
+
+    def wait(self, idle_s: float) -> None:
+        """Jobs will come, within so long."""
+        self.kept, self._idle_s = True, idle_s
+        self._work()
 
     def _work(self) -> None:
         if self._works:
@@ -170,7 +178,7 @@ class CompilePool:
         works = process.hear() == _READY
         while works:
             try:
-                item = self._jobs.get(timeout=_IDLE_S if self.kept else None)
+                item = self._jobs.get(timeout=self._idle_s if self.kept else None)
             except queue.Empty:
                 break
             if item is None:
@@ -328,6 +336,16 @@ def start(device: torch.device, *, loads: bool = True) -> None:
             _pool = CompilePool(count, index, _THREADS, loads=loads)
         except (OSError, subprocess.SubprocessError) as error:
             log.logger("compile").info("no processes compile stages: %s", error)
+
+
+def expect(stages: int, device: torch.device, *, idle_s: float = _EXPECTED_S) -> None:
+    """Starts processes for the code of so many stages, where that is much: they import torch for
+    seconds. They end if no graph comes for so long."""
+    if stages < _MANY or not compat.compiles_without_device():
+        return
+    start(device, loads=False)
+    if _pool is not None and not _pool.loads:
+        _pool.wait(idle_s)
 
 
 def _count(device: torch.device) -> int:

@@ -189,6 +189,25 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:  # torch 2.11 to
     return _pytree.tree_map(function, tree)
 
 
+def map_values(function: Callable[[Any], Any], func: Any, values: Any) -> Any:  # torch 2.11 to 2.15
+    """The same of an operator's arguments or results. Those of ATen operators are in lists, tuples
+    and dicts of names, which takes a tenth of the time."""
+    if isinstance(func, torch._ops.OpOverload):
+        return _mapped(function, values)
+    return tree_map(function, values)
+
+
+def _mapped(function: Callable[[Any], Any], values: Any) -> Any:
+    kind = type(values)
+    if kind is tuple or kind is list:
+        return kind([_mapped(function, value) for value in values])
+    if kind is dict:
+        return {name: _mapped(function, value) for name, value in values.items()}
+    if isinstance(values, (tuple, list, dict)):
+        return tree_map(function, values)
+    return function(values)
+
+
 def tree_map_once(function: Callable[[Any], Any], tree: Any) -> Any:  # torch 2.11 to 2.15
     """Apply `function` to what a container has in it, whatever that is."""
     return _pytree.tree_map(function, tree, is_leaf=lambda each: each is not tree)
@@ -199,6 +218,7 @@ def leaves(tree: Any) -> list[Any]:  # torch 2.11 to 2.15
     return _pytree.tree_leaves(tree)
 
 
+@functools.cache
 def gives_views(func: Any) -> bool:  # torch 2.11 to 2.15
     """True if an ATen operator's result is a view of its input, that shares memory with it."""
     schema = getattr(func, "_schema", None)

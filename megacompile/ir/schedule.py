@@ -200,6 +200,10 @@ class Placement:
     accumulates: bool = False  # may a forward find gradients there, of a backward before it?
     stays: str = ""  # why no bucket may go elsewhere; "": they may
 
+    def moving(self, now: Placement) -> frozenset[int]:
+        """Keys of the buckets whose parameters go elsewhere, from where they are now."""
+        return (self.resident ^ now.resident) | (self.weights_on_disk ^ now.weights_on_disk)
+
 
 def first_to_disk(buckets: Sequence[Bucket], trained: Collection[int]) -> list[Bucket]:
     """Buckets in the order in which their parameters go to a disk, where host memory is short.

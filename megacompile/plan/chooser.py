@@ -3,23 +3,25 @@
 The first plan that reads a bucket decides whether it lives on the device, and all later ones are
 planned with that. Later captured graphs decide about buckets of their own, in what earlier graphs
 leave of the device memory: what all of them need together counts. A graph is planned again when the
-buckets are there, which finds what was found before.
+buckets are there, which finds what was found before. What the plans leave is for buckets that code
+reads which is not captured (`uncaptured`).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from megacompile.cost.memory import MemoryKind, streamed_bytes
+from megacompile.cost.memory import MemoryKind, device_memory, streamed_bytes
 from megacompile.cost.ops import computes_s
 from megacompile.cost.pageable import pageable_words
 from megacompile.cost.places import stored_bytes, stored_weights_bytes
 from megacompile.errors import DeviceMemoryError, HostMemoryError
+from megacompile.ir.buckets import Bucket
 from megacompile.ir.capture import Variant
 from megacompile.ir.schedule import Placement, Schedule
 from megacompile.ir.stages import Stage
@@ -36,6 +38,7 @@ from megacompile.plan.scenario import Scenario
 from megacompile.plan.searches import Searches
 from megacompile.plan.setting import Setting
 from megacompile.plan.stay import stay_that_fit
+from megacompile.plan.uncaptured import Uncaptured
 from megacompile.plan.weights_on_disk import search_with_weights
 from megacompile.text import format_bytes
 
@@ -120,6 +123,7 @@ class Chooser:
         self._decided: frozenset[int] = frozenset()  # buckets that some plan has decided about
         self._stored: frozenset[int] = frozenset()  # the same, whether their states are on the disk
         self._wanted: Placement | None = None  # where buckets are to be; None: where they are
+        self._uncaptured = Uncaptured()
         self._disk_bytes = disk_bytes  # that states may take there; None: not asked yet
         self._planned: dict[_Stages, _Planned] = {}  # the one that was planned last comes last
         self._sought: dict[_Stages, Problem] = {}  # the last that a search was made for
@@ -147,12 +151,11 @@ class Chooser:
             DeviceMemoryError: nothing fits.
             HostMemoryError: nothing fits that fits on the device.
         """
-        planned = self.setting.options.plans or self.setting.hardware is not None
         if schedule.backward is None:
             stay = self._stay(schedule, placement)
             tiles = max((each.found.choice.tiles for each in self._planned.values()), default=1)
             return PlanChoice(Choice(resident=placement.resident, stay=stay, tiles=tiles))
-        if not planned:
+        if not self._plans:
             return PlanChoice(Choice(resident=placement.resident))
         if stages in self._chosen:
             return self._chosen[stages]
@@ -187,7 +190,7 @@ class Chooser:
             whole: the same in one.
             schedule: what `Pipeline.differentiated` made of it.
         """
-        wanted = placement if self._wanted is None else self._wanted
+        wanted = self._wanted_of_all(placement)
         none = frozenset[int]()
         closed = _Open(none, none, none)
         problem = self._problem(whole, schedule, variant, placement, wanted, closed)
@@ -222,12 +225,68 @@ class Chooser:
 
     def wants(self, placement: Placement) -> Placement:
         """The placement that plans want for the buckets, which are as `placement` says."""
+        wanted = self._wanted_of_all(placement)
         if self._wanted is None:
-            return placement
-        wants = replace(placement, resident=self._wanted.resident, on_disk=self._wanted.on_disk)
+            return replace(placement, resident=wanted.resident)
+        wants = replace(placement, resident=wanted.resident, on_disk=wanted.on_disk)
         if placement.stays or not self.setting.options.may_store_weights:
             return wants
-        return replace(wants, weights_on_disk=self._wanted.weights_on_disk)
+        return replace(wants, weights_on_disk=wanted.weights_on_disk)
+
+    def _wanted_of_all(self, placement: Placement) -> Placement:
+        """The places where all buckets are to be, as far as is decided: by plans, and for code that
+        is not captured."""
+        wanted = placement if self._wanted is None else self._wanted
+        resident = self._uncaptured.placed(wanted.resident)
+        if placement.stays:
+            resident = wanted.resident | self._uncaptured.there(placement.resident)
+        return replace(wanted, resident=resident)
+
+    def note_fetches(
+        self, buckets: Sequence[Bucket], trained: Mapping[int, Sequence[int]], placement: Placement
+    ) -> None:
+        """Code that is not captured reads buckets: let those that no plan has decided about live on
+        the device, as far as there is room.
+
+        Args:
+            trained: the parameters that get a gradient: bucket key -> indices.
+            placement: where the buckets are.
+        """
+        options = self.setting.options
+        if options.resident is not None or placement.stays or not self._plans or options.ranks > 1:
+            return
+        read = self._decided.union(*(planned.keys for planned in self._planned.values()))
+        new = self._uncaptured.new(bucket for bucket in buckets if bucket.key not in read)
+        if not new:
+            return
+        cost = replace(self.setting.cost(), in_backward=False)  # which leaves their gradients
+
+        def size(bucket: Bucket) -> float:
+            return cost.resident_bytes(bucket, trained.get(bucket.key, ()))
+
+        room_bytes = self.budget.size_bytes() - self._peak_bytes()
+        self._uncaptured.decide(new, size, room_bytes, placement.resident)
+
+    def _peak_bytes(self) -> int:
+        """Device memory that the plans take together."""
+        planned = list(self._planned.values())
+        if not planned:
+            return 0
+        return device_memory(
+            self._latest(planned),
+            optimizer=self.setting.cost(),
+            fused=self.setting.options.lowering is Lowering.INDUCTOR,
+            gradients_stay=any(each.problem.gradients_stay for each in planned),
+        ).peak.total_bytes
+
+    def uncaptured_bytes(self) -> int:
+        """Device memory of buckets that live there for code that is not captured."""
+        return self._uncaptured.all_bytes()
+
+    @property
+    def _plans(self) -> bool:
+        """True if plans are searched for."""
+        return self.setting.options.plans or self.setting.hardware is not None
 
     def _searched(
         self,
@@ -241,11 +300,19 @@ class Chooser:
         """Search, remember what was found, and decide about buckets that no plan has decided
         about."""
         self.budget.agree()
-        wanted = placement if self._wanted is None else self._wanted
+        wanted = self._wanted_of_all(placement)
         open_to = self._open(schedule, placement, wanted.resident if again else frozenset())
         problem = self._problem(stages, schedule, variant, placement, wanted, open_to)
-        before = self._found_before(stages, problem)
-        problem, found = self._search(stages, problem, before, weights=bool(open_to.weights))
+        found = before = self._found_before(stages, problem)
+        if found is None:
+            found = self._sought_anew(stages, problem)
+        if found is None and problem.budget_bytes < self.budget.size_bytes():
+            self._uncaptured.leave()
+            wanted = self._wanted_of_all(placement)
+            problem = self._problem(stages, schedule, variant, placement, wanted, open_to)
+            found = self._sought_anew(stages, problem)
+        weights = bool(open_to.weights) and before is None
+        problem, found = self._search(stages, problem, found, weights=weights)
         self._trained |= schedule.gradient_params
         self.budget.note(problem, found.peak_bytes)
         decides = bool(open_to.residents or open_to.states) or found is before
@@ -254,6 +321,7 @@ class Chooser:
         if open_to.residents or open_to.states:
             self._decided |= open_to.residents
             self._stored |= open_to.states
+            self._uncaptured.decided_by_plan(open_to.residents)
             self._wanted = open_to.decided(wanted, found.choice)
         return PlanChoice(found.choice, self._reasons(problem, found, placement))
 
@@ -263,22 +331,23 @@ class Chooser:
             if stages.stages in (key, planned.merged):
                 del self._planned[key]
 
+    def _sought_anew(self, stages: Schedule, problem: Problem) -> SearchResult | None:
+        """The result of a search; None: nothing fits."""
+        self._sought[stages.stages] = problem
+        return self._searches.near(problem, self._elsewhere.get(stages.stages))
+
     def _search(
-        self, stages: Schedule, problem: Problem, before: SearchResult | None, *, weights: bool
+        self, stages: Schedule, problem: Problem, found: SearchResult | None, *, weights: bool
     ) -> tuple[Problem, SearchResult]:
-        """The first of these that there is: what was found before, what a search finds, with
-        parameters on the disk (`weights`: where they may go there), as if no other graph were
-        there, with fewer states in host memory, the smallest plan.
+        """The first of these that there is: what was found, with parameters on the disk
+        (`weights`: where they may go there), as if no other graph were there, with fewer states in
+        host memory, the smallest plan.
 
         Returns:
             what was sought in the end, and what was found.
         """
-        found = before
         anew = functools.partial(self._searches.near, near=self._elsewhere.get(stages.stages))
-        if found is None:
-            self._sought[stages.stages] = problem
-            found = anew(problem)
-        if weights and before is None:
+        if weights:
             problem, found = search_with_weights(problem, found, anew)
         if found is None and problem.others:  # no bucket can go where they are, too
             problem = replace(problem, others=(), undecided=())
@@ -332,21 +401,31 @@ class Chooser:
             weights_on_disk=(placement.weights_on_disk & own) - open_to.weights,
             storable=open_to.states,
             others=self._others(stages, own),
+            budget_bytes=self._budget_bytes(own, wanted),
         )
         if (known := self._sought.get(stages.stages)) is not None:
             problem.learn(known)
         return problem
 
+    def _budget_bytes(self, own: frozenset[int], wanted: Placement) -> int:
+        """Device memory for a graph that reads the buckets `own`, and for other graphs."""
+        return self.budget.size_bytes() - self._uncaptured.beside(own, wanted.resident)
+
     def _others(self, stages: Schedule, own: frozenset[int]) -> tuple[Schedule, ...]:
-        """Drafts of the other captured graphs: of each set of buckets, the one planned last.
+        """Drafts of the other captured graphs."""
+        every = self._planned.items()
+        return self._latest(
+            [each for key, each in every if key != stages.stages and each.keys != own]
+        )
+
+    @staticmethod
+    def _latest(every: Sequence[_Planned]) -> tuple[Schedule, ...]:
+        """Drafts: of each set of buckets, the one planned last.
 
         Graphs that read the same buckets are the same code for other inputs, and run in place of
         one another.
         """
-        latest: dict[frozenset[int], _Planned] = {}
-        for key, planned in self._planned.items():
-            if key != stages.stages and planned.keys != own:
-                latest[planned.keys] = planned
+        latest = {planned.keys: planned for planned in every}
         return tuple(planned.schedule for planned in latest.values())
 
     def _too_small(self, stages: Schedule, problem: Problem) -> SearchResult:
@@ -428,7 +507,9 @@ class Chooser:
             return max(0, options.slots - options.lookahead - 1)
         if not options.plans or self._no_stay:
             return 0
-        budget_bytes = int(_SHARE * self.budget.size_bytes())
+        own = frozenset(bucket.key for bucket in schedule.buckets)
+        wanted = self._wanted_of_all(placement)
+        budget_bytes = int(_SHARE * self._budget_bytes(own, wanted))
         count = stay_that_fit(self.pipeline, self.setting, schedule, placement, budget_bytes)
         self._stay_now |= count > 0
         return count
@@ -495,6 +576,8 @@ class Chooser:
 
         Stages that have their choice keep it: a backward may be to come.
         """
+        if self._uncaptured.end():
+            return "what code reads that is not captured leaves the device"
         how = self.budget.step_down()
         if how:
             self._decided = self._stored = frozenset()

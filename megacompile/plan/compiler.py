@@ -8,7 +8,7 @@ Chooser    seeks a `Choice` that fits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -144,7 +144,8 @@ class PassCompiler:
             device_memory([schedule], optimizer=self.setting.cost(), fused=fused).peak.total_bytes
             for fused in (True, False)
         ]
-        return self.budget.holds(peaks[1] - peaks[0], peaks[1])
+        beside = self.chooser.uncaptured_bytes()
+        return self.budget.holds(peaks[1] - peaks[0] + beside, peaks[1] + beside)
 
     def code_is_ready(self) -> bool:
         """True if code is compiled by now that schedules ran without."""
@@ -265,6 +266,12 @@ class PassCompiler:
         """The placement that the plans made so far want for the buckets, which are as `placement`
         says."""
         return self.chooser.wants(placement)
+
+    def note_fetches(
+        self, buckets: Sequence[Bucket], trained: Mapping[int, Sequence[int]], placement: Placement
+    ) -> None:
+        """Code that is not captured reads buckets: they may live on the device."""
+        self.chooser.note_fetches(buckets, trained, placement)
 
     def retain(self, stages: Collection[Schedule], schedules: Collection[Schedule]) -> None:
         """Forget what was traced and planned for all but these captured stages and schedules."""

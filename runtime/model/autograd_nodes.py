@@ -34,7 +34,7 @@ class Recorded(Protocol):
 def users(call: compat.BackwardCall) -> Users:
     """The users of parameters in a backward, found once."""
     if call.users is None:
-        call.users = users_of(call, (Graph, Gate), Link)
+        call.users = users_of(call, Graph, Gate, Link)
     found: Users = call.users
     return found
 

@@ -107,7 +107,8 @@ class ModelBuckets:
         )
         self.machine.gradients.ranks = self.machine.ranks
         self.alone = threading.RLock()  # the swap and the slots serve one call at a time
-        self.notice = EagerNotice()
+        self.notice = EagerNotice(self.machine.links)
+        self._noted: set[int] = set()  # of `notice.read`, what the plans know of
         self._aliases = AliasNotice()
         self._aliases.of_model(model)
         if ranks is not None:
@@ -182,6 +183,7 @@ class ModelBuckets:
         on_disk = frozenset(self.machine.buckets if self.machine.disk is not None else ())
         placement = Placement(resident, on_disk, stored)
         self.plans = Plans(self.make_compiler(units), placement)
+        self._noted.clear()
         self._places.note(self.machine.buckets.values())
         self.buffers_to(self.options.device)
         self._make_proxies()
@@ -238,6 +240,7 @@ class ModelBuckets:
             self.machine.ranks.agreement.steps += 1
         replaced = (b.replaced() for b in self.machine.buckets.values())
         self._aliases.of_parts(self.model, [param for pairs in replaced for param, _ in pairs])
+        self._note_fetches()
         self.move_if_wanted()
 
     def move_if_wanted(self) -> None:
@@ -247,8 +250,11 @@ class ModelBuckets:
             return
         with self.alone:
             wanted = self.plans.wanted
-            moving = wanted.resident ^ now.resident
-            moving |= wanted.weights_on_disk ^ now.weights_on_disk
+            moving = wanted.moving(now)
+            if self.machine.links and not self.proxies.are_in:
+                self._make_proxies()  # the last ones hold the links of a forward that is lost
+            if not self.machine.may_move(moving):
+                return
             params = [p for key in moving for p in self.machine.buckets[key].params]
             why = now.stays or self.data_parallel.holds(params)
             if moving and why:
@@ -366,7 +372,8 @@ class ModelBuckets:
         layout, i = self._places.of[id(param)]
         bucket = self.machine.buckets[layout.key]
         copy = bucket.streamed[i] if bucket.has_copy else None
-        return ParamSource(copy, bucket.pending.wait, functools.partial(bucket.copy.take_back, i))
+        wrote = functools.partial(bucket.copy.take_back, i)
+        return ParamSource(copy, bucket.pending.wait, wrote, bucket.resident is not None)
 
     def owns(self, param: nn.Parameter) -> bool:
         """True if a parameter is in a bucket of this model."""
@@ -435,7 +442,23 @@ class ModelBuckets:
             self.plans.say_accumulates()
         if self._finds_gradients() and self.plans.find_gradients():
             self.planned_anew()
+        self._note_fetches()
         self.move_if_wanted()
+
+    def _note_fetches(self) -> None:
+        """Tells plans of the buckets that eager code has read since."""
+        new = self.notice.read - self._noted
+        if not new:
+            return
+        self._noted |= new
+        read = [b for b in self.machine.buckets.values() if not new.isdisjoint(map(id, b.params))]
+        if self.data_parallel.holds([param for bucket in read for param in bucket.params]):
+            return  # they cannot move
+        trained = {
+            bucket.layout.key: [i for i, p in enumerate(bucket.params) if p.requires_grad]
+            for bucket in read
+        }
+        self.plans.note_fetches([bucket.whole for bucket in read], trained)
 
     def _finds_gradients(self) -> bool:
         """True if a forward whose backward comes finds gradients on the device, for the first

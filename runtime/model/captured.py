@@ -431,7 +431,8 @@ class CapturedGraph:
         except UnsupportedGraphError as error:
             notices.warn(
                 f"megacompile: {self.name} is not scheduled and runs in eager mode, fetching "
-                f"{self._share(args)} at each use (slower, same numbers): {error}"
+                f"{self._share(args)} at each use, unless they live on the device (slower, same "
+                f"numbers): {error}"
             )
             self._attempts.failed(str(error))
             return None
@@ -467,7 +468,8 @@ class CapturedGraph:
             wanted = program.choose(program.variant(), again=True)
         if program.tangents:
             self.machine.foresee(wanted.resident)
-        if wanted != self.plans.placement and may_move:
+        now = self.plans.placement
+        if wanted != now and may_move and self.machine.may_move(wanted.moving(now)):
             raise MovesFirst
         planned = program.plan(program.variant())
         if program.tangents:

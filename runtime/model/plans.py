@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -53,6 +53,11 @@ class Compiler(Protocol):
     def wants(self, placement: Placement) -> Placement:
         """The placement that the plans made so far want for the buckets, which are as `placement`
         says."""
+
+    def note_fetches(
+        self, buckets: Sequence[Bucket], trained: Mapping[int, Sequence[int]], placement: Placement
+    ) -> None:
+        """Code that is not captured reads buckets: they may live on the device."""
 
     def replan(self) -> None:
         """Choose again, with the buckets where they are. No backward may be to come."""
@@ -115,6 +120,14 @@ class Plans:
     def wanted(self) -> Placement:
         """The placement of the buckets and their states from the next call on."""
         return self.compiler.wants(self.placement)
+
+    def note_fetches(self, buckets: Sequence[Bucket], trained: Mapping[int, Sequence[int]]) -> None:
+        """Code that is not captured reads buckets: they may live on the device.
+
+        Args:
+            trained: the parameters that get a gradient: bucket key -> indices.
+        """
+        self.compiler.note_fetches(buckets, trained, self.placement)
 
     def moved(self, placement: Placement) -> None:
         """The buckets are there now."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,7 @@ class Machine:
     make_ahead: Callable[[Schedule], None] = lambda _: None  # what the first step of it will need
     run: GradientRun | None = None  # what becomes of the gradients of the backward that runs now
     pending: Live[Any] = field(default_factory=Live)  # backwards to come
+    links: Live[Any] = field(default_factory=Live)  # of parameters, to backwards of eager code
     alive: list[tuple[Any, Handle]] = field(default_factory=list)  # until a copy of it is done
     order: list[int] = field(default_factory=list)  # bucket keys, as the last forward read them
     trained: list[weakref.ref[Any]] = field(default_factory=list)
@@ -101,6 +102,14 @@ class Machine:
             bucket.pending.wait()
         if coming and self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def may_move(self, keys: Collection[int]) -> bool:
+        """True if buckets may move: no backward of a captured graph is to come, and none of eager
+        code that has used their parameters, which hands their gradients to where they were."""
+        if self.pending:
+            return False
+        moving = {id(param) for key in keys for param in self.buckets[key].params}
+        return not any(id(link.param) in moving for link in self.links)
 
     def current_run(self) -> GradientRun:
         """The routes of the gradients of the backward that runs now."""

@@ -10,7 +10,7 @@ other users of the parameter in the same backward (a penalty, a tied head outsid
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -79,10 +79,12 @@ class Accumulators:
     @property
     def without_gradients(self) -> bool:
         """True if none of the parameters has a `p.grad`."""
-        return all(param.grad is None for param in self.params)
+        return _NO_GRADIENT.issuperset(map(type, map(_GRADIENT, self.params)))
 
 
 _TRAINED = attrgetter("requires_grad")
+_GRADIENT = attrgetter("grad")
+_NO_GRADIENT = frozenset((type(None),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,39 +96,48 @@ class Users:
     nodes: frozenset[object]  # of the backward
 
 
-def users_of(call: compat.BackwardCall, ours: Collection[type], link: type) -> Users:
+def users_of(call: compat.BackwardCall, graph: type, gate: type, link: type) -> Users:
     """The users of parameters in a backward.
 
     Args:
         call: the backward.
-        ours: the autograd functions of captured graphs.
+        graph: the autograd function of captured graphs.
+        gate: that of their gates, whose first edge leads to the next gate, and the others to
+            parameters, each once.
         link: the one that joins a proxy to its parameter, `ctx.param`; an edge to it counts as one
             to the parameter, but for those of captured graphs, which have one to the parameter too.
     """
     end, joins = compat.ACCUMULATOR, compat.node_class(link)
-    graph_nodes = {compat.node_class(function) for function in ours}
+    of_graph, of_gate = compat.node_class(graph), compat.node_class(gate)
     todo: list[Any] = [compat.root_node(root) for root in call.roots]
     others = {id(node.variable) for node in todo if type(node) is end}
-    graphs: Counter[int] = Counter()
+    gates, inputs = list[Sequence[Any]](), list[Any]()  # edges to parameters; inputs that are some
     seen: set[object] = set()
     while todo:
         node = todo.pop()
         if node in seen:
             continue
         seen.add(node)
-        is_ours, is_link = type(node) in graph_nodes, type(node) is joins
-        following: Any
-        for following, _ in node.next_functions:
-            kind = type(following)
+        following = node.next_functions
+        if type(node) is of_gate:
+            gates.append(following[1:])
+            following = following[:1]
+        is_graph, is_link = type(node) is of_graph, type(node) is joins
+        for after, _ in following:
+            kind = type(after)
             if kind is end:
-                if is_ours:
-                    graphs[id(following.variable)] += 1
+                if is_graph:
+                    inputs.append(after)
                 elif not is_link:
-                    others.add(id(following.variable))
+                    others.add(id(after.variable))
             elif kind is joins:
-                if not is_ours:
-                    others.add(id(following.param))
-            elif following is not None:
-                todo.append(following)
-    several = frozenset(key for key, count in graphs.items() if count > 1)
+                if not is_graph:
+                    others.add(id(after.param))
+            elif after is not None:
+                todo.append(after)
+    several: frozenset[int] = frozenset()
+    if len(gates) + len(inputs) > 1:
+        inputs += [after for of in gates for after, _ in of if type(after) is end]
+        uses = Counter(id(after.variable) for after in inputs)
+        several = frozenset(key for key, count in uses.items() if count > 1)
     return Users(frozenset(others), several, frozenset(seen))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -29,15 +29,21 @@ class Containers:
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module], proxy_of: Callable[[Any], StreamedParameter | None]
+        self, modules: Sequence[nn.Module], proxy_of: Callable[[Any], StreamedParameter | None]
     ) -> None:
         self._places: list[tuple[Any, Any]] = []  # (container, key): what is there is exchanged
         self._tuples: dict[int, tuple[Any, Any]] = {}  # by its id, one with proxies: it, the real
+        self._lists: list[tuple[dict[str, Any], str, list[Any]]] = []  # attributes of modules
         seen: set[int] = set()
         for module in modules:
             attributes = vars(module)
             own = [name for name in attributes if name not in _OWN]
             self._places += _places(attributes, own, seen, lambda x: proxy_of(x) is not None)
+        held = {id(container) for container, _ in self._places}
+        for module in modules:
+            for name, value in vars(module).items():
+                if id(value) in held:
+                    self._lists.append((vars(module), name, value))
 
     def swap_in(self, proxy_of: Callable[[Any], StreamedParameter | None]) -> None:
         """Put proxies in the places of parameters. The function is not kept: it is of who keeps
@@ -49,11 +55,20 @@ class Containers:
 
         if self._places:
             self._exchange(inside)
+            self._exchange_made(inside)
 
     def put_back(self) -> None:
         """Put the parameters in the places of proxies."""
         self._exchange(_outside, self._tuples)
+        self._exchange_made(_outside)
         self._tuples.clear()
+
+    def _exchange_made(self, other: Callable[[Any], Any]) -> None:
+        """The same in lists that modules have made in a call, as nn.LSTM does."""
+        for attributes, name, before in self._lists:
+            now = attributes.get(name)
+            if now is not before and type(now) is list:
+                now[:] = map(other, now)
 
     def _exchange(self, other: Callable[[Any], Any], known: dict[int, Any] | None = None) -> None:
         for container, key in self._places:

@@ -1,7 +1,8 @@
 """The part of a model that a user's code reads in eager mode, where, and why: said once for each
 cause.
 
-What is captured is streamed by a schedule. Everything else is fetched at each use: right, and slow.
+What is captured is streamed by a schedule. Everything else is fetched at each use, unless it lives
+on the device: right, and slow.
 """
 
 from __future__ import annotations
@@ -10,18 +11,26 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import torch
 
 from megacompile import compat, notices
+from megacompile.runtime.device.forks import Live
 from megacompile.text import format_bytes
 
 
 class EagerNotice:
-    """The parameters that eager code has used of a model since its last call began."""
+    """The parameters that eager code has used of a model since its last call began.
 
-    def __init__(self) -> None:
+    Args:
+        links: the links of parameters that it has used, whose backward is to come.
+    """
+
+    def __init__(self, links: Live[Any] | None = None) -> None:
+        self._links: Live[Any] = Live() if links is None else links
         self.used = False  # by eager code, or an unknown caller
+        self.read: set[int] = set()  # ids of all parameters that it has read, in any call
         self._ever: set[int] = set()  # ids of all parameters that it has used
         self.place = ""  # the first line that did
         self.cause = ""  # why that was not captured
@@ -56,8 +65,16 @@ class EagerNotice:
         """Forgets what a call has used that raised."""
         self.place, self.cause, self._params = "", "", set()
 
-    def __call__(self, param: torch.Tensor | None) -> None:
-        """Eager code uses a parameter; None: of no model."""
+    def __call__(self, param: torch.Tensor | None, link: Any) -> None:
+        """Eager code uses a parameter; None: of no model.
+
+        Args:
+            link: through which a backward may come. None: it will not.
+        """
+        if link is not None and link.links is None:
+            link.links = self._links
+            self._links.add(link)
+        self.read.add(id(param))
         if self._asked and not (self._recorded or torch.is_grad_enabled()):
             return
         self.used = True
@@ -101,7 +118,7 @@ class EagerNotice:
         self._said.add(cause)
         notices.warn(
             f"megacompile: {place} runs in eager mode and fetches {share(params(), used)} at each "
-            f"use (slower, same numbers; said once): {cause}"
+            f"use, unless they live on the device (slower, same numbers; said once): {cause}"
         )
 
 

@@ -119,7 +119,7 @@ class ParameterLooks:
         which lives until a call of the model has ended; what is written to it is lost.
         """
         me: Any = self
-        me.tell(me.param)
+        me.use()
         me.settle()
         if me.part is None and me.host.device == me.device:
             return me.host  # type: ignore[no-any-return]

@@ -263,7 +263,8 @@ def count_up(states: Iterable[dict[str, Any]]) -> None:
     counting = [state for state in states if "step" in state]
     tensors = [state["step"] for state in counting if isinstance(state["step"], torch.Tensor)]
     if tensors:
-        compat.FOREACH_ADD(tensors, torch.tensor(1), alpha=1)  # a number is made a tensor for each
+        one = torch.ones((), dtype=tensors[0].dtype)  # a number would be made a tensor for each
+        compat.FOREACH_ADD(tensors, one, alpha=1)
     for state in counting:
         if not isinstance(state["step"], torch.Tensor):
             state["step"] += 1

@@ -2,7 +2,8 @@
 
 It says that it is on the compute device, but holds only a reference to the host tensor. Under
 Dynamo it is an ordinary graph input. In eager code (a graph break, a skipped frame) any operation
-on it fetches a copy for its own duration: slow, never wrong.
+on it fetches a copy for its own duration: slow, never wrong. A parameter that lives on the device
+is read where it lies.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megacompile.errors import BackwardError, ModelError
 from megacompile.packed import is_wrapper, on_device, packed_parameters, taken_apart
 from megacompile.runtime.device import ranks
 from megacompile.runtime.params.guards import unguarded_class
-from megacompile.runtime.params.looks import ParameterLooks, Same, in_memory, parameter_of
+from megacompile.runtime.params.looks import ParameterLooks, Same, in_memory, link_of, parameter_of
 
 
 class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
@@ -30,19 +31,20 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
 
     __slots__ = (
         *("host", "root", "param", "is_view", "tell", "settle", "wrote", "part"),
-        *("base", "copied", "fetched_version", "_is_param", compat.STATIC_INPUT),
+        *("base", "copied", "fetched_version", "resident", "_is_param", compat.STATIC_INPUT),
     )
     host: torch.Tensor
     root: torch.Tensor  # the host tensor of the parameter that it is, or is a view of
     param: torch.Tensor | None  # that parameter, or part of a packed one
     is_view: bool  # of a parameter, made by eager code
-    tell: Callable[[torch.Tensor | None], None]  # called with `param` where eager code uses it
+    tell: Callable[[torch.Tensor | None, Any], None]  # called where eager code uses it: see `use`
     settle: Callable[[], None]  # waits until `host` may be read
     wrote: Callable[[], None]  # called when eager code has written to `host`
     part: torch.Tensor | None  # where several ranks share it: what this one has; `host` is on meta
     base: StreamedParameter | None  # that it is a view of
     copied: torch.Tensor | None  # on the device, for those who asked for a pointer
     fetched_version: int  # of `root`, when a forward fetched it last; -1: none has
+    resident: bool  # does `host` live on the device?
     _is_param: bool
 
     @staticmethod
@@ -52,7 +54,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
         self: StreamedParameter = compat.wrapper(cls, host, device)
         self.host = self.root = host
         self.param = self.part = self.base = self.copied = None
-        self.is_view, self.fetched_version = view, -1
+        self.is_view, self.fetched_version, self.resident = view, -1, False
         self.tell, self.settle, self.wrote = _to_nobody, _nothing, _nothing
         self._is_param = not view  # isinstance(self, nn.Parameter)
         return self
@@ -87,6 +89,21 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
             return self.host.to(self.device, copy=True)
         assert self.param is not None
         return ranks.whole(self.param, self.part.to(self.device))
+
+    def use(self) -> None:
+        """Eager code uses it: tells of its parameter, and of the link that a backward will come
+        by."""
+        link = link_of(self if self.base is None else self.base)
+        comes = torch.is_grad_enabled() and type(link) is _LINK  # another one was written to
+        self.tell(self.param, link if comes else None)
+
+    def lying(self) -> torch.Tensor:
+        """Its values on the device, for an operator that only reads them: where they lie, if they
+        live there, by a name of its own. cuDNN's operator for flat weights gives what it gets other
+        memory."""
+        if not self.resident or self.part is not None:
+            return self.fetched()
+        return torch.ops.aten.alias(self.host)  # type: ignore[no-any-return]
 
     def check_version(self) -> None:
         """Tells autograd, and raises where it has saved this for a backward, that the parameter was
@@ -173,23 +190,24 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
         if compat.gives_views(func):
             return _view(func, args, kwargs)
         fetched: dict[int, tuple[StreamedParameter, torch.Tensor]] = {}
+        changes = compat.is_mutable(func)
 
         def fetch(value: Any) -> Any:
             if not isinstance(value, StreamedParameter):
                 return value
             if id(value) not in fetched:
-                value.tell(value.param)
+                value.use()
                 value.settle()
                 value.check_version()
-                fetched[id(value)] = (value, value.fetched())
+                fetched[id(value)] = (value, value.fetched() if changes else value.lying())
             return fetched[id(value)][1]
 
         if compat.compares(func) and parameter_of(args[0]) is parameter_of(args[1]):
             value = fetch(args[0] if isinstance(args[0], StreamedParameter) else args[1])
             return func(value, value).as_subclass(Same)
-        given, given_kwargs = compat.tree_map(fetch, (args, kwargs))
+        given, given_kwargs = compat.map_values(fetch, func, (args, kwargs))
         result = func(*given, **given_kwargs)
-        if compat.is_mutable(func):  # in-place on a parameter: the host tensor is the parameter
+        if changes:  # in-place on a parameter: the host tensor is the parameter
             for value in compat.written(func, args, kwargs):
                 if isinstance(value, StreamedParameter):
                     value.store(fetched[id(value)][1])
@@ -253,17 +271,17 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
         view = StreamedView(value, base.device, view=True)
         view.base = base if base.base is None else base.base
         view.root, view.param, view.tell = base.root, base.param, base.tell
-        view.settle, view.wrote = base.settle, base.wrote
+        view.settle, view.wrote, view.resident = base.settle, base.wrote, base.resident
         return view
 
-    args, kwargs = compat.tree_map(host, (args, kwargs))
-    return compat.tree_map(proxy, func(*args, **kwargs))
+    args, kwargs = compat.map_values(host, func, (args, kwargs))
+    return compat.map_values(proxy, func, func(*args, **kwargs))
 
 
 def _copied(value: Any) -> Any:
     if not isinstance(value, StreamedParameter):
         return value
-    value.tell(value.param)
+    value.use()
     value.settle()
     return value.fetched()
 
@@ -276,7 +294,7 @@ def _nothing() -> None:
     """The wait of a proxy of no model: none."""
 
 
-def _to_nobody(param: torch.Tensor | None) -> None:
+def _to_nobody(param: torch.Tensor | None, link: Any) -> None:
     """The notice of a proxy of no model: none."""
 
 
@@ -288,15 +306,24 @@ class Link(torch.autograd.Function):
         ctx: Any, param: nn.Parameter, make: Callable[[], StreamedParameter]
     ) -> StreamedParameter:
         ctx.param = param
+        ctx.links = None  # among which it is, once eager code has used it
         ctx.set_materialize_grads(False)
         return make()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        if gradient is not None and compat.is_sharded(ctx.param):
-            return ranks.averaged(gradient, ctx.param), None
-        return None if gradient is None else gradient.to(ctx.param.device), None
+        param = ctx.param
+        if ctx.links is not None and not compat.keeps_graph():
+            ctx.links.discard(ctx)
+        if gradient is None:
+            return None, None
+        if compat.is_sharded(param):
+            return ranks.averaged(gradient, param), None
+        return gradient.to(param.device), None
+
+
+_LINK = compat.node_class(Link)
 
 
 def as_gradient_of(proxy: StreamedParameter, gradient: torch.Tensor) -> torch.Tensor:

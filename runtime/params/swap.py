@@ -32,6 +32,7 @@ class ParamSource(NamedTuple):
     copy: torch.Tensor | None  # what goes to the device instead of the parameter
     settle: Callable[[], None]  # waits until it may be read
     wrote: Callable[[], None]  # called when eager code has written to it
+    resident: bool = False  # does it live on the device?
 
 
 class Site(NamedTuple):
@@ -61,6 +62,7 @@ class Proxies:
         self.device = device
         self.source = source
         self.notice = notice or EagerNotice()
+        self.are_in = False  # the places of the parameters?
         self._found: tuple[list[Any], ...] = ()
         self.sites: list[Site] = []
         self._made: dict[int, StreamedParameter] = {}  # by the leaf's id
@@ -134,6 +136,7 @@ class Proxies:
         """Until the undos run, the model's parameters are the proxies."""
         undone(self._follow)
         undos.append(self.put_back)
+        self.are_in = True
         holders, names, params, proxies = self._columns
         for proxy, param in self._pairs:
             if proxy.__dict__ is not param.__dict__:
@@ -177,6 +180,7 @@ class Proxies:
 
     def put_back(self) -> None:
         """The model's parameters are themselves again, where the forward did not replace them."""
+        self.are_in = False
         self._containers.put_back()
         holders, names, params, proxies = self._columns
         exchange(holders, names, proxies, params)
@@ -276,6 +280,7 @@ def _make(
         proxy.root, proxy.param = root, param
         if source is not None:
             proxy.settle, proxy.wrote = source.settle, source.wrote
+            proxy.resident = source.resident
         return proxy
 
     if not param.requires_grad:

@@ -126,6 +126,7 @@ def test_what_switches_capture_off() -> None:
 
 @pytest.mark.gpu
 def test_page_locked_memory_is_given_back() -> None:
+    torch.cuda.init()  # there are no figures before
     compat.give_pinned_cache_back(torch.device("cuda"))
     held = torch.cuda.host_memory_stats()["allocated_bytes.current"]
     torch.empty(64 * 2**20, dtype=torch.uint8, pin_memory=True)

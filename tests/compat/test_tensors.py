@@ -442,6 +442,17 @@ def test_dynamo_asks_classes_where_they_are_shown() -> None:
         assert hasattr(method, "__wrapped__"), method
 
 
+def test_arguments_of_operators_are_mapped_as_trees_are() -> None:
+    """Through nested lists, tuples and names. What is no ATen operator may be given any class."""
+    x, y = torch.ones(1), torch.zeros(1)
+    given = ((x, [x, (y, None)], [[x]], 3), {"other": [y]})
+    for func in (torch.ops.aten.cat.default, torch.cat):
+        assert compat.map_values(id, func, given) == compat.tree_map(id, given)
+    named = torch.ones(2, 2).max(0)
+    doubled = compat.map_values(lambda v: v * 2, torch.ops.aten.max.dim, named)
+    assert type(doubled) is type(named) and torch.equal(doubled.values, named.values * 2)
+
+
 def test_what_else_classes_and_tensors_say() -> None:
     tensor = torch.zeros(2)
     torch._dynamo.mark_static_address(tensor)

@@ -53,6 +53,22 @@ def train(model: Model, optimizer: Optimizer, steps: int = STEPS, *, start: int 
         optimizer.step()
 
 
+def test_norms_of_doubles_are_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Inductor a backward may take norms along, which are of float32."""
+
+    def uncompiled(module: Any, _: Any) -> Any:
+        return lambda *given: module(*(given[0] if isinstance(given[0], list) else given))
+
+    monkeypatch.setattr(torch._inductor, "compile", uncompiled)
+    plain = net(torch.float64)
+    ours = megacompile(copy.deepcopy(plain), device="cpu", lowering="inductor", progress=False)
+    norms = []
+    for model in (plain, ours):
+        model(**data(0, torch.float64)).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+    assert norms[1] == pytest.approx(norms[0], rel=1e-12)
+
+
 # --- masters
 
 

@@ -147,13 +147,14 @@ SLOWER = "(slower, same numbers; said once)"
 ANEW = f"was captured anew in 8 of its last 8 calls, which took {{}} s {SLOWER}: "
 GUARD = "what they were captured for did not hold (model.name == 'case {}'); "
 FEWER = "let fewer things change from call to call, or make them arguments, or tensors"
-BOTH = "fetching 2 of 2 parameters (80 B of 80 B, 100 %) at each use (slower, same numbers)"
+THERE = "at each use, unless they live on the device"
+BOTH = f"fetching 2 of 2 parameters (80 B of 80 B, 100 %) {THERE} (slower, same numbers)"
 FILE = __file__
 
 ROWS: list[tuple[Callable[[], None], type[Exception], str]] = [
     (untraced, UserWarning,
         f"megacompile: {FILE}:{{}} (forward) runs in eager mode and fetches 2 of 2 parameters "
-        f"(80 B of 80 B, 100 %) at each use {SLOWER}: Dynamo could not trace {FILE}:{{}} "
+        f"(80 B of 80 B, 100 %) {THERE} {SLOWER}: Dynamo could not trace {FILE}:{{}} "
         "(<lambda>): megacompile_tests.real_only.default: RuntimeError('no fake tensors here'); "
         "TORCH_LOGS=+dynamo says more"),
     (another_case, UserWarning, f"megacompile: Function {ANEW}{GUARD}{FEWER}"),

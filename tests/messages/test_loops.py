@@ -304,9 +304,10 @@ ROWS: dict[str, tuple[Said, type[Exception], str]] = {
      "know newer ones (said once)"),
     "changes_a_parameter": (changes_a_parameter, UserWarning,
      "megacompile: Net is not scheduled and runs in eager mode, fetching 4 of 4 parameters (432 "
-     "B of 432 B, 100 %) at each use (slower, same numbers): stage 'Net': a hook, or an "
-     "autograd.Function, changes parameter 'last.bias' in place in the backward, which is kept "
-     "for buffers and inputs of the model alone; write it to a buffer of a module"),
+     "B of 432 B, 100 %) at each use, unless they live on the device (slower, same numbers): "
+     "stage 'Net': a hook, or an autograd.Function, changes parameter 'last.bias' in place in the "
+     "backward, which is kept for buffers and inputs of the model alone; write it to a buffer of a "
+     "module"),
 }  # fmt: skip
 
 

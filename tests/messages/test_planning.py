@@ -343,16 +343,16 @@ def moved() -> None:
 WARNINGS: dict[str, tuple[Callable[[], Any], str]] = {
     "a graph break": (lambda: thrice(on_cpu(Breaks())),
      "megacompile: {} (in_eager) runs in eager mode and fetches 1 of 2 parameters (256 B of 1 "
-     "KiB, 25 %) at each use (slower, same numbers; said once): a graph break at {} (forward): "
-     "{}; TORCH_LOGS=graph_breaks says more"),
+     "KiB, 25 %) at each use, unless they live on the device (slower, same numbers; said once): a "
+     "graph break at {} (forward): {}; TORCH_LOGS=graph_breaks says more"),
     "a function that is skipped": (lambda: on_cpu(InALoop())(X),
      "megacompile: {} (forward) runs in eager mode and fetches 2 of 2 parameters (1 KiB of 1 "
-     "KiB, 100 %) at each use (slower, same numbers; said once): a graph break at {} (forward): "
-     "{}; TORCH_LOGS=graph_breaks says more"),
+     "KiB, 100 %) at each use, unless they live on the device (slower, same numbers; said once): a "
+     "graph break at {} (forward): {}; TORCH_LOGS=graph_breaks says more"),
     "capture is switched off": (switched_off,
      "megacompile: {} (in_eager) runs in eager mode and fetches 2 of 2 parameters (1 KiB of 1 "
-     "KiB, 100 %) at each use (slower, same numbers; said once): capture is switched off, by "
-     "torch.compiler.set_stance('force_eager'); leave that out"),
+     "KiB, 100 %) at each use, unless they live on the device (slower, same numbers; said once): "
+     "capture is switched off, by torch.compiler.set_stance('force_eager'); leave that out"),
     "a forward that is called itself": (lambda: used(lambda m: m.b.forward(m.a(X)).sum()),
      "megacompile: 1 of 2 parameters (768 B of 1 KiB, 75 %) of Breaks have gradients that no "
      "schedule has computed, 'b.weight' first: code outside of every call used them, where they "

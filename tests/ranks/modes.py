@@ -227,7 +227,8 @@ TWO: dict[str, Mode] = {
         Adapted, {"resident": "all"}, averaging, dtype=torch.float64
     ),
     "odd shapes, accumulating": Mode(Odd, micro=2),
-    "grad_dtype": Mode(options={"grad_dtype": torch.bfloat16}, near=ROUGH),
+    "grad_dtype": Mode(options={"grad_dtype": torch.bfloat16}, near=NEAR),
+    "clipped": Mode(clip=0.5),
 }
 CODE: dict[str, Mode] = {  # of Inductor
     "compiled": Mode(options=COMPILED, dtype=torch.float64),

@@ -112,6 +112,7 @@ def drawn(seed: int) -> nn.Module:
     nan = torch.full((3,), torch.nan)
     net.register_buffer("nan", nan)
     net.register_buffer("flags", torch.tensor([True, seed == 0]))
+    net.register_buffer("turned", torch.randn(3, 2).t())
     with torch.no_grad():
         net.get_buffer("1.running_mean").normal_()
         net.get_buffer("1.running_mean")[4] = torch.nan

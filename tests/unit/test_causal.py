@@ -122,6 +122,9 @@ OTHERS: dict[str, Mask] = {
     "strictly": lambda q, k, given, n: k < q,
     "one further": lambda q, k, given, n: k <= q + 1,
     "a window": lambda q, k, given, n: (k <= q) & (k > q - 3),
+    "one text sees further": lambda q, k, given, n: (
+        k <= q + (torch.arange(ROWS) // 2)[:, None, None, None]
+    ),
     "given": lambda q, k, given, n: given,
     "with what is given": lambda q, k, given, n: (k <= q) & given,
     "a diagonal": lambda q, k, given, n: _ones(n).tril(1),

@@ -179,3 +179,99 @@ def test_stages_stay_apart_where_that_is_better(options: dict[str, Any], why: st
     schedule = program(**{"width": 64, "tokens": 8, **options}).schedule()
     assert len(schedule.stages) > 1, why
     assert not any("run as one" in reason for reason in schedule.plan.reasons)
+
+
+# --- code that is not captured
+
+LAYER = 4 * WIDTH * (WIDTH + 1) * 4  # bytes, with a gradient and states
+
+
+def uncaptured(plans: Any, read: frozenset[int]) -> list[Any]:
+    """Code that is not captured reads all buckets but these; the buckets."""
+    buckets = [unit.bucket for unit in plans.compiler.pipeline.units]
+    others = [bucket for bucket in buckets if bucket.key not in read]
+    trained = {bucket.key: range(len(bucket.params)) for bucket in others}
+    plans.compiler.note_fetches(others, trained, plans.placement)
+    return others
+
+
+def wanted(plans: Any) -> frozenset[int]:
+    """The buckets that are to live on the device."""
+    keys: frozenset[int] = plans.compiler.wants(plans.placement).resident
+    return keys
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_half_of_what_plans_leave_is_for_what_other_code_reads(*, in_backward: bool) -> None:
+    """Its gradients are there until the step whoever makes the update."""
+    made = two_programs(int(6.5 * LAYER), in_backward=in_backward, device_update=0.0)
+    first, plans = made[0].schedule(), made[0].plans
+    keys = frozenset(bucket.key for bucket in first.buckets)
+    cost = made[0].compiler.setting.cost()
+    left = 6.5 * LAYER - device_memory(first, optimizer=cost).peak.total_bytes
+    others = uncaptured(plans, keys)
+    assert len(others) == 3
+    came = wanted(plans) - keys
+    count = int(left / 2 // LAYER)
+    assert 0 < count < 3 and came == {bucket.key for bucket in others[:count]}
+    assert uncaptured(plans, keys) == others and wanted(plans) - keys == came, "once"
+    schedules = [each.schedule() for each in made]
+    assert [len(schedule.plan.resident) for schedule in schedules][1] >= 2, "its plan decides"
+    cost = made[0].compiler.setting.cost()
+    assert device_memory(schedules, optimizer=cost).peak.total_bytes <= 6.5 * LAYER
+
+
+def test_a_plan_counts_what_lives_there_for_other_code() -> None:
+    """Until it finds nothing beside it; then that leaves, and does not come again."""
+    for budget, stays in ((4 * LAYER, 1), (2.2 * LAYER, 0)):
+        made = two_programs(int(budget), device_update=0.0)
+        plans, second = made[0].plans, made[1]
+        own = frozenset(
+            unit.bucket.key for unit in plans.compiler.pipeline.units if "first" in unit.bucket.name
+        )
+        uncaptured(plans, frozenset(range(100)) - frozenset({min(own)}))
+        assert wanted(plans) == {min(own)}
+        plans.placement = plans.compiler.wants(plans.placement)
+        schedule = second.schedule()
+        cost = plans.compiler.setting.cost()
+        peak_bytes = device_memory(schedule, optimizer=cost).peak.total_bytes
+        assert len(wanted(plans) & own) == stays, budget
+        assert peak_bytes + stays * LAYER <= budget
+        uncaptured(plans, frozenset(range(100)) - own)
+        assert min(own) in wanted(plans) or not stays
+
+
+def test_a_plan_that_reads_them_decides_as_if_they_had_not_been_there() -> None:
+    found = []
+    for read_before in (False, True):
+        made = two_programs(8 * LAYER, device_update=0.0)
+        if read_before:
+            uncaptured(made[0].plans, frozenset())
+            assert len(wanted(made[0].plans)) == 4
+        found.append([each.schedule().plan.resident for each in made])
+    assert found[0] == found[1]
+
+
+def test_it_leaves_first_when_the_device_runs_out_of_memory() -> None:
+    made = two_programs(8 * LAYER, device_update=0.0)
+    plans = made[0].plans
+    made[0].schedule()
+    keys = plans.placement.resident
+    uncaptured(plans, keys)
+    assert wanted(plans) > keys
+    assert made[0].compiler.step_down() and wanted(plans) == keys
+    uncaptured(plans, keys)
+    assert wanted(plans) == keys
+    assert made[0].compiler.step_down() and plans.compiler.budget.size_bytes() < 8 * LAYER
+
+
+def test_options_of_residents_hold_for_other_code() -> None:
+    for options in ({"resident": 0}, {"gpu_memory": None}):
+        made = two_programs(**{"gpu_memory": GIB, **options})  # type: ignore[arg-type]
+        uncaptured(made[0].plans, frozenset())
+        assert bool(wanted(made[0].plans)) == ("resident" not in options)
+    placement = Placement(stays="a hook is on a node")
+    made = two_programs(GIB)
+    made[0].plans.placement = placement
+    uncaptured(made[0].plans, frozenset())
+    assert made[0].compiler.wants(placement) == placement

@@ -143,6 +143,31 @@ def test_they_end_with_an_error_and_are_kept_for_later_programs(
         assert compile_pool.submit(lambda: [graph()], CPU) is None
 
 
+def test_they_are_there_before_a_graph_of_many_stages_has_a_plan(
+    children: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They end if nothing comes."""
+    children("echo ready; exec sleep 100")
+    monkeypatch.setenv(compile_pool.VARIABLE, "2")
+    compile_pool.expect(7, CPU)
+    assert alive() == []
+    with torch._inductor.config.patch(max_autotune=True):
+        compile_pool.expect(8, CPU)
+    assert alive() == []
+    compile_pool.expect(8, CPU)
+    expected = alive()
+    assert len(expected) == 2
+    with compile_pool.compiling(lambda: [graph()], 1, CPU):
+        pass
+    assert alive() == expected
+    compile_pool.stop()
+    compile_pool.expect(8, CPU, idle_s=0.1)
+    for thread in threading.enumerate():
+        if thread.name == "megacompile-compile":
+            thread.join()
+    assert alive() == []
+
+
 def test_as_many_are_started_as_somebody_asks_for(
     children: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

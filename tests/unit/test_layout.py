@@ -13,14 +13,13 @@ from tests.sources import LINKED, ROOT, files, imports
 # From the ground up: a module imports from its own floor and from those before it.
 FLOORS = (
     ("errors", "notices", "text"),
-    ("choices", "code_counts", "garbage", "host_memory", "page_locks", "products", "sizes"),
+    ("choices", "code_counts", "garbage", "host_memory", "products", "sizes"),
     ("compat",),
     ("ir",),
     ("runtime.optim",),  # what an optimizer is: options, cost and the runtime ask
     ("packed",),
     ("log", "mesh_options", "option_checks", "options", "validate"),
     ("numa", "progress"),
-    ("runtime.device.live",),
     ("runtime.device.forks",),
     ("runtime.device.background",),
     ("beside",),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megacompile import megacompile
 from megacompile.errors import ModelError
-from megacompile.runtime.params.proxies import StreamedParameter, StreamedView
+from megacompile.runtime.params.proxies import Link, StreamedParameter, StreamedView
 from tests.zoo import equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:megacompile. .* runs in eager mode")
@@ -218,3 +218,41 @@ def test_a_deep_copy_and_a_checkpoint_in_the_forward() -> None:
     for (name, p), q in zip(plain.named_parameters(), ours.parameters(), strict=True):
         assert equal(p.grad, q.grad), name
         assert equal(ours.saved[name], p.detach()) and type(ours.saved[name]) is Tensor
+
+
+# --- a parameter that lives on the device
+
+
+def test_operators_that_read_get_no_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the parameter lives on the device; those that write get a copy, which is written back.
+    An operator may give what it got other memory: the parameter keeps its own."""
+    fetched = track_fetches(monkeypatch)
+    plain, host, proxy = pair()
+    proxy.resident = True
+    for read in READS.values():
+        read(proxy.detach())
+    assert not fetched
+    with torch.no_grad():
+        proxy.t()[0].add_(plain[1, 0])
+        plain.t()[0].add_(plain[1, 0].clone())
+    assert equal(host, plain) and fetched
+    gives_other_memory(proxy)
+    assert equal(host, plain)
+
+
+@torch.library.custom_op("megacompile_tests::gives_other_memory", mutates_args=())
+def gives_other_memory(of: Tensor) -> Tensor:
+    """As `_cudnn_rnn_flatten_weight`, which says nothing of it in its schema."""
+    of.set_(torch.zeros_like(of))  # type: ignore[call-overload]
+    return torch.ones(1)
+
+
+def test_a_proxy_that_was_written_to_under_autograd_has_no_link_to_tell_of() -> None:
+    param = nn.Parameter(weight())
+    made = Link.apply(param, lambda: StreamedParameter(param.detach(), CPU))  # type: ignore[no-untyped-call]
+    told: list[Any] = []
+    made.tell = lambda _, link: told.append(link)
+    made.exp()
+    made.mul_(2)
+    made.exp()
+    assert [link is None for link in told] == [False, False, True]

@@ -24,6 +24,7 @@ from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.tensors import TensorMeta
 from megacompile.ir.tokens import take
+from tests.planned import planned
 
 UNIT = Hardware("unit", 2.0, 2.0, 1.0, 1.0, 1.0, 1.0, 0.0)  # 2 GB/s alone, 1 GB/s together
 SLOW = UNIT.replace(update_gb_s=2.0)
@@ -349,6 +350,16 @@ def test_a_gather_over_pcie_shares_the_link_both_ways() -> None:
     assert ends(UNIT.with_interconnect(2.0), COMM=1.0) == {"COMM": 0.5}, "as was measured"
     slow = UNIT.with_interconnect(0.25)  # takes what it can, and leaves the rest
     assert ends(slow, COMM=0.5, H2D=1.5) == {"COMM": 2.0, "H2D": 2.0}
+
+
+def test_a_rank_gathers_what_others_have() -> None:
+    """A half of each bucket with two ranks, three quarters with four."""
+    hardware = H200.replace(collective_s=0.0)
+    two, four = (
+        simulate(planned("0F 1F", ranks=ranks), hardware, optimizer=OptimizerCost())
+        for ranks in (2, 4)
+    )
+    assert four.busy_s(Stream.COMM) == pytest.approx(1.5 * two.busy_s(Stream.COMM))
 
 
 def test_copies_and_updates_share_host_memory() -> None:

@@ -8,8 +8,8 @@ FAULTS = (
     Fault(
         "users-of-two",
         "runtime/params/accumulators.py",
-        "for key, count in graphs.items() if count > 1)",
-        "for key, count in graphs.items() if count > 2)",
+        "for key, count in uses.items() if count > 1)",
+        "for key, count in uses.items() if count > 2)",
         "Two graphs that use one parameter are not seen: their gradients are summed otherwise.",
     ),
     Fault(
