@@ -165,4 +165,3 @@ CASES: dict[str, Callable[[], Case]] = {
     "frozen half": _frozen_half,
     "dropout": lambda: _on_tokens(Decoder(dropout=0.3)),
 }
-LONG = ["hf gpt2", "hf qwen2"]  # where each is trained in several ways, for `make thorough`

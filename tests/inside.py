@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megacompile import compat, notices
@@ -21,7 +22,6 @@ from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Placement, Schedule
 from megacompile.ir.stream import Stream
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
-from megacompile.plan.chooser import Chooser
 from megacompile.runtime.device.buffers import HostBuffer, Wanted
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.streams import Handle
@@ -30,7 +30,6 @@ from megacompile.runtime.model.streamed import StreamedModel
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.bucket import HostBucket
-from megacompile.runtime.updates.update import UpdatePath
 from megacompile.verify.proof import verify
 
 
@@ -42,6 +41,11 @@ def has_cpp_compiler() -> bool:
 def has_processes() -> bool:
     """True if processes compile for this one."""
     return compile_pool._pool is not None
+
+
+def start_processes() -> None:
+    """Let processes compile for this one, as on a GPU."""
+    compile_pool.start(torch.device("cpu"))
 
 
 def stop_processes() -> None:
@@ -151,9 +155,9 @@ def residents(model: nn.Module) -> set[str]:
     return {name for name, bucket in buckets(model).items() if bucket.resident is not None}
 
 
-def ways(model: nn.Module) -> set[UpdatePath]:
+def ways(model: nn.Module) -> set[str]:
     """How the host updates the buckets of a model."""
-    return set(streamed(model).updates.ways.values())
+    return {way.name for way in streamed(model).updates.ways.values()}
 
 
 def wait_for_code(model: nn.Module) -> None:
@@ -200,7 +204,7 @@ def choose(model: nn.Module, **choice: Any) -> None:
 class _Chosen:
     """A chooser that has made up its mind."""
 
-    def __init__(self, chooser: Chooser, choice: dict[str, Any]) -> None:
+    def __init__(self, chooser: Any, choice: dict[str, Any]) -> None:
         self.chooser, self.choice = chooser, choice
 
     def __getattr__(self, name: str) -> Any:

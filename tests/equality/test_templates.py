@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -58,6 +60,46 @@ def sources(node: fx.Node) -> set[int]:
         waiting += [each for each in value.all_input_nodes if each not in seen]
         seen.update(value.all_input_nodes)
     return found
+
+
+CONSTANTS = [(0.0, -0.0), (1, 1.0), (1, True), (0.1, math.nextafter(0.1, 1.0)), (2, 3)]
+PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "order": (lambda x: x - x.sin(), lambda x: x.sin() - x),
+    "item": (lambda x: x.max(-1)[0], lambda x: x.max(-1)[1]),
+    "tuples": (lambda x: x.view((2, 128)).cumsum(0), lambda x: x.view((4, 64)).cumsum(0)),
+    "types in tuples": (lambda x: x.clamp(*(0, 1)), lambda x: x.clamp(*(0.0, 1.0))),
+    "slices": (lambda x: x[0:2], lambda x: x[0:3]),
+    "windows": (lambda x: x.tril().triu(-4), lambda x: x.tril().triu(-8)),
+    "keywords": (lambda x: F.dropout(x, p=0.1), lambda x: F.dropout(x, p=0.2)),
+    "dtypes": (lambda x: x.to(dtype=torch.bfloat16), lambda x: x.to(dtype=torch.half)),
+    "tensors": (lambda x: x * torch.tensor(2.0), lambda x: x * torch.tensor(3.0)),
+    "branches": (  # Dynamo puts each into a graph module of its own
+        lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)),
+        lambda x: torch.cond(x.sum() > 0, torch.cos, torch.sin, (x,)),
+    ),
+    **{f"{a!r} or {b!r}": (lambda x, a=a: x * a, lambda x, b=b: x * b) for a, b in CONSTANTS},
+}
+
+
+class Pairs(nn.Module):
+    """Layers in threes: of the first function of a pair, of the same, and of the other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions = [f for one, other in PAIRS.values() for f in (one, one, other)]
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in self.functions)
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = zip(self.functions, self.layers, strict=True)
+        return torch.stack([function(layer(x)).float().sum() for function, layer in layers]).sum()
+
+
+def test_stages_share_a_template_where_nothing_changes_the_numbers() -> None:
+    stages = trained(Pairs()).stages
+    assert len(stages) >= 3 * len(PAIRS)
+    for k, what in enumerate(PAIRS):
+        one, same, other = (stages[3 * k + i].traced for i in range(3))
+        assert one is same and one is not other, what
 
 
 def test_each_stage_has_the_code_that_the_schedule_runs() -> None:

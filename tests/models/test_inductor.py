@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from megacompile import explain, megacompile, schedules
 from megacompile.ir import ops
@@ -19,6 +19,7 @@ from tests.zoo import assert_same, hf_qwen2, twins
 
 pytestmark = pytest.mark.skipif(not inside.has_cpp_compiler(), reason="no C++ compiler here")
 cudnn_batch_norm: Any = torch.cudnn_batch_norm
+X = torch.linspace(-1, 1, 18).view(3, 6)
 OPTIONS: Any = {"lowering": "inductor", "progress": False}
 
 
@@ -88,6 +89,36 @@ def test_one_code_for_many_dropout_rates() -> None:
             losses.append(each(x, rate))
         torch.testing.assert_close(*losses)
     assert len(schedules(model)) == 2
+
+
+def test_results_have_the_strides_that_they_were_traced_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Inductor pads matrix products, and gives a part of what it has padded, in each call."""
+
+    def padded(value: Any) -> Any:
+        is_matrix = isinstance(value, Tensor) and value.dim() == 2
+        return F.pad(value, (0, 4))[:, :-4] if is_matrix else value
+
+    def compiled(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        metas = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+
+        def run(*given: Any) -> list[Any]:
+            given = tuple(given[0]) if isinstance(given[0], list) else given
+            for value, meta in zip(given, metas, strict=True):
+                assert not isinstance(value, Tensor) or value.stride() == meta.stride()
+            return list(map(padded, module(*given)))
+
+        return run
+
+    monkeypatch.setattr(torch._inductor, "compile", compiled)
+    plain, streamed = twins(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 5)), **OPTIONS)
+    for _ in range(3):
+        made, wanted = streamed(X), plain(X)
+        assert made.stride() == wanted.stride() and torch.equal(made, wanted)
+        for each in (made, wanted):
+            each.sum().backward()
+        assert_same(plain, streamed)
 
 
 NUMBERS: list[Callable[[Tensor, int], Tensor]] = [

@@ -1,16 +1,10 @@
-"""The threads behind `optimizer.step()`: work that raises, and the end of the process."""
+"""The threads behind `optimizer.step()` at the end of the process."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from pathlib import Path
-from typing import Any
-
-import pytest
-
-from megacompile.runtime.device.background import Background
 
 ROOT = Path(__file__).parent.parent.parent
 TRAINING = """
@@ -49,15 +43,6 @@ def in_a_thread(run=compare):
     threading.Thread(target=late).start()
 
 """
-
-
-def test_what_follows_work_that_raises_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[Any] = []
-    monkeypatch.setattr(threading, "excepthook", said.append)
-    thread = Background("a test")
-    thread.submit(lambda: [].pop())
-    assert thread.call(lambda: 7) == 7
-    assert [each.exc_type for each in said] == [IndexError]
 
 
 def test_training_at_the_end_of_the_process() -> None:

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from megacompile.cost.memory import device_memory
+from megacompile.ir import ops
 from megacompile.ir.schedule import Placement
+from megacompile.verify.proof import HazardKind, hazards
 from tests.planning import GIB, Tower, captured
 
 WIDTH = 1024
@@ -99,6 +101,25 @@ def test_a_later_graph_takes_what_earlier_ones_leave(layers: float, left: int) -
     assert device_memory(schedules, optimizer=cost).peak.total_bytes <= budget
 
 
+def test_the_rest_of_a_step_is_an_update_alone() -> None:
+    """Of buckets that no schedule trains; what it does too early, or leaves out, is found."""
+    made = program()
+    one, other, *_ = made.schedule().buckets
+
+    def rest() -> tuple[Any, fx.Graph]:
+        schedule = made.compiler.rest([one, other], Placement(frozenset({other.key})))
+        assert ops.actions(schedule.update) == "0UPDATE 0.1UPDATE HELP_HOST"
+        assert list(map(ops.label, ops.returned(schedule.update)[0])) == ["0UPDATE", "0.1UPDATE"]
+        return schedule, schedule.update
+
+    (hasty, early), (short, missing) = rest(), rest()
+    ops.nodes_of(early, ops.update_host)[0].kwargs = {}
+    assert HazardKind.READ_TOO_EARLY in {hazard.kind for hazard in hazards(hasty)}
+    missing.output_node().args = (((ops.returned(missing)[0][0],),),)
+    missing.erase_node(ops.nodes_of(missing, ops.update_resident)[0])
+    assert HazardKind.NOT_UPDATED in {hazard.kind for hazard in hazards(short)}
+
+
 # --- the budget
 
 
@@ -115,6 +136,9 @@ def test_less_is_nine_tenths_of_what_was_needed_and_never_less_than_the_smallest
         peaks.append(device_memory([schedule], optimizer=cost).peak.total_bytes)
         placements.append(made.plans.placement.resident)
         before = budget.size_bytes()
+        more = before - peaks[-1]  # than is planned, for code that is not fused
+        assert budget.holds(more, before) and not budget.holds(more + 1, before)
+        assert not budget.holds(0, before + 1)
         assert peaks[-1] <= before and len(peaks) < 50
         if not made.compiler.step_down():
             break

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import sys
-import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile import megacompile, notices, progress, schedules
+from megacompile import megacompile, notices, schedules
 from megacompile.errors import OptionError
 from tests.training import adamw, data, net
 
@@ -228,16 +226,23 @@ FIRST = (
 )
 
 
-def test_the_first_step_says_what_it_waits_for(terminal: Callable[[], list[str]]) -> None:
-    """Each in its turn, and the next step says nothing, nor does one that may not."""
+def test_the_first_step_says_what_it_waits_for(
+    terminal: Callable[[], list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each in its turn, and the next step says nothing, nor does one that may not, whose log says
+    how long each took."""
     terminal()
     model, optimizers = one_step()
     texts = terminal()
     assert list(dict.fromkeys(text for text in texts if text)) == [f"{t} ..." for t in FIRST]
     assert texts[-1] == ""
     step(model, optimizers)
-    one_step(progress=False)
+    with caplog.at_level(INFO, "megacompile.time"):
+        one_step(progress=False)
     assert terminal() == []
+    took = [record.getMessage() for record in caplog.records if record.name == "megacompile.time"]
+    names = [text.partition(" took ")[0] for text in took]
+    assert FIRST[0] in names and {*names} <= {*FIRST} and len(names) == len({*names}), names
     sys.stderr = io.StringIO()
     one_step()
     assert "\r" not in sys.stderr.getvalue(), "off a terminal"
@@ -254,33 +259,3 @@ def test_it_is_gone_when_the_step_fails(terminal: Callable[[], list[str]]) -> No
     with pytest.raises(KeyboardInterrupt):
         model(**data(0))
     assert terminal()[-1] == ""
-
-
-def test_lines_phases_bars_and_threads(
-    terminal: Callable[[], list[str]],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The log says how long each took, shown or not; phases of one name are one."""
-    terminal()
-    with progress.line("one", None):
-        with progress.phase("two"), progress.phase("three"):
-            pass
-        with progress.line("four", None):
-            pass
-        thread = threading.Thread(target=progress.now, args=("another thread's",))
-        thread.start()
-        thread.join()
-    texts = ["one", "two", "three", "two", "one", "four", "", "one", ""]
-    assert terminal() == [f"{text} ..." if text else "" for text in texts]
-    with progress.line("one", None), progress.bar("two", 3, None) as advance:
-        texts = terminal()
-        assert texts[0] == "one ..." and texts[-1].startswith("two")
-        advance(3)
-    monkeypatch.setattr(time, "perf_counter", iter(range(100)).__next__)
-    with caplog.at_level(INFO, "megacompile.time"), progress.line("running", False):
-        for _ in range(3):
-            with progress.phase("making"):
-                pass
-    said = [r.getMessage() for r in caplog.records if r.name == "megacompile.time"]
-    assert said == ["running took 7.00 s", "making took 3.00 s"]

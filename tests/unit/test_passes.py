@@ -29,9 +29,8 @@ from megacompile.ir import ops
 from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import take, token_of
-from megacompile.passes.schedule.update_graph import rest_of
-from megacompile.verify.proof import HazardKind, hazards, verify
-from tests.actions import Stubs, apply, frees, parse, text, waits
+from megacompile.verify.proof import verify
+from tests.actions import Stubs, apply, frees, parse, waits
 from tests.planned import PASSES, planned, without_gradients
 
 Pass = Callable[[Schedule], Schedule]
@@ -314,22 +313,6 @@ def test_the_same_line_gives_the_same_schedule() -> None:
     assert take(graph, other, ops.Part.WEIGHTS) is not token
     for each in (schedule, schedule.copy()):
         assert _placeholders(each.forward, tokens=True) == "weights_0 states_0 weights_1"
-
-
-def test_the_rest_of_a_step_is_an_update_alone() -> None:
-    """Of buckets that no schedule trains; what it does too early, or leaves out, is found."""
-    buckets = list(parse("0F 1F").buckets)
-    schedule = rest_of(buckets, frozenset({buckets[1].key}), helps=True)
-    assert text(schedule).strip(" |") == "0UPDATE 1UPDATE HELP_HOST"
-    assert OF_SCHEDULES["returns"](schedule).strip(" |") == "0UPDATE 1UPDATE"
-    assert hazards(schedule) == []
-    hasty, short = (rest_of(buckets, frozenset(), helps=False) for _ in range(2))
-    assert hasty.update is not None and short.update is not None
-    ops.nodes_of(hasty.update, ops.update_host)[0].kwargs = {}
-    assert HazardKind.READ_TOO_EARLY in {hazard.kind for hazard in hazards(hasty)}
-    short.update.output_node().args = (((ops.returned(short.update)[0][0],),),)
-    short.update.erase_node(ops.nodes_of(short.update, ops.update_host)[1])
-    assert HazardKind.NOT_UPDATED in {hazard.kind for hazard in hazards(short)}
 
 
 def test_a_mean_has_the_rows_of_its_rank() -> None:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from megacompile.ir import ops
 from megacompile.ir.schedule import Plan
-from megacompile.passes.schedule.plan import make_plan, stages_on_host
 from megacompile.verify.proof import verify
 from tests.actions import apply, parse
 from tests.capturing import capture
+from tests.planned import PASSES, planned
 
 CHAIN = "0F 1F 2F 3F | 3B 2B 1B 0B"
 LONG = "0F 1F 2F 3F 4F 5F 6F 7F | 7B 6B 5B 4B 3B 2B 1B 0B"
@@ -28,7 +28,7 @@ def plan(line: str, **given: Any) -> Plan:
     names = ("keep", "halves", "activations", "lookahead")
     default = {"keep": 1, "halves": False, "activations": "auto", "lookahead": 1}
     choice = {name: given.pop(name, default[name]) for name in names}
-    return apply(functools.partial(make_plan, **choice), parse(line, **given)).plan
+    return apply(functools.partial(PASSES.make_plan, **choice), parse(line, **given)).plan
 
 
 @pytest.mark.parametrize(
@@ -76,18 +76,23 @@ def test_stages_on_the_host_are_far_from_one_another(
     count: int, keep: int, chosen: set[int]
 ) -> None:
     """In front of those that are kept, and of those that the backward begins with."""
-    assert stages_on_host(parse(LONG), count=count, keep=keep, lookahead=1) == chosen
-    assert not stages_on_host(parse(LONG), count=0, keep=keep, lookahead=1)
-    assert not stages_on_host(parse(LONG), count=count, keep=keep, lookahead=7)
+
+    def on_host(count: int, lookahead: int) -> frozenset[int]:
+        forward, *_ = LONG.partition(" |")
+        saved: dict[str, Any] = {"keep": keep, "saved_on_host": count}
+        return planned(forward, lookahead=lookahead, slots=lookahead + 1, **saved).plan.offload
+
+    assert on_host(count, 1) == chosen
+    assert not on_host(0, 1) and not on_host(count, 7)
 
 
 def test_a_plan_keeps_half_of_what_stages_on_the_host_save() -> None:
-    plan = make_plan(parse(LONG), keep=2, saved_on_host=frozenset({0, 2, 4, 7})).plan
+    plan = PASSES.make_plan(parse(LONG), keep=2, saved_on_host=frozenset({0, 2, 4, 7})).plan
     assert plan.keep == {0, 2, 4, 6, 7}, "7 is kept on the device"
     assert plan.offload == {0, 2, 4}
     assert plan.saved_fractions == ((0, 0.5), (2, 0.5), (4, 0.5))
     assert plan.saved_delay == 2, "a copy has the time of two forwards"
-    other = make_plan(parse(LONG), keep=0, saved_on_host=frozenset({0, 2, 4})).plan
+    other = PASSES.make_plan(parse(LONG), keep=0, saved_on_host=frozenset({0, 2, 4})).plan
     assert not other.keep and not other.saved_fractions, "a backward of other outputs"
     assert other.offload == plan.offload, "which finds the same on the host"
 

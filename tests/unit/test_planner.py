@@ -23,7 +23,6 @@ from megacompile.plan.abstract import AbstractProgram, abstract_schedules
 from megacompile.plan.choice import Choice
 from megacompile.plan.planner import search, search_near
 from megacompile.plan.problem import Problem
-from megacompile.plan.tries import Tries
 from tests import quantized
 from tests.draws import drawn
 from tests.planning import GIB, captured, problem, problem_of
@@ -165,18 +164,24 @@ def test_the_quick_estimate_of_memory_is_an_upper_bound() -> None:
 # --- what pays
 
 
+class Whole(Problem):
+    """Has no room for stages that keep half."""
+
+    def peak_bytes(self, choice: Choice) -> int:
+        return 2 * self.budget_bytes if choice.halves else super().peak_bytes(choice)
+
+
 def test_stages_keep_half_where_that_pays() -> None:
-    """Where the backward updates, a third of the step may be computed again."""
-    tower = problem(GIB, 8192, in_backward=True)
-    tower = replace(tower, budget_bytes=int(2.75 * tower.floor_bytes()))
-    tries = Tries(tower, (0, tower.stages))
-    tries.add_each({0, tower.most_residents(Choice(0)) or 0}, {0.0})
-    whole = tries.surest()
-    assert not whole.halves
-    found = tries.with_halves(whole, resident=False)
-    assert tower.peak_bytes(found) <= tower.budget_bytes
-    assert found.halves and found.keep > whole.keep
-    assert tower.expected_s(found) < 0.99 * tower.expected_s(whole)
+    """Where the backward updates, a third of the step may be computed again, and the link leaves
+    no time for saved tensors."""
+    slow = H200.replace(d2h_gb_s=5.0, d2h_both_gb_s=5.0)
+    tower = replace(problem(GIB, 32768, in_backward=True), hardware=slow)
+    tower = replace(tower, budget_bytes=int(2.4 * tower.floor_bytes()))
+    found, whole = search(tower), search(as_kind(Whole, tower))
+    assert found is not None and whole is not None and not whole.choice.halves
+    assert found.choice.halves and found.choice.keep > whole.choice.keep
+    assert found.peak_bytes <= tower.budget_bytes
+    assert tower.expected_s(found.choice) < 0.99 * tower.expected_s(whole.choice)
 
 
 class AsMeasured(Problem):
@@ -310,6 +315,16 @@ def test_tiles_where_they_fit_or_pay(in_backward: bool) -> None:
         assert step_s == whole.expected_s(choice)
 
 
+def test_the_longest_tile_stands_for_all_of_them() -> None:
+    """Where they do not fit, the last one is shorter: three of 3 tokens, and one of 1."""
+    towers = [problem_of(captured(Long(), 1, tokens, 512)[0]) for tokens in (9, 10)]
+    fits, rest = (
+        tower.memory(Choice(0, tiles=tiles)).peak.total_bytes
+        for tower, tiles in zip(towers, (3, 4), strict=True)
+    )
+    assert fits <= rest
+
+
 # --- toys: the costs of a choice are a formula
 
 
@@ -371,17 +386,16 @@ class Slots(Toy):
     def step_s(self, choice: Choice) -> float:
         return {0: 1.0, 1: 0.995, 2: 0.992, 4: 0.96, 8: 0.959, 16: 0.5}[choice.more_slots]
 
-    def peak_bytes(self, choice: Choice) -> int:
-        return choice.more_slots
+    def memory(self, choice: Choice) -> Any:
+        return SimpleNamespace(peak=SimpleNamespace(total_bytes=choice.more_slots))
 
 
 @pytest.mark.parametrize(("budget", "slots"), [(8, 4), (3, 0), (0, 0)])
 def test_a_few_slots_may_pay_where_one_does_not(budget: int, slots: int) -> None:
     tower = problem(0)
     many = replace(tower, buckets=[tower.buckets[0]] * 40, budget_bytes=budget)
-    tries = Tries(as_kind(Slots, many), (0, 12))
-    tries.times[Choice()] = 1.0
-    assert tries.with_more_slots(Choice()).more_slots == slots
+    found = search(as_kind(Slots, many), resident=False, activations_fixed=True)
+    assert found is not None and found.choice.more_slots == slots
 
 
 # --- shapes alone

@@ -27,9 +27,8 @@ from typing import Any
 import pytest
 import torch
 
-from megacompile.errors import DiskError
-from megacompile.runtime.device.disk_buffers import Disk, DiskBuffer
-from megacompile.runtime.disk.scratch import ScratchFile
+from megacompile import DiskError, megacompile
+from tests import inside
 
 PAGE = mmap.PAGESIZE
 SIZE = 8 * PAGE
@@ -45,23 +44,25 @@ def memory(size: int = SIZE, value: int = 0) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).fill_(value)
 
 
+def disk_of(folder: Path, **options: Any) -> Any:
+    """The disk of a model, which has nothing on it yet."""
+    model = megacompile(torch.nn.Linear(2, 2), device="cpu", disk=folder, **options)
+    return inside.machine(model).disk
+
+
 class Memory:
     """A disk's reads and writes, of memory that is there."""
 
-    def __init__(self, disk: Disk) -> None:
+    def __init__(self, disk: Any) -> None:
         self.file, self.buffer, self.disk = disk.file, disk.buffer, disk
 
-    def read(
-        self, buffers: Sequence[DiskBuffer], there: torch.Tensor, what: str, **more: Any
-    ) -> Any:
+    def read(self, buffers: Sequence[Any], there: torch.Tensor, what: str, **more: Any) -> Any:
         return self.disk.read(buffers, [functools.partial(there.view, -1)], what, **more)
 
-    def write(
-        self, buffer: DiskBuffer, there: torch.Tensor, what: str = "fill", **more: Any
-    ) -> Any:
+    def write(self, buffer: Any, there: torch.Tensor, what: str = "fill", **more: Any) -> Any:
         return self.disk.write([buffer], [functools.partial(there.view, -1)], what, **more)
 
-    def contents(self, buffer: DiskBuffer) -> torch.Tensor:
+    def contents(self, buffer: Any) -> torch.Tensor:
         """As direct I/O sees it."""
         there = memory(len(buffer), 255)
         done(self.read([buffer], there, "look"))
@@ -71,12 +72,12 @@ class Memory:
 @pytest.fixture(params=["direct", "cached"])
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Memory:
     """With direct I/O where the folder has it, and without."""
-    file = ScratchFile(tmp_path)
+    disk = disk_of(tmp_path)
     if request.param == "cached":
-        file.direct_fd = None
-    elif file.direct_fd is None:
+        disk.file.direct_fd = None
+    elif disk.file.direct_fd is None:
         pytest.skip("no direct I/O on this disk")
-    return Memory(Disk(file))
+    return Memory(disk)
 
 
 def begun(request: Any) -> Any:
@@ -96,7 +97,7 @@ def test_the_file_has_no_name_and_its_places_are_allocated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for attempt in range(2):
-        file = ScratchFile(tmp_path)
+        file = disk_of(tmp_path).file
         assert os.listdir(tmp_path) == [] and os.fstat(file.fd).st_nlink == 0, attempt
         monkeypatch.delattr(os, "O_TMPFILE", raising=False)  # then without
         place = file.take(SIZE - 1)
@@ -120,7 +121,7 @@ def test_places_are_reused_and_read_as_zeros(disk: Memory) -> None:
 
 
 def test_places_are_taken_once_by_threads(tmp_path: Path) -> None:
-    file = ScratchFile(tmp_path)
+    file = disk_of(tmp_path).file
     holes = [file.take(PAGE) for _ in range(40)]
     for hole in holes[::2]:
         file.give_back(hole)
@@ -137,14 +138,14 @@ def test_places_are_taken_once_by_threads(tmp_path: Path) -> None:
 
 def test_a_limit_and_a_full_disk(tmp_path: Path) -> None:
     """Are found when a place is taken, which is not lost."""
-    file = ScratchFile(tmp_path, limit_bytes=2 * SIZE)
+    file = disk_of(tmp_path, disk_memory=2 * SIZE).file
     first = file.take(SIZE)
     with pytest.raises(DiskError, match="disk_memory="):
         file.take(SIZE + 1)
     file.take(SIZE)
     file.give_back(first)
     assert file.take(SIZE).size_bytes == SIZE
-    disk = Disk(ScratchFile(tmp_path))
+    disk = disk_of(tmp_path)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4 * PAGE, before[1]))
     try:
@@ -179,10 +180,10 @@ def test_no_direct_io_is_said_once(
     if fault == "not coherent":
         monkeypatch.setattr(os, "preadv", lambda *_: 0)
     with pytest.warns(UserWarning, match="disk="):
-        assert ScratchFile(tmp_path).direct_fd is None
+        assert disk_of(tmp_path).file.direct_fd is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert ScratchFile(tmp_path).direct_fd is None
+        assert disk_of(tmp_path).file.direct_fd is None
 
 
 # --- reads and writes

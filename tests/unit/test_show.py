@@ -8,6 +8,7 @@ import re
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import networkx as nx
@@ -17,7 +18,6 @@ from torch import fx
 from megacompile.ir import ops
 from megacompile.ir.buckets import Slot
 from megacompile.ir.schedule import Plan, Schedule
-from tests import steps
 from tests.planned import planned
 from tests.schedules import EVERYTHING, Spec, build, find
 
@@ -232,11 +232,12 @@ step | h2d                                  | compute    | d2h
     )
 
 
-ON_DEVICE = frozenset({0})
+def trained(device_update: float = 0.0) -> Schedule:
+    return planned("0F 1F 2F", inductor=True, device_update=device_update)
 
 
 def test_a_diff_has_a_line_for_each_stage_or_bucket_that_changes() -> None:
-    before, after = steps.made(), steps.made(device_update=ON_DEVICE)
+    before, after = trained(), trained(device_update=0.4)
     lines = before.diff(after).splitlines()
     assert "# updates: 3 on the host -> 2 on the host, 1 on the device" in lines
     assert lines[lines.index(" update") :] == [
@@ -244,7 +245,6 @@ def test_a_diff_has_a_line_for_each_stage_or_bucket_that_changes() -> None:
         "-  0 unit 0 | 0UPDATE",
         "   1 unit 1 | 1UPDATE",
         "   2 unit 2 | 2UPDATE",
-        "            | HELP_HOST",
         "+  0 unit 0 | 0UPDATE 0OFFLOAD_STATE",
     ]
     before = build(Spec(stages=3, training=False))
@@ -289,12 +289,49 @@ def edges(graph: nx.MultiDiGraph, kind: str) -> set[tuple[str, str]]:
 
 
 def test_tokens_are_edges_around_the_step_and_streams_of_the_update_have_no_order() -> None:
-    tokens = edges(steps.made(device_update=ON_DEVICE).to_networkx(), "token")
+    tokens = edges(trained(device_update=0.4).to_networkx(), "token")
     assert {("0OFFLOAD_STATE", "0PREFETCH@0"), ("2UPDATE", "2PREFETCH@2")} < tokens
     assert {("0OFFLOAD_STATE", "0FETCH_STATE"), ("1OFFLOAD_GRAD", "1UPDATE")} < tokens
     assert len(tokens) == 8
-    schedule = steps.made()
+    schedule = build(Spec(stages=3, helps=True))
     graph = schedule.to_networkx()
     assert not any(a.startswith("update") for a, b, kind in graph.edges if kind == "stream")
     assert edges(graph, "names") == {(f"{i}UPDATE", "HELP_HOST") for i in range(3)}
     assert schedule.to_dot().count(" -> ") == graph.number_of_edges()
+
+
+def test_nodes_and_edges_of_a_small_forward(tmp_path: Path) -> None:
+    graph = build(Spec(stages=3, training=False)).to_networkx()
+    assert edges(graph, "data") >= {("0PREFETCH@0", "0F"), ("0F", "1F"), ("1F", "2F")}
+    assert edges(graph, "after") == {
+        ("BEGIN", "0PREFETCH@0"),
+        ("BEGIN", "1PREFETCH@1"),
+        ("0F", "2PREFETCH@0"),
+    }
+    assert ("0PREFETCH@0", "1PREFETCH@1") in edges(graph, "stream")
+    assert edges(graph, "boundary") == set()
+    (prefetch,) = [d for _, d in graph.nodes(data=True) if d["label"] == "2PREFETCH@0"]
+    of_it = {"op": "prefetch", "graph": "forward", "stream": "h2d", "stage": 2, "slot": 0}
+    assert (of_it | {"module": "layers.2", "bytes": 128}).items() <= prefetch.items()
+    nx.write_graphml(graph, tmp_path / "schedule.graphml")
+    again = nx.read_graphml(tmp_path / "schedule.graphml", force_multigraph=True)
+    assert set(again.nodes) == set(graph.nodes)
+    assert again.number_of_edges() == graph.number_of_edges()
+
+
+def test_dot_has_every_node_in_the_cluster_of_its_stream() -> None:
+    schedule = replace(build(Spec()), name='a "name" \\')
+    text = schedule.to_dot()
+    assert text.startswith('digraph "a \\"name\\" \\\\" {')
+    graph = schedule.to_networkx()
+    found = re.findall(r'subgraph "cluster_(\w+)" \{\n(.*?)\n  \}', text, re.DOTALL)
+    clusters = {
+        (name, key)
+        for name, body in found
+        for key in re.findall(r'^    "([^"]+)" \[label=', body, re.MULTILINE)
+    }
+    of_nodes = {(f"{d['graph']}_{d['stream']}", key) for key, d in graph.nodes(data=True)}
+    assert clusters == of_nodes
+    assert text.count(" -> ") == graph.number_of_edges()
+    assert text.count("style=bold") == 1, "one boundary"
+    assert text.count("{") == text.count("}")

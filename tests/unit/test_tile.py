@@ -13,7 +13,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from megacompile import compat
-from megacompile.cost.pieces import analyse_pieces
 from megacompile.ir.tiles import Axis, Piece, Result, Tile, pieces_of
 from megacompile.passes.stages.lower_pieces import lower_pieces
 from megacompile.passes.stages.tile import tile
@@ -237,23 +236,6 @@ def test_sums_of_halves_are_rounded_once() -> None:
         assert got.dtype == torch.bfloat16
         error = ((got.double() - want).abs() / want.abs()).max()
         assert error < 2**-8, "half a step of bfloat16, as where nothing is cut"
-
-
-def test_a_tile_needs_a_part_of_the_memory() -> None:
-    def mlp(x: Tensor, w: Tensor) -> tuple[Tensor]:
-        return (mm(F.gelu(mm(x, w)), w.t()),)
-
-    shape = (1, 4096, 8)
-    module = traced(mlp, shape, (8, 256))
-    one, two, many = (analyse_pieces(tiled(module, Tokens(shape, 1), n).graph) for n in (1, 2, 32))
-    assert many.peak_bytes < two.peak_bytes < one.peak_bytes
-    assert many.peak_bytes < one.peak_bytes / 10
-    assert many.work.flops == one.work.flops, "the same operations"
-    peaks = []
-    for count, tiles in ((10, 4), (9, 3)):  # three of 3 tokens, and one of 1 where it does not fit
-        short = traced(mlp, (1, count, 8), (8, 256))
-        peaks.append(analyse_pieces(tiled(short, Tokens((1, count, 8), 1), tiles).graph).peak_bytes)
-    assert peaks[0] >= peaks[1]
 
 
 def _of_weights(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

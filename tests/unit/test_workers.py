@@ -212,6 +212,16 @@ def test_an_interrupted_submit_leaves_nobody_behind(two: Workers) -> None:
     assert log == ["a by host", "b by host", "c by host"]
 
 
+def test_what_follows_work_that_raises_is_done(
+    two: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", said.append)
+    two._host.submit(lambda: [].pop())
+    assert two._host.call(lambda: 7) == 7
+    assert [each.exc_type for each in said] == [IndexError]
+
+
 # --- on a GPU: who made an update shows in nothing but the time
 
 
