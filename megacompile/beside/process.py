@@ -7,6 +7,7 @@ this process is killed. A forked child has no part in it.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
 import signal
@@ -16,7 +17,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable
-from typing import IO
+from typing import IO, Any
 
 from megacompile.runtime.device import forks
 
@@ -132,13 +133,15 @@ def end_with_the_pipe(read: Callable[[bytes], object] = lambda message: None) ->
     Args:
         read: called with each pickle that comes before that, in a thread.
     """
-    threading.Thread(target=_until_it_closes, args=(read,), daemon=True).start()
+    assert isinstance(sys.stdin, io.TextIOWrapper)
+    pipe = sys.stdin.detach()  # else Python closes it at its end, and aborts where a thread reads
+    threading.Thread(target=_until_it_closes, args=(pipe, read), daemon=True).start()
 
 
-def _until_it_closes(read: Callable[[bytes], object]) -> None:
+def _until_it_closes(pipe: Any, read: Callable[[bytes], object]) -> None:
     try:
         while True:
-            read(pickle.load(sys.stdin.buffer))
+            read(pickle.load(pipe))
     except (EOFError, pickle.UnpicklingError):  # nothing more comes, or half of it
         if hasattr(os, "killpg"):
             os.killpg(0, signal.SIGKILL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -191,3 +192,14 @@ def test_as_many_are_started_as_somebody_asks_for(
         monkeypatch.setenv(compile_pool.VARIABLE, value)
         with pytest.raises(OptionError):
             compile_pool.start(CPU)
+
+
+def test_a_process_ends_as_any_other_while_it_listens() -> None:
+    script = (
+        "import time\n"
+        "from megacompile.beside.process import end_with_the_pipe\n"
+        "end_with_the_pipe()\n"
+        "time.sleep(0.2)  # the thread reads\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as process:
+        assert process.wait(60) == 0
