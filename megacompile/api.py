@@ -203,7 +203,7 @@ def _made(
     if _megacompiled(model, options, checkpoint):
         return model
     if ranks is not None:
-        check_alike(ranks.told(options.of_all_ranks))
+        check_alike(ranks.all_gather_object(options.of_all_ranks))
     refuse_nested(model, compat.modules_of(model))
     refuse_shared(model)
     if options.optimizer is not None:
@@ -304,14 +304,19 @@ def _compiler(
         return made
     use_cores(ranks.mesh)
     with line("", options.progress):  # which says what is measured
-        disks = agree_disks(ranks.mesh, options.disk, ranks.told, measured=cuda)
-        agreed = agree(ranks.mesh, options.device, ranks.told, disks)
+        disks = agree_disks(ranks.mesh, options.disk, ranks.all_gather_object, measured=cuda)
+        agreed = agree(ranks.mesh, options.device, ranks.all_gather_object, disks)
     disk = disks.get(ranks.mesh.get_rank())
     disk_bytes = None if disk is None else disk.share_bytes
     made = functools.partial(made, agreed=agreed, disk_bytes=disk_bytes)
-    if not all(ranks.told(options.plans)):
+    if not all(ranks.all_gather_object(options.plans)):
         return made
-    said = [size for both in ranks.told((options.host_memory, host_bytes)) for size in both if size]
+    said = [
+        size
+        for both in ranks.all_gather_object((options.host_memory, host_bytes))
+        for size in both
+        if size
+    ]
     least = functools.partial(_least, ranks)
     return functools.partial(made, host_bytes=min(said, default=None), least=least)
 

@@ -39,12 +39,12 @@ def check_host_memory(rows: Sequence[tuple[str, int]], limit_bytes: int | None =
         raise HostMemoryError("megacompile(): host memory is too small\n" + "\n".join(lines[1:]))
 
 
-def too_small(rows: Sequence[tuple[str, int]], there_bytes: int) -> tuple[str, ...]:
+def too_small(rows: Sequence[tuple[str, int]], available_bytes: int) -> tuple[str, ...]:
     """The lines of the error, if `rows` of (what, additional bytes) do not fit; else ()."""
     needed = sum(size for _, size in rows)
-    if needed <= there_bytes:
+    if needed <= available_bytes:
         return ()
-    table = [*rows, ("needed", needed), ("available", there_bytes)]
+    table = [*rows, ("needed", needed), ("available", available_bytes)]
     width = max(len(what) for what, _ in rows)
     return (
         "host memory is too small",

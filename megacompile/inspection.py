@@ -59,7 +59,8 @@ class _Schedules(list[Schedule]):
 
 
 def updates(model: nn.Module) -> dict[str, str]:
-    """The update path of each unit in the last `optimizer.step()`, by module path, in model order.
+    """The backend that updated each unit in the last `optimizer.step()`, by module path, in model
+    order.
 
     For example "compiled to C++", "torch.optim", "torch.optim, fused", "torch.optim on the device",
     "torch" (also until the C++ is compiled) or "in the backward". Empty before the first step, and
@@ -68,7 +69,8 @@ def updates(model: nn.Module) -> dict[str, str]:
     Raises:
         ModelError: the model is not megacompiled.
     """
-    return {name: way.value for name, way in streamed_model(model, "updates").updates.ways.items()}
+    backends = streamed_model(model, "updates").updates.backends
+    return {name: backend.value for name, backend in backends.items()}
 
 
 def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:

@@ -225,7 +225,7 @@ def optimizer(given: Given) -> torch.optim.Optimizer | None:
     if not isinstance(value, torch.optim.Optimizer):
         raise OptionTypeError(given.wrong_type(needed))
     rule = rule_of(value)
-    why_not = "" if rule is None else rule.stands_back(value)
+    why_not = "" if rule is None else rule.unsupported_reason(value)
     if rule is not None and not why_not:
         return value
     got = type(value).__name__ + (f" ({why_not})" if why_not else "")

@@ -43,7 +43,7 @@ from megacompile.runtime.model import program
 from megacompile.runtime.ops.executor import BoundOps, Executor
 from megacompile.runtime.ops.group import handles
 from megacompile.runtime.ops.machine import Machine
-from megacompile.runtime.params.gradient_run import Goes
+from megacompile.runtime.params.gradient_run import GradRoute
 from megacompile.runtime.updates.leases import Lease
 from megacompile.show import python
 from tests import inside
@@ -562,7 +562,11 @@ class LateExecutor(Executor):
         their place when they run must not outlive it.
         """
         run = self.machine.run
-        late = run is not None and not {*run.goes.values()} <= {Goes.FIRST, Goes.TOTAL, Goes.MORE}
+        late = run is not None and not {*run.routes.values()} <= {
+            GradRoute.WRITE,
+            GradRoute.ACCUMULATE,
+            GradRoute.ACCUMULATE_SAME_PASS,
+        }
         if late or self.machine.in_backward is not None:
             return tuple(Stream)
         return (Stream.COMPUTE,) if name == "forward" else ()
@@ -581,7 +585,7 @@ class LateExecutor(Executor):
         if name == "backward":
             run = machine.run
             assert run is not None
-            first = [place for place, goes in run.goes.items() if goes is Goes.FIRST]
+            first = [place for place, route in run.routes.items() if route is GradRoute.WRITE]
             there = machine.buckets
             grads = [run.buffer(*at) for at in first if there[at[0]].resident is None]
             grads = [] if machine.in_backward is not None else grads

@@ -155,9 +155,9 @@ def residents(model: nn.Module) -> set[str]:
     return {name for name, bucket in buckets(model).items() if bucket.resident is not None}
 
 
-def ways(model: nn.Module) -> set[str]:
+def backends(model: nn.Module) -> set[str]:
     """How the host updates the buckets of a model."""
-    return {way.name for way in streamed(model).updates.ways.values()}
+    return {each.name for each in streamed(model).updates.backends.values()}
 
 
 def wait_for_code(model: nn.Module) -> None:

@@ -201,7 +201,7 @@ def link(args: argparse.Namespace) -> float | None:
     return rate
 
 
-def host_memory(args: argparse.Namespace, there_bytes: int | None) -> int | None:
+def host_memory(args: argparse.Namespace, available_bytes: int | None) -> int | None:
     """Bytes that `--host-memory` says; None without it.
 
     Raises:
@@ -209,23 +209,23 @@ def host_memory(args: argparse.Namespace, there_bytes: int | None) -> int | None
     """
     if args.host_memory is None:
         return None
-    if _is_fraction(args.host_memory) and not there_bytes:
+    if _is_fraction(args.host_memory) and not available_bytes:
         raise OptionError(f"--host-memory {args.host_memory}: of what? give a size: 128GiB")
-    return _size("--host-memory", args.host_memory, there_bytes or 0)
+    return _size("--host-memory", args.host_memory, available_bytes or 0)
 
 
-def page_locked(args: argparse.Namespace, there_bytes: int | None) -> int | None:
+def page_locked(args: argparse.Namespace, available_bytes: int | None) -> int | None:
     """Bytes that `--page-locked` says; None without it.
 
     Args:
-        there_bytes: host memory of the machine, where `--host-memory` does not say it.
+        available_bytes: host memory of the machine, where `--host-memory` does not say it.
 
     Raises:
         OptionError: no size, or a fraction of what is not known.
     """
     if args.page_locked is None:
         return None
-    there = host_memory(args, there_bytes) or there_bytes
+    there = host_memory(args, available_bytes) or available_bytes
     if _is_fraction(args.page_locked) and not there:
         raise OptionError(f"--page-locked {args.page_locked}: of what? give a size: 1GiB")
     if args.page_locked == "0":
@@ -233,7 +233,7 @@ def page_locked(args: argparse.Namespace, there_bytes: int | None) -> int | None
     return _size("--page-locked", args.page_locked, there or 0)
 
 
-def device_memory(args: argparse.Namespace, there_bytes: int | None) -> int | None:
+def device_memory(args: argparse.Namespace, available_bytes: int | None) -> int | None:
     """Bytes that `--gpu-memory` says; None without it.
 
     Raises:
@@ -241,7 +241,7 @@ def device_memory(args: argparse.Namespace, there_bytes: int | None) -> int | No
     """
     if args.gpu_memory is None:
         return None
-    return _size("--gpu-memory", args.gpu_memory, there_bytes or 0)
+    return _size("--gpu-memory", args.gpu_memory, available_bytes or 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ _SMALL = 64 * 2**10
 _REPEATS = 5
 _LONGEST = ("launch_s", "copy_s", "collective_s")
 
-Told = Callable[[Any], list[Any]]  # what each rank says, in the mesh's order
+AllGather = Callable[[Any], list[Any]]  # what each rank says, in the mesh's order
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class _DiskOfRank:
 def agree_disks(
     mesh: DeviceMesh,
     folder: str | None,
-    told: Told,
+    all_gather_object: AllGather,
     *,
     measured: bool,
     load: Callable[[str], DiskRates] = load_disk,
@@ -113,7 +113,7 @@ def agree_disks(
     Args:
         mesh: the ranks.
         folder: this one's, of scratch files; None: it has none.
-        told: as in `agree`.
+        all_gather_object: as in `agree`.
         measured: are rates needed? The same in all ranks.
         load: gives the rates of a folder's disk.
 
@@ -124,7 +124,9 @@ def agree_disks(
     if folder is not None:
         device, free_bytes = os.stat(folder).st_dev, shutil.disk_usage(folder).free
     rank, of_host = mesh.get_rank(), ranks_of_host(mesh)
-    said: list[_DiskOfRank] = told(_DiskOfRank(rank, host_of_rank(), of_host, device, free_bytes))
+    said: list[_DiskOfRank] = all_gather_object(
+        _DiskOfRank(rank, host_of_rank(), of_host, device, free_bytes)
+    )
     users: dict[tuple[tuple[str, str], int | None], list[_DiskOfRank]] = {}
     for each in sorted(said, key=lambda each: each.rank):
         if each.device is not None:
@@ -133,7 +135,7 @@ def agree_disks(
     if measured and users:
         firsts = [those[0].rank for those in users.values()]
         mine = load(folder) if folder is not None and rank in firsts else None
-        rates = dict(told((rank, mine)))  # the others wait here
+        rates = dict(all_gather_object((rank, mine)))  # the others wait here
     disks = {}
     for those in users.values():
         first = those[0]
@@ -148,7 +150,7 @@ def agree_disks(
 def agree(
     mesh: DeviceMesh,
     device: torch.device,
-    told: Told,
+    all_gather_object: AllGather,
     disks: Mapping[int, SharedDisk] | None = None,
     *,
     probe: Probe | None = None,
@@ -161,32 +163,32 @@ def agree(
     Args:
         mesh: the ranks.
         device: where this one computes.
-        told: what each of them says; raises where one of them cannot go on.
+        all_gather_object: what each of them says; raises where one of them cannot go on.
         disks: what `agree_disks` has given.
         probe: how ranks with GPUs measure. Default: `Probe()`.
     """
     probe = probe or Probe()
     of_host, cuda = ranks_of_host(mesh), device.type == "cuda"
-    here = told(host_of_rank()).count(host_of_rank())
+    here = all_gather_object(host_of_rank()).count(host_of_rank())
     mine = probe.kept(device, here) if cuda else cached(device)
-    found = told(_said(mesh, of_host, mine))
+    found = all_gather_object(_said(mesh, of_host, mine))
     if any(hardware is None for *_, hardware in found):  # some must measure: all do, at once
         if not cuda:
             return None
-        mine = probe.measure(device, here, lambda: told(None))
-        found = told(_said(mesh, of_host, mine))
+        mine = probe.measure(device, here, lambda: all_gather_object(None))
+        found = all_gather_object(_said(mesh, of_host, mine))
     ranks, shares = _with_hosts(found, disks or {}, together=cuda)
     slowest = _slowest(shares)
     if not cuda or len(ranks) == 1:  # which has no rank to gather from
         return Agreed(slowest, ranks)
-    gather_gb_s, start_s = probe.gathers(mesh, device, told)
+    gather_gb_s, start_s = probe.gathers(mesh, device, all_gather_object)
     slowest = slowest.with_interconnect(gather_gb_s)
-    network_gb_s = probe.sums(mesh, device, told)
+    network_gb_s = probe.sums(mesh, device, all_gather_object)
     slowest = replace(slowest, collective_s=start_s, network_gb_s=network_gb_s)
     return Agreed(slowest, ranks)
 
 
-def told(mesh: DeviceMesh, value: Any) -> list[Any]:
+def all_gather_object(mesh: DeviceMesh, value: Any) -> list[Any]:
     """Gathers a value from each rank of a mesh, in their order: a collective of all of them."""
     found = [value]
     for dim in reversed(range(mesh.ndim)):
@@ -252,7 +254,7 @@ def _slowest(rates: Sequence[Hardware]) -> Hardware:
 
 
 def interconnect(
-    mesh: DeviceMesh, device: torch.device, told: Told, size_bytes: int = _BYTES
+    mesh: DeviceMesh, device: torch.device, all_gather_object: AllGather, size_bytes: int = _BYTES
 ) -> tuple[float, float]:
     """GB/s that a rank gets from the others in a gather, and seconds that a small one takes; the
     slowest rank's."""
@@ -264,12 +266,12 @@ def interconnect(
         place = whole[: size_bytes // count * count]
         compat.ALL_GATHER(place, place.chunk(count)[rank], group=group)
 
-    small_s, large_s = _slowest_s(gather, size_bytes, device, told)
+    small_s, large_s = _slowest_s(gather, size_bytes, device, all_gather_object)
     return _gb_s(len(whole) * (count - 1) / count, large_s - small_s), small_s
 
 
 def network(
-    mesh: DeviceMesh, device: torch.device, told: Told, size_bytes: int = _BYTES
+    mesh: DeviceMesh, device: torch.device, all_gather_object: AllGather, size_bytes: int = _BYTES
 ) -> float | None:
     """GB/s that a rank gets from those with the same rows in a sum of its part, while all ranks of
     its host do that; the slowest rank's. None: no others have these rows."""
@@ -282,12 +284,15 @@ def network(
     def add(size_bytes: int) -> None:
         dist.all_reduce(part[:size_bytes], group=group)
 
-    small_s, large_s = _slowest_s(add, size_bytes, device, told)
+    small_s, large_s = _slowest_s(add, size_bytes, device, all_gather_object)
     return _gb_s(2 * len(part) * (count - 1) / count, large_s - small_s)
 
 
 def _slowest_s(
-    collective: Callable[[int], None], size_bytes: int, device: torch.device, told: Told
+    collective: Callable[[int], None],
+    size_bytes: int,
+    device: torch.device,
+    all_gather_object: AllGather,
 ) -> tuple[float, float]:
     """Seconds that a small one takes in the slowest rank, and one of so many bytes."""
 
@@ -302,10 +307,11 @@ def _slowest_s(
         wait()
         return time.perf_counter() - start
 
-    told(None)  # all have their memory: no rank waits in a collective for one that has not
+    # all have their memory then: no rank waits in a collective for one that has not
+    all_gather_object(None)
     small = statistics.median(seconds(_SMALL) for _ in range(2 * _REPEATS))
     large = statistics.median(seconds(size_bytes) for _ in range(_REPEATS))
-    small, large = map(max, zip(*told((small, large)), strict=True))
+    small, large = map(max, zip(*all_gather_object((small, large)), strict=True))
     return small, large
 
 
@@ -323,8 +329,8 @@ class Probe:
 
     kept: Callable[[torch.device, int], Hardware | None] = cached_of_rank
     measure: Callable[[torch.device, int, Callable[[], object]], Hardware] = _measured
-    gathers: Callable[[DeviceMesh, torch.device, Told], tuple[float, float]] = interconnect
-    sums: Callable[[DeviceMesh, torch.device, Told], float | None] = network
+    gathers: Callable[[DeviceMesh, torch.device, AllGather], tuple[float, float]] = interconnect
+    sums: Callable[[DeviceMesh, torch.device, AllGather], float | None] = network
 
 
 # The slow ones of several ranks, and what they are slow at.

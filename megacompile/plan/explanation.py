@@ -146,10 +146,10 @@ def memory_rows(found: Findings) -> list[list[str]]:
         if any(sizes):
             rows.append([part, *(format_bytes(size) if size else "" for size in sizes)])
     rows.append(["needed", *(format_bytes(m.needed_bytes) for m in tiers.values())])
-    available = [memory.there_bytes for memory in tiers.values()]
+    available = [memory.available_bytes for memory in tiers.values()]
     rows.append(["available", *("?" if n is None else format_bytes(n) for n in available)])
     if found.page_locked is not None and found.page_locked.fits is False:
-        short = found.page_locked.needed_bytes - (found.page_locked.there_bytes or 0)
+        short = found.page_locked.needed_bytes - (found.page_locked.available_bytes or 0)
         rows.append(one("stay pageable", "page-locked", format_bytes(short)))
         rows.append(one("which costs a step", "page-locked", duration(found.pageable_s)))
     elif found.page_locked is None and found.locked_bytes is not None:

@@ -34,13 +34,13 @@ class Memory:
 
     kinds: dict[str, int]
     needed_bytes: int
-    there_bytes: int | None  # None: not known
+    available_bytes: int | None  # None: not known
     when: str = ""  # the op at the peak
 
     @property
     def fits(self) -> bool | None:
         """None: not known."""
-        return None if self.there_bytes is None else self.needed_bytes <= self.there_bytes
+        return None if self.available_bytes is None else self.needed_bytes <= self.available_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,9 +41,9 @@ def is_tried(now: Scenario) -> bool:
     return little and not (_first_too_small(now, 0) or _too_small(now, 0))
 
 
-def device_short(needed_bytes: int, there_bytes: int | None) -> str:
+def device_short(needed_bytes: int, available_bytes: int | None) -> str:
     """Bytes needed of the device, and bytes available."""
-    return _short("device memory", needed_bytes, there_bytes)
+    return _short("device memory", needed_bytes, available_bytes)
 
 
 def device_table(problem: Problem, peak: MemoryMoment) -> str:

@@ -333,7 +333,7 @@ class Trace:
         with ranks.together("save() of a trace"):
             mine = perfetto.document(self.measured, self.predicted)
             self._compare(ranks)
-            found = ranks.told((mine, self._start_s or 0.0))
+            found = ranks.all_gather_object((mine, self._start_s or 0.0))
             if ranks.is_first:
                 documents, starts_s = zip(*found, strict=True)
                 perfetto.write(path, perfetto.together(documents, starts_s))
@@ -370,7 +370,7 @@ class Trace:
         names = [model.name for model in self._models]
         mine = {name: critical_path.rank_steps(self.measured, name, *who) for name in names}
         found: dict[str, tuple[RankSteps, ...]] = dict.fromkeys(names, ())
-        for said in ranks.told(mine):
+        for said in ranks.all_gather_object(mine):
             for name, steps in said.items():
                 if steps is not None:
                     found[name] = (*found.get(name, ()), steps)

@@ -269,7 +269,7 @@ class HostPool(Reused[PooledBuffer]):
             return PooledBuffer(ready, size_bytes)
         free = available_bytes()
         if size_bytes > mmap.PAGESIZE and size_bytes + MARGIN_BYTES > free:
-            self.budget.forget_ahead()  # what may never be asked for is in the way
+            self.budget.drop_preallocated()  # what may never be asked for is in the way
             free = available_bytes()
         if size_bytes > mmap.PAGESIZE and size_bytes + MARGIN_BYTES > free:
             raise HostMemoryError(

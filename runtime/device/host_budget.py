@@ -65,7 +65,7 @@ class HostBudget:
         except HostMemoryError:
             if ahead is None:
                 raise
-        self.forget_ahead()  # what may never be asked for is in the way
+        self.drop_preallocated()  # what may never be asked for is in the way
         ahead.await_idle()  # so is what is being made
         return self._new(size_bytes, what, pin=pin, touch=touch)
 
@@ -77,7 +77,7 @@ class HostBudget:
         with phase(_WAIT):
             return ahead.take(size_bytes, pin=pin)
 
-    def make_ahead(self, wanted: Iterable[Wanted], what: str, device: torch.device) -> None:
+    def preallocate(self, wanted: Iterable[Wanted], what: str, device: torch.device) -> None:
         """Make buffers in the background, which `make` returns to callers that ask for such ones.
 
         Args:
@@ -90,7 +90,7 @@ class HostBudget:
             ahead = self._ahead = BuffersAhead(make)
         ahead.begin(wanted)
 
-    def forget_ahead(self) -> None:
+    def drop_preallocated(self) -> None:
         """Frees what was made ahead and not asked for."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:

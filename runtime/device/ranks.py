@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megacompile import compat
-from megacompile.cost.ranks import told
+from megacompile.cost.ranks import all_gather_object
 from megacompile.errors import RankError
 from megacompile.ir.buckets import Bucket, shard_shape
 from megacompile.ir.collectives import Collectives
@@ -197,7 +197,7 @@ class Ranks:
         """True if this is the first of all ranks."""
         return self.mesh.get_rank() == global_ranks(self.mesh)[0]
 
-    def told(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Gathers a value from each rank of the mesh, in their order: a collective of all of them.
 
         Raises:
@@ -221,12 +221,12 @@ class Ranks:
 
     def _said(self, what: Collectives, value: Any) -> list[Any]:
         with self.running(what), self.agreement.collective():
-            return told(self.mesh, value)
+            return all_gather_object(self.mesh, value)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Raises in all ranks what raises in one: in the next `told` of the others, or where they
-        meet at the end.
+        """Raises in all ranks what raises in one: in the next `all_gather_object` of the others,
+        or where they meet at the end.
 
         Args:
             what: they do: "save() of Net".

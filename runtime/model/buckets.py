@@ -115,7 +115,8 @@ class ModelBuckets:
             made = sharding.shard(model, ranks, filled=contents is not None)
             if contents is not None:
                 contents.share(made, ranks)
-            seed: int = ranks.told(torch.initial_seed())[0]  # who has the same rows rounds alike
+            # who has the same rows rounds alike
+            seed: int = ranks.all_gather_object(torch.initial_seed())[0]
             self.machine.seed = lambda: seed
         self._take_over(frozenset(), contents, room=room)
 
@@ -561,7 +562,7 @@ def _update_cores(node: numa.Node | None, ranks: Ranks | None) -> frozenset[int]
     if ranks is not None and ranks.device.type == "cuda":
         number = None if node is None else node.number
         mine = (*host_of_rank(), number)
-        processes = ranks.told(mine).count(mine)
+        processes = ranks.all_gather_object(mine).count(mine)
     return numa.cores_of_updates(node, torch.get_num_threads(), processes)
 
 

@@ -467,13 +467,13 @@ class CapturedGraph:
                 raise
             wanted = program.choose(program.variant(), again=True)
         if program.tangents:
-            self.machine.foresee(wanted.resident)
+            self.machine.precompile_updates(wanted.resident)
         now = self.plans.placement
         if wanted != now and may_move and self.machine.may_move(wanted.moving(now)):
             raise MovesFirst
         planned = program.plan(program.variant())
         if program.tangents:
-            self.machine.make_ahead(planned)
+            self.machine.preallocate(planned)
         program.executor(program.variant())
 
     def _share(self, args: Sequence[Any]) -> str:

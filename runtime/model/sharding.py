@@ -223,10 +223,10 @@ def _check_alike(model: nn.Module, ranks: Ranks) -> None:
         for name, param in model.named_parameters()
     ]
     looks += [f"buffer {name!r} {_look(buffer)}" for name, buffer in model.named_buffers()]
-    digests = ranks.told(hashlib.sha256("\n".join(looks).encode()).hexdigest())
+    digests = ranks.all_gather_object(hashlib.sha256("\n".join(looks).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
-    first, *others = zip(ranks.agreement.ranks, ranks.told(looks), strict=True)
+    first, *others = zip(ranks.agreement.ranks, ranks.all_gather_object(looks), strict=True)
     for other in others:
         _refuse_other(model, first, other)
 
@@ -242,7 +242,7 @@ def _send_values(model: nn.Module, ranks: Ranks) -> None:
     they were initialised without a seed. A DistributedDataParallel does so too."""
     named = [*model.named_parameters(), *model.named_buffers()]
     tensors = [t for _, t in named if not t.is_meta and t.layout is torch.strided]
-    said = ranks.told([checksum(tensor) for tensor in tensors])
+    said = ranks.all_gather_object([checksum(tensor) for tensor in tensors])
     differ = [tensor for tensor, *each in zip(tensors, *said, strict=True) if len(set(each)) > 1]
     ranks.send_first(differ, f"values of {type(model).__name__}")
 

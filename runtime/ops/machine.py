@@ -51,8 +51,9 @@ class Machine:
     in_backward: InBackward | None = None  # where the backward updates
     micro_steps: MicroSteps = field(default_factory=MicroSteps)  # does another backward come?
     before_step: Callable[[], None] = lambda: None  # called when an optimizer's step begins
-    foresee: Callable[[frozenset[int]], None] = lambda _: None  # steps will come; who is resident
-    make_ahead: Callable[[Schedule], None] = lambda _: None  # what the first step of it will need
+    # steps will come; these buckets are resident
+    precompile_updates: Callable[[frozenset[int]], None] = lambda _: None
+    preallocate: Callable[[Schedule], None] = lambda _: None  # what the first step of it will need
     run: GradientRun | None = None  # what becomes of the gradients of the backward that runs now
     pending: Live[Any] = field(default_factory=Live)  # backwards to come
     links: Live[Any] = field(default_factory=Live)  # of parameters, to backwards of eager code

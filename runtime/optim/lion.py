@@ -82,7 +82,7 @@ def _are_betas(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(is_number, value))
 
 
-def _stands_back(optimizer: Optimizer) -> str:
+def _unsupported_reason(optimizer: Optimizer) -> str:
     if getattr(optimizer, "decoupled_wd", False):
         return "decoupled_weight_decay=True divides by the lr that the optimizer began with"
     if any("cautious_factor" in group for group in optimizer.param_groups):
@@ -96,7 +96,7 @@ LION = OptimizerRule(
     counts=False,
     moments=(Moment("exp_avg"),),
     options=(*numbers("lr", "weight_decay"), Option("betas", _are_betas, "two numbers")),
-    stands_back=_stands_back,
+    unsupported_reason=_unsupported_reason,
     scalars=scalars,
     twin=twin,
     kernel=lion_kernel,

@@ -83,13 +83,14 @@ class KnownOptimizer:
             another package stands as its dotted name, such as "package.module.Class".
         counts: does it keep a "step" in the state of each parameter?
         options: what a parameter group must hold.
-        stands_back: why this optimizer must make its own step after all, as a clause; "" if not.
+        unsupported_reason: why this optimizer must make its own step after all, as a clause; "" if
+            not.
     """
 
     types: tuple[type[Optimizer] | str, ...]
     counts: bool
     options: tuple[Option, ...] = ()
-    stands_back: Callable[[Optimizer], str] = _never
+    unsupported_reason: Callable[[Optimizer], str] = _never
 
     @property
     def names(self) -> tuple[str, ...]:

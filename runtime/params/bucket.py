@@ -118,7 +118,7 @@ class HostBucket:
         for param, value in zip(self.params, self.values, strict=True):
             if self.on_disk is None:
                 value.copy_(compat.local(param).detach())
-            lie_in(param, value)
+            set_storage(param, value)
 
     def _take_later(self, filling: Filling) -> None:
         """The same, and the values come after that. They are waited for from here on."""
@@ -258,7 +258,7 @@ class HostBucket:
                 if not moved:
                     continue
                 value = self._return_home(i)
-            lie_in(param, value)
+            set_storage(param, value)
             with torch.no_grad():  # by its name, so that a pending backward sees a new version
                 param.copy_(compat.like(param, theirs))
         return True
@@ -362,7 +362,7 @@ def _places(layout: Bucket, dtypes: Mapping[int, torch.dtype]) -> tuple[dict[int
     return places, end
 
 
-def lie_in(tensor: torch.Tensor, value: torch.Tensor) -> None:
+def set_storage(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Sets a tensor, or this rank's part of it, to `value`."""
     if compat.is_sharded(tensor):
         compat.set_local(tensor, value)

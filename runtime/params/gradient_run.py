@@ -3,15 +3,16 @@ autograd.
 
 The parameters are inputs of gates, autograd nodes behind a captured graph's own, which hand each of
 them its gradient.
-For each parameter there is one of these ways (`Goes`):
+For each parameter there is one of these routes (`GradRoute`):
 
-    FIRST   into the bucket, whose memory autograd takes as `p.grad` without a copy
-    TOTAL   the bucket has a gradient already: the device adds, and the total goes into the bucket.
-            It was `p.grad`, which is taken away, and autograd gets the total in its place
-    MORE    the same where the gradient so far is that of an earlier graph in this very backward:
-            autograd has its memory already, and gets nothing more
-    APART   into memory of its own, and autograd adds: the difference could be seen
-    NOBODY  nowhere: autograd does not ask for it
+    WRITE        into the bucket, whose memory autograd takes as `p.grad` without a copy
+    ACCUMULATE   the bucket has a gradient already: the device adds, and the total goes into the
+                 bucket. It was `p.grad`, which is taken away, and autograd gets the total instead
+    ACCUMULATE_SAME_PASS
+                 the same where the gradient so far is that of an earlier graph in this very
+                 backward: autograd has its memory already, and gets nothing more
+    SEPARATE     into memory of its own, and autograd adds: the difference could be seen
+    DISCARD      nowhere: autograd does not ask for it
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from megacompile.runtime.params.backward_pass import Norms
 from megacompile.runtime.params.gradients import Gradients, is_gone
 
 
-class Goes(enum.Enum):
+class GradRoute(enum.Enum):
     """The route of one gradient."""
 
-    FIRST = enum.auto()
-    TOTAL = enum.auto()
-    MORE = enum.auto()
-    APART = enum.auto()
-    NOBODY = enum.auto()
+    WRITE = enum.auto()
+    ACCUMULATE = enum.auto()
+    ACCUMULATE_SAME_PASS = enum.auto()
+    SEPARATE = enum.auto()
+    DISCARD = enum.auto()
 
 
-_IN_BUCKET = (Goes.FIRST, Goes.TOTAL)
-_ADDS = (Goes.TOTAL, Goes.MORE)
+_IN_BUCKET = (GradRoute.WRITE, GradRoute.ACCUMULATE)
+_ADDS = (GradRoute.ACCUMULATE, GradRoute.ACCUMULATE_SAME_PASS)
 
 
 @dataclass(slots=True)
@@ -117,7 +118,7 @@ class GradientRun:
         self.backward = gradients.backward_pass()
         self.uses = Uses.of(gradients, places, users, observed=observed)
         self.joined: set[ParamId] = set()  # autograd adds to a `p.grad` that is not in the bucket
-        self.goes: dict[ParamId, Goes] = {}
+        self.routes: dict[ParamId, GradRoute] = {}
         self.apart: dict[ParamId, torch.Tensor] = {}
         self._sent: set[int] = set()  # buckets that are on their way
         self._kept: set[ParamId] = set()  # by buckets that live on the device
@@ -133,19 +134,23 @@ class GradientRun:
         self.all_first = False
         if self._are_first(places):
             self._of.prepare(wanted, self.uses.unwanted, self.backward, fresh=True)
-            self.goes = dict.fromkeys(places, Goes.FIRST)
+            self.routes = dict.fromkeys(places, GradRoute.WRITE)
             self.all_first = True
             return False
         self._of.prepare(wanted, self.uses.unwanted, self.backward)
         for place in places:
             if place not in self._done:
-                self.goes[place] = self._way(place)
+                self.routes[place] = self._route(place)
         captured = self.uses.captured  # to whose gradients nothing is added
-        added = [at for at in places if self.goes[at] is Goes.APART and at not in captured]
+        added = [
+            at for at in places if self.routes[at] is GradRoute.SEPARATE and at not in captured
+        ]
         self._of.sum_late(added)
-        more = {place[0] for place in places if self.goes[place] is Goes.MORE}
+        more = {
+            place[0] for place in places if self.routes[place] is GradRoute.ACCUMULATE_SAME_PASS
+        }
         self.backward.await_copies(more & self.backward.copies.keys())  # before they are fetched
-        return any(self.goes[place] in _ADDS for place in places)
+        return any(self.routes[place] in _ADDS for place in places)
 
     def _are_first(self, places: Sequence[ParamId]) -> bool:
         """Is there no gradient yet, and no other code that has a part in one, or reads one? The
@@ -162,12 +167,16 @@ class GradientRun:
         in a gradient: it may be read before that."""
         if self._of.exact and self.uses.several:
             return False
-        ours = (*_IN_BUCKET, Goes.MORE)
-        return all(goes in ours and not self.watches(at) for at, goes in self.goes.items())
+        ours = (*_IN_BUCKET, GradRoute.ACCUMULATE_SAME_PASS)
+        return all(route in ours and not self.watches(at) for at, route in self.routes.items())
 
     def note_sums(self, *, defers: bool) -> None:
         """The schedule sums over replicas; or, where it defers, it does not."""
-        ours = {at for at, goes in self.goes.items() if goes in (*_IN_BUCKET, Goes.MORE)}
+        ours = {
+            at
+            for at, route in self.routes.items()
+            if route in (*_IN_BUCKET, GradRoute.ACCUMULATE_SAME_PASS)
+        }
         made, left = self.backward.summed, self.backward.unsummed
         if defers:
             made, left = left, made
@@ -187,34 +196,34 @@ class GradientRun:
         for key, params in have.items():
             for i in params:
                 if self._of.bring_in((key, i)):
-                    self.goes[key, i] = Goes.TOTAL
-        return bool(self.goes)
+                    self.routes[key, i] = GradRoute.ACCUMULATE
+        return bool(self.routes)
 
-    def _way(self, place: ParamId) -> Goes:
+    def _route(self, place: ParamId) -> GradRoute:
         if place in self.uses.unwanted:
-            return Goes.NOBODY
+            return GradRoute.DISCARD
         if place in self.backward.autograd_has and place not in self.uses.shared:
-            return Goes.MORE
+            return GradRoute.ACCUMULATE_SAME_PASS
         if place in self.uses.captured or place in self.backward.autograd_has:
-            return Goes.APART
+            return GradRoute.SEPARATE
         if self._of.is_busy(place):  # in another backward(), of another thread
-            return Goes.APART
+            return GradRoute.SEPARATE
         gradient = self._of.param(place).grad
         if is_gone(gradient) or gradient is None:
-            return Goes.FIRST
+            return GradRoute.WRITE
         if gradient.layout is not torch.strided or not self._of.is_ours(place):
             self.joined.add(place)
-            return Goes.FIRST if self._of.is_free(place) else Goes.APART
+            return GradRoute.WRITE if self._of.is_free(place) else GradRoute.SEPARATE
         alone = place not in self.uses.shared and not self._of.end(place).hooked_before
         if self._of.exact and place in self.uses.several:  # autograd adds their sum to `p.grad`
             alone = False
-        return Goes.TOTAL if alone else Goes.APART
+        return GradRoute.ACCUMULATE if alone else GradRoute.SEPARATE
 
     def repeat(self) -> None:
         """The schedule starts again: what it has sent to the host is not sent twice."""
-        self._done |= {place for place in self.goes if place[0] in self._sent}
+        self._done |= {place for place in self.routes if place[0] in self._sent}
         for key, i in self._kept:
-            if self.goes[key, i] is Goes.FIRST:  # its memory is wanted: it is computed again
+            if self.routes[key, i] is GradRoute.WRITE:  # its memory is wanted: it is computed again
                 self._of.buckets[key].grads.pop(i, None)
             else:
                 self._done.add((key, i))
@@ -224,11 +233,11 @@ class GradientRun:
 
     def so_far(self, key: int, index: int) -> torch.Tensor | None:
         """The host gradient to add to; None where there is none."""
-        return self.buffer(key, index) if self.goes.get((key, index)) in _ADDS else None
+        return self.buffer(key, index) if self.routes.get((key, index)) in _ADDS else None
 
     def drops(self, key: int, index: int) -> bool:
         """True if a gradient goes nowhere, or is there already."""
-        return (key, index) in self._done or self.goes[key, index] is Goes.NOBODY
+        return (key, index) in self._done or self.routes[key, index] is GradRoute.DISCARD
 
     def drops_any(self, key: int, indices: Iterable[int]) -> bool:
         """True if any of these is such a one."""
@@ -241,7 +250,7 @@ class GradientRun:
     def is_final(self, key: int, index: int) -> bool:
         """True if `p.grad` will be what this schedule computes, as far as can be known."""
         place = key, index
-        return self.goes[place] in _IN_BUCKET and not self.watches(place)
+        return self.routes[place] in _IN_BUCKET and not self.watches(place)
 
     def watches(self, place: ParamId) -> bool:
         """True if a gradient is read before `backward()` returns."""
@@ -251,10 +260,10 @@ class GradientRun:
     def buffer(self, key: int, index: int) -> torch.Tensor:
         """The route of a gradient."""
         place = key, index
-        bucket, goes = self._of.buckets[key], self.goes[place]
-        if goes in _IN_BUCKET:
+        bucket, route = self._of.buckets[key], self.routes[place]
+        if route in _IN_BUCKET:
             return bucket.grads[index]
-        if goes is Goes.MORE:
+        if route is GradRoute.ACCUMULATE_SAME_PASS:
             return self.backward.autograd_has[place]
         if place not in self.apart:
             self.apart[place] = torch.empty_like(bucket.values[index], dtype=bucket.grad_dtype)
@@ -272,7 +281,7 @@ class GradientRun:
 
     def keep(self, key: int, index: int, gradient: torch.Tensor) -> None:
         """Gives a bucket that lives on the device a gradient."""
-        if self.goes[key, index] is Goes.FIRST:
+        if self.routes[key, index] is GradRoute.WRITE:
             self._of.buckets[key].keep_grads({index: gradient})
         else:
             self.buffer(key, index).copy_(gradient)
@@ -303,17 +312,17 @@ class GradientRun:
         """
         if self._are_still_first():
             return self._first_for_autograd()
-        if self._of.several_passes or any(self._is_read(*item) for item in self.goes.items()):
+        if self._of.several_passes or any(self._is_read(*item) for item in self.routes.items()):
             self.backward.await_copies(self.backward.copies)
             self._of.streams.synchronize(Stream.D2H)
         found = {}
-        for place, goes in self.goes.items():
+        for place, route in self.routes.items():
             if place in self.backward.updated:
                 continue
-            if goes in _IN_BUCKET:
-                self._take_place(place, goes)
+            if route in _IN_BUCKET:
+                self._take_place(place, route)
                 found[place] = self._as_gradient(place, self.buffer(*place).detach())
-            elif goes is Goes.APART:
+            elif route is GradRoute.SEPARATE:
                 memory = self.buffer(*place)
                 del self.apart[place]
                 if place not in self.uses.shared:
@@ -325,12 +334,12 @@ class GradientRun:
         """True if no `p.grad` was made meanwhile, as another thread may."""
         if not self.all_first or self._of.several_passes or self.backward.updated:
             return False
-        return self._of.ends(tuple(self.goes)).without_gradients
+        return self._of.ends(tuple(self.routes)).without_gradients
 
     def _first_for_autograd(self) -> dict[ParamId, torch.Tensor]:
         """The same where all of them are the first ones, and none is read."""
         backward, buckets = self.backward, self._of.buckets
-        memory = {place: buckets[place[0]].grads[place[1]] for place in self.goes}
+        memory = {place: buckets[place[0]].grads[place[1]] for place in self.routes}
         backward.autograd_has |= memory
         backward.taken.update(memory)
         backward.fresh.update(memory)
@@ -344,16 +353,17 @@ class GradientRun:
         memory."""
         return compat.like(self._of.param(place), memory)
 
-    def _is_read(self, place: ParamId, goes: Goes) -> bool:
+    def _is_read(self, place: ParamId, route: GradRoute) -> bool:
         """True if autograd, or another reader, reads it at once."""
         if self.watches(place):
             return True
-        if goes is Goes.MORE:  # added to what an earlier graph gave, which may be read
+        if route is GradRoute.ACCUMULATE_SAME_PASS:
+            # added to what an earlier graph gave, which may be read
             added = not is_gone(self._of.param(place).grad)  # by another thread, meanwhile
             return added or place not in self.backward.taken or place in self.backward.watched
-        return goes not in _IN_BUCKET
+        return route not in _IN_BUCKET
 
-    def _take_place(self, place: ParamId, goes: Goes) -> None:
+    def _take_place(self, place: ParamId, route: GradRoute) -> None:
         backward, param = self.backward, self._of.param(place)
         backward.autograd_has[place] = self.buffer(*place)
         backward.taken.add(place)
@@ -362,7 +372,7 @@ class GradientRun:
         if is_gone(param.grad):
             param.grad = None
             backward.fresh.add(place)
-        elif goes is Goes.TOTAL:
+        elif route is GradRoute.ACCUMULATE:
             assert param.grad is not None
             backward.replaced[place] = param.grad
             param.grad = None

@@ -20,7 +20,7 @@ from megacompile.runtime.params.backward_pass import (
     lies_in_bucket,
     same_memory,
 )
-from megacompile.runtime.params.bucket import HostBucket, lie_in
+from megacompile.runtime.params.bucket import HostBucket, set_storage
 from megacompile.runtime.params.consumed import consumed, leave_unsummed, sum_late, unsummed
 from megacompile.runtime.params.lazy import lazy_of
 
@@ -239,7 +239,7 @@ class Gradients:
                 continue
             mine = compat.local(gradient)
             if mine.numel() and buffers.get(mine.data_ptr(), place) != place:
-                lie_in(gradient, mine.detach().clone())
+                set_storage(gradient, mine.detach().clone())
 
     def take(self, key: int) -> tuple[dict[int, torch.Tensor], set[int]]:
         """Take a bucket's gradients out of `p.grad`: by the parameter's index; and which of them
@@ -298,7 +298,7 @@ class Gradients:
             self.streams.synchronize(Stream.D2H)
             bucket.grads[i].copy_(before)
             assert gradient is not None
-            lie_in(gradient, bucket.grads[i])  # p.grad stays the tensor that it is
+            set_storage(gradient, bucket.grads[i])  # p.grad stays the tensor that it is
 
 
 def _open(gradient: torch.Tensor | None) -> None:

@@ -31,7 +31,7 @@ class Trained(NamedTuple):
     state: dict[str, Any]  # `optimizer.state[param]`, or what that is to become
 
 
-def stands_back(optimizer: Optimizer, found: Iterable[Trained]) -> str:
+def unsupported_reason(optimizer: Optimizer, found: Iterable[Trained]) -> str:
     """The reason why an optimizer's own step must update these, which have gradients; "" if we
     can."""
     kind = known(type(optimizer))
@@ -40,7 +40,7 @@ def stands_back(optimizer: Optimizer, found: Iterable[Trained]) -> str:
         return (
             f"{full} has no update of ours ({listed(KNOWN)} of torch.optim and lion_pytorch have)"
         )
-    if why := kind.stands_back(optimizer):
+    if why := kind.unsupported_reason(optimizer):
         return why
     if rule_of(optimizer) is None and any(compat.is_sharded(each.param) for each in found):
         return "it computes with whole parameters, of which each rank has a part"
@@ -64,7 +64,7 @@ def wraps_another(optimizer: Optimizer) -> bool:
     return any(isinstance(value, Optimizer) for value in vars(optimizer).values())
 
 
-def not_heeded(optimizer: Optimizer, options: Options) -> str:
+def ignored_options(optimizer: Optimizer, options: Options) -> str:
     """The options that an optimizer without a rule of ours ignores, as a sentence; "" if none."""
     asked = {
         "state_dtype": options.state_dtype is not None,

@@ -29,10 +29,10 @@ from megacompile.runtime.optim.rule import Group, OptimizerRule
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.guards import GuardedTensor, guard_of
 from megacompile.runtime.params.lazy_on_device import DeviceGradient
-from megacompile.runtime.params.optimizer_states import Trained, for_update, stands_back
+from megacompile.runtime.params.optimizer_states import Trained, for_update, unsupported_reason
 from megacompile.runtime.updates.part import BucketPart
 from megacompile.runtime.updates.refusals import check_options
-from megacompile.runtime.updates.update import BucketUpdate, ParamUpdate, UpdatePath
+from megacompile.runtime.updates.update import BucketUpdate, ParamUpdate, UpdateBackend
 
 _ADDRESS, _STRIDE = torch.Tensor.data_ptr, torch.Tensor.stride
 _DTYPE, _LAYOUT, _SHAPE = attrgetter("dtype"), attrgetter("layout"), attrgetter("shape")
@@ -73,7 +73,7 @@ class AlikeStep:
     def _part(self, optimizer: Optimizer, at: _Slice) -> BucketPart:
         bucket = at.bucket()
         assert bucket is not None and bucket.resident is not None
-        update = BucketUpdate(bucket, UpdatePath.RESIDENT, type(optimizer), bucket.resident)
+        update = BucketUpdate(bucket, UpdateBackend.RESIDENT, type(optimizer), bucket.resident)
         if bucket.resident.type == "cuda":
             update.alike = self
         else:
@@ -81,7 +81,7 @@ class AlikeStep:
         groups = self.like.groups[at.all]
         trained = zip(self.params[at.all], at.indices, groups, self.states[at.all], strict=True)
         each = [Trained._make(of_param) for of_param in trained]
-        return BucketPart(update, update.way, each, [], [], aliased=False, first=[], left=None)
+        return BucketPart(update, update.backend, each, [], [], aliased=False, first=[], left=None)
 
     def _steps(self, optimizer: Optimizer, bucket: HostBucket, at: _Slice) -> list[ParamUpdate]:
         """The updates of a bucket, where no kernel takes the addresses."""
@@ -150,7 +150,10 @@ class Alike:
             return None
         described = []
         for part in parts:
-            if part.update.way is not UpdatePath.RESIDENT or part.update.bucket.whole.ranks > 1:
+            if (
+                part.update.backend is not UpdateBackend.RESIDENT
+                or part.update.bucket.whole.ranks > 1
+            ):
                 return None
             each = part.update.for_kernel()
             if len(each) < len(part.trained):  # one has no element
@@ -194,7 +197,7 @@ class Alike:
             return None
         firsts = {id(group): k for k, group in reversed(list(enumerate(self.groups)))}
         some = [Trained(params[k], 0, self.groups[k], states[k]) for k in firsts.values()]
-        if stands_back(optimizer, some):
+        if unsupported_reason(optimizer, some):
             return None
         check_options(where, optimizer, [each.group for each in some])
         names = {id(each.group): self.rule.state_names(each.group) for each in some}

@@ -1,4 +1,4 @@
-"""The parts of an `optimizer.step()`, bucket by bucket: what is to be done, and which way.
+"""The parts of an `optimizer.step()`, bucket by bucket: what is to be done, and by which backend.
 
 Nothing here changes a parameter or a state; only memory for states is made, and states that were
 loaded are taken into it.
@@ -43,9 +43,14 @@ from megacompile.runtime.step.alike import Groups
 from megacompile.runtime.updates.cpp import kind_of
 from megacompile.runtime.updates.on_device import DeviceUpdate
 from megacompile.runtime.updates.part import BucketPart
-from megacompile.runtime.updates.update import BucketUpdate, ParamUpdate, UpdatePath
+from megacompile.runtime.updates.update import BucketUpdate, ParamUpdate, UpdateBackend
 
-_RULES = (UpdatePath.COMPILED, UpdatePath.TORCH, UpdatePath.BACKWARD, UpdatePath.RESIDENT)
+_RULES = (
+    UpdateBackend.COMPILED,
+    UpdateBackend.TORCH,
+    UpdateBackend.BACKWARD,
+    UpdateBackend.RESIDENT,
+)
 
 
 class StepParts:
@@ -72,16 +77,19 @@ class StepParts:
             update = self._update(optimizer, bucket, trained, options)
         offer = bucket.pending.take_offer()
         assert offer is None or isinstance(offer, DeviceUpdate)
-        part = BucketPart(update, update.way, trained, [], [], aliased=False, first=[], left=None)
-        if update.way is not UpdatePath.RESIDENT:  # that is over for all that follows on the stream
+        part = BucketPart(
+            update, update.backend, trained, [], [], aliased=False, first=[], left=None
+        )
+        # an update of residents is over for all that follows on the stream
+        if update.backend is not UpdateBackend.RESIDENT:
             self._look_at(part)
         if update.makes_states():
             part.first = update.new()
             self._make_first(optimizer, bucket, trained, part.first)
         if offer is not None:
-            by_rule = update.way in (UpdatePath.COMPILED, UpdatePath.TORCH)
+            by_rule = update.backend in (UpdateBackend.COMPILED, UpdateBackend.TORCH)
             if by_rule and not part.aliased and offer.fits(update.steps):
-                update.way, part.left = UpdatePath.ON_DEVICE, offer
+                update.backend, part.left = UpdateBackend.ON_DEVICE, offer
             else:
                 offer.drop()
         return part
@@ -125,7 +133,7 @@ class StepParts:
             others = [state for state in written if id(state) not in known]
             part.visible += others
             part.aliased = part.aliased or any(map(is_shared, map(compat.local, others)))
-        if update.way is UpdatePath.STOCK and any(
+        if update.backend is UpdateBackend.STOCK and any(
             map(_has_tensors, {id(step.group): step.group for step in update.steps}.values())
         ):
             part.aliased = True  # see float64 in for_update
@@ -137,13 +145,13 @@ class StepParts:
         trained: Sequence[Trained],
         options: dict[int, dict[str, Any]],
     ) -> BucketUpdate:
-        way = self._way(optimizer, bucket, trained)
-        pin = way is UpdatePath.STOCK_ON_DEVICE or self.machine.in_backward is not None
+        backend = self._backend(optimizer, bucket, trained)
+        pin = backend is UpdateBackend.STOCK_ON_DEVICE or self.machine.in_backward is not None
         pin = pin or bucket.layout.key in self.machine.device_update.keys
-        rule = rule_of(optimizer) if way in _RULES else None
+        rule = rule_of(optimizer) if backend in _RULES else None
         groups = None if rule is None else Groups(rule)
         self._make_buffers(optimizer, bucket, trained, groups, pin=pin and self.cuda)
-        update = BucketUpdate(bucket, way, type(optimizer), self.machine.device)
+        update = BucketUpdate(bucket, backend, type(optimizer), self.machine.device)
         for each in trained:
             gradient = each.param.grad
             assert gradient is not None
@@ -157,7 +165,7 @@ class StepParts:
             step = self._step(optimizer, bucket, each, taken, scale, groups)
             if groups is None:
                 step.group = _options(each.group, options)
-            step.factor = _factor(who, gradient, way)
+            step.factor = _factor(who, gradient, backend)
             step.intact = (
                 not foreign and who is not None and who.version == compat.version(gradient)
             )
@@ -251,19 +259,19 @@ class StepParts:
         """True if the device helps with the updates of host memory."""
         return self.cuda and self.options.device_helps
 
-    def _way(
+    def _backend(
         self, optimizer: Optimizer, bucket: HostBucket, trained: Sequence[Trained]
-    ) -> UpdatePath:
+    ) -> UpdateBackend:
         if rule_of(optimizer) is None:
-            return UpdatePath.STOCK_ON_DEVICE if self.cuda else UpdatePath.STOCK
+            return UpdateBackend.STOCK_ON_DEVICE if self.cuda else UpdateBackend.STOCK
         if bucket.resident is not None:
-            return UpdatePath.RESIDENT
+            return UpdateBackend.RESIDENT
         plain = all(self.is_plain(each.param) for each in trained)
         if self.options.lowering is Lowering.EAGER:
-            return UpdatePath.STOCK if plain else UpdatePath.TORCH
+            return UpdateBackend.STOCK if plain else UpdateBackend.TORCH
         if compat.has_cpp_compiler():
-            return UpdatePath.COMPILED
-        return UpdatePath.FUSED if plain else UpdatePath.TORCH
+            return UpdateBackend.COMPILED
+        return UpdateBackend.FUSED if plain else UpdateBackend.TORCH
 
     def _state_dtype(self, param: torch.Tensor) -> torch.dtype | str:
         wanted = self.options.state_dtype
@@ -371,12 +379,12 @@ class StepParts:
 
 
 def _factor(
-    who: LazyGradient | None, gradient: torch.Tensor, way: UpdatePath
+    who: LazyGradient | None, gradient: torch.Tensor, backend: UpdateBackend
 ) -> torch.Tensor | None:
     """The factor that an update multiplies a gradient by. Where it cannot, that is done here."""
     if not isinstance(who, DeviceGradient):
         return None
-    if way is not UpdatePath.RESIDENT:
+    if backend is not UpdateBackend.RESIDENT:
         who.open(gradient)
     return who.factor
 

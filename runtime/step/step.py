@@ -44,10 +44,10 @@ from megacompile.runtime.params.optimizer_states import (
     adopt,
     count_up,
     drop_empty,
+    ignored_options,
     move_loaded,
     names_like,
-    not_heeded,
-    stands_back,
+    unsupported_reason,
     wraps_another,
 )
 from megacompile.runtime.params.pending import Left
@@ -59,7 +59,7 @@ from megacompile.runtime.updates.flight import Flight
 from megacompile.runtime.updates.in_backward import PrepareSteps
 from megacompile.runtime.updates.part import BucketPart
 from megacompile.runtime.updates.refusals import Rehearsals, check, check_shared
-from megacompile.runtime.updates.update import ParamUpdate, UpdatePath
+from megacompile.runtime.updates.update import ParamUpdate, UpdateBackend
 
 _RESTS = 16  # graphs for what no schedule's update makes; those made longest ago go
 
@@ -102,7 +102,7 @@ class Updates:
         self._make_rest = rest
         self._rests: dict[tuple[tuple[Bucket, bool], ...], Executor] = {}
         self._said: set[str] = set()
-        self.ways: dict[str, UpdatePath] = {}  # by the bucket's name, of the last step
+        self.backends: dict[str, UpdateBackend] = {}  # by the bucket's name, of the last step
         self._rehearsals = Rehearsals()
         self._foreseen = False
         self._made_ahead: set[int] = set()  # keys of buckets
@@ -137,7 +137,7 @@ class Updates:
         for bucket in self.machine.buckets.values():
             bucket.pending.check()
 
-    def foresee(self, resident: frozenset[int]) -> None:
+    def precompile_updates(self, resident: frozenset[int]) -> None:
         """A backward will come, and steps: let the code of updates on the host be compiled.
 
         Until an optimizer exists, it is taken for an AdamW.
@@ -159,7 +159,7 @@ class Updates:
                 for update in self._parts.foreseen(rule, groups, resident):
                     compiled(rule).expect(update)
 
-    def make_ahead(self, schedule: Schedule) -> None:
+    def preallocate(self, schedule: Schedule) -> None:
         """The first step of a schedule over buckets that are where they will be comes soon: let
         page-locked memory be made for what the forward leaves on the host, for gradients, and for
         the states of the optimizers that there are.
@@ -175,7 +175,7 @@ class Updates:
         if buckets:
             wanted += self._of_buckets_ahead(buckets, schedule)
         if wanted:
-            self.machine.host_budget.make_ahead(
+            self.machine.host_budget.preallocate(
                 wanted, "saved tensors, gradients and optimizer states", self.machine.device
             )
 
@@ -215,12 +215,12 @@ class Updates:
             return None
         self.settle()
         trained = [each for of_bucket in found.values() for each in of_bucket]
-        ignored = not_heeded(optimizer, self.options)
+        ignored = ignored_options(optimizer, self.options)
         if ignored and not wraps_another(optimizer):
             self._say(ignored)
         where = f"{type(optimizer).__name__}.step()"
         check_shared(where, optimizer, [each.param for each in trained])
-        why = stands_back(optimizer, trained)
+        why = unsupported_reason(optimizer, trained)
         if why:
             if not wraps_another(optimizer):
                 name = type(optimizer).__name__
@@ -228,7 +228,7 @@ class Updates:
             return None
         check(where, optimizer, self.machine.buckets, found)
         if optimizer in self._prepared:  # a second step has all that it needs
-            self.machine.host_budget.forget_ahead()
+            self.machine.host_budget.drop_preallocated()
         self._prepared.add(optimizer)
         prepared = PreparedStep(self, optimizer, [], [])
         try:
@@ -239,7 +239,7 @@ class Updates:
                 bucket = self.machine.buckets[key]
                 part = self._parts.part(optimizer, bucket, found[key], options)
                 prepared.parts.append(part)
-                with nullcontext() if self.ways else line("preparing the update", self._shows):
+                with nullcontext() if self.backends else line("preparing the update", self._shows):
                     part.update.prepare(ready)
                 rehearsals.rehearse(where, optimizer, part.update, part.trained)
                 if self._parts.helps and part.update.suits_chunks():
@@ -340,7 +340,7 @@ class Updates:
     @property
     def _shows(self) -> bool | None:
         """Is there a line that says what is waited for? In the first step."""
-        return False if self.ways else self.options.progress
+        return False if self.backends else self.options.progress
 
     def _say(self, text: str) -> None:
         if text not in self._said:
@@ -355,7 +355,7 @@ class Updates:
     def steps_in_backward(self) -> PrepareSteps:
         """The function that prepares the steps of an update in the backward. It does not keep this
         alive: an old loss has no part in the steps of optimizers."""
-        return functools.partial(_in_backward, self._parts, self.ways)
+        return functools.partial(_in_backward, self._parts, self.backends)
 
     # A step: doing it.
 
@@ -438,9 +438,13 @@ class Updates:
         for part in parts:
             update = part.update
             name = update.bucket.layout.name
-            self.ways[name] = update.way
-            log.logger("update").info("%s: %s", name, update.way.value)
-            if update.way in (UpdatePath.COMPILED, UpdatePath.TORCH, UpdatePath.ON_DEVICE):
+            self.backends[name] = update.backend
+            log.logger("update").info("%s: %s", name, update.backend.value)
+            if update.backend in (
+                UpdateBackend.COMPILED,
+                UpdateBackend.TORCH,
+                UpdateBackend.ON_DEVICE,
+            ):
                 self.machine.device_update.learn(
                     optimizer, update.bucket, update.steps, part.states
                 )
@@ -491,11 +495,11 @@ def _tear(optimizer: Optimizer, parts: Iterable[BucketPart], error: BaseExceptio
 
 def _in_backward(
     parts: StepParts,
-    ways: dict[str, UpdatePath],
+    backends: dict[str, UpdateBackend],
     optimizer: Optimizer,
     bucket: HostBucket,
     indices: Iterable[int],
 ) -> dict[int, ParamUpdate]:
     """The steps of some parameters by rule, for an update in the backward."""
-    ways[bucket.layout.name] = UpdatePath.BACKWARD
+    backends[bucket.layout.name] = UpdateBackend.BACKWARD
     return parts.in_backward(optimizer, bucket, indices)

@@ -12,7 +12,7 @@ import torch
 from megacompile.ir import ops
 from megacompile.runtime.params.optimizer_states import Trained
 from megacompile.runtime.updates.on_device import DeviceUpdate
-from megacompile.runtime.updates.update import BucketUpdate, ParamUpdate, UpdatePath
+from megacompile.runtime.updates.update import BucketUpdate, ParamUpdate, UpdateBackend
 
 
 @dataclass(eq=False, slots=True)
@@ -20,7 +20,7 @@ class BucketPart:
     """The part of a step that is about one bucket."""
 
     update: BucketUpdate
-    way: UpdatePath  # how it is made of what is on the host
+    backend: UpdateBackend  # how it is made of what is on the host
     trained: list[Trained]
     states: list[torch.Tensor]  # those of its states that the user can see
     visible: list[torch.Tensor]  # the same, all that lie on a disk, gradients without a guard
@@ -33,7 +33,7 @@ class BucketPart:
         """The op of an update graph that carries it out."""
         if self.left is not None:
             return ops.update
-        resident = self.update.way is UpdatePath.RESIDENT
+        resident = self.update.backend is UpdateBackend.RESIDENT
         return ops.update_resident if resident else ops.update_host
 
     @property
@@ -45,7 +45,7 @@ class BucketPart:
         """Drops what the backward left for it."""
         if self.left is not None:
             self.left.drop()
-            self.left, self.update.way = None, self.way
+            self.left, self.update.backend = None, self.backend
 
 
 # Micro-batches: backwards that no step follows. The code that runs the loop knows.

@@ -245,7 +245,7 @@ class Rehearsals:
         Raises:
             OptimizerError: that step raised, and why.
         """
-        if update.way not in OWN_CODE:
+        if update.backend not in OWN_CODE:
             return
         for step, each in zip(update.steps, trained, strict=True):
             value = update.bucket.values[step.index]

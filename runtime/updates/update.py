@@ -37,8 +37,8 @@ from megacompile.runtime.updates.compiled import compiled
 from megacompile.runtime.updates.cpp import kind_of
 
 
-class UpdatePath(enum.Enum):
-    """The way an update is carried out."""
+class UpdateBackend(enum.Enum):
+    """The code that carries an update out."""
 
     STOCK = "torch.optim"
     STOCK_ON_DEVICE = "torch.optim on the device"
@@ -51,9 +51,9 @@ class UpdatePath(enum.Enum):
 
 
 OWN_CODE = (
-    UpdatePath.STOCK,
-    UpdatePath.FUSED,
-    UpdatePath.STOCK_ON_DEVICE,
+    UpdateBackend.STOCK,
+    UpdateBackend.FUSED,
+    UpdateBackend.STOCK_ON_DEVICE,
 )  # the optimizer's own code
 
 
@@ -131,7 +131,7 @@ class BucketUpdate:
     """The update of one bucket's parameters."""
 
     bucket: HostBucket
-    way: UpdatePath
+    backend: UpdateBackend
     kind: type[Optimizer]
     device: torch.device
     steps: list[ParamUpdate] = field(default_factory=list)
@@ -149,7 +149,7 @@ class BucketUpdate:
         """Will an optimizer's own first step make states? Ask before it runs."""
         kind = known(self.kind)
         assert kind is not None
-        return self.way in OWN_CODE and any(kind.has_states(step.group) for step in self.new())
+        return self.backend in OWN_CODE and any(kind.has_states(step.group) for step in self.new())
 
     def new(self) -> list[ParamUpdate]:
         """The steps of parameters that have no states yet. Ask before it runs."""
@@ -157,7 +157,7 @@ class BucketUpdate:
 
     def __call__(self) -> None:
         with torch.no_grad():
-            if self.way in OWN_CODE:
+            if self.backend in OWN_CODE:
                 self._stock()
             else:
                 self._by_rules()
@@ -170,15 +170,15 @@ class BucketUpdate:
         What is not compiled yet is made by torch until it is. `done` are the kinds of update that
         this step has asked for, and whether their code is there: it stays so for the whole step.
         """
-        if self.way in (UpdatePath.COMPILED, UpdatePath.TORCH):
+        if self.backend in (UpdateBackend.COMPILED, UpdateBackend.TORCH):
             self.runs = self._runs()
-        if self.way is UpdatePath.COMPILED:
+        if self.backend is UpdateBackend.COMPILED:
             for run in self.runs:
                 kind = (run.rule, kind_of(run.update))
                 if run.several and kind not in done:
                     done[kind] = compiled(run.rule).ready(run.update)
                 if run.several and not done[kind]:
-                    self.way = UpdatePath.TORCH
+                    self.backend = UpdateBackend.TORCH
 
     def stage(self, staged: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Work on copies of parameters and states, as those that came from a disk."""
@@ -225,7 +225,7 @@ class BucketUpdate:
 
     def _by_rules(self) -> None:
         for run in self._take_runs():
-            if self.way is UpdatePath.COMPILED and run.several:
+            if self.backend is UpdateBackend.COMPILED and run.several:
                 compiled(run.rule)(run.update)
             else:
                 apply(run.rule, run.update)
@@ -281,7 +281,7 @@ class BucketUpdate:
 
     def _stock(self) -> None:
         bucket = self.bucket
-        if self.way is not UpdatePath.STOCK_ON_DEVICE:
+        if self.backend is not UpdateBackend.STOCK_ON_DEVICE:
             run_stock(self.kind, self.steps, {s.index: self._value(s.index) for s in self.steps})
         else:
             for step in self.steps:

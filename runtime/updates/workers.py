@@ -29,7 +29,7 @@ from megacompile.runtime.device.background import Background, fulfil
 from megacompile.runtime.optim.rule import Update
 from megacompile.runtime.updates.chunks import Chunks, ChunkStreams
 from megacompile.runtime.updates.flight import Timed, untimed
-from megacompile.runtime.updates.update import BucketUpdate, UpdatePath
+from megacompile.runtime.updates.update import BucketUpdate, UpdateBackend
 from megacompile.tracing.timeline import DEVICE, HOST
 
 _DOUBT = 0.8  # of the time of the last update, for each step in which there was none
@@ -65,26 +65,26 @@ class Pace:
 
     def __init__(self) -> None:
         self._learned = False
-        self._last: dict[UpdatePath, float] = {}
-        self._best: dict[UpdatePath, float] = {}
+        self._last: dict[UpdateBackend, float] = {}
+        self._best: dict[UpdateBackend, float] = {}
 
     def seconds(self, update: BucketUpdate) -> float | None:
         """For this update; None: there was none of its kind yet."""
-        each = self._last.get(update.way)
+        each = self._last.get(update.backend)
         return None if each is None else each * update.numel
 
     def learn(self, update: BucketUpdate, seconds: float) -> None:
         """It has taken so long."""
-        each = self._last[update.way] = seconds / max(1, update.numel)
-        self._best[update.way] = min(each, self._best.get(update.way, each))
+        each = self._last[update.backend] = seconds / max(1, update.numel)
+        self._best[update.backend] = min(each, self._best.get(update.backend, each))
         self._learned = True
 
     def begin(self) -> None:
         """A step begins. If nothing was learned in the one before, the last update may have been
         slow by chance, and a faster one is expected; none that is faster than the fastest."""
         if not self._learned:
-            for way, each in tuple(self._last.items()):
-                self._last[way] = max(_DOUBT * each, self._best[way])
+            for backend, each in tuple(self._last.items()):
+                self._last[backend] = max(_DOUBT * each, self._best[backend])
         self._learned = False
 
 

@@ -121,7 +121,7 @@ def test_what_nobody_will_need_is_not_made_or_goes() -> None:
         optimizer.step()
         without = held(model)
         budget = inside.machine(model).host_budget
-        budget.make_ahead([inside.wanted(4096)], "states", torch.device("cpu"))
+        budget.preallocate([inside.wanted(4096)], "states", torch.device("cpu"))
         assert held(model) == without + 4096
         other = SGD(model.parameters(), lr=0.0)
         for _ in range(2):

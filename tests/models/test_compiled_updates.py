@@ -41,7 +41,7 @@ class Run:
             self.model(x.to(self.dtype)).square().mean().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-        return inside.ways(self.model)
+        return inside.backends(self.model)
 
     def code(self) -> tuple[int, int, int]:
         """The updates that this process has found, those among them that were compiled beside it,

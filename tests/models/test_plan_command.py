@@ -57,7 +57,7 @@ def test_the_figures_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[s
     plan = found["plan"]
     assert plan["parameters"] == numel(model) and found["active_parameters"] == active
     assert found["fits"] and plan["device"]["needed_bytes"] <= 8 * MIB
-    assert (plan["device"]["there_bytes"], plan["host"]["there_bytes"]) == (8 * MIB, 2**30)
+    assert (plan["device"]["available_bytes"], plan["host"]["available_bytes"]) == (8 * MIB, 2**30)
     states = (plan[where]["kinds"].get("optimizer states", 0) for where in ("device", "host"))
     assert 8 * numel(model) <= sum(states) <= 8.1 * numel(model)
     assert found["tokens_a_step"] == 32
@@ -199,7 +199,7 @@ def test_page_locked_memory_is_a_budget(capsys: pytest.CaptureFixture[str]) -> N
     short, none, enough = (answer(capsys, *argv, size)["plan"] for size in ("1MiB", "0", "0.9"))
     needed = short["host"]["needed_bytes"]
     assert needed > 2 * MIB and short["page_locked"]["needed_bytes"] == needed
-    assert short["page_locked"]["there_bytes"] == MIB and short["page_locked"]["fits"] is False
+    assert short["page_locked"]["available_bytes"] == MIB and short["page_locked"]["fits"] is False
     assert enough["step_s"] < short["step_s"] < none["step_s"]
     assert short["pageable_s"] == pytest.approx(short["step_s"] - enough["step_s"])
     names = [change["name"].split(" (")[0] for change in short["budgets"]]
@@ -225,12 +225,12 @@ def test_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
     there = (*argv, *DISK[:4], "--disk-memory", "1GiB")
     found = answer(capsys, *there)["plan"]
     needed = found["disk"]["needed_bytes"]
-    assert 0 < needed <= found["disk"]["there_bytes"] == 2**30 and found["disk"]["fits"]
-    assert found["host"]["needed_bytes"] <= found["host"]["there_bytes"] == 3 * MIB
+    assert 0 < needed <= found["disk"]["available_bytes"] == 2**30 and found["disk"]["fits"]
+    assert found["host"]["needed_bytes"] <= found["host"]["available_bytes"] == 3 * MIB
     assert any(stream["stream"] == "read" for stream in found["streams"])
     assert found["budgets"][3]["gain"] > 0.01
     ranks = answer(capsys, *there, "--gpus", "2")
-    assert ranks["plan"]["disk"]["there_bytes"] == 2**29
+    assert ranks["plan"]["disk"]["available_bytes"] == 2**29
 
 
 # --- mistakes: one line on stderr, and code 2

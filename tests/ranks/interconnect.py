@@ -183,7 +183,7 @@ class SimulatedRanks(inside.SimulatedRanks):
         self.group.exchange(self.rank, f"a gather of {bucket.name}", None)
         super().gather(bucket, whole)
 
-    def told(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """All say the same: models are made one after the other, before ranks run."""
         return [value] * self.count
 

@@ -46,7 +46,7 @@ class Threads:
     def host(self) -> str:
         return self.hosts[self.rank]
 
-    def told(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         self._said[self.rank] = value
         self._all_here.wait()
         found = list(self._said)
@@ -81,7 +81,9 @@ class Threads:
             lambda *_: 7.0,
         )
         found = self.each(
-            lambda rank: ranks.agree(self.mesh, CUDA, self.told, probe=probe, **options)
+            lambda rank: ranks.agree(
+                self.mesh, CUDA, self.all_gather_object, probe=probe, **options
+            )
         )
         return found, measured
 
@@ -137,7 +139,7 @@ def test_a_disk_is_measured_by_one_of_its_ranks(
         def body(rank: int) -> Any:
             folder = str(tmp_path) if str(rank) in users else None
             options: dict[str, Any] = {"measured": is_measured, "load": load}
-            return ranks.agree_disks(threads.mesh, folder, threads.told, **options)
+            return ranks.agree_disks(threads.mesh, folder, threads.all_gather_object, **options)
 
         measured.clear()
         disks = threads.each(body)

@@ -24,7 +24,7 @@ FIRST = 8  # words of a message that the page must have
 HOLE = "..."
 REASONS = ("_Whole",)  # raised for their text, which a warning ends with
 SAYS = ("_say",)  # methods that warn with their argument
-SAID = ("not_heeded", "stands_back")  # functions whose text a warning passes on
+SAID = ("ignored_options", "unsupported_reason")  # functions whose text a warning passes on
 
 
 def user_errors(modules: Mapping[str, ast.Module]) -> set[str]:
