@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 class Made:
     """An update that only says who made it."""
 
-    way, numel = "a kind", 10
+    backend, numel = "a kind", 10
 
     def __init__(self, name: str, log: list[str], *, on_device: bool = True) -> None:
         self.name, self.log, self.on_device = name, log, on_device
