@@ -196,3 +196,17 @@ def test_decoupled_decay_of_lion_is_its_own_step() -> None:
                 optimizer.zero_grad()
         assert sum("Lion" in str(w.message) for w in said) == (each is model)
     zoo.assert_same(plain, model)
+
+
+def test_blocks_of_micro_batches_nest() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    megacompile(model, device="cpu", lowering="eager", optimizer=optimizer, progress=False)
+    before = model.weight.detach().clone()
+    with accumulate(model):
+        with accumulate(model):
+            model(torch.ones(2, 4)).sum().backward()
+        model(torch.ones(2, 4)).sum().backward()
+    assert torch.equal(model.weight, before)
+    model(torch.ones(2, 4)).sum().backward()
+    assert torch.allclose(model.weight, before - 0.1 * 6)

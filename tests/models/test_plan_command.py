@@ -160,6 +160,14 @@ def test_options_of_the_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
     assert masters["parameters"] + masters.get("masters", 0) >= 4 * size
 
 
+def test_ranks_choose_no_tiles(capsys: pytest.CaptureFixture[str]) -> None:
+    """It fits in tiles alone; those decide what a backward reads, which all ranks would have to."""
+    argv = (TOWER, "--batch", "8", "--seq", "64", "--gpu-memory", "150KiB", "--json")
+    for gpus, fits in (("1", True), ("2", False)):
+        main(["plan", *argv, "--gpus", gpus])
+        assert json.loads(capsys.readouterr().out)["fits"] is fits
+
+
 def test_sweep_finds_the_best_batch(capsys: pytest.CaptureFixture[str]) -> None:
     argv = (TOWER, "--seq", "64", "--sweep", "batch", "--gpu-memory", "150KiB", "--tiles", "2")
     assert main(["plan", *argv, "--json"]) == 0
