@@ -99,19 +99,21 @@ class Call:
         if executor.is_left():
             executor = self.program.executor(replace(self.variant, reuse=True))
         saves = executor.schedule.backward is not None
-        before = sources(self.inputs_by_name, executor.constants()) if saves else []
+        names, inputs = self.program.changed_names, self.inputs_by_name
+        before = sources(inputs, executor.constants(), names) if saves else []
         outputs, self.saved_values = executor.forward(
             {
                 name: value.detach() if isinstance(value, torch.Tensor) else value
-                for name, value in self.inputs_by_name.items()
+                for name, value in inputs.items()
             }
         )
         if saves:
             self.shared = shared(
                 self.saved_values,
                 before,
+                inputs,
                 outputs,
-                changed=self.program.changed_names,
+                changed=names,
                 borrowed=executor.borrowed,
                 written=executor.schedule.written,
             )

@@ -37,13 +37,16 @@ class Source(NamedTuple):
     input: str = ""  # its name in the schedule, of an input
 
 
-def sources(inputs: Mapping[str, Any], constants: Mapping[str, torch.Tensor]) -> list[Source]:
-    """The tensors that a forward is about to read."""
-    found = [
-        Source(f"input {name}", value, _version(value), frozenset(), name)
-        for name, value in inputs.items()
-        if isinstance(value, torch.Tensor)
-    ]
+def sources(
+    inputs: Mapping[str, Any], constants: Mapping[str, torch.Tensor], changed: Collection[str]
+) -> list[Source]:
+    """The tensors that a forward is about to read whose versions are those from before it.
+
+    Args:
+        changed: the inputs that the forward changes in place.
+    """
+    read = [name for name in changed if isinstance(inputs.get(name), torch.Tensor)]
+    found = [_of_input(name, inputs[name]) for name in read]
     for name, value in constants.items():
         found.append(Source("a constant", value, _version(value), frozenset({name})))
     return found
@@ -52,6 +55,7 @@ def sources(inputs: Mapping[str, Any], constants: Mapping[str, torch.Tensor]) ->
 def shared(
     saved_values: dict[str, Any],
     before: Sequence[Source],
+    inputs: Mapping[str, Any],
     outputs: Iterable[Any],
     changed: Collection[str] = (),
     borrowed: Collection[str] = (),
@@ -64,46 +68,53 @@ def shared(
 
     Args:
         before: from ahead of the forward.
-        changed: the inputs that the forward changes in place.
+        inputs: of the forward, by name.
+        changed: those that the forward changes in place, which `before` has.
         borrowed: saved values that the plain model's backward would not keep, and so does not miss.
         written: the saved values that backwards change in place; they are memory as it is then.
     """
+    given = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    unchanged = {name: value for name, value in given.items() if name not in changed}
     after = [
         Source("an output", tensor.detach(), compat.version(tensor), frozenset())
         for tensor in outputs
         if isinstance(tensor, torch.Tensor)
     ]
-    before = [
-        source._replace(version=_version(source.tensor))
-        if source.input and source.input not in changed
-        else source
-        for source in before
-    ]
-    by_memory: dict[int, list[Source]] = {}
+    by_memory: dict[int, list[Source | str]] = {}  # a string: the name of an unchanged input
+    for name, memory in zip(unchanged, _memories(unchanged.values()), strict=True):
+        by_memory.setdefault(memory, []).append(name)
     for source in (*before, *after):
         by_memory.setdefault(_memory(source.tensor), []).append(source)
     by_memory.pop(0, None)  # of tensors without elements
-    inputs = {source.input for source in before}
+    touched = {_memory(source.tensor) for source in before if source.input}
     found: dict[int, set[str]] = {}
     themselves: set[str] = set()  # inputs that are saved, as they are
-    intact = [m for m, g in by_memory.items() if not any(s.input in changed for s in g)]
-    for name, value in saved_values.items():
-        if not isinstance(value, torch.Tensor) or name in written:
+    saved = {
+        name: value
+        for name, value in saved_values.items()
+        if isinstance(value, torch.Tensor) and name not in written
+    }
+    for (name, value), memory in zip(saved.items(), _memories(saved.values()), strict=True):
+        if memory not in by_memory:
             continue
-        if (memory := _memory(value)) in by_memory:
-            if name in borrowed and memory in intact and value.nbytes <= SMALL_BYTES:
-                saved_values[name] = value.detach().clone()
-                continue
-            saved_values[name] = value.detach()
-            if name in inputs:
-                themselves.add(name)
-            else:
-                found.setdefault(memory, set()).add(name)
+        if name in borrowed and memory not in touched and value.nbytes <= SMALL_BYTES:
+            saved_values[name] = value.detach().clone()
+            continue
+        saved_values[name] = value.detach()
+        if name in given:
+            themselves.add(name)
+        else:
+            found.setdefault(memory, set()).add(name)
     kept: list[Source] = []
     for memory, group in by_memory.items():
-        for source in group:
-            own = {source.input} & themselves
-            if names := source.names | found.get(memory, set()) | own:
+        here = found.get(memory, frozenset())
+        for each in group:
+            own = each if isinstance(each, str) else each.input
+            names = here | {own} if own in themselves else here
+            if isinstance(each, Source):
+                names = names | each.names
+            if names:
+                source = _of_input(each, given[each]) if isinstance(each, str) else each
                 kept.append(source._replace(names=frozenset(names)))
     return kept
 
@@ -115,6 +126,10 @@ def changed(among: Iterable[Source], needed: Callable[[], Iterable[str]]) -> Sou
     return next((source for source in found if not names.isdisjoint(source.names)), None)
 
 
+def _of_input(name: str, value: torch.Tensor) -> Source:
+    return Source(f"input {name}", value, _version(value), frozenset(), name)
+
+
 def _version(tensor: torch.Tensor) -> int:
     """Its version; torch refuses one of inference mode, where a backward needs the tensor."""
     return -1 if tensor.is_inference() else compat.version(tensor)
@@ -122,3 +137,11 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _memories(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """That of each: of hundreds, in every step."""
+    return list(map(_ADDRESS, map(_STORAGE, tensors)))
+
+
+_ADDRESS, _STORAGE = torch.UntypedStorage.data_ptr, torch.Tensor.untyped_storage
