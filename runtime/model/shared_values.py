@@ -107,7 +107,7 @@ def shared(
             found.setdefault(memory, set()).add(name)
     kept: list[Source] = []
     for memory, group in by_memory.items():
-        here = found.get(memory, frozenset())
+        here = found.get(memory, set())
         for each in group:
             own = each if isinstance(each, str) else each.input
             names = here | {own} if own in themselves else here
