@@ -116,7 +116,7 @@ def parse_flags(argv: Sequence[str] | None) -> Namespace:
     add("--seed", type=within(int, 0, 2**63), default=0, help="of weights, data order, dropout")
 
     add("--layers", type=COUNT, default=6, help="blocks of attention and MLP")
-    add("--width", type=COUNT, default=384, help="of the saved value stream")
+    add("--width", type=COUNT, default=384, help="of the residual stream")
     add("--heads", type=COUNT, default=6, help="of attention; they share the width")
     add("--context", type=COUNT, default=128, help="tokens in a sequence")
     add("--dropout", type=within(float, 0, 1), default=0.0, help="of activations and attention")
