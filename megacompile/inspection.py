@@ -157,10 +157,8 @@ def explain(
     name = type(model).__name__
     planned, made = _newest(streamed)
     if not made:
-        raise ModelError(
-            f"explain(): {name} has not run yet; call it on a batch first (where it has run, "
-            "nothing of it was captured, and a warning said why)"
-        )
+        why = _Schedules(name, streamed).why
+        raise ModelError(f"explain(): {name} has no schedule: {why}")
     options, compiler = streamed.options, streamed.buckets.plans.compiler
     assert isinstance(compiler, PassCompiler)
     machine = hardware or compiler.setting.rates()

@@ -194,8 +194,8 @@ ROWS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
      "megacompile(): Linear was compiled with model.compile() already; leave that out: "
      "megacompile compiles it"),
     "explain before a call": (lambda: explain(on_cpu()), ModelError,
-     "explain(): Stack has not run yet; call it on a batch first (where it has run, nothing of "
-     "it was captured, and a warning said why)"),
+     "explain(): Stack has no schedule: it has not been called yet; call model(...) on a batch "
+     "first (or a module in it)"),
     "trace nothing": (trace, ModelError,
      "trace(): got no model; needed at least one"),
     "no schedule before a call": (lambda: no_schedule(False), NoScheduleError,
