@@ -61,6 +61,7 @@ class Accumulators:
 
     def __init__(self, ends: Sequence[Accumulator]) -> None:
         self.params = [end.param for end in ends]
+        self.ids = frozenset(map(id, self.params))
         self.nodes: list[object] = [end.node for end in ends]
         self._hooks = [hooks for end in ends for hooks in end.hooks]
 
@@ -105,13 +106,14 @@ def users_of(call: compat.BackwardCall, graph: type, gate: type, link: type) -> 
         gate: that of their gates, whose first edge leads to the next gate, and the others to
             parameters, each once.
         link: the one that joins a proxy to its parameter, `ctx.param`; an edge to it counts as one
-            to the parameter, but for those of captured graphs, which have one to the parameter too.
+            to the parameter, but for those of captured graphs, whose gates have one too. An edge
+            from a graph to a parameter is of a tensor that a call was given.
     """
     end, joins = compat.ACCUMULATOR, compat.node_class(link)
     of_graph, of_gate = compat.node_class(graph), compat.node_class(gate)
     todo: list[Any] = [compat.root_node(root) for root in call.roots]
     others = {id(node.variable) for node in todo if type(node) is end}
-    gates, inputs = list[Sequence[Any]](), list[Any]()  # edges to parameters; inputs that are some
+    gates = list[Sequence[Any]]()  # their edges to parameters
     seen: set[object] = set()
     while todo:
         node = todo.pop()
@@ -126,9 +128,7 @@ def users_of(call: compat.BackwardCall, graph: type, gate: type, link: type) -> 
         for after, _ in following:
             kind = type(after)
             if kind is end:
-                if is_graph:
-                    inputs.append(after)
-                elif not is_link:
+                if not is_link:
                     others.add(id(after.variable))
             elif kind is joins:
                 if not is_graph:
@@ -136,8 +136,7 @@ def users_of(call: compat.BackwardCall, graph: type, gate: type, link: type) -> 
             elif after is not None:
                 todo.append(after)
     several: frozenset[int] = frozenset()
-    if len(gates) + len(inputs) > 1:
-        inputs += [after for of in gates for after, _ in of if type(after) is end]
-        uses = Counter(id(after.variable) for after in inputs)
+    if len(gates) > 1:
+        uses = Counter(id(after.variable) for of in gates for after, _ in of if type(after) is end)
         several = frozenset(key for key, count in uses.items() if count > 1)
     return Users(frozenset(others), several, frozenset(seen))

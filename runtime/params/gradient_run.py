@@ -70,7 +70,8 @@ class Uses:
         several = frozenset().union(*[each.several for each in users])
         places = tuple(places)
         ends = gradients.ends(places)
-        if users and not others and not several and not ends.hooked and ends.all_run:
+        alone = others.isdisjoint(ends.ids) and several.isdisjoint(ends.ids)
+        if users and alone and not ends.hooked and ends.all_run:
             return found
         for place in places:
             if not gradients.param(place).requires_grad:  # frozen since the forward

@@ -107,7 +107,8 @@ class Gradients:
         if self._followed or not compat.any_accumulate_hooks([end.param for end in ends]):
             return self._followed
         return any(
-            compat.post_accumulate_hooks(end.param)
+            end.param.requires_grad
+            and compat.post_accumulate_hooks(end.param)
             and compat.accumulator_of(end.param) is not end.node
             for end in ends
         )

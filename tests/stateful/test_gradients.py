@@ -178,6 +178,41 @@ def test_tensors_of_the_user_are_added_to() -> None:
     assert_same(plain, ours)
 
 
+class Given(Net):
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        hidden = super().forward(x)
+        return hidden if weight is None else hidden @ weight
+
+
+@pytest.mark.parametrize("both_are_given", [False, True])
+def test_a_parameter_that_a_call_is_given_too(both_are_given: bool) -> None:
+    """In the backward of two calls; one reads it, and the other one as well."""
+    plain, ours = pair(Given)
+    for model in (plain, ours):
+        weight = model.head.weight
+        first = model(inputs(), weight) if both_are_given else model(inputs())
+        (first.sum() + model(inputs(1), weight).square().sum()).backward()
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def doubled(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(2)
+
+
+def test_a_parameter_is_frozen_that_has_a_hook() -> None:
+    both = pair()
+    for model in both:
+        model(inputs()).sum().backward()
+        weight = model.head.weight
+        weight.register_post_accumulate_grad_hook(doubled)
+        model(inputs(1)).sum().backward()
+        weight.requires_grad_(False)
+        model(inputs(2)).square().sum().backward()
+    assert_same(*both)
+
+
 def test_what_was_accumulated_moves_along_where_the_user_keeps_another_gradient() -> None:
     """New memory for a bucket's gradients: that of one of them is the user's now."""
     both, kept = pair(), []
