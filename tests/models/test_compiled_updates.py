@@ -83,10 +83,18 @@ def test_an_update_is_compiled_elsewhere_and_found_here(
 ) -> None:
     """Nothing compiles here meanwhile, and nothing is compiled again, though Inductor's settings
     have changed, nor in another run. The run that switches has the bits of those that do not."""
+    gate, waits = tmp_path / "gate", tmp_path / "python"
+    waits.write_text(
+        f'#!/bin/sh\nwhile [ ! -e {gate} ]; do sleep 0.05; done\nexec {sys.executable} "$@"\n'
+    )
+    waits.chmod(0o755)
     switches = Run(torch.float64)  # which no other test compiles the update for
     found, beside, made = switches.code()
-    assert switches.train(2) == {"TORCH"}
+    with monkeypatch.context() as slow:
+        slow.setattr(sys, "executable", str(waits))
+        assert switches.train(2) == {"TORCH"}
     assert switches.code() == (found, beside, made)
+    gate.touch()
     switches.wait()
     changed = torch._inductor.config.patch({"triton.unique_kernel_names": False})
     with monkeypatch.context() as on_a_gpu, changed:
