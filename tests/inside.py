@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.verify.proof import verify
+from tests.watched import profiled
 
 
 def has_cpp_compiler() -> bool:
@@ -119,12 +119,8 @@ def graph_calls(ran: list[Program | None]) -> Iterator[None]:
             graph = frame.f_locals["self"]
             ran.append(graph.programs.get(next(reversed(graph._called), None)))
 
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
+    with profiled(note):
         yield
-    finally:
-        sys.setprofile(before)
 
 
 @contextmanager
@@ -137,12 +133,8 @@ def fetches(found: list[nn.Parameter]) -> Iterator[None]:
             param = frame.f_locals["self"].param
             found.extend([param] if param is not None else [])  # None: it is being captured
 
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
+    with profiled(note):
         yield
-    finally:
-        sys.setprofile(before)
 
 
 def executors(model: nn.Module) -> list[Executor]:

@@ -15,6 +15,17 @@ Look = Callable[[FrameType], None]
 
 
 @contextlib.contextmanager
+def profiled(profile: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
+    """For its duration, this is the profiler of this thread."""
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+@contextlib.contextmanager
 def watched(looks: Mapping[Any, Look]) -> Iterator[None]:
     """For its duration, this thread's calls of some functions are looked at before they begin.
 
@@ -27,12 +38,8 @@ def watched(looks: Mapping[Any, Look]) -> Iterator[None]:
         if event == "call" and frame.f_code in by_code:
             by_code[frame.f_code](frame)
 
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
+    with profiled(profile):
         yield
-    finally:
-        sys.setprofile(before)
 
 
 class Countdown:

@@ -21,7 +21,7 @@ from tests import zoo
 from tests.equality import cells
 from tests.equality.cells import Cell, Run
 from tests.training import assert_states_same, move, through_file
-from tests.zoo import Inputs, equal
+from tests.zoo import Inputs, equal, uncompiled
 
 BF16 = torch.bfloat16
 STEPS = 6
@@ -55,10 +55,6 @@ def train(model: Model, optimizer: Optimizer, steps: int = STEPS, *, start: int 
 
 def test_norms_of_doubles_are_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     """With Inductor a backward may take norms along, which are of float32."""
-
-    def uncompiled(module: Any, _: Any) -> Any:
-        return lambda *given: module(*(given[0] if isinstance(given[0], list) else given))
-
     monkeypatch.setattr(torch._inductor, "compile", uncompiled)
     plain = net(torch.float64)
     ours = megacompile(copy.deepcopy(plain), device="cpu", lowering="inductor", progress=False)
