@@ -43,19 +43,22 @@ class _Schedules(list[Schedule]):
 
     def __init__(self, name: str, streamed: StreamedModel) -> None:
         super().__init__(streamed.schedules())
-        self.why = (
-            "everything that it has captured ran in eager mode, as a warning said"
-            if streamed.graphs
-            else "Dynamo has captured nothing of it, as a warning said"
-            if streamed.called
-            else "it has not been called yet; call model(...) on a batch first (or a module in it)"
-        )
+        self.why = _why_none(streamed)
         self.name = name
 
     def __getitem__(self, index: Any) -> Any:
         if not self and not isinstance(index, slice):
             raise NoScheduleError(f"schedules(): {self.name} has none: {self.why}")
         return super().__getitem__(index)
+
+
+def _why_none(streamed: StreamedModel) -> str:
+    """The reason why a model has no schedule."""
+    if streamed.graphs:
+        return "everything that it has captured ran in eager mode, as a warning said"
+    if streamed.called:
+        return "Dynamo has captured nothing of it, as a warning said"
+    return "it has not been called yet; call model(...) on a batch first (or a module in it)"
 
 
 def updates(model: nn.Module) -> dict[str, str]:
@@ -157,8 +160,7 @@ def explain(
     name = type(model).__name__
     planned, made = _newest(streamed)
     if not made:
-        why = _Schedules(name, streamed).why
-        raise ModelError(f"explain(): {name} has no schedule: {why}")
+        raise ModelError(f"explain(): {name} has no schedule: {_why_none(streamed)}")
     options, compiler = streamed.options, streamed.buckets.plans.compiler
     assert isinstance(compiler, PassCompiler)
     machine = hardware or compiler.setting.rates()
