@@ -29,7 +29,7 @@ class Run:
         torch.manual_seed(0)
         self.dtype, self.others = dtype, set(psutil.Process().children())
         self.model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(dtype)
-        self.optimizer = AdamW(self.model.parameters(), lr=0.01)
+        self.optimizer = AdamW(self.model.parameters(), lr=0.01, amsgrad=True)
         megacompile(self.model, device="cpu", lowering="inductor", progress=False)
         with torch.no_grad():
             self.model(torch.zeros(4, 8, dtype=dtype))
@@ -88,7 +88,7 @@ def test_an_update_is_compiled_elsewhere_and_found_here(
         f'#!/bin/sh\nwhile [ ! -e {gate} ]; do sleep 0.05; done\nexec {sys.executable} "$@"\n'
     )
     waits.chmod(0o755)
-    switches = Run(torch.float64)  # which no other test compiles the update for
+    switches = Run(torch.float64)  # no other test of this process has such states
     found, beside, made = switches.code()
     with monkeypatch.context() as slow:
         slow.setattr(sys, "executable", str(waits))
