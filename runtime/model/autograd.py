@@ -25,7 +25,6 @@ from megacompile.runtime.model.autograd_nodes import Graph
 from megacompile.runtime.model.call import Call
 from megacompile.runtime.model.hooked_outputs import watched
 from megacompile.runtime.model.program import Program
-from megacompile.runtime.params.proxies import StreamedParameter
 
 
 def run(program: Program, args: Sequence[Any]) -> list[Any]:
@@ -36,8 +35,10 @@ def run(program: Program, args: Sequence[Any]) -> list[Any]:
     call = Call(program, args)
     if any(program.differentiable(k) for k in program.tensor_outputs()):
         with torch.enable_grad():  # the graph itself may do so
-            others = [None if isinstance(arg, StreamedParameter) else arg for arg in args]
-            computed = compat.apply(Graph, call, call.gates(), *others)
+            trained = [k for k in program.other_tensors(args) if args[k].requires_grad]
+            computed = compat.apply(
+                Graph, call, call.gates(), trained, *map(args.__getitem__, trained)
+            )
     else:
         computed = call.forward()
     by_position = dict(zip(program.tensor_outputs(), computed, strict=True))

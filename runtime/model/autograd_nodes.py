@@ -71,13 +71,23 @@ def nodes_behind(token: torch.Tensor) -> list[object]:
 
 
 class Graph(torch.autograd.Function):
-    """A captured graph."""
+    """A captured graph.
+
+    Args:
+        positions: of the inputs that require grad, among all; parameters are the gates' inputs.
+    """
 
     @staticmethod
-    def forward(ctx: Any, call: Recorded, token: torch.Tensor | None, *args: Any) -> Any:
+    def forward(
+        ctx: Any,
+        call: Recorded,
+        token: torch.Tensor | None,
+        inputs: Sequence[int],
+        *trained: torch.Tensor,
+    ) -> Any:
         outputs = call.forward(recorded=True)
         ctx.call = call
-        ctx.args = len(args)
+        ctx.positions = inputs
         ctx.device = None if token is None else token.device
         ctx.set_materialize_grads(False)
         positions, differentiable = call.program.tensor_outputs(), call.program.differentiable
@@ -90,4 +100,4 @@ class Graph(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         found = ctx.call.backward(ctx, gradients)
         token = None if ctx.device is None else torch.empty(0, device=ctx.device)
-        return None, token, *(found.get(k) for k in range(ctx.args))
+        return None, token, None, *map(found.get, ctx.positions)

@@ -20,7 +20,7 @@ from megacompile.runtime.model import shortage
 from megacompile.runtime.model.autograd_nodes import Gate, nodes_behind, users
 from megacompile.runtime.model.hooked_outputs import Watched, hooked_inside, say_hooked
 from megacompile.runtime.model.program import Program
-from megacompile.runtime.model.shared_values import Source, changed, shared, sources
+from megacompile.runtime.model.shared_values import Readings, Source, changed, shared
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.gradient_run import GradientRun
@@ -100,20 +100,19 @@ class Call:
             executor = self.program.executor(replace(self.variant, reuse=True))
         saves = executor.schedule.backward is not None
         names, inputs = self.program.changed_names, self.inputs_by_name
-        before = sources(inputs, executor.constants(), names) if saves else []
+        before = Readings.of(inputs, executor.constants(), names) if saves else None
         outputs, self.saved_values = executor.forward(
             {
                 name: value.detach() if isinstance(value, torch.Tensor) else value
                 for name, value in inputs.items()
             }
         )
-        if saves:
+        if before is not None:
             self.shared = shared(
                 self.saved_values,
                 before,
                 inputs,
                 outputs,
-                changed=names,
                 borrowed=executor.borrowed,
                 written=executor.schedule.written,
             )

@@ -22,6 +22,7 @@ from megacompile.ir.capture import (
     NumberInput,
     PackedInput,
     ParamInput,
+    TensorInput,
     Variant,
 )
 from megacompile.ir.growth import bytes_of
@@ -135,6 +136,14 @@ class Program:
     def _given(self) -> list[GraphInput]:
         """The inputs, packed parameters taken apart."""
         return [part for item in self.capture.inputs for part in _parts(item)]
+
+    def other_tensors(self, args: Sequence[Any]) -> list[int]:
+        """The positions of the tensors among a call's inputs that are no parameters."""
+        return [*self._tensors, *range(len(self._given), len(args))]  # bases come last
+
+    @functools.cached_property
+    def _tensors(self) -> list[int]:
+        return [k for k, item in enumerate(self._given) if isinstance(item, TensorInput)]
 
     def tensor_outputs(self) -> list[int]:
         """Positions of the outputs that stages compute, each value once."""

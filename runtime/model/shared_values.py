@@ -37,27 +37,31 @@ class Source(NamedTuple):
     input: str = ""  # its name in the schedule, of an input
 
 
-def sources(
-    inputs: Mapping[str, Any], constants: Mapping[str, torch.Tensor], changed: Collection[str]
-) -> list[Source]:
-    """The tensors that a forward is about to read whose versions are those from before it.
+class Readings(NamedTuple):
+    """The tensors that a forward is about to read whose versions are those from before it."""
 
-    Args:
-        changed: the inputs that the forward changes in place.
-    """
-    read = [name for name in changed if isinstance(inputs.get(name), torch.Tensor)]
-    found = [_of_input(name, inputs[name]) for name in read]
-    for name, value in constants.items():
-        found.append(Source("a constant", value, _version(value), frozenset({name})))
-    return found
+    inputs: dict[str, torch.Tensor]  # that the forward changes in place
+    constants: Mapping[str, torch.Tensor]
+    versions: list[int]  # of the inputs, then of the constants
+
+    @classmethod
+    def of(
+        cls, inputs: Mapping[str, Any], constants: Mapping[str, torch.Tensor], names: Iterable[str]
+    ) -> Readings:
+        """Note versions ahead of a forward.
+
+        Args:
+            names: of the inputs that the forward changes in place.
+        """
+        found = {k: v for k in names if isinstance(v := inputs.get(k), torch.Tensor)}
+        return cls(found, constants, _versions([*found.values(), *constants.values()]))
 
 
 def shared(
     saved_values: dict[str, Any],
-    before: Sequence[Source],
+    before: Readings,
     inputs: Mapping[str, Any],
     outputs: Iterable[Any],
-    changed: Collection[str] = (),
     borrowed: Collection[str] = (),
     written: Collection[str] = (),
 ) -> list[Source]:
@@ -69,34 +73,30 @@ def shared(
     Args:
         before: from ahead of the forward.
         inputs: of the forward, by name.
-        changed: those that the forward changes in place, which `before` has.
         borrowed: saved values that the plain model's backward would not keep, and so does not miss.
         written: the saved values that backwards change in place; they are memory as it is then.
     """
-    given = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-    unchanged = {name: value for name, value in given.items() if name not in changed}
-    after = [
-        Source("an output", tensor.detach(), compat.version(tensor), frozenset())
-        for tensor in outputs
-        if isinstance(tensor, torch.Tensor)
-    ]
-    by_memory: dict[int, list[Source | str]] = {}  # a string: the name of an unchanged input
-    for name, memory in zip(unchanged, _memories(unchanged.values()), strict=True):
-        by_memory.setdefault(memory, []).append(name)
-    for source in (*before, *after):
-        by_memory.setdefault(_memory(source.tensor), []).append(source)
-    by_memory.pop(0, None)  # of tensors without elements
-    touched = {_memory(source.tensor) for source in before if source.input}
-    found: dict[int, set[str]] = {}
-    themselves: set[str] = set()  # inputs that are saved, as they are
     saved = {
         name: value
         for name, value in saved_values.items()
         if isinstance(value, torch.Tensor) and name not in written
     }
-    for (name, value), memory in zip(saved.items(), _memories(saved.values()), strict=True):
-        if memory not in by_memory:
+    lie_in = dict(zip(saved, _memories(saved.values()), strict=True))
+    given = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    left = [value for value in outputs if isinstance(value, torch.Tensor)]
+    every = [*_memories(given.values()), *_memories(before.constants.values()), *_memories(left)]
+    met = {*lie_in.values()}.intersection(every)
+    met.discard(0)  # of tensors without elements
+    if not met and not before.constants:
+        return []
+    by_memory = _sources_in(met, before, given, left)
+    touched = met.intersection(_memories(before.inputs.values()))
+    found: dict[int, set[str]] = {}
+    themselves: set[str] = set()  # inputs that are saved, as they are
+    for name, memory in lie_in.items():
+        if memory not in met:
             continue
+        value = saved[name]
         if name in borrowed and memory not in touched and value.nbytes <= SMALL_BYTES:
             saved_values[name] = value.detach().clone()
             continue
@@ -108,15 +108,44 @@ def shared(
     kept: list[Source] = []
     for memory, group in by_memory.items():
         here = found.get(memory, set())
-        for each in group:
-            own = each if isinstance(each, str) else each.input
-            names = here | {own} if own in themselves else here
-            if isinstance(each, Source):
-                names = names | each.names
-            if names:
-                source = _of_input(each, given[each]) if isinstance(each, str) else each
+        for source in group:
+            names = here | {source.input} if source.input in themselves else here
+            if names := names | source.names:
                 kept.append(source._replace(names=frozenset(names)))
     return kept
+
+
+def _sources_in(
+    met: Collection[int],
+    before: Readings,
+    given: Mapping[str, torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+) -> dict[int, list[Source]]:
+    """The sources by their memory: those in memory that saved values have too, and constants."""
+    found: dict[int, list[Source]] = {}
+
+    def note(what: str, tensors: Mapping[str, torch.Tensor], versions: Sequence[int]) -> None:
+        each = zip(tensors.items(), versions, _memories(tensors.values()), strict=True)
+        for (name, tensor), version, memory in each:
+            if memory in met:
+                source = Source(f"{what} {name}", tensor, version, frozenset(), name)
+                found.setdefault(memory, []).append(source)
+
+    unchanged = {name: value for name, value in given.items() if name not in before.inputs}
+    note("input", unchanged, _versions(unchanged.values()))
+    count = len(before.inputs)
+    note("input", before.inputs, before.versions[:count])
+    for (name, value), version in zip(
+        before.constants.items(), before.versions[count:], strict=True
+    ):
+        source = Source("a constant", value, version, frozenset({name}))
+        found.setdefault(_memory(value), []).append(source)
+    for tensor in outputs:
+        if _memory(tensor) in met:
+            version = compat.version(tensor)
+            source = Source("an output", tensor.detach(), version, frozenset())
+            found.setdefault(_memory(tensor), []).append(source)
+    return found
 
 
 def changed(among: Iterable[Source], needed: Callable[[], Iterable[str]]) -> Source | None:
@@ -126,13 +155,11 @@ def changed(among: Iterable[Source], needed: Callable[[], Iterable[str]]) -> Sou
     return next((source for source in found if not names.isdisjoint(source.names)), None)
 
 
-def _of_input(name: str, value: torch.Tensor) -> Source:
-    return Source(f"input {name}", value, _version(value), frozenset(), name)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Its version; torch refuses one of inference mode, where a backward needs the tensor."""
-    return -1 if tensor.is_inference() else compat.version(tensor)
+def _versions(tensors: Collection[torch.Tensor]) -> list[int]:
+    """The version of each; -1 in inference mode, which a backward refuses anyway."""
+    if any(map(torch.Tensor.is_inference, tensors)):
+        return [-1 if t.is_inference() else compat.version(t) for t in tensors]
+    return compat.versions(tensors)
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -38,9 +38,8 @@ class ComputeOps(OpGroup):
         self.machine.assigned += 1
         if after or self.recording is not None or not self.machine.streams.alone:
             return self._issue(Stream.COMPUTE, (tensor, value, after), run)
-        target = tensor.value
-        self.to_write.append((target if counted else target.data, value.value))
-        return Handle(target, Stream.COMPUTE)
+        self.to_write.append((tensor, value, counted))
+        return tensor
 
     def forward(self, stage: Stage, weights: Any, args: Any, saving: bool) -> tuple[Handle, ...]:
         code = stage.traced.code[Code.FORWARD_SAVING if saving else Code.FORWARD]

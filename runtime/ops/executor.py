@@ -26,7 +26,7 @@ from megacompile.ir.inputs import elsewhere, tangents
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ParamRef
 from megacompile.ir.stream import Stream
-from megacompile.ir.tokens import Token, token_of
+from megacompile.ir.tokens import token_of
 from megacompile.ir.values import borrowed, left_of
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.collectives import CollectiveOps
@@ -187,7 +187,7 @@ class Executor:
         bound, machine = self._bound["update"], self.machine
         with machine.streams.run():
             machine.streams.alone = self._alone["update"]
-            taken = [self._taken(key, token, given) for key, token in self._inputs["update"]]
+            taken = self._taken("update", given)
             tracer = machine.tracer
             bound.recording = None if tracer is None else tracer.run(self.schedule, "update")
             bound.in_step, bound.parts, bound.residents = True, parts, []
@@ -236,7 +236,7 @@ class Executor:
             for index in self._fills[name]:
                 machine.slots.left.pop(index, None)
             machine.slots.generation += 1
-            taken = [self._taken(key, token, inputs) for key, token in self._inputs[name]]
+            taken = self._taken(name, inputs)
             inputs.clear()
             tracer = machine.tracer
             recording = None if tracer is None else tracer.run(self.schedule, name)
@@ -256,12 +256,16 @@ class Executor:
         ranks = self.machine.ranks
         return nullcontext() if ranks is None else ranks.running(self._collectives[name])
 
-    def _taken(self, name: str, token: Token | None, inputs: dict[str, Any]) -> Handle:
-        """The value that a placeholder stands for now."""
-        if token is not None:
-            return self.machine.buckets[token.bucket.key].pending.last_write(token.part)
-        value = inputs.pop(name)
-        return value if isinstance(value, Handle) else Handle(value, Stream.COMPUTE)
+    def _taken(self, name: str, inputs: dict[str, Any]) -> list[Handle]:
+        """The values that a graph's placeholders stand for now; `inputs` holds none afterwards."""
+        buckets, compute, found = self.machine.buckets, Stream.COMPUTE, []
+        for key, token in self._inputs[name]:
+            if token is not None:
+                found.append(buckets[token.bucket.key].pending.last_write(token.part))
+                continue
+            value = inputs.pop(key)
+            found.append(value if type(value) is Handle else Handle(value, compute))
+        return found
 
 
 def _read(graph: fx.Graph) -> Iterator[ParamId]:

@@ -29,7 +29,8 @@ class OpGroup:
         self.in_step = False  # is it the graph of `optimizer.step()`?
         self.parts: Mapping[int, BucketPart] = {}  # of the step that is on, by the bucket's key
         self.resident_parts = 0  # of these: on buckets that live on the device
-        self.to_write: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors, their new values
+        # tensors, their new values, and is the change one that a version counts?
+        self.to_write: list[tuple[Handle, Handle, bool]] = []
         self.residents: list[tuple[BucketPart, Any]] = []  # those that came, and their `after`
 
     def _issue(self, stream: Stream, waits: Any, work: Callable[[], Any]) -> Handle:
@@ -55,10 +56,11 @@ def write_assigned(group: OpGroup) -> None:
     """Write the new values that came one after another, in a few launches for all of them."""
     assigned, group.to_write = group.to_write, []
     by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for target, value in assigned:
+    for tensor, new, counted in assigned:
+        target = tensor.value
         targets, values = by_dtype.setdefault(target.dtype, ([], []))
-        targets.append(target)
-        values.append(value)
+        targets.append(target if counted else target.data)
+        values.append(new.value)
     for targets, values in by_dtype.values():
         compat.FOREACH_COPY(targets, values)
 
