@@ -114,6 +114,17 @@ def line(what: str, show: bool | None) -> Iterator[None]:
             outer.show()
 
 
+@contextmanager
+def later_line(what: str, show: bool | None) -> Iterator[None]:
+    """`line` for work of a later step: shown on a terminal alone, and only if this thread has no
+    line, which says already what is waited for."""
+    if _line() is not None:
+        yield
+        return
+    with line(what, sys.stderr.isatty() if show is None else show):
+        yield
+
+
 def now(what: str) -> None:
     """Changes the text of the line, if this thread has one: "" is nothing."""
     current = _line()

@@ -77,6 +77,11 @@ def broken() -> nn.Module:
     raise ValueError("no such\nthing")
 
 
+def recurrent() -> nn.Module:
+    """Of which Dynamo captures nothing."""
+    return nn.Sequential(nn.Embedding(32, 8), nn.LSTM(8, 8))
+
+
 def breaking() -> tuple[nn.Module, tuple[Tensor, ...]]:
     """A model that cannot be called so."""
     return nn.Linear(16, 16), (torch.empty(4, 15),)

@@ -143,13 +143,9 @@ def abstract_programs(
             nothing of device memory, that of the machine, less 5 %, at most 4 GiB.
     """
     if not isinstance(model, nn.Module):
-        raise ModelError(
-            f"abstract_programs(): got {type(model).__name__}; needed a torch.nn.Module"
-        )
+        raise ModelError(f"to plan for: got {type(model).__name__}; needed a torch.nn.Module")
     if next(model.parameters(), None) is None:
-        raise ModelError(
-            f"abstract_programs(): {type(model).__name__} has no parameters; needed at least one"
-        )
+        raise ModelError(f"{type(model).__name__} has no parameters to plan for; needed one")
     shared = unshare(model)  # as megacompile() does
     try:
         return _Capturing(model, options or abstract_options(), hardware).run(args, kwargs or {})
@@ -183,15 +179,20 @@ class _Capturing:
         }
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[AbstractProgram]:
+        compat.note_uncaptured()
+        breaks = compat.uncaptured()
         given = compat.tree_map(self._fake_input, (tuple(args), dict(kwargs)))
         with self._swapped_in():
             groups = equal_layers(self.model) if compat.REUSES_REGIONS else []
             if not groups or not self._call_in_regions(given, groups):
                 self._call(given, self._backend)
         if not self.captures:
+            why = ""
+            if compat.uncaptured() > breaks and (found := next(iter(compat.graph_breaks()), None)):
+                why = f": {found.why}" + (f" ({found.file}:{found.line})" if found.file else "")
             raise ModelError(
-                f"abstract_schedules(): Dynamo captured nothing of {type(self.model).__name__}; "
-                "TORCH_LOGS=graph_breaks says why"
+                f"{type(self.model).__name__} cannot be captured{why}; TORCH_LOGS=graph_breaks "
+                "says more"
             )
         partition = self.plans.compiler.partition
         return [AbstractProgram(each, partition(each), self.plans) for each in self.captures]

@@ -234,7 +234,6 @@ class ModelBuckets:
 
     def before_step(self) -> None:
         """Say what an optimizer's step would lose, and move what is to move."""
-        self.machine.progress = False
         self.machine.steps += 1
         self.check_memory()
         if self.machine.ranks is not None:

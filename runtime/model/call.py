@@ -155,7 +155,7 @@ class Call:
 
     def _line(self) -> AbstractContextManager[None]:
         """Says what is waited for, in the first backward."""
-        if self.program.ran_backward:
+        if self.program.ran_backward or self.machine.steps:
             return nullcontext()
         return line("running the first backward", self.machine.progress)
 

@@ -7,8 +7,9 @@ one program serves all their values (`megacompile.runtime.model.symbolic`), if i
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from megacompile.ir.capture import (
 from megacompile.ir.constants import constant_key
 from megacompile.ir.tensors import TensorMeta, kind_of
 from megacompile.packed import is_wrapper, taken_apart
+from megacompile.progress import later_line
 from megacompile.runtime.model.attempts import Attempts
 from megacompile.runtime.model.last_call import LastCall
 from megacompile.runtime.model.plans import MovesFirst, Plans
@@ -201,7 +203,7 @@ class CapturedGraph:
         if key not in self.programs and self._worth_a_program(ambient, key):
             if not self._attempts.is_due():
                 return None
-            with old_objects_left_out():
+            with self._building():
                 program = self._build(ambient, args, whole)
             self.made += 1
             key = self._call_key(ambient, args, whole)  # now it is known which inputs are changed
@@ -259,8 +261,14 @@ class CapturedGraph:
                 return program
         if _REFUSED in keys:
             return None
-        with old_objects_left_out():
+        with self._building():
             return self._build_with_symbols(symbolic, ambient, args, whole, values, kind, broken)
+
+    @contextlib.contextmanager
+    def _building(self) -> Iterator[None]:
+        """Around what takes seconds: tracing, planning, and compiling a program."""
+        with later_line("capturing the model", self.machine.progress), old_objects_left_out():
+            yield
 
     def _larger(self, key: Hashable, program: Program, values: Sequence[int | float]) -> Program:
         """The program, planned for a call that needs more memory. It has the same code.
@@ -269,7 +277,7 @@ class CapturedGraph:
             DeviceMemoryError: nothing fits.
         """
         put = functools.partial(self.programs.__setitem__, key)
-        with old_objects_left_out():
+        with self._building():
             try:
                 made = self._with_room(program, values, put)
             except DeviceMemoryError:
@@ -441,7 +449,7 @@ class CapturedGraph:
 
     def _plan_again(self, program: Program) -> None:
         """Plan the schedules of a program whose buckets have moved since."""
-        with old_objects_left_out():
+        with self._building():
             self._plan(program)
 
     def _plan(self, program: Program, *, again: bool = False) -> None:

@@ -194,7 +194,8 @@ class Program:
             schedule = self._planned.pop(variant)
             with compiling(schedule.name, self.machine):
                 schedule = self.plans.compiler.lower(schedule)
-            progress.now("running the first step")
+            if not self.machine.steps:
+                progress.now("running the first step")
             self.executors[variant] = Executor(schedule, self.machine)
             self._note_code(schedule)
         return self.executors[variant]

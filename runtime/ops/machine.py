@@ -77,7 +77,7 @@ class Machine:
     seed: Callable[[], int] = torch.initial_seed  # of stochastic rounding
     detect_anomaly: bool = False  # is NaN or inf in a gradient an error?
     code: CodeCounts = field(default_factory=CodeCounts)  # of the schedules' stages
-    progress: bool | None = False  # as the option; False from the first optimizer step on
+    progress: bool | None = False  # as the option
     running: threading.RLock = field(default_factory=threading.RLock)  # one schedule at a time
     activations: HostPool = field(init=False)  # host memory of what waits for its backward
     saved_disk: SavedDisk | None = field(init=False)  # where that goes on to

@@ -252,6 +252,7 @@ def test_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
         (["tests.configs:nothing"], "got int; needed a torch.nn.Module"),
         (["tests.configs:broken"], "ValueError: no such"),
         (["tests.configs:breaking"], "cannot be captured"),
+        (["tests.configs:recurrent"], "megacompile plan: Sequential cannot be captured: "),
         (["tests.configs:fixed", "--sweep", "batch"], "batch and seq"),
         ([TOWER, "--float8", "rowwise"], "--float8 rowwise"),
         (["CONFIG", "--gpu", "tpu"], "--gpu tpu: needed one of h200, h100"),

@@ -248,6 +248,23 @@ def test_the_first_step_says_what_it_waits_for(
     assert "\r" not in sys.stderr.getvalue(), "off a terminal"
 
 
+def test_a_later_capture_says_what_it_waits_for(terminal: Callable[[], list[str]]) -> None:
+    """On a terminal alone, and not the calls after it."""
+    terminal()
+    model, optimizers = one_step(dynamic=False)
+    terminal()
+    longer = {name: torch.cat([value, value]) for name, value in data(0).items()}
+    model(**longer)
+    texts = terminal()
+    assert list(dict.fromkeys(texts)) == ["capturing the model ...", "planning the step ...", ""]
+    model(**longer)
+    step(model, optimizers)
+    assert terminal() == []
+    sys.stderr = io.StringIO()
+    model(**{name: torch.cat([value] * 3) for name, value in data(0).items()})
+    assert sys.stderr.getvalue() == "", "off a terminal"
+
+
 def test_it_is_gone_when_the_step_fails(terminal: Callable[[], list[str]]) -> None:
     terminal()
     model = megacompile(net(), device="cpu", lowering="eager")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import megacompile as module
 from megacompile import Activations, Head, Lowering, OptionError, Options, megacompile
 from megacompile.errors import OptionTypeError
 from tests import inside
@@ -58,6 +59,13 @@ def test_options_are_those_of_the_front_door_and_of_the_page() -> None:
     del taken["checkpoint"]  # values of the model
     assert list(taken) == [field.name for field in dataclasses.fields(Options)]
     assert Options.resolve(**taken) == Options.resolve()
+
+
+def test_a_page_names_every_function() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "\n".join(page.read_text() for page in pages if page.name != "design.md")
+    names = [name for name in module.__all__ if inspect.isfunction(getattr(module, name))]
+    assert [name for name in names if f"{name}(" not in text] == []
 
 
 NOT_ASKED = {"optimizer", "mesh"}  # of which an object of no known class may be one
