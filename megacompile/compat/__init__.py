@@ -5,25 +5,16 @@ on each (docs/decisions/0018-torch-as-a-moving-target.md). Callers use `compat.n
 """
 
 from megacompile.compat.autograd import *
-from megacompile.compat.breaks import *
 from megacompile.compat.caches import *
-from megacompile.compat.captures import *
-from megacompile.compat.classes import *
-from megacompile.compat.containers import *
-from megacompile.compat.described import *
-from megacompile.compat.devices import *
+from megacompile.compat.distributed import *
 from megacompile.compat.dynamo import *
-from megacompile.compat.experts import *
+from megacompile.compat.frames import *
 from megacompile.compat.graphs import *
 from megacompile.compat.inductor import *
+from megacompile.compat.kernels import *
 from megacompile.compat.modules import *
 from megacompile.compat.operators import *
-from megacompile.compat.optimizers import *
-from megacompile.compat.processes import *
-from megacompile.compat.real_strides import *
-from megacompile.compat.regions import *
-from megacompile.compat.sharded import *
-from megacompile.compat.stores import *
 from megacompile.compat.symbols import *
 from megacompile.compat.tensors import *
 from megacompile.compat.tracing import *
+from megacompile.compat.variables import *

@@ -1,12 +1,22 @@
-"""FX graphs: nodes and modules made in a fraction of the time."""
+"""FX graphs: nodes made in a fraction of the time, and what Dynamo writes into captured ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import sympy
+import torch
 from torch import fx, nn
+from torch._functorch import predispatch
+from torch._guards import ChainedSource
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.utils.checkpoint import checkpoint
 
 _ARGS: Any = fx.Node.args  # set without a look at the graph's table of targets
 _KWARGS: Any = fx.Node.kwargs
@@ -93,3 +103,250 @@ def _added(
     graph._find_nodes_lookup_table.insert(node)
     graph._len += 1
     return node
+
+
+# --- captured graphs
+
+
+_TRANSFORMS = tuple(
+    f"torch.{name}"
+    for name in ("_C._functorch", "_functorch.predispatch", "_functorch.eager_transforms")
+)
+
+# The nodes that Dynamo writes for grad mode and autocast.
+SET_GRAD_ENABLED = torch._C._set_grad_enabled  # torch 2.11 to 2.15
+EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast  # torch 2.11 to 2.15
+
+# The operator that Dynamo writes for torch.utils.checkpoint, and the keywords that are its own.
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint  # torch 2.11 to 2.15
+_OPTIONS = frozenset(inspect.signature(checkpoint).parameters)
+CHECKPOINT_OPTIONS = _OPTIONS | {"preserve_rng_state"}  # torch 2.11 to 2.15
+
+# What torch.nn.functional.cross_entropy calls.
+CROSS_ENTROPY_LOSS: Callable[..., Any] = torch._C._nn.cross_entropy_loss  # torch 2.11 to 2.15
+
+
+# What Dynamo writes for torch.vmap, from BEGIN to END; what it loads first is needed once.
+VMAP_LOAD = predispatch.lazy_load_decompositions  # torch 2.11 to 2.15
+VMAP_BEGIN = predispatch._vmap_increment_nesting  # torch 2.11 to 2.15
+VMAP_END = predispatch._vmap_decrement_nesting  # torch 2.11 to 2.15
+_VMAP = (VMAP_LOAD, VMAP_BEGIN, VMAP_END, predispatch._add_batch_dim, predispatch._remove_batch_dim)
+
+
+def transforms(module: fx.GraphModule) -> str | None:  # torch 2.11 to 2.15
+    """The first node of `torch.func.grad` and its like in a captured graph.
+
+    They count their nesting in global state, which a trace that fails would leave changed. `vmap`
+    counts too; it is put right by `keeping_nesting`, in the graph and in its checkpoints.
+    """
+    plain = set(_with_checkpoints(module))
+    for inner in module.modules():
+        if isinstance(inner, fx.GraphModule):
+            for node in inner.graph.nodes:
+                of_transforms = str(getattr(node.target, "__module__", "")).startswith(_TRANSFORMS)
+                if of_transforms and not (inner in plain and node.target in _VMAP):
+                    return str(node)
+    return None
+
+
+def put_inputs_first(module: fx.GraphModule) -> None:  # torch 2.11 to 2.15
+    """Move the placeholders of a captured graph to its front, in their order. Torch 2.11 puts that
+    of a size where an `autograd.Function` needed it last."""
+    nodes = list(module.graph.nodes)
+    first = next((k for k, node in enumerate(nodes) if node.op != "placeholder"), len(nodes))
+    for node in nodes[first:]:
+        if node.op == "placeholder":
+            nodes[first].prepend(node)
+
+
+def has_while_loop(module: fx.GraphModule) -> bool:  # torch 2.11 to 2.15
+    """Is there a `while_loop` in a captured graph? Its fake kernel makes symbols of its own."""
+    loop = torch.ops.higher_order.while_loop
+    graphs = [inner.graph for inner in module.modules() if isinstance(inner, fx.GraphModule)]
+    return any(graph.find_nodes(op="call_function", target=loop) for graph in graphs)
+
+
+def _with_checkpoints(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """A graph and the bodies of its checkpoints, which are inlined."""
+    yield module
+    for node in module.graph.find_nodes(op="call_function", target=CHECKPOINT):
+        yield from _with_checkpoints(getattr(module, str(node.args[0].target)))
+
+
+@contextmanager
+def keeping_nesting() -> Iterator[None]:  # torch 2.11 to 2.15
+    """Leave what a vmap that fails has entered in this block."""
+    level = torch._C._functorch.maybe_current_level
+    before = level() or 0
+    try:
+        yield
+    finally:
+        while (level() or 0) > before:
+            VMAP_END()
+
+
+def module_calls(node: fx.Node) -> list[tuple[int, str]]:  # torch 2.11 to 2.15
+    """The modules a captured node ran in, outermost first: (id of the module, which call of it)."""
+    stack = node.meta.get("nn_module_stack") or {}
+    calls = []
+    for key in stack:
+        module_id, _, call = str(key).partition("@")
+        if module_id.isdigit():
+            calls.append((int(module_id), call))
+    return calls
+
+
+# What Dynamo's guard filters see of its guards on what a tensor subclass is made of.
+SUBCLASS_GUARD = "TENSOR_SUBCLASS_METADATA_MATCH"  # torch 2.11 to 2.15
+INNER_NAMES = ".__tensor_flatten__()[0]"  # torch 2.11 to 2.15
+
+
+# --- inputs that are symbols
+
+
+_MARKS = ("_dynamo_", "_specialize_on")  # of what mark_dynamic and its like leave on a tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedInput:  # torch 2.11 to 2.15
+    """Dynamo's description of one input of a captured graph, in our own symbols."""
+
+    number: sympy.Symbol | None = None  # the input is a number
+    in_tensor: bool = False  # which comes as a tensor without dimensions
+    shape: tuple[Any, ...] = ()  # of a tensor with symbols: expressions and ints
+    stride: tuple[Any, ...] = ()
+
+
+def described_inputs(module: fx.GraphModule) -> list[DescribedInput] | None:  # torch 2.11 to 2.15
+    """The inputs of a graph that Dynamo captured with symbols; None where it has none to keep."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+    examples = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
+    floats = [_is_float(node) for node in placeholders]
+    dims = {
+        symbol
+        for value in examples
+        if isinstance(value, torch.Tensor)
+        for n in (*value.shape, *value.stride())
+        if isinstance(n, torch.SymInt)
+        for symbol in n.node.expr.free_symbols
+    }
+    own: dict[Any, sympy.Symbol] = {}
+    found: list[DescribedInput] = []
+    for value, is_float in zip(examples, floats, strict=True):
+        name = f"n{sum(item.number is not None for item in found)}"
+        if is_float:
+            found.append(DescribedInput(sympy.Symbol(name, real=True), in_tensor=True))
+        elif isinstance(value, torch.SymInt) and value.node.expr.is_symbol:
+            symbol = value.node.expr
+            sized = {"positive": True} if symbol in dims else {}
+            own[symbol] = sympy.Symbol(name, integer=True, **sized)
+            found.append(DescribedInput(own[symbol]))
+        elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return None
+        else:
+            found.append(DescribedInput())
+    if not any(item.number is not None for item in found) or not dims <= own.keys():
+        return None
+    return [
+        DescribedInput(shape=_own(value.shape, own), stride=_own(value.stride(), own))
+        if isinstance(value, torch.Tensor) and not item.in_tensor
+        else item
+        for item, value in zip(found, examples, strict=True)
+    ]
+
+
+def _is_float(node: fx.Node) -> bool:
+    """True if an input is a Python float, which Dynamo makes a tensor of and the graph takes as a
+    number."""
+    given = node.meta.get("grapharg")
+    passed = bool(getattr(given, "pass_arg_as_tensor", False))
+    return passed and all(user.op == "call_method" and user.target == "item" for user in node.users)
+
+
+def _own(sizes: Sequence[Any], own: Mapping[Any, sympy.Symbol]) -> tuple[Any, ...]:
+    return tuple(
+        n.node.expr.xreplace(own) if isinstance(n, torch.SymInt) else int(n) for n in sizes
+    )
+
+
+def keep_dynamic_marks(
+    source: torch.Tensor, copy: torch.Tensor
+) -> torch.Tensor:  # torch 2.11 to 2.15
+    """The copy, with what `torch._dynamo.mark_dynamic` and its like have said of the source."""
+    if copy is not source:
+        for name, value in source.__dict__.items():
+            if name.startswith(_MARKS):
+                setattr(copy, name, value)
+    return copy
+
+
+# --- compile regions: what Dynamo traces once and stamps out where the same comes again
+
+
+# The operator that Dynamo writes for a region: (body, its name, *what it takes).
+INVOKE = torch.ops.higher_order.invoke_subgraph  # torch 2.11 to 2.15
+
+# Does Dynamo reuse what it traced? Before 2.13 it traced each call, and compared the graphs.
+REUSES_REGIONS = (  # torch 2.11 to 2.15
+    importlib.util.find_spec("torch._dynamo.variables.invoke_subgraph") is not None
+)
+
+
+def as_region(function: Callable[..., Any]) -> Callable[..., Any]:  # torch 2.11 to 2.15
+    """The same function, as a region of its own."""
+    marked: Callable[..., Any] = torch.compiler.nested_compile_region(function)
+    return marked
+
+
+@contextlib.contextmanager
+def sources_renamed_once() -> Iterator[None]:  # torch 2.11 to 2.15
+    """For its duration, Dynamo renames each source that two guards share once.
+
+    To stamp out a region, it renames what each guard of the first one looks at, from the root for
+    each, though most of the way is the same: `layers[0].norm.eps` to `layers[1].norm.eps`. Sources
+    of torch 2.11 have no `clone`: there it does nothing.
+    """
+    holder: Any = ChainedSource
+    plain = getattr(holder, "clone", None)
+    if plain is None:
+        yield
+        return
+    renamed: dict[tuple[int, int], tuple[Any, ...]] = {}  # by the ids of function and source
+
+    def clone(source: Any, rename: Callable[[Any], Any] | None = None) -> Any:
+        if rename is None:
+            return plain(source)
+        key = id(rename), id(source)
+        if key not in renamed:  # with both, so that no other object gets their ids
+            renamed[key] = plain(source, rename), rename, source
+        return renamed[key][0]
+
+    holder.clone = clone
+    try:
+        yield
+    finally:
+        holder.clone = plain
+
+
+def has_hooks(module: torch.nn.Module) -> bool:  # torch 2.11 to 2.15
+    """True if anything but the module's own code runs when it is called."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name) for name in names) or bool(module._compiled_call_impl)
+
+
+def with_module_stack(
+    meta: Mapping[str, Any], replaced: Mapping[int, int]
+) -> dict[str, Any]:  # torch 2.11 to 2.15
+    """A captured node's meta, with other modules, by their ids, that it ran in."""
+    stack = {}
+    for key, entry in (meta.get("nn_module_stack") or {}).items():
+        module_id, at, call = str(key).partition("@")
+        known = module_id.isdigit() and int(module_id) in replaced
+        stack[f"{replaced[int(module_id)]}{at}{call}" if known else key] = entry
+    return {"nn_module_stack": stack} if stack else {}
+
+
+def body_of(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule:  # torch 2.11 to 2.15
+    """The graph that a node invokes."""
+    body: fx.GraphModule = getattr(module, str(node.args[0].target))  # type: ignore[union-attr]
+    return body

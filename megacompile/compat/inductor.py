@@ -29,8 +29,8 @@ from torch.utils._sympy.functions import Mod
 from torch.utils.checkpoint import CheckpointPolicy
 
 from megacompile.compat.caches import code_cache, counted
-from megacompile.compat.devices import without_autocast
 from megacompile.compat.graphs import copy_graph
+from megacompile.compat.tensors import without_autocast
 
 Tensors = Sequence[torch.Tensor]
 

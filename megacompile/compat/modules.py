@@ -15,7 +15,7 @@ from torch._dynamo import pgo
 from torch._dynamo.eval_frame import skip_code
 from torch.nn.utils import stateless
 
-from megacompile.compat.sharded import is_sharded
+from megacompile.compat.distributed import is_sharded
 
 # The methods of a module that `__call__` and `to` go through: its own take their place.
 CALL = "_call_impl"  # torch 2.11 to 2.15
@@ -212,13 +212,6 @@ def _without_left_out(value: Any) -> Any:
 
 
 _LEFT_OUT: list[type] = []
-
-
-def forward_hooks_of(
-    module: torch.nn.Module,
-) -> dict[int, Callable[..., Any]]:  # torch 2.11 to 2.15
-    """A module's own forward hooks, in the dict that holds them."""
-    return module._forward_hooks
 
 
 def given_to_functional_call() -> dict[int, Any]:  # torch 2.11 to 2.15

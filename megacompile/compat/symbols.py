@@ -26,7 +26,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from megacompile.compat import composites
+from megacompile.compat import kernels
 
 _Value = int | float
 _Values = Mapping[sympy.Symbol, _Value]
@@ -133,9 +133,9 @@ class SymbolicFakes:  # torch 2.11 to 2.15
     def __enter__(self) -> SymbolicFakes:
         stack = ExitStack()
         stack.enter_context(self.mode)
-        kernels: Any = _FakeKernels
-        stack.enter_context(kernels())
-        stack.enter_context(composites._symbolic_composites())
+        fake_kernels: Any = _FakeKernels
+        stack.enter_context(fake_kernels())
+        stack.enter_context(kernels._symbolic_composites())
         self._stack.append((stack, _ACTIVE.set(self)))
         return self
 
@@ -327,5 +327,5 @@ def is_number(value: Any) -> bool:  # torch 2.11 to 2.15
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-composites._define(lambda: symbols_now() is not None)
-composites._define_fakes(lambda mode: mode.shape_env in _BY_ENV)
+kernels._define_composites(lambda: symbols_now() is not None)
+kernels._define_fakes(lambda mode: mode.shape_env in _BY_ENV)

@@ -3,7 +3,7 @@
     before: transformers.grouped_mm_fallback(x, weight, offs)
     after:  megacompile.grouped_mm(x, weight, offs)
 
-See `megacompile.compat.experts`.
+See `megacompile.compat.kernels`.
 """
 
 from __future__ import annotations

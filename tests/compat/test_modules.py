@@ -134,7 +134,7 @@ def test_what_modules_hold_is_found_at_once() -> None:
     for found, each in (
         (compat.holders_of_parameters(modules), compat.parameters_of),
         (compat.holders_of_buffers(modules), compat.buffers_of),
-        (compat.holders_of_forward_hooks(modules), compat.forward_hooks_of),
+        (compat.holders_of_forward_hooks(modules), lambda m: m._forward_hooks),
     ):
         held: list[Any] = [holder for m in modules if (holder := each(m))]
         assert len(found) == len(held) and all(a is b for a, b in zip(found, held, strict=True))

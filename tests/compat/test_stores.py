@@ -1,4 +1,4 @@
-"""`compat.stores`: what several processes see, and how long their groups wait."""
+"""The store of `torch.distributed`: what several processes see, and how long their groups wait."""
 
 from __future__ import annotations
 

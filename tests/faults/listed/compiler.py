@@ -198,14 +198,14 @@ COMPAT = (
     ),
     Fault(
         "inputs-not-first",
-        "megacompile/compat/captures.py",
+        "megacompile/compat/graphs.py",
         "            nodes[first].prepend(node)\n",
         "            assert nodes[first] is not node\n",
         "A captured graph whose inputs come late is refused.",
     ),
     Fault(
         "deque-copies",
-        "megacompile/compat/containers.py",
+        "megacompile/compat/variables.py",
         'if name in ("copy", "__copy__") and',
         'if name in ("__copy__",) and',
         "A copy of a bounded deque is captured as an unbounded one.",
@@ -226,14 +226,14 @@ COMPAT = (
     ),
     Fault(
         "scaler-disabled",
-        "megacompile/compat/optimizers.py",
+        "megacompile/compat/autograd.py",
         "if self.is_enabled() else ():",
         "if scaled is not None else ():",
         "A GradScaler that is off is refused with optimizer=.",
     ),
     Fault(
         "state-dtypes-lost",
-        "megacompile/compat/optimizers.py",
+        "megacompile/compat/autograd.py",
         'if key != "step" and any(mine(param) for mine in _STATES_KEPT):',
         'if key == "step" and any(mine(param) for mine in _STATES_KEPT):',
         "load_state_dict() casts states of state_dtype= to the parameters' dtype.",

@@ -1,4 +1,6 @@
-"""Operators that C++ takes apart with sizes as ints, taken apart here with sizes as symbols.
+"""Operators with kernels of our own while a graph is traced: for symbols as sizes, and for experts.
+
+C++ takes composite operators apart with sizes as ints; here it is done with sizes as symbols:
 
     aten.upsample_nearest2d.vec(x, None, [2.0, 2.0])
     -> aten.upsample_nearest2d.default(x, [2*h, 2*w], 2.0, 2.0)
@@ -19,15 +21,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import register_op_impl
+from torch.nn import functional
 
 _KEY = DispatchKey.PreDispatch
 _KEYS = DispatchKeySet(_KEY)
 _AUTOCAST = (DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA)
 _UPSAMPLING = ("aten::upsample_", "aten::_upsample_")
-_LIBRARY = torch.library.Library("aten", "IMPL")
+_ATEN_KERNELS = torch.library.Library("aten", "IMPL")
 _aten = torch.ops.aten
 
 
@@ -37,7 +41,7 @@ def _symbolic_composites() -> Any:  # torch 2.11 to 2.15
     return guard(_KEY)
 
 
-def _define(wanted: Callable[[], bool]) -> None:  # torch 2.11 to 2.15
+def _define_composites(wanted: Callable[[], bool]) -> None:  # torch 2.11 to 2.15
     """Register the kernels. `wanted` is asked at each call, on its thread."""
     _put(_aten.matmul.default, _matmul, wanted)
     for name in _upsampling():
@@ -61,7 +65,7 @@ def _put(operator: Any, kernel: Callable[..., Any], wanted: Callable[[], bool]) 
             return kernel(*args, **kwargs)
 
     name = operator.name().removeprefix("aten::")
-    _LIBRARY.impl(name, run, _KEY.name, with_keyset=True)
+    _ATEN_KERNELS.impl(name, run, _KEY.name, with_keyset=True)
 
 
 def _matmul(a: Any, b: Any) -> Any:
@@ -161,3 +165,87 @@ def _define_fakes(wanted: Callable[[Any], bool]) -> None:  # torch 2.11 to 2.15
             return kernels[operator](*args, **kwargs)
 
     register_op_impl(kernels.__contains__)(run)
+
+
+# --- the product of experts
+#
+#     transformers::grouped_mm_fallback(x, weight, offs)    a loop over experts, in Python
+#     torch.nn.functional.grouped_mm(x, weight, offs=offs)  what an eager call of the model runs
+#
+# Where transformers knows of no kernel, Dynamo is given the first (for all dtypes but bfloat16),
+# because torch's traces refuse the second. Of transformers up to 5.17 the backward asks for the
+# offsets, so nothing can be traced of it. The operator here is torch's, which traces take as it is:
+# an eager model's kernels, and bits.
+
+_OPERATORS = torch.library.Library("megacompile", "FRAGMENT")
+_FALLBACK = "transformers::grouped_mm_fallback"
+
+
+def eager_grouped_mm(target: Any, device: torch.device) -> Any:  # torch 2.11 to 2.15
+    """The operator to take in the place of a captured one; None where that stays."""
+    names = (getattr(target, "_qualified_op_name", None), getattr(target, "_name", ""))
+    if _FALLBACK not in (names[0], names[1].partition(".")[0]):
+        return None
+    if not hasattr(functional, "grouped_mm"):
+        return None
+    there = device.type == "cuda" and torch.cuda.is_available()
+    if there and torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    return torch.ops.megacompile.grouped_mm.default
+
+
+def _product(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    return functional.grouped_mm(x, weight, offs=offs).contiguous()
+
+
+def _gradients(gradient: Tensor, x: Tensor, weight: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
+    """As torch's own formulas: a transposed weight gets a transposed gradient."""
+    of_x = functional.grouped_mm(gradient, weight.transpose(-2, -1), offs=offs).contiguous()
+    if _is_transposed(weight):
+        swapped = functional.grouped_mm(gradient.transpose(-2, -1), x, offs=offs)
+        return of_x, swapped.contiguous().transpose(-2, -1)
+    return of_x, functional.grouped_mm(x.transpose(-2, -1), gradient, offs=offs).contiguous()
+
+
+def _is_transposed(weight: Tensor) -> bool:
+    return weight.stride(-2) == 1 and weight.stride(-1) == weight.shape[-2]
+
+
+def _shape(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[-1]))
+
+
+def _shapes(gradient: Tensor, x: Tensor, weight: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
+    experts, rows, columns = weight.shape
+    of_x = x.new_empty(x.shape)
+    if _is_transposed(weight):
+        return of_x, weight.new_empty((experts, columns, rows)).transpose(-2, -1)
+    return of_x, weight.new_empty(weight.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    del output
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    back = torch.ops.megacompile.grouped_mm_backward
+    return (*back(gradient, *context.saved_tensors), None)
+
+
+def _define_grouped_mm() -> None:
+    product, back = "grouped_mm", "grouped_mm_backward"
+    _OPERATORS.define(f"{product}(Tensor x, Tensor weight, Tensor offs) -> Tensor")
+    _OPERATORS.impl(product, _product, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"megacompile::{product}", _shape, lib=_OPERATORS)
+    _OPERATORS.define(
+        f"{back}(Tensor gradient, Tensor x, Tensor weight, Tensor offs) -> (Tensor, Tensor)"
+    )
+    _OPERATORS.impl(back, _gradients, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"megacompile::{back}", _shapes, lib=_OPERATORS)
+    torch.library.register_autograd(
+        f"megacompile::{product}", _backward, setup_context=_setup, lib=_OPERATORS
+    )
+
+
+_define_grouped_mm()

@@ -1,18 +1,26 @@
-"""DTensors: the part of a tensor that this rank has, under the tensor's own name.
+"""torch.distributed: DTensors, its store and groups, DistributedDataParallel and DataParallel.
 
-A `DTensor` is a wrapper over one plain tensor, `_local_tensor`. Its public `to_local()` makes a new
-tensor with every call, dispatches, and goes through autograd; buckets need that very tensor.
+A `DTensor` is a wrapper over one plain tensor, `_local_tensor`: the part that this rank has. Its
+public `to_local()` makes a new tensor with every call, dispatches, and goes through autograd;
+buckets need that very tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils import _pytree
+
+# --- DTensors
+
 
 _DTENSOR: list[type[torch.Tensor]] = []  # `DTensor`, once a mesh is used: it takes long to import
 _LOCAL: list[Any] = []  # the descriptor of `DTensor._local_tensor`
@@ -160,3 +168,146 @@ def coalesced(
     c10d: Any = dist  # whose stubs leave it out
     context: AbstractContextManager[Any] = c10d._coalescing_manager(group=group, device=device)
     return context
+
+
+# --- the store and the groups
+
+
+# It is gone, or does not answer.
+STORE_ERRORS: tuple[type[Exception], ...] = (dist.DistError,)  # torch 2.11 to 2.15
+
+
+def store(prefix: str, *, timeout_s: float) -> Any:  # torch 2.11 to 2.15
+    """A client of the default process group's store, with keys of its own.
+
+    Each thread needs one: a client serves one request at a time.
+    """
+    c10d: Any = dist.distributed_c10d
+    shared: Any = c10d._get_default_store()
+    try:
+        own = shared.clone()
+    except (AttributeError, RuntimeError):  # a kind of store that cannot
+        own = shared
+    else:
+        own.set_timeout(timedelta(seconds=timeout_s))
+    return c10d.PrefixStore(prefix, own)
+
+
+def group_timeout_s(group: Any, device: torch.device) -> tuple[float, bool]:  # torch 2.11 to 2.15
+    """Time limit of a collective of a group, seconds, and whether torch chose it."""
+    from torch.distributed import constants
+
+    timeout = group._get_backend(device).options._timeout
+    chosen = (constants.default_pg_timeout, getattr(constants, "default_pg_nccl_timeout", None))
+    return timeout.total_seconds(), timeout in chosen
+
+
+def serve_the_host(group: Any, device: torch.device) -> None:  # torch 2.11 to 2.15
+    """Makes a group's collectives take tensors on the host too, by gloo; all of its ranks call it.
+
+    A group that torch makes without a name of a backend does; one of "nccl" does not, and DTensors
+    whose parts are on the host have none but their mesh's groups: in `full_tensor()`, in norms.
+
+    Args:
+        device: of the tensors that the group takes, and waits for as long.
+    """
+    host = torch.device("cpu")
+    if host in group._device_types:
+        return
+    ranks = dist.get_process_group_ranks(group)
+    timeout = timedelta(seconds=group_timeout_s(group, device)[0])
+    gloo: Any = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._register_backend(host, kind, gloo._get_backend(host))
+
+
+def abort(group: Any) -> None:  # torch 2.11 to 2.15
+    """End a group's collectives that other ranks do not answer, where the backend can do that."""
+    end = getattr(group, "abort", None)
+    if end is not None:
+        end()
+
+
+# --- DistributedDataParallel, DataParallel, collectives of the user
+
+
+def ddp_around() -> torch.nn.parallel.DistributedDataParallel | None:  # torch 2.11 to 2.15
+    """The DistributedDataParallel whose forward is running."""
+    ddp = torch.nn.parallel.DistributedDataParallel
+    found: torch.nn.parallel.DistributedDataParallel | None = ddp._get_active_ddp_module()
+    return found
+
+
+def ddp_parameters(
+    ddp: torch.nn.parallel.DistributedDataParallel,
+) -> list[torch.nn.Parameter]:  # torch 2.11 to 2.15
+    """The parameters that a DistributedDataParallel looks after."""
+    return list(ddp._module_parameters)
+
+
+def check_data_parallel(
+    kind: type[torch.nn.Module], check: Callable[[Any, dict[str, Any]], bool]
+) -> None:  # torch 2.11 to 2.15
+    """Call `check` with every module of a kind and its arguments, before it is made. Where it says
+    True, it has made it.
+
+    Args:
+        kind: DistributedDataParallel, or DataParallel.
+    """
+    stock: Any = kind.__init__
+    if hasattr(stock, "checked"):
+        return
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not check(self, signature.bind(self, *args, **kwargs).arguments):
+            stock(self, *args, **kwargs)
+
+    init.checked = True  # type: ignore[attr-defined]
+    kind.__init__ = init  # type: ignore[method-assign]
+
+
+_COLLECTIVES = (
+    "all_gather all_gather_into_tensor all_reduce all_to_all all_to_all_single broadcast gather "
+    "recv reduce reduce_scatter reduce_scatter_tensor scatter send"
+).split()
+
+
+def ask_before_collectives(ask: Callable[[Any], None]) -> None:  # torch 2.11 to 2.15
+    """Call `ask` with each tensor that is given to a collective of `torch.distributed`.
+
+    On torch 2.11, some take a tensor subclass for a plain tensor (2.12 asks the subclass).
+    Code that has imported one by its name before megacompile was imported calls it as it is.
+    """
+    if not torch.distributed.is_available():
+        return
+    for name in _COLLECTIVES:
+        stock = getattr(torch.distributed, name)
+
+        @functools.wraps(stock)
+        def collective(*args: Any, stock: Any = stock, **kwargs: Any) -> Any:
+            for value in _pytree.tree_leaves((args, kwargs)):
+                if isinstance(value, torch.Tensor):
+                    ask(value)
+            return stock(*args, **kwargs)
+
+        setattr(torch.distributed, name, collective)
+        setattr(torch.distributed.distributed_c10d, name, collective)
+
+
+def send_no_parts(is_part: Callable[[Any], bool]) -> None:  # torch 2.11 to 2.15
+    """Makes the function that equalises ranks (`_broadcast_coalesced`: Lightning calls it before it
+    evaluates) leave out tensors of which each rank has another part; torch refuses them."""
+    distributed: Any = torch.distributed
+    stock = distributed._broadcast_coalesced
+    if hasattr(stock, "sends_no_parts"):
+        return
+
+    @functools.wraps(stock)
+    def broadcast(process_group: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        copies = [tensor for tensor in tensors if not is_part(tensor)]
+        return stock(process_group, copies, *args, **kwargs) if copies else None
+
+    broadcast.sends_no_parts = True  # type: ignore[attr-defined]
+    distributed._broadcast_coalesced = broadcast

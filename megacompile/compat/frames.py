@@ -1,4 +1,6 @@
-"""Reasons why Dynamo did not capture code: a graph break, a failed trace, a limit, a switch."""
+"""Frames that Dynamo captures: whose code they run, what has run of a call, and why Dynamo did not
+capture one: a graph break, a failed trace, a limit, a switch.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import functools
 import logging
 import os
 import re
+import sys
 import traceback
 import types
 from collections import deque
@@ -18,8 +21,103 @@ from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.types import ConvertFrameReturn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megacompile.compat.captures import has_begun, users_name
 from megacompile.compat.dynamo import CAPTURE_ERRORS, uncompiled
+
+_RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
+
+
+def is_of_capture(frame: types.FrameType) -> bool:  # torch 2.11 to 2.15
+    """True if a frame is a graph's generated code, or Dynamo at work."""
+    generated = "eval_with_key" in frame.f_code.co_filename
+    return generated or frame.f_globals.get("__name__") == "torch._dynamo.convert_frame"
+
+
+def is_of_user(frame: types.FrameType) -> bool:  # torch 2.11 to 2.15
+    """True if the code of a frame is neither ours nor torch's."""
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package not in ("torch", "megacompile")
+
+
+def is_asked_by_user() -> bool:  # torch 2.11 to 2.15
+    """True if the caller is called by a user's code, or by a Python method that a user called."""
+    frame = sys._getframe(2)
+    return is_of_user(frame) or frame.f_globals.get("__name__") == "torch._tensor"
+
+
+def is_called_first(code: types.CodeType) -> bool:  # torch 2.11 to 2.15
+    """True if a call of this code came here without a line of a user, except captured ones.
+
+    What runs in a frame that Dynamo resumed has another graph before it.
+    """
+    return _has_begun(code, sys._getframe(1)) is False
+
+
+def has_begun(code: types.CodeType, following: types.CodeType) -> bool:  # torch 2.11 to 2.15
+    """Is a call of this code under way in which a line of a user has run? `following` runs next."""
+    return _has_begun(code, sys._getframe(1), begun=_is_resumed(following)) is True
+
+
+def _has_begun(
+    code: types.CodeType, frame: types.FrameType | None, *, begun: bool = False
+) -> bool | None:
+    """Has a line of a user run between this frame and a call of this code? None: there is none."""
+    while frame is not None and frame.f_code is not code:
+        begun |= _has_run(frame)
+        frame = frame.f_back
+    return None if frame is None else begun
+
+
+def is_raised_first(error: BaseException) -> bool:  # torch 2.11 to 2.15
+    """Was an error that was caught here raised by Dynamo, before a line of a user has run? What is
+    raised in a frame that Dynamo resumed has another graph before it."""
+    at, captures = error.__traceback__, False
+    while at is not None:
+        if _has_run(at.tb_frame):
+            return False
+        captures |= at.tb_frame.f_globals.get("__name__") == "torch._dynamo.convert_frame"
+        at = at.tb_next
+    return captures
+
+
+def _has_run(frame: types.FrameType) -> bool:
+    """True if a frame on a stack shows that a line of a user has run, here or before a graph
+    break."""
+    return is_of_user(frame) or _is_resumed(frame.f_code)
+
+
+def _is_resumed(code: types.CodeType) -> bool:
+    """True if Dynamo made this code of the lines after a graph break."""
+    return users_name(code.co_name) != code.co_name
+
+
+def users_name(name: str) -> str:  # torch 2.11 to 2.15
+    """The user's name of a function, from that of its lines after a graph break:
+    "forward" of "torch_dynamo_resume_in_forward_at_12"."""
+    return _RESUMED.sub(r"\1", name)
+
+
+def quiet_within(code: types.CodeType) -> None:  # torch 2.11 to 2.15
+    """Within calls of this code, torch does not log the traceback of an operator that refuses its
+    fake inputs: the error that is raised says it too."""
+    if not _quiet:
+        logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_outside)
+    _quiet.add(code)
+
+
+def _is_outside(record: logging.LogRecord) -> bool:
+    if not str(record.msg).startswith("failed while attempting to run meta"):
+        return True
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in _quiet:
+        frame = frame.f_back
+    return frame is None
+
+
+_quiet: set[types.CodeType] = set()
+
+
+# --- what is not captured
+
 
 _KEPT = 1000  # of each kind, of the process; the oldest go
 _TRIES = 3  # to trace a code that could not be traced: another input may have been wrong
