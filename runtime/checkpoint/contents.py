@@ -47,7 +47,7 @@ class Empty(Protocol):
     """A bucket whose memory was not touched yet."""
 
     params: tuple[nn.Parameter, ...]
-    values: tuple[torch.Tensor, ...]
+    values: list[torch.Tensor]
 
     def filled(self) -> None:
         """Every value is there."""

@@ -40,9 +40,9 @@ from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params import inputs
 from megacompile.runtime.params.aliases import AliasNotice
 from megacompile.runtime.params.bucket import HostBucket
-from megacompile.runtime.params.consumed import follow
 from megacompile.runtime.params.eager_notice import EagerNotice
 from megacompile.runtime.params.fill import Filling
+from megacompile.runtime.params.gradient_guards import follow
 from megacompile.runtime.params.gradients import Gradients
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.proxies import StreamedParameter, follow_parts, parts_of

@@ -20,9 +20,8 @@ from megacompile.runtime.model.methods import restore_methods
 from megacompile.runtime.model.sharding import Gathering, refuse_ungathered
 from megacompile.runtime.model.streamed import StreamedModel
 from megacompile.runtime.params.bucket import HostBucket
-from megacompile.runtime.params.consumed import consumed, unsummed
+from megacompile.runtime.params.gradient_guards import is_taken, is_unsummed, lazy_of
 from megacompile.runtime.params.guards import release, unguarded
-from megacompile.runtime.params.lazy import lazy_of
 from megacompile.runtime.params.state_moves import free_states, state_bytes
 from megacompile.runtime.params.undo import Undos, undone
 from megacompile.runtime.step import hooks
@@ -89,7 +88,7 @@ def _refuse(streamed: StreamedModel, device: torch.device) -> None:
             "not counted; call optimizer.step() first"
         )
     buckets = streamed.machine.buckets.values()
-    if any(unsummed(param.grad) for bucket in buckets for param in bucket.params):
+    if any(is_unsummed(param.grad) for bucket in buckets for param in bucket.params):
         raise ModelError(
             f"unmegacompile(): {name} has gradients that are not summed over replicas yet; call "
             "optimizer.zero_grad() first, or a backward outside of megacompile.accumulate(model)"
@@ -155,7 +154,7 @@ def _show(param: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
 def _taken(param: torch.nn.Parameter) -> torch.Tensor | None:
     """A parameter's gradient as a plain tensor."""
     gradient = param.grad
-    if gradient is None or consumed(gradient):
+    if gradient is None or is_taken(gradient):
         return None
     if (lazy := lazy_of(gradient)) is not None:
         lazy.open(gradient)

@@ -41,7 +41,7 @@ from megacompile.runtime.ops.saved_tensors import SavedTensorOps
 from megacompile.runtime.ops.updates import UpdateOps
 from megacompile.runtime.ops.weights import WeightOps
 from megacompile.runtime.params.guards import unguarded
-from megacompile.runtime.params.streamed_copy import CopyMark
+from megacompile.runtime.params.pending import CopyMark
 from megacompile.runtime.params.undo import Undos, hold, undone
 from megacompile.runtime.updates.device_buffers import Deferred
 from megacompile.runtime.updates.part import BucketPart

@@ -25,10 +25,14 @@ from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.streams import Streams
 from megacompile.runtime.optim.blockwise import is_shared
 from megacompile.runtime.params.bucket import HostBucket
-from megacompile.runtime.params.consumed import consume, leave_unsummed, note_sum, sum_late
-from megacompile.runtime.params.guards import guard_of
-from megacompile.runtime.params.lazy import HostGradient
-from megacompile.runtime.params.lazy_on_device import DeviceGradient
+from megacompile.runtime.params.gradient_guards import (
+    GradientGuard,
+    leave_unsummed,
+    note_sum,
+    sum_late,
+    take,
+)
+from megacompile.runtime.params.guards import GuardState, guard_of
 
 LEAST_FOLDED = 4 * 2**20  # bytes of a gradient on average: to scale fewer takes a GPU less time
 # than the host needs to guard the gradient
@@ -97,8 +101,8 @@ class BackwardPass:
         if self.taken or not self.updated:
             self.await_copies(self.copies.keys() - lazy)
         for (key, i), norms in self.updated.items():
-            norm = None if norms is None else functools.partial(self._l2, norms, i)
-            consume(self.buckets[key].params[i], self.buckets[key].layout.params[i].name, norm)
+            of_it = None if norms is None else functools.partial(self._norms, norms, norms.at(i))
+            take(self.buckets[key].params[i], self.buckets[key].layout.params[i].name, of_it)
         if self.replaced or not self._all_lie_there():
             for place in sorted(self.taken):
                 self._settle_down(place)
@@ -187,14 +191,9 @@ class BackwardPass:
             and lies_in_bucket(self.buckets[key], i)
         )
 
-    def _norms(self, norms: Norms, k: int) -> tuple[float, float]:
+    def _norms(self, norms: Norms, k: int) -> tuple[float, ...]:
         """The L2 norm and the largest absolute value of a gradient, over all ranks."""
         return norms.get(k) if self.totals is None else self.totals.get(norms, k)
-
-    def _l2(self, norms: Norms, index: int) -> float:
-        return (
-            norms.l2(index) if self.totals is None else self.totals.get(norms, norms.at(index))[0]
-        )
 
     def _serve(self, lazy: set[int]) -> None:
         """Answers for gradients with their norms, which were taken on the device."""
@@ -203,9 +202,7 @@ class BackwardPass:
             self.totals.expect([*self.norms.values(), *others])
         for key, norms in self.norms.items():
             bucket = self.buckets[key]
-            settle = bucket.pending.wait
-            if key in lazy:
-                settle = functools.partial(_settle, self.copies[key], bucket)
+            copied = self.copies[key] if key in lazy else None
             for k, i in enumerate(norms.indices):
                 place = key, i
                 if place not in self.taken or place in self.watched:
@@ -218,7 +215,14 @@ class BackwardPass:
                     continue  # who holds another name for it may change it unseen
                 if type(compat.local(gradient)) is torch.Tensor and guard_of(gradient) is None:
                     of_it = functools.partial(self._norms, norms, k)
-                    HostGradient(gradient, settle, of_it, bucket.layout.params[i].name)
+                    GradientGuard(
+                        gradient,
+                        GuardState.LAZY,
+                        bucket.layout.params[i].name,
+                        of_it,
+                        work=bucket.pending,
+                        copied=copied,
+                    )
 
     def _note_factors(self) -> None:
         """Notes a factor for the gradients that stay on the device."""
@@ -233,7 +237,8 @@ class BackwardPass:
             gradient = bucket.params[i].grad
             # a plain one that has no other name: who holds one would read it unscaled
             if type(gradient) is torch.Tensor and not is_shared(gradient):
-                DeviceGradient(gradient, bucket.pending.wait, bucket.layout.params[i].name)
+                name = bucket.layout.params[i].name
+                GradientGuard(gradient, GuardState.FOLDED, name, work=bucket.pending)
 
 
 class Norms:
@@ -269,14 +274,9 @@ class Norms:
         """Leave them on the device until they are asked for; `made` is after them."""
         self._buffer, self._copied = norms, made
 
-    def get(self, k: int) -> tuple[float, float]:
-        """The L2 norm and the largest absolute value of the k-th gradient."""
-        l2, largest = self._rows()
-        return l2[k], largest[k]
-
-    def l2(self, index: int) -> float:
-        """The L2 norm of a parameter's gradient."""
-        return self._rows()[0][self.at(index)]
+    def get(self, k: int) -> tuple[float, ...]:
+        """The L2 norm and, if it was taken, the largest absolute value of the k-th gradient."""
+        return tuple([row[k] for row in self._rows()])
 
     def at(self, index: int) -> int:
         """The place of a parameter's gradient among these."""
@@ -340,10 +340,3 @@ def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Do two tensors of one shape begin at the same place? Empty ones are nowhere."""
     a = compat.local(a)
     return a.layout is torch.strided and (a.data_ptr() == b.data_ptr() or not a.numel())
-
-
-def _settle(copied: torch.cuda.Event | None, bucket: HostBucket) -> None:
-    """Wait until a bucket's gradients are on the host, and nothing in the background uses them."""
-    if copied is not None:
-        copied.synchronize()
-    bucket.pending.wait()

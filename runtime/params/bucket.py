@@ -21,9 +21,8 @@ from megacompile.runtime.device.disk_buffers import Disk, DiskBuffer
 from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.params.fill import Fill, Filling
 from megacompile.runtime.params.guards import guard_of, release, unguarded
-from megacompile.runtime.params.pending import Pending
+from megacompile.runtime.params.pending import OWN_USERS, Copied, Pending, StreamedCopy
 from megacompile.runtime.params.state_memory import NewStates, StateMemory
-from megacompile.runtime.params.streamed_copy import StreamedCopy
 
 
 class HostBucket:
@@ -86,7 +85,7 @@ class HostBucket:
             self.on_disk = self.disk.buffer(layout.size_bytes)
         buffer = self._streamed_lie_in = self._new_streamed()
         self.flat = buffer.bytes(layout.size_bytes)  # (size_bytes,) uint8: of this rank's part
-        self.streamed = tuple(buffer.tensor(place) for place in layout.params)
+        self.streamed = [buffer.tensor(place) for place in layout.params]
         self._memory: list[torch.Tensor] = []  # flat, uint8: of masters and gradients
         self._grad_memory: torch.Tensor | None = None  # that of them which holds the gradients
         self._buffer = buffer
@@ -96,7 +95,8 @@ class HostBucket:
         self._strides = [value.stride() for value in self.values]
         self.grads: dict[int, torch.Tensor] = {}
         self.states = StateMemory(self)
-        self.copy = StreamedCopy(self)
+        self._copied = Copied(self.params, self.values, self.streamed)
+        self.copy = StreamedCopy(self._copied)
         self.pending = Pending(self.params, self.copy, functools.partial(_owners, ref(self)))
         for param in self.params:
             release(param)
@@ -182,7 +182,7 @@ class HostBucket:
 
     def _masters(
         self, buffer: HostBuffer | DeviceBuffer
-    ) -> tuple[HostBuffer | DeviceBuffer, Sequence[Param], tuple[torch.Tensor, ...]]:
+    ) -> tuple[HostBuffer | DeviceBuffer, Sequence[Param], list[torch.Tensor]]:
         """The place of the parameters: the buffer (that of what is streamed, if it is theirs too),
         their places in it, and they. Packed ones have no masters: they are what is streamed."""
         named = zip(self.layout.params, self.params, strict=True)
@@ -195,12 +195,12 @@ class HostBucket:
         places, values = list(self.layout.params), list(self.streamed)
         for i, place in masters.items():
             places[i], values[i] = place, buffer.tensor(place)
-        return buffer, places, tuple(values)
+        return buffer, places, values
 
     @property
     def has_copy(self) -> bool:
         """True if what is streamed is a copy of the parameters, in another dtype."""
-        return self.streamed is not self.values
+        return self._copied.has_copy
 
     def refresh(self) -> None:
         """Bring the streamed copy up to date with what the user changed."""
@@ -208,8 +208,7 @@ class HostBucket:
 
     def aliased(self, index: int) -> bool:
         """True if a parameter's memory is held under another name."""
-        own = _OWN_USERS - compat.is_sharded(self.params[index])  # its part is the bucket's tensor
-        return compat.storage_users(self.values[index]) > own
+        return self._copied.aliased(index)
 
     # What the user replaced.
 
@@ -235,7 +234,7 @@ class HostBucket:
 
     def left_to_others(self) -> bool:
         """True if memory that a parameter has left is still held, as a backup of `p.data`."""
-        own = _OWN_USERS - 1  # all but the parameter
+        own = OWN_USERS - 1  # all but the parameter
         return any(
             self.values[i].data_ptr() == self.homes[i]
             and compat.storage_users(self.values[i]) > own
@@ -269,12 +268,9 @@ class HostBucket:
         packed = self.has_copy and self.layout.params[index].packed
         lies_in = self._streamed_lie_in if packed else self._values_lie_in
         value = lies_in.tensor(self._places[index])
-        values = (*self.values[:index], value, *self.values[index + 1 :])
-        if not self.has_copy:
-            self.streamed = values
-        elif packed:
-            self.streamed = (*self.streamed[:index], value, *self.streamed[index + 1 :])
-        self.values = values
+        self.values[index] = value
+        if packed:
+            self.streamed[index] = value
         self.homes[index] = value.data_ptr()
         return value
 
@@ -378,9 +374,6 @@ def _owners(bucket: ref[HostBucket]) -> list[object]:
 
 def _nothing() -> None:
     """Pageable memory gets its pages when it is written."""
-
-
-_OWN_USERS = 3  # of a parameter's memory: the bucket, the parameter, its proxy
 
 
 def _say_moved(name: str) -> None:

@@ -21,8 +21,13 @@ from megacompile.runtime.params.backward_pass import (
     same_memory,
 )
 from megacompile.runtime.params.bucket import HostBucket, set_storage
-from megacompile.runtime.params.consumed import consumed, leave_unsummed, sum_late, unsummed
-from megacompile.runtime.params.lazy import lazy_of
+from megacompile.runtime.params.gradient_guards import (
+    is_taken,
+    is_unsummed,
+    lazy_of,
+    leave_unsummed,
+    sum_late,
+)
 
 
 class Gradients:
@@ -249,11 +254,11 @@ class Gradients:
         taken, lacking = {}, set()
         for i, param in enumerate(bucket.params):
             gradient = param.grad
-            if gradient is None or consumed(gradient):
+            if gradient is None or is_taken(gradient):
                 continue
             _open(gradient)
             taken[i] = compat.local(gradient).detach()
-            if unsummed(gradient):
+            if is_unsummed(gradient):
                 lacking.add(i)
             param.grad = None
         return taken, lacking
@@ -318,4 +323,4 @@ def _give_up(passes: dict[int, BackwardPass], number: int, found: BackwardPass) 
 
 def is_gone(gradient: torch.Tensor | None) -> bool:
     """True if there is nothing to accumulate into."""
-    return gradient is None or consumed(gradient)
+    return gradient is None or is_taken(gradient)

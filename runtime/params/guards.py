@@ -16,10 +16,10 @@ its memory to other libraries are wrapped (`compat.ask_before_export`).
 from __future__ import annotations
 
 import copy
+import enum
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,14 +27,47 @@ from torch import nn
 from megacompile import compat
 
 
-class Guard(Protocol):
-    """Tensors that synchronise with background work on first access."""
+class GuardState(enum.Enum):
+    """The state of a guarded tensor, and what its first use does. Without a guard it is plain.
+
+    Of a parameter, an optimizer state or a gradient (`pending.MemoryGuard`):
+
+        WATCHED    copies of the parameter (on the device, in another dtype) may be stale from then
+        OFFERED    the next step was offered what the backward made of it: that is withdrawn
+        IN_FLIGHT  work in the background reads or writes it: that is waited for
+
+    Of a gradient (`gradient_guards.GradientGuard`):
+
+        LAZY       on the host, its norms known: it is multiplied by the factor that was noted
+        FOLDED     the same on the device, without norms
+        TAKEN      an update in the backward has used it up: an error
+        UNSUMMED   its sum over replicas is to come: an error
+    """
+
+    WATCHED = enum.auto()
+    OFFERED = enum.auto()
+    IN_FLIGHT = enum.auto()
+    LAZY = enum.auto()
+    FOLDED = enum.auto()
+    TAKEN = enum.auto()
+    UNSUMMED = enum.auto()
+
+
+class Guard:
+    """The guard of one tensor, which has it until the tensor is plain again."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, state: GuardState) -> None:
+        self.state = state
 
     def open(self, tensor: torch.Tensor) -> None:
         """Make the tensor safe to use, and `release` it."""
+        raise NotImplementedError
 
     def serve(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a function, without a look at the data; `NotImplemented` to decline."""
+        raise NotImplementedError
 
 
 class Absent:
@@ -115,12 +148,13 @@ def guard_dtensors() -> None:
     _PLAIN[GuardedDTensor] = dtensor
 
 
-def _guardable(cls: type) -> None:
-    """Makes parameters of a class of their own guarded too."""
-    if cls not in _CLASSES and cls not in _PLAIN:
-        names = {"__module__": cls.__module__}
-        _CLASSES[cls] = type(f"Guarded{cls.__name__}", (_Guarded, cls), names)
-        _PLAIN[_CLASSES[cls]] = cls
+def _guardable(cls: type) -> type | None:
+    """The guarded class for parameters of a class of their own; None for any other class."""
+    if not issubclass(cls, nn.Parameter) or compat.is_wrapper_class(cls):
+        return None
+    _CLASSES[cls] = type(f"Guarded{cls.__name__}", (_Guarded, cls), {"__module__": cls.__module__})
+    _PLAIN[_CLASSES[cls]] = cls
+    return _CLASSES[cls]
 
 
 def unguarded_class(cls: type) -> type:
@@ -130,13 +164,15 @@ def unguarded_class(cls: type) -> type:
 
 def guard(tensor: torch.Tensor, by: Guard) -> bool:
     """Ask `by` before any use of `tensor`; False for a subclass that cannot be guarded."""
-    if issubclass(type(tensor), nn.Parameter) and not compat.is_wrapper_class(type(tensor)):
-        _guardable(type(tensor))
-    if type(tensor) not in _CLASSES and type(tensor) not in _PLAIN:
-        return False
+    cls = type(tensor)
+    if cls not in _PLAIN:  # else it has a guard, and gets another one
+        guarded = _CLASSES.get(cls) or _guardable(cls)
+        if guarded is None:
+            return False
+        tensor.guard = by  # type: ignore[attr-defined]
+        tensor.__class__ = guarded
+        return True
     tensor.guard = by  # type: ignore[attr-defined]
-    if type(tensor) in _CLASSES:
-        tensor.__class__ = _CLASSES[type(tensor)]
     return True
 
 
@@ -168,6 +204,11 @@ def guard_of(tensor: torch.Tensor | None) -> Guard | None:
     return tensor.guard if isinstance(tensor, _Guarded) else None
 
 
+def state_of(tensor: torch.Tensor | None) -> GuardState | None:
+    """The state of a tensor; None for one that is plain."""
+    return tensor.guard.state if isinstance(tensor, _Guarded) else None
+
+
 def unguarded() -> AbstractContextManager[None]:
     """For its duration, this thread uses guarded tensors without asking."""
     return compat.without_torch_function()
@@ -186,88 +227,3 @@ def _guarded_among(values: Any) -> Iterator[torch.Tensor]:
 compat.take_as_plain(GuardedTensor)
 compat.ask_before_export(opened)
 compat.ask_before_collectives(opened)
-
-
-# The guards of a bucket's tensors (see `guards`): what is done before one is used.
-
-
-class Copy(Protocol):
-    """The streamed values of a bucket, as the guards of its parameters see them."""
-
-    def forget(self, index: int) -> None:
-        """The streamed copy of a parameter may be stale."""
-
-
-class GuardedWork(Copy, Protocol):
-    """The work on a bucket, as its guards see it."""
-
-    def wait(self) -> None:
-        """Wait for what is in flight."""
-
-    def withdraw(self) -> None:
-        """Take back what is offered to the next step."""
-
-    def is_torn(self) -> bool:
-        """True if an update has left it half made."""
-
-    def overwritten(self, tensor: torch.Tensor) -> None:
-        """All of a tensor that is torn has other values."""
-
-
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """Guards a parameter whose streamed copy must follow it."""
-
-    copy: Copy
-    param: int | None  # its index, where the tensor is a parameter
-
-    def before(self) -> None:
-        """Make the tensor safe to use."""
-
-    def open(self, tensor: torch.Tensor) -> None:
-        self.before()
-        now = guard_of(tensor)
-        if now is self or not isinstance(now, Wait):  # else another thread has started new work
-            release(tensor)
-        if self.param is not None:
-            self.copy.forget(self.param)
-
-    def serve(self, function: Any, args: Any, kwargs: Any) -> Any:
-        del function, args, kwargs
-        return NotImplemented
-
-
-@dataclass(frozen=True, slots=True)
-class Wait(Watch):
-    """Guards a tensor in whose memory something is in flight."""
-
-    copy: GuardedWork
-
-    def before(self) -> None:
-        self.copy.wait()
-
-    def serve(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Marks a tensor that is overwritten as whole again, where it is torn. The guard stays: a
-        save asks if the others are whole."""
-        mine = function in compat.OVERWRITING and guard_of(args[0]) is self
-        if not mine or not self.copy.is_torn():
-            return NotImplemented
-        for other in args[1:]:
-            who = guard_of(other) if isinstance(other, torch.Tensor) else None
-            if who is not None:
-                who.open(other)
-        if self.param is not None:
-            self.copy.forget(self.param)
-        result = function(*args, **kwargs)
-        self.copy.overwritten(args[0])
-        return result
-
-
-@dataclass(frozen=True, slots=True)
-class Offered(Watch):
-    """Guards a tensor that something offered was made from."""
-
-    copy: GuardedWork
-
-    def before(self) -> None:
-        self.copy.withdraw()

@@ -1,20 +1,18 @@
-"""The work on a bucket, and what is offered to the next step; both are guarded.
+"""The work on a bucket, the offer to the next step and the copies of its parameters: all guarded.
 
-A tensor that work is in flight for, or that an offer was made from, has a guard, which asks here
-before the tensor is used.
+A tensor that work is in flight for, that an offer was made from or that is copied has a guard,
+which asks here before the tensor is used.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from megacompile import compat
 from megacompile.errors import OptimizerError
@@ -23,15 +21,16 @@ from megacompile.ir.stream import Stream
 from megacompile.runtime.device import forks
 from megacompile.runtime.device.streams import Completion, Handle
 from megacompile.runtime.params.guards import (
-    Offered,
-    Wait,
+    Guard,
+    GuardState,
     guard,
     guard_of,
+    opened,
     release,
     release_from,
-    unguarded,
+    state_of,
 )
-from megacompile.runtime.params.streamed_copy import StreamedCopy
+from megacompile.runtime.params.torn import Left, Torn
 
 
 class InFlight(Completion, Protocol):
@@ -53,6 +52,59 @@ class Offer(Protocol):
 
     def drop(self) -> None:
         """It is not taken."""
+
+
+class MemoryGuard(Guard):
+    """The guard of a tensor in the memory of a bucket.
+
+    Args:
+        state: WATCHED, OFFERED or IN_FLIGHT.
+        copy: of the bucket's parameters.
+        index: the parameter's, where the tensor is one.
+        work: on the bucket, and its offer; None where the tensor is only watched.
+    """
+
+    __slots__ = ("copy", "index", "work")
+
+    def __init__(
+        self,
+        state: GuardState,
+        copy: StreamedCopy,
+        index: int | None,
+        work: Pending | None = None,
+    ) -> None:
+        super().__init__(state)
+        self.copy = copy
+        self.index = index
+        self.work = work
+
+    def open(self, tensor: torch.Tensor) -> None:
+        """Wait for the work, or withdraw the offer; copies of a parameter may be stale from now."""
+        if self.work is not None:
+            if self.state is GuardState.IN_FLIGHT:
+                self.work.wait()
+            else:
+                self.work.withdraw()
+        if guard_of(tensor) is self or state_of(tensor) is not GuardState.IN_FLIGHT:
+            release(tensor)  # else another thread has started new work
+        if self.index is not None:
+            self.copy.forget(self.index)
+
+    def serve(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Marks a tensor that is overwritten as whole again, where it is torn. The guard stays: a
+        save asks if the others are whole."""
+        if self.state is not GuardState.IN_FLIGHT or self.work is None:
+            return NotImplemented
+        mine = function in compat.OVERWRITING and guard_of(args[0]) is self
+        if not mine or not self.work.is_torn():
+            return NotImplemented
+        for other in args[1:]:
+            opened(other)
+        if self.index is not None:
+            self.copy.forget(self.index)
+        result = function(*args, **kwargs)
+        self.work.overwritten(args[0])
+        return result
 
 
 class Pending:
@@ -80,13 +132,9 @@ class Pending:
         self.gradients_copied: torch.cuda.Event | None = None  # after the last copy to the host
         self._failed = False  # and a user is to be told
         self._updated: list[int] = []  # the parameters that what is in flight is about
-        self._guarded: list[tuple[torch.Tensor, Wait]] = []  # until what is in flight is done
+        self._guarded: list[tuple[torch.Tensor, MemoryGuard]] = []  # until it is done
         self._offer_guarded: list[torch.Tensor] = []  # until the offer is taken
         forks.tell(self)
-
-    def forget(self, index: int) -> None:
-        """A parameter may have been written to: its streamed copy may be stale."""
-        self.copy.forget(index)
 
     def start(self, work: InFlight, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
         """Note work on some parameters and states; users of these wait for it."""
@@ -100,11 +148,14 @@ class Pending:
     def _guard(self, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
         """Makes users of these wait for what is in flight."""
         self._updated += updated
-        each: list[tuple[torch.Tensor, Wait]] = [(self.params[i], Wait(self, i)) for i in updated]
-        each += [(state, Wait(self, None)) for state in states]
-        self._guarded += each
-        for tensor, by in each:
-            guard(tensor, by)
+        by_state = MemoryGuard(GuardState.IN_FLIGHT, self.copy, None, self)  # alike for all states
+        for i in updated:
+            by = MemoryGuard(GuardState.IN_FLIGHT, self.copy, i, self)
+            self._guarded.append((self.params[i], by))
+            guard(self.params[i], by)
+        for state in states:
+            self._guarded.append((state, by_state))
+            guard(state, by_state)
 
     def last_write(self, part: Part) -> Handle:
         """The last write that a token of this bucket stands for (`megacompile.ir.tokens`)."""
@@ -242,7 +293,7 @@ class Pending:
         if self.torn is None:
             self._release(guarded)
 
-    def _release(self, guarded: Sequence[tuple[torch.Tensor, Wait]]) -> None:
+    def _release(self, guarded: Sequence[tuple[torch.Tensor, MemoryGuard]]) -> None:
         release_from(guarded)
         self.copy.watch()
 
@@ -254,15 +305,15 @@ class Pending:
         self.offered = what
         self._offer_guarded = [self.params[i] for i in params] + list(states)
         for i in params:
-            guard(self.params[i], Offered(self, i))
+            guard(self.params[i], MemoryGuard(GuardState.OFFERED, self.copy, i, self))
         for state in states:
-            guard(state, Offered(self, None))
+            guard(state, MemoryGuard(GuardState.OFFERED, self.copy, None, self))
 
     def take_offer(self) -> Offer | None:
         """The offer, for the step that uses it (or `drop`s it)."""
         offer, self.offered = self.offered, None
         for tensor in self._offer_guarded:
-            if isinstance(guard_of(tensor), Offered):
+            if state_of(tensor) is GuardState.OFFERED:
                 release(tensor)
         self._offer_guarded = []
         if offer is not None:
@@ -276,87 +327,131 @@ class Pending:
             offer.drop()
 
 
-# Partially updated parameters after a failed step, until they are loaded again.
-#
-# A checkpoint of it would be taken for a whole one. So whatever uses the bucket raises, until all
-# that the update was about has been written again, and the optimizers have other states of it. The
-# guards of its tensors stay, and let through only what overwrites all of one (`bucket_guards`).
+# Copies of the parameters that must follow them: that in another dtype (`compute_dtype`), which is
+# streamed instead of them, and those that stay in slots on the device between two forwards. The
+# user may change a parameter at any time: one without another guard is watched for that.
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Left:
-    """A parameter and its states, as an update has left them."""
+@dataclass(frozen=True, slots=True)
+class CopyMark:
+    """The parameters of a bucket as they were at one time."""
 
-    param: nn.Parameter
-    version: int
-    home: int  # where its memory begins
-    states: tuple[tuple[weakref.ref[Optimizer], dict[str, Any]], ...]
-    values: dict[int, tuple[torch.Tensor, int]]  # what these hold: by id, with its version
-    overwritten: set[int] = field(default_factory=set)  # ids of those of them, since
+    copy: StreamedCopy
+    changes: int
+    versions: tuple[int, ...]
 
-    @staticmethod
-    def of(param: nn.Parameter, optimizers: Iterable[Optimizer]) -> Left:
-        """As it is now, with its states in these optimizers."""
-        with unguarded():
-            states = [(weakref.ref(o), o.state[param]) for o in optimizers if o.state.get(param)]
-            home = compat.local(param).data_ptr()
-            held = [v for _, s in states for v in s.values() if isinstance(v, torch.Tensor)]
-            values = {id(value): (value, compat.version(value)) for value in held}
-            return Left(param, compat.version(param), home, tuple(states), values)
-
-    def restored(self) -> bool:
-        """True if it was written since, and its states were replaced, as `load_state_dict()` does,
-        or overwritten, the counter too."""
-        with unguarded():
-            home = compat.local(self.param).data_ptr()
-            written = (compat.version(self.param), home) != (self.version, self.home)
-            owners = [(owner(), state) for owner, state in self.states]
-            return written and all(
-                owner is None
-                or owner.state.get(self.param) is not state
-                or all(self._is_new(name, value) for name, value in state.items())
-                for owner, state in owners
-            )
-
-    def _is_new(self, name: str, value: object) -> bool:
-        """True if an entry of a state is none of what the update has left."""
-        if not isinstance(value, torch.Tensor):
-            return False  # a number looks like any other
-        if id(value) not in self.values or id(value) in self.overwritten:
-            return True
-        return name == "step" and compat.version(value) != self.values[id(value)][1]
-
-    def visible(self) -> Iterator[torch.Tensor]:
-        """The states that the user can see, but for the counter."""
-        for _, state in self.states:
-            yield from (v for k, v in state.items() if k != "step" and isinstance(v, torch.Tensor))
+    def holds(self) -> bool:
+        """True if they are so still."""
+        return self.copy.is_as_at(self)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Torn:
-    """The partially updated part of a bucket.
+@dataclass(eq=False)
+class Copied:
+    """The parameters of a bucket, which has this, and what is streamed of them.
 
     Args:
-        why: what failed.
-        left: by the parameter's index.
+        values: their memory in the bucket; an entry of the list may be replaced.
+        streamed: the same list, or one with copies in another dtype.
     """
 
-    why: str
-    left: dict[int, Left]
+    params: Sequence[torch.nn.Parameter]
+    values: list[torch.Tensor]
+    streamed: list[torch.Tensor]
 
-    def restored(self) -> bool:
-        """True if all of it is whole again."""
-        return all(left.restored() for left in self.left.values())
+    @property
+    def has_copy(self) -> bool:
+        """True if what is streamed is a copy of the parameters, in another dtype."""
+        return self.streamed is not self.values
 
-    def refuse(self) -> None:
+    def aliased(self, index: int) -> bool:
+        """True if a parameter's memory is held under another name."""
+        own = OWN_USERS - compat.is_sharded(self.params[index])  # its part is the bucket's tensor
+        return compat.storage_users(self.values[index]) > own
+
+
+OWN_USERS = 3  # of a parameter's memory: the bucket, the parameter, its proxy
+
+
+class StreamedCopy:
+    """The copies of one bucket's parameters; where there are none, these do nothing.
+
+    The bucket has this. Its memory is referred to weakly: guards that are left do not hold it.
+    """
+
+    def __init__(self, of: Copied) -> None:
+        self._reference = weakref.ref(of)
+        self._fresh: dict[int, int] = {}  # parameter -> its version when its copy was made
+        self._changes = 0  # times that one may have changed
+        self._marked = False  # is there a copy on the device?
+
+    def mark(self) -> CopyMark | None:
+        """The parameters as they are now; None where a change could go unseen."""
+        of = self._reference()
+        if of is None:
+            return None
+        self._marked = True
+        self.watch()
+        if any(guard_of(p) is None or of.aliased(i) for i, p in enumerate(of.params)):
+            return None
+        return CopyMark(self, self._changes, self._versions())
+
+    def _versions(self) -> tuple[int, ...]:
+        of = self._reference()
+        return () if of is None else tuple(compat.versions(of.params))
+
+    def changed(self) -> None:
+        """The parameters are written to."""
+        self._changes += 1
+
+    def is_as_at(self, mark: CopyMark) -> bool:
+        """True if the parameters are what they were then."""
+        return self._changes == mark.changes and self._versions() == mark.versions
+
+    def refresh(self, *, idle: bool) -> None:
+        """Bring the copy up to date with what the user changed.
+
+        Args:
+            idle: nothing is in flight for the bucket.
         """
-        Raises:
-            OptimizerError: always.
-        """
-        raise OptimizerError(
-            "parameters and optimizer states are half updated, and a checkpoint of them would be "
-            "taken for a whole one: load one into the model and into the optimizer "
-            "(load_state_dict() of both; said until then), within "
-            "megacompile.restoring(model) where a loader reads them first, as that of "
-            f"torch.distributed.checkpoint does. What failed: {self.why}"
-        )
+        of = self._reference()
+        if of is None or not of.has_copy:
+            return
+        for i, param in enumerate(of.params):
+            if of.streamed[i] is of.values[i]:
+                continue
+            fresh = self._fresh.get(i) == compat.version(param)
+            if not fresh or (idle and of.aliased(i)):
+                of.streamed[i].copy_(of.values[i])
+                if of.aliased(i):
+                    self.forget(i)  # a write under the other name would go unseen
+                else:
+                    self.mark_fresh(i)
+        self.watch()
+
+    def take_back(self, index: int) -> None:
+        """Bring a master up to date with its copy, which eager code wrote to."""
+        of = self._reference()
+        if of is not None and of.streamed[index] is not of.values[index]:
+            of.values[index].copy_(of.streamed[index])
+        self.changed()
+
+    def mark_fresh(self, index: int) -> None:
+        """The copy of a parameter is what the parameter is now."""
+        of = self._reference()
+        if of is not None:
+            self._fresh[index] = compat.version(of.params[index])
+
+    def forget(self, index: int) -> None:
+        """The user has a parameter in hands: its copy may be stale."""
+        self._fresh.pop(index, None)
+        self.changed()
+
+    def watch(self) -> None:
+        """Notice changes that leave no trace in the version: those through `p.data`."""
+        of = self._reference()
+        if of is None or not (of.has_copy or self._marked):
+            return
+        for i, param in enumerate(of.params):
+            copied = self._marked or of.streamed[i] is not of.values[i]
+            if copied and guard_of(param) is None:
+                guard(param, MemoryGuard(GuardState.WATCHED, self, i))

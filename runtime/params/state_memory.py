@@ -31,7 +31,7 @@ class Home(Protocol):
 
     layout: Bucket
     pin: bool
-    values: tuple[torch.Tensor, ...]
+    values: list[torch.Tensor]
 
     def state_buffer(self, size_bytes: int, *, pin: bool) -> HostBuffer | DeviceBuffer:
         """Memory where the states are."""

@@ -27,8 +27,8 @@ from megacompile.runtime.optim.kernels.table import KnownParams, Signature, desc
 from megacompile.runtime.optim.registry import rule_of
 from megacompile.runtime.optim.rule import Group, OptimizerRule
 from megacompile.runtime.params.bucket import HostBucket
-from megacompile.runtime.params.guards import GuardedTensor, guard_of
-from megacompile.runtime.params.lazy_on_device import DeviceGradient
+from megacompile.runtime.params.gradient_guards import lazy_of
+from megacompile.runtime.params.guards import GuardedTensor, GuardState, guard_of
 from megacompile.runtime.params.optimizer_states import Trained, for_update, unsupported_reason
 from megacompile.runtime.updates.part import BucketPart
 from megacompile.runtime.updates.refusals import check_options
@@ -278,10 +278,10 @@ def _factors(gradients: Sequence[Any]) -> list[torch.Tensor] | None:
     have one, or another object guards one."""
     found = []
     for gradient in gradients:
-        who = guard_of(gradient)
-        if who is None:
+        if guard_of(gradient) is None:
             continue
-        if not isinstance(who, DeviceGradient):
+        who = lazy_of(gradient)
+        if who is None or who.state is not GuardState.FOLDED:
             return None
         if who.factor is not None:
             who.check(gradient)

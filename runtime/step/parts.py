@@ -25,9 +25,8 @@ from megacompile.runtime.optim.registry import rule_of
 from megacompile.runtime.optim.rule import Group, OptimizerRule, Update
 from megacompile.runtime.optim.stochastic import seed_of
 from megacompile.runtime.params.bucket import HostBucket
-from megacompile.runtime.params.guards import guard_of
-from megacompile.runtime.params.lazy import HostGradient, LazyGradient, lazy_of
-from megacompile.runtime.params.lazy_on_device import DeviceGradient
+from megacompile.runtime.params.gradient_guards import GradientGuard, lazy_of
+from megacompile.runtime.params.guards import GuardState, guard_of
 from megacompile.runtime.params.optimizer_states import (
     Trained,
     adopt,
@@ -161,7 +160,7 @@ class StepParts:
             ours, theirs = bucket.grads.get(each.at), compat.local(gradient)
             foreign = ours is None or ours.data_ptr() != theirs.data_ptr()
             taken = theirs.detach() if foreign or ours is None else ours
-            scale = who.scale if isinstance(who, HostGradient) else 1.0
+            scale = 1.0 if who is None else who.scale
             step = self._step(optimizer, bucket, each, taken, scale, groups)
             if groups is None:
                 step.group = _options(each.group, options)
@@ -379,10 +378,10 @@ class StepParts:
 
 
 def _factor(
-    who: LazyGradient | None, gradient: torch.Tensor, backend: UpdateBackend
+    who: GradientGuard | None, gradient: torch.Tensor, backend: UpdateBackend
 ) -> torch.Tensor | None:
     """The factor that an update multiplies a gradient by. Where it cannot, that is done here."""
-    if not isinstance(who, DeviceGradient):
+    if who is None or who.state is not GuardState.FOLDED:
         return None
     if backend is not UpdateBackend.RESIDENT:
         who.open(gradient)

@@ -38,7 +38,7 @@ from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.optim.adam import ADAM, USUAL
 from megacompile.runtime.optim.registry import rule_of
 from megacompile.runtime.params.bucket import HostBucket
-from megacompile.runtime.params.consumed import refuse_unsummed, unsummed
+from megacompile.runtime.params.gradient_guards import is_unsummed, refuse_unsummed
 from megacompile.runtime.params.optimizer_states import (
     Trained,
     adopt,
@@ -50,7 +50,7 @@ from megacompile.runtime.params.optimizer_states import (
     unsupported_reason,
     wraps_another,
 )
-from megacompile.runtime.params.pending import Left
+from megacompile.runtime.params.torn import Left
 from megacompile.runtime.step import hooks
 from megacompile.runtime.step.alike import Alike
 from megacompile.runtime.step.parts import StepParts
@@ -276,7 +276,7 @@ class Updates:
         for group in optimizer.param_groups:
             for param in group["params"]:
                 place = self.machine.gradients.place(param)
-                if place is not None and unsummed(param.grad):
+                if place is not None and is_unsummed(param.grad):
                     key, i = place
                     name = self.machine.buckets[key].layout.params[i].name
                     refuse_unsummed(f"{type(optimizer).__name__}.step()", name, ranks.replicas)

@@ -22,14 +22,14 @@ from megacompile.ir.buckets import ParamId
 from megacompile.runtime.optim.blockwise import is_shared
 from megacompile.runtime.optim.registry import known
 from megacompile.runtime.params.bucket import HostBucket
-from megacompile.runtime.params.consumed import consumed
+from megacompile.runtime.params.gradient_guards import is_taken
 from megacompile.runtime.params.optimizer_states import (
     drop_empty,
     reserve,
     visible,
     visible_on_disk,
 )
-from megacompile.runtime.params.pending import Left
+from megacompile.runtime.params.torn import Left
 from megacompile.runtime.updates.device_buffers import (
     Landing,
     Sources,
@@ -189,7 +189,7 @@ class InBackward:
         stock = known(type(optimizer)) is not None
         for group in optimizer.param_groups:
             for param in group["params"]:
-                gone = stock and consumed(param.grad)
+                gone = stock and is_taken(param.grad)
                 place = place_of(param) if gone or param.grad is None else None
                 if place is None or not (gone or place in self.committed):
                     continue
