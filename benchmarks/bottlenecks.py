@@ -5,7 +5,7 @@
 
 Each situation trains for a few steps in this process. "explain" is what `explain(model).bound` says
 (predicted, with the rates measured on this machine); "traced" is the stream that real steps waited
-for most, by the critical path over what a trace recorded (`megacompile.tracing.critical_path`), and
+for most, by the critical path over what a trace recorded (`megacompile.views.critical_path`), and
 how busy each stream was. The host's lane is where `optimizer.step()` updates; it is limited by host
 memory, so both "host update" and "host memory bandwidth" are the host.
 

@@ -39,10 +39,10 @@ from megacompile.cost.hardware import Hardware
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.rates import load
 from megacompile.runtime.ops.executor import _recorded
-from megacompile.tracing import perfetto, plot
-from megacompile.tracing.critical_path import period
-from megacompile.tracing.prediction import predicted_steps
-from megacompile.tracing.timeline import HOST, Timeline, cut
+from megacompile.views import perfetto, plot
+from megacompile.views.critical_path import period
+from megacompile.views.prediction import predicted_steps
+from megacompile.views.timeline import HOST, Timeline, cut
 
 _SAVED_STEPS = 3  # the first from idle, the second as in training, the third for its prefetches
 

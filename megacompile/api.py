@@ -37,7 +37,6 @@ from megacompile.runtime.model.owners import refuse_shared
 from megacompile.runtime.model.parts import is_part
 from megacompile.runtime.model.streamed import StreamedModel, refuse_nested
 from megacompile.runtime.model.tiers import HostRoom
-from megacompile.tracing.recorder import Trace as Trace
 from megacompile.validate import (
     check_model,
     check_optimizer,
@@ -45,6 +44,7 @@ from megacompile.validate import (
     host_rows,
     warn_of_rounding,
 )
+from megacompile.views.recorder import Trace as Trace
 
 M = TypeVar("M", bound=nn.Module)
 

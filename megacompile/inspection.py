@@ -23,8 +23,8 @@ from megacompile.runtime.disk.transfers import Way
 from megacompile.runtime.model.lookup import streamed_model
 from megacompile.runtime.model.streamed import StreamedModel
 from megacompile.runtime.ops.machine import Machine
-from megacompile.tracing.recorder import Trace as Trace
-from megacompile.tracing.recorder import Traced
+from megacompile.views.recorder import Trace as Trace
+from megacompile.views.recorder import Traced
 
 
 def schedules(model: nn.Module) -> list[Schedule]:

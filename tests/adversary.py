@@ -45,7 +45,7 @@ from megacompile.runtime.ops.group import handles
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.gradient_run import GradRoute
 from megacompile.runtime.updates.leases import Lease
-from megacompile.show import python
+from megacompile.views import python
 from tests import inside
 from tests.interrupts import not_traced
 

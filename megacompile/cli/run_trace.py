@@ -21,9 +21,9 @@ from megacompile import api, inspection
 from megacompile.cli import outputs, written
 from megacompile.errors import MegacompileError
 from megacompile.inspection import Trace
-from megacompile.tracing import perfetto
-from megacompile.tracing.critical_path import period
-from megacompile.tracing.timeline import cut, table, totals
+from megacompile.views import perfetto
+from megacompile.views.critical_path import period
+from megacompile.views.timeline import cut, table, totals
 
 
 class StepIsOver(BaseException):

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacompile.tracing import perfetto, plot
-from megacompile.tracing.timeline import Timeline
+from megacompile.views import perfetto, plot
+from megacompile.views.timeline import Timeline
 
 
 def write(measured: Timeline, predicted: Timeline | None, paths: Sequence[Path]) -> None:

@@ -14,7 +14,7 @@ queue, a trace passes the waits of an op that it does not record to the next op 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -91,3 +91,17 @@ def handed(schedule: Schedule, graph_name: str) -> dict[Handed, fx.Node]:
     if graph_name != "forward":
         found |= dict[Handed, fx.Node](given(graph).items())
     return found
+
+
+Maker = tuple[str, fx.Node]  # the name of a graph, and its op
+
+
+def makers(schedule: Schedule) -> Mapping[Handed, Maker]:
+    """The op that makes what a graph hands to later ones, as far as one schedule tells.
+
+    A part of a bucket has one graph that writes it: the backward writes gradients, and the update,
+    or a backward that updates, writes weights and states. What a schedule does not write, another
+    one may.
+    """
+    found = ((name, handed(schedule, name)) for name in schedule.graphs)
+    return {what: (name, node) for name, made in found for what, node in made.items()}

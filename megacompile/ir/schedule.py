@@ -25,7 +25,7 @@ from megacompile.ir.capture import InputView
 from megacompile.ir.stages import Stage, Template
 from megacompile.ir.symbols import Symbols
 
-VIEWS: dict[str, Callable[..., Any]] = {}  # how a schedule is shown; `megacompile.show` fills it
+VIEWS: dict[str, Callable[..., Any]] = {}  # how a schedule is shown; `megacompile.views` fills it
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +121,10 @@ class Schedule:
         """Every bucket that a stage reads, in the order of first use; then `rest`."""
         read = (b for stage in self.stages for b in stage.buckets)
         return tuple({b.key: b for b in (*read, *self.rest)}.values())
+
+    def first_readers(self) -> dict[int, Stage]:
+        """The first stage that reads each bucket, by the bucket's key."""
+        return {b.key: stage for stage in reversed(self.stages) for b in stage.buckets}
 
     @functools.cached_property
     def gradient_params(self) -> Mapping[int, tuple[int, ...]]:

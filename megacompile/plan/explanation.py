@@ -14,7 +14,7 @@ from megacompile.cost.memory import MemoryKind
 from megacompile.cost.ranks import FELT
 from megacompile.plan.findings import DiskTraffic, Findings, SlowRank
 from megacompile.text import as_lines, duration, format_bytes, percent, short_count
-from megacompile.tracing.critical_path import NONE, LastRank
+from megacompile.views.critical_path import NONE, LastRank
 
 _ALL = 1.05  # of a step's time; a little more is rounding
 _ROWS = 8  # groups of stages that are shown

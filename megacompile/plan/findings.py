@@ -15,7 +15,7 @@ from megacompile.ir.stream import Stream
 from megacompile.plan.alternatives import Change
 from megacompile.plan.scenario import Scenario
 from megacompile.plan.stage_groups import StageGroup, stage_groups
-from megacompile.tracing.critical_path import (
+from megacompile.views.critical_path import (
     NONE,
     LastRank,
     RankSteps,
@@ -23,7 +23,7 @@ from megacompile.tracing.critical_path import (
     last_rank,
     traced_steps,
 )
-from megacompile.tracing.timeline import Timeline
+from megacompile.views.timeline import Timeline
 
 _SHORTER = 0.01  # of a step; a slow rank that costs less does not matter
 
@@ -217,7 +217,7 @@ class Findings:
     def traced_bound(self) -> str | None:
         """The stream that the traced steps waited for most ("host": the host's update).
 
-        Whom a step waits for is not always who is busiest; see `megacompile.tracing.critical_path`.
+        Whom a step waits for is not always who is busiest; see `megacompile.views.critical_path`.
         """
         waits = self.traced_waits
         return max(waits, key=waits.__getitem__) if waits else None

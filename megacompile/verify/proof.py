@@ -42,7 +42,6 @@ from megacompile.ir.values import (
     named,
     producer,
 )
-from megacompile.show.table import table
 from megacompile.verify import (
     cycle,
     disk,
@@ -54,6 +53,7 @@ from megacompile.verify import (
     updates,
 )
 from megacompile.verify.hazard import Check, Hazard, HazardKind, Order, View
+from megacompile.views.table import table
 
 __all__ = ["Hazard", "HazardKind", "hazards", "verify"]
 

@@ -45,7 +45,7 @@ from megacompile.runtime.params.pending import CopyMark
 from megacompile.runtime.params.undo import Undos, hold, undone
 from megacompile.runtime.updates.device_buffers import Deferred
 from megacompile.runtime.updates.part import BucketPart
-from megacompile.show import python
+from megacompile.views import python
 
 
 class Executor:

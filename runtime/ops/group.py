@@ -14,7 +14,7 @@ from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.disk.transfers import Request
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.updates.part import BucketPart
-from megacompile.tracing.recorder import Recording
+from megacompile.views.recorder import Recording
 
 Group = dict[int, torch.Tensor]  # parameter's index in its bucket -> gradient
 

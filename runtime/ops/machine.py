@@ -34,7 +34,7 @@ from megacompile.runtime.updates.in_backward import InBackward
 from megacompile.runtime.updates.on_device import DeviceUpdates
 from megacompile.runtime.updates.part import MicroSteps
 from megacompile.runtime.updates.staging import Staging
-from megacompile.tracing.recorder import Tracer
+from megacompile.views.recorder import Tracer
 
 
 @dataclass(slots=True)

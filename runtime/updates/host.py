@@ -13,7 +13,7 @@ from megacompile.runtime.updates.leases import Lease
 from megacompile.runtime.updates.part import BucketPart
 from megacompile.runtime.updates.update import BucketUpdate
 from megacompile.runtime.updates.workers import Job, Workers
-from megacompile.tracing.recorder import Recording
+from megacompile.views.recorder import Recording
 
 
 class HostUpdates:

@@ -30,7 +30,7 @@ from megacompile.runtime.optim.rule import Update
 from megacompile.runtime.updates.chunks import Chunks, ChunkStreams
 from megacompile.runtime.updates.flight import Timed, untimed
 from megacompile.runtime.updates.update import BucketUpdate, UpdateBackend
-from megacompile.tracing.timeline import DEVICE, HOST
+from megacompile.views.timeline import DEVICE, HOST
 
 _DOUBT = 0.8  # of the time of the last update, for each step in which there was none
 _PATIENCE_S = 0.1  # for the device, which helps once all updates of a step were started

@@ -13,8 +13,8 @@ from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.simulate import simulate
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
-from megacompile.tracing import critical_path
-from megacompile.tracing.prediction import predicted_steps
+from megacompile.views import critical_path
+from megacompile.views.prediction import predicted_steps
 from tests.draws import drawn
 from tests.zoo import Stack, scheduled
 

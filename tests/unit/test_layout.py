@@ -25,8 +25,7 @@ FLOORS = (
     ("beside",),
     ("runtime.disk",),  # the cost model measures it
     ("cost",),
-    ("tracing",),
-    ("show",),
+    ("views",),
     ("verify",),
     ("passes.edit",),
     ("passes.capture",),
@@ -117,23 +116,23 @@ def test_imports_run_downward() -> None:
 
 UPWARD = (
     ("runtime.ops.bound", "from megacompile.passes import edit", "runtime imports"),
-    ("show.python", "from megacompile import api", "above it"),
-    ("ir.ops", "def f():\n  from megacompile import show", "above it"),
+    ("views.python", "from megacompile import api", "above it"),
+    ("ir.ops", "def f():\n  from megacompile import views", "above it"),
     ("options", "if 1:\n  import megacompile.elsewhere", "above it"),
     ("api", "from passes import edit", "imports passes, needed megacompile.passes"),
     ("api", "from . import ir", "a relative import"),
     ("runtime.helper", "", "is on no floor"),
 )
 DOWNWARD = (
-    ("api", "from megacompile import runtime, show, ir\nfrom megacompile.plan import compiler"),
+    ("api", "from megacompile import runtime, views, ir\nfrom megacompile.plan import compiler"),
     ("passes.schedule.slots", "from megacompile.passes.edit import x\nimport megacompile.ir.ops"),
-    ("show.table", "import torch.fx\nfrom runtime_of_others import x"),
+    ("views.table", "import torch.fx\nfrom runtime_of_others import x"),
 )
 
 
 def test_wrong_directions_are_found() -> None:
     modules = {
-        f"megacompile.{m}" for m in ("passes", "passes.edit", "runtime", "show", "api", "ir")
+        f"megacompile.{m}" for m in ("passes", "passes.edit", "runtime", "views", "api", "ir")
     }
     for module, source, fault in UPWARD:
         (found,) = direction_faults(f"megacompile.{module}", source, modules)

@@ -33,12 +33,12 @@ from torch import fx
 
 from megacompile.ir import ops, values
 from megacompile.ir.buckets import Bucket, Slot
+from megacompile.ir.edges import makers
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
 from megacompile.ir.tensors import TensorMeta, tensors_bytes
 from megacompile.ir.tokens import token_of
-from megacompile.show.graph import makers
 from megacompile.text import format_bytes, printable
 
 _WIDTH = 80  # of a line of code, before its comment

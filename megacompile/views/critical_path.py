@@ -1,17 +1,16 @@
-"""The ops that a measured step waited for: the way back from its end, over who let whom start.
+"""The critical path of a measured step: the ops that it waited for, followed back from its end.
 
 An op starts when the op before it on its stream is done and so is everything else that it waits
-for; the one that was done last is who it waited for. From the last op of a step back to its
-beginning these are a path without overlaps, whose pieces by stream say what the step's time went
-to: a stream can be busy all the time and not be waited for. The method is that of the
-critical path of a program's activity graph (Yang and Miller, "Critical path analysis for the
-execution of parallel and distributed programs", 1988); `megacompile.cost.simulate` does the same
-for what it predicts.
+for; it waited for the one that was done last. From the last op of a step back to its beginning
+these are a path without overlaps, whose pieces by stream say what the step's time went to: a stream
+can be busy all the time and not be waited for. The method is that of the critical path of a
+program's activity graph (Yang and Miller, "Critical path analysis for the execution of parallel and
+distributed programs", 1988); `megacompile.cost.simulate` does the same for what it predicts.
 
-Whom an op waits for is known: the schedule's edges within a graph, and the tokens between graphs.
-The simulation knows it of its own ops too, but there it knows who let whom start; here that is
-concluded from the times. Time on the path in which no recorded op ran (the host had not issued the
-next one yet, or something was at work that is no op of a schedule) belongs to none of the streams.
+The waits of an op are known: the schedule's edges within a graph, and the tokens between graphs.
+The simulation knows which of them was the last one; here that is concluded from the times. Time on
+the path in which no recorded op ran (the host had not issued the next one yet, or something was at
+work that is no op of a schedule) belongs to none of the streams.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from megacompile.ir.edges import Handed, handed, stands_for, waits_for
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.values import producer, reads
-from megacompile.tracing.timeline import COMM, UPDATERS, Span, Timeline
+from megacompile.views.timeline import COMM, UPDATERS, Span, Timeline
 
 NONE = "none of them"  # where no recorded op was what the step waited for
 _CLOCK_S = 20e-6  # by how much the clocks of two lanes, or an event's, may be apart
@@ -165,7 +164,7 @@ def traced_steps(timeline: Timeline, model: str) -> StepFigures | None:
 
 
 class _Ops:
-    """The spans of a model, and whom each may have waited for."""
+    """The spans of a model, and the spans that each may have waited for."""
 
     def __init__(self, timeline: Timeline, model: str) -> None:
         chosen = [span for span in timeline.spans if span.model == model]
@@ -198,7 +197,7 @@ class _Ops:
                 known[key] = recorded_edges(schedule, graph)
             place = self._named(members[run])
             self._add_run(known[key], place, made)
-            for what, names in known[key].gives.items():
+            for what, names in known[key].hands_on.items():
                 made[what] = [place[name] for name in names if name in place]
 
     def _named(self, members: Sequence[int]) -> dict[_Name, int]:
@@ -262,8 +261,8 @@ class RecordedEdges:
     """The ops that those of a graph wait for, and those that ops of later graphs may wait for."""
 
     waits: Mapping[_Name, Sequence[_Name]]  # of other streams of the graph
-    takes: Mapping[_Name, Sequence[Handed]]  # what earlier graphs gave
-    gives: Mapping[Handed, Sequence[_Name]]  # to later graphs, and who made it
+    takes: Mapping[_Name, Sequence[Handed]]  # from earlier graphs
+    hands_on: Mapping[Handed, Sequence[_Name]]  # to later graphs, with the ops that made it
 
 
 def recorded_edges(schedule: Schedule, graph_name: str) -> RecordedEdges:
@@ -290,18 +289,18 @@ def recorded_edges(schedule: Schedule, graph_name: str) -> RecordedEdges:
         counts[label] += 1
         waits[names[node]] = list(dict.fromkeys([*own, *handed_on.pop(stream, ())]))
         takes[names[node]] = [stands_for(schedule, n) for n in made if n.op == "placeholder"]
-    gives = {}
+    hands_on = {}
     for what, node in handed(schedule, graph_name).items():
-        is_part = isinstance(what[1], Part)  # new values of it: who made them as well
+        is_part = isinstance(what[1], Part)  # new values of it: with the ops that made them
         makers = [node, *map(producer, reads(node))] if is_part else [node]
-        gives[what] = [names[n] for n in makers if n in names]
-    return RecordedEdges(waits, takes, gives)
+        hands_on[what] = [names[n] for n in makers if n in names]
+    return RecordedEdges(waits, takes, hands_on)
 
 
 # Finds the rank that comes last, by what all of them have measured.
 #
 # Ranks meet in every collective, so the steps of all ranks take equally long. The rank that comes
-# last waits for no rank: its critical path (`megacompile.tracing.critical_path`) has less time in
+# last waits for no rank: its critical path (`megacompile.views.critical_path`) has less time in
 # collectives than those of the others. On the CPU ranks also meet before a graph, where no op runs.
 
 

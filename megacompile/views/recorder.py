@@ -24,15 +24,16 @@ from typing import Any, Self
 
 import torch
 
+from megacompile.cost import rates
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.errors import TraceError
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
-from megacompile.tracing import critical_path, perfetto, plot, prediction, timeline
-from megacompile.tracing.critical_path import RankSteps
-from megacompile.tracing.prediction import describe
-from megacompile.tracing.timeline import OpInfo, Run, Span, Timeline
+from megacompile.views import critical_path, perfetto, plot, prediction, timeline
+from megacompile.views.critical_path import RankSteps
+from megacompile.views.prediction import describe
+from megacompile.views.timeline import OpInfo, Run, Span, Timeline
 
 _CLOCK_TRIES = 3
 
@@ -115,11 +116,7 @@ class Recording:
 
         A trace waits for its end, so it must be done.
         """
-        info, self._current = self._current, None
-        assert info is not None
-        mark = _Mark(info, self.index, threading.Event())
-        self.tracer.marks.append(mark)
-        return functools.partial(_timed, mark)
+        return functools.partial(_timed, self.noted_later())
 
 
 class Tracer:
@@ -171,15 +168,12 @@ def _note(mark: _Mark, lane: str, start_s: float, stop_s: float) -> None:
     mark.done.set()
 
 
-def _timed(mark: _Mark, lane: str, work: Callable[[], None]) -> None:
-    assert mark.done is not None
-    mark.info = replace(mark.info, lane=lane)
-    mark.start = time.perf_counter()
+def _timed(note: Callable[[str, float, float], None], lane: str, work: Callable[[], None]) -> None:
+    start_s = time.perf_counter()
     try:
         work()
     finally:
-        mark.stop = time.perf_counter()
-        mark.done.set()
+        note(lane, start_s, time.perf_counter())
 
 
 @dataclass(slots=True, eq=False)
@@ -298,7 +292,8 @@ class Trace:
         if self._predicted is None or not self._over:
             hardware = self._hardware
             if hardware is None and self._models:
-                hardware = prediction.on_file(self._models[0].machine.device)
+                # not measured now: that takes device memory, which a training leaves none of
+                hardware = rates.cached(self._models[0].machine.device)
             if hardware is None:
                 return None
             costs = {model.name: model.optimizer for model in self._models if model.optimizer}
@@ -366,12 +361,12 @@ class Trace:
         return self._rank_steps
 
     def _compare(self, ranks: Any) -> dict[str, tuple[RankSteps, ...]]:
-        who = ranks.mesh.get_rank(), platform.node()
+        rank, host = ranks.mesh.get_rank(), platform.node()
         names = [model.name for model in self._models]
-        mine = {name: critical_path.rank_steps(self.measured, name, *who) for name in names}
+        mine = {n: critical_path.rank_steps(self.measured, n, rank, host) for n in names}
         found: dict[str, tuple[RankSteps, ...]] = dict.fromkeys(names, ())
-        for said in ranks.all_gather_object(mine):
-            for name, steps in said.items():
+        for of_rank in ranks.all_gather_object(mine):
+            for name, steps in of_rank.items():
                 if steps is not None:
                     found[name] = (*found.get(name, ()), steps)
         self._rank_steps = found

@@ -16,7 +16,6 @@ are no order within a run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import networkx as nx
@@ -24,10 +23,11 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Slot
-from megacompile.ir.edges import EdgeKind, Handed, edges, handed, stands_for
+from megacompile.ir.edges import EdgeKind, Maker, edges, makers, stands_for
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
+from megacompile.views.timeline import OpInfo
 
 _COLOURS = {
     Stream.H2D: "#D6ECFA",
@@ -57,7 +57,7 @@ def to_networkx(schedule: Schedule) -> nx.MultiDiGraph:
     `bytes` (that a copy moves). The attributes are strings and ints, for any file format.
     """
     found = nx.MultiDiGraph(name=schedule.name)
-    stages = {bucket.key: stage for stage in reversed(schedule.stages) for bucket in stage.buckets}
+    stages = schedule.first_readers()
     for name, graph in schedule.graphs.items():
         for position, node in enumerate(ops.nodes_of(graph)):
             found.add_node(_key(name, node), **_attributes(node, name, position, stages))
@@ -124,36 +124,20 @@ def _quoted(text: str) -> str:
 def _attributes(
     node: fx.Node, graph_name: str, position: int, stages: dict[int, Stage]
 ) -> dict[str, Any]:
-    op = ops.op_of(node)
-    assert op is not None
-    args = ops.arguments(node)
+    info, args = OpInfo.of(node), ops.arguments(node)
     subject = args[0] if args else None
     stage = subject if isinstance(subject, Stage) else None
     if isinstance(subject, Bucket):
         stage = stages.get(subject.key)
     slots = [arg.index for arg in args if isinstance(arg, Slot)]
     return {
-        "label": ops.label(node),
-        "op": op.name,
+        "label": info.name,
+        "op": info.kind,
         "graph": graph_name,
-        "stream": op.stream.value,
+        "stream": info.lane,
         "position": position,
         "stage": -1 if stage is None else stage.index,
-        "module": subject.name if isinstance(subject, Bucket | Stage) else "",
+        "module": info.module,
         "slot": slots[0] if slots else -1,
-        "bytes": ops.copied_bytes(node),
+        "bytes": info.size_bytes,
     }
-
-
-Maker = tuple[str, fx.Node]  # the name of a graph, and its op
-
-
-def makers(schedule: Schedule) -> Mapping[Handed, Maker]:
-    """The op that makes what a graph hands to later ones, as far as one schedule tells.
-
-    A part of a bucket has one graph that writes it: the backward writes gradients, and the update,
-    or a backward that updates, writes weights and states. What a schedule does not write, another
-    one may.
-    """
-    found = ((name, handed(schedule, name)) for name in schedule.graphs)
-    return {what: (name, node) for name, made in found for what, node in made.items()}

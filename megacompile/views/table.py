@@ -1,4 +1,6 @@
-"""The differences of two schedules, and what each pass did to one, as text.
+"""A schedule in rows: steps by streams, the time of each pass, the differences of two schedules.
+
+A table has steps down and streams across. The differences of two schedules are a unified diff:
 
     --- GPT: 6 stages by lower
     +++ GPT: 6 stages by lower
@@ -20,7 +22,7 @@ import difflib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import fx
@@ -30,8 +32,108 @@ from megacompile.ir.ops import Show
 from megacompile.ir.schedule import PassRecord, Schedule
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
-from megacompile.show import python
 from megacompile.text import columns, format_bytes, printable
+from megacompile.views import python
+
+_COPIES_AND_COMPUTE = (Stream.H2D, Stream.COMPUTE, Stream.D2H)
+_ORDER = (
+    *(Stream.READ, Stream.H2D, Stream.COMM, Stream.COMPUTE, Stream.D2H),
+    *(Stream.HOST, Stream.DEVICE, Stream.WRITE),
+)
+_ALWAYS = dict.fromkeys(("forward", "backward"), _COPIES_AND_COMPUTE)  # whether used or not
+
+
+def table(schedule: Schedule, marks: Mapping[fx.Node, str] | None = None) -> str:
+    """Steps down, streams across: a copy stands in the row of the compute issued after it.
+
+    A row is when ops are issued. Updates on the host have one each, though nothing orders them but
+    their gradients. An update's table has the streams that it uses.
+
+    `marks` appends "<-- text" to the row of a node, which then has a row even where it is quiet.
+    """
+    blocks = [_block(name, graph, marks or {}) for name, graph in schedule.graphs.items()]
+    return "\n\n".join(blocks)
+
+
+def _block(name: str, graph: fx.Graph, marks: Mapping[fx.Node, str]) -> str:
+    """One graph: what is issued before a step stands in its row."""
+    shown = (
+        node
+        for node in graph.nodes
+        if node in marks or ops.effects(node).show in (Show.STEP, Show.CELL)
+    )
+    rows: list[dict[Stream, list[str]]] = []
+    notes: list[list[str]] = []
+    for row in _until(shown, lambda n: ops.effects(n).show is Show.STEP or n.op == "output"):
+        labels: dict[Stream, list[str]] = {stream: [] for stream in Stream}
+        for node in row:
+            labels[ops.stream_of(node)].append(ops.label(node))
+        rows.append(labels)
+        notes.append([marks[node] for node in row if node in marks])
+    return "\n".join(_rows(name, rows, notes))
+
+
+def _until(nodes: Iterable[fx.Node], ends: Callable[[fx.Node], bool]) -> Iterator[list[fx.Node]]:
+    """Divides nodes after each one that `ends` a row; the last row may have none."""
+    row: list[fx.Node] = []
+    for node in nodes:
+        row.append(node)
+        if ends(node):
+            yield row
+            row = []
+    if row:
+        yield row
+
+
+def _rows(name: str, rows: list[dict[Stream, list[str]]], notes: list[list[str]]) -> Iterator[str]:
+    used = {stream for row in rows for stream, labels in row.items() if labels}
+    order = [stream for stream in _ORDER if stream in used or stream in _ALWAYS.get(name, ())]
+    cells = [[stream.value for stream in order]]
+    cells += [[" ".join(row[stream]) for stream in order] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(order))]
+    yield name
+    for step, (row, marked) in enumerate(zip(cells, [[], *notes], strict=True)):
+        left = "step" if step == 0 else f"{step - 1:>4}"
+        columns = " | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        notes_text = "".join(f"  <-- {printable(mark)}" for mark in marked)
+        yield f"{left} | {columns}{notes_text}".rstrip(" |")
+
+
+# --- passes
+
+
+def passes(schedule: Schedule) -> str:
+    """Seconds of each pass, and the nodes before and after it.
+
+    "actions" tells whether the pass changed what is issued: "+9" for nine more actions, "=" for the
+    same ones.
+    """
+    if not schedule.history:
+        return f"{printable(schedule.name)}: made by hand, no pass has run"
+    rows = [["pass", "ms", "nodes", "actions"]]
+    before = 0  # the captured graph's, then the schedule's
+    for record in schedule.history:
+        rows.append(
+            [
+                record.name,
+                f"{record.time_s * 1e3:.1f}",
+                f"{before} -> {record.nodes}",
+                _change(record),
+            ]
+        )
+        before = record.nodes
+    rows.append(["all", f"{sum(r.time_s for r in schedule.history) * 1e3:.1f}", "", ""])
+    return columns(rows)
+
+
+def _change(record: PassRecord) -> str:
+    if record.before == record.after:
+        return "="
+    more = len(record.after.split()) - len(record.before.split())
+    return f"{more:+d}" if more else "changed"
+
+
+# --- the differences of two schedules
 
 
 def diff(before: Schedule, after: Schedule, *, code: bool = False, lines: int = 2) -> str:
@@ -73,44 +175,13 @@ def lookahead(schedule: Schedule) -> int:
     count, at = 0, {}
     for node in ops.nodes_of(graph):
         at[node] = count
-        count += ops.effects(node).code is not None
+        count += _computes(node)
     farthest = 0
     for node in ops.nodes_that(graph, lambda op: op.fills_slot):
-        readers = [at[user] for user in node.users if ops.effects(user).code is not None]
+        readers = [at[user] for user in node.users if _computes(user)]
         if readers:
             farthest = max(farthest, min(readers) - at[node])
     return farthest
-
-
-def passes(schedule: Schedule) -> str:
-    """Seconds of each pass, and the nodes before and after it.
-
-    "actions" tells whether the pass changed what is issued: "+9" for nine more actions, "=" for the
-    same ones.
-    """
-    if not schedule.history:
-        return f"{printable(schedule.name)}: made by hand, no pass has run"
-    rows = [["pass", "ms", "nodes", "actions"]]
-    before = 0  # the captured graph's, then the schedule's
-    for record in schedule.history:
-        rows.append(
-            [
-                record.name,
-                f"{record.time_s * 1e3:.1f}",
-                f"{before} -> {record.nodes}",
-                _change(record),
-            ]
-        )
-        before = record.nodes
-    rows.append(["all", f"{sum(r.time_s for r in schedule.history) * 1e3:.1f}", "", ""])
-    return columns(rows)
-
-
-def _change(record: PassRecord) -> str:
-    if record.before == record.after:
-        return "="
-    more = len(record.after.split()) - len(record.before.split())
-    return f"{more:+d}" if more else "changed"
 
 
 def _named(schedule: Schedule) -> str:
@@ -140,7 +211,7 @@ def _updates(schedule: Schedule) -> str:
 def _actions(schedule: Schedule) -> list[str]:
     stage_names = {stage.index: printable(stage.name) for stage in schedule.stages}
     width = max(map(len, stage_names.values()), default=0)
-    first = {bucket.key: stage for stage in reversed(schedule.stages) for bucket in stage.buckets}
+    first = schedule.first_readers()
     lines = []
     for name, graph in schedule.graphs.items():
         lines.append(name)
@@ -155,14 +226,12 @@ def _actions(schedule: Schedule) -> list[str]:
 
 
 def _by_stage(graph: fx.Graph) -> Iterator[tuple[Stage | None, list[str]]]:
-    labels: list[str] = []
-    for node in _shown(graph):
-        labels.append(_action(node))
-        if ops.effects(node).code is not None:
-            yield ops.arguments(node)[0], labels
-            labels = []
-    if labels:
-        yield None, labels
+    for row in _until(_shown(graph), _computes):
+        yield ops.arguments(row[-1])[0] if _computes(row[-1]) else None, list(map(_action, row))
+
+
+def _computes(node: fx.Node) -> bool:
+    return ops.effects(node).code is not None
 
 
 def _by_bucket(

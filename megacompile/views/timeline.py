@@ -1,6 +1,6 @@
 """Timelines: spans on lanes, measured or predicted, and their sums.
 
-A lane is a stream of the schedule (h2d, compute, d2h), or who updates host memory in
+A lane is a stream of the schedule (h2d, compute, d2h), or what updates host memory in
 `optimizer.step()`: the host, and the device, which helps it. Times are seconds on one axis that
 begins with the trace. A lane is busy where it has a span; what the others have while a lane is idle
 is what it may be waiting for.
@@ -19,7 +19,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import fx
+
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import Stage
 from megacompile.text import columns, format_bytes
 
 HOST, DEVICE = "host", "device"
@@ -38,9 +43,17 @@ class OpInfo:
     lane: str
     module: str  # the path of the unit it works on, "layers.3"; "" where it has none
     size_bytes: int = 0  # that a copy moves
-    memory_bytes: int | None = (
-        None  # of the device when it begins, by the schedule; where it changes
-    )
+    memory_bytes: int | None = None  # of the device when it begins, by the schedule; if it changes
+
+    @classmethod
+    def of(cls, node: fx.Node, memory_bytes: int | None = None) -> OpInfo:
+        """The facts about the op that a node of a schedule calls."""
+        op = ops.op_of(node)
+        assert op is not None
+        subject: Any = node.args[0] if node.args else None
+        module = subject.name if isinstance(subject, Bucket | Stage) else ""
+        size = ops.copied_bytes(node)
+        return cls(ops.label(node), op.name, op.stream.value, module, size, memory_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megacompile.errors import TraceError
-from megacompile.tracing.timeline import OpInfo, Run, Span, Timeline, in_order
+from megacompile.views.timeline import OpInfo, Run, Span, Timeline, in_order
 
 
 def save(path: str | Path, measured: Timeline, predicted: Timeline | None = None) -> None:

@@ -8,21 +8,15 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-from torch import fx
-
-from megacompile.cost import rates
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.memory import DeviceMemory, MemoryKind, device_memory
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.simulate import simulate
 from megacompile.ir import ops
-from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.stages import Stage
-from megacompile.tracing.timeline import OpInfo, Run, Span, Timeline, in_order
+from megacompile.views.timeline import OpInfo, Run, Span, Timeline, in_order
 
 
 class Predicted(NamedTuple):
@@ -54,15 +48,6 @@ def predict(
             for event in events
         ]
     return found
-
-
-def on_file(device: torch.device) -> Hardware | None:
-    """The rates of a machine that was measured before; nothing is measured now.
-
-    `python -m megacompile hardware` measures them: that takes memory of the device, which is not
-    to be had in the middle of a training.
-    """
-    return rates.cached(device)
 
 
 def predicted(
@@ -130,16 +115,7 @@ def describe(schedule: Schedule, graph_name: str) -> tuple[OpInfo, ...]:
     """The ops of a graph that run, in program order: all but `begin`, `free` and `defer_free`."""
     held = Held(device_memory(schedule))
     nodes = ops.nodes_that(schedule.graphs[graph_name], lambda op: op.issues)
-    return tuple(_info(node, held.next(graph_name, ops.label(node))) for node in nodes)
-
-
-def _info(node: fx.Node, memory_bytes: int | None) -> OpInfo:
-    op = ops.op_of(node)
-    assert op is not None
-    subject: Any = node.args[0] if node.args else None
-    module = subject.name if isinstance(subject, Bucket | Stage) else ""
-    label, size = ops.label(node), ops.copied_bytes(node)
-    return OpInfo(label, op.name, op.stream.value, module, size, memory_bytes)
+    return tuple(OpInfo.of(node, held.next(graph_name, ops.label(node))) for node in nodes)
 
 
 class Held:

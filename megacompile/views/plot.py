@@ -2,7 +2,7 @@
 
 A bar an op, coloured by its kind and named where the name fits: "3RECOMPUTE", or "3", the stage's
 number, where that is all there is room for. A line below the bars follows the ops that the end
-waited for (`megacompile.tracing.critical_path`), unless the timeline was read from a file, which
+waited for (`megacompile.views.critical_path`), unless the timeline was read from a file, which
 has no edges. Needs matplotlib, the extra `viz`.
 """
 
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megacompile.errors import MissingExtraError, TraceError
-from megacompile.tracing.critical_path import Period, critical_path
-from megacompile.tracing.timeline import COMM, DEVICE, HOST, Span, Timeline
+from megacompile.views.critical_path import Period, critical_path
+from megacompile.views.timeline import COMM, DEVICE, HOST, Span, Timeline
 
 _COLOURS = {  # distinct for readers with any kind of colour vision (Okabe and Ito, 2008), and tints
     "prefetch": "#56B4E9",

@@ -1,1 +1,0 @@
-"""The times of ops, measured and predicted."""
