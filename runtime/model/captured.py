@@ -304,7 +304,7 @@ class CapturedGraph:
             try:
                 self._plan(made, again=True)
             except DeviceMemoryError as error:
-                failed = error
+                failed = error.with_traceback(None)  # whose frames hold the call's inputs
                 continue
             if made.holds(values):
                 return made
@@ -461,22 +461,26 @@ class CapturedGraph:
 
         Raises:
             MovesFirst: it is for buckets that are elsewhere, and nothing has been done yet that
-                would be done twice.
+                would be done twice; or nothing fits where they are.
             DeviceMemoryError: nothing fits.
         """
         if self.machine.coming():
             progress.now("moving parameters to the host")
             self.machine.await_parameters()  # a plan is about the memory that is free
         may_move = not self.machine.pending and self.begins_call()
+        lacking: DeviceMemoryError | None = None
         try:
             wanted = program.choose(program.variant(), again=again and may_move)
-        except DeviceMemoryError:
-            if again or not may_move:
+        except DeviceMemoryError as error:
+            if again and may_move:
                 raise
+            lacking = None if may_move else error.with_traceback(None)
             wanted = program.choose(program.variant(), again=True)
         if program.tangents:
             self.machine.precompile_updates(wanted.resident)
         now = self.plans.placement
+        if wanted != now and lacking is not None:
+            raise MovesFirst(lacking)
         if wanted != now and may_move and self.machine.may_move(wanted.moving(now)):
             raise MovesFirst
         planned = program.plan(program.variant())

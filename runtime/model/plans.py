@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from megacompile.errors import DeviceMemoryError
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.capture import Capture, Variant
 from megacompile.ir.schedule import Placement, Schedule
@@ -83,7 +84,15 @@ class MovesFirst(BaseException):
     """Buckets move before a captured graph runs for the first time, and the call begins again.
 
     User code between the two that catches `Exception` must not see it.
+
+    Args:
+        lacking: what the call ends with if they cannot move. None: nothing of the call has run, and
+            they can.
     """
+
+    def __init__(self, lacking: DeviceMemoryError | None = None) -> None:
+        super().__init__()
+        self.lacking = lacking
 
 
 class Plans:

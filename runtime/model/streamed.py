@@ -20,7 +20,7 @@ import torch
 from torch import fx, nn
 
 from megacompile import compat, notices
-from megacompile.errors import ModelError
+from megacompile.errors import DeviceMemoryError, ModelError
 from megacompile.garbage import old_objects_left_out
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.schedule import Schedule
@@ -265,8 +265,8 @@ class StreamedModel:
                 return result
             except torch.OutOfMemoryError as error:
                 ran_out = shortage.first_line(error)  # not the error: its frames hold memory
-            except MovesFirst:
-                ran_out = ""
+            except MovesFirst as first:
+                ran_out, lacking = "", first.lacking
             except compat.CAPTURE_ERRORS as error:
                 if not compat.is_raised_first(error):
                     raise
@@ -275,10 +275,22 @@ class StreamedModel:
             if ran_out:
                 self._step_down(before, ran_out)
             else:
-                before.restore(self.model, self.machine, "no memory")
-                self.buckets.move_if_wanted()
-                self._plan_anew()
+                self._move_first(before, lacking)
         return self._in_eager_mode(run, compiled, attempts, failed)
+
+    def _move_first(self, before: shortage.Before, lacking: DeviceMemoryError | None) -> None:
+        """Moves buckets before a call begins again.
+
+        Raises:
+            DeviceMemoryError: they cannot move, or a line that has run changed a buffer.
+        """
+        placement = self.buckets.plans.placement
+        why = "no memory" if lacking is None else shortage.first_line(lacking)
+        before.restore(self.model, self.machine, why)
+        self.buckets.move_if_wanted()
+        if lacking is not None and self.buckets.plans.placement == placement:
+            raise lacking
+        self._plan_anew()
 
     def _in_eager_mode(
         self,

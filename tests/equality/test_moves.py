@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile import megacompile, schedules
+from megacompile import DeviceMemoryError, megacompile, schedules
 from tests import inside
 from tests.zoo import assert_same
 
@@ -71,7 +71,7 @@ def pair(kind: type[Net] = Net) -> tuple[Any, Any]:
     torch.manual_seed(0)
     plain = kind()
     model = copy.deepcopy(plain)
-    return plain, megacompile(model, device="cpu", gpu_memory="1MiB", progress=False)
+    return plain, megacompile(model, device="cpu", gpu_memory="2MiB", progress=False)
 
 
 def captures(caplog: pytest.LogCaptureFixture) -> int:
@@ -141,4 +141,60 @@ def test_buckets_leave_the_device_for_larger_inputs(caplog: pytest.LogCaptureFix
             residents.append(len(inside.residents(model)))
     assert residents == [4, 4, 4, 0, 0, 0]
     assert captures(caplog) == 2, "8, any"
+    assert_same(plain, model)
+
+
+class Broken(nn.Module):
+    """Two captured graphs. The first one draws random numbers."""
+
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.first, self.layers = first, nn.Sequential(*(Layer() for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Any:
+        x = nn.functional.dropout(self.first(x), 0.5)
+        torch._dynamo.graph_break()
+        return self.layers(x)
+
+
+def broken(first: nn.Module) -> tuple[Any, Any]:
+    """(plain, megacompiled), whose buckets live on the device, with room for few rows."""
+    torch.manual_seed(0)
+    plain = Broken(first)
+    model = megacompile(
+        copy.deepcopy(plain), device="cpu", lowering="eager", gpu_memory="2MiB", progress=False
+    )
+    models: tuple[Any, Any] = plain, model
+    for each in models:
+        each.optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
+    for rows in (8, 8):
+        train(models, rows)
+    assert len(inside.residents(model)) >= 4
+    return models
+
+
+def train(models: tuple[Any, ...], rows: int) -> None:
+    for each in models:
+        torch.manual_seed(rows)
+        each(torch.randn(rows, 64)).square().mean().backward()
+        each.optimizer.step()
+        each.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("first", [nn.Identity(), nn.Linear(64, 64)])
+def test_a_call_that_has_begun_begins_again_where_nothing_fits_otherwise(first: nn.Module) -> None:
+    plain, model = broken(first)
+    for rows in (1100, 1100, 8):
+        train((plain, model), rows)
+        assert inside.residents(model) <= {"first"}
+    assert_same(plain, model)
+
+
+def test_a_call_that_cannot_begin_again_fails_and_the_next_one_runs() -> None:
+    """The BatchNorm has counted its batch."""
+    plain, model = broken(nn.BatchNorm1d(64))
+    with pytest.raises(DeviceMemoryError):
+        train((model,), 1100)
+    model.load_state_dict(plain.state_dict())
+    train((plain, model), 1100)
     assert_same(plain, model)
