@@ -5,7 +5,7 @@
 The C++ of an update, of each kind of states, compiled with empty caches; and Inductor's compile
 workers, before their first kernel. Anonymous memory alone, at its most: pages of files are free
 whenever others need them. What several processes map counts in parts. What budgets leave to them
-is in `megacompile/beside/memory.py`.
+is in `megacompile/beside/process.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from megacompile import compat
-from megacompile.beside.memory import processes
+from megacompile.beside.process import processes
 from megacompile.options import Options
 from megacompile.runtime.optim.adam import ADAM
 from megacompile.runtime.optim.blockwise import absmax_numel

@@ -17,13 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megacompile import compat, log
 from megacompile.beside import compile_pool
-from megacompile.beside.memory import processes
+from megacompile.beside.process import processes
 from megacompile.cost.ranks import agree, agree_disks, ranks_of_host, use_cores
 from megacompile.errors import ModelError, OptionError, OptionTypeError
 from megacompile.host_memory import budget_bytes, check_host_memory, free_bytes
 from megacompile.ir.collectives import Collectives
-from megacompile.mesh_options import check_alike
-from megacompile.options import Activations, Head, Lowering, Options
+from megacompile.options import Activations, Head, Lowering, Options, check_alike
 from megacompile.passes.stages.units import find_units
 from megacompile.plan.compiler import PassCompiler
 from megacompile.progress import line

@@ -120,7 +120,7 @@ def _cgroups() -> list[dict[str, int]]:
     for root, path, names in _places():
         for folder in (path, *path.parents):
             place = Path("/sys/fs/cgroup", root, *folder.parts[1:])
-            if says := _said(place, names):
+            if says := _figures(place, names):
                 found.append(says)
     return found
 
@@ -140,7 +140,7 @@ def _places() -> Iterator[tuple[str, PurePosixPath, dict[str, str]]]:
         yield root, path if ".." not in path.parts else PurePosixPath("/"), _V1 if root else _V2
 
 
-def _said(place: Path, names: dict[str, str]) -> dict[str, int]:
+def _figures(place: Path, names: dict[str, str]) -> dict[str, int]:
     """Figures of one cgroup; {} if it has no limit. Each new buffer asks, so no more files are
     read."""
     found: dict[str, int] = {}
@@ -187,7 +187,6 @@ class PageLocks:
         self._locked: dict[int, int] = {}  # dictionaries, because several threads lock
         self._pageable: dict[int, int] = {}
         self._refused_bytes: int | None = None  # in all, with the smallest that was refused
-        self._said = False
 
     @property
     def locked_bytes(self) -> int:
@@ -232,10 +231,8 @@ class PageLocks:
             self._locked.pop(address, None)  # not before: another thread may lock meanwhile
 
     def _say(self, size_bytes: int, error: int) -> None:
-        if self._said:
-            return
-        self._said = True
-        notices.warn(
+        notices.warn_once(
+            "memory that stays pageable",
             f"megacompile: cudaHostRegister of {format_bytes(size_bytes)} failed with error "
             f"{error}, with {format_bytes(self.locked_bytes)} locked: memory that the "
             "system will not lock stays pageable, copies from and to it run at about half the "

@@ -7,11 +7,11 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
-from megacompile.code_counts import KERNELS, UPDATES
 from megacompile.cost.hardware import Hardware
 from megacompile.errors import ModelError, NoScheduleError
 from megacompile.host_memory import total_bytes
 from megacompile.ir.schedule import Schedule
+from megacompile.log import KERNELS, UPDATES
 from megacompile.options import Lowering
 from megacompile.plan import alternatives
 from megacompile.plan.alternatives import Planned

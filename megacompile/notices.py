@@ -81,13 +81,24 @@ def warn(text: str, whose: Whose = Whose.ALL) -> None:
 
 def warn_once(subject: str, text: str, whose: Whose = Whose.ALL) -> None:
     """Warn, unless this process was warned of the subject before."""
-    if subject not in _said:
-        _said.add(subject)
+    if is_new(subject):
         warn(text, whose)
 
 
+def is_new(subject: str) -> bool:
+    """True for the first caller of this process that asks about a subject."""
+    is_first = subject not in _said
+    _said.add(subject)
+    return is_first
+
+
+def was_said(subject: str) -> bool:
+    """True if a caller has asked `is_new` about a subject."""
+    return subject in _said
+
+
 def say_again() -> None:
-    """Forget the subjects that `warn_once` was called with."""
+    """Forget all subjects."""
     _said.clear()
 
 

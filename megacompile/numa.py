@@ -29,6 +29,7 @@ from pathlib import Path
 
 import torch
 
+from megacompile import notices
 from megacompile.log import logger
 
 Syscall = Callable[..., int]
@@ -200,11 +201,12 @@ def _syscall() -> Syscall:
     )
 
 
-@functools.cache
 def _say_refused(error: int) -> None:
+    if not notices.is_new(f"mbind is refused with error {error}"):
+        return
     why = os.strerror(error) if error > 0 else "not known here"
     logger("memory").info(
-        "mbind is refused (%s): host memory lies where the threads run that touch it first", why
+        "mbind is refused (%s): host memory is near the threads that touch it first", why
     )
 
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megacompile import host_memory, mesh_options
-from megacompile.choices import Activations, Lowering
+from megacompile import host_memory
 from megacompile.errors import OptionError, OptionTypeError
+from megacompile.option_values import Activations, Lowering, parse_bytes
 from megacompile.runtime.optim.registry import RULES, listed, rule_of
-from megacompile.sizes import parse_bytes
 
 _E = TypeVar("_E", bound=enum.Enum)
 
@@ -56,7 +56,7 @@ def open_flag(given: Given) -> bool | None:
 def progress(given: Given) -> bool | None:
     """A flag, or None; False where another rank is the first one of `mesh`."""
     shown = open_flag(given)
-    return shown if mesh_options.is_first(given.above["mesh"]) else False
+    return shown if _is_first(given.above["mesh"]) else False
 
 
 def count(given: Given, *, least: int = 1, words: str = "") -> int:
@@ -116,7 +116,7 @@ def lowering(given: Given) -> Lowering:
 
 
 def dtype(name: str) -> torch.dtype | str:
-    """The value of a dtype option that `choices` names."""
+    """The value of a dtype option that `option_values` names."""
     found: torch.dtype | str = name if name == "int8" else getattr(torch, name)
     return found
 
@@ -176,8 +176,49 @@ def device(given: Given) -> torch.device:
 
 
 def mesh(given: Given) -> DeviceMesh | None:
-    """A mesh of such devices, or None."""
-    return mesh_options.checked(given.value, given.above["device"])
+    """A mesh of such devices whose last dimension shards, and whose first one, of two, replicates;
+    or None."""
+    mesh, device = given.value, given.above["device"]
+    if mesh is None:
+        return None
+    made = _MADE.format(kind=device.type)
+    if not isinstance(mesh, DeviceMesh):
+        raise OptionTypeError(
+            f"megacompile(): option 'mesh' got {mesh!r} ({type(mesh).__name__}); needed a "
+            f"DeviceMesh: {made}"
+        )
+    if not 1 <= mesh.ndim <= 2:
+        raise OptionError(
+            f"megacompile(): got a mesh of {mesh.ndim} dimensions; needed one, which shards, or "
+            "two: ranks of the first replicate, ranks of the second shard"
+        )
+    if mesh.ndim == 2 and mesh.size(1) == 1 < mesh.size(0):
+        raise OptionError(
+            f"megacompile(): got a mesh of {mesh.size(0)} x 1 ranks, each of which would have the "
+            "whole model; needed a second dimension of 2 or more, which shards; or leave out "
+            "mesh=, and use DistributedDataParallel(megacompile(model))"
+        )
+    if mesh.device_type != device.type:
+        raise OptionError(
+            f"megacompile(): got a mesh of {mesh.device_type!r} devices with device="
+            f"{str(device)!r}; needed {made}"
+        )
+    if mesh.get_coordinate() is None:
+        raise OptionError(
+            f"megacompile(): rank {dist.get_rank()} is not in the mesh {mesh}; call megacompile() "
+            "in the ranks that are"
+        )
+    return mesh
+
+
+def _is_first(mesh: object) -> bool:
+    """True if this process is the first rank of a mesh, or the only process."""
+    if not isinstance(mesh, DeviceMesh):
+        return True
+    return bool(mesh.get_rank() == int(mesh.mesh.flatten()[0]))
+
+
+_MADE = 'init_device_mesh("{kind}", (world_size,)), after torch.distributed.init_process_group()'
 
 
 # --- memory

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from megacompile import choices, mesh_options
 from megacompile import option_checks as checks
-from megacompile.choices import Activations as Activations
-from megacompile.choices import Head as Head
-from megacompile.choices import Lowering as Lowering
-from megacompile.errors import OptionTypeError
+from megacompile.errors import OptionError, OptionTypeError
+from megacompile.option_values import COMPUTE_DTYPES, GRAD_DTYPES, STATE_DTYPES
+from megacompile.option_values import Activations as Activations
+from megacompile.option_values import Head as Head
+from megacompile.option_values import Lowering as Lowering
 
 _T = TypeVar("_T")
 
@@ -41,6 +41,28 @@ def _option(
     return field
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedMesh:
+    """Ranks that a model is only planned for, without a process of theirs."""
+
+    ranks: int  # that shard
+    replicas: int = 1
+
+    @property
+    def ndim(self) -> int:
+        """As of a DeviceMesh: with replicas, these are its first dimension."""
+        return 1 if self.replicas == 1 else 2
+
+    def size(self, dim: int) -> int:
+        """Number of ranks of a dimension."""
+        return self.ranks if dim == self.ndim - 1 else self.replicas
+
+    def get_local_rank(self, dim: int = 0) -> int:
+        """The first one's place: its part is the largest."""
+        del dim
+        return 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """The options of a user, checked. `megacompile()` says what each means; sizes are in bytes."""
@@ -50,14 +72,10 @@ class Options:
     host_memory: int | None = _option(checks.host_size, None)
     disk: str | None = _option(checks.disk, None)
     optimizer: torch.optim.Optimizer | None = _option(checks.optimizer, None, alike=True)
-    state_dtype: torch.dtype | str | None = _option(
-        checks.one_of(choices.STATE_DTYPES), None, alike=True
-    )
-    compute_dtype: torch.dtype | None = _option(
-        checks.one_of(choices.COMPUTE_DTYPES), None, alike=True
-    )
+    state_dtype: torch.dtype | str | None = _option(checks.one_of(STATE_DTYPES), None, alike=True)
+    compute_dtype: torch.dtype | None = _option(checks.one_of(COMPUTE_DTYPES), None, alike=True)
     activations: Activations = _option(checks.member(Activations), Activations.AUTO)
-    mesh: DeviceMesh | mesh_options.PlannedMesh | None = _option(checks.mesh, None)
+    mesh: DeviceMesh | PlannedMesh | None = _option(checks.mesh, None)
     lowering: Lowering = _option(checks.lowering, alike=True)
     progress: bool | None = _option(checks.progress)
     resident: int | None = _option(checks.resident, None)  # None: "auto"; sys.maxsize: "all"
@@ -65,7 +83,7 @@ class Options:
     disk_weights: bool | None = _option(checks.disk_weights, None)
     disk_saved: bool | None = _option(checks.disk_saved, None)
     device_update: float | None = _option(checks.device_update, None)
-    grad_dtype: torch.dtype | None = _option(checks.one_of(choices.GRAD_DTYPES), None, alike=True)
+    grad_dtype: torch.dtype | None = _option(checks.one_of(GRAD_DTYPES), None, alike=True)
     stochastic_rounding: bool = _option(checks.flag, False, alike=True)
     head: Head = _option(checks.member(Head), Head.AUTO, alike=True)
     tiles: int | None = _option(checks.tiles, None, alike=True)  # None: "auto"
@@ -194,6 +212,24 @@ class Options:
             for name in (field.name for field in fields(self))
             if (mine := getattr(self, name)) != (theirs := getattr(other, name))
         ]
+
+
+def check_alike(said: Sequence[Mapping[str, str]]) -> None:
+    """Raise where ranks have options that differ.
+
+    Args:
+        said: `Options.of_all_ranks` of each rank.
+
+    Raises:
+        OptionError: in all of them.
+    """
+    for rank, options in enumerate(said):
+        for name, value in options.items():
+            if value != said[0][name]:
+                raise OptionError(
+                    f"megacompile(): option {name!r} is {said[0][name]} in rank 0 and {value} in "
+                    f"rank {rank}; ranks that share a model need the same"
+                )
 
 
 _REMOVED = {"whole_buckets": "leave it out; ranks gather their parts of a bucket on the GPUs"}

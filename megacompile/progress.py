@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from tqdm import tqdm
 
-from megacompile import log
+from megacompile import log, notices
 
 _ERASE = "\r\x1b[K"  # to the end of the line
 _LONG_S = 5.0  # off a terminal, shorter waits are not said
@@ -45,7 +45,7 @@ class _Line:
 
 
 _lines: list[_Line] = []  # the outermost first
-_said_off_terminals = False
+_WAIT = "a wait off a terminal"
 
 
 @contextmanager
@@ -53,9 +53,7 @@ def _said_once(line: _Line) -> Iterator[None]:
     """Off a terminal: if the block is long, say once in this process what is waited for."""
 
     def say() -> None:
-        global _said_off_terminals
-        if not _said_off_terminals and (what := line.now()):
-            _said_off_terminals = True
+        if (what := line.now()) and notices.is_new(_WAIT):
             print(
                 f"megacompile: {what} ... (the first step may take minutes; said once; "
                 f"{log.VARIABLE}=time says how long each part takes)",
@@ -99,7 +97,7 @@ def line(what: str, show: bool | None) -> Iterator[None]:
     until then."""
     on_terminal = sys.stderr.isatty()
     mine = _Line(on_terminal if show is None else show)
-    is_quiet = on_terminal or show is not None or _said_off_terminals
+    is_quiet = on_terminal or show is not None or notices.was_said(_WAIT)
     _lines.append(mine)
     try:
         now(what)

@@ -15,8 +15,7 @@ from typing import Any
 from megacompile.ir import ops
 from megacompile.ir.capture import Variant
 from megacompile.ir.schedule import Schedule
-from megacompile.mesh_options import PlannedMesh
-from megacompile.options import Lowering, Options
+from megacompile.options import Lowering, Options, PlannedMesh
 from megacompile.plan import pipeline
 from megacompile.plan.choice import Choice
 from megacompile.plan.setting import Setting

@@ -20,19 +20,17 @@ import os
 import shutil
 from dataclasses import dataclass
 
-from megacompile import choices
-from megacompile.choices import Activations
 from megacompile.cli import source
 from megacompile.cost.hardware import ASSUMED_NETWORK_GB_S, NAMES, Hardware, of_sheet
 from megacompile.errors import MissingExtraError, OptionError
-from megacompile.sizes import parse_bytes
+from megacompile.option_values import COMPUTE_DTYPES, STATE_DTYPES, Activations, parse_bytes
 
 NAME = "plan"
 HELP = "if a model fits on a machine, and how fast it trains"
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}  # states of each
 DTYPES = ("bfloat16", "float16", "float32")
-STATE_DTYPES = (*choices.STATE_DTYPES, "same")
+STATES = (*STATE_DTYPES, "same")
 FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao's recipes
 
 _LEAST_BYTES = 2**20  # of a size without a unit
@@ -107,13 +105,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", choices=[*OPTIMIZERS], default="adamw", help="default: adamw")
     add(
         "--state-dtype",
-        choices=STATE_DTYPES,
+        choices=STATES,
         default="float32",
         help="of the optimizer's moments; same: as the parameters; default: float32",
     )
     add("--update-in-backward", action="store_true", help="megacompile(model, optimizer=...)")
     add("--dtype", choices=[*DTYPES], help="of the parameters; default: bfloat16 for a config")
-    add("--compute-dtype", choices=choices.COMPUTE_DTYPES, help="of float32 masters' copies")
+    add("--compute-dtype", choices=COMPUTE_DTYPES, help="of float32 masters' copies")
     add("--float8", choices=FLOAT8, help="torchao's recipe for all linear layers but the head")
     add("--activations", choices=[each.value for each in Activations], default="auto")
     add("--tiles", type=int, metavar="N", help="megacompile(model, tiles=N); default: auto")

@@ -19,8 +19,7 @@ from megacompile.cost.probe import DiskRates
 from megacompile.cost.rates import disk_on_file, known
 from megacompile.errors import DeviceMemoryError, HostMemoryError, MegacompileError, OptionError
 from megacompile.ir.schedule import Schedule
-from megacompile.mesh_options import PlannedMesh
-from megacompile.options import Options
+from megacompile.options import Options, PlannedMesh
 from megacompile.plan import alternatives, explanation
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 from megacompile.plan.explanation import Explanation

@@ -7,11 +7,11 @@ from copy import copy
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from megacompile.code_counts import CodeCounts
 from megacompile.cost.pageable import SHORT
 from megacompile.cost.ranks import RankRates, SlowRate, slow_rates
 from megacompile.cost.simulate import Prediction
 from megacompile.ir.stream import Stream
+from megacompile.log import CodeCounts
 from megacompile.plan.alternatives import Change
 from megacompile.plan.scenario import Scenario
 from megacompile.plan.stage_groups import StageGroup, stage_groups

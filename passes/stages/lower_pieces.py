@@ -13,7 +13,6 @@ from megacompile.ir.head import sum_dtype
 from megacompile.ir.tensors import TensorMeta
 from megacompile.ir.tiles import Axis, Piece, Result, Tile, pieces_of
 from megacompile.passes.stages.strides import with_strides
-from megacompile.products import add_product
 
 Function = Callable[..., Sequence[Any]]
 
@@ -90,7 +89,7 @@ def _put(
 ) -> None:
     """Write a tile's part of a result, or add it."""
     if kind is Result.PRODUCT:
-        add_product(result, next(made), next(made), first=start == 0)
+        compat.add_product(result, next(made), next(made), first=start == 0)
     elif kind is Result.SUM:
         result.copy_(next(made)) if start == 0 else result.add_(next(made))
     else:

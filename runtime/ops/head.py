@@ -16,8 +16,8 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from megacompile import compat
 from megacompile.ir.head import OPERATOR, SCALE, empty_gradients, equal_chunks, sum_dtype
-from megacompile.products import add_product
 from megacompile.runtime.ops.rows import Rows
 
 
@@ -60,9 +60,9 @@ def _linear_cross_entropy(
         chunk = Rows.of(logits, target[start : start + chunk_rows], class_weight, ignore_index)
         total += rows(chunk, label_smoothing, gradient=any(wanted))
         if of_hidden:
-            add_product(d_hidden[start : start + chunk_rows], logits, weight)
+            compat.add_product(d_hidden[start : start + chunk_rows], logits, weight)
         if of_weight:
-            add_product(d_weight, logits.t(), x)
+            compat.add_product(d_weight, logits.t(), x)
         if of_bias:
             d_bias += logits.sum(0, dtype=d_bias.dtype)
     return total, d_hidden, d_weight, d_bias

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from megacompile import compat
-from megacompile.code_counts import CodeCounts
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
+from megacompile.log import CodeCounts
 from megacompile.runtime.device.activations import HostPool
 from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.disk_buffers import Disk

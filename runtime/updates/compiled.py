@@ -21,7 +21,7 @@ import sys
 import time
 
 from megacompile import compat, log, notices
-from megacompile.code_counts import KERNELS, UPDATES
+from megacompile.log import KERNELS, UPDATES
 from megacompile.runtime.device import forks
 from megacompile.runtime.optim.registry import RULES
 from megacompile.runtime.optim.rule import OptimizerRule, Update

@@ -468,3 +468,14 @@ def test_what_else_classes_and_tensors_say() -> None:
     inner = [1, 2]
     made = compat.tree_map_once(lambda x: [x], {"a": inner, "b": 3})
     assert made == {"a": [inner], "b": [3]} and made["a"][0] is inner, "not taken apart"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_are_added_to_a_wider_sum(dtype: torch.dtype) -> None:
+    """Rounded once, also where nothing is read of the first sum."""
+    torch.manual_seed(0)
+    a, b = torch.randn(4, 3).to(dtype), torch.randn(3, 5).to(dtype)
+    total = torch.full((4, 5), float("nan"))
+    compat.add_product(total, a, b, first=True)
+    compat.add_product(total, a, b)
+    torch.testing.assert_close(total, 2 * (a.float() @ b.float()))

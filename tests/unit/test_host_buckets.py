@@ -17,6 +17,7 @@ from torch import nn
 from megacompile.host_memory import PAGE_LOCKS, PageLocks
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.params.bucket import HostBucket
+from tests import inside
 from tests.layouts import layout_of, odd_tensors
 
 MIB = 2**20
@@ -52,6 +53,7 @@ class Cuda:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     """It has refused nothing yet."""
     made = Cuda()
+    inside.say_again()
     vars(PAGE_LOCKS).update(vars(PageLocks()))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

@@ -13,12 +13,12 @@ from tests.sources import LINKED, ROOT, files, imports
 # From the ground up: a module imports from its own floor and from those before it.
 FLOORS = (
     ("errors", "notices", "text"),
-    ("choices", "code_counts", "garbage", "host_memory", "products", "sizes"),
+    ("garbage", "host_memory", "option_values"),
     ("compat",),
     ("ir",),
     ("runtime.optim",),  # what an optimizer is: options, cost and the runtime ask
     ("packed",),
-    ("log", "mesh_options", "option_checks", "options", "validate"),
+    ("log", "option_checks", "options", "validate"),
     ("numa", "progress"),
     ("runtime.device.forks",),
     ("runtime.device.background",),

@@ -35,14 +35,14 @@ TOP = (
     ),
     Fault(
         "size-units",
-        "megacompile/sizes.py",
+        "megacompile/option_values.py",
         "        if unit and not binary:\n",
         "        if unit and binary:\n",
         '"20GB" and "20GiB" are mixed up.',
     ),
     Fault(
         "mesh-options-alike",
-        "megacompile/mesh_options.py",
+        "megacompile/options.py",
         "if value != said[0][name]:",
         "if value != said[rank][name]:",
         "Ranks that were given different options are not refused.",
