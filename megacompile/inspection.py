@@ -72,8 +72,7 @@ def updates(model: nn.Module) -> dict[str, str]:
     Raises:
         ModelError: the model is not megacompiled.
     """
-    backends = streamed_model(model, "updates").updates.backends
-    return {name: backend.value for name, backend in backends.items()}
+    return dict(streamed_model(model, "updates").updates.backends)
 
 
 def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:

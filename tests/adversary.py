@@ -617,10 +617,10 @@ def attach(model: Any) -> Adversary:
     machine.streams = machine.gradients.streams = device = Adversary()
     start: Any = machine.host_updates.start
 
-    def behind_gradients(part: Any, behind: Sequence[Any], *others: Any) -> Any:
+    def behind_gradients(update: Any, behind: Sequence[Any], *others: Any) -> Any:
         for event in behind:  # here: no thread can wait for the simulated streams
             event.synchronize()
-        return start(part, (), *others)
+        return start(update, (), *others)
 
     machine.host_updates.start = behind_gradients  # type: ignore[assignment,method-assign]
     return device

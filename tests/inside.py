@@ -149,7 +149,7 @@ def residents(model: nn.Module) -> set[str]:
 
 def backends(model: nn.Module) -> set[str]:
     """How the host updates the buckets of a model."""
-    return {each.name for each in streamed(model).updates.backends.values()}
+    return set(streamed(model).updates.backends.values())
 
 
 def wait_for_code(model: nn.Module) -> None:

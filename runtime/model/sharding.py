@@ -159,33 +159,14 @@ def divide_loaded(
 
 def optimizers_over(model: nn.Module) -> list[Optimizer]:
     """Those that have parameters of a model, though they have not stepped yet."""
-    return hooks.constructed(_Having(model))
+    ids = {id(param) for param in model.parameters()}
+    return hooks.constructed(lambda param: id(param) in ids)
 
 
 def into_groups(optimizer: Optimizer, made: Mapping[int, nn.Parameter]) -> None:
     """Put new parameters, by the ids of the old ones, in the places of these."""
     for group in optimizer.param_groups:
         group["params"] = [made.get(id(p), p) for p in group["params"]]
-
-
-class _Having:
-    """The object that has the parameters of a model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.params = {id(param) for param in model.parameters()}
-
-    def owns(self, param: torch.Tensor) -> bool:
-        """True if it is one of them."""
-        return id(param) in self.params
-
-    def prepare_step(self, optimizer: Optimizer) -> None:
-        """Nothing: this is not told of steps."""
-
-    def settle(self) -> None:
-        """Nothing: nothing is in flight."""
-
-    def finish(self) -> None:
-        """Nothing, as well."""
 
 
 def _check_states(optimizer: Optimizer, model: nn.Module) -> None:

@@ -102,8 +102,8 @@ class StreamedModel:
         self.machine = self.buckets.machine
         self._input_hooks = InputHooks(options.device)
         self.updates = Updates(self.machine, options, weakly(self._rest))
-        self.machine.precompile_updates = weakly(self.updates.precompile_updates)
-        self.machine.preallocate = weakly(self.updates.preallocate)
+        self.machine.precompile_updates = weakly(self.updates.ahead.precompile)
+        self.machine.preallocate = weakly(self.updates.ahead.preallocate)
         self.released = Released(self.buckets, self.updates)
         self.buckets.check_memory = while_it_lives(self.released.check)
         if options.optimizer is not None:

@@ -11,7 +11,7 @@ from megacompile.ir.stream import Stream
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.group import Group, OpGroup, handles
-from megacompile.runtime.updates.update import flat
+from megacompile.runtime.updates.parameter import flat
 
 
 class CollectiveOps(OpGroup):

@@ -14,7 +14,7 @@ from megacompile.runtime.updates import device_buffers
 from megacompile.runtime.updates.device_buffers import Landing, UpdateBuffers
 from megacompile.runtime.updates.flight import Flight, untimed
 from megacompile.runtime.updates.in_backward import InBackward
-from megacompile.runtime.updates.update import ParamUpdate
+from megacompile.runtime.updates.parameter import ParamUpdate
 
 
 class DeviceUpdateOps(OpGroup):
@@ -65,7 +65,7 @@ class DeviceUpdateOps(OpGroup):
         """The work to do on the parameters of a bucket; None: nothing in this step."""
         if self.in_step:
             part = self.parts.get(bucket.key)
-            return None if part is None else part.steps
+            return None if part is None else {step.index: step for step in part.steps}
         return self._in_backward.running[bucket.key]
 
     def offload_state(self, bucket: Bucket, updated: Handle, norms: Handle | None = None) -> Handle:

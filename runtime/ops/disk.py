@@ -56,7 +56,7 @@ class DiskOps(OpGroup):
         staging, part = self.machine.staging, self.parts.get(bucket.key)
         if staging is None or part is None:
             return Handle(None, Stream.READ)
-        host, params = part.update.bucket, [step.index for step in part.update.steps]
+        host, params = part.bucket, part.indices
         what = f"{bucket.label}READ_TRAINED of {host.layout.name!r}"
         return self._lent(staging.read_trained(host, params, list(handles(after)), what), after)
 

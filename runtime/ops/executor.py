@@ -44,7 +44,7 @@ from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.pending import CopyMark
 from megacompile.runtime.params.undo import Undos, hold, undone
 from megacompile.runtime.updates.device_buffers import Deferred
-from megacompile.runtime.updates.part import BucketPart
+from megacompile.runtime.updates.update import BucketUpdate
 from megacompile.views import python
 
 
@@ -171,7 +171,7 @@ class Executor:
         self.machine.note_backward(self)
         return dict(zip(self.schedule.gradients, _plain(found), strict=True))
 
-    def update(self, parts: Mapping[int, BucketPart]) -> None:
+    def update(self, parts: Mapping[int, BucketUpdate]) -> None:
         """Run the update for those of its buckets that a step has a part for, by key.
 
         What the backward has left of them is used up. Ctrl-C may come anywhere in it, so nothing is
@@ -179,7 +179,7 @@ class Executor:
         """
         undone(functools.partial(self._update, parts))
 
-    def _update(self, parts: Mapping[int, BucketPart], undos: Undos) -> None:
+    def _update(self, parts: Mapping[int, BucketUpdate], undos: Undos) -> None:
         hold(self.machine.running, undos)  # a forward in another thread uses the same streams
         left = [part.left for part in parts.values() if part.left is not None]
         values = {each.host.layout.key: (each.gradients, each.buffers) for each in left}

@@ -13,7 +13,7 @@ from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.disk.transfers import Request
 from megacompile.runtime.ops.machine import Machine
-from megacompile.runtime.updates.part import BucketPart
+from megacompile.runtime.updates.update import BucketUpdate
 from megacompile.views.recorder import Recording
 
 Group = dict[int, torch.Tensor]  # parameter's index in its bucket -> gradient
@@ -27,11 +27,11 @@ class OpGroup:
         self.gradient_params = schedule.gradient_params
         self.recording: Recording | None = None  # of the run that is on
         self.in_step = False  # is it the graph of `optimizer.step()`?
-        self.parts: Mapping[int, BucketPart] = {}  # of the step that is on, by the bucket's key
+        self.parts: Mapping[int, BucketUpdate] = {}  # of the step that is on, by the bucket's key
         self.resident_parts = 0  # of these: on buckets that live on the device
         # tensors, their new values, and is the change one that a version counts?
         self.to_write: list[tuple[Handle, Handle, bool]] = []
-        self.residents: list[tuple[BucketPart, Any]] = []  # those that came, and their `after`
+        self.residents: list[tuple[BucketUpdate, Any]] = []  # those that came, and their `after`
 
     def _issue(self, stream: Stream, waits: Any, work: Callable[[], Any]) -> Handle:
         if self.recording is not None:

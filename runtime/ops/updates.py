@@ -23,7 +23,7 @@ class UpdateOps(OpGroup):
         if part is None:
             return Handle(None, Stream.HOST)
         events = [handle.event for handle in handles(after) if handle.event is not None]
-        host, machine = part.update.bucket, self.machine
+        host, machine = part.bucket, self.machine
         staging = machine.staging
         states = None if staging is None else staging.states.of(host)
         weights = None if staging is None else staging.updates.of(host)
@@ -33,8 +33,7 @@ class UpdateOps(OpGroup):
             work: InFlight = flight
             if staging is not None and weights is not None:
                 what = f"{bucket.label}WRITE_WEIGHTS of {flight.name!r}"
-                params = [step.index for step in part.update.steps]
-                work = staging.write(weights, params, what, work, flight.wait)
+                work = staging.write(weights, part.indices, what, work, flight.wait)
             if staging is not None and states is not None:
                 what = f"{bucket.label}WRITE_STATE of {flight.name!r}"
                 work = staging.write_states(states, what, work, flight.wait)
@@ -56,10 +55,9 @@ class UpdateOps(OpGroup):
         parts = [part for part, _ in self.residents]
         waits = tuple(each for _, each in self.residents)
         self.residents = []
-        updates = [part.update for part in parts]
-        handle = self._issue(Stream.COMPUTE, waits, lambda: update_residents(updates))
+        handle = self._issue(Stream.COMPUTE, waits, lambda: update_residents(parts))
         for part in parts:
-            note_changes(part.update.bucket, [each.at for each in part.trained])
+            note_changes(part.bucket, part.indices)
         return handle
 
     def update_in_place(

@@ -12,7 +12,7 @@ from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.group import OpGroup, handles
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates.leases import Lease
-from megacompile.runtime.updates.update import flat
+from megacompile.runtime.updates.parameter import flat
 
 
 class WeightOps(OpGroup):

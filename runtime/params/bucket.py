@@ -225,6 +225,8 @@ class HostBucket:
         )
 
     def _replaced(self) -> list[int]:
+        if not self.is_replaced():
+            return []
         homes, strides = self.homes, self._strides
         return [
             i

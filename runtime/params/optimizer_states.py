@@ -261,13 +261,17 @@ def new_counter() -> torch.Tensor:
 def count_up(states: Iterable[dict[str, Any]]) -> None:
     """Count a step in an optimizer's own counters."""
     counting = [state for state in states if "step" in state]
-    tensors = [state["step"] for state in counting if isinstance(state["step"], torch.Tensor)]
-    if tensors:
-        one = torch.ones((), dtype=tensors[0].dtype)  # a number would be made a tensor for each
-        compat.FOREACH_ADD(tensors, one, alpha=1)
+    add_one([state["step"] for state in counting if isinstance(state["step"], torch.Tensor)])
     for state in counting:
         if not isinstance(state["step"], torch.Tensor):
             state["step"] += 1
+
+
+def add_one(counters: list[torch.Tensor]) -> None:
+    """Count a step in counters."""
+    if counters:
+        one = torch.ones((), dtype=counters[0].dtype)  # a number would be made a tensor for each
+        compat.FOREACH_ADD(counters, one, alpha=1)
 
 
 def reserve(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:

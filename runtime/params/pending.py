@@ -425,7 +425,7 @@ class StreamedCopy:
                 if of.aliased(i):
                     self.forget(i)  # a write under the other name would go unseen
                 else:
-                    self.mark_fresh(i)
+                    self.mark_fresh([i])
         self.watch()
 
     def take_back(self, index: int) -> None:
@@ -435,11 +435,12 @@ class StreamedCopy:
             of.values[index].copy_(of.streamed[index])
         self.changed()
 
-    def mark_fresh(self, index: int) -> None:
-        """The copy of a parameter is what the parameter is now."""
+    def mark_fresh(self, indices: Sequence[int]) -> None:
+        """The copies of some parameters are what the parameters are now."""
         of = self._reference()
-        if of is not None:
-            self._fresh[index] = compat.version(of.params[index])
+        if of is not None and of.has_copy:
+            versions = compat.versions([of.params[i] for i in indices])
+            self._fresh.update(zip(indices, versions, strict=True))
 
     def forget(self, index: int) -> None:
         """The user has a parameter in hands: its copy may be stale."""

@@ -3,7 +3,8 @@
 To prepare a step asks some twenty questions of each parameter, its gradient and its states. Where
 all of them have the answers of the step before, only the gradients are new, and the numbers of the
 groups. `Alike.again` finds that out: it compares what the questions are about with what the step
-before had, a list at a time. Where anything differs, the step is prepared as if it were the first.
+before had, a list at a time, and calls no Python function for each parameter. Where anything
+differs, the step is prepared as if it were the first. The kernel's tables are kept too.
 
 Nothing here holds a tensor of a bucket: a count of the users of its memory finds none here.
 """
@@ -11,8 +12,9 @@ Nothing here holds a tensor of a bucket: a count of the users of its memory find
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -22,23 +24,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from megacompile.runtime.optim.kernels.bucket import update_known
-from megacompile.runtime.optim.kernels.table import KnownParams, Signature, describe, known
+from megacompile.runtime.optim.kernels.bucket import update_again, update_bucket
+from megacompile.runtime.optim.kernels.table import Signature, Table, describe, tables_of
 from megacompile.runtime.optim.registry import rule_of
-from megacompile.runtime.optim.rule import Group, OptimizerRule
+from megacompile.runtime.optim.rule import OptimizerRule, Update
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.gradient_guards import lazy_of
 from megacompile.runtime.params.guards import GuardedTensor, GuardState, guard_of
-from megacompile.runtime.params.optimizer_states import Trained, for_update, unsupported_reason
-from megacompile.runtime.updates.part import BucketPart
+from megacompile.runtime.params.optimizer_states import Trained, unsupported_reason
 from megacompile.runtime.updates.refusals import check_options
-from megacompile.runtime.updates.update import BucketUpdate, ParamUpdate, UpdateBackend
+from megacompile.runtime.updates.update import BucketUpdate, UpdateBackend, UpdatePlace
 
 _ADDRESS, _STRIDE = torch.Tensor.data_ptr, torch.Tensor.stride
 _DTYPE, _LAYOUT, _SHAPE = attrgetter("dtype"), attrgetter("layout"), attrgetter("shape")
 _ON_CPU = attrgetter("is_cpu")
 _PLAIN = frozenset((torch.Tensor,))
-_GRADIENTS = frozenset((torch.Tensor, GuardedTensor))  # what they may be
+_GRADIENTS = frozenset((torch.Tensor, GuardedTensor))  # the classes that they may be of
 _ALIGNED = 16  # bytes, of an address that the kernel reads whole vectors at
 
 
@@ -57,53 +58,59 @@ class _Slice(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class AlikeStep:
-    """The new values of a step; see `Alike`."""
+    """The new values of a step that is like the one before; see `Alike`."""
 
     like: Alike
+    optimizer: Optimizer
     params: list[nn.Parameter]
     gradients: list[Any]
-    factors: list[torch.Tensor] | None  # of the gradients
+    addresses: list[int]  # of the gradients
+    factors: list[torch.Tensor]  # of the gradients, or none
+    counters: list[torch.Tensor]  # of the optimizer, or none
     hypers: list[tuple[float, ...]]
-    states: list[dict[str, Any]]  # of the optimizer, or empty
 
-    def parts(self, optimizer: Optimizer) -> list[BucketPart]:
+    def parts(self) -> list[BucketUpdate]:
         """Its parts, as `StepParts` makes them."""
-        return [self._part(optimizer, at) for at in self.like.slices]
+        return [self._part(at) for at in self.like.slices]
 
-    def _part(self, optimizer: Optimizer, at: _Slice) -> BucketPart:
-        bucket = at.bucket()
+    def _part(self, at: _Slice) -> BucketUpdate:
+        bucket, kind = at.bucket(), type(self.optimizer)
         assert bucket is not None and bucket.resident is not None
-        update = BucketUpdate(bucket, UpdateBackend.RESIDENT, type(optimizer), bucket.resident)
-        if bucket.resident.type == "cuda":
-            update.alike = self
-        else:
-            update.steps = self._steps(optimizer, bucket, at)
-        groups = self.like.groups[at.all]
-        trained = zip(self.params[at.all], at.indices, groups, self.states[at.all], strict=True)
-        each = [Trained._make(of_param) for of_param in trained]
-        return BucketPart(update, update.backend, each, [], [], aliased=False, first=[], left=None)
+        part = BucketUpdate(
+            bucket, UpdateBackend.KERNEL, UpdatePlace.RESIDENT, kind, bucket.resident, at.indices
+        )
+        part.together = self.update
+        return part
 
-    def _steps(self, optimizer: Optimizer, bucket: HostBucket, at: _Slice) -> list[ParamUpdate]:
-        """The updates of a bucket, where no kernel takes the addresses."""
+    def update(self, parts: Sequence[BucketUpdate]) -> None:
+        """Make the updates of some of its buckets, in one launch."""
+        like, device = self.like, parts[0].device
+        if device.type == "cuda":
+            tables = like.tables(tuple([part.bucket.layout.key for part in parts]))
+            factors = list(map(_ADDRESS, self.factors)) or None
+            update_again(like.rule, tables, self.addresses, factors, self.hypers, device)
+            return
+        with torch.no_grad():  # no kernel takes the addresses
+            update_bucket(like.rule, [update for part in parts for update in self._updates(part)])
+
+    def _updates(self, part: BucketUpdate) -> list[Update]:
+        """The updates of a bucket's parameters as tensors."""
+        bucket, like = part.bucket, self.like
+        (at,) = [each for each in like.slices if each.key == bucket.layout.key]
+        states = bucket.states.of(self.optimizer)
         return [
-            ParamUpdate(
-                index=i,
+            Update(
+                param=bucket.values[i],
                 grad=self.gradients[k].detach(),
-                scale=1.0,
-                group={},
-                states=for_update(optimizer, bucket, i, self.states[k], self.like.names[k]),
-                rule=self.like.rule,
+                states=tuple(
+                    [states[m.name][i] if m.name in like.names[k] else None for m in like.moments]
+                ),
                 hyper=self.hypers[k],
-                factor=None if self.factors is None else self.factors[k],
+                copy=bucket.streamed[i] if bucket.has_copy else None,
+                factor=self.factors[k] if self.factors else None,
             )
             for k, i in enumerate(at.indices, at.first)
         ]
-
-    def __call__(self, updates: Iterable[BucketUpdate]) -> None:
-        """Make the updates of some of its buckets by their addresses, in one launch."""
-        keys = tuple([update.bucket.layout.key for update in updates])
-        like = self.like
-        update_known(like.rule, like.known(keys), self.gradients, self.factors, self.hypers)
 
 
 class Alike:
@@ -113,6 +120,7 @@ class Alike:
         rule: of its optimizer.
         optimizer: whose step it was.
         parts: of that step, before it has begun.
+        trained: their parameters.
         described: of each parameter, its signature and its row of the kernel's table.
     """
 
@@ -120,29 +128,39 @@ class Alike:
         self,
         rule: OptimizerRule,
         optimizer: Optimizer,
-        parts: Sequence[BucketPart],
+        parts: Sequence[BucketUpdate],
+        trained: Sequence[Trained],
         described: Sequence[tuple[Signature, list[int]]],
     ) -> None:
-        self.rule = rule
+        self.rule, self.moments = rule, rule.moments
         self.slices: list[_Slice] = []
         for part in parts:
-            bucket, indices = part.update.bucket, tuple([each.at for each in part.trained])
             first = self.slices[-1].all.stop if self.slices else 0
-            self.slices.append(_Slice(ref(bucket), bucket.layout.key, indices, first))
-        trained = [each for part in parts for each in part.trained]
-        self.groups = [each.group for each in trained]
-        self.names = [rule.state_names(each.group) for each in trained]
-        self._options = [(g, [id(p) for p in g["params"]]) for g in optimizer.param_groups]
+            key = part.bucket.layout.key
+            self.slices.append(_Slice(ref(part.bucket), key, tuple(part.indices), first))
+        groups = [each.group for each in trained]
+        self.names = [rule.state_names(group) for group in groups]
+        self._group_ids = list(map(id, groups))
+        self._firsts = {id(g): (k, g) for k, g in reversed(list(enumerate(groups)))}
+        self._options = [(g, list(map(id, g["params"]))) for g in optimizer.param_groups]
         ids = {id(each.param) for each in trained}
-        self._idle = {key for _, keys in self._options for key in keys} - ids
+        self._idle = [
+            (g, k)
+            for g, (_, keys) in enumerate(self._options)
+            for k, key in enumerate(keys)
+            if key not in ids
+        ]
         self._homes = [each.param.data_ptr() for each in trained]
         self._looks = _looks([each.param.grad for each in trained])
         self._states = self._looks_of_states([each.state for each in trained])
         self._described = described
-        self._known: dict[tuple[int, ...], list[KnownParams]] = {}
+        self._are_aligned = any(signature.aligned for signature, _ in described)
+        self._tables: dict[tuple[int, ...], list[Table]] = {}
 
     @staticmethod
-    def of(optimizer: Optimizer, parts: Sequence[BucketPart]) -> Alike | None:
+    def of(
+        optimizer: Optimizer, parts: Sequence[BucketUpdate], trained: Sequence[Trained]
+    ) -> Alike | None:
         """The facts about a step that was prepared; None where the next one is prepared from
         nothing."""
         rule = rule_of(optimizer)
@@ -150,22 +168,21 @@ class Alike:
             return None
         described = []
         for part in parts:
-            if (
-                part.update.backend is not UpdateBackend.RESIDENT
-                or part.update.bucket.whole.ranks > 1
-            ):
+            if part.place is not UpdatePlace.RESIDENT or part.bucket.whole.ranks > 1:
                 return None
-            each = part.update.for_kernel()
-            if len(each) < len(part.trained):  # one has no element
+            each = part.for_kernel()
+            if len(each) < len(part.indices):  # one has no element
                 return None
             for k, (of, update) in enumerate(each):
-                like = update.param.stride() == part.update.steps[k].grad.stride()
+                like = update.param.stride() == part.steps[k].grad.stride()
                 if of is not rule or update.seed is not None or not like:
                     return None
                 described.append(describe(k, rule, update))
-        found = Alike(rule, optimizer, parts, described)
-        states = [each.state for part in parts for each in part.trained]
-        return None if found._states is None or found._hypers(states) is None else found
+        found = Alike(rule, optimizer, parts, trained, described)
+        states = [each.state for each in trained]
+        if found._states is None or found._hypers(found._counters(states)) is None:
+            return None
+        return found
 
     def again(
         self, where: str, optimizer: Optimizer, buckets: Mapping[int, HostBucket]
@@ -187,7 +204,7 @@ class Alike:
             of_bucket = buckets[at.key].params
             params += [of_bucket[i] for i in at.indices]
         gradients = [param.grad for param in params]
-        states = [optimizer.state.get(param) or {} for param in params]
+        states = [state or {} for state in map(optimizer.state.get, params)]
         if (
             not _GRADIENTS.issuperset(map(type, gradients))
             or _looks(gradients) != self._looks
@@ -195,18 +212,20 @@ class Alike:
             or self._looks_of_states(states) != self._states
         ):
             return None
-        firsts = {id(group): k for k, group in reversed(list(enumerate(self.groups)))}
-        some = [Trained(params[k], 0, self.groups[k], states[k]) for k in firsts.values()]
+        some = [Trained(params[k], 0, group, states[k]) for k, group in self._firsts.values()]
         if unsupported_reason(optimizer, some):
             return None
         check_options(where, optimizer, [each.group for each in some])
-        names = {id(each.group): self.rule.state_names(each.group) for each in some}
-        if any(names[key] != self.names[k] for key, k in firsts.items()):
+        if any(self.rule.state_names(g) != self.names[k] for k, g in self._firsts.values()):
             return None
-        hypers, factors = self._hypers(states), _factors(gradients)
-        if hypers is None or factors is None or not self._are_aligned(gradients):
+        addresses, factors = list(map(_ADDRESS, gradients)), _factors(gradients)
+        counters = self._counters(states)
+        hypers = self._hypers(counters)
+        if hypers is None or counters is None or factors is None:
             return None
-        return AlikeStep(self, params, gradients, factors or None, hypers, states)
+        if self._are_aligned and functools.reduce(operator.or_, addresses) % _ALIGNED:
+            return None
+        return AlikeStep(self, optimizer, params, gradients, addresses, factors, counters, hypers)
 
     def _has_groups(self, optimizer: Optimizer) -> bool:
         now = optimizer.param_groups
@@ -215,9 +234,7 @@ class Alike:
         for group, (before, ids) in zip(now, self._options, strict=True):
             if group is not before or list(map(id, group["params"])) != ids:
                 return False
-        idle = self._idle
-        others = (p for group in now for p in group["params"] if id(p) in idle) if idle else ()
-        return all(param.grad is None for param in others)
+        return all(now[g]["params"][k].grad is None for g, k in self._idle)
 
     def _has_buckets(self, buckets: Mapping[int, HostBucket]) -> bool:
         for at in self.slices:
@@ -234,37 +251,37 @@ class Alike:
             return None
         return tuple([list(map(look, tensors)) for look in (_ADDRESS, _DTYPE, _SHAPE)])
 
-    def _hypers(self, states: Sequence[Mapping[str, Any]]) -> list[tuple[float, ...]] | None:
-        """The scalars of each parameter; None where its counter is none that is quickly read."""
+    def _counters(self, states: Sequence[Mapping[str, Any]]) -> list[torch.Tensor] | None:
+        """The optimizer's counters, if its rule has some; None where one is none that is quickly
+        read."""
         counters: list[Any] = [state.get("step") for state in states]
-        counts = [0.0] * len(counters)
-        if self.rule.counts:
-            if not _PLAIN.issuperset(map(type, counters)) or not all(map(_ON_CPU, counters)):
-                return None
-            if len(set(zip(map(_DTYPE, counters), map(_SHAPE, counters), strict=True))) > 1:
-                return None
-            if counters[0].dim():
-                return None
-            counts = torch.stack(counters).tolist()
-        elif any(counter is not None for counter in counters):
+        if not self.rule.counts:
+            return [] if counters.count(None) == len(counters) else None
+        if not _PLAIN.issuperset(map(type, counters)) or not all(map(_ON_CPU, counters)):
             return None
-        of_rule = Groups(self.rule)
-        each = zip(self.groups, counts, strict=True)
-        return [of_rule.hyper(group, n + 1, first=False, scale=1.0) for group, n in each]
+        looks = set(zip(map(_DTYPE, counters), map(_SHAPE, counters), strict=True))
+        return None if len(looks) > 1 or counters[0].dim() else counters
 
-    def _are_aligned(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """True if they are as much aligned as those that the rows were made for."""
-        if not any(signature.aligned for signature, _ in self._described):
-            return True
-        return functools.reduce(operator.or_, map(_ADDRESS, gradients), 0) % _ALIGNED == 0
+    def _hypers(self, counters: list[torch.Tensor] | None) -> list[tuple[float, ...]] | None:
+        """The scalars of each parameter: made once for each group and count."""
+        if counters is None:
+            return None
+        counts = torch.stack(counters).tolist() if counters else itertools.repeat(0.0)
+        kinds = list(zip(self._group_ids, counts, strict=False))
+        hyper = self.rule.hyper
+        made = {
+            (key, n): hyper(self._firsts[key][1], step=n + 1, first=False) for key, n in set(kinds)
+        }
+        return list(map(made.__getitem__, kinds))
 
-    def known(self, keys: tuple[int, ...]) -> list[KnownParams]:
-        """The rows of some buckets."""
-        if keys not in self._known:
+    def tables(self, keys: tuple[int, ...]) -> list[Table]:
+        """The tables of some buckets."""
+        if keys not in self._tables:
             slices = {at.key: at for at in self.slices}
-            numbers = [k for key in keys for k in range(len(self.groups))[slices[key].all]]
-            self._known[keys] = known({k: self._described[k] for k in numbers})
-        return self._known[keys]
+            count = range(len(self._described))
+            numbers = [k for key in keys for k in count[slices[key].all]]
+            self._tables[keys] = tables_of({k: self._described[k] for k in numbers})
+        return self._tables[keys]
 
 
 def _looks(gradients: Sequence[Any]) -> object:
@@ -276,6 +293,8 @@ def _looks(gradients: Sequence[Any]) -> object:
 def _factors(gradients: Sequence[Any]) -> list[torch.Tensor] | None:
     """The factors of the gradients; empty, or as many as there are gradients. None where only some
     have one, or another object guards one."""
+    if GuardedTensor not in set(map(type, gradients)):
+        return []
     found = []
     for gradient in gradients:
         if guard_of(gradient) is None:
@@ -287,30 +306,3 @@ def _factors(gradients: Sequence[Any]) -> list[torch.Tensor] | None:
             who.check(gradient)
             found.append(who.factor)
     return found if len(found) in (0, len(gradients)) else None
-
-
-# The scalars of parameter groups for a step by rule: found out once for each, not for each of
-# their parameters.
-
-
-class Groups:
-    """The parameter groups of an optimizer, whose options are not changed meanwhile."""
-
-    def __init__(self, rule: OptimizerRule) -> None:
-        self.rule = rule
-        self._names: dict[int, tuple[str, ...]] = {}
-        self._hyper: dict[tuple[int, float, bool, float], tuple[float, ...]] = {}
-
-    def names(self, group: Group) -> tuple[str, ...]:
-        """The states of a parameter of a group."""
-        if id(group) not in self._names:
-            self._names[id(group)] = self.rule.state_names(group)
-        return self._names[id(group)]
-
-    def hyper(self, group: Group, step: float, *, first: bool, scale: float) -> tuple[float, ...]:
-        """The numbers of a step (see `OptimizerRule.hyper`)."""
-        key = (id(group), step, first, scale)
-        if key not in self._hyper:
-            made = self.rule.hyper(group, step=step, first=first, scale=scale)
-            self._hyper[key] = made
-        return self._hyper[key]

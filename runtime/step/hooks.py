@@ -18,7 +18,7 @@ gradients where they were, and may be called again. What a backward has updated 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import compress
 from typing import Any, Protocol
 
@@ -39,9 +39,9 @@ from megacompile.runtime.params.optimizer_states import drop_empty, reserve
 class ModelPart(Protocol):
     """The part of one model in a step."""
 
-    @property
-    def gradients(self) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
-        """The parameters that it updates, and their gradients."""
+    params: list[nn.Parameter]  # those that it updates
+    gradients: list[Any]  # theirs
+    states: list[dict[str, Any]]  # theirs; none where the optimizer has them all
 
     def start(self) -> None:
         """Do it, or start it in the background."""
@@ -73,10 +73,10 @@ def tell(model: Model) -> None:
 
 def optimizers_of(model: Model) -> list[Optimizer]:
     """The optimizers that have stepped over parameters of a model."""
-    return [optimizer for optimizer in list(_ATTACHED) if _is_over(optimizer, model)]
+    return [optimizer for optimizer in list(_ATTACHED) if _is_over(optimizer, model.owns)]
 
 
-def constructed(model: Model) -> list[Optimizer]:
+def constructed(owns: Callable[[torch.Tensor], bool]) -> list[Optimizer]:
     """The optimizers over parameters of a model, though they have not stepped yet.
 
     They are not known before they step, so it looks at everything that there is: some tens of
@@ -84,7 +84,7 @@ def constructed(model: Model) -> list[Optimizer]:
     """
     everything, kinds = every_object(), set(_kinds(Optimizer))
     found = compress(everything, map(kinds.__contains__, map(type, everything)))
-    return [optimizer for optimizer in found if _is_over(optimizer, model)]
+    return [optimizer for optimizer in found if _is_over(optimizer, owns)]
 
 
 def _kinds(base: type) -> Iterator[type]:
@@ -104,15 +104,15 @@ def leave(model: Model, optimizers: Iterable[Optimizer]) -> None:
     """
     _LIVE.discard(model)
     for optimizer in optimizers:
-        others = any(_is_over(optimizer, other) for other in _LIVE)
+        others = any(_is_over(optimizer, other.owns) for other in _LIVE)
         if optimizer in _ATTACHED and not others:
             for handle in _ATTACHED.pop(optimizer).handles:
                 handle.remove()
 
 
-def _is_over(optimizer: Optimizer, model: Model) -> bool:
+def _is_over(optimizer: Optimizer, owns: Callable[[torch.Tensor], bool]) -> bool:
     groups = getattr(optimizer, "param_groups", ())  # a wrapper may leave them to its inner one
-    return any(model.owns(p) for group in groups for p in group["params"])
+    return any(owns(p) for group in groups for p in group["params"])
 
 
 def attach(optimizer: Optimizer) -> None:
@@ -134,7 +134,7 @@ class _Hooks:
 
     def __init__(self) -> None:
         self.parts: list[ModelPart] = []  # of the step that runs
-        self.hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self.hidden: list[tuple[nn.Parameter, Any]] = []
         self.reserved: list[nn.Parameter] = []  # whose states were empty when it began
         self.converts = False  # 8-bit states in state_dict()
         self.handle: Any = None  # of `before`
@@ -157,10 +157,11 @@ class _Hooks:
                     part = model.prepare_step(optimizer)
                     if part is not None:
                         self.parts.append(part)
-                if self.parts:
-                    self.reserved = reserve(optimizer, dict(_with_gradients(optimizer)))
-                self._hide([pair for part in self.parts for pair in part.gradients])
+                for part in self.parts:
+                    self._hide(zip(part.params, part.gradients, strict=True))
                 left = _with_gradients(optimizer) if self.parts else []
+                if left or any(part.states for part in self.parts):
+                    self.reserved = reserve(optimizer, [p for p, _ in [*self.hidden, *left]])
             if left:
                 compat.step_without_hooks(optimizer)
                 self._hide(left)
@@ -202,7 +203,7 @@ def _before_state_dict(optimizer: Optimizer) -> None:
     """A save of an optimizer is told of what is half updated."""
     with unguarded():
         for model in _LIVE:
-            if _is_over(optimizer, model):
+            if _is_over(optimizer, model.owns):
                 model.settle()
 
 
@@ -211,12 +212,12 @@ def _before_load(optimizer: Optimizer, state_dict: Any) -> None:
     del state_dict
     with unguarded():
         for model in _LIVE:
-            if _is_over(optimizer, model):
+            if _is_over(optimizer, model.owns):
                 model.finish()
 
 
-def _with_gradients(optimizer: Optimizer) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    params = (param for group in optimizer.param_groups for param in group["params"])
+def _with_gradients(optimizer: Optimizer) -> list[tuple[nn.Parameter, Any]]:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
     return [(param, param.grad) for param in params if param.grad is not None]
 
 
@@ -237,7 +238,7 @@ def _attach(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     if not _LIVE or not compat.takes_hooks(optimizer):  # its inner optimizer's step comes next
         return
-    if any(_is_over(optimizer, model) for model in _LIVE):
+    if any(_is_over(optimizer, model.owns) for model in _LIVE):
         _hooks_on(optimizer)
 
 

@@ -6,7 +6,7 @@ loaded are taken into it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,14 +15,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megacompile import compat
-from megacompile.ir.schedule import Schedule
 from megacompile.options import Lowering, Options
 from megacompile.progress import line
-from megacompile.runtime.device.buffers import Wanted
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.optim.blockwise import is_shared, quantizes
 from megacompile.runtime.optim.registry import rule_of
-from megacompile.runtime.optim.rule import Group, OptimizerRule, Update
+from megacompile.runtime.optim.rule import Group, OptimizerRule
 from megacompile.runtime.optim.stochastic import seed_of
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.gradient_guards import GradientGuard, lazy_of
@@ -38,18 +36,9 @@ from megacompile.runtime.params.optimizer_states import (
     visible_on_disk,
 )
 from megacompile.runtime.step import hooks
-from megacompile.runtime.step.alike import Groups
-from megacompile.runtime.updates.cpp import kind_of
 from megacompile.runtime.updates.on_device import DeviceUpdate
-from megacompile.runtime.updates.part import BucketPart
-from megacompile.runtime.updates.update import BucketUpdate, ParamUpdate, UpdateBackend
-
-_RULES = (
-    UpdateBackend.COMPILED,
-    UpdateBackend.TORCH,
-    UpdateBackend.BACKWARD,
-    UpdateBackend.RESIDENT,
-)
+from megacompile.runtime.updates.parameter import ParamUpdate
+from megacompile.runtime.updates.update import BucketUpdate, UpdateBackend, UpdatePlace
 
 
 class StepParts:
@@ -65,7 +54,7 @@ class StepParts:
         bucket: HostBucket,
         trained: list[Trained],
         options: dict[int, dict[str, Any]],
-    ) -> BucketPart:
+    ) -> BucketUpdate:
         """The part of a step that is over some parameters of a bucket.
 
         Args:
@@ -76,22 +65,19 @@ class StepParts:
             update = self._update(optimizer, bucket, trained, options)
         offer = bucket.pending.take_offer()
         assert offer is None or isinstance(offer, DeviceUpdate)
-        part = BucketPart(
-            update, update.backend, trained, [], [], aliased=False, first=[], left=None
-        )
         # an update of residents is over for all that follows on the stream
-        if update.backend is not UpdateBackend.RESIDENT:
-            self._look_at(part)
+        if update.place is UpdatePlace.HOST:
+            self._look_at(update, trained)
         if update.makes_states():
-            part.first = update.new()
-            self._make_first(optimizer, bucket, trained, part.first)
+            update.first = update.new()
+            self._make_first(optimizer, bucket, trained, update.first)
         if offer is not None:
-            by_rule = update.backend in (UpdateBackend.COMPILED, UpdateBackend.TORCH)
-            if by_rule and not part.aliased and offer.fits(update.steps):
-                update.backend, part.left = UpdateBackend.ON_DEVICE, offer
+            by_rule = update.place is UpdatePlace.HOST and update.backend.by_rule
+            if by_rule and not update.aliased and offer.fits(update.steps):
+                update.take(offer)
             else:
                 offer.drop()
-        return part
+        return update
 
     def _make_first(
         self,
@@ -111,31 +97,30 @@ class StepParts:
             bucket.states.make(optimizer, name, dtypes, pin=self.cuda)
 
     @staticmethod
-    def _look_at(part: BucketPart) -> None:
-        """Find out who can see that an update is in flight, and who has another name for it."""
-        update = part.update
+    def _look_at(update: BucketUpdate, trained: Iterable[Trained]) -> None:
+        """Note the tensors that show users an update in flight, and other names of its memory."""
         bucket = update.bucket
-        for each in part.trained:
+        for each in trained:
             mine = visible(each.state)
-            part.states += mine
-            part.visible += mine
+            update.states += mine
+            update.visible += mine
             gradient = each.param.grad
             assert gradient is not None
             if guard_of(gradient) is None:
-                part.visible.append(gradient)
+                update.visible.append(gradient)
             # a gradient's two names: ours, and p.grad (of one of the user's, what the step reads)
             parts = map(compat.local, (*mine, gradient))
             if bucket.aliased(each.at) or any(map(is_shared, parts)):
-                part.aliased = True
+                update.aliased = True
         if written := visible_on_disk(bucket):
-            known = {id(state) for state in part.states}
+            known = {id(state) for state in update.states}
             others = [state for state in written if id(state) not in known]
-            part.visible += others
-            part.aliased = part.aliased or any(map(is_shared, map(compat.local, others)))
+            update.visible += others
+            update.aliased = update.aliased or any(map(is_shared, map(compat.local, others)))
         if update.backend is UpdateBackend.STOCK and any(
             map(_has_tensors, {id(step.group): step.group for step in update.steps}.values())
         ):
-            part.aliased = True  # see float64 in for_update
+            update.aliased = True  # see float64 in for_update
 
     def _update(
         self,
@@ -144,13 +129,14 @@ class StepParts:
         trained: Sequence[Trained],
         options: dict[int, dict[str, Any]],
     ) -> BucketUpdate:
-        backend = self._backend(optimizer, bucket, trained)
+        backend, place = self._backend(optimizer, bucket, trained)
         pin = backend is UpdateBackend.STOCK_ON_DEVICE or self.machine.in_backward is not None
         pin = pin or bucket.layout.key in self.machine.device_update.keys
-        rule = rule_of(optimizer) if backend in _RULES else None
+        rule = rule_of(optimizer) if backend.by_rule else None
         groups = None if rule is None else Groups(rule)
         self._make_buffers(optimizer, bucket, trained, groups, pin=pin and self.cuda)
-        update = BucketUpdate(bucket, backend, type(optimizer), self.machine.device)
+        kind, indices = type(optimizer), [each.at for each in trained]
+        update = BucketUpdate(bucket, backend, place, kind, self.machine.device, indices)
         for each in trained:
             gradient = each.param.grad
             assert gradient is not None
@@ -164,84 +150,12 @@ class StepParts:
             step = self._step(optimizer, bucket, each, taken, scale, groups)
             if groups is None:
                 step.group = _options(each.group, options)
-            step.factor = _factor(who, gradient, backend)
+            step.factor = _factor(who, gradient, place)
             step.intact = (
                 not foreign and who is not None and who.version == compat.version(gradient)
             )
             update.steps.append(step)
         return update
-
-    def foreseen(
-        self, rule: OptimizerRule, groups: Iterable[Group], resident: Collection[int]
-    ) -> list[Update]:
-        """The kinds of updates that the steps of an optimizer will have on the host, in C++.
-
-        Args:
-            rule: its rule.
-            groups: its parameter groups.
-            resident: keys of the buckets that will live on the device.
-        """
-        found: dict[object, Update] = {}
-        for group in groups:
-            if not all(each.fits(group.get(each.name)) for each in rule.options):
-                continue  # the step refuses it
-            for param in group["params"]:
-                place = self.machine.gradients.place(param)
-                if place is not None and place[0] not in resident and param.numel() > 1:
-                    update = self._kind(rule, group, param, *place)
-                    found[kind_of(update)] = update
-        return list(found.values())
-
-    def states_ahead(
-        self, optimizer: Optimizer, buckets: Iterable[HostBucket], schedule: Schedule
-    ) -> list[Wanted]:
-        """The memory of states that an optimizer's first step after a schedule will make, bucket
-        by bucket."""
-        rule, in_backward = rule_of(optimizer), self.machine.in_backward is not None
-        if rule is None or not (self.compiles or in_backward):
-            return []
-        by_key: dict[int, dict[str, dict[int, torch.dtype | str]]] = {}
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                place = self.machine.gradients.place(param)
-                if place is None or optimizer.state.get(param):
-                    continue
-                if place[1] in schedule.gradient_params.get(place[0], ()):
-                    for name in rule.state_names(group):
-                        named = by_key.setdefault(place[0], {})
-                        named.setdefault(name, {})[place[1]] = self._state_dtype(param)
-        wanted = []
-        for bucket in buckets:
-            key = bucket.layout.key
-            pin = self.cuda and (in_backward or key in schedule.plan.device_update)
-            for dtypes in by_key.get(key, {}).values() if bucket.disk is None else ():
-                wide = {i: dtype for i, dtype in dtypes.items() if isinstance(dtype, torch.dtype)}
-                narrow = sorted(dtypes.keys() - wide.keys())
-                sizes = [bucket.bytes_like(wide)] if wide else []
-                sizes += [bucket.states.codes_bytes(narrow)] if narrow else []
-                wanted += [Wanted(size_bytes, pin, lock=self.helps) for size_bytes in sizes]
-        return wanted
-
-    def _kind(
-        self, rule: OptimizerRule, group: Group, param: nn.Parameter, key: int, index: int
-    ) -> Update:
-        """An update of no elements, like those of a parameter."""
-
-        def empty(dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(0, dtype=dtype)
-
-        bucket, dtype = self.machine.buckets[key], self._state_dtype(param)
-        codes = (empty(torch.uint8), empty(torch.float32))
-        state = empty(dtype) if isinstance(dtype, torch.dtype) else codes
-        names = rule.state_names(group)
-        return Update(
-            param=empty(param.dtype),
-            grad=empty(bucket.grad_dtype or param.dtype),
-            states=tuple(state if m.name in names else None for m in rule.moments),
-            hyper=rule.hyper(group),
-            copy=empty(bucket.streamed[index].dtype) if bucket.has_copy else None,
-            seed=0 if self._rounds(param) else None,
-        )
 
     @property
     def compiles(self) -> bool:
@@ -260,19 +174,23 @@ class StepParts:
 
     def _backend(
         self, optimizer: Optimizer, bucket: HostBucket, trained: Sequence[Trained]
-    ) -> UpdateBackend:
+    ) -> tuple[UpdateBackend, UpdatePlace]:
         if rule_of(optimizer) is None:
-            return UpdateBackend.STOCK_ON_DEVICE if self.cuda else UpdateBackend.STOCK
+            return (
+                UpdateBackend.STOCK_ON_DEVICE if self.cuda else UpdateBackend.STOCK,
+                UpdatePlace.HOST,
+            )
         if bucket.resident is not None:
-            return UpdateBackend.RESIDENT
+            return UpdateBackend.KERNEL, UpdatePlace.RESIDENT
         plain = all(self.is_plain(each.param) for each in trained)
         if self.options.lowering is Lowering.EAGER:
-            return UpdateBackend.STOCK if plain else UpdateBackend.TORCH
+            return UpdateBackend.STOCK if plain else UpdateBackend.TORCH, UpdatePlace.HOST
         if compat.has_cpp_compiler():
-            return UpdateBackend.COMPILED
-        return UpdateBackend.FUSED if plain else UpdateBackend.TORCH
+            return UpdateBackend.COMPILED, UpdatePlace.HOST
+        return UpdateBackend.FUSED if plain else UpdateBackend.TORCH, UpdatePlace.HOST
 
-    def _state_dtype(self, param: torch.Tensor) -> torch.dtype | str:
+    def state_dtype(self, param: torch.Tensor) -> torch.dtype | str:
+        """The dtype of a parameter's states, or "int8"."""
         wanted = self.options.state_dtype
         if wanted is None:
             return param.dtype
@@ -292,7 +210,7 @@ class StepParts:
         wanted: list[tuple[Trained, str, torch.dtype | str]] = []
         for each in trained:
             if groups is not None:
-                dtype = self._state_dtype(each.param)
+                dtype = self.state_dtype(each.param)
                 wanted += [(each, n, dtype) for n in groups.names(each.group)]
             else:
                 names = names_like(each.param, each.state)
@@ -318,7 +236,7 @@ class StepParts:
         rule = None if groups is None else groups.rule
         names = names_like(param, state) if groups is None else groups.names(group)
         first = any(state.get(name) is None for name in names)
-        rounded = rule is not None and self._rounds(param)
+        rounded = rule is not None and self.rounds(param)
         if rule is not None and (rounded or rule.counts) and "step" not in state:
             state["step"] = new_counter()  # without `counts` too: the seeds need it
         adopt(optimizer, bucket, i, state, names)
@@ -368,22 +286,20 @@ class StepParts:
         """True if a parameter, its gradient and its states are of one dtype, as torch.optim has
         them."""
         assert param.grad is not None
-        return not self._rounds(param) and param.grad.dtype == param.dtype == self._state_dtype(
-            param
-        )
+        return not self.rounds(param) and param.grad.dtype == param.dtype == self.state_dtype(param)
 
-    def _rounds(self, param: nn.Parameter) -> bool:
+    def rounds(self, param: nn.Parameter) -> bool:
         """True if a parameter is rounded at random."""
         return self.options.stochastic_rounding and param.dtype == torch.bfloat16
 
 
 def _factor(
-    who: GradientGuard | None, gradient: torch.Tensor, backend: UpdateBackend
+    who: GradientGuard | None, gradient: torch.Tensor, place: UpdatePlace
 ) -> torch.Tensor | None:
     """The factor that an update multiplies a gradient by. Where it cannot, that is done here."""
     if who is None or who.state is not GuardState.FOLDED:
         return None
-    if backend is not UpdateBackend.RESIDENT:
+    if place is not UpdatePlace.RESIDENT:
         who.open(gradient)
     return who.factor
 
@@ -402,3 +318,30 @@ def _options(group: dict[str, Any], known: dict[int, dict[str, Any]]) -> dict[st
             if name != "params"
         }
     return known[id(group)]
+
+
+# The scalars of parameter groups for a step by rule: made once for each, not for each of their
+# parameters.
+
+
+class Groups:
+    """The parameter groups of an optimizer, whose options are not changed meanwhile."""
+
+    def __init__(self, rule: OptimizerRule) -> None:
+        self.rule = rule
+        self._names: dict[int, tuple[str, ...]] = {}
+        self._hyper: dict[tuple[int, float, bool, float], tuple[float, ...]] = {}
+
+    def names(self, group: Group) -> tuple[str, ...]:
+        """The states of a parameter of a group."""
+        if id(group) not in self._names:
+            self._names[id(group)] = self.rule.state_names(group)
+        return self._names[id(group)]
+
+    def hyper(self, group: Group, step: float, *, first: bool, scale: float) -> tuple[float, ...]:
+        """The numbers of a step (see `OptimizerRule.hyper`)."""
+        key = (id(group), step, first, scale)
+        if key not in self._hyper:
+            made = self.rule.hyper(group, step=step, first=first, scale=scale)
+            self._hyper[key] = made
+        return self._hyper[key]

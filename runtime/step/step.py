@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,18 +29,16 @@ from torch.optim import Optimizer
 from megacompile import compat, log, notices
 from megacompile.ir.buckets import Bucket, ParamId
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.values import left_on_host
 from megacompile.options import Lowering, Options
 from megacompile.progress import line
-from megacompile.runtime.device.buffers import Wanted
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
-from megacompile.runtime.optim.adam import ADAM, USUAL
 from megacompile.runtime.optim.registry import rule_of
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.gradient_guards import is_unsummed, refuse_unsummed
 from megacompile.runtime.params.optimizer_states import (
     Trained,
+    add_one,
     adopt,
     count_up,
     drop_empty,
@@ -52,19 +50,19 @@ from megacompile.runtime.params.optimizer_states import (
 )
 from megacompile.runtime.params.torn import Left
 from megacompile.runtime.step import hooks
+from megacompile.runtime.step.ahead import Ahead
 from megacompile.runtime.step.alike import Alike
 from megacompile.runtime.step.parts import StepParts
-from megacompile.runtime.updates.compiled import compiled
 from megacompile.runtime.updates.flight import Flight
 from megacompile.runtime.updates.in_backward import PrepareSteps
-from megacompile.runtime.updates.part import BucketPart
+from megacompile.runtime.updates.parameter import ParamUpdate
 from megacompile.runtime.updates.refusals import Rehearsals, check, check_shared
-from megacompile.runtime.updates.update import ParamUpdate, UpdateBackend
+from megacompile.runtime.updates.update import BucketUpdate, UpdatePlace
 
 _RESTS = 16  # graphs for what no schedule's update makes; those made longest ago go
 
 
-_ByKey = dict[int, BucketPart]  # parts, by the key of their bucket
+_ByKey = dict[int, BucketUpdate]  # parts, by the key of their bucket
 
 
 @dataclass(eq=False, slots=True)
@@ -73,17 +71,29 @@ class PreparedStep:
 
     updates: Updates
     optimizer: Optimizer
-    parts: list[BucketPart]
-    gradients: list[tuple[nn.Parameter, torch.Tensor]]  # of the parameters that it updates
+    parts: list[BucketUpdate] = field(default_factory=list)
+    params: list[nn.Parameter] = field(default_factory=list)  # those that it updates
+    gradients: list[Any] = field(default_factory=list)  # theirs
+    states: list[dict[str, Any]] = field(default_factory=list)
+    """Theirs, as they will be; none where those of the optimizer stay as they are."""
+    counters: list[torch.Tensor] = field(default_factory=list)  # in these
 
     def start(self) -> None:
         """Count the step, and make the update or start it in the background."""
-        self.updates.start(self.optimizer, self.parts)
+        self.updates.start(self)
 
     def drop(self) -> None:
         """It will not be done."""
         for part in self.parts:
             part.drop()
+
+    def count(self) -> None:
+        """Count the step in the optimizer's own counters."""
+        add_one(self.counters)
+        count_up(self.states)
+        for param, state in zip(self.params, self.states, strict=bool(self.states)):
+            if state:
+                self.optimizer.state[param].update(state)
 
 
 class Updates:
@@ -102,11 +112,10 @@ class Updates:
         self._make_rest = rest
         self._rests: dict[tuple[tuple[Bucket, bool], ...], Executor] = {}
         self._said: set[str] = set()
-        self.backends: dict[str, UpdateBackend] = {}  # by the bucket's name, of the last step
+        self.backends: dict[str, str] = {}  # by the bucket's name, of the last step
         self._rehearsals = Rehearsals()
-        self._foreseen = False
-        self._made_ahead: set[int] = set()  # keys of buckets
         self._prepared: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have stepped
+        self.ahead = Ahead(machine, self._parts, self._prepared)
         self._alike: weakref.WeakKeyDictionary[Optimizer, Alike] = weakref.WeakKeyDictionary()
         hooks.tell(self)
         if options.state_dtype is not None:
@@ -137,64 +146,6 @@ class Updates:
         for bucket in self.machine.buckets.values():
             bucket.pending.check()
 
-    def precompile_updates(self, resident: frozenset[int]) -> None:
-        """A backward will come, and steps: let the code of updates on the host be compiled.
-
-        Until an optimizer exists, it is taken for an AdamW.
-
-        Args:
-            resident: keys of the buckets that will live on the device.
-        """
-        if self._foreseen or self.machine.in_backward is not None:
-            return
-        self._foreseen = True
-        if not self._parts.compiles:
-            return
-        found = hooks.constructed(self)
-        rules = [(rule_of(each), each.param_groups) for each in found]
-        if not found:
-            rules = [(ADAM, [USUAL | {"params": self._trained()}])]
-        for rule, groups in rules:
-            if rule is not None:
-                for update in self._parts.foreseen(rule, groups, resident):
-                    compiled(rule).expect(update)
-
-    def preallocate(self, schedule: Schedule) -> None:
-        """The first step of a schedule over buckets that are where they will be comes soon: let
-        page-locked memory be made for what the forward leaves on the host, for gradients, and for
-        the states of the optimizers that there are.
-
-        Args:
-            schedule: planned, and not lowered yet.
-        """
-        wanted = self.machine.activations.wanted(left_on_host(schedule))
-        keys = [b.key for b in schedule.buckets if b.key not in self._made_ahead]
-        self._made_ahead.update(keys)
-        buckets = [self.machine.buckets[key] for key in keys]
-        buckets = [bucket for bucket in buckets if bucket.pin and bucket.resident is None]
-        if buckets:
-            wanted += self._of_buckets_ahead(buckets, schedule)
-        if wanted:
-            self.machine.host_budget.preallocate(
-                wanted, "saved tensors, gradients and optimizer states", self.machine.device
-            )
-
-    def _of_buckets_ahead(self, buckets: Sequence[HostBucket], schedule: Schedule) -> list[Wanted]:
-        in_backward = self.machine.in_backward
-        wanted: list[Wanted] = []
-        if in_backward is None:
-            sizes = [bucket.grads_bytes() for bucket in reversed(buckets) if not bucket.grads]
-            wanted += [Wanted(size_bytes, pin=True) for size_bytes in sizes if size_bytes]
-        found = hooks.constructed(self) if in_backward is None else [in_backward.optimizer]
-        for optimizer in found:
-            if optimizer not in self._prepared:
-                wanted += self._parts.states_ahead(optimizer, buckets, schedule)
-        return wanted
-
-    def _trained(self) -> list[nn.Parameter]:
-        buckets = self.machine.buckets.values()
-        return [param for bucket in buckets for param in bucket.params if param.requires_grad]
-
     # A step: what is to be done.
 
     def prepare_step(self, optimizer: Optimizer) -> PreparedStep | None:
@@ -214,7 +165,8 @@ class Updates:
         if not found:
             return None
         self.settle()
-        trained = [each for of_bucket in found.values() for each in of_bucket]
+        keys = self._in_order(found)
+        trained = [each for key in keys for each in found[key]]
         ignored = ignored_options(optimizer, self.options)
         if ignored and not wraps_another(optimizer):
             self._say(ignored)
@@ -230,28 +182,30 @@ class Updates:
         if optimizer in self._prepared:  # a second step has all that it needs
             self.machine.host_budget.drop_preallocated()
         self._prepared.add(optimizer)
-        prepared = PreparedStep(self, optimizer, [], [])
+        prepared = PreparedStep(self, optimizer)
         try:
             ready: dict[object, bool] = {}
             rehearsals = self._rehearsals.of_step()
             options: dict[int, dict[str, Any]] = {}
-            for key in self._in_order(found):
+            for key in keys:
                 bucket = self.machine.buckets[key]
                 part = self._parts.part(optimizer, bucket, found[key], options)
                 prepared.parts.append(part)
                 with nullcontext() if self.backends else line("preparing the update", self._shows):
-                    part.update.prepare(ready)
-                rehearsals.rehearse(where, optimizer, part.update, part.trained)
-                if self._parts.helps and part.update.suits_chunks():
-                    part.update.on_device = True
-                    part.update.bucket.states.lock(optimizer)
+                    part.prepare(ready)
+                rehearsals.rehearse(where, optimizer, part, found[key])
+                if self._parts.helps and part.suits_chunks():
+                    part.on_device = True
+                    bucket.states.lock(optimizer)
         except BaseException:
             prepared.drop()
             raise
-        prepared.gradients = [(t.param, t.param.grad) for t in trained if t.param.grad is not None]
-        found_now = Alike.of(optimizer, prepared.parts)
-        if found_now is not None:
-            self._alike[optimizer] = found_now
+        prepared.params = [each.param for each in trained]
+        prepared.gradients = [param.grad for param in prepared.params]
+        prepared.states = [each.state for each in trained]
+        alike_next = Alike.of(optimizer, prepared.parts, trained)
+        if alike_next is not None:
+            self._alike[optimizer] = alike_next
         return prepared
 
     def _prepare_alike(self, optimizer: Optimizer) -> PreparedStep | None:
@@ -265,8 +219,9 @@ class Updates:
         if step is None:
             return None
         self._alike[optimizer] = before
-        gradients = list(zip(step.params, step.gradients, strict=True))
-        return PreparedStep(self, optimizer, step.parts(optimizer), gradients)
+        return PreparedStep(
+            self, optimizer, step.parts(), step.params, step.gradients, counters=step.counters
+        )
 
     def _refuse_unsummed(self, optimizer: Optimizer) -> None:
         """Raise where a gradient lacks its sum over replicas: alike in all ranks."""
@@ -284,7 +239,7 @@ class Updates:
     def _take_over(self) -> None:
         """Adopt data that the user has put into parameters (`p.data = ...`) since the forward."""
         for bucket in self.machine.buckets.values():
-            if bucket.replaced():
+            if bucket.is_replaced():
                 bucket.pending.wait()
                 bucket.pending.withdraw()
                 if not self.machine.exchanged():
@@ -359,21 +314,20 @@ class Updates:
 
     # A step: doing it.
 
-    def start(self, optimizer: Optimizer, parts: Sequence[BucketPart]) -> None:
+    def start(self, step: PreparedStep) -> None:
         """Make what was prepared, or start it in the background.
 
         Ctrl-C may come anywhere in it. Then each bucket's update runs to its end and its bucket
         knows of it, or it never begins. Where some have begun and others never will, all of them
         are torn, as where a step fails.
         """
-        counted = False
-        params = [each.param for part in parts for each in part.trained]
-        versions = dict(zip(map(id, params), compat.versions(params), strict=True))
+        counted, optimizer, parts = False, step.optimizer, step.parts
+        versions = compat.versions(step.params)
         try:
             runs = self._choose(parts)
-            self.machine.reserve_staging(part.update.bucket.layout.key for part in parts)
+            self.machine.reserve_staging(part.bucket.layout.key for part in parts)
             counted = True
-            self._count(optimizer, parts)
+            step.count()
             for executor, mine in runs:
                 executor.update(mine)
             self._finish(optimizer, parts)
@@ -381,24 +335,18 @@ class Updates:
             for part in parts:
                 part.drop()
                 if part.aliased:  # its other name does not show that it is in flight
-                    part.update.bucket.pending.finish()
-            if counted and (isinstance(error, Exception) or _is_half_begun(parts, versions)):
+                    part.bucket.pending.finish()
+            if counted and (isinstance(error, Exception) or _is_half_begun(step, versions)):
                 _tear(optimizer, parts, error)
             raise
         finally:
             self.machine.stepped = True
+            for part in parts:  # a thread may refer to it for longer
+                part.states, part.visible = [], []
 
-    @staticmethod
-    def _count(optimizer: Optimizer, parts: Sequence[BucketPart]) -> None:
-        count_up(each.state for part in parts for each in part.trained)
-        for part in parts:
-            for each in part.trained:
-                if each.state:
-                    optimizer.state[each.param].update(each.state)
-
-    def _choose(self, parts: Sequence[BucketPart]) -> list[tuple[Executor, _ByKey]]:
+    def _choose(self, parts: Sequence[BucketUpdate]) -> list[tuple[Executor, _ByKey]]:
         """The executors of these parts, in their order: each part is the first's that can."""
-        waiting = {part.update.bucket.layout.key: part for part in parts}
+        waiting = {part.bucket.layout.key: part for part in parts}
         chosen: list[tuple[Executor, _ByKey]] = []
         for executor in [reference() for reference in self.machine.trained]:
             if executor is None:
@@ -409,14 +357,14 @@ class Updates:
         for part in waiting.values():
             if part.left is not None:  # the schedule that left it is gone
                 part.drop()
-                part.update.prepare({})
+                part.prepare({})
         if waiting:  # first: these are mostly what the next forward reads first
             chosen.insert(0, (self._rest(waiting.values()), waiting))
         return chosen
 
-    def _rest(self, parts: Iterable[BucketPart]) -> Executor:
+    def _rest(self, parts: Iterable[BucketUpdate]) -> Executor:
         """The executor of a graph that updates these buckets, made once."""
-        hosts = [part.update.bucket for part in parts]
+        hosts = [part.bucket for part in parts]
         key = tuple((host.layout, host.resident is not None) for host in hosts)
         if key not in self._rests:
             buckets = [replace(host.layout, label=self._label(host, hosts)) for host in hosts]
@@ -434,23 +382,16 @@ class Updates:
         label = labels.get(key, own)
         return own if label in others else label
 
-    def _finish(self, optimizer: Optimizer, parts: Sequence[BucketPart]) -> None:
+    def _finish(self, optimizer: Optimizer, parts: Sequence[BucketUpdate]) -> None:
         for part in parts:
-            update = part.update
-            name = update.bucket.layout.name
-            self.backends[name] = update.backend
-            log.logger("update").info("%s: %s", name, update.backend.value)
-            if update.backend in (
-                UpdateBackend.COMPILED,
-                UpdateBackend.TORCH,
-                UpdateBackend.ON_DEVICE,
-            ):
-                self.machine.device_update.learn(
-                    optimizer, update.bucket, update.steps, part.states
-                )
+            name = part.bucket.layout.name
+            self.backends[name] = part.said
+            log.logger("update").info("%s: %s", name, part.said)
+            if part.place is not UpdatePlace.RESIDENT and part.backend.by_rule:
+                self.machine.device_update.learn(optimizer, part.bucket, part.steps, part.states)
             if part.aliased or part.first:
-                update.bucket.pending.wait()
-            self._install(optimizer, update.bucket, part.first)
+                part.bucket.pending.wait()
+            self._install(optimizer, part.bucket, part.first)
 
     def _install(
         self, optimizer: Optimizer, bucket: HostBucket, steps: Iterable[ParamUpdate]
@@ -471,35 +412,42 @@ class Updates:
             drop_empty(optimizer, [param])
 
 
-def _is_half_begun(parts: Iterable[BucketPart], versions: Mapping[int, int]) -> bool:
+def _is_half_begun(step: PreparedStep, versions: Sequence[int]) -> bool:
     """Have the updates of some buckets begun, and not those of others? That shows in the versions
-    of parameters, but for an update that was called off."""
+    of parameters, but for an update that was called off.
+
+    Args:
+        versions: of its parameters, before it began.
+    """
     begun = set()
-    for part in parts:
-        work: Any = part.update.bucket.pending.in_flight
+    before = dict(zip(map(id, step.params), versions, strict=True))
+    for part in step.parts:
+        work: Any = part.bucket.pending.in_flight
         while getattr(work, "first", None) is not None:  # the write to a disk that is after it
             work = work.first
         off = isinstance(work, Flight) and work.future.cancelled()
-        changed = (compat.version(t.param) != versions[id(t.param)] for t in part.trained)
+        params = [part.bucket.params[i] for i in part.indices]
+        changed = [compat.version(param) != before[id(param)] for param in params]
         begun.add(any(changed) and not off)
     return len(begun) > 1
 
 
-def _tear(optimizer: Optimizer, parts: Iterable[BucketPart], error: BaseException) -> None:
+def _tear(optimizer: Optimizer, parts: Iterable[BucketUpdate], error: BaseException) -> None:
     """A step has failed when it had counted, and had begun some of its updates."""
     why = f"{type(optimizer).__name__}.step() failed with {type(error).__name__}: {error}"
     for part in parts:
-        pending = part.update.bucket.pending
-        pending.tear(why, {each.at: Left.of(each.param, [optimizer]) for each in part.trained})
+        pending = part.bucket.pending
+        params = part.bucket.params
+        pending.tear(why, {i: Left.of(params[i], [optimizer]) for i in part.indices})
 
 
 def _in_backward(
     parts: StepParts,
-    backends: dict[str, UpdateBackend],
+    backends: dict[str, str],
     optimizer: Optimizer,
     bucket: HostBucket,
     indices: Iterable[int],
 ) -> dict[int, ParamUpdate]:
     """The steps of some parameters by rule, for an update in the backward."""
-    backends[bucket.layout.name] = UpdateBackend.BACKWARD
+    backends[bucket.layout.name] = UpdatePlace.BACKWARD.value
     return parts.in_backward(optimizer, bucket, indices)

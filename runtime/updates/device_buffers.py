@@ -16,7 +16,7 @@ from megacompile.ir.ops import Part
 from megacompile.runtime.optim.kernels.bucket import update_bucket
 from megacompile.runtime.optim.rule import OptimizerRule, State, Update
 from megacompile.runtime.params.bucket import HostBucket
-from megacompile.runtime.updates.update import ParamUpdate, flat, laid_out_as
+from megacompile.runtime.updates.parameter import ParamUpdate, flat, laid_out_as
 
 Place = Callable[[torch.Tensor], torch.Tensor]  # the copy in memory of what is on a disk
 Sources = Mapping[int, tuple[State | None, ...]]  # parameter's index -> its states on the host
@@ -211,9 +211,9 @@ def states_back(
 
 def note_changes(host: HostBucket, updated: Iterable[int]) -> None:
     """Parameters have other values from now on."""
-    for i in updated:
-        torch.autograd.graph.increment_version(host.params[i])
-        host.copy.mark_fresh(i)
+    indices = list(updated)
+    torch.autograd.graph.increment_version([host.params[i] for i in indices])
+    host.copy.mark_fresh(indices)
 
 
 def _pairs(

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from megacompile.runtime.params.pending import InFlight
+from megacompile.runtime.updates.device_buffers import note_changes
 from megacompile.runtime.updates.flight import Flight
 from megacompile.runtime.updates.leases import Lease
-from megacompile.runtime.updates.part import BucketPart
 from megacompile.runtime.updates.update import BucketUpdate
 from megacompile.runtime.updates.workers import Job, Workers
 from megacompile.views.recorder import Recording
@@ -24,7 +24,7 @@ class HostUpdates:
 
     def start(
         self,
-        part: BucketPart,
+        update: BucketUpdate,
         behind: Sequence[torch.cuda.Event],
         recording: Recording | None,
         written: Callable[[Flight], InFlight],
@@ -39,19 +39,15 @@ class HostUpdates:
                 disk.
             staged: states and parameters that are there in memory, or on their way to it.
         """
-        update = part.update
         bucket = update.bucket
-        indices = [step.index for step in update.steps]
         job = Job(update, functools.partial(_await, behind, update, staged))
         flight = Flight(job.future, bucket.layout.name)
         try:
             if recording is not None:
                 job.timed = recording.in_background()
             # the bucket knows of it before anybody can begin it
-            bucket.pending.start(written(flight), indices, part.visible)
-            for i in indices:
-                torch.autograd.graph.increment_version(bucket.params[i])
-                bucket.copy.mark_fresh(i)
+            bucket.pending.start(written(flight), update.indices, update.visible)
+            note_changes(bucket, update.indices)
             self.workers.submit(job)
         except BaseException:
             job.call_off()

@@ -8,6 +8,7 @@ when `backward()` is called.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -41,10 +42,9 @@ from megacompile.runtime.updates.device_buffers import (
     update,
     write_back,
 )
-from megacompile.runtime.updates.part import MicroSteps
+from megacompile.runtime.updates.parameter import ParamUpdate
 from megacompile.runtime.updates.refusals import check_backward
 from megacompile.runtime.updates.staging import Staging
-from megacompile.runtime.updates.update import ParamUpdate
 
 PrepareSteps = Callable[[Optimizer, HostBucket, Iterable[int]], dict[int, ParamUpdate]]
 """Prepares the steps of some of a bucket's parameters, by index."""
@@ -315,3 +315,42 @@ def _difference(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]])
         if old.get(key) != new.get(key)
     ]
     return ", ".join(found) or "groups were added"
+
+
+# Micro-batches: backwards that no step follows. The code that runs the loop knows.
+#
+# `megacompile.accumulate(model)` says so for one model. Loops that count micro-batches by
+# themselves say it in places of their own, which are the sources here. A source that is wrong about
+# "another one comes" costs time and host memory alone: `optimizer.step()` then makes the update of
+# the gradients on the host. Where replicas share the model, the sum over them was left to that
+# other one, and `optimizer.step()` refuses. So a source may guess to that side, and never to the
+# other.
+
+
+class MicroSteps:
+    """Finds the backwards of one model that are of micro-batches, but for the last."""
+
+    def __init__(self) -> None:
+        self.marked = False  # inside of megacompile.accumulate()
+
+    @property
+    def more(self) -> bool:
+        """True if another backward comes before the step."""
+        return self.marked or more_to_come()
+
+
+def more_to_come() -> bool:
+    """True if a loop says that another backward comes before its next step."""
+    return any(source() for source in SOURCES)
+
+
+def _accelerate() -> bool:
+    """Accelerate's `GradientState`, one for the process.
+
+    `Accelerator.accumulate()` sets it, and so do the loops of Trainer and of what derives from it.
+    """
+    state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+    return state is not None and not state().sync_gradients
+
+
+SOURCES: tuple[Callable[[], bool], ...] = (_accelerate,)

@@ -37,7 +37,7 @@ from megacompile.runtime.updates.device_buffers import (
     states_back,
 )
 from megacompile.runtime.updates.flight import Flight, Timed, copy_in_chunks
-from megacompile.runtime.updates.update import ParamUpdate
+from megacompile.runtime.updates.parameter import ParamUpdate
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,8 @@ from megacompile.runtime.optim.rule import OptimizerRule, OwnStep, is_number
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.optimizer_states import Trained
-from megacompile.runtime.updates.update import (
-    OWN_CODE,
-    BucketUpdate,
-    ParamUpdate,
-    run_stock,
-)
+from megacompile.runtime.updates.parameter import ParamUpdate, run_stock
+from megacompile.runtime.updates.update import BucketUpdate
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MISSING = object()
@@ -245,7 +241,7 @@ class Rehearsals:
         Raises:
             OptimizerError: that step raised, and why.
         """
-        if update.backend not in OWN_CODE:
+        if update.backend.by_rule:
             return
         for step, each in zip(update.steps, trained, strict=True):
             value = update.bucket.values[step.index]

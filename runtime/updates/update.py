@@ -1,18 +1,26 @@
-"""Carry out the optimizer's update of one bucket.
+"""The update of one bucket in one `optimizer.step()`: what it changes, and the code that does it.
+
+A backend is that code:
 
     STOCK            torch.optim's own step, on the bucket's tensors: bitwise the plain loop
     STOCK_ON_DEVICE  the same on copies on the device, a parameter at a time: Muon's products
-    COMPILED         the rule's twin (`optim.twin`), compiled by Inductor to C++: one pass over
-                     memory; on a GPU's host the device helps (see `workers`)
-    FUSED            torch.optim's fused CPU kernels: one pass too, where there is no C++ compiler
+    FUSED            torch.optim's fused CPU kernels: one pass over memory, without a C++ compiler
+    COMPILED         the rule's twin (`optim.twin`), compiled by Inductor to C++: one pass too
     TORCH            the rule's twin as it is: what FUSED cannot do, without a C++ compiler; and
                      COMPILED until it is compiled (see `compiled`)
-    ON_DEVICE        not here: by `on_device`, of what the backward left on the device
-    RESIDENT         the rule's kernel, on buckets that live on the device (`update_residents`)
-    BACKWARD         not here: by `in_backward` and its kernels, on the device
+    KERNEL           the rule's kernel, with the bits of its twin (`optim.kernels`)
 
-Host memory bandwidth is the limit of all of them: AdamW with bf16 parameters and gradients and
-float32 moments reads 12 bytes a parameter and writes 10.
+A place is where the bucket is then:
+
+    HOST      in host memory: a thread updates it after `step()` has returned; on a GPU's host the
+              device helps (see `workers`), with the kernel
+    DEVICE    on the device, where the backward has left what the kernel takes (see `on_device`);
+              the backend is that of the host, to which it falls back
+    RESIDENT  on the device, where it lives: one launch updates all such buckets
+    BACKWARD  on the device, after the backward of its stage (see `in_backward`)
+
+Host memory bandwidth is the limit of what the host does: AdamW with bf16 parameters and gradients
+and float32 moments reads 12 bytes a parameter and writes 10.
 """
 
 from __future__ import annotations
@@ -25,57 +33,59 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from megacompile import compat
 from megacompile.cost.optimizer import LEAST_HELPED
+from megacompile.ir import ops
 from megacompile.runtime.optim.kernels.bucket import update_bucket
 from megacompile.runtime.optim.registry import known
-from megacompile.runtime.optim.rule import OptimizerRule, State, Update
+from megacompile.runtime.optim.rule import OptimizerRule, Update
 from megacompile.runtime.optim.twin import apply
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates.chunks import Chunks
 from megacompile.runtime.updates.compiled import compiled
 from megacompile.runtime.updates.cpp import kind_of
+from megacompile.runtime.updates.on_device import DeviceUpdate
+from megacompile.runtime.updates.parameter import (
+    ParamUpdate,
+    flat,
+    laid_out_as,
+    run_stock,
+    run_stock_on_device,
+)
 
 
 class UpdateBackend(enum.Enum):
-    """The code that carries an update out."""
+    """The code that carries an update out; see the module."""
 
     STOCK = "torch.optim"
     STOCK_ON_DEVICE = "torch.optim on the device"
-    BACKWARD = "in the backward"
-    ON_DEVICE = "on the device"
-    RESIDENT = "on the device, resident"
-    COMPILED = "compiled to C++"
     FUSED = "torch.optim, fused"
+    COMPILED = "compiled to C++"
     TORCH = "torch"
+    KERNEL = "kernel"
+
+    @property
+    def by_rule(self) -> bool:
+        """False for the optimizer's own code."""
+        return self not in _OWN_CODE
 
 
-OWN_CODE = (
-    UpdateBackend.STOCK,
-    UpdateBackend.FUSED,
-    UpdateBackend.STOCK_ON_DEVICE,
-)  # the optimizer's own code
+_OWN_CODE = (UpdateBackend.STOCK, UpdateBackend.STOCK_ON_DEVICE, UpdateBackend.FUSED)
 
 
-@dataclass(eq=False, slots=True)
-class ParamUpdate:
-    """The update of one parameter: what `optimizer.step()` found when it was called."""
+class UpdatePlace(enum.Enum):
+    """The place where an update is carried out; see the module."""
 
-    index: int  # in its bucket
-    grad: torch.Tensor
-    scale: float  # of the gradient
-    group: dict[str, Any]  # the parameter group's options, as they were, for torch.optim's own step
-    states: dict[str, Any]  # name -> tensor, or (codes, absmax)
-    rule: OptimizerRule | None = None
-    hyper: Sequence[float] = ()
-    seed: int | None = None
-    intact: bool = False  # the gradient is what the backward left, but for the scale
-    factor: torch.Tensor | None = None  # of the gradient too, where the update is RESIDENT
+    HOST = "on the host"
+    DEVICE = "on the device"
+    RESIDENT = "on the device, resident"
+    BACKWARD = "in the backward"
 
-    def in_order(self) -> tuple[State | None, ...]:
-        """The states in the rule's order."""
-        assert self.rule is not None
-        return tuple(self.states.get(moment.name) for moment in self.rule.moments)
+
+_OPS: dict[UpdatePlace, Callable[..., Any]] = {
+    UpdatePlace.HOST: ops.update_host,
+    UpdatePlace.DEVICE: ops.update,
+    UpdatePlace.RESIDENT: ops.update_resident,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,17 +138,46 @@ def _tensors(update: Update) -> tuple[Any, ...]:
 
 @dataclass(eq=False, slots=True)
 class BucketUpdate:
-    """The update of one bucket's parameters."""
+    """The update of one bucket's parameters: made when a step is prepared, gone when it is over."""
 
     bucket: HostBucket
     backend: UpdateBackend
+    place: UpdatePlace
     kind: type[Optimizer]
     device: torch.device
-    steps: list[ParamUpdate] = field(default_factory=list)
+    indices: Sequence[int]  # of the parameters
+    steps: list[ParamUpdate] = field(default_factory=list)  # theirs; none if `together`
+    together: Callable[[Sequence[BucketUpdate]], None] | None = None  # makes it and others like it
     runs: list[_Run] = field(default_factory=list)  # from `prepare` until the update runs
     on_device: bool = False  # may the device make it, of memory on the host?
-    alike: Callable[[Sequence[BucketUpdate]], None] | None = None  # makes it, with those like it
+    states: list[torch.Tensor] = field(default_factory=list)  # those that the user can see
+    visible: list[torch.Tensor] = field(default_factory=list)
+    """The same, all that are on a disk, and gradients without a guard."""
+    aliased: bool = False  # its memory has a name that cannot be guarded
+    first: list[ParamUpdate] = field(default_factory=list)
+    """The steps whose states torch.optim's own first step will make."""
+    left: DeviceUpdate | None = None  # what the backward left on the device for it
     _values: dict[int, torch.Tensor] = field(default_factory=dict)  # of parameters from a disk
+
+    @property
+    def op(self) -> Callable[..., Any]:
+        """The op of an update graph that carries it out."""
+        return _OPS[self.place]
+
+    @property
+    def said(self) -> str:
+        """The words for the user: of the backend, or of the place if that is the device."""
+        return self.backend.value if self.place is UpdatePlace.HOST else self.place.value
+
+    def take(self, left: DeviceUpdate) -> None:
+        """Use what the backward left on the device."""
+        self.place, self.left = UpdatePlace.DEVICE, left
+
+    def drop(self) -> None:
+        """Drop what the backward left on the device: the host makes the update then."""
+        if self.left is not None:
+            self.left.drop()
+            self.place, self.left = UpdatePlace.HOST, None
 
     @property
     def numel(self) -> int:
@@ -149,7 +188,8 @@ class BucketUpdate:
         """Will an optimizer's own first step make states? Ask before it runs."""
         kind = known(self.kind)
         assert kind is not None
-        return self.backend in OWN_CODE and any(kind.has_states(step.group) for step in self.new())
+        own = not self.backend.by_rule
+        return own and any(kind.has_states(step.group) for step in self.new())
 
     def new(self) -> list[ParamUpdate]:
         """The steps of parameters that have no states yet. Ask before it runs."""
@@ -157,10 +197,10 @@ class BucketUpdate:
 
     def __call__(self) -> None:
         with torch.no_grad():
-            if self.backend in OWN_CODE:
-                self._stock()
-            else:
+            if self.backend.by_rule:
                 self._by_rules()
+            else:
+                self._stock()
 
     # By rule.
 
@@ -170,15 +210,14 @@ class BucketUpdate:
         What is not compiled yet is made by torch until it is. `done` are the kinds of update that
         this step has asked for, and whether their code is there: it stays so for the whole step.
         """
-        if self.backend in (UpdateBackend.COMPILED, UpdateBackend.TORCH):
+        if self.place is UpdatePlace.HOST and self.backend.by_rule:
             self.runs = self._runs()
-        if self.backend is UpdateBackend.COMPILED:
-            for run in self.runs:
-                kind = (run.rule, kind_of(run.update))
-                if run.several and kind not in done:
-                    done[kind] = compiled(run.rule).ready(run.update)
-                if run.several and not done[kind]:
-                    self.backend = UpdateBackend.TORCH
+        for run in self.runs if self.backend is UpdateBackend.COMPILED else ():
+            kind = (run.rule, kind_of(run.update))
+            if run.several and kind not in done:
+                done[kind] = compiled(run.rule).ready(run.update)
+            if run.several and not done[kind]:
+                self.backend = UpdateBackend.TORCH
 
     def stage(self, staged: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Work on copies of parameters and states, as those that came from a disk."""
@@ -281,46 +320,21 @@ class BucketUpdate:
 
     def _stock(self) -> None:
         bucket = self.bucket
-        if self.backend is not UpdateBackend.STOCK_ON_DEVICE:
-            run_stock(self.kind, self.steps, {s.index: self._value(s.index) for s in self.steps})
-        else:
+        if self.backend is UpdateBackend.STOCK_ON_DEVICE:
             for step in self.steps:
-                self._on_device(step)
+                run_stock_on_device(self.kind, step, self._value(step.index), self.device)
+        else:
+            run_stock(self.kind, self.steps, {s.index: self._value(s.index) for s in self.steps})
         for step in self.steps:
             if bucket.has_copy:
                 bucket.streamed[step.index].copy_(bucket.values[step.index])
-
-    def _on_device(self, step: ParamUpdate) -> None:
-        host = self._value(step.index)
-        with compat.side_stream(self.device):
-            there = host.to(self.device, non_blocking=True)
-            moved = ParamUpdate(
-                index=step.index,
-                grad=step.grad.to(self.device, non_blocking=True),
-                scale=step.scale,
-                group=step.group,
-                states={k: self._moved(k, v) for k, v in step.states.items()},
-            )
-            run_stock(self.kind, [moved], {step.index: there})
-            host.copy_(there, non_blocking=True)
-            for name, value in moved.states.items():
-                mine = step.states.get(name)
-                if isinstance(mine, torch.Tensor):
-                    mine.copy_(value, non_blocking=True)
-                else:  # the first step made it
-                    step.states[name] = value.cpu() if isinstance(value, torch.Tensor) else value
-
-    def _moved(self, name: str, value: Any) -> Any:
-        if name == "step" or not isinstance(value, torch.Tensor):
-            return value
-        return value.to(self.device, non_blocking=True)
 
 
 def update_residents(updates: Sequence[BucketUpdate]) -> None:
     """Update buckets that live on the device: one launch of a rule's kernel for all of them. To
     launch one takes the host longer than the device needs for a layer's bucket."""
-    if updates[0].alike is not None:  # a step like the one before, of all of them
-        updates[0].alike(updates)
+    if updates[0].together is not None:
+        updates[0].together(updates)
         return
     by_rule: dict[OptimizerRule, list[Update]] = {}
     for each in updates:
@@ -331,40 +345,7 @@ def update_residents(updates: Sequence[BucketUpdate]) -> None:
             update_bucket(rule, together)
 
 
-def run_stock(
-    kind: type[Optimizer], steps: Sequence[ParamUpdate], params: dict[int, torch.Tensor]
-) -> None:
-    """One step of an optimizer of `kind` on `params`; new states are left in `step.states`."""
-    groups = []
-    for step in steps:
-        param = params[step.index]
-        grad = step.grad.to(param.dtype)
-        param.grad = grad if step.scale == 1.0 else grad * step.scale
-        groups.append({**step.group, "params": [param]})
-    make: Any = kind
-    shadow = make(groups)
-    for step in steps:
-        if step.states:
-            shadow.state[params[step.index]].update(step.states)
-    compat.step_without_hooks(shadow)
-    for step in steps:
-        params[step.index].grad = None
-        step.states.update(shadow.state[params[step.index]])
-
-
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's elements in the order of its memory: (numel,)."""
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """The same, or the tensor itself where its elements are in that order: to make another one
     takes longer than to ask."""
     return tensor if tensor.is_contiguous() else flat(tensor)
-
-
-def laid_out_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A tensor with the strides of another of its shape."""
-    if tensor.stride() == like.stride():
-        return tensor
-    return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)

@@ -81,7 +81,7 @@ def test_a_process_that_refuses_is_believed(beside: Callable[[str], None]) -> No
     def step() -> None:
         backward(model)
         optimizer.step()
-        assert inside.backends(model) == {"TORCH"}
+        assert inside.backends(model) == {"torch"}
 
     with pytest.warns(UserWarning, match="compiler") as said:
         step()

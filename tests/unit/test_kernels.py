@@ -352,13 +352,12 @@ def test_a_step_that_is_like_the_one_before_keeps_what_it_knows_of_memory(scaled
     wants = [cloned(update) for update in both]
     twin(ADAM, wants)
     factors = [u.factor.data_ptr() for u in both if u.factor is not None] or None
-    grads, hypers = [u.grad.data_ptr() for u in both], [u.hyper for u in both]
-    known = table.known(rows)
-    assert len(known) > 1
-    made_anew = [
-        table.renewed(each, grads, factors, hypers, block=1024, device=DEVICE) for each in known
-    ]
-    run(ADAM, made_anew, DEVICE)
+    grads, hypers = [u.grad.data_ptr() for u in both], [tuple(u.hyper) for u in both]
+    tables = table.tables_of(rows)
+    assert len(tables) > 1
+    for each in tables:
+        each.renew(grads, factors)
+    run(ADAM, [each.launch(hypers, block=1024, device=DEVICE) for each in tables], DEVICE)
     assert_same(ADAM, both, wants)
 
 

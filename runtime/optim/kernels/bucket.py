@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
+import torch
 
-from megacompile.runtime.optim.kernels.table import KnownParams, describe, renewed
+from megacompile.runtime.optim.kernels.table import Table, describe
 from megacompile.runtime.optim.rule import OptimizerRule, Update
 from megacompile.runtime.optim.twin import apply
 
@@ -32,22 +32,18 @@ def update_bucket(rule: OptimizerRule, updates: Sequence[Update]) -> None:
         apply(rule, update)
 
 
-def update_known(
+def update_again(
     rule: OptimizerRule,
-    parameters: Sequence[KnownParams],
-    gradients: Sequence[Tensor],
-    factors: Sequence[Tensor] | None,
-    hypers: Sequence[Sequence[float]],
+    tables: Sequence[Table],
+    gradients: Sequence[int],
+    factors: Sequence[int] | None,
+    hypers: Sequence[tuple[float, ...]],
+    device: torch.device,
 ) -> None:
-    """Update parameters on a CUDA device of which only the gradients, their factors and the scalars
-    are new; see `renewed`."""
+    """Update parameters on a CUDA device of which only the gradients, their factors (as addresses;
+    see `Table.renew`) and the scalars are new."""
     from megacompile.runtime.optim.kernels.update import BLOCK, run
 
-    addresses = [gradient.data_ptr() for gradient in gradients]
-    of_factors = None if factors is None else [factor.data_ptr() for factor in factors]
-    device = gradients[0].device
-    new = (
-        renewed(each, addresses, of_factors, hypers, block=BLOCK, device=device)
-        for each in parameters
-    )
-    run(rule, new, device)
+    for table in tables:
+        table.renew(gradients, factors)
+    run(rule, (each.launch(hypers, block=BLOCK, device=device) for each in tables), device)

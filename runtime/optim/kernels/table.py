@@ -10,7 +10,8 @@ the kernel all of it; their layout is what this module and the kernels share:
     hyper   (params, columns) fp32 or fp64: `OptimizerRule.hyper`
 
 `blocks` depends on the sizes alone and is made once. The rest is fetched in every call, from one
-pinned tensor of its own (see `kernels.fetch`).
+pinned tensor of its own (see `kernels.fetch`). A step that differs from the one before in gradients
+and scalars alone keeps its `Table`.
 
 Nothing here needs triton, which is imported when the first bucket on a CUDA device is updated.
 """
@@ -18,6 +19,7 @@ Nothing here needs triton, which is imported when the first bucket on a CUDA dev
 from __future__ import annotations
 
 import functools
+import itertools
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, NoReturn
@@ -55,73 +57,74 @@ class Launch(NamedTuple):
     hyper: Tensor  # (params, columns) fp32 or fp64
 
 
-class KnownParams(NamedTuple):
-    """Parameters of which only the gradients, their factors and the scalars are new in a step."""
+class Table:
+    """The parameters that one launch updates, which may be launched again for other gradients.
 
-    signature: Signature
-    numels: tuple[int, ...]
-    table: array[int]  # the rows, flat
-    positions: tuple[int, ...]  # of the parameters, among those that are described
+    Args:
+        signature: theirs.
+        rows: of each, as `describe` returns them.
+        positions: of each, among the parameters of a step.
+    """
+
+    def __init__(
+        self, signature: Signature, rows: Sequence[list[int]], positions: Sequence[int]
+    ) -> None:
+        self.signature = signature
+        self.positions = positions
+        self._columns = len(rows[0])
+        self._rows = array("q", itertools.chain.from_iterable(rows))
+        self._numels = tuple([row[NUMEL] for row in rows])
+
+    def renew(self, gradients: Sequence[int], factors: Sequence[int] | None) -> None:
+        """Take other gradients.
+
+        Args:
+            gradients: addresses, as aligned as those before, of all parameters of the step.
+            factors: addresses of what these are multiplied by; None: of nothing.
+        """
+        rows, columns, positions = self._rows, self._columns, self.positions
+        of_factors = [factors[k] for k in positions] if factors else [0] * len(positions)
+        rows[GRAD::columns] = array("q", [gradients[k] for k in positions])
+        rows[columns - 1 :: columns] = array("q", of_factors)
+        self.signature = self.signature._replace(scaled=factors is not None)
+
+    def launch(
+        self, hypers: Sequence[tuple[float, ...]], *, block: int, device: torch.device
+    ) -> Launch:
+        """The launch for a step.
+
+        Args:
+            hypers: the scalars of all parameters of the step.
+            block: elements to a program.
+            device: of the parameters.
+        """
+        blocks = program_blocks(self._numels, block, device)
+        mine = [hypers[k] for k in self.positions]
+        table, hyper = _pack(self._rows, mine, math_dtype(self.signature.param), device)
+        return Launch(self.signature, blocks, table, hyper)
 
 
-def known(described: Mapping[int, tuple[Signature, list[int]]]) -> list[KnownParams]:
-    """The results of `describe` for parameters, by their positions, together for each signature."""
+def tables_of(described: Mapping[int, tuple[Signature, list[int]]]) -> list[Table]:
+    """A table for each signature among parameters.
+
+    Args:
+        described: by the position of each, its signature and its row.
+    """
     groups: dict[Signature, list[int]] = {}
     for position, (signature, _) in described.items():
         groups.setdefault(signature, []).append(position)
-    found = []
-    for signature, positions in groups.items():
-        rows = [described[position][1] for position in positions]
-        table = array("q", [value for row in rows for value in row])
-        numels = tuple([row[NUMEL] for row in rows])
-        found.append(KnownParams(signature, numels, table, tuple(positions)))
-    return found
-
-
-def renewed(
-    known: KnownParams,
-    gradients: Sequence[int],
-    factors: Sequence[int] | None,
-    hypers: Sequence[Sequence[float]],
-    *,
-    block: int,
-    device: torch.device,
-) -> Launch:
-    """A launch for other gradients of known parameters, each given by the position.
-
-    Args:
-        known: the parameters; its table is changed.
-        gradients: addresses, as aligned as those before.
-        factors: addresses of what the gradients are multiplied by; None: of nothing.
-        hypers: the scalars.
-    """
-    table, positions = known.table, known.positions
-    columns = len(table) // len(positions)
-    of_factors = [factors[k] for k in positions] if factors else [0] * len(positions)
-    table[GRAD::columns] = array("q", [gradients[k] for k in positions])
-    table[columns - 1 :: columns] = array("q", of_factors)
-    signature = known.signature._replace(scaled=factors is not None)
-    blocks = program_blocks(known.numels, block, device)
-    packed = _pack(table, [hypers[k] for k in positions], math_dtype(signature.param), device)
-    return Launch(signature, blocks, *packed)
+    return [
+        Table(signature, [described[position][1] for position in positions], positions)
+        for signature, positions in groups.items()
+    ]
 
 
 def launches(rule: OptimizerRule, updates: Sequence[Update], *, block: int) -> Iterator[Launch]:
     """One launch for each signature among the updates; `block` elements to a program."""
-    groups: dict[Signature, tuple[list[int], list[list[int]], list[Sequence[float]]]] = {}
-    for i, update in enumerate(updates):
-        signature, row = describe(i, rule, update)
-        if row[NUMEL] == 0:
-            continue
-        numels, rows, hypers = groups.setdefault(signature, ([], [], []))
-        numels.append(row[NUMEL])
-        rows.append(row)
-        hypers.append(update.hyper)
-    for signature, (numels, rows, hypers) in groups.items():
-        device = updates[0].grad.device
-        blocks = program_blocks(tuple(numels), block, device)
-        table, hyper = pack(rows, hypers, math_dtype(signature.param), device)
-        yield Launch(signature, blocks, table, hyper)
+    described = {i: describe(i, rule, update) for i, update in enumerate(updates)}
+    hypers = [tuple(update.hyper) for update in updates]
+    for table in tables_of({i: d for i, d in described.items() if d[1][NUMEL]}):
+        yield table.launch(hypers, block=block, device=updates[0].grad.device)
 
 
 def describe(position: int, rule: OptimizerRule, update: Update) -> tuple[Signature, list[int]]:
@@ -202,27 +205,18 @@ def program_blocks(numels: tuple[int, ...], block: int, device: torch.device) ->
     return torch.stack([rows, numbers], 1).to(torch.int32).to(device)
 
 
-def pack(
-    rows: Sequence[Sequence[int]],
-    hypers: Sequence[Sequence[float]],
+def _pack(
+    rows: array[int],
+    hypers: Sequence[tuple[float, ...]],
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """The table and the scalars on a device, both at 16 bytes' alignment."""
-    return _pack(array("q", [value for row in rows for value in row]), hypers, dtype, device)
-
-
-def _pack(
-    table: array[int],
-    hypers: Sequence[Sequence[float]],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[Tensor, Tensor]:
     kind = "d" if dtype == torch.float64 else "f"
-    as_bytes = {each: array(kind, each).tobytes() for each in set(map(tuple, hypers))}
-    scalars = b"".join([as_bytes[tuple(each)] for each in hypers])
-    numel = len(table)
-    packed = bytearray(table.tobytes() + bytes(numel % 2 * 8) + scalars)
+    as_bytes = {each: array(kind, each).tobytes() for each in set(hypers)}
+    scalars = b"".join(map(as_bytes.__getitem__, hypers))
+    numel = len(rows)
+    packed = bytearray(rows.tobytes() + bytes(numel % 2 * 8) + scalars)
     packed.extend(bytes(-len(packed) % 8))
     staged = torch.frombuffer(packed, dtype=torch.int64)
     if device.type == "cuda":

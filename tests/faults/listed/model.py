@@ -289,7 +289,7 @@ STEP = (
     ),
     Fault(
         "hyper-scale-key",
-        "runtime/step/alike.py",
+        "runtime/step/parts.py",
         "key = (id(group), step, first, scale)",
         "key = (id(group), step, first)",
         "A parameter that is not clipped is updated with another one's clipping factor.",
@@ -354,15 +354,15 @@ STEP = (
     Fault(
         "step-not-torn",
         "runtime/step/step.py",
-        "if counted and (isinstance(error, Exception) or _is_half_begun(parts, versions)):",
-        "if counted and _is_half_begun(parts, versions):",
+        "if counted and (isinstance(error, Exception) or _is_half_begun(step, versions)):",
+        "if counted and _is_half_begun(step, versions):",
         "After a step that failed when it was counted, training goes on.",
     ),
     Fault(
         "step-no-settle",
         "runtime/step/step.py",
-        "        self.settle()\n        trained = [",
-        "        trained = [",
+        "        self.settle()\n        keys = self._in_order(found)\n",
+        "        keys = self._in_order(found)\n",
         "A second step is prepared while the first one's updates run.",
     ),
     Fault(

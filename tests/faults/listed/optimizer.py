@@ -127,8 +127,8 @@ OPS = (
     Fault(
         "resident-unnoted",
         "runtime/ops/updates.py",
-        "note_changes(part.update.bucket, [each.at for each in part.trained])",
-        "assert part.update.bucket",
+        "note_changes(part.bucket, part.indices)",
+        "assert part.bucket",
         "Versions of resident parameters do not count their update.",
     ),
     Fault(
@@ -280,7 +280,7 @@ UPDATES = (
     Fault(
         "host-update-version",
         "runtime/updates/host.py",
-        "                torch.autograd.graph.increment_version(bucket.params[i])\n",
+        "            note_changes(bucket, update.indices)\n",
         "",
         "A backward over parameters that a step has changed is not refused.",
     ),
@@ -398,7 +398,7 @@ UPDATES = (
     ),
     Fault(
         "stock-scale",
-        "runtime/updates/update.py",
+        "runtime/updates/parameter.py",
         "param.grad = grad if step.scale == 1.0 else grad * step.scale",
         "param.grad = grad",
         "torch.optim's own step gets gradients that are not clipped.",
