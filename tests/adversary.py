@@ -562,7 +562,7 @@ class LateExecutor(Executor):
         their place when they run must not outlive it.
         """
         run = self.machine.run
-        late = run is not None and not {*run.routes.values()} <= {
+        late = run is not None and not {each.route for each in run.records.values()} <= {
             GradRoute.WRITE,
             GradRoute.ACCUMULATE,
             GradRoute.ACCUMULATE_SAME_PASS,
@@ -585,7 +585,7 @@ class LateExecutor(Executor):
         if name == "backward":
             run = machine.run
             assert run is not None
-            first = [place for place, route in run.routes.items() if route is GradRoute.WRITE]
+            first = [at for at, each in run.records.items() if each.route is GradRoute.WRITE]
             there = machine.buckets
             grads = [run.buffer(*at) for at in first if there[at[0]].resident is None]
             grads = [] if machine.in_backward is not None else grads

@@ -37,8 +37,7 @@ from megacompile.runtime.model.owners import forget, refuse_shared
 from megacompile.runtime.model.plans import Compiler, Plans
 from megacompile.runtime.model.tiers import HostRoom
 from megacompile.runtime.ops.machine import Machine
-from megacompile.runtime.params import inputs
-from megacompile.runtime.params.aliases import AliasNotice
+from megacompile.runtime.params import shared_memory
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.eager_notice import EagerNotice
 from megacompile.runtime.params.fill import Filling
@@ -46,6 +45,7 @@ from megacompile.runtime.params.gradient_guards import follow
 from megacompile.runtime.params.gradients import Gradients
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.proxies import StreamedParameter, follow_parts, parts_of
+from megacompile.runtime.params.shared_memory import AliasNotice
 from megacompile.runtime.params.state_memory import StateMemory
 from megacompile.runtime.params.swap import ParamSource, Proxies
 from megacompile.runtime.params.undo import Undos, undone
@@ -522,7 +522,7 @@ class ModelBuckets:
         if not places:
             return
         stray = {id(buffer): buffer for _, _, buffer in places}  # one buffer, several places
-        there = inputs.moved_together(list(stray.values()), lambda b: b.to(device))
+        there = shared_memory.moved_together(list(stray.values()), lambda b: b.to(device))
         made = dict(zip(stray, there, strict=True))
         for holder, name, buffer in places:
             holder[name] = made[id(buffer)]

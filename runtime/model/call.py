@@ -23,7 +23,7 @@ from megacompile.runtime.model.program import Program
 from megacompile.runtime.model.shared_values import Readings, Source, changed, shared
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
-from megacompile.runtime.params.gradient_run import GradientRun
+from megacompile.runtime.params.gradient_run import GradientRun, Others
 from megacompile.runtime.params.proxies import StreamedParameter
 
 
@@ -280,27 +280,28 @@ class Call:
         if updates.accumulating:
             self.program.plans.say_accumulates()
             return False
-        uses = self.machine.current_run().uses
-        if uses.exceptions >= set(self.places):
+        run = self.machine.current_run()
+        asked = run.asked()
+        if asked.issuperset(self.places):
             return False  # torch.autograd.grad()
         instead = (
             "but gradients never leave the device where the backward updates; leave out optimizer= "
             "of megacompile(), or put this backward into `with megacompile.accumulate(model):`"
         )
         name = self.program.capture.name
-        if uses.exceptions:
+        if asked:
             raise BackwardError(
-                f"{name}: the gradient of {self._name(min(uses.exceptions))!r} is wanted by a "
+                f"{name}: the gradient of {self._name(min(asked))!r} is wanted by a "
                 f"hook, or by backward(inputs=...), {instead}"
             )
-        if uses.shared:
+        if by_code := run.used_by(Others.CODE):
             raise BackwardError(
-                f"{name}: {self._name(min(uses.shared))!r} is used outside of the model too in "
+                f"{name}: {self._name(min(by_code))!r} is used outside of the model too in "
                 f"this backward, so a part of its gradient comes from elsewhere, {instead}"
             )
-        if uses.several:
+        if by_graphs := run.used_by(Others.GRAPHS):
             raise BackwardError(
-                f"{name}: {self._name(min(uses.several))!r} gets its gradient in several parts in "
+                f"{name}: {self._name(min(by_graphs))!r} gets its gradient in several parts in "
                 "this backward: the model, or a module in it, was called twice, or a graph break "
                 f"lets two captured graphs use it, {instead}"
             )

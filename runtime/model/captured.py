@@ -44,7 +44,7 @@ from megacompile.runtime.model.symbolic import (
     with_room,
 )
 from megacompile.runtime.ops.machine import Machine
-from megacompile.runtime.params import inputs
+from megacompile.runtime.params import shared_memory
 from megacompile.runtime.params.eager_notice import share
 from megacompile.runtime.params.proxies import StreamedParameter
 
@@ -183,7 +183,7 @@ class CapturedGraph:
             result: Sequence[Any] = self.module(*given)
             return result
         if program.capture.overlaps:
-            args = (*args, *inputs.bases(args, program.capture.overlaps))
+            args = (*args, *shared_memory.bases(args, program.capture.overlaps))
         return self.run(program, args)
 
     def _program(
@@ -376,7 +376,7 @@ class CapturedGraph:
         if not self.changed:
             return ()
         parameters = [b.values[0] for b in self.machine.buckets.values() if b.values]
-        return inputs.overlaps(args, self.changed, parameters)
+        return shared_memory.overlaps(args, self.changed, parameters)
 
     def _worth_a_program(self, ambient: Ambient, key: Hashable) -> bool:
         """Inference on ever new shapes (generation) runs in eager mode until a shape recurs."""

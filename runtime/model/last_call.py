@@ -19,8 +19,8 @@ from megacompile import compat
 from megacompile.ir.capture import Ambient
 from megacompile.ir.constants import constant_key
 from megacompile.runtime.model.program import Program
-from megacompile.runtime.params.inputs import memory_of
 from megacompile.runtime.params.proxies import StreamedParameter
+from megacompile.runtime.params.shared_memory import memory_of
 
 _NUMBERS = (int, float, bool)
 

@@ -19,8 +19,7 @@ from megacompile.host_memory import free_bytes
 from megacompile.runtime.model.buckets import ModelBuckets
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.guards import unguarded
-from megacompile.runtime.params.optimizer_states import move_loaded
-from megacompile.runtime.params.state_moves import move_states, state_bytes
+from megacompile.runtime.params.optimizer_states import move_loaded, move_states, state_bytes
 from megacompile.runtime.params.undo import undone
 from megacompile.runtime.step import hooks
 from megacompile.runtime.step.step import Updates

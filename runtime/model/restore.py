@@ -22,7 +22,7 @@ from megacompile.runtime.model.streamed import StreamedModel
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.gradient_guards import is_taken, is_unsummed, lazy_of
 from megacompile.runtime.params.guards import release, unguarded
-from megacompile.runtime.params.state_moves import free_states, state_bytes
+from megacompile.runtime.params.optimizer_states import free_states, state_bytes
 from megacompile.runtime.params.undo import Undos, undone
 from megacompile.runtime.step import hooks
 from megacompile.text import format_bytes

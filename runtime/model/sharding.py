@@ -28,7 +28,7 @@ from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.optim.blockwise import to_plain
 from megacompile.runtime.params.accumulators import Accumulator
 from megacompile.runtime.params.guards import guard_dtensors, release
-from megacompile.runtime.params.state_moves import free_states
+from megacompile.runtime.params.optimizer_states import free_states
 from megacompile.runtime.step import hooks
 from megacompile.text import format_bytes
 

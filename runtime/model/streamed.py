@@ -43,7 +43,7 @@ from megacompile.runtime.model.released import Released
 from megacompile.runtime.model.tiers import HostRoom
 from megacompile.runtime.model.weakly import weakly, while_it_lives
 from megacompile.runtime.ops.head import bind_operators
-from megacompile.runtime.params import inputs
+from megacompile.runtime.params import shared_memory
 from megacompile.runtime.params.eager_notice import untraced_text
 from megacompile.runtime.params.guards import guard_of
 from megacompile.runtime.params.looks import parameter_of
@@ -196,7 +196,7 @@ class StreamedModel:
         stand_ins = undone(functools.partial(self._adopt, modules, undos))
         if compat.in_transform() and not compat.given_to_functional_call():
             self._refuse("torch.func")
-        args, kwargs = inputs.moved(args, kwargs, self._to_device)
+        args, kwargs = shared_memory.moved(args, kwargs, self._to_device)
         run = functools.partial(self._run, stand_ins, modules, args, kwargs)
         # ranks that share the model would have to agree on what they capture
         infers = not torch.is_grad_enabled() and self.machine.ranks is None

@@ -73,7 +73,7 @@ class GradientOps(OpGroup):
         run = self.machine.current_run()
 
         def keep() -> None:
-            run.keep_all(*gradients.value)
+            run.keep(*gradients.value)
 
         handle = self._issue(Stream.COMPUTE, (gradients,), keep)
         self.machine.streams.mark(handle)  # a later graph may fetch them to add to
@@ -92,16 +92,17 @@ class GradientOps(OpGroup):
 
         def copy() -> None:
             key, group = gradients.value
-            again = run.drops_any(key, group)
-            if norms is not None and not again:  # first: clip_grad_norm_ waits for them alone
+            dropped = run.dropped(key, group)
+            if norms is not None and not dropped:  # first: clip_grad_norm_ waits for them alone
                 run.norms(key, self.gradient_params[key]).fill(norms.value, queue)
             for i, gradient in group.items():
-                if not run.drops(key, i):
+                if i not in dropped:
                     run.buffer(key, i).copy_(gradient, non_blocking=True)
 
         waits = (gradients, after) if norms is None else (gradients, norms, after)
         handle = self._issue(Stream.D2H, waits, copy)
         self.machine.buckets[bucket.key].pending.gradients_copied = handle.event
-        if not run.drops_all(bucket.key, self.gradient_params[bucket.key]):
+        indices = self.gradient_params[bucket.key]
+        if len(run.dropped(bucket.key, indices)) < len(indices):
             run.copied(bucket.key, handle.event)
         return handle

@@ -8,10 +8,10 @@ that autograd made elsewhere go into the bucket.
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -38,6 +38,22 @@ LEAST_FOLDED = 4 * 2**20  # bytes of a gradient on average: to scale fewer takes
 # than the host needs to guard the gradient
 
 
+class GradientRecord:
+    """The gradient of one parameter in one call of `backward()`.
+
+    The values of the class are those of a parameter that nothing was done to yet.
+    """
+
+    memory: torch.Tensor | None = None  # that autograd has
+    in_bucket = False  # is that memory the bucket's?
+    first = False  # was there no `p.grad` before?
+    watched = False  # is it read before the end?
+    before: torch.Tensor | None = None  # `p.grad`, which the total replaces
+    summed: bool | None = None  # over replicas; False: by a later backward; None: it is not ours
+    updated = False  # by an update in the backward
+    norms: Norms | None = None  # that such an update has taken
+
+
 class BackwardPass:
     """The gradients of one call of `backward()`.
 
@@ -58,17 +74,22 @@ class BackwardPass:
         self.totals = None if ranks is None else Totals(ranks)
         self.streams = streams
         self.buckets = buckets
-        self.autograd_has: dict[ParamId, torch.Tensor] = {}  # the memory that autograd has
-        self.taken: set[ParamId] = set()  # of them: it is the bucket's
-        self.watched: set[ParamId] = set()  # of these: read before the end
-        self.fresh: set[ParamId] = set()  # of these: there was no `p.grad` before
-        self.replaced: dict[ParamId, torch.Tensor] = {}  # what `p.grad` was before the total
+        self.records: dict[ParamId, GradientRecord] = {}
         self.last = True  # before the step, as far as is known
-        self.summed: set[ParamId] = set()  # over replicas too
-        self.unsummed: set[ParamId] = set()  # not over replicas: a later backward does that
-        self.updated: dict[ParamId, Norms | None] = {}  # by updates in the backward
         self.norms: dict[int, Norms] = {}  # by bucket
         self.copies: dict[int, torch.cuda.Event | None] = {}  # by bucket: its way to the host
+
+    def record(self, place: ParamId) -> GradientRecord:
+        """The record of a parameter, made at first."""
+        found = self.records.get(place)
+        if found is None:
+            found = self.records[place] = GradientRecord()
+        return found
+
+    def has(self, place: ParamId) -> bool:
+        """True if autograd has a gradient of a parameter."""
+        found = self.records.get(place)
+        return found is not None and found.memory is not None
 
     def await_copies(self, keys: Iterable[int]) -> None:
         """Wait on the host for the copies of some buckets' gradients."""
@@ -85,10 +106,10 @@ class BackwardPass:
         """It has failed: what was taken out of `p.grad` and not accumulated goes back, and what was
         accumulated may be read."""
         self.await_copies(self.copies)
-        for (key, i), before in self.replaced.items():
+        for (key, i), record in self.records.items():
             param = self.buckets[key].params[i]
-            if param.grad is None:
-                param.grad = before
+            if record.before is not None and param.grad is None:
+                param.grad = record.before
         self._leave_unsummed()
 
     def finish(self) -> None:
@@ -97,30 +118,32 @@ class BackwardPass:
         A reader of one finds the copy to the host done: it is waited for here, but for buckets
         whose update the device will make, whose gradients are guarded and wait when they are read.
         """
+        taken = [place for place, record in self.records.items() if record.in_bucket]
+        updated = [(place, each) for place, each in self.records.items() if each.updated]
         lazy = self._lazy()
-        if self.taken or not self.updated:
+        if taken or not updated:
             self.await_copies(self.copies.keys() - lazy)
-        for (key, i), norms in self.updated.items():
-            of_it = None if norms is None else functools.partial(self._norms, norms, norms.at(i))
+        for (key, i), record in updated:
+            norms = record.norms
+            of_it = None if norms is None else partial(self._norms, norms, norms.at(i))
             take(self.buckets[key].params[i], self.buckets[key].layout.params[i].name, of_it)
-        if self.replaced or not self._all_lie_there():
-            for place in sorted(self.taken):
+        if not self._all_in_place(taken):
+            for place in sorted(taken):
                 self._settle_down(place)
-        self._sum()
+        if self.ranks is not None and self.ranks.replicas > 1:
+            self._sum(self.ranks)
         self._serve(lazy)
         if self.folds:
-            self._note_factors()
+            self._fold(taken)
         # who asks for norms keeps this, and not the gradients: the next ones go into their memory
-        self.autograd_has.clear()
-        self.replaced.clear()
+        self.records.clear()
 
-    def _sum(self) -> None:
+    def _sum(self, ranks: Ranks) -> None:
         """Note which gradients are summed over replicas. After a last backward all are: those of
         earlier ones that it has not added to, as of another graph, are summed here."""
-        if self.ranks is None or self.ranks.replicas == 1:
-            return
-        for key, i in self.summed:
-            note_sum(self.buckets[key].params[i])
+        for (key, i), record in self.records.items():
+            if record.summed:
+                note_sum(self.buckets[key].params[i])
         self._leave_unsummed()
         if not self.last:
             return
@@ -130,19 +153,21 @@ class BackwardPass:
             for bucket in buckets
             for of, param in zip(bucket.layout.params, bucket.params, strict=True)
         }
-        sum_late(params, self.ranks)
+        sum_late(params, ranks)
 
     def _leave_unsummed(self) -> None:
-        for key, i in self.unsummed:
-            leave_unsummed(self.buckets[key].params[i], self.buckets[key].layout.params[i].name)
+        for (key, i), record in self.records.items():
+            if record.summed is False:
+                leave_unsummed(self.buckets[key].params[i], self.buckets[key].layout.params[i].name)
 
-    def _all_lie_there(self) -> bool:
-        """Is each `p.grad` in its place? The quick look, for all parameters in every step."""
-        if self.ranks is not None:
+    def _all_in_place(self, taken: Iterable[ParamId]) -> bool:
+        """Is each `p.grad` in its place, as the tensor that autograd was given? The quick look, for
+        all parameters in every step."""
+        if self.ranks is not None or any([r.before is not None for r in self.records.values()]):
             return False
         buckets = self.buckets
-        theirs: list[Any] = [buckets[key].params[i].grad for key, i in self.taken]
-        ours: list[Any] = [buckets[key].grads.get(i) for key, i in self.taken]
+        theirs: list[Any] = [buckets[key].params[i].grad for key, i in taken]
+        ours: list[Any] = [buckets[key].grads.get(i) for key, i in taken]
         if not {torch.Tensor}.issuperset(map(type, chain(theirs, ours))):
             return False
         if not {torch.strided}.issuperset(map(attrgetter("layout"), theirs)):
@@ -153,8 +178,8 @@ class BackwardPass:
     def _settle_down(self, place: ParamId) -> None:
         """Restores the tensor of `p.grad`, or adopts a sum that autograd has made."""
         key, i = place
-        bucket = self.buckets[key]
-        param, before = bucket.params[i], self.replaced.get(place)
+        bucket, record = self.buckets[key], self.records[place]
+        param, before = bucket.params[i], record.before
         gradient, memory = param.grad, bucket.grads.get(i)
         if gradient is None or memory is None:  # a hook took it; or it was frozen since
             return
@@ -164,7 +189,7 @@ class BackwardPass:
             return
         mine = compat.local(gradient)
         fits = type(mine) is torch.Tensor and mine.dtype == memory.dtype
-        if not (fits and place in self.fresh and gradient.layout is torch.strided):
+        if not (fits and record.first and gradient.layout is torch.strided):
             return
         if compat.storage_users(mine) == compat.storage_users(memory) == 1:
             with torch.no_grad():
@@ -178,18 +203,16 @@ class BackwardPass:
             for key, norms in self.norms.items()
             if key in self.copies
             and self.buckets[key].pending.offered is not None
-            and all(self._untouched((key, i)) for i in norms.indices)
+            and all(self._is_untouched((key, i)) for i in norms.indices)
         }
 
-    def _untouched(self, place: ParamId) -> bool:
+    def _is_untouched(self, place: ParamId) -> bool:
         """True if `p.grad` is what autograd was given, and was not looked at."""
         key, i = place
-        return (
-            place in self.taken
-            and place not in self.watched
-            and place not in self.replaced
-            and lies_in_bucket(self.buckets[key], i)
-        )
+        record = self.records.get(place)
+        if record is None or not record.in_bucket or record.watched or record.before is not None:
+            return False
+        return lies_in_bucket(self.buckets[key], i)
 
     def _norms(self, norms: Norms, k: int) -> tuple[float, ...]:
         """The L2 norm and the largest absolute value of a gradient, over all ranks."""
@@ -198,14 +221,14 @@ class BackwardPass:
     def _serve(self, lazy: set[int]) -> None:
         """Answers for gradients with their norms, which were taken on the device."""
         if self.totals is not None:
-            others = [norms for norms in self.updated.values() if norms is not None]
+            others = [r.norms for r in self.records.values() if r.norms is not None]
             self.totals.expect([*self.norms.values(), *others])
         for key, norms in self.norms.items():
             bucket = self.buckets[key]
             copied = self.copies[key] if key in lazy else None
             for k, i in enumerate(norms.indices):
-                place = key, i
-                if place not in self.taken or place in self.watched:
+                record = self.records.get((key, i))
+                if record is None or not record.in_bucket or record.watched:
                     continue
                 if not lies_in_bucket(bucket, i):
                     continue
@@ -214,7 +237,7 @@ class BackwardPass:
                 if compat.storage_users(compat.local(gradient)) > 2 and key not in lazy:
                     continue  # who holds another name for it may change it unseen
                 if type(compat.local(gradient)) is torch.Tensor and guard_of(gradient) is None:
-                    of_it = functools.partial(self._norms, norms, k)
+                    of_it = partial(self._norms, norms, k)
                     GradientGuard(
                         gradient,
                         GuardState.LAZY,
@@ -224,19 +247,21 @@ class BackwardPass:
                         copied=copied,
                     )
 
-    def _note_factors(self) -> None:
-        """Notes a factor for the gradients that stay on the device."""
+    def _fold(self, taken: Iterable[ParamId]) -> None:
+        """Guards the gradients that stay on the device: they note a factor from now on."""
         resident = [bucket for bucket in self.buckets.values() if bucket.resident is not None]
         size_bytes = sum(bucket.layout.size_bytes for bucket in resident)
         if size_bytes < LEAST_FOLDED * sum(len(bucket.params) for bucket in resident):
             return
-        for key, i in self.taken - self.watched:
+        for place in taken:
+            key, i = place
             bucket = self.buckets[key]
-            if bucket.resident is None or not lies_in_bucket(bucket, i):
+            if bucket.resident is None or self.records[place].watched:
                 continue
             gradient = bucket.params[i].grad
-            # a plain one that has no other name: who holds one would read it unscaled
-            if type(gradient) is torch.Tensor and not is_shared(gradient):
+            if type(gradient) is not torch.Tensor or not lies_in_bucket(bucket, i):
+                continue
+            if not is_shared(gradient):  # who held another name for it would read it unscaled
                 name = bucket.layout.params[i].name
                 GradientGuard(gradient, GuardState.FOLDED, name, work=bucket.pending)
 

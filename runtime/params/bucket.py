@@ -96,6 +96,7 @@ class HostBucket:
         self.grads: dict[int, torch.Tensor] = {}
         self.states = StateMemory(self)
         self._copied = Copied(self.params, self.values, self.streamed)
+        self.has_copy = self._copied.has_copy
         self.copy = StreamedCopy(self._copied)
         self.pending = Pending(self.params, self.copy, functools.partial(_owners, ref(self)))
         for param in self.params:
@@ -196,11 +197,6 @@ class HostBucket:
         for i, place in masters.items():
             places[i], values[i] = place, buffer.tensor(place)
         return buffer, places, values
-
-    @property
-    def has_copy(self) -> bool:
-        """True if what is streamed is a copy of the parameters, in another dtype."""
-        return self._copied.has_copy
 
     def refresh(self) -> None:
         """Bring the streamed copy up to date with what the user changed."""

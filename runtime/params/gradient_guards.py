@@ -81,7 +81,7 @@ class GradientGuard(Guard):
         self.scale = 1.0  # lazy: the number that it is still to be multiplied by
         self.factor: torch.Tensor | None = None  # folded: 0-d, of the tensor's dtype and device
         self.version = compat.version(tensor)
-        guard(tensor, self)
+        guard([tensor], self)
 
     def open(self, tensor: torch.Tensor) -> None:
         """Multiply by what was noted, and let the tensor be plain.

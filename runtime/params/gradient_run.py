@@ -1,25 +1,15 @@
-"""The routes of the gradients of captured graphs: into the host buckets, and from there to
-autograd.
+"""The routes of the gradients of captured graphs: into the buckets, and from there to autograd.
 
 The parameters are inputs of gates, autograd nodes behind a captured graph's own, which hand each of
-them its gradient.
-For each parameter there is one of these routes (`GradRoute`):
-
-    WRITE        into the bucket, whose memory autograd takes as `p.grad` without a copy
-    ACCUMULATE   the bucket has a gradient already: the device adds, and the total goes into the
-                 bucket. It was `p.grad`, which is taken away, and autograd gets the total instead
-    ACCUMULATE_SAME_PASS
-                 the same where the gradient so far is that of an earlier graph in this very
-                 backward: autograd has its memory already, and gets nothing more
-    SEPARATE     into memory of its own, and autograd adds: the difference could be seen
-    DISCARD      nowhere: autograd does not ask for it
+them its gradient. A `GradientRun` has a record of each parameter that its schedule has a gradient
+of; what it leaves for the end of `backward()` is in the records of the `BackwardPass`.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -27,12 +17,22 @@ from megacompile import compat
 from megacompile.ir.buckets import ParamId
 from megacompile.ir.stream import Stream
 from megacompile.runtime.params.accumulators import Users
-from megacompile.runtime.params.backward_pass import Norms
+from megacompile.runtime.params.backward_pass import GradientRecord, Norms
 from megacompile.runtime.params.gradients import Gradients, is_gone
 
 
 class GradRoute(enum.Enum):
-    """The route of one gradient."""
+    """The route of one gradient.
+
+    WRITE        into the bucket, whose memory autograd takes as `p.grad` without a copy
+    ACCUMULATE   the bucket has a gradient already: the device adds, and the total goes into the
+                 bucket. It was `p.grad`, which is taken away, and autograd gets the total
+    ACCUMULATE_SAME_PASS
+                 the same where the gradient so far is that of an earlier graph in this very
+                 backward: autograd has its memory already, and gets nothing more
+    SEPARATE     into memory of its own, and autograd adds: the difference could be seen
+    DISCARD      nowhere: autograd does not ask for it
+    """
 
     WRITE = enum.auto()
     ACCUMULATE = enum.auto()
@@ -41,61 +41,75 @@ class GradRoute(enum.Enum):
     DISCARD = enum.auto()
 
 
-_IN_BUCKET = (GradRoute.WRITE, GradRoute.ACCUMULATE)
-_ADDS = (GradRoute.ACCUMULATE, GradRoute.ACCUMULATE_SAME_PASS)
+class Wish(enum.Enum):
+    """The request of autograd for one gradient."""
+
+    ACCUMULATE = enum.auto()
+    SHOW = enum.auto()  # a hook sees it
+    RETURN = enum.auto()  # `autograd.grad()` was called for it: nothing is added to it
+    NONE = enum.auto()
 
 
-@dataclass(slots=True)
-class Uses:
-    """The other uses of parameters in the backward of one schedule."""
+class Others(enum.Enum):
+    """The other users of a parameter in the same backward."""
 
-    observed: bool  # unseen code reads gradients before `backward()` returns
-    shared: set[ParamId] = field(default_factory=set)  # others use them too
-    several: set[ParamId] = field(default_factory=set)  # several graphs do
-    hooked: set[ParamId] = field(default_factory=set)
-    captured: set[ParamId] = field(default_factory=set)  # autograd.grad() was called for them
-    unwanted: set[ParamId] = field(default_factory=set)
+    NONE = enum.auto()
+    GRAPHS = enum.auto()  # captured ones, or the same one twice
+    CODE = enum.auto()  # not captured; or it is not known
 
-    @staticmethod
-    def of(
-        gradients: Gradients,
-        places: Iterable[ParamId],
-        users: Sequence[Users],
-        *,
-        observed: bool,
-    ) -> Uses:
-        """Those of the parameters that a captured graph trains; arguments: see `GradientRun`."""
-        found = Uses(observed)
-        others = frozenset().union(*[each.others for each in users])
-        several = frozenset().union(*[each.several for each in users])
-        places = tuple(places)
-        ends = gradients.ends(places)
-        alone = others.isdisjoint(ends.ids) and several.isdisjoint(ends.ids)
-        if users and alone and not ends.hooked and ends.all_run:
-            return found
-        for place in places:
-            if not gradients.param(place).requires_grad:  # frozen since the forward
-                found.unwanted.add(place)
-                continue
-            end = gradients.end(place)
-            runs = end.runs
-            if runs is None:
-                found.captured.add(place)
-            elif not runs:
-                found.unwanted.add(place)
-            elif end.hooked:
-                found.hooked.add(place)
-            key = id(end.param)
-            if not users or key in others:
-                found.shared.add(place)
-            elif key in several:
-                found.several.add(place)
-        return found
+
+class RunRecord(NamedTuple):
+    """One parameter in the backward of one schedule."""
+
+    wish: Wish = Wish.ACCUMULATE
+    others: Others = Others.NONE
+    route: GradRoute = GradRoute.WRITE
+    joined: bool = False  # autograd adds to a `p.grad` that is not in the bucket
 
     @property
-    def exceptions(self) -> set[ParamId]:
-        """The parameters whose gradients cannot stay on the device."""
-        return self.hooked | self.captured | self.unwanted
+    def is_seen(self) -> bool:
+        """True if the gradient is read before `backward()` returns."""
+        return self.joined or self.wish is Wish.SHOW or self.others is Others.CODE
+
+
+_USUAL = RunRecord()
+_IN_BUCKET = (GradRoute.WRITE, GradRoute.ACCUMULATE)
+_ADDS = (GradRoute.ACCUMULATE, GradRoute.ACCUMULATE_SAME_PASS)
+_OURS = (*_IN_BUCKET, GradRoute.ACCUMULATE_SAME_PASS)
+
+
+def _unusual(
+    gradients: Gradients, places: tuple[ParamId, ...], users: Sequence[Users]
+) -> dict[ParamId, RunRecord]:
+    """The parameters that have other users, or whose gradients are not just accumulated; without
+    routes. Arguments: see `GradientRun`."""
+    found: dict[ParamId, RunRecord] = {}
+    others = frozenset().union(*[each.others for each in users])
+    several = frozenset().union(*[each.several for each in users])
+    ends = gradients.ends(places)
+    alone = others.isdisjoint(ends.ids) and several.isdisjoint(ends.ids)
+    if users and alone and not ends.hooked and ends.all_run:
+        return found
+    for place in places:
+        param = gradients.param(place)
+        if not param.requires_grad:  # frozen since the forward
+            found[place] = RunRecord(Wish.NONE)
+            continue
+        end = gradients.end(place)
+        runs = end.runs
+        if runs is None:
+            wish = Wish.RETURN
+        elif not runs:
+            wish = Wish.NONE
+        else:
+            wish = Wish.SHOW if end.hooked else Wish.ACCUMULATE
+        by = Others.GRAPHS if id(param) in several else Others.NONE
+        if not users or id(param) in others:
+            by = Others.CODE
+        record = RunRecord(wish, by)
+        if record != _USUAL:
+            found[place] = record
+    return found
 
 
 class GradientRun:
@@ -117,14 +131,22 @@ class GradientRun:
     ) -> None:
         self._of = gradients
         self.backward = gradients.backward_pass()
-        self.uses = Uses.of(gradients, places, users, observed=observed)
-        self.joined: set[ParamId] = set()  # autograd adds to a `p.grad` that is not in the bucket
-        self.routes: dict[ParamId, GradRoute] = {}
-        self.apart: dict[ParamId, torch.Tensor] = {}
+        self.observed = observed
+        self.unusual = _unusual(gradients, tuple(places), users)
+        self.records: dict[ParamId, RunRecord] = {}  # of those that the schedule has gradients of
+        self._separate: dict[ParamId, torch.Tensor] = {}  # their own memory
         self._sent: set[int] = set()  # buckets that are on their way
         self._kept: set[ParamId] = set()  # by buckets that live on the device
         self._done: set[ParamId] = set()  # by an attempt that ran out of memory
-        self.all_first = False  # do all go there, and is none read before the end?
+        self.all_first = False  # are all routes WRITE, and is none read before the end?
+
+    def asked(self) -> set[ParamId]:
+        """The parameters whose gradients cannot stay on the device."""
+        return {at for at, each in self.unusual.items() if each.wish is not Wish.ACCUMULATE}
+
+    def used_by(self, others: Others) -> set[ParamId]:
+        """The parameters that have such other users."""
+        return {at for at, each in self.unusual.items() if each.others is others}
 
     def start(self, wanted: Mapping[int, Sequence[int]]) -> bool:
         """Prepare memory for gradients; True if there are some already to add to on the device.
@@ -132,99 +154,108 @@ class GradientRun:
         Called in a backward, before its schedule runs.
         """
         places = [(key, i) for key, params in wanted.items() for i in params]
-        self.all_first = False
-        if self._are_first(places):
-            self._of.prepare(wanted, self.uses.unwanted, self.backward, fresh=True)
-            self.routes = dict.fromkeys(places, GradRoute.WRITE)
-            self.all_first = True
+        self.all_first = self._are_first(places)
+        self._prepare(wanted, fresh=self.all_first)
+        if self.all_first:
+            self.records = dict.fromkeys(places, _USUAL)
             return False
-        self._of.prepare(wanted, self.uses.unwanted, self.backward)
         for place in places:
             if place not in self._done:
-                self.routes[place] = self._route(place)
-        captured = self.uses.captured  # to whose gradients nothing is added
-        added = [
-            at for at in places if self.routes[at] is GradRoute.SEPARATE and at not in captured
-        ]
+                self.records[place] = self._routed(place)
+        added, more, adds = [], set(), False
+        for place in places:
+            route = self.records[place].route
+            adds = adds or route in _ADDS
+            if route is GradRoute.ACCUMULATE_SAME_PASS:
+                more.add(place[0])
+            elif route is GradRoute.SEPARATE and self.records[place].wish is not Wish.RETURN:
+                added.append(place)
         self._of.sum_late(added)
-        more = {
-            place[0] for place in places if self.routes[place] is GradRoute.ACCUMULATE_SAME_PASS
-        }
         self.backward.await_copies(more & self.backward.copies.keys())  # before they are fetched
-        return any(self.routes[place] in _ADDS for place in places)
+        return adds
+
+    def _prepare(self, wanted: Mapping[int, Sequence[int]], *, fresh: bool = False) -> None:
+        unwanted = {at for at, each in self.unusual.items() if each.wish is Wish.NONE}
+        self._of.prepare(wanted, unwanted, self.backward, fresh=fresh)
 
     def _are_first(self, places: Sequence[ParamId]) -> bool:
         """Is there no gradient yet, and no other code that has a part in one, or reads one? The
-        quick look, for every parameter in every step."""
-        uses = self.uses
-        if uses.exceptions or uses.observed or uses.shared or self._done:
+        quick look, for every parameter in every step. Other graphs may have a part: they come
+        later."""
+        if self.observed or self._done or self._of.several_passes:
             return False
-        if self._of.several_passes or not self.backward.autograd_has.keys().isdisjoint(places):
+        usual = (Wish.ACCUMULATE, Others.GRAPHS)
+        if any([(each.wish, each.others) != usual for each in self.unusual.values()]):
+            return False
+        if not self.backward.records.keys().isdisjoint(places):
             return False
         return self._of.ends(tuple(places)).without_gradients
 
     def may_defer(self) -> bool:
         """May the sum over replicas wait for a later backward? Not where other code has a part
         in a gradient: it may be read before that."""
-        if self._of.exact and self.uses.several:
+        if self._of.exact and self.used_by(Others.GRAPHS):
             return False
-        ours = (*_IN_BUCKET, GradRoute.ACCUMULATE_SAME_PASS)
-        return all(route in ours and not self.watches(at) for at, route in self.routes.items())
+        records = self.records.values()
+        return not self.observed and all(r.route in _OURS and not r.is_seen for r in records)
 
     def note_sums(self, *, defers: bool) -> None:
         """The schedule sums over replicas; or, where it defers, it does not."""
-        ours = {
-            at
-            for at, route in self.routes.items()
-            if route in (*_IN_BUCKET, GradRoute.ACCUMULATE_SAME_PASS)
-        }
-        made, left = self.backward.summed, self.backward.unsummed
-        if defers:
-            made, left = left, made
-        made |= ours
-        left -= ours
+        if self._of.ranks is None or self._of.ranks.replicas == 1:
+            return
+        for place, record in self.records.items():
+            if record.route in _OURS:
+                self.backward.record(place).summed = not defers
 
     def start_update(self, wanted: Mapping[int, Sequence[int]]) -> bool:
         """The same where the backward updates: it takes the gradients that there are, and keeps
         none on the host."""
-        self.backward.updated |= {(key, i): None for key, params in wanted.items() for i in params}
+        for key, params in wanted.items():
+            for i in params:
+                record = self.backward.record((key, i))
+                record.updated, record.norms = True, None
         have = {
             key: params
             for key, params in wanted.items()
             if any(not is_gone(self._of.param((key, i)).grad) for i in params)
         }
-        self._of.prepare(have, self.uses.unwanted, self.backward)
+        self._prepare(have)
         for key, params in have.items():
             for i in params:
                 if self._of.bring_in((key, i)):
-                    self.routes[key, i] = GradRoute.ACCUMULATE
-        return bool(self.routes)
+                    before = self.unusual.get((key, i), _USUAL)
+                    self.records[key, i] = before._replace(route=GradRoute.ACCUMULATE)
+        return bool(self.records)
 
-    def _route(self, place: ParamId) -> GradRoute:
-        if place in self.uses.unwanted:
-            return GradRoute.DISCARD
-        if place in self.backward.autograd_has and place not in self.uses.shared:
-            return GradRoute.ACCUMULATE_SAME_PASS
-        if place in self.uses.captured or place in self.backward.autograd_has:
-            return GradRoute.SEPARATE
-        if self._of.is_busy(place):  # in another backward(), of another thread
-            return GradRoute.SEPARATE
+    def _routed(self, place: ParamId) -> RunRecord:
+        """The record of a parameter, with its route."""
+        record, joined = self.unusual.get(place, _USUAL), False
+        by_code, autograd_has = record.others is Others.CODE, self.backward.has(place)
         gradient = self._of.param(place).grad
-        if is_gone(gradient) or gradient is None:
-            return GradRoute.WRITE
-        if gradient.layout is not torch.strided or not self._of.is_ours(place):
-            self.joined.add(place)
-            return GradRoute.WRITE if self._of.is_free(place) else GradRoute.SEPARATE
-        alone = place not in self.uses.shared and not self._of.end(place).hooked_before
-        if self._of.exact and place in self.uses.several:  # autograd adds their sum to `p.grad`
-            alone = False
-        return GradRoute.ACCUMULATE if alone else GradRoute.SEPARATE
+        if record.wish is Wish.NONE:
+            route = GradRoute.DISCARD
+        elif autograd_has and not by_code:
+            route = GradRoute.ACCUMULATE_SAME_PASS
+        elif record.wish is Wish.RETURN or autograd_has or self._of.is_busy(place):
+            route = GradRoute.SEPARATE  # busy: in another backward(), of another thread
+        elif is_gone(gradient) or gradient is None:
+            route = GradRoute.WRITE
+        elif gradient.layout is not torch.strided or not self._of.is_ours(place):
+            joined = True
+            route = GradRoute.WRITE if self._of.is_free(place) else GradRoute.SEPARATE
+        elif by_code or self._of.end(place).hooked_before:
+            route = GradRoute.SEPARATE
+        elif self._of.exact and record.others is Others.GRAPHS:
+            route = GradRoute.SEPARATE  # autograd adds their sum to `p.grad`
+        else:
+            route = GradRoute.ACCUMULATE
+        return record._replace(route=route, joined=joined)
 
     def repeat(self) -> None:
         """The schedule starts again: what it has sent to the host is not sent twice."""
-        self._done |= {place for place in self.routes if place[0] in self._sent}
+        self._done |= {place for place in self.records if place[0] in self._sent}
         for key, i in self._kept:
-            if self.routes[key, i] is GradRoute.WRITE:  # its memory is wanted: it is computed again
+            if self.records[key, i].route is GradRoute.WRITE:  # its memory is wanted
                 self._of.buckets[key].grads.pop(i, None)
             else:
                 self._done.add((key, i))
@@ -234,69 +265,64 @@ class GradientRun:
 
     def so_far(self, key: int, index: int) -> torch.Tensor | None:
         """The host gradient to add to; None where there is none."""
-        return self.buffer(key, index) if self.routes.get((key, index)) in _ADDS else None
+        record = self.records.get((key, index))
+        return None if record is None or record.route not in _ADDS else self.buffer(key, index)
 
-    def drops(self, key: int, index: int) -> bool:
-        """True if a gradient goes nowhere, or is there already."""
-        return (key, index) in self._done or self.routes[key, index] is GradRoute.DISCARD
-
-    def drops_any(self, key: int, indices: Iterable[int]) -> bool:
-        """True if any of these is such a one."""
-        return any(self.drops(key, i) for i in indices)
-
-    def drops_all(self, key: int, indices: Iterable[int]) -> bool:
-        """True if all of these are such ones."""
-        return all(self.drops(key, i) for i in indices)
+    def dropped(self, key: int, indices: Iterable[int]) -> set[int]:
+        """The gradients of a bucket, of these, that go nowhere or are there already."""
+        if self.all_first:
+            return set()
+        gone, records = GradRoute.DISCARD, self.records
+        return {i for i in indices if (key, i) in self._done or records[key, i].route is gone}
 
     def is_final(self, key: int, index: int) -> bool:
         """True if `p.grad` will be what this schedule computes, as far as can be known."""
-        place = key, index
-        return self.routes[place] in _IN_BUCKET and not self.watches(place)
-
-    def watches(self, place: ParamId) -> bool:
-        """True if a gradient is read before `backward()` returns."""
-        looks = place in self.uses.hooked or place in self.uses.shared or place in self.joined
-        return self.uses.observed or looks
+        record = self.records[key, index]
+        return record.route in _IN_BUCKET and not self.observed and not record.is_seen
 
     def buffer(self, key: int, index: int) -> torch.Tensor:
-        """The route of a gradient."""
+        """The memory that a gradient goes to."""
         place = key, index
-        bucket, route = self._of.buckets[key], self.routes[place]
+        bucket, route = self._of.buckets[key], self.records[place].route
         if route in _IN_BUCKET:
             return bucket.grads[index]
         if route is GradRoute.ACCUMULATE_SAME_PASS:
-            return self.backward.autograd_has[place]
-        if place not in self.apart:
-            self.apart[place] = torch.empty_like(bucket.values[index], dtype=bucket.grad_dtype)
-        return self.apart[place]
+            memory = self.backward.records[place].memory
+            assert memory is not None
+            return memory
+        if place not in self._separate:
+            like = bucket.values[index]
+            self._separate[place] = torch.empty_like(like, dtype=bucket.grad_dtype)
+        return self._separate[place]
 
-    def keep_all(self, key: int, gradients: Mapping[int, torch.Tensor]) -> None:
+    def keep(self, key: int, gradients: Mapping[int, torch.Tensor]) -> None:
         """Gives a bucket that lives on the device its gradients, by index."""
+        bucket = self._of.buckets[key]
         if self.all_first:
-            self._of.buckets[key].keep_grads(gradients)
+            bucket.keep_grads(gradients)
             self._kept.update([(key, i) for i in gradients])
             return
+        dropped = self.dropped(key, gradients)
         for i, gradient in gradients.items():
-            if not self.drops(key, i):
-                self.keep(key, i, gradient)
-
-    def keep(self, key: int, index: int, gradient: torch.Tensor) -> None:
-        """Gives a bucket that lives on the device a gradient."""
-        if self.routes[key, index] is GradRoute.WRITE:
-            self._of.buckets[key].keep_grads({index: gradient})
-        else:
-            self.buffer(key, index).copy_(gradient)
-        self._kept.add((key, index))
+            if i in dropped:
+                continue
+            if self.records[key, i].route is GradRoute.WRITE:
+                bucket.keep_grads({i: gradient})
+            else:
+                self.buffer(key, i).copy_(gradient)
+            self._kept.add((key, i))
 
     def norms(self, key: int, indices: Sequence[int]) -> Norms:
-        """The route of the norms of these gradients."""
+        """The place of the norms of these gradients."""
         found = self.backward.norms[key] = Norms(tuple(indices))
         return found
 
     def update_norms(self, key: int, indices: Sequence[int]) -> Norms:
         """The same, of gradients that an update in this backward takes."""
         found = Norms(tuple(indices))
-        self.backward.updated |= {(key, i): found for i in indices}
+        for i in indices:
+            record = self.backward.record((key, i))
+            record.updated, record.norms = True, found
         return found
 
     def copied(self, key: int, event: torch.cuda.Event | None) -> None:
@@ -313,67 +339,66 @@ class GradientRun:
         """
         if self._are_still_first():
             return self._first_for_autograd()
-        if self._of.several_passes or any(self._is_read(*item) for item in self.routes.items()):
+        if self._of.several_passes or any(self._is_read(*item) for item in self.records.items()):
             self.backward.await_copies(self.backward.copies)
             self._of.streams.synchronize(Stream.D2H)
         found = {}
-        for place, route in self.routes.items():
-            if place in self.backward.updated:
+        for place, record in self.records.items():
+            of_pass = self.backward.record(place)
+            if of_pass.updated:
                 continue
-            if route in _IN_BUCKET:
-                self._take_place(place, route)
+            if record.route in _IN_BUCKET:
+                self._take_place(place, record, of_pass)
                 found[place] = self._as_gradient(place, self.buffer(*place).detach())
-            elif route is GradRoute.SEPARATE:
+            elif record.route is GradRoute.SEPARATE:
                 memory = self.buffer(*place)
-                del self.apart[place]
-                if place not in self.uses.shared:
-                    self.backward.autograd_has[place] = memory
+                del self._separate[place]
+                if record.others is not Others.CODE:
+                    of_pass.memory = memory
                 found[place] = self._as_gradient(place, memory.detach())
         return found
 
     def _are_still_first(self) -> bool:
         """True if no `p.grad` was made meanwhile, as another thread may."""
-        if not self.all_first or self._of.several_passes or self.backward.updated:
+        if not self.all_first or self._of.several_passes:
             return False
-        return self._of.ends(tuple(self.routes)).without_gradients
+        return self._of.ends(tuple(self.records)).without_gradients
 
     def _first_for_autograd(self) -> dict[ParamId, torch.Tensor]:
         """The same where all of them are the first ones, and none is read."""
-        backward, buckets = self.backward, self._of.buckets
-        memory = {place: buckets[place[0]].grads[place[1]] for place in self.routes}
-        backward.autograd_has |= memory
-        backward.taken.update(memory)
-        backward.fresh.update(memory)
-        given = {place: tensor.detach() for place, tensor in memory.items()}
+        buckets, of_pass, found = self._of.buckets, self.backward.records, {}
+        for place in self.records:
+            record = of_pass[place] = GradientRecord()  # no call of Python: there are many
+            record.memory = memory = buckets[place[0]].grads[place[1]]
+            record.in_bucket = record.first = True
+            found[place] = memory.detach()
         if self._of.ranks is None:
-            return given
-        return {place: self._as_gradient(place, tensor) for place, tensor in given.items()}
+            return found
+        return {place: self._as_gradient(place, tensor) for place, tensor in found.items()}
 
     def _as_gradient(self, place: ParamId, memory: torch.Tensor) -> torch.Tensor:
         """The gradient that autograd gets for a parameter: where that is a DTensor, one over this
         memory."""
         return compat.like(self._of.param(place), memory)
 
-    def _is_read(self, place: ParamId, route: GradRoute) -> bool:
+    def _is_read(self, place: ParamId, record: RunRecord) -> bool:
         """True if autograd, or another reader, reads it at once."""
-        if self.watches(place):
+        if self.observed or record.is_seen:
             return True
-        if route is GradRoute.ACCUMULATE_SAME_PASS:
+        if record.route is GradRoute.ACCUMULATE_SAME_PASS:
             # added to what an earlier graph gave, which may be read
+            before = self.backward.records[place]
             added = not is_gone(self._of.param(place).grad)  # by another thread, meanwhile
-            return added or place not in self.backward.taken or place in self.backward.watched
-        return route not in _IN_BUCKET
+            return added or not before.in_bucket or before.watched
+        return record.route not in _IN_BUCKET
 
-    def _take_place(self, place: ParamId, route: GradRoute) -> None:
-        backward, param = self.backward, self._of.param(place)
-        backward.autograd_has[place] = self.buffer(*place)
-        backward.taken.add(place)
-        if self.watches(place):
-            backward.watched.add(place)
+    def _take_place(self, place: ParamId, record: RunRecord, of_pass: GradientRecord) -> None:
+        param = self._of.param(place)
+        of_pass.memory, of_pass.in_bucket = self.buffer(*place), True
+        of_pass.watched = of_pass.watched or self.observed or record.is_seen
         if is_gone(param.grad):
             param.grad = None
-            backward.fresh.add(place)
-        elif route is GradRoute.ACCUMULATE:
+            of_pass.first = True
+        elif record.route is GradRoute.ACCUMULATE:
             assert param.grad is not None
-            backward.replaced[place] = param.grad
-            param.grad = None
+            of_pass.before, param.grad = param.grad, None

@@ -152,13 +152,13 @@ class Gradients:
 
     def is_busy(self, place: ParamId) -> bool:
         """True if a call of `backward()` has given autograd a gradient, and has not ended."""
-        passes = tuple(self._passes.values())  # a thread may begin or end one meanwhile
-        return any(place in backward.autograd_has for backward in passes)
+        # a copy: a thread may begin or end one meanwhile
+        return any([backward.has(place) for backward in tuple(self._passes.values())])
 
     def prepare(
         self,
         wanted: Mapping[int, Sequence[int]],
-        unwanted: Set[ParamId],
+        unwanted: set[ParamId],
         backward: BackwardPass,
         *,
         fresh: bool = False,
@@ -177,7 +177,7 @@ class Gradients:
             bucket = self.buckets[key]
             bucket.pending.wait()
             bucket.pending.withdraw()
-            if any((key, i) not in unwanted for i in params):
+            if not unwanted or not unwanted.issuperset([(key, i) for i in params]):
                 backward.norms.pop(key, None)
             for i in () if fresh else params:
                 _open(bucket.params[i].grad)
@@ -281,13 +281,11 @@ class Gradients:
 
     def _held_by_user(self, key: int, bucket: HostBucket) -> bool:
         """True if a gradient that `zero_grad()` took out of `p.grad` is still held."""
-        return any(
-            is_gone(param.grad)
-            and i in bucket.grads
-            and not self.is_busy((key, i))
-            and not self.is_free((key, i))
-            for i, param in enumerate(bucket.params)
-        )
+        for i, memory in bucket.grads.items():
+            if compat.storage_users(memory) > 1 and is_gone(bucket.params[i].grad):
+                if not self.is_busy((key, i)):
+                    return True
+        return False
 
     def _renew(self, key: int, bucket: HostBucket) -> None:
         """New memory for a bucket's gradients; what is in use moves along."""

@@ -54,7 +54,7 @@ class GuardState(enum.Enum):
 
 
 class Guard:
-    """The guard of one tensor, which has it until the tensor is plain again."""
+    """The guard of tensors, each of which has it until it is plain again."""
 
     __slots__ = ("state",)
 
@@ -162,18 +162,15 @@ def unguarded_class(cls: type) -> type:
     return _PLAIN.get(cls, cls)
 
 
-def guard(tensor: torch.Tensor, by: Guard) -> bool:
-    """Ask `by` before any use of `tensor`; False for a subclass that cannot be guarded."""
-    cls = type(tensor)
-    if cls not in _PLAIN:  # else it has a guard, and gets another one
-        guarded = _CLASSES.get(cls) or _guardable(cls)
-        if guarded is None:
-            return False
-        tensor.guard = by  # type: ignore[attr-defined]
-        tensor.__class__ = guarded
-        return True
-    tensor.guard = by  # type: ignore[attr-defined]
-    return True
+def guard(tensors: Iterable[torch.Tensor], by: Guard) -> None:
+    """Ask `by` before any use of these; a subclass that cannot be guarded stays as it is."""
+    for tensor in tensors:
+        cls = type(tensor)
+        guarded = cls if cls in _PLAIN else _CLASSES.get(cls) or _guardable(cls)
+        if guarded is not None:
+            tensor.guard = by  # type: ignore[attr-defined]
+            if guarded is not cls:
+                tensor.__class__ = guarded
 
 
 def release(tensor: torch.Tensor) -> None:
@@ -183,11 +180,13 @@ def release(tensor: torch.Tensor) -> None:
         del tensor.guard  # type: ignore[attr-defined]
 
 
-def release_from(guarded: Iterable[tuple[torch.Tensor, Guard]]) -> None:
-    """Release those of these tensors that the guards next to them still guard."""
-    for tensor, by in guarded:
-        if isinstance(tensor, _Guarded) and tensor.guard is by:
-            release(tensor)
+def release_from(by: Guard, tensors: Iterable[torch.Tensor]) -> None:
+    """Removes a guard from those of these tensors that it still guards."""
+    for tensor in tensors:
+        plain = _PLAIN.get(type(tensor))
+        if plain is not None and tensor.guard is by:  # type: ignore[attr-defined]
+            tensor.__class__ = plain
+            del tensor.guard  # type: ignore[attr-defined]
 
 
 def opened(tensor: Any) -> Any:

@@ -55,27 +55,19 @@ class Offer(Protocol):
 
 
 class MemoryGuard(Guard):
-    """The guard of a tensor in the memory of a bucket.
+    """The guard of tensors in the memory of a bucket: parameters, states, gradients.
 
     Args:
         state: WATCHED, OFFERED or IN_FLIGHT.
         copy: of the bucket's parameters.
-        index: the parameter's, where the tensor is one.
-        work: on the bucket, and its offer; None where the tensor is only watched.
+        work: on the bucket, and its offer; None where parameters are only watched.
     """
 
-    __slots__ = ("copy", "index", "work")
+    __slots__ = ("copy", "work")
 
-    def __init__(
-        self,
-        state: GuardState,
-        copy: StreamedCopy,
-        index: int | None,
-        work: Pending | None = None,
-    ) -> None:
+    def __init__(self, state: GuardState, copy: StreamedCopy, work: Pending | None = None) -> None:
         super().__init__(state)
         self.copy = copy
-        self.index = index
         self.work = work
 
     def open(self, tensor: torch.Tensor) -> None:
@@ -87,8 +79,7 @@ class MemoryGuard(Guard):
                 self.work.withdraw()
         if guard_of(tensor) is self or state_of(tensor) is not GuardState.IN_FLIGHT:
             release(tensor)  # else another thread has started new work
-        if self.index is not None:
-            self.copy.forget(self.index)
+        self.copy.forget(tensor)
 
     def serve(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Marks a tensor that is overwritten as whole again, where it is torn. The guard stays: a
@@ -100,8 +91,7 @@ class MemoryGuard(Guard):
             return NotImplemented
         for other in args[1:]:
             opened(other)
-        if self.index is not None:
-            self.copy.forget(self.index)
+        self.copy.forget(args[0])
         result = function(*args, **kwargs)
         self.work.overwritten(args[0])
         return result
@@ -132,7 +122,7 @@ class Pending:
         self.gradients_copied: torch.cuda.Event | None = None  # after the last copy to the host
         self._failed = False  # and a user is to be told
         self._updated: list[int] = []  # the parameters that what is in flight is about
-        self._guarded: list[tuple[torch.Tensor, MemoryGuard]] = []  # until it is done
+        self._guarded: list[tuple[MemoryGuard, list[torch.Tensor]]] = []  # until it is done
         self._offer_guarded: list[torch.Tensor] = []  # until the offer is taken
         forks.tell(self)
 
@@ -148,14 +138,10 @@ class Pending:
     def _guard(self, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
         """Makes users of these wait for what is in flight."""
         self._updated += updated
-        by_state = MemoryGuard(GuardState.IN_FLIGHT, self.copy, None, self)  # alike for all states
-        for i in updated:
-            by = MemoryGuard(GuardState.IN_FLIGHT, self.copy, i, self)
-            self._guarded.append((self.params[i], by))
-            guard(self.params[i], by)
-        for state in states:
-            self._guarded.append((state, by_state))
-            guard(state, by_state)
+        by, tensors = MemoryGuard(GuardState.IN_FLIGHT, self.copy, self), list(states)
+        tensors += [self.params[i] for i in updated]
+        self._guarded.append((by, tensors))
+        guard(tensors, by)
 
     def last_write(self, part: Part) -> Handle:
         """The last write that a token of this bucket stands for (`megacompile.ir.tokens`)."""
@@ -181,13 +167,6 @@ class Pending:
             return
         self.in_flight = work
         self._guard(updated, states)
-
-    def start_copies(
-        self, work: InFlight, updated: Sequence[int], states: Sequence[torch.Tensor]
-    ) -> None:
-        """Note copies from the device to this bucket's memory, after what was there before."""
-        self.wait()
-        self.start(work, updated, states)
 
     def before_fork(self) -> None:
         """Waits for what is in flight: it would be half done in the child, for ever."""
@@ -293,8 +272,9 @@ class Pending:
         if self.torn is None:
             self._release(guarded)
 
-    def _release(self, guarded: Sequence[tuple[torch.Tensor, MemoryGuard]]) -> None:
-        release_from(guarded)
+    def _release(self, guarded: Sequence[tuple[MemoryGuard, list[torch.Tensor]]]) -> None:
+        for by, tensors in guarded:
+            release_from(by, tensors)
         self.copy.watch()
 
     # What is offered to the next step.
@@ -304,10 +284,7 @@ class Pending:
         self.withdraw()
         self.offered = what
         self._offer_guarded = [self.params[i] for i in params] + list(states)
-        for i in params:
-            guard(self.params[i], MemoryGuard(GuardState.OFFERED, self.copy, i, self))
-        for state in states:
-            guard(state, MemoryGuard(GuardState.OFFERED, self.copy, None, self))
+        guard(self._offer_guarded, MemoryGuard(GuardState.OFFERED, self.copy, self))
 
     def take_offer(self) -> Offer | None:
         """The offer, for the step that uses it (or `drop`s it)."""
@@ -381,6 +358,8 @@ class StreamedCopy:
     def __init__(self, of: Copied) -> None:
         self._reference = weakref.ref(of)
         self._fresh: dict[int, int] = {}  # parameter -> its version when its copy was made
+        self._indices = {id(param): i for i, param in enumerate(of.params)}
+        self._watched = MemoryGuard(GuardState.WATCHED, self)
         self._changes = 0  # times that one may have changed
         self._marked = False  # is there a copy on the device?
 
@@ -423,7 +402,7 @@ class StreamedCopy:
             if not fresh or (idle and of.aliased(i)):
                 of.streamed[i].copy_(of.values[i])
                 if of.aliased(i):
-                    self.forget(i)  # a write under the other name would go unseen
+                    self.forget(param)  # a write under the other name would go unseen
                 else:
                     self.mark_fresh([i])
         self.watch()
@@ -442,10 +421,12 @@ class StreamedCopy:
             versions = compat.versions([of.params[i] for i in indices])
             self._fresh.update(zip(indices, versions, strict=True))
 
-    def forget(self, index: int) -> None:
-        """The user has a parameter in hands: its copy may be stale."""
-        self._fresh.pop(index, None)
-        self.changed()
+    def forget(self, tensor: torch.Tensor) -> None:
+        """The user has a tensor in hands: if it is a parameter, its copy may be stale."""
+        index = self._indices.get(id(tensor))
+        if index is not None:
+            self._fresh.pop(index, None)
+            self.changed()
 
     def watch(self) -> None:
         """Notice changes that leave no trace in the version: those through `p.data`."""
@@ -455,4 +436,4 @@ class StreamedCopy:
         for i, param in enumerate(of.params):
             copied = self._marked or of.streamed[i] is not of.values[i]
             if copied and guard_of(param) is None:
-                guard(param, MemoryGuard(GuardState.WATCHED, self, i))
+                guard([param], self._watched)

@@ -182,7 +182,8 @@ def write_back(
             here.copy_(there, non_blocking=True)
         if queue is not None and params is not None:
             landing = Landing(host, params, queue.record_event())
-            host.pending.start_copies(landing, list(buffers), visible)
+            host.pending.wait()  # for what was in flight before
+            host.pending.start(landing, list(buffers), visible)
     except BaseException:  # Ctrl-C: the copies that are under way are not recorded
         if queue is not None:
             queue.synchronize()

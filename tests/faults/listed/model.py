@@ -73,8 +73,8 @@ MODEL = (
     Fault(
         "updates-several",
         "runtime/model/call.py",
-        "        if uses.several:\n            raise",
-        "        if uses.several and uses.shared:\n            raise",
+        "        if by_graphs := run.used_by(Others.GRAPHS):",
+        "        if (by_graphs := run.used_by(Others.GRAPHS)) and by_code:",
         "A parameter that two graphs use is updated in the backward with half of its gradient.",
     ),
     Fault(

@@ -113,7 +113,7 @@ OPS = (
     Fault(
         "offload-dropped",
         "runtime/ops/gradients.py",
-        "                if not run.drops(key, i):\n                    run.buffer(key, i)",
+        "                if i not in dropped:\n                    run.buffer(key, i)",
         "                if True:\n                    run.buffer(key, i)",
         "A gradient that nobody wants is written to the bucket.",
     ),

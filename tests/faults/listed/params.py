@@ -15,8 +15,8 @@ FAULTS = (
     Fault(
         "gave-up-gradient",
         "runtime/params/backward_pass.py",
-        "            if param.grad is None:\n                param.grad = before\n",
-        "            assert param is not None\n            del before\n",
+        "                param.grad = record.before\n",
+        "                assert param is not None\n",
         "After a backward that failed, p.grad is gone.",
     ),
     Fault(
@@ -64,21 +64,21 @@ FAULTS = (
     Fault(
         "run-busy",
         "runtime/params/gradient_run.py",
-        "if self._of.is_busy(place):",
-        "if self._of.is_busy(place) and place in self.uses.shared:",
+        "or autograd_has or self._of.is_busy(place):",
+        "or autograd_has or (by_code and self._of.is_busy(place)):",
         "Two threads' backwards write to one gradient buffer.",
     ),
     Fault(
         "run-sums-turned",
         "runtime/params/gradient_run.py",
-        "        if defers:\n            made, left = left, made",
-        "        if not defers:\n            made, left = left, made",
+        ".summed = not defers",
+        ".summed = defers",
         "Gradients that replicas have summed count as unsummed, and the others as summed.",
     ),
     Fault(
         "run-apart-kept",
         "runtime/params/gradient_run.py",
-        "                del self.apart[place]\n",
+        "                del self._separate[place]\n",
         "",
         "A gradient for a parameter is handed to autograd once more, as that of a proxy.",
     ),
@@ -119,14 +119,14 @@ FAULTS = (
     ),
     Fault(
         "span-short",
-        "runtime/params/inputs.py",
+        "runtime/params/shared_memory.py",
         "return start, start + (last + 1) * tensor.itemsize",
         "return start, start + last * tensor.itemsize",
         "Strided inputs that share their last element are taken for separate ones.",
     ),
     Fault(
         "spans-nested",
-        "runtime/params/inputs.py",
+        "runtime/params/shared_memory.py",
         "stop = max(stop, span.stop)",
         "stop = span.stop",
         "An input that lies within another one hides what overlaps behind it.",
@@ -182,7 +182,7 @@ FAULTS = (
     ),
     Fault(
         "states-move-shown",
-        "runtime/params/state_moves.py",
+        "runtime/params/optimizer_states.py",
         "_show(owner.state.get(old.params[i], {}), name, state, there[i], new)",
         "assert name in old.states.of(owner)",
         "After a move, optimizer.state shows memory that no update writes to.",

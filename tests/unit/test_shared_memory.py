@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megacompile.runtime.params.inputs import moved, moved_together, overlaps
+from megacompile.runtime.params.shared_memory import moved, moved_together, overlaps
 
 
 def text(seed: int = 0) -> Tensor:
