@@ -42,13 +42,6 @@ from megacompile.packed import is_wrapper, leaves, members, on_device, taken_apa
 from megacompile.passes.stages.units import find_units
 from megacompile.plan.alternatives import Planned
 from megacompile.plan.compiler import PassCompiler
-from megacompile.plan.equal_layers import (
-    NotEqualError,
-    as_regions,
-    equal_layers,
-    inlined,
-    stand_ins,
-)
 from megacompile.plan.settled import SettledPlans
 from megacompile.text import printable
 
@@ -183,9 +176,9 @@ class _Capturing:
         breaks = compat.uncaptured()
         given = compat.tree_map(self._fake_input, (tuple(args), dict(kwargs)))
         with self._swapped_in():
-            groups = equal_layers(self.model) if compat.REUSES_REGIONS else []
-            if not groups or not self._call_in_regions(given, groups):
-                self._call(given, self._backend)
+            call = compat.frame_of(self.model, f"abstract_{type(self.model).__name__}")
+            with old_objects_left_out(), compat.without_collecting():
+                torch.compile(call, backend=self._backend)(*given[0], **given[1])
         if not self.captures:
             why = ""
             if compat.uncaptured() > breaks and (found := next(iter(compat.graph_breaks()), None)):
@@ -196,33 +189,6 @@ class _Capturing:
             )
         partition = self.plans.compiler.partition
         return [AbstractProgram(each, partition(each), self.plans) for each in self.captures]
-
-    def _call(self, given: tuple[Any, Any], backend: Callable[..., Any]) -> None:
-        call = compat.frame_of(self.model, f"abstract_{type(self.model).__name__}")
-        with old_objects_left_out(), compat.without_collecting():
-            torch.compile(call, backend=backend)(*given[0], **given[1])
-
-    def _call_in_regions(self, given: tuple[Any, Any], groups: Sequence[Any]) -> bool:
-        """Capture with one of equal layers traced; False where that is not what comes out."""
-
-        def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-            del examples
-
-            def run(*args: Any) -> Any:
-                if self.captures:
-                    raise NotEqualError("it was captured in several graphs")
-                self.captures.append(self._captured(inlined(module, args, groups), args))
-                with self.fakes:
-                    return stand_ins(module)
-
-            return run
-
-        try:
-            with as_regions(groups), compat.sources_renamed_once():
-                self._call(given, backend)
-        except Exception:  # what is wrong with the model itself, the plain capture says
-            self.captures.clear()
-        return bool(self.captures)
 
     def _backend(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         del examples

@@ -1,19 +1,15 @@
-"""Schedules of models that are only shapes are those of the model in memory; where Dynamo traces
-one of equal layers, the graph is that of a capture which traces all of them."""
+"""Schedules of models that are only shapes are those of the model in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.comptime import comptime
 
 from megacompile import ModelError, OptionError, megacompile, schedules
 from megacompile.ir import ops
-from megacompile.ir.capture import Capture, ParamInput
 from megacompile.ir.schedule import Schedule
 from tests import inside
 
@@ -102,125 +98,3 @@ def test_bad_input_is_refused() -> None:
             inside.abstract(given, (torch.ones(2),))  # type: ignore[arg-type]
     with pytest.raises(OptionError):
         inside.abstract(Mixed(), (IDS, IDS), lookahead=0)
-
-
-# One of equal layers.
-
-
-class Layer(nn.Module):
-    traced: list[int] = []  # how often Dynamo has traced one
-
-    def __init__(self, place: int, width: int = 8) -> None:
-        super().__init__()
-        self.place = place
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor, scale: Tensor, **options: Any) -> Any:
-        comptime(lambda context: Layer.traced.append(1))
-        hidden = self.up(self.norm(x)) * scale
-        if options.get("shift") is not None:
-            hidden = hidden + options["shift"][0] * options["shift"][1]
-        return x + self.down(hidden.relu())
-
-
-class Placed(Layer):
-    """Reads its place."""
-
-    def forward(self, x: Tensor, scale: Tensor, **options: Any) -> Any:
-        made = super().forward(x, scale, **options)
-        return made.tanh() if self.place == 2 else made * self.place
-
-
-class Moded(Layer):
-    """Asks for the grad mode."""
-
-    def forward(self, x: Tensor, scale: Tensor, **options: Any) -> Any:
-        return super().forward(x, scale, **options) if torch.is_grad_enabled() else x.sin()
-
-
-class Net(nn.Module):
-    def __init__(self, layer: type[Layer], call: Callable[..., Any]) -> None:
-        super().__init__()
-        self.layers, self.head = nn.ModuleList(map(layer, range(4))), nn.Linear(8, 3)
-        self.call = call
-
-    def forward(self, x: Tensor) -> Tensor:
-        for k, layer in enumerate(self.layers):
-            x = self.call(layer, k, x)
-        result: Tensor = self.head(x).sum()
-        return result
-
-
-def plain(layer: nn.Module, k: int, x: Tensor) -> Any:
-    return layer(x, x * 2, shift=(x, None if k < 0 else x.exp()))
-
-
-def frozen(layer: nn.Module, k: int, x: Tensor) -> Any:
-    with torch.set_grad_enabled(k != 1):
-        return layer(x, x + k)
-
-
-def as_it_is(x: Tensor, scale: Tensor, **options: Any) -> Tensor:
-    return x
-
-
-def doubled(module: Any, args: Any, result: Tensor) -> Tensor:
-    return result * 2
-
-
-Call = Callable[..., Any]
-Change = Callable[[Any], Any]
-MODELS: dict[str, tuple[type[Layer], Call, Change | None]] = {
-    "equal": (Layer, plain, None),
-    "one reads its place": (Placed, plain, None),
-    "a tensor twice": (Layer, lambda layer, k, x: layer(x, x if k < 2 else x * 2), None),
-    "grad mode": (Moded, frozen, None),
-    "a call twice": (Layer, lambda layer, k, x: layer(layer(x, x), x), None),
-    # Here none is taken for equal.
-    "a hook": (Layer, plain, lambda m: m[2].down.register_forward_hook(doubled)),
-    "tied": (Layer, plain, lambda m: setattr(m[3].down, "weight", m[2].down.weight)),
-    "frozen": (Layer, plain, lambda m: m[1].up.weight.requires_grad_(False)),
-    "another forward": (Layer, plain, lambda m: setattr(m[1], "forward", as_it_is)),
-    "another eps": (Layer, plain, lambda m: setattr(m[3].norm, "eps", 1e-3)),
-}
-
-
-def listed(made: Capture) -> list[str]:
-    """The nodes but for the inputs; those by what they are: their order and names differ."""
-    graph = made.module.graph
-    places: dict[Any, str] = {}
-    for node, item in zip(graph.find_nodes(op="placeholder"), made.inputs, strict=True):
-        places[node] = str(item)
-        if isinstance(item, ParamInput):
-            places[node] = item.bucket.params[item.param].name
-    lines = []
-    for node in graph.nodes:
-        if node.op != "placeholder":
-            args = torch.fx.map_arg((node.args, node.kwargs), places.__getitem__)
-            lines.append(f"{node.op} {node.target} {args}")
-            places[node] = f"%{len(lines)}"
-    return lines
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_graph_is_that_of_a_plain_capture(name: str) -> None:
-    """Where every layer has a number of its own, none is taken for equal."""
-    layer, call, change = MODELS[name]
-    found, traced = [], []
-    for equal in (True, False):
-        torch.compiler.reset()
-        Layer.traced.clear()
-        model: Any = Net(layer, call)
-        for k, each in enumerate(model.layers):
-            each.number = 0.5 if equal else k + 0.5
-        if change is not None:
-            change(model.layers)
-        (program,) = inside.abstract(model, (torch.ones(2, 4, 8, device="meta"),))
-        found.append(listed(program.capture))
-        traced.append(len(Layer.traced))
-    assert found[0] == found[1]
-    if name == "equal":
-        assert traced[0] < traced[1]
-    elif change is not None:
-        assert traced[0] == traced[1]
