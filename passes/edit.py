@@ -1,17 +1,102 @@
-"""Small edits of a schedule's graphs that several passes make."""
+"""Edits of graphs that several passes make: of captured and traced graphs, then of schedules'."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
+import sympy
+import torch
 from torch import fx
 
 from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import Stage
+from megacompile.ir.symbols import Number
+
+SYMBOLIC = "megacompile.symbolic"  # in a traced node's meta: its value with symbols
+
+
+def value_of(node: fx.Node) -> Any:
+    """The value of a traced node, with symbols where it has any."""
+    return node.meta.get(SYMBOLIC, node.meta.get("val"))
+
+
+class NotComputedError(Exception):
+    """A traced node does not compute anything of the values that it is given."""
+
+
+def computed(node: fx.Node) -> Any:
+    """The value of a traced node, computed again of the values of its arguments, which are fake.
+
+    Raises:
+        NotComputedError: an argument has no value, or the operator refuses it.
+    """
+    assert callable(node.target)
+    try:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with torch.no_grad():
+            return node.target(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError, LookupError) as error:
+        raise NotComputedError(str(node)) from error
+
+
+def put(node: fx.Node, value: Any) -> None:
+    """Use `value`, another node or a constant, in the place of a node."""
+    for user in list(node.users):
+        user.args = fx.map_arg(user.args, lambda n: value if n is node else n)
+        user.kwargs = fx.map_arg(user.kwargs, lambda n: value if n is node else n)
+
+
+def written(graph: fx.Graph, value: Any, symbols: Mapping[sympy.Symbol, fx.Node]) -> Any:
+    """A value as it is written where the graph inserts now: what changes from call to call is
+    computed of the numbers among the graph's inputs."""
+    if isinstance(value, Number):
+        return compat.reified(graph, value.expression, symbols)
+    if isinstance(value, slice):
+        parts = (value.start, value.stop, value.step)
+        return slice(*(written(graph, part, symbols) for part in parts))
+    if isinstance(value, (tuple, list)):
+        return tuple(written(graph, item, symbols) for item in value)
+    return value
+
+
+def needed_for(outputs: Iterable[Any]) -> set[fx.Node]:
+    """The nodes that `outputs` are computed from, themselves included."""
+    needed: set[fx.Node] = set()
+    stack = [n for n in outputs if isinstance(n, fx.Node)]
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    return needed
+
+
+def extracted(
+    graph: fx.Graph, outputs: Sequence[Any], placeholders: Iterable[fx.Node] | None = None
+) -> fx.Graph:
+    """The part of a graph that computes `outputs`.
+
+    Args:
+        placeholders: that it has, needed or not; default: all of them.
+    """
+    part = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    needed = needed_for(outputs)
+    needed.update(graph.find_nodes(op="placeholder") if placeholders is None else placeholders)
+    for node in graph.nodes:
+        if node in needed:
+            env[node] = part.node_copy(node, env.__getitem__)
+    part.output(tuple(env[n] if isinstance(n, fx.Node) else n for n in outputs))
+    return part
+
+
+# Schedules.
 
 
 def add_item(graph: fx.Graph, call: fx.Node, index: int, name: str) -> fx.Node:
@@ -83,3 +168,13 @@ def set_saved_values(schedule: Schedule, names: Sequence[str]) -> Schedule:
     outputs, _ = ops.returned(schedule.forward)
     set_args(output, ((outputs, tuple(by_name[name] for name in names)),))
     return replace(schedule, saved_values=tuple(names))
+
+
+def with_stages(schedule: Schedule, stages: tuple[Stage, ...]) -> Schedule:
+    """The schedule with other stage objects, in its graphs too."""
+    new = replace(schedule.copy(), stages=stages)
+    for graph in new.graphs.values():
+        for node in graph.nodes:
+            if node.args and isinstance(node.args[0], Stage):
+                set_args(node, (stages[node.args[0].index], *node.args[1:]))
+    return new

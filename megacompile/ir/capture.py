@@ -13,7 +13,7 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.constants import constant_key
+from megacompile.ir.keys import constant_key
 from megacompile.ir.symbols import Number, planned_of
 from megacompile.ir.tensors import TensorMeta
 

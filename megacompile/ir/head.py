@@ -18,11 +18,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from megacompile import compat
+from megacompile.ir import ops
 
 OPERATOR = "megacompile::linear_cross_entropy"
 
@@ -202,3 +203,23 @@ class _Loss(torch.autograd.Function):
             for gradient, dtype, wanted in zip(found, ctx.dtypes, ctx.wanted, strict=True)
         ]
         return (*gradients, *(None for _ in range(7)))
+
+
+def narrow_heads(graph: fx.Graph) -> None:
+    """Restrict each head in an ATen graph to the gradients that the graph uses, in place.
+
+        before: (loss, dx, dw, db) = linear_cross_entropy(..., True, True, True); return loss
+        after:  (loss, -, -, -) = linear_cross_entropy(..., False, False, False); return loss
+
+    A forward and its backward are traced together, so the operator computes gradients wherever it
+    stands. A forward that saves nothing has no use for them.
+    """
+    head = torch.ops.megacompile.linear_cross_entropy.default
+    for node in graph.find_nodes(op="call_function", target=head):
+        used = {index for index, item in ops.items(node) if item.users}
+        flags = node.args[-GRADIENTS:]
+        now = tuple(flag and 1 + i in used for i, flag in enumerate(flags))
+        node.args = (*node.args[:-GRADIENTS], *now)
+        total, *gradients = node.meta["val"]
+        of_each = zip(gradients, now, strict=True)
+        node.meta["val"] = (total, *(g if wanted else g.new_empty(0) for g, wanted in of_each))

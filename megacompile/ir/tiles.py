@@ -118,7 +118,7 @@ class Piece:
         return f"piece_{self.index}" if self.is_whole else f"tiles_{self.index}"
 
     def __call__(self, *_: Tensor) -> tuple[Tensor, ...]:
-        """A name in a graph; `megacompile.passes.stages.lower_pieces` has what runs."""
+        """A name in a graph; `megacompile.passes.stages.lower` has what runs."""
         raise NotImplementedError(f"{self.__name__} has no code of its own")
 
 

@@ -24,7 +24,7 @@ from megacompile.ir.schedule import Placement, Schedule
 from megacompile.ir.symbols import Values
 from megacompile.options import Lowering, Options
 from megacompile.passes.schedule.update_graph import rest_of
-from megacompile.passes.stages.resize import resize
+from megacompile.passes.stages.numbers import resize
 from megacompile.passes.stages.templates import TemplateCache
 from megacompile.plan.budget import Budget
 from megacompile.plan.chooser import Chooser

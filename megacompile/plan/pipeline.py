@@ -22,14 +22,11 @@ from megacompile.ir.capture import Capture, Variant
 from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.stages import Code, Template
 from megacompile.options import Head, Lowering
+from megacompile.passes.capture.calls import fold_vmaps, take_grouped_products, take_numbers
 from megacompile.passes.capture.causal import use_causal_attention
 from megacompile.passes.capture.chunk import STOOD_BACK, chunk_head
-from megacompile.passes.capture.experts import take_grouped_products
+from megacompile.passes.capture.inputs import rebase_overlaps, unpack
 from megacompile.passes.capture.losses import widen_losses
-from megacompile.passes.capture.numbers import take_numbers
-from megacompile.passes.capture.rebase import rebase_overlaps
-from megacompile.passes.capture.unpack import unpack
-from megacompile.passes.capture.vmaps import fold_vmaps
 from megacompile.passes.schedule.all_gather import insert_all_gather
 from megacompile.passes.schedule.all_reduce import insert_all_reduce
 from megacompile.passes.schedule.bundle import bundles_of
@@ -55,9 +52,9 @@ from megacompile.passes.schedule.update_graph import insert_update_graph
 from megacompile.passes.schedule.update_in_backward import insert_updates
 from megacompile.passes.stages.lower import CodeToCome, lower
 from megacompile.passes.stages.partition import partition
-from megacompile.passes.stages.strides import settle_strides
 from megacompile.passes.stages.templates import TemplateCache, trace_templates
 from megacompile.passes.stages.writes import find_writes, has_own_backwards
+from megacompile.passes.stages.zeros import settle_strides
 from megacompile.plan.choice import Choice
 from megacompile.plan.history import CapturePass, SchedulePass, run, run_on_capture, timed
 from megacompile.plan.setting import Setting

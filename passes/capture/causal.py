@@ -51,7 +51,7 @@ from megacompile.passes.capture.attention import (
     mask_of,
     set_mask,
 )
-from megacompile.passes.capture.inline import inline_checkpoints
+from megacompile.passes.capture.calls import inline_checkpoints
 from megacompile.passes.capture.propagate import Values, propagate
 from megacompile.text import format_bytes
 

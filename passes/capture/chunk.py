@@ -33,8 +33,8 @@ from megacompile.ir.head import ALIGNED_ROWS, equal_chunks
 from megacompile.ir.symbols import Number
 from megacompile.ir.tensors import TensorMeta
 from megacompile.options import Head, Lowering
+from megacompile.passes.capture.calls import inline_checkpoints
 from megacompile.passes.capture.chunk_rewrite import RESHAPES, FoundHead, rewrite_head
-from megacompile.passes.capture.inline import inline_checkpoints
 from megacompile.passes.capture.propagate import Values, propagate
 from megacompile.text import format_bytes
 

@@ -13,12 +13,12 @@ import sympy
 import torch
 from torch import fx
 
-from megacompile import compat
 from megacompile.ir.capture import Capture, NumberInput
 from megacompile.ir.head import linear_cross_entropy
 from megacompile.ir.symbols import Number
 from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.capture.propagate import Values
+from megacompile.passes.edit import put, written
 from megacompile.text import format_bytes
 
 _COPIES = {"contiguous", "clone", torch.clone}
@@ -124,8 +124,9 @@ class _Rewriter:
             for user in list(node.users):
                 if user not in found.chain and user is not found.loss:
                     with self.graph.inserting_before(user):
-                        number = self._written(self.values.of[user])
-                    _replace_by_number(user, number)
+                        number = written(self.graph, self.values.of[user], self.symbols)
+                    put(user, number)
+                    self.graph.erase_node(user)
 
     def _hidden(self) -> fx.Node:
         """The linear layer's input, after the slices and reshapes of the logits."""
@@ -133,10 +134,11 @@ class _Rewriter:
         width = self._meta(hidden).shape[-1]
         for node in self.found.chain:
             if node.target is operator.getitem:
-                index = self._written(fx.map_arg(node.args[1], self.values.of.__getitem__))
+                index = fx.map_arg(node.args[1], self.values.of.__getitem__)
+                index = written(self.graph, index, self.symbols)
                 made = self.graph.call_function(operator.getitem, (hidden, index))
             elif node.target in RESHAPES - _COPIES:
-                shape = (*self._written(self._leading(node)), width)
+                shape = (*written(self.graph, self._leading(node), self.symbols), width)
                 made = self.graph.call_method("reshape", (hidden, shape))
             else:
                 continue
@@ -156,25 +158,8 @@ class _Rewriter:
         pairs = zip(meta.symbolic.shape[:-1], meta.shape[:-1], strict=True)
         return tuple(Number(e, n) if isinstance(e, sympy.Basic) else n for e, n in pairs)
 
-    def _written(self, value: Any) -> Any:
-        """A value as it is written at the graph's insertion point: what changes is computed."""
-        if isinstance(value, Number):
-            return compat.reified(self.graph, value.expression, self.symbols)
-        if isinstance(value, slice):
-            return slice(*map(self._written, (value.start, value.stop, value.step)))
-        if isinstance(value, (tuple, list)):
-            return tuple(map(self._written, value))
-        return value
-
     def _like_linear(self, node: fx.Node) -> fx.Node:
         """A new node in the modules of the linear layer."""
         meta = self.found.linear.meta
         node.meta = {k: v for k, v in meta.items() if k in ("nn_module_stack", "stack_trace")}
         return node
-
-
-def _replace_by_number(node: fx.Node, value: Any) -> None:
-    for user in list(node.users):
-        user.args = fx.map_arg(user.args, lambda n: value if n is node else n)
-        user.kwargs = fx.map_arg(user.kwargs, lambda n: value if n is node else n)
-    node.graph.erase_node(node)

@@ -16,7 +16,7 @@ from torch import fx
 
 from megacompile.ir.capture import Capture
 from megacompile.ir.tensors import TensorMeta
-from megacompile.passes.capture.inline import inline_checkpoints
+from megacompile.passes.capture.calls import inline_checkpoints
 from megacompile.passes.capture.propagate import Values, propagate
 
 # Functions of torch.nn.functional, what those call, and methods, by name.

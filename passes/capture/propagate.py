@@ -1,18 +1,34 @@
-"""Finds the value of every node of a captured graph: its meta, what shares its memory, what changes
-it.
+"""Find the value of every node of a captured graph: its meta, its memory, what changes it.
 
 The captured graph runs once on fake tensors under functionalization, so nothing is computed and
-nothing of the user's is changed. What equal layers do is run once, and recalled for the others
-(`megacompile.passes.capture.recall`).
+nothing of the user's is changed. What equal layers do is run once, and recalled for the others: an
+operation that was run for the same metas, constants and grad mode returns the same metas again. Its
+result is known, and is not made until the tensor itself is needed.
+
+    before: y = linear(x, w0), z = linear(y, w1)        after: y is run, z is recalled
+
+An operation is run wherever that may not be so: where it changes anything in place or takes what
+was changed, where its result is a number that data decide, where it takes anything but tensors,
+numbers and plain constants, and inside of transforms. Numbers are known by their expressions: an
+operation on the same ones asks the same of the symbols, so its conditions are there already.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
 from megacompile import compat
 from megacompile.errors import UnsupportedGraphError
-from megacompile.ir.capture import Capture
-from megacompile.passes.capture.interpret import Interpreter, Values
-from megacompile.passes.capture.recall import Recalling
+from megacompile.ir.capture import Ambient, Capture, ParamInput
+from megacompile.ir.keys import PLAIN, constant_key, function_key
+from megacompile.ir.tensors import TensorMeta
+from megacompile.packed import is_wrapper
+from megacompile.passes.capture.interpret import Interpreter, Values, tensors_in
 
 __all__ = ["Values", "propagate"]
 
@@ -50,3 +66,355 @@ def _run(interpreter: Interpreter) -> Values:
             wrapped = [compat.to_functional(value) for value in inputs]
             interpreter.run(*wrapped, enable_io_processing=False)
     return values
+
+
+_NUMBERS = frozenset({torch.SymInt, torch.SymFloat})
+# What looks at a tensor and not at its data, of all that returns no tensor.
+_LOOKS = frozenset({"size", "dim", "stride", "numel", "is_contiguous", "element_size"})
+_ATTRIBUTES = frozenset({"shape", "dtype", "device", "ndim"})
+
+
+class NotRecallableError(Exception):
+    """Raised where what is recalled does not hold in this graph."""
+
+
+class _MustRun(Exception):
+    """An operation is to be run."""
+
+
+@dataclass(slots=True, eq=False)
+class _Later:
+    """A tensor that is known, and made where it is needed."""
+
+    meta: TensorMeta
+    storage: int
+    make: Callable[[], torch.Tensor]
+    made: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Same:
+    """The result is the very tensor that was taken, by its place among those."""
+
+    taken: int
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """The result shares memory with a tensor that was taken, by its place among those."""
+
+    taken: int
+    meta: TensorMeta
+    path: tuple[int, ...]  # to the tensor in what the operation returns
+
+
+@dataclass(frozen=True, slots=True)
+class _Fresh:
+    """The result is in memory of its own."""
+
+    meta: TensorMeta
+
+
+@dataclass(frozen=True, slots=True)
+class _Constant:
+    value: Any
+
+
+@dataclass(slots=True)
+class _Operation:
+    """The arguments of an operation."""
+
+    key: Hashable = None  # None: it is to be run
+    taken: list[Any] = field(default_factory=list)  # tensors, made or not, each once
+    metas: list[TensorMeta] = field(default_factory=list)
+    storages: list[int] = field(default_factory=list)
+
+
+class Recalling(Interpreter):
+    """Recalls what equal layers do; `run` raises whatever an operation does that needs data."""
+
+    def __init__(self, capture: Capture, values: Values) -> None:
+        super().__init__(capture, values)
+        self._known: dict[Hashable, tuple[Any, Any]] = {}  # outcome, description
+        self._names: dict[int, int] = {}  # real storage -> what it was called before it was made
+        self._fresh = 0  # names that were given
+        self._seen: set[int] = set()  # storages of what was run
+        self._changed: set[int] = set()  # storages that something has written to
+        self._viewed: set[int] = set()  # storages with views that may not be made yet
+        self._epoch = 0  # counts what may have changed the state of the thread
+        self._mode: Hashable = None
+        self._set_mode()
+
+    def fake_input(self, item: Any) -> Any:
+        """Parameters are made for those layers that are run."""
+        if not isinstance(item, ParamInput):
+            return super().fake_input(item)
+        meta = self.meta_of(item)
+        self._fresh += 1
+        return _Later(meta, -self._fresh, meta.empty)
+
+    def value_of(self, node: fx.Node) -> Any:
+        return _each(self.env[node], self._made)
+
+    def storage_of(self, tensor: torch.Tensor) -> int:
+        key = super().storage_of(tensor)
+        return self._names.get(key, key)
+
+    def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
+        return fx.map_arg(args, self.value_of)
+
+    def run_node(self, n: fx.Node) -> Any:
+        call = self._call(n)
+        if call.key in self._known:
+            return self._recalled(n, call)
+        value = super().run_node(n)
+        if isinstance(value, _Later):  # a parameter
+            self.values.of[n] = value.meta
+            self.values.storages[n] = frozenset((value.storage,))
+        self._note_changes(n, value)
+        if call.key is not None and self._holds(n, call):
+            outcome = self._outcome(n, value, call, ())
+            if outcome is not None:
+                self._known[call.key] = outcome, self.values.of[n]
+        self._seen |= self.values.storages[n]
+        return value
+
+    def _call(self, n: fx.Node) -> _Operation:
+        """The arguments of a node, and a key that is equal where the same is done."""
+        call = _Operation()
+        if n.op not in ("call_function", "call_method") or self._mode is None:
+            return call
+        try:
+            given = self._key_of((n.args, n.kwargs), call)
+        except _MustRun:
+            return _Operation()
+        if call.taken:
+            places = {storage: k for k, storage in reversed([*enumerate(call.storages)])}
+            shared = tuple(places[storage] for storage in call.storages)
+            what = n.op, function_key(n.target), given
+            call.key = (*what, tuple(call.metas), shared, self._mode, self._epoch)
+        return call
+
+    def _key_of(self, value: Any, call: _Operation) -> Hashable:
+        if isinstance(value, fx.Node):
+            value = self.env[value]
+        kind = type(value)
+        if kind in PLAIN:
+            return kind, value
+        if kind in _NUMBERS:
+            return kind, compat.expression_of(value)[1]
+        if kind is _Later or isinstance(value, torch.Tensor):
+            return "tensor", self._place(value, call)
+        if isinstance(value, (tuple, list)):
+            return kind, tuple(self._key_of(item, call) for item in value)
+        if kind is slice:
+            parts = (value.start, value.stop, value.step)
+            return kind, tuple(self._key_of(part, call) for part in parts)
+        if isinstance(value, dict):
+            return dict, tuple((name, self._key_of(item, call)) for name, item in value.items())
+        try:
+            return constant_key(value)
+        except TypeError:
+            raise _MustRun from None
+
+    def _place(self, value: Any, call: _Operation) -> int:
+        """The place of a tensor among those that are taken."""
+        value = value.made if isinstance(value, _Later) and value.made is not None else value
+        for k, other in enumerate(call.taken):
+            if other is value:
+                return k
+        if isinstance(value, _Later):
+            meta, storage = value.meta, value.storage
+        else:
+            if not _is_plain(value):
+                raise _MustRun
+            meta, storage = TensorMeta.of(value), self.storage_of(value)
+            if meta.requires_grad != value.requires_grad:
+                raise _MustRun  # cut off: more is known of it than its meta
+        if storage in self._changed:
+            raise _MustRun
+        call.taken.append(value)
+        call.metas.append(meta)
+        call.storages.append(storage)
+        return len(call.taken) - 1
+
+    def _note_changes(self, n: fx.Node, value: Any) -> None:
+        """After a node that was run: what it may have changed."""
+        changed = self.values.mutates[n]
+        if changed & self._viewed:
+            raise NotRecallableError(f"{n} changes what a view of it is recalled of")
+        self._changed |= changed
+        if n.op.startswith("call_") and not self._takes_tensors(n):
+            known = n.target in (compat.SET_GRAD_ENABLED, compat.EXIT_AUTOCAST)
+            known |= getattr(n.target, "__name__", "") == "_enter_autocast"
+            if not known and (value is None or not _is_data(value)):
+                self._epoch += 1
+            self._set_mode()
+
+    def _takes_tensors(self, n: fx.Node) -> bool:
+        return any(tensors_in(self.value_of(source)) for source in n.all_input_nodes)
+
+    def _set_mode(self) -> None:
+        self._mode = None if compat.in_transform() else Ambient.current(self.capture.device)
+
+    def _holds(self, n: fx.Node, call: _Operation) -> bool:
+        """True if the arguments are as they were before."""
+        made = [value.made if isinstance(value, _Later) else value for value in call.taken]
+        return not self.values.mutates[n] and all(
+            tensor is not None and TensorMeta.of(tensor) == meta
+            for tensor, meta in zip(made, call.metas, strict=True)
+        )
+
+    def _outcome(self, n: fx.Node, value: Any, call: _Operation, path: tuple[int, ...]) -> Any:
+        """The result of an operation, for others of the same key; None where it must be run
+        again."""
+        if isinstance(value, torch.Tensor):
+            return self._outcome_of(n, value, call, path)
+        if type(value) in (tuple, list):
+            items = [self._outcome(n, item, call, (*path, k)) for k, item in enumerate(value)]
+            fresh = [tensor for item in value for tensor in tensors_in(item)]
+            own = {self.storage_of(tensor) for tensor in fresh} - set(call.storages)
+            if None in items or len(own) != sum(isinstance(item, _Fresh) for item in items):
+                return None  # or results share memory of their own
+            return type(value)(items)
+        looks = _looks(n) or (value is None and path != ())
+        return _Constant(value) if looks and _is_data(value) else None
+
+    def _outcome_of(
+        self, n: fx.Node, value: torch.Tensor, call: _Operation, path: tuple[int, ...]
+    ) -> Any:
+        meta = TensorMeta.of(value)
+        if not _is_plain(value) or meta.requires_grad != value.requires_grad:
+            return None
+        for k, taken in enumerate(call.taken):
+            if value is (taken.made if isinstance(taken, _Later) else taken):
+                return _Same(k) if not path else None
+        storage = self.storage_of(value)
+        if storage in call.storages:
+            return _View(call.storages.index(storage), meta, path)
+        return None if storage in self._seen else _Fresh(meta)
+
+    def _recalled(self, n: fx.Node, call: _Operation) -> Any:
+        """The result of a node that is not run."""
+        outcome, self.values.of[n] = self._known[call.key]
+        again = _Once(self, n, torch.is_grad_enabled())
+        storages: set[int] = set()
+        value = self._result(outcome, call, again, storages)
+        if isinstance(outcome, _Same):
+            for source in n.all_input_nodes:
+                if _identity(self.env[source]) is call.taken[outcome.taken]:
+                    self.values.same_as[n] = source
+        self.values.storages[n] = frozenset(storages)
+        self.values.mutates[n] = frozenset()
+        return value
+
+    def _result(self, outcome: Any, call: _Operation, again: _Once, storages: set[int]) -> Any:
+        if isinstance(outcome, _Constant):
+            return outcome.value
+        if isinstance(outcome, _Same):
+            storages.add(call.storages[outcome.taken])
+            return call.taken[outcome.taken]
+        if isinstance(outcome, _View):
+            storage = call.storages[outcome.taken]
+            storages.add(storage)
+            self._viewed.add(storage)
+            return _Later(outcome.meta, storage, lambda: again.at(outcome.path))
+        if isinstance(outcome, _Fresh):
+            self._fresh += 1
+            storages.add(-self._fresh)
+            return _Later(outcome.meta, -self._fresh, lambda: _new(outcome.meta))
+        return type(outcome)(self._result(item, call, again, storages) for item in outcome)
+
+    def _made(self, value: Any) -> Any:
+        if not isinstance(value, _Later):
+            return value
+        if value.made is None:
+            value.made = value.make()
+            if TensorMeta.of(value.made) != value.meta:
+                raise NotRecallableError(f"{TensorMeta.of(value.made)} is not {value.meta}")
+            self._names.setdefault(compat.storage_key(value.made), value.storage)
+        return value.made
+
+
+@dataclass(slots=True)
+class _Once:
+    """Runs a node that was recalled, once, where a view that it returns is needed."""
+
+    interpreter: Recalling
+    node: fx.Node
+    grad_enabled: bool
+    results: list[Any] = field(default_factory=list)
+
+    def at(self, path: Sequence[int]) -> Any:
+        """A part of what it returns."""
+        if not self.results:
+            with torch.set_grad_enabled(self.grad_enabled):
+                self.results.append(fx.Interpreter.run_node(self.interpreter, self.node))
+        value = self.results[0]
+        for k in path:
+            value = value[k]
+        return value
+
+
+def _new(meta: TensorMeta) -> torch.Tensor:
+    """A tensor that was computed: not a leaf, where it requires grad."""
+    with torch.enable_grad():
+        tensor = replace(meta, requires_grad=False).empty()
+        if meta.requires_grad:
+            one = torch.zeros((), dtype=meta.dtype, device=meta.device, requires_grad=True)
+            tensor.add_(one)
+    return tensor
+
+
+def _identity(value: Any) -> Any:
+    return value.made if isinstance(value, _Later) and value.made is not None else value
+
+
+def _each(value: Any, function: Callable[[Any], Any]) -> Any:
+    """A value with `function` of each tensor in it."""
+    if isinstance(value, _Later):
+        return function(value)
+    if type(value) in (tuple, list) and any(True for _ in _unmade(value)):
+        return type(value)(_each(item, function) for item in value)
+    return value
+
+
+def _unmade(value: Any) -> Iterator[_Later]:
+    if isinstance(value, _Later):
+        yield value
+    elif type(value) in (tuple, list):
+        for item in value:
+            yield from _unmade(item)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """True if a tensor is all that its meta says, and no more."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_complex()
+        and not tensor.is_quantized
+        and not is_wrapper(tensor)
+        and not compat.has_known_data(tensor)
+    )
+
+
+def _is_data(value: Any) -> bool:
+    """True if it is made of tensors, numbers and constants alone."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_data, value))
+    return isinstance(value, torch.Tensor) or type(value) in _NUMBERS or _is_constant(value)
+
+
+def _is_constant(value: Any) -> bool:
+    try:
+        constant_key(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _looks(n: fx.Node) -> bool:
+    """True if a node looks at what a tensor is, and not at its data."""
+    if n.op == "call_method":
+        return n.target in _LOOKS
+    return n.target is getattr and len(n.args) > 1 and n.args[1] in _ATTRIBUTES

@@ -26,7 +26,7 @@ from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, Code, ParamRef, Stage, Template
 from megacompile.ir.values import inputs_behind
-from megacompile.passes.edit import add_item, saved_value, set_saved_values
+from megacompile.passes.edit import add_item, needed_for, saved_value, set_saved_values
 
 
 @dataclass
@@ -123,13 +123,7 @@ def _unread(stage: Stage, results: Sequence[int]) -> set[int]:
         return set()
     graph = template.graphs[Code.FORWARD].graph
     outputs: Any = graph.output_node().args[0]
-    seen: set[fx.Node] = set()
-    todo = [outputs[k] for k in results if isinstance(outputs[k], fx.Node)]
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            todo += node.all_input_nodes
+    seen = needed_for(outputs[k] for k in results)
     placeholders = graph.find_nodes(op="placeholder")
     changed = [i for i in stage.mutated if placeholders[i] not in seen and i not in stage.live]
     refs = [stage.primals[i] for i in changed]

@@ -18,6 +18,7 @@ from megacompile.ir import ops
 from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage, Template
+from megacompile.passes.edit import with_stages
 from megacompile.passes.schedule.bundle import Bundles
 from megacompile.passes.schedule.differentiate import differentiate
 from megacompile.passes.stages.joint import BackwardInputs, runs_by_samples, split
@@ -26,7 +27,6 @@ from megacompile.passes.stages.templates import (
     TemplateCache,
     next_index,
     planned_for,
-    with_stages,
 )
 
 

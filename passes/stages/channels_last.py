@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from megacompile import compat
+from megacompile.passes.edit import NotComputedError, computed
 
 aten = torch.ops.aten
 
@@ -110,12 +111,9 @@ class _Layout:
 
     def _follow(self, new: fx.Node) -> None:
         """Find the value of a node again, whose inputs are laid out otherwise than they were."""
-        args, kwargs = fx.map_arg((new.args, new.kwargs), _value)
-        assert callable(new.target)
         try:
-            with torch.no_grad():
-                new.meta["val"] = new.target(*args, **kwargs)
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            new.meta["val"] = computed(new)
+        except NotComputedError as error:
             raise _StaysAsItIs from error
         self.other.add(new)
 
@@ -155,9 +153,3 @@ class _Layout:
 
 
 _LAST = (0, 2, 3, 1)  # the order of an image's dimensions
-
-
-def _value(node: fx.Node) -> Any:
-    if "val" not in node.meta:
-        raise _StaysAsItIs
-    return node.meta["val"]

@@ -25,8 +25,7 @@ _BACKWARDS: dict[Any, Any] = {}  # custom operator -> ours for its backward
 
 def with_whole_backwards(module: fx.GraphModule) -> fx.GraphModule | None:
     """The module, with backwards of custom operators that are not traced; None if it has none."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
+    graph = compat.copy_graph(module.graph)
     calls = [
         (node, custom)
         for node in graph.nodes

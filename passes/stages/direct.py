@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from megacompile import compat
-from megacompile.passes.stages.numbers import SYMBOLIC
+from megacompile.passes.edit import value_of
 
 _OPERATOR = re.compile(r"torch\.ops((?:\.\w+)+)(?=\()")  # as torch.fx writes a call of one
 _RESHAPES = {"view", "_unsafe_view"}
@@ -86,17 +86,13 @@ def _reshapes(node: fx.Node) -> bool:
 
 def _alike(node: fx.Node, source: fx.Node) -> bool:
     """True if a view has the sizes and strides of what it is of, whatever sizes may come."""
-    view, of = _value(node), _value(source)
+    view, of = value_of(node), value_of(source)
     if not (isinstance(view, torch.Tensor) and isinstance(of, torch.Tensor)):
         return False
     sizes = (*view.shape, *of.shape, *view.stride(), *of.stride())
     if not all(type(size) is int for size in sizes):
         return False
     return view.shape == of.shape and view.stride() == of.stride() and view.dtype == of.dtype
-
-
-def _value(node: fx.Node) -> Any:
-    return node.meta.get(SYMBOLIC, node.meta.get("val"))
 
 
 def _from_its_base(node: fx.Node) -> None:

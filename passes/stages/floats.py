@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from megacompile import compat
 from megacompile.ir.symbols import symbols_in
 from megacompile.ir.tensors import TensorMeta
-from megacompile.passes.stages.numbers import SYMBOLIC
+from megacompile.passes.edit import extracted, value_of
 
 aten = torch.ops.aten
 
@@ -77,7 +77,7 @@ def check_floats(joint: fx.GraphModule) -> None:
         UntraceableSymbols: a float makes a size, or an operator wants it in a list or as an int.
     """
     for node in joint.graph.nodes:
-        sizes = [v for v in compat.leaves(_value(node)) if isinstance(v, torch.Tensor)]
+        sizes = [v for v in compat.leaves(value_of(node)) if isinstance(v, torch.Tensor)]
         if any(_of_floats(TensorMeta.of(size).symbolic) for size in sizes):
             raise compat.UntraceableSymbols("a float that changes makes a size")
         if any(map(_comes_as_tensor, _numbers_taken(node))) and not _is_known(node):
@@ -124,18 +124,19 @@ def compiled(module: fx.GraphModule) -> Callable[..., Any]:
 def prepared(module: fx.GraphModule) -> Prepared:
     """The module that `compiled` compiles."""
     inputs = module.graph.find_nodes(op="placeholder")
-    traced = compat.fakes_in(map(_value, inputs))
+    traced = compat.fakes_in(map(value_of, inputs))
     if traced is None or not (traced.has_floats or any(map(_comes_as_tensor, module.graph.nodes))):
-        return Prepared(module, list(map(_value, inputs)), lambda function: function)
+        return Prepared(module, list(map(value_of, inputs)), lambda function: function)
     kept = [k for k, node in enumerate(inputs) if not _comes_as_tensor(node)]
     taking = _Taking(module.graph)
-    numbers = _numbers(module.graph, [node for node, _ in taking.numbers])
+    part = extracted(module.graph, [node for node, _ in taking.numbers])
+    numbers: Callable[..., Sequence[float]] = fx.GraphModule({}, part).forward
     dtypes = [dtype for _, dtype in taking.numbers]
     fakes = traced.without_floats()  # torch looks at those that are there
     with fakes:
-        values = [_in(fakes, _value(inputs[k])) for k in kept]
+        values = [_in(fakes, value_of(inputs[k])) for k in kept]
         values += [
-            torch.empty((), dtype=dtype, device="cpu") if dtype else _in(fakes, _value(node))
+            torch.empty((), dtype=dtype, device="cpu") if dtype else _in(fakes, value_of(node))
             for node, dtype in taking.numbers
         ]
 
@@ -161,20 +162,16 @@ def _in(fakes: compat.SymbolicFakes, value: Any) -> Any:
     return fakes.number(compat.expression_of(value)[1])
 
 
-def _value(node: fx.Node) -> Any:
-    return node.meta.get(SYMBOLIC, node.meta.get("val"))
-
-
 def _numbers_taken(node: fx.Node) -> Iterable[fx.Node]:
     """The numbers that are operands of a node that computes tensors."""
-    if node.op != "call_function" or compat.is_number(_value(node)):
+    if node.op != "call_function" or compat.is_number(value_of(node)):
         return []
-    return [source for source in node.all_input_nodes if compat.is_number(_value(source))]
+    return [source for source in node.all_input_nodes if compat.is_number(value_of(source))]
 
 
 def _comes_as_tensor(node: fx.Node) -> bool:
     """True if a node's value is a float, or a bool, or an int that is made of floats."""
-    value = _value(node)
+    value = value_of(node)
     if isinstance(value, torch.SymInt):
         return _of_floats(compat.expression_of(value)[1])
     return isinstance(value, (torch.SymFloat, torch.SymBool))
@@ -201,20 +198,6 @@ def _by_tensors(node: fx.Node) -> Any:
     return compat.taking_tensors(node.target, tuple(names)) if names else None
 
 
-def _numbers(graph: fx.Graph, taken: Sequence[fx.Node]) -> Callable[..., Sequence[float]]:
-    """The part of a graph that computes these floats, of all its inputs."""
-    part = fx.Graph()
-    copied: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        of_numbers = compat.is_number(_value(node)) and copied.keys() >= set(node.all_input_nodes)
-        if node.op == "placeholder" or (node.op == "call_function" and of_numbers):
-            copied[node] = part.node_copy(node, copied.__getitem__)
-    part.output(tuple(copied[node] for node in taken))
-    part.eliminate_dead_code()
-    function: Callable[..., Sequence[float]] = fx.GraphModule({}, part).forward
-    return function
-
-
 class _Taking:
     """Copies a graph, with tensors for the floats that are taken, and what is made of them."""
 
@@ -228,7 +211,7 @@ class _Taking:
                 self.new[node] = self._with_tensors(node)
             elif _comes_as_tensor(node):
                 continue
-            elif compat.is_number(_value(node)) and not self.new.keys() >= set(
+            elif compat.is_number(value_of(node)) and not self.new.keys() >= set(
                 node.all_input_nodes
             ):
                 self.new[node] = self._number(node, None)
@@ -249,15 +232,15 @@ class _Taking:
         if node.target in _SUMS:
             return self._summed(node)
         if node.target in _ARITHMETIC:
-            compute = _computed_in(_value(node).dtype)
+            compute = _computed_in(value_of(node).dtype)
             operands = [self._operand(arg, compute) for arg in node.args]
             made = self._call(_target(_ARITHMETIC, node), *operands, **node.kwargs)
-            return self._cast(made, compute, _value(node).dtype)
+            return self._cast(made, compute, value_of(node).dtype)
         given = [fx.map_arg(value, self._as_it_is) for _, value in compat.arguments_of(node)]
         return self._call(_by_tensors(node), *given)
 
     def _summed(self, node: fx.Node) -> fx.Node:
-        compute = _computed_in(_value(node).dtype)
+        compute = _computed_in(value_of(node).dtype)
         left, right = (self._operand(arg, compute) for arg in node.args[:2])
         alpha = self._operand(
             node.args[2] if len(node.args) > 2 else node.kwargs.get("alpha", 1), compute
@@ -265,24 +248,24 @@ class _Taking:
         if alpha != 1:
             right = self._call(aten.mul.Tensor, right, alpha)
         made = self._call(_target(_SUMS, node), left, right)
-        return self._cast(made, compute, _value(node).dtype)
+        return self._cast(made, compute, value_of(node).dtype)
 
     def _compared(self, node: fx.Node) -> fx.Node:
         """A number is rounded to the dtype of what it is compared with; next to a float, ints are
         made floats."""
         compared: Any = node.args[0]
         number: Any = node.args[1]
-        common = torch.result_type(_value(compared), _LIKE[type(_value(number))])
+        common = torch.result_type(value_of(compared), _LIKE[type(value_of(number))])
         operands = [self._operand(arg, common) for arg in node.args]
         return self._call(_target(_COMPARISONS, node), *operands)
 
     def _filled(self, node: fx.Node) -> fx.Node:
         """`torch.full` on the device: a tensor of the host spreads next to one only."""
-        value = _value(node)
+        value = value_of(node)
         number: Any
         size, number = node.args if node.target is aten.full.default else ((), node.args[0])
         compute = value.dtype
-        if isinstance(_value(number), torch.SymFloat):
+        if isinstance(value_of(number), torch.SymFloat):
             compute = torch.promote_types(_computed_in(value.dtype), torch.float32)
         sizes = fx.map_arg(size, self.new.__getitem__)
         ones = self._call(aten.full.default, sizes, 1, dtype=compute, device=value.device)
@@ -294,14 +277,14 @@ class _Taking:
             return old
         if _comes_as_tensor(old):
             return self._number(old, dtype)
-        if compat.is_number(_value(old)):
+        if compat.is_number(value_of(old)):
             return self.new[old]
-        return self._cast(self.new[old], _value(old).dtype, dtype)
+        return self._cast(self.new[old], value_of(old).dtype, dtype)
 
     def _as_it_is(self, old: fx.Node) -> fx.Node:
         if not _comes_as_tensor(old):
             return self.new[old]
-        return self._number(old, _WIDEST[type(_value(old))])
+        return self._number(old, _WIDEST[type(value_of(old))])
 
     def _number(self, old: fx.Node, dtype: torch.dtype | None) -> fx.Node:
         """An input for a number: rounded to a dtype as a number is that meets such a tensor; or an

@@ -31,11 +31,12 @@ from torch import fx
 from megacompile import compat
 from megacompile.cost import aten
 from megacompile.ir import ops
+from megacompile.ir.head import narrow_heads
 from megacompile.ir.stages import ArgRef, Code, ParamRef, SavedRef, Stage, Template
 from megacompile.ir.symbols import Symbols
 from megacompile.ir.tensors import TensorMeta
 from megacompile.ir.tiles import pieces_of
-from megacompile.passes.capture.narrow import narrow_heads
+from megacompile.passes.edit import extracted, needed_for
 from megacompile.passes.stages.numbers import (
     floats_as_tensors,
     numbers_of,
@@ -373,20 +374,8 @@ def _is_view(target: Callable[..., Any] | str) -> bool:
     return name in _VIEWS
 
 
-def _needed(outputs: Iterable[Any]) -> set[fx.Node]:
-    """The nodes that `outputs` are computed from, themselves included."""
-    needed: set[fx.Node] = set()
-    stack = [n for n in outputs if isinstance(n, fx.Node)]
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
-    return needed
-
-
 def _primals_of(module: fx.GraphModule, outputs: Iterable[Any]) -> tuple[int, ...]:
-    needed = _needed(outputs)
+    needed = needed_for(outputs)
     placeholders = module.graph.find_nodes(op="placeholder")
     return tuple(i for i, node in enumerate(placeholders) if node in needed)
 
@@ -395,15 +384,9 @@ def _extract(
     module: fx.GraphModule, outputs: Sequence[Any], primals: Sequence[int] | None = None
 ) -> fx.GraphModule:
     """The part of a graph that computes `outputs`, with all placeholders or those of `primals`."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    needed = _needed(outputs)
     placeholders = module.graph.find_nodes(op="placeholder")
-    needed |= set(placeholders if primals is None else [placeholders[i] for i in primals])
-    for node in module.graph.nodes:
-        if node in needed:
-            env[node] = graph.node_copy(node, lambda n: env[n])
-    graph.output(tuple(env[n] if isinstance(n, fx.Node) else n for n in outputs))
+    given = placeholders if primals is None else [placeholders[i] for i in primals]
+    graph = extracted(module.graph, outputs, given)
     narrow_heads(graph)
     return compat.graph_module(module, graph)
 

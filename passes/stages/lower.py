@@ -1,7 +1,8 @@
 """Turn the traced graphs that a schedule runs into code.
 
 `EAGER` runs the operators of the ATen graph, bitwise equal to the plain model. `INDUCTOR` compiles
-it with TorchInductor, once for all stages that share a template.
+it with TorchInductor, once for all stages that share a template. A graph of pieces becomes the
+code of each, and loops over tiles.
 """
 
 from __future__ import annotations
@@ -13,24 +14,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from megacompile import compat, log
 from megacompile.beside import compile_pool
 from megacompile.ir import ops
+from megacompile.ir.head import sum_dtype
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code, LoweredFn, Template
-from megacompile.ir.tensors import TensorMeta
-from megacompile.ir.tiles import pieces_of
+from megacompile.ir.tensors import TensorMeta, dense, is_dense
+from megacompile.ir.tiles import Axis, Piece, Result, Tile, pieces_of
 from megacompile.options import Lowering
 from megacompile.passes.stages.direct import direct
 from megacompile.passes.stages.floats import compiled, prepared
-from megacompile.passes.stages.lower_pieces import lower_pieces
-from megacompile.passes.stages.strides import with_strides
 
 Wanted = tuple[Template, Code]
 Progress = Callable[[Iterable[Wanted], int], Iterable[Wanted]]
-Function = Callable[..., Sequence[torch.Tensor | None]]
+Function = Callable[..., Sequence[Any]]
 
 
 def lower(
@@ -228,3 +228,116 @@ def _metas(module: fx.GraphModule) -> list[TensorMeta | None]:
     results: Any = module.graph.output_node().args[0]
     values = [r.meta.get("val") if isinstance(r, fx.Node) else r for r in results]
     return [TensorMeta.of(v) if isinstance(v, torch.Tensor) else None for v in values]
+
+
+# Graphs of pieces, and results that have the strides which what takes them was traced for.
+
+
+def lower_pieces(module: fx.GraphModule, lower: Callable[[fx.GraphModule], Function]) -> Function:
+    """The function of a graph of pieces.
+
+    Each value is freed where nothing reads it any more, as the graph's Python says.
+
+    Args:
+        lower: makes a function of the graph of a tile.
+    """
+    graph = compat.copy_graph(module.graph)
+    for node, piece in pieces_of(graph):
+        node.target = _of_piece(piece, lower)
+    graph.eliminate_dead_code()
+    function: Function = compat.graph_module(module, graph).forward
+    return function
+
+
+def _of_piece(piece: Piece, lower: Callable[[fx.GraphModule], Function]) -> Function:
+    functions = {tile: lower(tile.module) for tile in piece.tiles}
+    function: Function = _loop(piece, functions)
+    if piece.is_whole:
+        function = with_strides(functions[piece.tiles[0]], piece.metas)
+
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(function(*inputs))
+
+    run.__name__ = piece.__name__
+    return run
+
+
+def _loop(piece: Piece, functions: dict[Tile, Function]) -> Function:
+    """The code that runs tile after tile.
+
+    Results that are cut are written where they belong in the whole, so they are in memory once and
+    a tile more.
+    """
+
+    def run(*inputs: Tensor) -> list[Tensor]:
+        results = [
+            _begin(*kind, meta) for kind, meta in zip(piece.results, piece.metas, strict=True)
+        ]
+        for start, tile in piece.spans():
+            pairs = zip(inputs, piece.inputs, strict=True)
+            cut = [_cut(value, axis, start, tile.tokens) for value, axis in pairs]
+            made = iter(functions[tile](*cut))
+            del cut
+            for result, (kind, axis) in zip(results, piece.results, strict=True):
+                _put(result, kind, axis, start, tile.tokens, made)
+            del made  # or this tile's values would live while the next one is computed
+        for k, meta in enumerate(piece.metas):
+            results[k] = results[k].to(meta.dtype)
+        return results
+
+    return run
+
+
+def _begin(kind: Result, axis: Axis | None, meta: TensorMeta) -> Tensor:
+    """Memory for a result."""
+    if kind is Result.CUT:
+        return meta.empty()
+    return torch.empty(meta.shape, dtype=sum_dtype(meta.dtype), device=meta.device)
+
+
+def _cut(value: Tensor, axis: Axis | None, start: int, length: int) -> Tensor:
+    return value if axis is None else axis.cut(value, start, length)
+
+
+def _put(
+    result: Tensor, kind: Result, axis: Axis | None, start: int, length: int, made: Iterator[Tensor]
+) -> None:
+    """Write a tile's part of a result, or add it."""
+    if kind is Result.PRODUCT:
+        compat.add_product(result, next(made), next(made), first=start == 0)
+    elif kind is Result.SUM:
+        result.copy_(next(made)) if start == 0 else result.add_(next(made))
+    else:
+        assert axis is not None
+        axis.write(result, start, length, next(made))
+
+
+def with_strides(
+    function: Callable[..., Sequence[Any]],
+    metas: Sequence[TensorMeta | None],
+    *,
+    settled: bool = False,
+) -> Callable[..., list[Any]]:
+    """The function, whose results have the strides of these metas.
+
+    Inductor keeps the order of strides alone where a result is a view of what it has padded, such
+    as a matrix product whose sides are no multiples of 8. A result that was traced as a view with
+    gaps is left as it is.
+
+    Args:
+        settled: it gives the same strides in each call, if sizes are no symbols: those that are
+            right in the first call are not looked at again.
+    """
+    wanted = {k: meta for k, meta in enumerate(metas) if meta and is_dense(meta, meta.stride)}
+    settled = settled and all(meta.symbolic is None for meta in wanted.values())
+
+    def run(*inputs: Any) -> list[Any]:
+        results = list(function(*inputs))
+        for k, meta in list(wanted.items()):
+            if results[k].stride() != meta.stride:
+                results[k] = dense(results[k], meta.stride, meta.shape)
+            elif settled:
+                wanted.pop(k, None)  # another thread may be in it too
+        return results
+
+    return run

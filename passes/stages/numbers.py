@@ -21,14 +21,15 @@ import torch
 from torch import fx
 
 from megacompile import compat
+from megacompile.ir.schedule import Schedule
 from megacompile.ir.symbols import Number, Values, planned_of
 from megacompile.ir.tensors import TensorMeta
+from megacompile.passes.edit import SYMBOLIC, computed, put, value_of, with_stages
 
 _FLOAT = "megacompile.float"  # in a node's meta: the float that stands as a tensor
 _OTHER_NAMES = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 _SLICES = (torch.ops.aten.slice.Tensor, torch.ops.aten.slice_backward.default)
 _SCATTER = torch.ops.aten.slice_scatter.default
-SYMBOLIC = "megacompile.symbolic"  # in a node's meta: its value with symbols
 
 
 def compute_ints(module: fx.GraphModule, primals: tuple[Any, ...]) -> fx.GraphModule:
@@ -51,7 +52,7 @@ def compute_ints(module: fx.GraphModule, primals: tuple[Any, ...]) -> fx.GraphMo
         _, expression = compat.expression_of(node.meta["val"])
         if expression not in again:
             again[expression] = _computed(graph, node, expression, numbers)
-        _replace(node, again[expression])
+        put(node, again[expression])
     graph.eliminate_dead_code()
     module.recompile()
     return module
@@ -65,17 +66,8 @@ def _computed(
         found = compat.reified(graph, expression, numbers)
     for made in graph.nodes:
         if made not in before:
-            made.meta["val"] = made.target(*fx.map_arg(made.args, lambda n: n.meta["val"]))
+            made.meta["val"] = computed(made)
     return found
-
-
-def _replace(node: fx.Node, value: Any) -> None:
-    if isinstance(value, fx.Node):
-        node.replace_all_uses_with(value)
-        return
-    for user in list(node.users):
-        user.args = fx.map_arg(user.args, lambda n: value if n is node else n)
-        user.kwargs = fx.map_arg(user.kwargs, lambda n: value if n is node else n)
 
 
 def floats_as_tensors(joint: fx.GraphModule) -> None:
@@ -145,7 +137,7 @@ def sized(module: fx.GraphModule, values: Values) -> fx.GraphModule:
     memo: dict[Any, Any] = {}
     with compat.fake_mode():
         for node in graph.nodes:
-            if (value := node.meta.get(SYMBOLIC, node.meta.get("val"))) is not None:
+            if (value := value_of(node)) is not None:
                 node.meta[SYMBOLIC] = value
                 node.meta["val"] = compat.tree_map(lambda v: _sized(v, values, memo), value)
     return compat.graph_module(module, graph)
@@ -233,3 +225,32 @@ def _looks(value: Any) -> Any:
         sizes = zip(meta.shape, meta.stride, strict=True)
         return meta.shape, [0 if n == 1 else step for n, step in sizes], meta.dtype, meta.device
     return tuple(map(_looks, value)) if isinstance(value, (tuple, list)) else None
+
+
+# Stages for other values of their symbols.
+
+
+def resize(stages: Schedule, values: Values) -> Schedule:
+    """The result of `partition`, planned for these values of all its symbols."""
+    assert stages.symbols is not None
+    new = with_stages(
+        stages,
+        tuple(
+            replace(
+                stage,
+                metas=tuple(meta.at(values) for meta in stage.metas),
+                outputs=tuple(meta.at(values) for meta in stage.outputs),
+            )
+            for stage in stages.stages
+        ),
+    )
+    for node in new.forward.nodes:
+        if "value" in node.meta:
+            node.meta["value"] = _at(node.meta["value"], values)
+    return replace(new, symbols=replace(stages.symbols, planned=dict(values)))
+
+
+def _at(value: Any, values: Values) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_at(item, values) for item in value)
+    return value.at(values) if isinstance(value, (TensorMeta, Number)) else value

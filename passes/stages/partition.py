@@ -28,10 +28,10 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, ParamRef, Primal, Stage
 from megacompile.ir.symbols import Number, symbols_in
 from megacompile.ir.tensors import Meta, TensorMeta
-from megacompile.passes.capture.inline import inline_checkpoints
+from megacompile.passes.capture.calls import inline_checkpoints
+from megacompile.passes.capture.inputs import VIEW_OF_BASE
 from megacompile.passes.capture.propagate import Values, propagate
-from megacompile.passes.capture.rebase import VIEW_OF_BASE
-from megacompile.passes.edit import add_item
+from megacompile.passes.edit import add_item, written
 from megacompile.passes.stages.input_views import views_of_inputs
 from megacompile.passes.stages.segments import (
     Segment,
@@ -274,16 +274,7 @@ class _Builder:
             args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
             return graph.create_node(node.op, node.target, args, kwargs)
 
-        def again(part: Any) -> Any:
-            if isinstance(part, slice):
-                return slice(*map(again, (part.start, part.stop, part.step)))
-            if isinstance(part, (tuple, list)):
-                return tuple(map(again, part))
-            if not isinstance(part, Number):
-                return part
-            return compat.reified(graph, part.expression, numbers)
-
-        return again(found)
+        return written(graph, found, numbers)
 
     def _open_regions(self, graph: fx.Graph, start: int, env: dict[fx.Node, Any]) -> None:
         for enter in self.regions.autocast[start]:

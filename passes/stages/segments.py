@@ -23,9 +23,8 @@ from megacompile import compat
 from megacompile.ir.buckets import Unit
 from megacompile.ir.capture import Capture, ParamInput
 from megacompile.ir.tensors import tensors_bytes
+from megacompile.passes.capture.inputs import VIEW_OF_BASE, WRAPPED
 from megacompile.passes.capture.propagate import Values
-from megacompile.passes.capture.rebase import VIEW_OF_BASE
-from megacompile.passes.capture.unpack import WRAPPED
 
 Owner = tuple[int, str]  # (index of the unit, which call of its module)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Hashable, Iterator, MutableMapping
+from collections.abc import Callable, Hashable, MutableMapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,17 +26,16 @@ from megacompile import compat
 from megacompile.errors import UnsupportedGraphError
 from megacompile.ir import ops
 from megacompile.ir.capture import Ambient
-from megacompile.ir.constants import function_key
-from megacompile.ir.nodes import set_args
+from megacompile.ir.keys import graph_key
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, ParamRef, Stage, Template
 from megacompile.ir.symbols import Values
 from megacompile.ir.tensors import TensorMeta, any_size
 from megacompile.options import Lowering
+from megacompile.passes.edit import with_stages
 from megacompile.passes.stages.channels_last import lay_channels_last
 from megacompile.passes.stages.custom import with_whole_backwards
 from megacompile.passes.stages.floats import PowersOfTensors, check_floats
-from megacompile.passes.stages.indices import computes_indices
 from megacompile.passes.stages.joint import BackwardInputs, as_gradient, split
 from megacompile.passes.stages.numbers import (
     compute_ints,
@@ -44,6 +43,7 @@ from megacompile.passes.stages.numbers import (
     numbers_of,
     sized,
 )
+from megacompile.passes.stages.zeros import computes_indices, real_tensors
 
 TemplateCache = MutableMapping[Hashable, Template]
 
@@ -125,16 +125,6 @@ class _GradientWalk:
         if isinstance(ref, ArgRef):
             return call.args[2][ref.index]  # type: ignore[index]
         return stage.buckets[ref.bucket].key, ref.param
-
-
-def with_stages(schedule: Schedule, stages: tuple[Stage, ...]) -> Schedule:
-    """The schedule with other stage objects, in its graphs too."""
-    new = replace(schedule.copy(), stages=stages)
-    for graph in new.graphs.values():
-        for node in graph.nodes:
-            if node.args and isinstance(node.args[0], Stage):
-                set_args(node, (stages[node.args[0].index], *node.args[1:]))
-    return new
 
 
 def _template(
@@ -371,72 +361,3 @@ def _has_strides(tensor: torch.Tensor, meta: TensorMeta) -> bool:
     if meta.symbolic is None or fakes is None:
         return bool(tensor.stride() == meta.stride)
     return all(map(fakes.equal, tensor.stride(), meta.symbolic.stride))
-
-
-@contextlib.contextmanager
-def real_tensors(stage: Stage) -> Iterator[None]:
-    """Trace on real tensors, leaving the random generators as they were.
-
-    [Note: strides that lie]
-    Some operators give other strides than their fake kernels say (attention's backward, a
-    functionalized BatchNorm), and strides choose the matrix kernels, hence the rounding. For code
-    that is to be bitwise equal to the plain model, a stage is traced by running it once on zeros.
-    Where that raises, strides are those of the fake kernels.
-    """
-    devices = sorted({m.device for m in stage.metas if m.device.type == "cuda"}, key=str)
-    with torch.random.fork_rng(devices):
-        yield
-
-
-# A hashable key of a stage's code: equal for stages that may share a template.
-#
-# Sharing by shape alone is a trap: layers of equal shape may differ in an attribute (a sliding
-# window, a scale). The key is therefore the graph itself, with names replaced by positions.
-
-
-def graph_key(module: fx.GraphModule) -> Hashable:
-    """Equal for graph modules that compute the same function of their inputs."""
-    position: dict[fx.Node, int] = {}
-    rows: list[Hashable] = []
-    for i, node in enumerate(module.graph.nodes):
-        position[node] = i
-        target = function_key(node.target)
-        if node.op == "get_attr":
-            target = _attribute_key(_fetch(module, str(node.target)))
-        elif node.op == "call_module":
-            target = _attribute_key(module.get_submodule(str(node.target)))
-        elif node.op in ("placeholder", "output"):
-            target = None
-        rows.append((node.op, target, _freeze(node.args, position), _freeze(node.kwargs, position)))
-    return tuple(rows)
-
-
-def _fetch(module: fx.GraphModule, path: str) -> Any:
-    value: Any = module
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
-
-
-def _attribute_key(value: Any) -> Hashable:
-    if isinstance(value, fx.GraphModule):
-        return ("graph", graph_key(value))
-    return ("object", id(value))  # kept alive by the captured graph
-
-
-def _freeze(value: Any, position: dict[fx.Node, int]) -> Hashable:
-    if isinstance(value, fx.Node):
-        return ("node", position[value])
-    if isinstance(value, (tuple, list)):
-        return (type(value).__name__, *(_freeze(item, position) for item in value))
-    if isinstance(value, dict):
-        return ("dict", *((key, _freeze(item, position)) for key, item in value.items()))
-    if isinstance(value, slice):
-        return ("slice", *(_freeze(v, position) for v in (value.start, value.stop, value.step)))
-    if isinstance(value, torch.Tensor):
-        return ("object", id(value))
-    if isinstance(value, float):
-        return ("float", value.hex())  # -0.0 is not 0.0, and 1.0 is not 1
-    if isinstance(value, Hashable):
-        return (type(value).__name__, value)
-    return ("object", id(value))

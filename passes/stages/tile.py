@@ -29,8 +29,9 @@ from megacompile.ir import ops
 from megacompile.ir.head import sum_dtype
 from megacompile.ir.tensors import TensorMeta, is_dense
 from megacompile.ir.tiles import Axis, Piece, Result, Tile
+from megacompile.passes.edit import NotComputedError, computed
 from megacompile.passes.stages.pieces import Members, cut_of, divide
-from megacompile.passes.stages.token_rules import Act
+from megacompile.passes.stages.token_rules import Act, name_of
 from megacompile.passes.stages.tokenwise import Tokens, find_tokenwise
 
 _SIZES = {"view": 1, "_unsafe_view": 1, "reshape": 1, "expand": 1, "full": 0, "zeros": 0, "ones": 0}
@@ -207,9 +208,12 @@ class _Part:
             return made
         if act.axis is not None:
             self._resize(made, act.axis)
-        if act.results[0][0] is Result.SUM and _name(made) == "sum":
+        if act.results[0][0] is Result.SUM and name_of(made) == "sum":
             self._widen(made)
-        made.meta["val"] = value = self._computed(node, made)
+        try:
+            made.meta["val"] = value = computed(made)
+        except NotComputedError as error:
+            raise _NoPart(node) from error
         for given, found, result in zip(
             _each(node.meta["val"]), _each(value), act.results, strict=True
         ):
@@ -219,7 +223,7 @@ class _Part:
     def _resize(self, made: fx.Node, axis: Axis) -> None:
         """Gives views and constants the sizes of the tile."""
         assert self.length is not None
-        at = _SIZES.get(_name(made))
+        at = _SIZES.get(name_of(made))
         sizes: Any = made.args[at] if at is not None and len(made.args) > at else None
         if isinstance(sizes, (list, tuple)) and sizes[axis.dim] != -1:
             made.update_arg(at, list(axis.shape(tuple(sizes), self.length)))  # type: ignore[arg-type]
@@ -229,13 +233,6 @@ class _Part:
         dtype = made.args[0].meta["val"].dtype  # type: ignore[union-attr]
         if made.kwargs.get("dtype") is None and dtype.is_floating_point:
             made.update_kwarg("dtype", sum_dtype(dtype))
-
-    def _computed(self, node: fx.Node, made: fx.Node) -> Any:
-        args, kwargs = fx.map_arg((made.args, made.kwargs), lambda n: n.meta["val"])
-        try:
-            return made.target(*args, **kwargs)  # type: ignore[operator]
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            raise _NoPart(node) from error
 
     def _check(
         self, node: fx.Node, given: Any, found: Any, kind: Result, axis: Axis | None
@@ -248,10 +245,6 @@ class _Part:
         dtypes = given.dtype == found.dtype or kind is Result.SUM
         if tuple(found.shape) != shape or not dtypes:
             raise _NoPart(node)
-
-
-def _name(node: fx.Node) -> str:
-    return compat.operator_name(node.target)
 
 
 def _each(value: Any) -> Sequence[Any]:

@@ -29,11 +29,11 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, Stage
 from megacompile.ir.values import inputs_behind
 from megacompile.options import Lowering
+from megacompile.passes.edit import with_stages
 from megacompile.passes.stages.templates import (
     TemplateCache,
     cannot_write,
     trace_templates,
-    with_stages,
 )
 
 

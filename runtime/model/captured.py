@@ -28,7 +28,7 @@ from megacompile.ir.capture import (
     ParamInput,
     TensorInput,
 )
-from megacompile.ir.constants import constant_key
+from megacompile.ir.keys import constant_key
 from megacompile.ir.tensors import TensorMeta, kind_of
 from megacompile.packed import is_wrapper, taken_apart
 from megacompile.progress import later_line

@@ -17,7 +17,7 @@ import torch
 
 from megacompile import compat
 from megacompile.ir.capture import Ambient
-from megacompile.ir.constants import constant_key
+from megacompile.ir.keys import constant_key
 from megacompile.runtime.model.program import Program
 from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.runtime.params.shared_memory import memory_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile.ir.constants import constant_key, function_key
+from megacompile.ir.keys import constant_key, function_key
 from tests.whole import Config, Kernel, Rounding
 from tests.zoo import twins
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from megacompile import compat
 from megacompile.ir.tiles import Axis, Piece, Result, Tile, pieces_of
-from megacompile.passes.stages.lower_pieces import lower_pieces
+from megacompile.passes.stages.lower import lower_pieces
 from megacompile.passes.stages.tile import tile
 from megacompile.passes.stages.tokenwise import Tokens
 

@@ -164,7 +164,7 @@ SCHEDULE = (
 STAGES = (
     Fault(
         "canonical-minus-zero",
-        "passes/stages/templates.py",
+        "megacompile/ir/keys.py",
         'return ("float", value.hex())',
         'return ("float", value)',
         "Layers that differ in 0.0 and -0.0 share one template.",
@@ -262,7 +262,7 @@ STAGES = (
     ),
     Fault(
         "strides-once",
-        "passes/stages/strides.py",
+        "passes/stages/lower.py",
         "            elif settled:\n",
         "            if settled:\n",
         "A result that has wrong strides in each call is mended in the first alone.",
@@ -307,7 +307,7 @@ CAPTURE = (
     ),
     Fault(
         "recall-mode",
-        "passes/capture/recall.py",
+        "passes/capture/propagate.py",
         "tuple(call.metas), shared, self._mode, self._epoch)",
         "tuple(call.metas), shared, self._epoch)",
         "A result is recalled from under another autocast or gradient mode.",

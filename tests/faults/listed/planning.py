@@ -326,14 +326,14 @@ IR = (
     ),
     Fault(
         "constant-minus-zero",
-        "megacompile/ir/constants.py",
+        "megacompile/ir/keys.py",
         "return kind, value.hex()",
         "return kind, value",
         "A constant of -0.0 gets the code of 0.0.",
     ),
     Fault(
         "closure-key",
-        "megacompile/ir/constants.py",
+        "megacompile/ir/keys.py",
         "around = (function.__globals__, *defaults, *inside)",
         "around = (function.__globals__, *defaults)",
         "Two functions that differ in what they close over share code.",

@@ -1,4 +1,4 @@
-"""Constants and functions of captured graphs: keys that are equal where the same is meant.
+"""Keys of constants, functions and graphs that are equal where the same is meant.
 
 What a layer is configured with may be an object of its own for each layer, and Dynamo writes a
 function of its own for each use of an `autograd.Function` that it leaves whole. Compared as
@@ -14,6 +14,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
+from torch import fx
 
 PLAIN = frozenset(
     map(type, (0, 0.0, False, 0j, "", None, ..., torch.int8, torch.strided, torch.device("cpu")))
@@ -64,3 +65,55 @@ def function_key(function: Any) -> Hashable:
         return function
     around = (function.__globals__, *defaults, *inside)
     return function.__code__, tuple(map(_Object, around))
+
+
+def graph_key(module: fx.GraphModule) -> Hashable:
+    """Equal for graph modules that compute the same function of their inputs.
+
+    Sharing by shape alone is a trap: layers of equal shape may differ in an attribute (a sliding
+    window, a scale). The key is therefore the graph itself, with names replaced by positions.
+    """
+    position: dict[fx.Node, int] = {}
+    rows: list[Hashable] = []
+    for i, node in enumerate(module.graph.nodes):
+        position[node] = i
+        target = function_key(node.target)
+        if node.op == "get_attr":
+            target = _attribute_key(_fetch(module, str(node.target)))
+        elif node.op == "call_module":
+            target = _attribute_key(module.get_submodule(str(node.target)))
+        elif node.op in ("placeholder", "output"):
+            target = None
+        rows.append((node.op, target, _freeze(node.args, position), _freeze(node.kwargs, position)))
+    return tuple(rows)
+
+
+def _fetch(module: fx.GraphModule, path: str) -> Any:
+    value: Any = module
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _attribute_key(value: Any) -> Hashable:
+    if isinstance(value, fx.GraphModule):
+        return ("graph", graph_key(value))
+    return ("object", id(value))  # kept alive by the captured graph
+
+
+def _freeze(value: Any, position: dict[fx.Node, int]) -> Hashable:
+    if isinstance(value, fx.Node):
+        return ("node", position[value])
+    if isinstance(value, (tuple, list)):
+        return (type(value).__name__, *(_freeze(item, position) for item in value))
+    if isinstance(value, dict):
+        return ("dict", *((key, _freeze(item, position)) for key, item in value.items()))
+    if isinstance(value, slice):
+        return ("slice", *(_freeze(v, position) for v in (value.start, value.stop, value.step)))
+    if isinstance(value, torch.Tensor):
+        return ("object", id(value))
+    if isinstance(value, float):
+        return ("float", value.hex())  # -0.0 is not 0.0, and 1.0 is not 1
+    if isinstance(value, Hashable):
+        return (type(value).__name__, value)
+    return ("object", id(value))

@@ -1,0 +1,180 @@
+"""Calls that Dynamo captures in a form that stages cannot be cut from, each in another form.
+
+`inline_checkpoints` puts the bodies of activation checkpoints in the place of their calls. What is
+kept and what is recomputed is for `plan` to decide, for every stage alike. The numbers of a model
+do not depend on its checkpoints.
+
+    before: x = checkpoint(body, x, weight)[0]        after: x = linear(x, weight)
+
+`fold_vmaps` puts what `torch.vmap` wrote into a graph into one node. The values in between have a
+hidden dimension and live in a nesting that is counted in global state: a stage must hold all of
+them or none. What is traced of the node has no vmap any more.
+
+    before: begin(4); a = add_batch_dim(x, 0, 1); b = a * w; y = remove_batch_dim(b, 1, 4, 0); end()
+    after:  y = vmap_0(x, w)
+
+`take_numbers` makes Python floats that change from call to call numbers. Dynamo gives a graph a
+float as a tensor without dimensions, whose value is asked for.
+
+    before: x0 (a tensor) -> t = x0.item(); y * t        after: x0 (a number) -> y * x0
+
+`take_grouped_products` makes products of experts torch's own, as in an eager call of the model (see
+`megacompile.compat.experts`).
+
+    before: transformers.grouped_mm_fallback(x, weight, offs)
+    after:  megacompile.grouped_mm(x, weight, offs)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from megacompile import compat
+from megacompile.ir.capture import Capture, ConstantInput, NumberInput
+
+
+def inline_checkpoints(capture: Capture) -> Capture:
+    """The capture without checkpoints; itself where it has none."""
+    if not any(_is_checkpoint(node) for node in capture.module.graph.nodes):
+        return capture
+    graph = fx.Graph()
+    graph.output(_copy(capture.module, graph, None, ""))
+    return replace(capture, module=compat.graph_module(capture.module, graph))
+
+
+def _is_checkpoint(node: fx.Node) -> bool:
+    return node.target is compat.CHECKPOINT and node.kwargs.keys() <= compat.CHECKPOINT_OPTIONS
+
+
+def _copy(body: fx.GraphModule, graph: fx.Graph, inputs: Sequence[Any] | None, path: str) -> Any:
+    """Copy a body's nodes to `graph`, with `inputs` for its placeholders; returns its output."""
+    env: dict[fx.Node, Any] = {}
+    given = iter(inputs or ())
+    for node in body.graph.nodes:
+        source: Any = node.args[0] if node.args else None
+        if node.op == "output":
+            return fx.map_arg(source, lambda n: env[n])
+        if node.op == "placeholder" and inputs is not None:
+            env[node] = next(given)
+        elif _is_checkpoint(node):
+            name = str(source.target)
+            args = [fx.map_arg(arg, lambda n: env[n]) for arg in node.args[1:]]
+            env[node] = _copy(getattr(body, name), graph, args, f"{path}{name}.")
+        elif node.target is operator.getitem and isinstance(env.get(source), tuple):
+            env[node] = env[source][node.args[1]]
+        elif node.op != "get_attr" or not all(map(_is_checkpoint, node.users)):
+            env[node] = graph.node_copy(node, lambda n: env[n])
+            if node.op == "get_attr":
+                env[node].target = f"{path}{node.target}"
+    raise AssertionError("no output")
+
+
+def fold_vmaps(capture: Capture) -> Capture:
+    """The capture with a call of a module for each vmap; itself where it has none."""
+    own = inline_checkpoints(capture)
+    if not own.module.graph.find_nodes(op="call_function", target=compat.VMAP_BEGIN):
+        return capture
+    compat.VMAP_LOAD()
+    own = own.fresh()
+    module, graph = own.module, own.module.graph
+    for node in graph.find_nodes(op="call_function", target=compat.VMAP_LOAD):
+        graph.erase_node(node)
+    for i, region in enumerate(_regions(graph)):
+        _fold(module, region, f"vmap_{i}")
+    module.recompile()
+    return own
+
+
+def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
+    """The nodes of each outermost vmap, from its begin to its end."""
+    regions: list[list[fx.Node]] = []
+    depth = 0
+    for node in graph.nodes:
+        if node.target is compat.VMAP_BEGIN:
+            if not depth:
+                regions.append([])
+            depth += 1
+        if depth and node.op != "get_attr":
+            regions[-1].append(node)
+        if node.target is compat.VMAP_END:
+            depth -= 1
+    return regions
+
+
+def _fold(module: fx.GraphModule, region: Sequence[fx.Node], name: str) -> None:
+    """Replace a region by a call of a module that has it."""
+    inside = set(region)
+    inputs = list(dict.fromkeys(n for r in region for n in r.all_input_nodes if n not in inside))
+    outputs = [node for node in region if any(user not in inside for user in node.users)]
+    body = fx.Graph()
+    env = {node: body.placeholder(f"x{i}") for i, node in enumerate(inputs)}
+    for node in region:
+        env[node] = body.node_copy(node, lambda n: env[n])
+    body.output(tuple(env[node] for node in outputs))
+    module.add_submodule(name, compat.graph_module(module, body))
+    graph = module.graph
+    with graph.inserting_before(region[0]):
+        for node in inputs:
+            if node.op == "get_attr":  # a constant that the vmap is the first to use
+                region[0].prepend(node)
+        call = graph.call_module(name, tuple(inputs))
+        call.meta = _place_of(region)
+        for i, node in enumerate(outputs):
+            item = graph.call_function(operator.getitem, (call, i))
+            item.meta = dict(node.meta)
+            node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside)
+    for node in reversed(region):
+        graph.erase_node(node)
+
+
+def _place_of(region: Sequence[fx.Node]) -> dict[str, object]:
+    """The meta of the first node that says in which module it ran."""
+    placed = (node.meta for node in region if compat.module_calls(node))
+    return dict(next(placed, region[0].meta))
+
+
+def take_numbers(capture: Capture) -> Capture:
+    """The capture whose numbers are taken as they are; itself where none comes as a tensor."""
+    if not any(_items(capture)):
+        return capture
+    own = capture.fresh()
+    for node, source in _items(own):
+        node.replace_all_uses_with(source)
+        own.module.graph.erase_node(node)
+    own.module.recompile()
+    return own
+
+
+def _items(capture: Capture) -> list[tuple[fx.Node, fx.Node]]:
+    """The nodes that ask for the value of a number, and the number's input."""
+    placeholders = capture.module.graph.find_nodes(op="placeholder")
+    return [
+        (user, node)
+        for node, item in zip(placeholders, capture.inputs, strict=True)
+        if isinstance(item, (NumberInput, ConstantInput))
+        for user in list(node.users)
+        if user.op == "call_method" and user.target == "item"
+    ]
+
+
+def take_grouped_products(capture: Capture, device: torch.device) -> Capture:
+    """The capture with torch's products of experts; itself where it has none of the others."""
+    if not _others(capture.module.graph, device):
+        return capture
+    own = capture.fresh()
+    for node, target in _others(own.module.graph, device):
+        node.target = target
+    own.module.recompile()
+    return own
+
+
+def _others(graph: fx.Graph, device: torch.device) -> list[tuple[fx.Node, Any]]:
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    each = [(node, compat.eager_grouped_mm(node.target, device)) for node in calls]
+    return [(node, target) for node, target in each if target is not None]

@@ -1,0 +1,125 @@
+"""Inputs of a captured graph that are not what passes want become plain tensors.
+
+`unpack` takes wrapper subclasses (torchao's weights) apart:
+
+    before: w -> linear(x, w)
+    after:  w_0, w_1 -> linear(x, as_Int8Tensor(w_0, w_1))
+
+The plain tensors come in, and each use has a wrapper of its own over them, right before it and
+in the same stage. Tracing looks through it: what the class computes becomes part of the stage.
+
+`rebase_overlaps` makes inputs that share memory, one of which is changed in place, views of one
+base (AOTAutograd calls such a base synthetic):
+
+    before: x0, x1 -> x1[x1 == 3] = 0; embed(x0)
+    after:  x0, x1, x2 -> as_strided(x2, x1's)[...] = 0; embed(as_strided(x2, x0's))
+
+`x2` is the memory that they share, flat. Each use has a view of its own, so that a change in one
+stage does not tie all later ones to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from megacompile import compat
+from megacompile.errors import UnsupportedGraphError
+from megacompile.ir.capture import Capture, GraphInput, Overlap, PackedInput, TensorInput
+from megacompile.ir.tensors import TensorMeta
+from megacompile.passes.capture.calls import inline_checkpoints
+
+# In the meta of a node that stands for an input in one use: the name of the input.
+WRAPPED = "megacompile.wrapped"  # a wrapper
+VIEW_OF_BASE = "megacompile.view_of_base"  # a view of a base
+
+
+def unpack(capture: Capture) -> Capture:
+    """The capture without packed inputs; itself where it has none.
+
+    Raises:
+        UnsupportedGraphError: the graph returns one.
+    """
+    if not any(isinstance(item, PackedInput) for item in capture.inputs):
+        return capture
+    own = inline_checkpoints(capture).fresh()  # a use within a checkpoint is one of its stage
+    graph = own.module.graph
+    inputs: list[GraphInput] = []
+    for node, item in zip(graph.find_nodes(op="placeholder"), capture.inputs, strict=True):
+        if not isinstance(item, PackedInput):
+            inputs.append(item)
+            continue
+        with graph.inserting_before(node):
+            parts = tuple(graph.placeholder(f"{node.name}_{k}") for k in range(len(item.parts)))
+        _made_for_each_use(node, WRAPPED, item.wrapping, parts)
+        if node.users:
+            raise UnsupportedGraphError(f"packed parameter {node.name!r} is an output")
+        graph.erase_node(node)
+        inputs += item.parts
+    return replace(own, inputs=tuple(inputs))
+
+
+def rebase_overlaps(capture: Capture) -> Capture:
+    """The capture with a base, after the other inputs, for each of its overlaps.
+
+    Raises:
+        UnsupportedGraphError: inputs cannot be views of one base.
+    """
+    if not capture.overlaps:
+        return capture
+    own = capture.fresh()
+    graph = own.module.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    inputs = list(capture.inputs)
+    for k, overlap in enumerate(capture.overlaps):
+        _check(overlap, placeholders)
+        with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+            base = graph.placeholder(f"megacompile_base_{k}")
+        first = _meta(capture, overlap.members[0][0])
+        meta = TensorMeta((overlap.numel,), first.dtype, (1,), device=first.device)
+        inputs.append(TensorInput(meta))
+        for position, offset in overlap.members:
+            meta = _meta(capture, position)
+            view = (base, meta.shape, meta.stride, offset)
+            _made_for_each_use(placeholders[position], VIEW_OF_BASE, torch.as_strided, view)
+    return replace(own, inputs=tuple(inputs), overlaps=())
+
+
+def _made_for_each_use(
+    node: fx.Node, mark: str, target: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    """Give each use of an input, but as an output, a call of its own, right before it and in the
+    same stage."""
+    for user in list(node.users):
+        if user.op == "output":
+            continue
+        with node.graph.inserting_before(user):
+            made = node.graph.call_function(target, args)
+        made.meta[mark] = node.name
+        if "nn_module_stack" in user.meta:
+            made.meta["nn_module_stack"] = user.meta["nn_module_stack"]
+        user.replace_input_with(node, made)
+
+
+def _meta(capture: Capture, position: int) -> TensorMeta:
+    item = capture.inputs[position]
+    assert isinstance(item, TensorInput)
+    return item.meta
+
+
+def _check(overlap: Overlap, placeholders: list[fx.Node]) -> None:
+    members = [placeholders[position] for position, _ in overlap.members]
+    names = " and ".join(node.name for node in members)
+    why = overlap.hindrance
+    for user in (user for node in members for user in node.users):
+        if user.op == "call_method" and compat.changes_metadata(str(user.target)):
+            why = why or f"{user.target}() changes the shape of one"
+    if why:
+        raise UnsupportedGraphError(
+            f"inputs {names} share memory and one is changed in place, but {why}; pass copies "
+            "(.clone())"
+        )

@@ -1,0 +1,137 @@
+"""Run stages on zeros, for what fake kernels do not tell: strides.
+
+[Note: strides that lie] Some operators give other strides than their fake kernels say (attention's
+backward, a functionalized BatchNorm, a sum of tensors in several orders), and strides choose the
+kernels of what comes next, hence the rounding. Code that is to be bitwise equal to the plain model
+needs the real ones. So each stage runs once on zeros, in the order of the forward, with the strides
+that those before it gave, and is traced that way too (`templates`). Where that raises, strides are
+those of the fake kernels.
+
+Zeros are not the user's data. What could look up an index that does not exist must not run on them:
+
+    gather(x, 1, index)             index is 0: there is an element 0
+    gather(x, 1, sum(mask) - 1)     is -1 on zeros
+
+On the CPU that raises. On CUDA it ends the process's use of the device, so it must not be tried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from megacompile import compat
+from megacompile.ir import ops
+from megacompile.ir.capture import Ambient
+from megacompile.ir.keys import graph_key
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import ArgRef, Stage
+from megacompile.ir.tensors import TensorMeta, is_dense
+from megacompile.passes.edit import with_stages
+
+_INDICES = ("index", "indices", "target")  # what the schemas of ATen call them
+_CHANCES = ("bernoulli", "bernoulli_", "multinomial", "_assert_async")  # check what they are given
+_SAME_VALUES = {"t", "view", "transpose", "permute", "expand", "reshape", "unsqueeze", "squeeze"}
+_SAME_VALUES |= {"slice", "select", "alias", "detach", "_unsafe_view", "_to_copy", "clone"}
+_SAME_VALUES |= {"constant_pad_nd"}  # with the index that a loss ignores
+
+Strides = tuple[tuple[int, ...], ...]
+
+
+def settle_strides(schedule: Schedule, *, ambient: Ambient) -> Schedule:
+    """The stages with other metas, where the fake kernels lied; on the CPU only."""
+    new = schedule.copy()
+    calls = ops.calls_by_stage(new.forward, ops.forward)
+    settled: dict[fx.Node, TensorMeta] = {}
+    known: dict[Hashable, Strides | None] = {}
+    stages = []
+    for stage in new.stages:
+        call = calls[stage.index]
+        metas = tuple(
+            settled.get(call.args[2][ref.index], meta) if isinstance(ref, ArgRef) else meta  # type: ignore[index, arg-type]
+            for ref, meta in zip(stage.primals, stage.metas, strict=True)
+        )
+        stage = replace(stage, metas=metas)
+        key = graph_key(stage.module), metas, stage.mutated
+        if key not in known:
+            known[key] = _strides(stage, ambient)
+        outputs = _with(stage.outputs, known[key])
+        for k, item in ops.items(call):
+            if k < len(outputs) and outputs[k] is not stage.outputs[k]:
+                settled[item] = item.meta["value"] = outputs[k]
+        call.meta["value"] = (*outputs, *call.meta["value"][len(outputs) :])
+        stages.append(replace(stage, outputs=outputs))
+    return with_stages(new, tuple(stages)) if settled else schedule
+
+
+def _strides(stage: Stage, ambient: Ambient) -> Strides | None:
+    """The strides of a stage's outputs; None where they cannot be known."""
+    if not all(map(_is_settled_by_running, (*stage.metas, *stage.outputs))):
+        return None
+    try:
+        with ambient.apply(), real_tensors(stage):
+            inputs = [meta.zeros() for meta in stage.metas]
+            for i in stage.mutated:
+                inputs[i] = inputs[i].clone()
+            outputs = stage.module(*inputs)
+            return tuple(output.stride() for output in outputs)
+    except (RuntimeError, IndexError, ValueError, ArithmeticError, *compat.UNTRACEABLE):
+        return None  # zeros are not the user's data
+
+
+def _is_settled_by_running(meta: object) -> bool:
+    """True if it is a tensor on the CPU, of known size."""
+    known = getattr(meta, "symbolic", None) is None
+    return isinstance(meta, TensorMeta) and meta.device.type == "cpu" and known
+
+
+def _with(metas: tuple[TensorMeta, ...], strides: Strides | None) -> tuple[TensorMeta, ...]:
+    if strides is None:
+        return metas
+    return tuple(
+        replace(meta, stride=stride) if stride != meta.stride and is_dense(meta, stride) else meta
+        for meta, stride in zip(metas, strides, strict=True)
+    )
+
+
+@contextlib.contextmanager
+def real_tensors(stage: Stage) -> Iterator[None]:
+    """For its duration, tensors are real, and random generators are as they were after it."""
+    devices = sorted({m.device for m in stage.metas if m.device.type == "cuda"}, key=str)
+    with torch.random.fork_rng(devices):
+        yield
+
+
+def computes_indices(graph: fx.Graph) -> bool:
+    """True if an ATen graph uses an index, or a probability, that it computes from its inputs."""
+    given = set(graph.find_nodes(op="placeholder"))
+    computed: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if any(source in computed for source in _checked(node)):
+            return True
+        sources = node.all_input_nodes
+        if any(source in computed for source in sources):
+            computed.add(node)
+        elif any(source in given for source in sources):
+            (given if _name(node) in _SAME_VALUES else computed).add(node)
+    return False
+
+
+def _checked(node: fx.Node) -> Iterator[Any]:
+    """The arguments of an operator whose values it checks."""
+    if _name(node) in _CHANCES:
+        yield from node.all_input_nodes[:1]
+    for name, value in compat.arguments_of(node):
+        if name in _INDICES:
+            yield from value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _name(node: fx.Node) -> str:
+    return compat.operator_name(node.target)
