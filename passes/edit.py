@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,12 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir import ops
-from megacompile.ir.nodes import set_args
+from megacompile.ir.buckets import Bucket, largest_shard
+from megacompile.ir.nodes import set_args, set_kwargs
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.ir.symbols import Number
+from megacompile.ir.tensors import TensorMeta
 
 SYMBOLIC = "megacompile.symbolic"  # in a traced node's meta: its value with symbols
 
@@ -99,6 +101,32 @@ def extracted(
 # Schedules.
 
 
+def body_of(graph: fx.Graph) -> fx.Node:
+    """The first node of a graph that is no placeholder."""
+    body: fx.Node = next(node for node in graph.nodes if node.op != "placeholder")
+    return body
+
+
+def wait_for(node: fx.Node, other: fx.Node) -> None:
+    """Add a node to those that an op names in `after=`."""
+    named: Any = node.kwargs.get("after", ())
+    set_kwargs(node, {**node.kwargs, "after": (*named, other)})
+
+
+def trained_bytes(
+    schedule: Schedule, bucket: Bucket, item_bytes: Callable[[int], float]
+) -> TensorMeta:
+    """The meta of bytes that stand for the trained parameters of a bucket, or for their states.
+
+    Args:
+        item_bytes: that stand for one element, by its bytes as streamed.
+    """
+    mine = largest_shard(bucket)
+    params = [mine.params[i] for i in schedule.gradient_params[bucket.key]]
+    size = sum(param.numel * item_bytes(param.dtype.itemsize) for param in params)
+    return TensorMeta((int(size),), torch.uint8, (1,))
+
+
 def add_item(graph: fx.Graph, call: fx.Node, index: int, name: str) -> fx.Node:
     """`call[index]`, named; its meta is that part of the call's."""
     item = compat.new_node(graph, "call_function", operator.getitem, name, (call, index))
@@ -121,8 +149,7 @@ def saved_value(graph: fx.Graph, value: fx.Node) -> fx.Node:
     there = value_that_is_saved(value)
     if there is not value:
         return there
-    body = next(node for node in graph.nodes if node.op != "placeholder")
-    with graph.inserting_before(assigns[0] if assigns else body):
+    with graph.inserting_before(assigns[0] if assigns else body_of(graph)):
         copy = ops.call(graph, ops.snapshot, value, name=f"{value.name}_old")
     copy.meta["value"] = value.meta.get("value")
     return copy

@@ -13,7 +13,7 @@ from unittest import mock
 from torch import Tensor
 
 from megacompile.errors import HostMemoryError, OptimizerError
-from megacompile.passes.schedule import disk, disk_saved, disk_weights
+from megacompile.passes.schedule import disk
 from megacompile.runtime.device import activations
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.disk import transfers
@@ -87,10 +87,10 @@ def few_buffers(rng: random.Random) -> Iterator[None]:
     with ExitStack() as stack:
         for module, name in (
             (disk, "STATE_SETS"),
-            (disk_saved, "SAVED_SETS"),
-            (disk_weights, "WEIGHT_SETS"),
-            (disk_weights, "NEW_SETS"),
-            (disk_weights, "LANDING_SETS"),
+            (disk, "SAVED_SETS"),
+            (disk, "WEIGHT_SETS"),
+            (disk, "NEW_SETS"),
+            (disk, "LANDING_SETS"),
         ):
             count = rng.choice((1, 2, 4))
             stack.enter_context(mock.patch.object(module, name, count))

@@ -29,8 +29,13 @@ from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.stream import Stream
-from megacompile.passes.schedule.disk import STATE_SETS, states_in_use
-from megacompile.passes.schedule.disk_weights import LANDING_SETS, NEW_SETS, WEIGHT_SETS
+from megacompile.passes.schedule.disk import (
+    LANDING_SETS,
+    NEW_SETS,
+    STATE_SETS,
+    WEIGHT_SETS,
+    states_in_use,
+)
 from megacompile.plan.choice import Choice
 from megacompile.plan.tiers import Tiers
 

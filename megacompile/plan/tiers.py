@@ -40,7 +40,7 @@ from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.places import stored_bytes, stored_weights_bytes, whole_pages
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import LARGE, Plan, first_to_disk
-from megacompile.passes.schedule.disk_saved import SAVED_SETS
+from megacompile.passes.schedule.disk import SAVED_SETS
 from megacompile.plan.choice import Choice
 
 _SPREAD = 0.9  # of the buckets, in forward order

@@ -19,15 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import fx
 
 from megacompile.ir import ops
-from megacompile.ir.buckets import largest_shard
 from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.tensors import TensorMeta
-from megacompile.passes.schedule.drain import insert_drain
+from megacompile.passes.edit import trained_bytes
+from megacompile.passes.schedule.free import insert_drain
 from megacompile.passes.schedule.prefetch import buckets_read, uses
 
 
@@ -60,10 +58,7 @@ def insert_device_update(schedule: Schedule, *, state_bytes: Callable[[int], flo
             buffer = ops.call(graph, ops.alloc_state, bucket, True, name=f"buf_s{suffix}")
             state = ops.call(graph, ops.fetch_state, bucket, buffer, True, name=f"s{suffix}")
         left += [gradients, state]
-        mine = largest_shard(bucket)
-        params = [mine.params[i] for i in new.gradient_params[bucket.key]]
-        size = sum(param.numel * state_bytes(param.dtype.itemsize) for param in params)
-        meta = TensorMeta((int(size),), torch.uint8, (1,))
+        meta = trained_bytes(new, bucket, state_bytes)
         buffer.meta["value"] = state.meta["value"] = meta
     gradients_of_inputs, _, tokens = ops.returned(graph)
     set_args(graph.output_node(), ((gradients_of_inputs, tuple(left), tokens),))

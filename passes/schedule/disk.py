@@ -1,35 +1,45 @@
-"""Read the optimizer states of buckets from a disk ahead of their use, and write them back.
+"""Send what waits in host memory on to a disk: optimizer states, saved tensors, parameters.
 
-    before: 2FETCH_STATE 2B 2UPDATE 2OFFLOAD_STATE
-    after:  2READ_STATE 1READ_STATE 2FETCH_STATE 2B 2UPDATE 2OFFLOAD_STATE 2WRITE_STATE
-
-    before: 1UPDATE 2UPDATE          (of `optimizer.step()`)
-    after:  1READ_STATE 2READ_STATE 1UPDATE 1WRITE_STATE 2UPDATE 2WRITE_STATE
-
-The reads keep the order of their uses, and come `ahead` uses before their own. A use is after its
-read, and a write is after the use. Reads of the next step are after the write (see `tokens`). A
-read waits until a buffer is free, so there are as many of them on their way as there are buffers
-(`megacompile.runtime.updates.staging`).
+Reads keep the order of their uses, and come a few uses before their own. A use is after its read, a
+write is after the use, and reads of the next step are after the write (see `tokens`). A read waits
+until a buffer is free, so as many of them are on their way as there are buffers. Buffers are lent
+in the order of the ops (`megacompile.runtime.updates.leases`); no holder of one waits for one that
+is lent later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import fx
 
 from megacompile.ir import ops
-from megacompile.ir.buckets import Bucket, largest_shard
+from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.tensors import TensorMeta
+from megacompile.ir.stream import Stream
+from megacompile.ir.tensors import TensorMeta, tensors_bytes
 from megacompile.ir.tokens import take
-from megacompile.text import format_bytes
+from megacompile.passes.edit import body_of, set_saved_values, trained_bytes, wait_for
+from megacompile.text import format_bytes, numbered
 
-AHEAD = 2
+AHEAD = 2  # uses that a read of states or parameters comes before its own
 STATE_SETS = 4  # at least: one is updated, one is written, and two are read ahead
+SAVED_SETS = 3  # each way: one is copied, and two are written, or read ahead
+WEIGHT_SETS = 3  # for prefetches: one is copied to the device, and two are read ahead
+NEW_SETS = 4  # for updates: one is updated, one is written, and two are read ahead
+LANDING_SETS = 3  # for updates on the device: one lands, and two are written
+
+
+def _places(graph: fx.Graph, uses: Sequence[fx.Node], ahead: int) -> list[fx.Node]:
+    """The nodes before which to read for each of these uses."""
+    body = body_of(graph)
+    return [uses[k - ahead] if k >= ahead else body for k in range(len(uses))]
+
+
+# Optimizer states.
 
 
 def insert_disk(
@@ -41,6 +51,12 @@ def insert_disk(
     ahead: int = AHEAD,
 ) -> Schedule:
     """The schedule in which some of the streamed buckets have their states on a disk.
+
+        before: 2FETCH_STATE 2B 2UPDATE 2OFFLOAD_STATE
+        after:  2READ_STATE 1READ_STATE 2FETCH_STATE 2B 2UPDATE 2OFFLOAD_STATE 2WRITE_STATE
+
+        before: 1UPDATE 2UPDATE          (of `optimizer.step()`)
+        after:  1READ_STATE 2READ_STATE 1UPDATE 1WRITE_STATE 2UPDATE 2WRITE_STATE
 
     Args:
         on_disk: their keys; those of other buckets are ignored.
@@ -54,23 +70,21 @@ def insert_disk(
     new = replace(schedule.copy(), plan=replace(schedule.plan, on_disk=keys))
     for name in ("backward", "update"):
         if name in new.graphs and keys:
-            _insert(new, new.graphs[name], name, state_bytes, ahead)
+            _insert_states(new, new.graphs[name], name, state_bytes, ahead)
     if not keys:
         return new
     in_use = max(states_in_use(graph, keys) for graph in new.graphs.values())
     sets = min(len(keys), max(STATE_SETS, 1 + in_use))
-    sizes = [
-        _meta(new, bucket, state_bytes).size_bytes for bucket in new.buckets if bucket.key in keys
-    ]
+    stored = [bucket for bucket in new.buckets if bucket.key in keys]
+    sizes = [trained_bytes(new, bucket, state_bytes).size_bytes for bucket in stored]
     reason = (
         f"the optimizer states of {len(keys)} of {len(streamed)} streamed buckets lie on a disk: "
-        "each step reads "
-        f"{format_bytes(sum(sizes))} there and writes as much, by way of {sets} sets of buffers "
-        f"({format_bytes(sets * max(sizes))} of host memory)"
+        f"each step reads {format_bytes(sum(sizes))} there and writes as much, by way of {sets} "
+        f"sets of buffers ({format_bytes(sets * max(sizes))} of host memory)"
     )
     largest = 0
     if set_bytes is not None:
-        largest = max(set_bytes(b, trained[b.key]) for b in new.buckets if b.key in keys)
+        largest = max(set_bytes(bucket, trained[bucket.key]) for bucket in stored)
     plan = replace(
         new.plan, state_sets=sets, state_set_bytes=largest, reasons=(*new.plan.reasons, reason)
     )
@@ -99,51 +113,246 @@ def states_in_use(graph: fx.Graph, keys: Collection[int]) -> int:
     return most
 
 
-def _insert(
+def _insert_states(
     schedule: Schedule,
     graph: fx.Graph,
     name: str,
     state_bytes: Callable[[int], float],
     ahead: int,
 ) -> None:
-    on_disk = schedule.plan.on_disk
-    readers = [n for n in _touching(graph, reads=True) if ops.bucket_of(n).key in on_disk]
-    writers = [n for n in _touching(graph, reads=False) if ops.bucket_of(n).key in on_disk]
-    body = next(node for node in graph.nodes if node.op != "placeholder")
-    places = [_begin_of(node) for node in readers]
-    for k, reader in enumerate(readers):
+    readers = _touching(schedule, graph, lambda op: Part.STATES in op.reads)
+    writers = _touching(schedule, graph, lambda op: Part.STATES in op.writes)
+    places = _places(graph, list(map(_first_of, readers)), ahead)
+    for reader, place in zip(readers, places, strict=True):
         bucket = ops.bucket_of(reader)
-        after: tuple[fx.Node, ...] = ()
-        if name == "update":
-            after = (take(graph, bucket, Part.STATES),)
-        with graph.inserting_before(places[k - ahead] if k >= ahead else body):
-            read = ops.call(
-                graph, ops.read_state, bucket, name=f"rs{bucket.suffix}", after=after or None
-            )
-        named = reader.kwargs.get("after", ())
-        reader.kwargs = {**reader.kwargs, "after": (*named, read)}  # type: ignore[misc]
-        read.meta["value"] = _meta(schedule, bucket, state_bytes)
+        after = (take(graph, bucket, Part.STATES),) if name == "update" else None
+        with graph.inserting_before(place):
+            read = ops.call(graph, ops.read_state, bucket, name=f"rs{bucket.suffix}", after=after)
+        wait_for(reader, read)
+        read.meta["value"] = trained_bytes(schedule, bucket, state_bytes)
     for writer in writers:
-        bucket = ops.bucket_of(writer)
-        with graph.inserting_after(writer):
-            write = ops.call(
-                graph, ops.write_state, bucket, name=f"ws{bucket.suffix}", after=(writer,)
+        write = _written(graph, ops.write_state, writer, "ws")
+        write.meta["value"] = trained_bytes(schedule, ops.bucket_of(writer), state_bytes)
+
+
+def _touching(
+    schedule: Schedule, graph: fx.Graph, wanted: Callable[[ops.Op], object]
+) -> list[fx.Node]:
+    nodes = ops.nodes_that(graph, wanted)
+    return [node for node in nodes if ops.bucket_of(node).key in schedule.plan.on_disk]
+
+
+def _first_of(use: fx.Node) -> fx.Node:
+    """The op ahead of which a read comes: the allocation of what is fetched into, or the use."""
+    buffers = [arg for arg in use.all_input_nodes if ops.effects(arg).gives in _BUFFERS]
+    return buffers[0] if buffers else use
+
+
+_BUFFERS = (ops.Value.STATE_BUFFER, ops.Value.SAVED_BUFFER)
+
+
+def _written(graph: fx.Graph, op: Callable[..., object], writer: fx.Node, prefix: str) -> fx.Node:
+    """A write of what `writer` has made, right after it."""
+    bucket = ops.bucket_of(writer)
+    with graph.inserting_after(writer):
+        return ops.call(graph, op, bucket, name=f"{prefix}{bucket.suffix}", after=(writer,))
+
+
+# Saved tensors.
+
+
+def insert_disk_saved(schedule: Schedule, *, count: int | None = None) -> Schedule:
+    """The schedule in which saved values of stages that offload them wait on a disk.
+
+        before: 0F 1OFFLOAD_SAVED 1F
+                1FETCH_SAVED 2B 1RECOMPUTE 1B
+        after:  0F 1OFFLOAD_SAVED 1WRITE_SAVED 1F
+                2READ_SAVED 1READ_SAVED 2FETCH_SAVED 3B 1FETCH_SAVED 2RECOMPUTE 2B 1RECOMPUTE 1B
+
+    A value is written as soon as it is on the host; then its buffer is free. It is read into
+    another one, `SAVED_SETS - 1` fetches ahead of its own, and that is free after the fetch. There
+    are `SAVED_SETS` buffers each way: an offload waits for the write that returns one, and a read
+    for the fetch. The values of the first stages go: they wait the longest, and are wanted back
+    last.
+
+    Args:
+        count: those of so many of the first stages; None: of all.
+    """
+    offload = schedule.plan.offload
+    stages = frozenset(index for index in offload if count is None or index < count)
+    if schedule.backward is None or not stages:
+        return schedule
+    new = schedule.copy()
+    assert new.backward is not None
+    names = _write_saved(new.forward, stages)
+    if not names:
+        return new
+    _read_saved(new.backward, names)
+    new = set_saved_values(new, [names.get(name, name) for name in new.saved_values])
+    plan = replace(new.plan, saved_on_disk=stages, saved_sets=SAVED_SETS)
+    return replace(new, plan=replace(plan, reasons=(*plan.reasons, _saved_reason(new, stages))))
+
+
+def _write_saved(graph: fx.Graph, stages: frozenset[int]) -> dict[str, str]:
+    """Returns the names of the copies on the disk, by those of the copies on the host."""
+    writes: list[fx.Node] = []
+    names = {}
+    for copy in ops.nodes_of(graph, ops.offload_saved):
+        stage, value = ops.arguments(copy)
+        if stage.index not in stages:
+            continue
+        if len(writes) >= SAVED_SETS:
+            copy.kwargs = {"after": (writes[-SAVED_SETS],)}
+        with graph.inserting_after(copy):
+            write = ops.call(graph, ops.write_saved, stage, copy, name=f"{value.name}_disk")
+        write.meta["value"] = copy.meta["value"]
+        writes.append(write)
+        names[copy.name] = write.name
+    return names
+
+
+def _read_saved(graph: fx.Graph, names: dict[str, str]) -> None:
+    """Read ahead of each fetch of one of these."""
+    each = ops.nodes_of(graph, ops.fetch_saved)
+    fetches = [fetch for fetch in each if ops.arguments(fetch)[1].name in names]
+    places = _places(graph, list(map(_first_of, fetches)), SAVED_SETS - 1)
+    for k, (fetch, place) in enumerate(zip(fetches, places, strict=True)):
+        stage, on_host, buffer = ops.arguments(fetch)
+        with graph.inserting_before(on_host):
+            on_disk = graph.placeholder(names[on_host.name])
+        after = (fetches[k - SAVED_SETS],) if k >= SAVED_SETS else None
+        with graph.inserting_before(place):
+            read = ops.call(
+                graph, ops.read_saved, stage, on_disk, name=f"{on_host.name}_read", after=after
             )
-        write.meta["value"] = _meta(schedule, bucket, state_bytes)
+        on_disk.meta["value"] = read.meta["value"] = on_host.meta.get("value")
+        buffer.args = (stage, on_disk)
+        fetch.args = (stage, read, buffer)
+        graph.erase_node(on_host)
 
 
-def _touching(graph: fx.Graph, *, reads: bool) -> list[fx.Node]:
-    return ops.nodes_that(graph, lambda op: Part.STATES in (op.reads if reads else op.writes))
+def _saved_reason(schedule: Schedule, stages: frozenset[int]) -> str:
+    writes = ops.nodes_of(schedule.forward, ops.write_saved)
+    sizes = [tensors_bytes(node.meta.get("value")) for node in writes]
+    return (
+        f"saved tensors of {numbered('stage', 0, max(stages))} go on from the host to a disk: "
+        f"each step writes {format_bytes(sum(sizes))} there and reads it back, by way of "
+        f"{2 * SAVED_SETS} buffers ({format_bytes(2 * SAVED_SETS * max(sizes))} of host memory)"
+    )
 
 
-def _begin_of(reader: fx.Node) -> fx.Node:
-    """The op ahead of which a read comes: the allocation of what is fetched into, or the reader."""
-    buffer = reader.args[1] if len(reader.args) > 1 else None
-    return buffer if isinstance(buffer, fx.Node) else reader
+# Parameters.
 
 
-def _meta(schedule: Schedule, bucket: Bucket, state_bytes: Callable[[int], float]) -> TensorMeta:
-    mine = largest_shard(bucket)
-    params = [mine.params[i] for i in schedule.gradient_params[bucket.key]]
-    size = sum(param.numel * state_bytes(param.dtype.itemsize) for param in params)
-    return TensorMeta((int(size),), torch.uint8, (1,))
+def insert_disk_weights(
+    schedule: Schedule, *, stored: frozenset[int] | None = None, ahead: int = AHEAD
+) -> Schedule:
+    """The schedule whose streamed buckets have their parameters on a disk.
+
+        before: 1PREFETCH 0F 2PREFETCH 1F
+        after:  1READ_WEIGHTS 2READ_WEIGHTS 1PREFETCH 0F 2PREFETCH 1F
+
+        before: 2B 2UPDATE 2OFFLOAD_STATE                (of a backward)
+        after:  2B 2UPDATE 2OFFLOAD_STATE 2WRITE_WEIGHTS
+
+        before: 1UPDATE 2UPDATE                          (of `optimizer.step()`)
+        after:  1READ_TRAINED 2READ_TRAINED 1UPDATE 1WRITE_WEIGHTS 2UPDATE 2WRITE_WEIGHTS
+
+    Each prefetch has a read of its own, and names it; one that is left out, because the bucket is
+    in its slot still, needs none. So this comes after `slots`. Where the device updates, the new
+    parameters are left in a buffer without a read, since they are all written. Buffers of
+    prefetches go back after the copy, those of updates after the write: one of each kind would do.
+
+    Args:
+        stored: keys of those that do; those of other buckets are ignored. None: all of them.
+        ahead: how many prefetches, or updates, ahead of its own a read comes.
+    """
+    keys = frozenset(bucket.key for bucket in schedule.buckets) - schedule.plan.resident
+    keys = keys if stored is None else keys & stored
+    new = replace(schedule.copy(), plan=replace(schedule.plan, weights_on_disk=keys))
+    if not keys:
+        return new
+    changed: set[int] = set()
+    for name, graph in new.graphs.items():
+        _insert_reads(new, graph, ahead)
+        changed |= _insert_writes(new, graph)
+        if name == "update":
+            _insert_reads_of_updates(new, graph, ahead)
+    on_host = new.update is not None or bool(new.rest)
+    new_sets = (NEW_SETS if on_host else LANDING_SETS) if changed else 0
+    plan = replace(new.plan, weight_sets=WEIGHT_SETS, new_weight_sets=new_sets)
+    plan = replace(plan, reasons=(*plan.reasons, _weights_reason(new, plan.weight_sets + new_sets)))
+    return replace(new, plan=plan)
+
+
+def _insert_reads(schedule: Schedule, graph: fx.Graph, ahead: int) -> None:
+    fetches = [
+        node
+        for node in ops.nodes_that(graph, lambda op: op.fills_slot)
+        if ops.bucket_of(node).key in schedule.plan.weights_on_disk
+    ]
+    places = _places(graph, fetches, ahead) if fetches else []
+    first: dict[int, fx.Node] = {}  # read of a bucket in this graph, which waits for its last write
+    for fetch, place in zip(fetches, places, strict=True):
+        bucket = ops.bucket_of(fetch)
+        after = (first[bucket.key],) if bucket.key in first else None
+        name = f"r{fetch.name}"
+        with graph.inserting_before(place):
+            read = ops.call(graph, ops.read_weights, bucket, name=name, after=after)
+        first.setdefault(bucket.key, read)
+        wait_for(fetch, read)
+
+
+def _insert_reads_of_updates(schedule: Schedule, graph: fx.Graph, ahead: int) -> None:
+    updates = [node for node in _writers(schedule, graph) if _is_on_host(node)]
+    for k, update in enumerate(updates):
+        bucket = ops.bucket_of(update)
+        after = (take(graph, bucket, Part.WEIGHTS),)
+        with graph.inserting_before(updates[max(0, k - ahead)]):
+            read = ops.call(graph, ops.read_trained, bucket, name=f"rt{bucket.suffix}", after=after)
+        read.meta["value"] = _changed_bytes(schedule, bucket)
+        wait_for(update, read)
+
+
+def _insert_writes(schedule: Schedule, graph: fx.Graph) -> set[int]:
+    """Returns the keys of the buckets that are written."""
+    written = set()
+    for writer in list(_writers(schedule, graph)):
+        bucket = ops.bucket_of(writer)
+        write = _written(graph, ops.write_weights, writer, "ww")
+        write.meta["value"] = _changed_bytes(schedule, bucket)
+        written.add(bucket.key)
+    return written
+
+
+def _writers(schedule: Schedule, graph: fx.Graph) -> Iterator[fx.Node]:
+    """The ops that change parameters which are on a disk."""
+    for node in ops.nodes_that(graph, lambda op: Part.WEIGHTS in op.writes):
+        on_disk = ops.bucket_of(node).key in schedule.plan.weights_on_disk
+        if on_disk and ops.stream_of(node) is not Stream.WRITE:
+            yield node
+
+
+def _is_on_host(writer: fx.Node) -> bool:
+    return Part.WEIGHTS in ops.effects(writer).reads
+
+
+def _changed_bytes(schedule: Schedule, bucket: Bucket) -> TensorMeta:
+    """The parameters that an update changes, as bytes."""
+    trained = schedule.gradient_params[bucket.key]
+    size = sum(bucket.params[i].size_bytes for i in trained)
+    return TensorMeta((size,), torch.uint8, (1,))
+
+
+def _weights_reason(schedule: Schedule, sets: int) -> str:
+    buckets = [b for b in schedule.buckets if b.key in schedule.plan.weights_on_disk]
+    whole, largest = sum(b.size_bytes for b in buckets), max(b.size_bytes for b in buckets)
+    nodes = [node for graph in schedule.graphs.values() for node in ops.nodes_of(graph)]
+    reads = (ops.read_weights, ops.read_trained)
+    read = sum(ops.stored_bytes(node) for node in nodes if node.target in reads)
+    written = sum(ops.stored_bytes(node) for node in nodes if node.target is ops.write_weights)
+    return (
+        f"the parameters of {len(buckets)} buckets ({format_bytes(whole)}) lie on a disk: each "
+        f"step reads {format_bytes(read)} there and writes {format_bytes(written)}, by way of "
+        f"{sets} buffers ({format_bytes(sets * largest)} of host memory)"
+    )

@@ -9,7 +9,7 @@ backwards (in a forward: forwards) have been issued. New optimizer states on the
 are put off for `plan.state_delay` backwards. After the last backward, and in an update, nothing is
 left to compute, and the next forward should not begin with a wait. There the free of states, and
 of gradients that the update takes, is deferred: `defer_free(value, after=copy)`. The next forward
-returns that memory (see `drain`).
+returns that memory (`insert_drain`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import take, token_of, written
 from megacompile.ir.values import owns, producer, reads, taken
+from megacompile.passes.schedule.offload_grad import last_item
 
 
 def insert_free(schedule: Schedule, *, delay: int = 1) -> Schedule:
@@ -148,3 +149,25 @@ def _unordered(user: fx.Node, position: Mapping[fx.Node, int], last: int) -> boo
         ops.stream_of(reader) is Stream.COMPUTE and position[reader] <= last
         for reader in user.users
     )
+
+
+def insert_drain(graph: fx.Graph, *, late: bool = False, behind: int = 0) -> None:
+    """Take back, in a forward, the device memory that the step before it left to copies.
+
+        before: 0F 1F 2F 3F          after: 0F 1F 2F DRAIN 3F
+
+    It comes after the middle one of a forward's stages, or ahead of the last; nowhere without any.
+    New parameters and states, and gradients that the update took on the device, are on their way to
+    the host while the forward begins. The compute stream waits for the copies as late as the memory
+    allows.
+
+    Args:
+        late: ahead of the last.
+        behind: not before this one, counted from the first.
+    """
+    computes = ops.nodes_of(graph, ops.forward)
+    if not computes:
+        return
+    position = max(len(computes) - 2, 0) if late else len(computes) // 2
+    with graph.inserting_after(last_item(computes[max(position, behind)])):
+        ops.call(graph, ops.drain, name="drained")

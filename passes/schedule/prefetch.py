@@ -26,6 +26,7 @@ from megacompile.ir.buckets import Bucket
 from megacompile.ir.nodes import set_args, set_kwargs
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
+from megacompile.passes.edit import body_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def buckets_read(node: fx.Node) -> tuple[Bucket, ...]:
 def _insert(
     graph: fx.Graph, all_uses: Sequence[Use], lookahead: int, resident: Collection[int]
 ) -> None:
-    body = next(n for n in graph.nodes if n.op != "placeholder")
+    body = body_of(graph)
     there: dict[int, fx.Node] = {}  # bucket key -> its weights, where it is resident
     with graph.inserting_before(body):
         ops.call(graph, ops.begin, name="start")

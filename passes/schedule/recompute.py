@@ -1,9 +1,11 @@
-"""Run a stage's forward again in the backward instead of keeping its saved tensors.
+"""Run a stage's forward again in the backward instead of keeping what it computed.
 
-    before: 0F 1F 2F | 2B 1B 0B        after: 0F 1F 2F | 2B 1RECOMPUTE 1B 0RECOMPUTE 0B
+    before:  0F 1F 2F | 2B 1B 0B
+    after:   0F 1F 2F | 2B 1RECOMPUTE 1B 0RECOMPUTE 0B            its saved tensors
+    or:      0F 1F 2F | 1RERUN 2RECOMPUTE 2B 1RECOMPUTE 1B 0B     its outputs too
 
-A stage that draws random numbers has the generators' state of its forward set again for its
-recompute, so that both draw the same.
+A stage that draws random numbers has the generators' state of its forward set again, so that both
+draw the same.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ from megacompile.ir import ops
 from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
+from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.edit import Placeholders, add_item, saved_value, set_saved_values
 from megacompile.passes.schedule.differentiate import backward_args
+from megacompile.passes.schedule.offload_saved import takers_of
+from megacompile.passes.schedule.prefetch import Use, first_node, uses
 
 
 def insert_recompute(schedule: Schedule) -> Schedule:
@@ -35,10 +40,13 @@ def insert_recompute(schedule: Schedule) -> Schedule:
     ]
     dropped = _forget(new.forward, [(forwards[stage.index], stage) for stage in again])
     saved_values = [name for name in new.saved_values if name not in dropped]
-    edit = _Edit(new.forward, new.backward)
+    inputs = _Inputs(new.forward, new.backward)
     for stage in again:
         if stage.traced.saved:
-            saved_values += edit.recompute(forwards[stage.index], backwards[stage.index], stage)
+            call, backward = forwards[stage.index], backwards[stage.index]
+            args, rng = inputs.of(call, stage, stage.traced.recompute_primals)
+            _recompute(backward, stage, args, rng, inputs.placeholders)
+            saved_values += [str(node.target) for node in (*args, rng) if node is not None]
     return set_saved_values(new, list(dict.fromkeys(saved_values)))
 
 
@@ -58,33 +66,140 @@ def _forget(graph: fx.Graph, calls: Sequence[tuple[fx.Node, Stage]]) -> set[str]
     return {item.name for item in dropped}
 
 
-class _Edit:
-    """Inserts recomputes."""
+class _Inputs:
+    """The values that forwards which run again in a backward take there."""
 
     def __init__(self, forward: fx.Graph, backward: fx.Graph) -> None:
         self.forward = forward
-        self.backward = backward
         self.states = ops.calls_by_stage(forward, ops.save_rng)
         self.placeholders = Placeholders(backward)
 
-    def recompute(self, call: fx.Node, backward: fx.Node, stage: Stage) -> list[str]:
-        """Insert a recompute before a backward; returns the saved values it takes."""
-        args: list[fx.Node | None] = []
-        taken: list[str] = []
-        for arg in backward_args(call, stage, stage.traced.recompute_primals):
-            source = None if arg is None else saved_value(self.forward, arg)
-            args.append(None if source is None else self.placeholders.of(source))
-            taken += [] if source is None else [source.name]
-        rng = None
-        if stage.traced.random:
-            rng = self.placeholders.of(self.states[stage.index])
-            taken.append(self.states[stage.index].name)
-        graph, saved = self.backward, ops.arguments(backward)[3]
-        with graph.inserting_before(backward):
-            name = f"rc{stage.index}"
-            again = ops.call(graph, ops.recompute, stage, (), tuple(args), rng, name=name)
-            again.meta["value"] = stage.saved_values
-            for k, placeholder in enumerate(saved):
-                item = add_item(graph, again, k, f"{placeholder.name}_again")
-                self.placeholders.replace(placeholder, item)
-        return taken
+    def of(
+        self, call: fx.Node, stage: Stage, primals: tuple[int, ...]
+    ) -> tuple[tuple[fx.Node | None, ...], fx.Node | None]:
+        """The arguments among `primals` as the forward read them, and the random state, if any: as
+        placeholders, which have the names of the saved values."""
+        args = tuple(
+            None if arg is None else self.placeholders.of(saved_value(self.forward, arg))
+            for arg in backward_args(call, stage, primals)
+        )
+        random = stage.traced.random
+        return args, self.placeholders.of(self.states[stage.index]) if random else None
+
+
+def _recompute(
+    backward: fx.Node,
+    stage: Stage,
+    args: tuple[fx.Node | None, ...],
+    rng: fx.Node | None,
+    placeholders: Placeholders,
+) -> None:
+    """Insert a recompute before a backward, in the place of its saved tensors."""
+    graph, saved = backward.graph, ops.arguments(backward)[3]
+    with graph.inserting_before(backward):
+        again = ops.call(graph, ops.recompute, stage, (), args, rng, name=f"rc{stage.index}")
+        again.meta["value"] = stage.saved_values
+        for k, placeholder in enumerate(saved):
+            item = add_item(graph, again, k, f"{placeholder.name}_again")
+            placeholders.replace(placeholder, item)
+
+
+# Reruns.
+
+
+def insert_reruns(schedule: Schedule) -> Schedule:
+    """The schedule in which the outputs of the stages in `plan.rerun` are not saved.
+
+    A recompute rebuilds what a stage computes inside from its inputs, and those are saved: one
+    value a stage. A rerun rebuilds the inputs too, from the inputs of the stage before. It costs
+    one more forward of that stage, and nothing is saved for it. Of stages in a row each takes what
+    the one before returns, so a row saves what its first is given:
+
+        1RERUN 2RERUN 3RECOMPUTE 3B 2RECOMPUTE 2B 1RECOMPUTE 1B
+
+    What a row returns is on the device until its backwards have read it. What is not computed
+    again:
+
+    - outputs of a stage that changes something in place;
+    - outputs that more than one stage's backward takes, which would be there for as long anyway;
+    - outputs that the user gets;
+    - outputs of a stage that is given what is neither saved nor computed again.
+
+    As with `offload_saved`, which values these are depends on the plan and on the forward alone.
+
+    Args:
+        schedule: with its recomputes.
+    """
+    if schedule.backward is None or not schedule.plan.rerun:
+        return schedule
+    new = schedule.copy()
+    assert new.backward is not None
+    dropped: set[str] = set()
+    calls = ops.calls_by_stage(new.forward, ops.forward)
+    computes = uses(new.backward)
+    inputs = _Inputs(new.forward, new.backward)
+    for stage, outputs in reversed(_not_saved(new).items()):  # the last of a row asks for the rest
+        dropped |= {item.name for item in outputs}
+        _rerun(new.backward, calls[stage.index], stage, outputs, computes, inputs)
+    return set_saved_values(new, [name for name in new.saved_values if name not in dropped])
+
+
+def _not_saved(schedule: Schedule) -> dict[Stage, list[fx.Node]]:
+    """The stages that are run again, in forward order, and the outputs of each that it is for."""
+    graph = schedule.forward
+    returned, saved_values = ops.returned(graph)
+    saved = set(saved_values)  # now; when a stage runs again, they are there or made again
+    takers = takers_of(schedule, saved)
+    calls = ops.calls_by_stage(graph, ops.forward)
+    found: dict[Stage, list[fx.Node]] = {}
+    for stage in schedule.stages:
+        if stage.index not in schedule.plan.rerun or stage.mutated:
+            continue
+        given = {saved_value(graph, arg) for arg in ops.arguments(calls[stage.index])[2]}
+        if not given <= saved:
+            continue
+        outputs = [
+            item
+            for _, item in _outputs(calls[stage.index], stage)
+            if item in saved
+            and item not in returned
+            and isinstance(item.meta.get("value"), TensorMeta)
+            and len(takers.get(item, ())) == 1
+        ]
+        if outputs:
+            found[stage] = outputs
+    return found
+
+
+def _rerun(
+    graph: fx.Graph,
+    call: fx.Node,
+    stage: Stage,
+    outputs: list[fx.Node],
+    computes: list[Use],
+    inputs: _Inputs,
+) -> None:
+    """Insert a rerun ahead of the first use of its outputs in the backward.
+
+    Args:
+        computes: the uses of the backward in program order; gets the rerun.
+    """
+    placeholders = inputs.placeholders
+    wanted = {item: found for item in outputs if (found := placeholders.find(item.name))}
+    readers = {user for placeholder in wanted.values() for user in placeholder.users}
+    at = next((i for i, use in enumerate(computes) if not readers.isdisjoint(use.nodes)), None)
+    if at is None:
+        return
+    args, rng = inputs.of(call, stage, tuple(range(len(stage.primals))))
+    with graph.inserting_before(first_node(computes[at])):
+        again = ops.call(graph, ops.rerun, stage, (), args, rng, name=f"rr{stage.index}")
+        computes.insert(at, Use((again,), ()))
+        again.meta["value"] = call.meta["value"][: len(stage.outputs)]
+        for k, item in _outputs(call, stage):
+            made = add_item(graph, again, k, f"{item.name}_again")
+            if item in wanted:
+                placeholders.replace(wanted[item], made)
+
+
+def _outputs(call: fx.Node, stage: Stage) -> list[tuple[int, fx.Node]]:
+    return sorted((k, item) for k, item in ops.items(call) if k < len(stage.outputs))

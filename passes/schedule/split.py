@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from megacompile.cost.ops import analysis_of
 from megacompile.ir import ops
 from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.stages import Stage, Template
+from megacompile.ir.stages import Code, Stage, Template
 from megacompile.passes.edit import with_stages
-from megacompile.passes.schedule.bundle import Bundles
 from megacompile.passes.schedule.differentiate import differentiate
 from megacompile.passes.stages.joint import BackwardInputs, runs_by_samples, split
 from megacompile.passes.stages.numbers import numbers_of
@@ -28,6 +28,8 @@ from megacompile.passes.stages.templates import (
     next_index,
     planned_for,
 )
+
+Bundles = tuple[tuple[int, ...], ...]  # places among a template's saved tensors, in order
 
 
 def split_stages(
@@ -40,7 +42,7 @@ def split_stages(
     every one of `plan.tiles` runs in so many tiles.
 
     Args:
-        bundles: for a draft: which saved tensors of a template are one value (see `bundle`).
+        bundles: for a draft: which saved tensors of a template are one value (see `bundles_of`).
     """
     plan, templates = schedule.plan, _templates(schedule, cache)
     together: dict[Template, Bundles] = {}
@@ -165,3 +167,45 @@ def _undifferentiated(schedule: Schedule) -> Schedule:
     for node in ops.nodes_of(graph, ops.save_rng, ops.snapshot):
         graph.erase_node(node)
     return new.fresh()  # in a graph of its own, the names of what was erased are free
+
+
+# Bundles of saved tensors, in drafts.
+
+
+def bundles_of(template: Template, *, fused: bool) -> Bundles:
+    """The saved tensors of a template as values, those together that are one; () where each is
+    one.
+
+        before: 1F returns y1 s1_0 s1_1 ... s1_13        after: 1F returns y1 s1_0
+
+    A draft is only simulated, and most of its nodes were saved tensors: a layer saves a dozen, each
+    with a node for itself, for its placeholder and for its end. All of a stage are made together
+    and die together. So those with memory of their own are one value there, a *bundle*, of their
+    sizes together. Not one of them is what is in the memory of an input or an output of the stage,
+    which may live longer, nor what waits on the host: it is copied tensor by tensor.
+
+    Args:
+        fused: elementwise operations are fused (lowering "inductor").
+    """
+    apart = set(range(len(template.saved)))
+    for code in (Code.FORWARD_SAVING, Code.RECOMPUTE):
+        apart &= _with_own_memory(template, code, fused)
+    if len(apart) < 2:
+        return ()
+    bundle = tuple(sorted(apart))
+    others = [(i,) for i in range(len(template.saved)) if i not in apart]
+    return tuple(sorted([bundle, *others]))
+
+
+def _with_own_memory(template: Template, code: Code, fused: bool) -> set[int]:
+    """The saved tensors that share no memory with what else a piece of the template is given or
+    returns."""
+    returned = analysis_of(template, code, fused=fused).returned
+    first = len(returned) - len(template.saved)
+    places = [None if each is None else each.memory for each in returned]
+    others = set(places[:first])
+    return {
+        i
+        for i, memory in enumerate(places[first:])
+        if memory is not None and memory >= 0 and memory not in others
+    }

@@ -19,6 +19,7 @@ from megacompile.ir.ops import Op, Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import Place, add, taken, written
+from megacompile.passes.edit import body_of
 
 
 def insert_tokens(schedule: Schedule) -> Schedule:
@@ -34,7 +35,7 @@ def insert_tokens(schedule: Schedule) -> Schedule:
 
 def _wait(graph: fx.Graph) -> None:
     touched: set[Place] = set()
-    there, body = taken(graph), next(n for n in graph.nodes if n.op != "placeholder")
+    there, body = taken(graph), body_of(graph)
     for node in ops.nodes_that(graph, lambda op: op.reads or op.writes):
         bucket = ops.bucket_of(node)
         op = ops.effects(node)

@@ -23,8 +23,8 @@ from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.tokens import add
 from megacompile.ir.values import left_of
-from megacompile.passes.schedule.disk import insert_disk
-from megacompile.passes.schedule.disk_weights import insert_disk_weights
+from megacompile.passes.edit import body_of
+from megacompile.passes.schedule.disk import insert_disk, insert_disk_weights
 from megacompile.passes.schedule.tokens import insert_tokens
 
 
@@ -112,7 +112,7 @@ def rest_of(
 
 def _update_on_device(graph: fx.Graph, bucket: Bucket, gradients: fx.Node, state: fx.Node) -> None:
     suffix = bucket.suffix
-    first = next(node for node in graph.nodes if node.op != "placeholder")
+    first = body_of(graph)
     taken = []
     for value in (gradients, state):
         with graph.inserting_before(first):

@@ -30,23 +30,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import fx
 
 from megacompile.ir import ops
-from megacompile.ir.buckets import Bucket, largest_shard
 from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.tensors import TensorMeta
-from megacompile.passes.schedule.drain import insert_drain
+from megacompile.passes.edit import trained_bytes
+from megacompile.passes.schedule.free import insert_drain
 from megacompile.passes.schedule.offload_grad import (
     add_so_far,
     last_gradients,
     last_item,
 )
 from megacompile.passes.schedule.prefetch import last_readers, uses
-
-_BYTE = torch.uint8
 
 
 def insert_updates(
@@ -88,7 +84,7 @@ def insert_updates(
         if bucket.key in new.plan.resident:
             with graph.inserting_after(where):
                 done = ops.call(graph, ops.update_in_place, bucket, total, name=f"u{suffix}")
-            done.meta["value"] = _trained(new, bucket, updated_bytes)
+            done.meta["value"] = trained_bytes(new, bucket, updated_bytes)
             done.meta["gathered"] = bucket.ranks > 1 and not apart
             continue
         with graph.inserting_after(where):
@@ -103,17 +99,9 @@ def insert_updates(
             buffer = ops.call(graph, ops.alloc_state, bucket, apart, name=f"buf_s{suffix}")
             state = ops.call(graph, ops.fetch_state, bucket, buffer, apart, name=f"s{suffix}")
         set_args(updated, (bucket, weights, total, state))
-        updated.meta["value"] = _trained(new, bucket, updated_bytes)
-        fetched = _trained(new, bucket, updated_bytes if apart else state_bytes)
+        updated.meta["value"] = trained_bytes(new, bucket, updated_bytes)
+        fetched = trained_bytes(new, bucket, updated_bytes if apart else state_bytes)
         buffer.meta["value"] = state.meta["value"] = fetched
     if made:
         insert_drain(new.forward, late=new.plan.state_delay > 1)
     return new
-
-
-def _trained(schedule: Schedule, bucket: Bucket, item_bytes: Callable[[int], float]) -> TensorMeta:
-    """So much of each parameter that gets a gradient, as bytes."""
-    mine = largest_shard(bucket)
-    params = [mine.params[i] for i in schedule.gradient_params[bucket.key]]
-    size = sum(param.numel * item_bytes(param.dtype.itemsize) for param in params)
-    return TensorMeta((int(size),), _BYTE, (1,))

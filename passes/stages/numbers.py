@@ -24,7 +24,7 @@ from megacompile import compat
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.symbols import Number, Values, planned_of
 from megacompile.ir.tensors import TensorMeta
-from megacompile.passes.edit import SYMBOLIC, computed, put, value_of, with_stages
+from megacompile.passes.edit import SYMBOLIC, body_of, computed, put, value_of, with_stages
 
 _FLOAT = "megacompile.float"  # in a node's meta: the float that stands as a tensor
 _OTHER_NAMES = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
@@ -107,7 +107,7 @@ def _recomputed(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:
     """Put what computes a number in the place of the placeholder for it."""
     placeholders = {str(n.target): n for n in graph.find_nodes(op="placeholder")}
     first = next(iter(graph.nodes))
-    body = next(n for n in graph.nodes if n.op != "placeholder")
+    body = body_of(graph)
 
     def copied(original: fx.Node) -> Any:
         name = str(original.target) if original.op == "placeholder" else original.name

@@ -1,0 +1,167 @@
+"""Collectives of ranks that share a model: weights are gathered, gradients are averaged.
+
+Each rank has its rows of every parameter. `insert_all_gather` lets it copy them to the device,
+where ranks exchange them:
+
+    before: 2PREFETCH@0 1F     after: 2PREFETCH_SHARD@0 2ALL_GATHER@0 1F
+
+`insert_reduce_scatter` averages gradients over the ranks that share a bucket, and
+`insert_all_reduce` over its replicas, the ranks of other hosts with the same rows:
+
+    before: 2B 2OFFLOAD_GRAD   after: 2B 2REDUCE_SCATTER 2ALL_REDUCE 2OFFLOAD_GRAD
+
+`delay_reduced` computes the next stage meanwhile:
+
+    before: 2B 2REDUCE_SCATTER 2NORM_GRAD 2OFFLOAD_GRAD 1RECOMPUTE 1B
+    after:  2B 2REDUCE_SCATTER 1RECOMPUTE 1B 2NORM_GRAD 2OFFLOAD_GRAD
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from megacompile.ir import ops
+from megacompile.ir.buckets import shard_shape
+from megacompile.ir.nodes import set_args
+from megacompile.ir.ops import Value
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.values import taken
+from megacompile.passes.schedule.offload_grad import last_gradients, last_item
+
+
+def insert_all_gather(schedule: Schedule) -> Schedule:
+    """The schedule that fetches this rank's part of each bucket, and the others' from there.
+
+    Both ops fill the same slot. So a slot is given to a bucket, and filled again, as without ranks;
+    the gather waits for the copy, and the stage for the gather.
+    """
+    if all(bucket.ranks == 1 for bucket in schedule.buckets):
+        return schedule
+    new = schedule.copy()
+    for graph in new.graphs.values():
+        for node in ops.nodes_of(graph, ops.prefetch):
+            bucket, slot = ops.arguments(node)
+            if bucket.ranks == 1:
+                continue
+            node.target = ops.prefetch_shard
+            with graph.inserting_after(node):
+                name = f"full{node.name.removeprefix('w')}"
+                gathered = ops.call(graph, ops.all_gather, bucket, slot, None, name=name)
+            node.replace_all_uses_with(gathered)
+            set_args(gathered, (bucket, slot, node))
+    return new
+
+
+def insert_reduce_scatter(schedule: Schedule, *, rank: int) -> Schedule:
+    """The schedule whose backward leaves the mean over ranks; each rank keeps its own part.
+
+    It comes after the last contribution to a bucket's gradients. All that follows (sums with
+    earlier backwards, norms, copies to the host, updates) is about this rank's part.
+
+    Args:
+        rank: this process's, among those that share a bucket.
+    """
+    if schedule.backward is None or all(bucket.ranks == 1 for bucket in schedule.buckets):
+        return schedule
+    new = schedule.copy()
+    graph = new.backward
+    assert graph is not None
+    for bucket, call, group in last_gradients(graph).values():
+        metas = tuple(
+            replace(meta, shape=shard_shape(meta.shape, rank, bucket.ranks))
+            for meta in group.meta.get("value", ())
+        )
+        with graph.inserting_after(max(group, last_item(call))):
+            buffer = ops.call(graph, ops.alloc_shard, bucket, name=f"buf_r{bucket.suffix}")
+        with graph.inserting_after(buffer):
+            name = f"r{bucket.suffix}"
+            mean = ops.call(graph, ops.reduce_scatter, bucket, group, buffer, name=name)
+        buffer.meta["value"] = mean.meta["value"] = metas
+    return new
+
+
+def insert_all_reduce(schedule: Schedule, *, defers: bool) -> Schedule:
+    """The schedule whose backward leaves the mean over replicas too.
+
+    It is the last that becomes of gradients before they are taken, so sums with earlier backwards
+    come first: `2REDUCE_SCATTER 2ADD_GRAD 2ALL_REDUCE 2UPDATE`. What earlier backwards have left
+    may therefore lack its sum over replicas. Where it does not, it is the same in all replicas, as
+    is then the mean of it. The backward of a micro-batch that is not the last needs no such sum
+    (`Schedule.defers`): a rank keeps its part of the gradients anyway, and the network between
+    hosts is slow.
+
+    Args:
+        defers: it does not: a later backward will.
+    """
+    if schedule.backward is None or all(bucket.replicas == 1 for bucket in schedule.buckets):
+        return schedule
+    if defers:
+        return replace(schedule, defers=True)
+    new = schedule.copy()
+    graph = new.backward
+    assert graph is not None
+    for node in ops.nodes_that(graph, _takes_part):
+        gradients = taken(node, Value.GRADIENTS)
+        bucket = ops.bucket_of(node)
+        if gradients is None or bucket.replicas == 1:
+            continue
+        with graph.inserting_after(gradients):
+            name = f"a{bucket.suffix}"
+            mean = ops.call(graph, ops.all_reduce, bucket, gradients, name=name)
+        mean.meta["value"] = gradients.meta.get("value")
+        set_args(node, tuple(mean if arg is gradients else arg for arg in node.args))
+    return new
+
+
+def _takes_part(op: ops.Op) -> bool:
+    """True if an op ends the gradients of a bucket: it leaves them, or updates with them."""
+    if op.gives in (Value.GRADIENTS, Value.NORMS):
+        return False
+    return any(takes.kind is Value.GRADIENTS and takes.ends for takes in op.takes)
+
+
+def delay_reduced(schedule: Schedule) -> Schedule:
+    """The schedule in which what is made of averaged gradients comes a stage later.
+
+    Norms and updates run on the compute stream, and would make it wait for the interconnect. A mean
+    over replicas comes right after that of the ranks that shard. Where sums with earlier backwards
+    come between the two, these are made a stage later, and what follows the second mean comes two:
+
+        before: 2B 2REDUCE_SCATTER 2ADD_GRAD 2ALL_REDUCE 2OFFLOAD_GRAD 1B 0B
+        after:  2B 2REDUCE_SCATTER 1B 2ADD_GRAD 2ALL_REDUCE 0B 2OFFLOAD_GRAD
+    """
+    if schedule.backward is None or not ops.nodes_of(schedule.backward, ops.reduce_scatter):
+        return schedule
+    new = schedule.copy()
+    assert new.backward is not None
+    for op in (ops.reduce_scatter, ops.all_reduce):
+        for mean in ops.nodes_of(new.backward, op):
+            following = _next_backward(mean)
+            if following is None:
+                continue
+            where = last_item(following)
+            for node in _made_of(mean):
+                if node < where and not (node.target is ops.all_reduce and node.args[1] is mean):
+                    where.append(node)
+                    where = node
+    return new
+
+
+def _next_backward(node: fx.Node) -> fx.Node | None:
+    while node.op != "output":
+        node = node.next
+        if node.target is ops.backward:
+            return node
+    return None
+
+
+def _made_of(mean: fx.Node) -> list[fx.Node]:
+    """All that depends on a value, in program order."""
+    found, todo = set(), [mean]
+    while todo:
+        users = [user for user in todo.pop().users if user.op != "output" and user not in found]
+        found.update(users)
+        todo += users
+    return sorted(found)
