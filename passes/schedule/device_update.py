@@ -11,7 +11,7 @@ does the others. The gradients go to the host as ever, so that `p.grad` is all t
 
 The fetches are spread over the backward after its first stage, the head, when the logits have been
 freed. The next forward has the new values where they are until they have reached the host: see
-`drain`.
+`insert_drain`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ gather, in which ranks that have the bucket on the device would not take part. E
 the slot, which those ranks keep as long.
 
 The last updates of a backward are deferred (see `free`), because the next forward should not begin
-with a wait for their copies. Its first half hides them; then `drain` returns their memory,
+with a wait for their copies. Its first half hides them; then a `drain` returns their memory,
 before anybody needs as much as a backward does. Where the plan lets more of them wait
 (`plan.state_delay`), that is before the forward's last stage. A forward without a backward, as in
 an evaluation between two steps, does it too.
