@@ -14,7 +14,6 @@ from torch import fx
 from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, largest_shard
-from megacompile.ir.nodes import set_args, set_kwargs
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.ir.symbols import Number
@@ -110,7 +109,7 @@ def body_of(graph: fx.Graph) -> fx.Node:
 def wait_for(node: fx.Node, other: fx.Node) -> None:
     """Add a node to those that an op names in `after=`."""
     named: Any = node.kwargs.get("after", ())
-    set_kwargs(node, {**node.kwargs, "after": (*named, other)})
+    compat.set_kwargs(node, {**node.kwargs, "after": (*named, other)})
 
 
 def trained_bytes(
@@ -193,7 +192,7 @@ def set_saved_values(schedule: Schedule, names: Sequence[str]) -> Schedule:
     by_name = {node.name: node for node in schedule.forward.nodes}
     output = schedule.forward.output_node()
     outputs, _ = ops.returned(schedule.forward)
-    set_args(output, ((outputs, tuple(by_name[name] for name in names)),))
+    compat.set_args(output, ((outputs, tuple(by_name[name] for name in names)),))
     return replace(schedule, saved_values=tuple(names))
 
 
@@ -203,5 +202,5 @@ def with_stages(schedule: Schedule, stages: tuple[Stage, ...]) -> Schedule:
     for graph in new.graphs.values():
         for node in graph.nodes:
             if node.args and isinstance(node.args[0], Stage):
-                set_args(node, (stages[node.args[0].index], *node.args[1:]))
+                compat.set_args(node, (stages[node.args[0].index], *node.args[1:]))
     return new

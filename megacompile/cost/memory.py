@@ -23,10 +23,10 @@ from megacompile.cost.optimizer import OptimizerCost, chunks_bytes
 from megacompile.cost.places import flat_bytes, state_bytes, stored_bytes, stored_weights_bytes
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, largest_shard
-from megacompile.ir.inputs import elsewhere
 from megacompile.ir.ops import Op, Part, Value
 from megacompile.ir.ops.op import value_bytes
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.signature import elsewhere
 from megacompile.ir.stages import ArgRef, Stage
 from megacompile.ir.values import left_by_backward, memory
 from megacompile.text import format_bytes

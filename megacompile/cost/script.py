@@ -27,9 +27,9 @@ from megacompile.cost.optimizer import OptimizerCost, UpdateCost, updates
 from megacompile.cost.queues import COMPUTE, D2H, H2D, READ, STREAMS, Queues, Work
 from megacompile.ir import ops
 from megacompile.ir.edges import Handed, handed, stands_for, waits_for
-from megacompile.ir.inputs import on_disk
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.signature import on_disk
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import written
 from megacompile.ir.values import producer

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import sympy
 from torch import fx
 
+from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Value, effects
@@ -197,3 +200,19 @@ def label(value: fx.Node) -> str:
 def named(value: fx.Node) -> str:
     """A value and where it comes from: "y3_0 of 3F"; the name alone for an input of the graph."""
     return value.name if value.op == "placeholder" else f"{value.name} of {label(value)}"
+
+
+def bytes_of(schedule: Schedule, symbols: Sequence[sympy.Symbol]) -> Callable[..., int]:
+    """Bytes of what the stages give and save, as a function of the symbols' values.
+
+    Not what a step needs, but a measure by which two sets of sizes are compared: a long batch of
+    few rows may need less than a short one of many.
+    """
+    terms: Counter[Any] = Counter()
+    for stage in schedule.stages:
+        for meta in (*stage.outputs, *stage.traced.saved):
+            if isinstance(meta, TensorMeta) and meta.symbolic is not None:
+                terms[sympy.prod(meta.symbolic.shape)] += meta.dtype.itemsize
+    total = sympy.Add(*(size * count for size, count in terms.items()))
+    function = compat.as_function((total,), symbols)
+    return lambda *values: int(function(*values)[0])

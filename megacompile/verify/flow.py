@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from megacompile.ir import inputs, ops
+from megacompile.ir import ops, signature
 from megacompile.ir.stages import ArgRef, SavedRef, Stage
 from megacompile.ir.values import inputs_behind, label, named
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
@@ -59,7 +59,7 @@ def _gradients_flow(view: View) -> Iterator[Hazard]:
     forwards = ops.calls_by_stage(forward, ops.forward)
     outputs = ops.returned(forward)[0]
     so_far: dict[fx.Node, str] = {}  # a forward's value -> the name of its gradient
-    names = inputs.tangents(view.graph)
+    names = signature.tangents(view.graph)
     for k in view.schedule.tangents:
         if k < len(outputs) and isinstance(outputs[k], fx.Node):
             so_far[outputs[k]] = names.get(k, "")

@@ -26,7 +26,7 @@ from typing import Any
 from torch import fx
 
 from megacompile.errors import ScheduleError
-from megacompile.ir import inputs, ops
+from megacompile.ir import ops, signature
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Op, Part, Value
 from megacompile.ir.schedule import Schedule
@@ -221,7 +221,7 @@ def _saved_values(views: list[View]) -> Iterator[Hazard]:
         yield forward.hazard(HazardKind.SAVED_VALUES, forward.graph.output_node(), None, message)
     for view in (view for view in others if view.name == "backward"):
         # it may leave out what its outputs' gradients do not need
-        named = inputs.tangents(view.graph)
+        named = signature.tangents(view.graph)
         known = {*names, *(named[k] for k in view.schedule.tangents if k in named)}
         for node in view.graph.find_nodes(op="placeholder"):
             if node.name not in known and token_of(node) is None:

@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from torch import fx
 
 from megacompile.ir import ops
-from megacompile.ir.inputs import elsewhere
 from megacompile.ir.ops import Value
+from megacompile.ir.signature import elsewhere
 from megacompile.ir.values import copied_away, fetched_from, label, named, reads, taken
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 

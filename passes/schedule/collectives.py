@@ -22,9 +22,9 @@ from dataclasses import replace
 
 from torch import fx
 
+from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.buckets import shard_shape
-from megacompile.ir.nodes import set_args
 from megacompile.ir.ops import Value
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.values import taken
@@ -50,7 +50,7 @@ def insert_all_gather(schedule: Schedule) -> Schedule:
                 name = f"full{node.name.removeprefix('w')}"
                 gathered = ops.call(graph, ops.all_gather, bucket, slot, None, name=name)
             node.replace_all_uses_with(gathered)
-            set_args(gathered, (bucket, slot, node))
+            compat.set_args(gathered, (bucket, slot, node))
     return new
 
 
@@ -111,7 +111,7 @@ def insert_all_reduce(schedule: Schedule, *, defers: bool) -> Schedule:
             name = f"a{bucket.suffix}"
             mean = ops.call(graph, ops.all_reduce, bucket, gradients, name=name)
         mean.meta["value"] = gradients.meta.get("value")
-        set_args(node, tuple(mean if arg is gradients else arg for arg in node.args))
+        compat.set_args(node, tuple(mean if arg is gradients else arg for arg in node.args))
     return new
 
 

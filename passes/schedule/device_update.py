@@ -21,8 +21,8 @@ from dataclasses import replace
 
 from torch import fx
 
+from megacompile import compat
 from megacompile.ir import ops
-from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
 from megacompile.passes.edit import trained_bytes
 from megacompile.passes.schedule.free import insert_drain
@@ -61,7 +61,7 @@ def insert_device_update(schedule: Schedule, *, state_bytes: Callable[[int], flo
         meta = trained_bytes(new, bucket, state_bytes)
         buffer.meta["value"] = state.meta["value"] = meta
     gradients_of_inputs, _, tokens = ops.returned(graph)
-    set_args(graph.output_node(), ((gradients_of_inputs, tuple(left), tokens),))
+    compat.set_args(graph.output_node(), ((gradients_of_inputs, tuple(left), tokens),))
     if chosen:
         reads = (buckets_read(node) for node in ops.nodes_of(new.forward, ops.forward))
         last = [i for i, read in enumerate(reads) if {b.key for b in read} & new.plan.device_update]

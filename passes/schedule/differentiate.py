@@ -19,11 +19,11 @@ from typing import Any
 
 from torch import fx
 
+from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.inputs import live_of, tangent_of
-from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.signature import live_of, tangent_of
 from megacompile.ir.stages import ArgRef, Code, ParamRef, Stage, Template
 from megacompile.ir.values import inputs_behind
 from megacompile.passes.edit import add_item, needed_for, saved_value, set_saved_values
@@ -139,7 +139,7 @@ def _unread(stage: Stage, results: Sequence[int]) -> set[int]:
 def _save(graph: fx.Graph, call: fx.Node, stage: Stage) -> None:
     """Returns the saved tensors of a forward after its outputs and new values."""
     results = stage.result_count
-    set_args(call, (*call.args[:3], True))
+    compat.set_args(call, (*call.args[:3], True))
     saved = stage.saved_values
     call.meta["value"] = (*call.meta["value"], *saved)
     last = max((item for _, item in ops.items(call)), default=call)

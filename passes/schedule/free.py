@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from megacompile.ir import ops
-from megacompile.ir.inputs import is_live
 from megacompile.ir.lifetimes import outliving
 from megacompile.ir.ops import Op, Part, Value
 from megacompile.ir.schedule import Plan, Schedule
+from megacompile.ir.signature import is_live
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import take, token_of, written
 from megacompile.ir.values import owns, producer, reads, taken

@@ -18,9 +18,9 @@ plain loop has. Ranks that share a model have it with every lowering.
 
 from __future__ import annotations
 
+from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Param
-from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
 
 
@@ -43,7 +43,7 @@ def insert_norms(schedule: Schedule) -> Schedule:
         with graph.inserting_before(before):
             call = (bucket, gradients, False) if consumed else (bucket, gradients)
             norms = ops.call(graph, ops.norm_grad, *call, name=f"n{bucket.suffix}")
-        set_args(node, (bucket, value, norms))
+        compat.set_args(node, (bucket, value, norms))
     return new
 
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from torch import fx
 
+from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.nodes import set_kwargs
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.values import groups
 from megacompile.passes.schedule.prefetch import last_readers
@@ -46,7 +46,7 @@ def offload_gradients(schedule: Schedule, *, accumulate: bool) -> Schedule:
             name = f"o{bucket.suffix}"
             node = ops.call(graph, ops.offload_grad, bucket, total, name=name)
         if late:
-            set_kwargs(node, {"after": (reader,)})
+            compat.set_kwargs(node, {"after": (reader,)})
     return new
 
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.nodes import set_args, set_kwargs
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.passes.edit import body_of
@@ -129,16 +129,16 @@ def _insert(
             if node.target is ops.update:
                 (bucket, _, *others) = ops.arguments(node)
                 taken_here = weights[i, bucket.key] if buckets_read(node) else None
-                set_args(node, (bucket, taken_here, *others))
+                compat.set_args(node, (bucket, taken_here, *others))
                 continue
             if node.target is ops.update_in_place:
                 for bucket in buckets_read(node):
-                    set_kwargs(node, {"after": (weights[i, bucket.key],)})
+                    compat.set_kwargs(node, {"after": (weights[i, bucket.key],)})
                 continue
             stage = ops.arguments(node)[0]
             read = {bucket.key for bucket in buckets_read(node)}
             taken = tuple(weights[i, b.key] if b.key in read else None for b in stage.buckets)
-            set_args(node, (stage, taken, *node.args[2:]))
+            compat.set_args(node, (stage, taken, *node.args[2:]))
 
 
 _PREPARES = (

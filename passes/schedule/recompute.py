@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from megacompile import compat
 from megacompile.ir import ops
-from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.ir.tensors import TensorMeta
@@ -55,12 +55,14 @@ def _forget(graph: fx.Graph, calls: Sequence[tuple[fx.Node, Stage]]) -> set[str]
     dropped: dict[fx.Node, None] = {}
     for call, stage in calls:
         results = stage.result_count
-        set_args(call, (*call.args[:3], False))
+        compat.set_args(call, (*call.args[:3], False))
         call.meta["value"] = call.meta["value"][:results]
         dropped |= {item: None for k, item in ops.items(call) if k >= results}
     output = graph.output_node()
     outputs, kept = ops.returned(graph)
-    set_args(output, ((outputs, tuple(n for n in kept if n not in dropped)),))  # once: it is long
+    compat.set_args(
+        output, ((outputs, tuple(n for n in kept if n not in dropped)),)
+    )  # once: it is long
     for item in dropped:
         graph.erase_node(item)
     return {item.name for item in dropped}

@@ -24,9 +24,9 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Slot
-from megacompile.ir.nodes import set_kwargs
 from megacompile.ir.schedule import Schedule
 
 
@@ -55,7 +55,7 @@ def assign_slots(schedule: Schedule, *, slots: int, reuse: bool) -> Schedule:
         for node, place in places.chosen.items():
             after = places.after[node] or (next(iter(ops.nodes_of(node.graph, ops.begin))),)
             node.update_arg(1, made[place])  # type: ignore[arg-type]
-            set_kwargs(node, {"after": after})
+            compat.set_kwargs(node, {"after": after})
             if node in places.held:
                 node.target = ops.reuse
     held = sorted(attempt[0].holds.items())

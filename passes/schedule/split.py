@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from megacompile import compat
 from megacompile.cost.ops import analysis_of
 from megacompile.ir import ops
-from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code, Stage, Template
 from megacompile.passes.edit import with_stages
@@ -155,14 +155,14 @@ def _undifferentiated(schedule: Schedule) -> Schedule:
     new = replace(schedule, backward=None, saved_values=(), gradients=(), draft=True).fresh()
     graph = new.forward
     outputs, _ = ops.returned(graph)
-    set_args(graph.output_node(), ((outputs, ()),))
+    compat.set_args(graph.output_node(), ((outputs, ()),))
     for index, call in ops.calls_by_stage(graph, ops.forward).items():
         stage = new.stages[index]
         results = stage.result_count
         for k, item in list(ops.items(call)):
             if k >= results:
                 graph.erase_node(item)
-        set_args(call, (*call.args[:3], False))
+        compat.set_args(call, (*call.args[:3], False))
         call.meta["value"] = call.meta["value"][:results]
     for node in ops.nodes_of(graph, ops.save_rng, ops.snapshot):
         graph.erase_node(node)

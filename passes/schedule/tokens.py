@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from torch import fx
 
+from megacompile import compat
 from megacompile.ir import ops
-from megacompile.ir.nodes import set_args, set_kwargs
 from megacompile.ir.ops import Op, Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
@@ -44,7 +44,7 @@ def _wait(graph: fx.Graph) -> None:
                 continue
             token = there.get((bucket.key, part)) or add(graph, bucket, part, body)
             after = node.kwargs.get("after", ())
-            set_kwargs(node, {**node.kwargs, "after": (token, *after)})  # type: ignore[misc]
+            compat.set_kwargs(node, {**node.kwargs, "after": (token, *after)})  # type: ignore[misc]
         touched |= {(bucket.key, part) for part in op.reads} | set(written(node))
 
 
@@ -59,4 +59,4 @@ def _return(graph: fx.Graph) -> None:
         last |= dict.fromkeys(written(node), node)
     *others, _ = ops.returned(graph)
     tokens = sorted(set(last.values()))  # in program order: of two, the later one wrote last
-    set_args(graph.output_node(), ((*others, tuple(tokens)),))
+    compat.set_args(graph.output_node(), ((*others, tuple(tokens)),))

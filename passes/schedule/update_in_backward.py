@@ -32,8 +32,8 @@ from collections.abc import Callable
 
 from torch import fx
 
+from megacompile import compat
 from megacompile.ir import ops
-from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
 from megacompile.passes.edit import trained_bytes
 from megacompile.passes.schedule.free import insert_drain
@@ -98,7 +98,7 @@ def insert_updates(
         with graph.inserting_before(steps[max(0, at - lookahead)].nodes[0]):
             buffer = ops.call(graph, ops.alloc_state, bucket, apart, name=f"buf_s{suffix}")
             state = ops.call(graph, ops.fetch_state, bucket, buffer, apart, name=f"s{suffix}")
-        set_args(updated, (bucket, weights, total, state))
+        compat.set_args(updated, (bucket, weights, total, state))
         updated.meta["value"] = trained_bytes(new, bucket, updated_bytes)
         fetched = trained_bytes(new, bucket, updated_bytes if apart else state_bytes)
         buffer.meta["value"] = state.meta["value"] = fetched

@@ -22,9 +22,8 @@ from megacompile.errors import UnsupportedGraphError
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.capture import Capture, ConstantInput, NumberInput, ParamInput
-from megacompile.ir.inputs import input_of
-from megacompile.ir.nodes import set_args, set_kwargs
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.signature import input_of
 from megacompile.ir.stages import ArgRef, ParamRef, Primal, Stage
 from megacompile.ir.symbols import Number, symbols_in
 from megacompile.ir.tensors import Meta, TensorMeta
@@ -252,9 +251,9 @@ class _Builder:
                 continue
             args, kwargs = fx.map_arg((node.args, node.kwargs), value)
             made = env[node] = graph.create_node(node.op, node.target)
-            set_args(made, args)  # `create_node` would look into each for symbols
+            compat.set_args(made, args)  # `create_node` would look into each for symbols
             if kwargs:
-                set_kwargs(made, kwargs)
+                compat.set_kwargs(made, kwargs)
         result = tuple(env[node] for node in outputs)
         self._close_regions(graph, segment, env)
         graph.output(result)

@@ -23,9 +23,8 @@ from megacompile import compat
 from megacompile.errors import UnsupportedGraphError
 from megacompile.ir import ops
 from megacompile.ir.capture import Ambient
-from megacompile.ir.inputs import inputs
-from megacompile.ir.outputs import able_tangents
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.signature import able_tangents, inputs
 from megacompile.ir.stages import ArgRef, Stage
 from megacompile.ir.values import inputs_behind
 from megacompile.options import Lowering

@@ -25,12 +25,12 @@ from megacompile.ir.capture import (
     TensorInput,
     Variant,
 )
-from megacompile.ir.growth import bytes_of
-from megacompile.ir.inputs import inputs as inputs_of
-from megacompile.ir.outputs import computed_outputs, expected_tangents
 from megacompile.ir.schedule import Placement, Schedule
+from megacompile.ir.signature import computed_outputs, expected_tangents
+from megacompile.ir.signature import inputs as inputs_of
 from megacompile.ir.symbols import Number, Symbols
 from megacompile.ir.tensors import TensorMeta
+from megacompile.ir.values import bytes_of
 from megacompile.runtime.model.plans import Plans
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine

@@ -22,8 +22,8 @@ from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.buckets import ParamId
 from megacompile.ir.collectives import Collectives
-from megacompile.ir.inputs import elsewhere, tangents
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.signature import elsewhere, tangents
 from megacompile.ir.stages import ParamRef
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import token_of

@@ -64,7 +64,6 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.nodes import set_args, set_kwargs
 from megacompile.ir.ops.collectives import (
     all_gather,
     all_reduce,
@@ -198,8 +197,8 @@ def call(
     if name is not None:
         return compat.new_node(graph, "call_function", op, name, args, kwargs)
     node = graph.create_node("call_function", op)
-    set_args(node, args)
-    set_kwargs(node, kwargs)
+    compat.set_args(node, args)
+    compat.set_kwargs(node, kwargs)
     return node
 
 

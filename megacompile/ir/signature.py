@@ -1,4 +1,4 @@
-"""The meaning of the placeholders of a schedule's graphs: by explicit ids, never by their names.
+"""The meaning of what a schedule's graphs take and return: by explicit ids, never by names.
 
 A forward's placeholder has the position of the captured graph's input, a backward's that of the
 output whose gradient it is. Tokens are in `megacompile.ir.tokens`; every other placeholder is a
@@ -8,12 +8,15 @@ model that a backward writes, with what is in its memory then.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.ops import Value
+from megacompile.ir.schedule import Schedule
 
 
 def input_of(graph: fx.Graph, position: int, name: str) -> fx.Node:
@@ -67,3 +70,36 @@ def on_disk(forward: fx.Graph) -> frozenset[str]:
     """The names of those copies that are on a disk."""
     nodes = ops.nodes_that(forward, lambda op: op.gives is Value.SAVED_ON_DISK)
     return frozenset(node.name for node in nodes)
+
+
+# Outputs of a captured graph that get a gradient.
+
+
+def computed_outputs(outputs: Sequence[Any]) -> list[int]:
+    """Positions of the outputs that stages compute, each value once."""
+    first: dict[fx.Node, int] = {}
+    for k, node in enumerate(outputs):
+        if isinstance(node, fx.Node) and node.op != "placeholder":
+            first.setdefault(node, k)
+    return list(first.values())
+
+
+def expected_tangents(stages: Schedule) -> tuple[int, ...]:
+    """The outputs that will get a gradient: a scalar loss alone, or else all that can.
+
+    A guess, made before the first backward; a backward that differs corrects it.
+    """
+    outputs, _ = ops.returned(stages.forward)
+    able = able_tangents(stages)
+    return tuple([k for k in able if outputs[k].meta["value"].shape == ()][:1] or able)
+
+
+def able_tangents(stages: Schedule) -> tuple[int, ...]:
+    """The outputs that can get a gradient."""
+    outputs, _ = ops.returned(stages.forward)
+    metas = {k: outputs[k].meta["value"] for k in computed_outputs(outputs)}
+    return tuple(k for k, m in metas.items() if m.requires_grad and _is_differentiable(m.dtype))
+
+
+def _is_differentiable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
