@@ -143,6 +143,14 @@ def test_what_a_captured_graph_calls() -> None:
     assert compat.has_while_loop(module)
 
 
+def test_nodes_say_in_which_modules_they_ran() -> None:
+    layers = [nn.Linear(2, 2), nn.ReLU()]
+    (module,) = captured(nn.Sequential(*layers), torch.ones(1, 2))
+    calls = [n for n in module.graph.nodes if n.op not in ("placeholder", "output")]
+    ran_in = [compat.module_calls(node) for node in calls]
+    assert [keys[-1][0] for keys in ran_in] == [id(layer) for layer in layers]
+
+
 def test_a_vmap_that_fails_is_left() -> None:
     before = torch._C._functorch.maybe_current_level()
     with pytest.raises(ZeroDivisionError), compat.keeping_nesting():

@@ -92,6 +92,20 @@ def test_a_copied_graph_has_nodes_of_its_own_under_the_same_names() -> None:
     assert len(found) == 1 + len(NAMES)
 
 
+def test_arguments_are_set_as_by_an_assignment() -> None:
+    graph = made(True)
+    first, second, third, *_ = graph.nodes
+    compat.set_args(third, (second,))
+    compat.set_kwargs(third, {"after": (first,)})
+    assert third.args == (second,) and third.kwargs == {"after": (first,)}
+    assert third in second.users and third in first.users
+    compat.set_kwargs(third, {})
+    assert third not in first.users and third.all_input_nodes == [second]
+    found = graph.find_nodes(op="call_function", target=operator.neg)
+    assert [node.name for node in found] == [n.name for n in graph.nodes if n.op == "call_function"]
+    graph.lint()
+
+
 def test_inputs_are_put_first() -> None:
     """Torch 2.11 writes such graphs."""
     graph = fx.Graph()

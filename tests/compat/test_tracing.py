@@ -43,6 +43,13 @@ def test_fake_tensors_have_looks_and_no_data() -> None:
         torch.ones(2).nonzero()
 
 
+def test_fake_tensors_that_remember_their_data() -> None:
+    with compat.fake_mode(), compat.functional_mode():
+        assert compat.has_known_data(torch.tensor(3))
+        assert not compat.has_known_data(torch.ones(3))
+        assert not compat.has_known_data(compat.to_functional(torch.ones(3)))
+
+
 def test_changes_in_place_become_values() -> None:
     """One is exchanged behind autograd's back: views have the new value too."""
     tensor, new = torch.ones(2), torch.full((2,), 3.0)
