@@ -19,7 +19,7 @@ float as a tensor without dimensions, whose value is asked for.
     before: x0 (a tensor) -> t = x0.item(); y * t        after: x0 (a number) -> y * x0
 
 `take_grouped_products` makes products of experts torch's own, as in an eager call of the model (see
-`megacompile.compat.experts`).
+`megacompile.compat.kernels`).
 
     before: transformers.grouped_mm_fallback(x, weight, offs)
     after:  megacompile.grouped_mm(x, weight, offs)

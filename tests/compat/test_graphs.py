@@ -120,10 +120,3 @@ def test_inputs_are_put_first() -> None:
     assert [node.name for node in module.graph.nodes] == ["first", "late", "add", "output"]
     module.graph.lint()
     assert fx.Interpreter(module).run(1, 2) == 3
-
-
-def test_fake_tensors_that_remember_their_data() -> None:
-    with compat.fake_mode(), compat.functional_mode():
-        assert compat.has_known_data(torch.tensor(3))
-        assert not compat.has_known_data(torch.ones(3))
-        assert not compat.has_known_data(compat.to_functional(torch.ones(3)))
