@@ -207,6 +207,10 @@ class Stage:
             for ref in refs
         )
 
+    def arg_refs(self, primals: Sequence[int]) -> list[ArgRef]:
+        """Those of `primals` that are no parameters."""
+        return [ref for ref in (self.primals[i] for i in primals) if isinstance(ref, ArgRef)]
+
     def buckets_read(self, primals: Sequence[int]) -> tuple[Bucket, ...]:
         """The buckets that hold the parameters among `primals`."""
         refs = [self.primals[i] for i in primals]

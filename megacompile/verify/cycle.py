@@ -22,9 +22,10 @@ Threads make its copies to the host, in chunks: these are in no order with those
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -37,7 +38,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import Place, token_of, written
 from megacompile.ir.values import bucket_of, label, memory, producer, reads
-from megacompile.verify.hazard import Hazard, HazardKind, Step, View
+from megacompile.verify.hazard import Hazard, HazardKind, Step, View, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +50,17 @@ class Access:
     node: fx.Node | None  # None: of another schedule
     bit: int
 
-    def named(self, reader: str) -> str:
-        """The name of the access in a message of graph `reader`."""
+    def races(self, run: int, before: int) -> bool:
+        """True if it is of an earlier run, and not done when an op begins that is after these."""
+        return self.run != run and not before & self.bit
+
+    def named(self, reader: str) -> tuple[str, str]:
+        """The name of the access in a message of graph `reader`, the first time and again."""
         if self.node is None:
-            return "an earlier schedule"
-        where = "" if self.graph == reader else f" of the {self.graph}"
-        return f"{label(self.node)}{where}"
+            return "an earlier schedule", "that"
+        name = label(self.node)
+        again = name if name[0].isdigit() else "that"
+        return (name if self.graph == reader else f"{name} of the {self.graph}"), again
 
 
 def hazards(views: list[View]) -> Iterator[Hazard]:
@@ -83,11 +89,11 @@ def _runs(views: Mapping[str, View]) -> list[str]:
 
 @dataclass
 class _Cycle:
-    """The runs so far. Each op has the set of the ops before it, as the bits of an integer."""
+    """The runs so far. What is done is a set of ops, as the bits of an integer."""
 
     schedule: Schedule
-    bits: int = 0
     runs: int = 0
+    bits: Iterator[int] = field(default_factory=lambda: (1 << i for i in itertools.count()))
     streams: dict[Stream, int] = field(default_factory=dict)  # what is done at its next op
     handed: dict[Handed, int] = field(default_factory=dict)  # what is done when it is there
     writer: dict[Place, Access] = field(default_factory=dict)  # the last one
@@ -101,86 +107,72 @@ class _Cycle:
 
     def _earlier(self, bucket: Bucket) -> None:
         """A step of another schedule, of which nothing is done yet."""
-        resident = bucket.key in self.schedule.plan.resident
-        before = self.streams.get(Stream.COMPUTE, 0) if resident else 0
-        update, gradients = (Access(0, "", None, self._bit()) for _ in range(2))
-        plan = self.schedule.plan  # what is on a disk is written after the update
-        weights, states = (
-            Access(0, "", None, self._bit()) if bucket.key in keys else update
+        plan = self.schedule.plan
+        resident = bucket.key in plan.resident
+        update, gradients = (Access(0, "", None, next(self.bits)) for _ in range(2))
+        weights, states = (  # what is on a disk is written after the update
+            Access(0, "", None, next(self.bits)) if bucket.key in keys else update
             for keys in (plan.weights_on_disk, plan.on_disk)
         )
-        done = before | 1 << update.bit
-        left = done | 1 << gradients.bit  # in whatever order
+        done = update.bit | (self.streams.get(Stream.COMPUTE, 0) if resident else 0)
+        left = done | gradients.bit  # in whatever order
         stream = Stream.COMPUTE if resident else Stream.D2H
         self.streams[stream] = self.streams.get(stream, 0) | left
-        for part in Part:
-            wrote = {Part.GRADIENTS: gradients, Part.STATES: states, Part.WEIGHTS: weights}[part]
-            there = left if part is Part.GRADIENTS else done
-            self.handed[bucket.key, part] = there | 1 << wrote.bit
+        for part, wrote, there in (
+            (Part.GRADIENTS, gradients, left),
+            (Part.STATES, states, done),
+            (Part.WEIGHTS, weights, done),
+        ):
+            self.handed[bucket.key, part] = there | wrote.bit
             self.writer[bucket.key, part] = wrote
-
-    def _bit(self) -> int:
-        self.bits += 1
-        return self.bits - 1
 
     def run(self, view: View) -> Iterator[Hazard]:
         """Go on with a graph."""
         self.runs += 1
-        before: dict[fx.Node, int] = {}
-        done: dict[fx.Node, int] = {}
-        bits: dict[fx.Node, int] = {}
-        apart = _apart(view) if view.name == "update" else {}
-        streams: defaultdict[int | None, dict[Stream, int]] = defaultdict(
-            self.streams.copy if apart else lambda: self.streams
-        )
-        for step in view.order.steps:
-            node, op = step.node, ops.effects(step.node)
-            if node.op == "placeholder":
-                done[node] = self.handed.get(stands_for(self.schedule, node), 0)
-                continue
-            of, stream = streams[apart.get(node)], _stream(view, step)
-            earlier = before[node] = self.drained | _before(step, stream, done, of, apart)
-            touches = op.reads or op.writes
-            if touches or op.stream in (Stream.H2D, Stream.D2H):
-                bits[node] = self._bit()
-                done[node] = earlier | 1 << bits[node]
-            else:
-                done[node] = earlier
-            if stream is not None:
-                of[stream] = done[node]
+        steps, apart = view.order.steps, {}
+        if view.name == "update":
+            steps, apart = list(map(_by_thread, steps)), _apart(view)
+        accesses = {node: op.reads or op.writes for node, op in view.order.calls}
+        copies = (Stream.H2D, Stream.D2H)
+        bits = {
+            node: next(self.bits)
+            for node, touches in accesses.items()
+            if touches or ops.stream_of(node) in copies
+        }
+        placeholders = view.graph.find_nodes(op="placeholder")
+        given = {n: self.handed.get(stands_for(self.schedule, n), 0) for n in placeholders}
+        before, done = walk(steps, bits, self.streams, given=given, base=self.drained, apart=apart)
+        for node, touches in accesses.items():
             if touches:
-                access = Access(self.runs, view.name, node, bits[node])
-                yield from self._accesses(view, access, earlier)
-        for of in streams.values():
-            for stream, so_far in of.items():
-                self.streams[stream] = self.streams.get(stream, 0) | so_far
-        if view.name == "forward":
+                yield from self._accesses(view, node, bits[node], before[node])
+        if view.name == "forward":  # whose saved values are for other checks
             self.drained |= self.streams.get(Stream.H2D, 0)
-        yield from self._lifetimes(view, before, done)
-        if view.name != "forward":  # whose saved values are for other checks
-            made = handed(self.schedule, view.name)
-            self.handed |= {what: done[node] for what, node in made.items()}
+            return
+        if view.name == "update":
+            yield from self._lifetimes(view, before, done)
+        made = handed(self.schedule, view.name)
+        self.handed |= {what: done[node] for what, node in made.items()}
         if view.name == "backward":
-            self._note_copies(view, bits)
+            self.copies = _copies_of_left(view, bits)
 
     # Parts of buckets.
 
-    def _accesses(self, view: View, access: Access, before: int) -> Iterator[Hazard]:
-        node = access.node
-        assert node is not None
+    def _accesses(self, view: View, node: fx.Node, bit: int, before: int) -> Iterator[Hazard]:
         op, bucket = ops.effects(node), ops.bucket_of(node)
+        access = Access(self.runs, view.name, node, bit)
         for part in op.reads:
             writer = self.writer.get((bucket.key, part))
-            if writer is not None and _races(writer, access, before):
-                yield self._read_too_early(view, access, bucket, part, writer)
+            if writer is not None and writer.races(self.runs, before):
+                yield self._read_too_early(view, node, bucket, part, writer)
         for part in op.writes:
             place = bucket.key, part
-            for earlier, does in [
+            earlier = [
                 *((reader, "read") for reader in self.readers[place]),
                 *((writer, "write") for writer in [self.writer.get(place)] if writer is not None),
-            ]:
-                if _races(earlier, access, before):
-                    yield self._written_too_early(view, access, bucket, part, earlier, does)
+            ]
+            for other, does in earlier:
+                if other.races(self.runs, before):
+                    yield self._written_too_early(view, node, bucket, part, other, does)
                     break
         for part in op.reads:
             self.readers[bucket.key, part].append(access)
@@ -189,51 +181,36 @@ class _Cycle:
             self.readers[bucket.key, part] = []
 
     def _read_too_early(
-        self, view: View, access: Access, bucket: Bucket, part: Part, writer: Access
+        self, view: View, node: fx.Node, bucket: Bucket, part: Part, writer: Access
     ) -> Hazard:
-        node = access.node
-        assert node is not None
         tokens = filter(None, map(token_of, node.all_input_nodes))
         fix = f"add after=({_token(bucket, part)}) to it"
         if (bucket.key, part) in {each.place for each in tokens}:
             fix = f"let the {writer.graph or 'earlier schedule'} return it"
-        other = writer.named(view.name)
+        other, again = writer.named(view.name)
         message = (
             f"{label(node)} reads the {part.value} of bucket {bucket.label}, which {other} may "
-            f"still write: no edge orders {_end(other)} before it; {fix}"
+            f"still write: no edge orders {again} before it; {fix}"
         )
         return view.hazard(HazardKind.READ_TOO_EARLY, node, writer.node, message)
 
     def _written_too_early(
-        self, view: View, access: Access, bucket: Bucket, part: Part, earlier: Access, does: str
+        self, view: View, node: fx.Node, bucket: Bucket, part: Part, earlier: Access, does: str
     ) -> Hazard:
-        node, other = access.node, earlier.named(view.name)
-        assert node is not None
+        other, again = earlier.named(view.name)
         message = (
             f"{label(node)} writes the {part.value} of bucket {bucket.label}, which {other} may "
-            f"still {does}: no edge orders {_end(other)} before it; let {label(node)} wait for a "
+            f"still {does}: no edge orders {again} before it; let {label(node)} wait for a "
             "token, or an op, that comes behind it"
         )
         return view.hazard(HazardKind.WRITTEN_TOO_EARLY, node, earlier.node, message)
 
     # What a backward leaves.
 
-    def _note_copies(self, view: View, bits: Mapping[fx.Node, int]) -> None:
-        self.copies = {}
-        roots = {memory(value): value.name for value in ops.returned(view.graph)[1]}
-        for node in view.graph.nodes:
-            name = roots.get(memory(node))
-            users = node.users if name is not None else ()
-            found = [(u, bits[u]) for u in users if u in bits and node in reads(u)]
-            if name is not None and found:
-                self.copies.setdefault(name, []).extend(found)
-
     def _lifetimes(
         self, view: View, before: Mapping[fx.Node, int], done: Mapping[fx.Node, int]
     ) -> Iterator[Hazard]:
         """Memory that the backward left goes after the copies out of it."""
-        if view.name != "update" or not self.copies:
-            return
         frees = {node.args[0]: node for node in view.that(lambda op: op.frees is not None)}
         for root, shared in sharing(view.graph).items():
             copies = self.copies.get(root.name, []) if root in view.left else []
@@ -246,7 +223,7 @@ class _Cycle:
                 for waits in release.kwargs.get("after", ()):  # type: ignore[union-attr]
                     gone |= done[producer(waits)]  # type: ignore[arg-type]
             for copy, bit in copies:
-                if not gone >> bit & 1:
+                if not gone & bit:
                     token = ", ".join(_token(ops.bucket_of(copy), p) for _, p in written(copy))
                     message = (
                         f"{root.name} is freed while {label(copy)} of the backward may still read "
@@ -254,6 +231,19 @@ class _Cycle:
                         "it"
                     )
                     yield view.hazard(HazardKind.FREED_TOO_EARLY, copy, releases[-1], message)
+
+
+def _copies_of_left(
+    view: View, bits: Mapping[fx.Node, int]
+) -> dict[str, list[tuple[fx.Node, int]]]:
+    """The copies out of the memory of what a backward leaves, by its name."""
+    roots = {memory(value): value.name for value in ops.returned(view.graph)[1]}
+    found: dict[str, list[tuple[fx.Node, int]]] = defaultdict(list)
+    for node in view.graph.nodes if roots else ():
+        name = roots.get(memory(node))
+        if name is not None:
+            found[name] += [(u, bits[u]) for u in node.users if u in bits and node in reads(u)]
+    return dict(found)
 
 
 def _apart(view: View) -> dict[fx.Node, int]:
@@ -268,36 +258,11 @@ def _apart(view: View) -> dict[fx.Node, int]:
     return found
 
 
-def _stream(view: View, step: Step) -> Stream | None:
-    """The stream whose ops are in order, those of earlier graphs too; None: it is of none."""
-    by_thread = view.name == "update" and step.stream is Stream.D2H
-    return None if by_thread else step.stream
-
-
-def _before(
-    step: Step,
-    stream: Stream | None,
-    done: Mapping[fx.Node, int],
-    streams: Mapping[Stream, int],
-    apart: Mapping[fx.Node, int],
-) -> int:
-    before = 0 if stream is None else streams.get(stream, 0)
-    key = apart.get(step.node)
-    for earlier in step.waits:
-        if apart.get(earlier, key) == key:
-            before |= done[earlier]
-    return before
-
-
-def _races(earlier: Access, access: Access, before: int) -> bool:
-    """True if an access of an earlier run is not done when another one begins."""
-    return earlier.run != access.run and not before >> earlier.bit & 1
+def _by_thread(step: Step) -> Step:
+    """A step of an update: threads make its copies to the host, in no order."""
+    return replace(step, stream=None) if step.stream is Stream.D2H else step
 
 
 def _token(bucket: Bucket, part: Part) -> str:
     """The name of a placeholder for a part."""
     return f"{part.value}_{bucket.label}"
-
-
-def _end(other: str) -> str:
-    return other.partition(" of the ")[0] if other[0].isdigit() else "that"

@@ -1,12 +1,11 @@
-"""The part of `verify` that is about what flows: all that is needed, to those whom it is for.
+"""The part of `verify` that is about what flows through the graphs, to those whom it is for.
 
 What must hold:
 
-- every op is given the values that it cannot do without;
+- the forward returns the saved values, and the backward takes nothing else of it;
+- the update takes what the backward leaves: of each bucket all of its gradients, and its states;
 - the gradient of a value goes, whole, to the backward of the stage that made the value;
 - what a stage changes in place reaches the input that it belongs to.
-
-The forward's own arguments are what a schedule means: nothing is there to hold them against.
 """
 
 from __future__ import annotations
@@ -17,35 +16,69 @@ from typing import Any
 from torch import fx
 
 from megacompile.ir import ops, signature
-from megacompile.ir.stages import ArgRef, SavedRef, Stage
-from megacompile.ir.values import inputs_behind, label, named
+from megacompile.ir.ops import Part, Value, effects
+from megacompile.ir.stages import ArgRef, Stage
+from megacompile.ir.tokens import token_of
+from megacompile.ir.values import inputs_behind, kind_of, label, named
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 
 
-def incomplete(view: View) -> Iterator[Hazard]:
-    """Ops that are not given what they cannot do without; the other checks rely on it."""
-    for node in view.that(lambda op: op.takes):
-        for takes in ops.effects(node).takes:
-            given = node.args[takes.at] if takes.at < len(node.args) else None
-            if not isinstance(given, fx.Node) and not takes.optional:
-                yield _lacks(view, node, f"a value as argument {takes.at}")
-    for node in view.nodes(ops.backward):
-        stage: Any = node.args[0]
-        saved, tangents, partial_gradients = node.args[3:6]
-        read = {i.index for i in stage.traced.backward_inputs if isinstance(i, SavedRef)}
-        for what, values, needed in (
-            ("saved tensor", saved, read),
-            ("tangent", tangents, None),
-            ("partial gradient", partial_gradients, None),
-        ):
-            for i, value in enumerate(values):  # type: ignore[arg-type]
-                if value is None and (needed is None or i in needed):
-                    yield _lacks(view, node, f"{what} {i}")
+def saved_values(views: list[View]) -> Iterator[Hazard]:
+    """The forward returns the saved values, in order; the backward takes nothing else of it."""
+    forward, *others = views
+    names = list(forward.schedule.saved_values)
+    returned: Any = forward.graph.output_node().args[0]
+    given = [node.name for node in returned[1]]
+    if given != names:
+        wrong = [name for name in (*given, *names) if (name in given) != (name in names)]
+        message = (
+            f"it returns {len(given)} saved values, the schedule lists {len(names)}, others or in "
+            f"another order: {', '.join(wrong or given)}; both must be schedule.saved values"
+        )
+        yield forward.hazard(HazardKind.SAVED_VALUES, forward.graph.output_node(), None, message)
+    for view in (view for view in others if view.name == "backward"):
+        # it may leave out what its outputs' gradients do not need
+        named = signature.tangents(view.graph)
+        known = {*names, *(named[k] for k in view.schedule.tangents if k in named)}
+        for node in view.graph.find_nodes(op="placeholder"):
+            if node.name not in known and token_of(node) is None:
+                message = (
+                    f"it takes {node.name}, which is no saved value of the forward and no gradient "
+                    "of an output; add it to schedule.saved values"
+                )
+                yield view.hazard(HazardKind.SAVED_VALUES, node, None, message)
 
 
-def _lacks(view: View, node: fx.Node, what: str) -> Hazard:
-    message = f"{label(node)} is not given {what}, which it reads; pass it"
-    return view.hazard(HazardKind.ARGUMENTS, node, None, message)
+def left_taken(views: list[View]) -> Iterator[Hazard]:
+    """The backward returns what `schedule.left` lists, and the update takes all of it."""
+    by_name = {view.name: view for view in views}
+    backward, update = by_name.get("backward"), by_name.get("update")
+    if backward is None:
+        return
+    names = list(backward.schedule.left)
+    left: Any = ops.returned(backward.graph)[1]
+    returned = [node.name for node in left]
+    takes = [] if update is None else update.graph.find_nodes(op="placeholder")
+    taken = [node.name for node in takes if token_of(node) is None]
+    if returned != names or sorted(taken) != sorted(names):
+        message = (
+            f"it leaves {', '.join(returned) or 'nothing'}, the schedule lists "
+            f"{', '.join(names) or 'nothing'}, the update takes {', '.join(taken) or 'nothing'}; "
+            "all three must be schedule.left"
+        )
+        yield backward.hazard(HazardKind.LEFT_BEHIND, backward.graph.output_node(), None, message)
+    for node in left:
+        if kind_of(node) is Value.GRADIENTS and not _complete(node):
+            message = (
+                f"it leaves {named(node)}, which are not what it offloads: there are more to come; "
+                "leave what it offloads"
+            )
+            yield backward.hazard(HazardKind.LEFT_BEHIND, node, None, message)
+
+
+def _complete(gradients: fx.Node) -> bool:
+    """True if these are the gradients that go to the host."""
+    return any(Part.GRADIENTS in effects(user).writes for user in gradients.users)
 
 
 def _gradients_flow(view: View) -> Iterator[Hazard]:
@@ -55,26 +88,19 @@ def _gradients_flow(view: View) -> Iterator[Hazard]:
     """
     if view.name != "backward":
         return
-    forward = view.schedule.forward
-    forwards = ops.calls_by_stage(forward, ops.forward)
-    outputs = ops.returned(forward)[0]
+    outputs = ops.returned(view.schedule.forward)[0]
     so_far: dict[fx.Node, str] = {}  # a forward's value -> the name of its gradient
     names = signature.tangents(view.graph)
     for k in view.schedule.tangents:
         if k < len(outputs) and isinstance(outputs[k], fx.Node):
             so_far[outputs[k]] = names.get(k, "")
-    for node in view.nodes(ops.backward):
-        stage: Any = node.args[0]
-        call = forwards.get(stage.index)
-        if call is None:
-            continue
+    for node, call in view.with_forwards(ops.backward):
+        stage: Stage = ops.arguments(node)[0]
         results, taken = dict(ops.items(call)), dict(ops.items(node))
         args: Any = call.args[2]
         wanted = [("tangent", results.get(k)) for k in stage.traced.tangents]
-        wanted += [
-            ("partial gradient", args[ref.index])
-            for ref in _arg_refs(stage, stage.traced.partial_gradients)
-        ]
+        partial = stage.arg_refs(stage.traced.partial_gradients)
+        wanted += [("partial gradient", args[ref.index]) for ref in partial]
         tangents, partial_gradients = node.args[4:6]
         given = [*tangents, *partial_gradients]  # type: ignore[misc]
         for (what, value), got in zip(wanted, given, strict=False):
@@ -85,7 +111,7 @@ def _gradients_flow(view: View) -> Iterator[Hazard]:
                 f"is {so_far.get(value, 'not there yet')}; pass that"
             )
             yield view.hazard(HazardKind.WRONG_GRADIENTS, node, None, message)
-        for k, ref in enumerate(_arg_refs(stage, stage.traced.gradients)):
+        for k, ref in enumerate(stage.arg_refs(stage.traced.gradients)):
             so_far[args[ref.index]] = taken[k].name if k in taken else ""
     yield from _returned(view, so_far)
 
@@ -98,10 +124,6 @@ def _returned(view: View, so_far: dict[fx.Node, str]) -> Iterator[Hazard]:
             message = f"it returns {named(value)} as the gradient of {name}; return that"
             output = view.graph.output_node()
             yield view.hazard(HazardKind.WRONG_GRADIENTS, output, value, message)
-
-
-def _arg_refs(stage: Stage, primals: tuple[int, ...]) -> list[ArgRef]:
-    return [ref for ref in (stage.primals[i] for i in primals) if isinstance(ref, ArgRef)]
 
 
 def _changes_kept(view: View) -> Iterator[Hazard]:
@@ -149,7 +171,6 @@ def _changes_kept(view: View) -> Iterator[Hazard]:
 
 
 def _writes_of_backward(view: View) -> Iterator[Hazard]:
-    forwards = ops.calls_by_stage(view.schedule.forward, ops.forward)
     behind = inputs_behind(view.schedule)
     left = {node.name: node for node in view.graph.find_nodes(op="placeholder")}
     wanted: dict[fx.Node, str] = {}  # a backward's new value -> the input that it is for
@@ -166,11 +187,11 @@ def _writes_of_backward(view: View) -> Iterator[Hazard]:
             else:
                 left[name] = node
             continue
-        stage, call = args[0], forwards.get(args[0].index)
+        stage, call = args[0], view.forwards.get(args[0].index)
         if call is None or not stage.traced.live:
             continue
         sources: Any = call.args[2]
-        given = [sources[ref.index] for ref in _arg_refs(stage, stage.traced.live)]
+        given = [sources[ref.index] for ref in stage.arg_refs(stage.traced.live)]
         names = ["" if source is None else behind.get(source.name, "") for source in given]
         for name, got in zip(names, args[6] if len(args) > 6 else (), strict=False):
             if got is not left.get(name) or name in wanted.values():
@@ -180,9 +201,7 @@ def _writes_of_backward(view: View) -> Iterator[Hazard]:
                 )
                 yield view.hazard(HazardKind.CHANGE_LOST, node, None, message)
         taken, of_primal = dict(ops.items(node)), dict(zip(stage.traced.live, names, strict=True))
-        first = sum(1 for _ in _arg_refs(stage, stage.traced.gradients)) + len(
-            stage.gradient_buckets
-        )
+        first = len(stage.arg_refs(stage.traced.gradients)) + len(stage.gradient_buckets)
         for k, primal in enumerate(stage.traced.written, start=first):
             wanted[taken.get(k, node)] = of_primal[primal]
     for value, name in wanted.items():

@@ -105,11 +105,13 @@ def _takes_to_end(user: fx.Node, value: fx.Node) -> bool:
     )
 
 
-def _gradients_kept(view: View) -> Iterator[Hazard]:
-    """Each gradient goes on to exactly one place: the next contributor, or its end."""
+def _of_backwards(view: View) -> Iterator[Hazard]:
+    """Each gradient that a backward returns goes on to exactly one place: the next contributor, or
+    its end. Those that ranks share are averaged first. What it adds to is of its own buckets."""
     for call in view.nodes(ops.backward):
         items = dict(ops.items(call))
-        for index, bucket in groups(call):
+        own = dict(groups(call))
+        for index, bucket in own.items():
             value = items.get(index)
             ends = [] if value is None else _ends(value)
             adders = [] if value is None else [n for n in value.users if n.target is ops.backward]
@@ -125,22 +127,23 @@ def _gradients_kept(view: View) -> Iterator[Hazard]:
                     f"{label(adders[0])} still adds to; let it take those of {label(adders[0])}"
                 )
                 yield view.hazard(HazardKind.GRADIENTS_NOT_READY, ends[0], adders[0], message)
-
-
-def _averaged(view: View) -> Iterator[Hazard]:
-    """Gradients of a bucket that ranks share are averaged before anybody else takes them."""
-    for call in view.nodes(ops.backward):
-        items = dict(ops.items(call))
-        for index, bucket in groups(call):
-            if bucket.ranks == 1 or index not in items:
-                continue
-            for user in _ends(items[index]):
+            for user in ends if bucket.ranks > 1 else ():
                 if user.target is not ops.reduce_scatter:
                     message = (
                         f"{label(user)} takes gradients of bucket {bucket.label} that are of this "
                         "rank alone; give it what a reduce_scatter gives of them"
                     )
                     yield view.hazard(HazardKind.WRONG_GRADIENTS, user, call, message)
+        keys = {bucket.key for bucket in own.values()}
+        partial_gradients: Any = call.args[5]
+        for value in partial_gradients:
+            got = bucket_of(value) if kind_of(value) is Value.GRADIENTS else None
+            if got is not None and got.key not in keys:
+                message = (
+                    f"{label(call)} carries gradients of bucket {got.label}, not its own; "
+                    "carry those of the buckets that it reads"
+                )
+                yield view.hazard(HazardKind.WRONG_GRADIENTS, call, None, message)
 
 
 def _summed_over_replicas(view: View) -> Iterator[Hazard]:
@@ -164,47 +167,29 @@ def _summed_over_replicas(view: View) -> Iterator[Hazard]:
         yield view.hazard(HazardKind.WRONG_GRADIENTS, node, gradients, message)
 
 
-def _partials_match(view: View) -> Iterator[Hazard]:
-    """A backward adds to gradients of the buckets that it returns gradients of."""
-    for call in view.nodes(ops.backward):
-        own = {bucket.key for _, bucket in groups(call)}
-        partial_gradients: Any = call.args[5]
-        for value in partial_gradients:
-            got = bucket_of(value) if kind_of(value) is Value.GRADIENTS else None
-            if got is not None and got.key not in own:
-                message = (
-                    f"{label(call)} carries gradients of bucket {got.label}, not its own; "
-                    "carry those of the buckets that it reads"
-                )
-                yield view.hazard(HazardKind.WRONG_GRADIENTS, call, None, message)
-
-
-_LOST = {  # what ends nowhere
-    Value.GRADIENTS: HazardKind.GRADIENTS_LOST,
-    Value.UPDATED: HazardKind.STATE_LOST,
-}
 _BUFFERS = (Value.GRADIENT_BUFFER, Value.STATE_BUFFER, Value.SAVED_BUFFER)
 
 
 def _made_for_somebody(view: View) -> Iterator[Hazard]:
-    """Sums and new states end somewhere, new states in one place."""
-    for node in view.that(lambda op: op.gives in _LOST):
-        given, ends = effects(node).gives, _ends(node)
-        assert given is not None
-        if not ends or (given is Value.UPDATED and len(ends) > 1):
-            took = ", ".join(map(label, ends)) or "nobody"
-            message = (
-                f"{label(node)} gives {given.value}{_of(node)} that {took} takes; offload once"
-            )
-            yield view.hazard(_LOST[given], node, None, message)
-
-
-def _norms_are_given(view: View) -> Iterator[Hazard]:
-    """Norms that are taken go where the gradients go: they cannot be taken again of some."""
-    for node in view.that(lambda op: op.gives is Value.NORMS):
-        if not any(taken(user, Value.NORMS) is node for user in node.users):
-            message = f"{label(node)} gives norms that nobody takes; give them with the gradients"
-            yield view.hazard(HazardKind.GRADIENTS_LOST, node, None, message)
+    """Sums and new states end somewhere, new states in one place. Norms go where the gradients go:
+    they cannot be taken again of some."""
+    for node, op in view.order.calls:
+        if op.gives in (Value.GRADIENTS, Value.UPDATED):
+            ends, updated = _ends(node), op.gives is Value.UPDATED
+            if not ends or (updated and len(ends) > 1):
+                took = ", ".join(map(label, ends)) or "nobody"
+                message = (
+                    f"{label(node)} gives {op.gives.value}{_of(node)} that {took} takes; offload "
+                    "once"
+                )
+                kind = HazardKind.STATE_LOST if updated else HazardKind.GRADIENTS_LOST
+                yield view.hazard(kind, node, None, message)
+        elif op.gives is Value.NORMS:
+            if not any(taken(user, Value.NORMS) is node for user in node.users):
+                message = (
+                    f"{label(node)} gives norms that nobody takes; give them with the gradients"
+                )
+                yield view.hazard(HazardKind.GRADIENTS_LOST, node, None, message)
 
 
 def _once(view: View) -> Iterator[Hazard]:
@@ -314,12 +299,9 @@ def _not_overwritten(
 
 CHECKS: tuple[Check, ...] = (
     _arguments_match,
-    _gradients_kept,
-    _averaged,
+    _of_backwards,
     _summed_over_replicas,
-    _partials_match,
     _made_for_somebody,
-    _norms_are_given,
     _once,
     _weights_or_masters,
     _host_memory,

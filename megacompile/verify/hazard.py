@@ -1,9 +1,10 @@
-"""The kinds of hazards of a schedule, and the view of it that a check is given."""
+"""The kinds of hazards, the view of a schedule that a check is given, and the order of ops."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from megacompile.ir.edges import waits_for
 from megacompile.ir.ops import Op
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
-from megacompile.ir.values import producer
+from megacompile.ir.values import copied_away, left_by_backward, producer
 
 
 class HazardKind(enum.Enum):
@@ -93,6 +94,18 @@ class View:
     graph: fx.Graph
     order: Order
     left: Mapping[fx.Node, fx.Node]  # an update's placeholders -> the backward's values
+    forwards: Mapping[int, fx.Node]  # by the index of its stage
+    copies: Mapping[str, fx.Node]  # the forward's on the host or on a disk, by name
+
+    @staticmethod
+    def all_of(schedule: Schedule) -> list[View]:
+        """A view of each graph: the forward, and what there is of backward and update."""
+        left, copies = left_by_backward(schedule), copied_away(schedule)
+        forwards = ops.calls_by_stage(schedule.forward, ops.forward)
+        return [
+            View(schedule, name, graph, Order(graph), left, forwards, copies)
+            for name, graph in schedule.graphs.items()
+        ]
 
     def source(self, value: fx.Node) -> fx.Node:
         """The backward's value that an update's placeholder stands for; any other as it is."""
@@ -110,6 +123,13 @@ class View:
     def nodes(self, *targets: Callable[..., Any]) -> list[fx.Node]:
         """The nodes that call one of `targets` (every op without targets), in program order."""
         return ops.nodes_of(self.graph, *targets)
+
+    def with_forwards(self, *targets: Callable[..., Any]) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """The nodes that call one of `targets`, each with the forward of its stage."""
+        for node in self.nodes(*targets):
+            forward = self.forwards.get(ops.arguments(node)[0].index)
+            if forward is not None:
+                yield node, forward
 
     def that(self, wanted: Callable[[Op], object]) -> list[fx.Node]:
         """The nodes whose ops have an effect, in program order."""
@@ -142,15 +162,8 @@ class Order:
         self.position = {node: i for i, node in enumerate(graph.nodes)}
         self.calls = tuple((node, ops.effects(node)) for node in ops.nodes_of(graph))
         self.steps = _steps(graph, self.position)
-        self._before: dict[fx.Node, int] = {}
-        last: dict[Stream, int] = {}  # what is done when the stream's next op begins
-        for step in self.steps:
-            before = 0 if step.stream is None else last.get(step.stream, 0)
-            for earlier in step.waits:
-                before |= self._before[earlier] | 1 << self.position[earlier]
-            self._before[step.node] = before
-            if step.stream is not None:
-                last[step.stream] = before | 1 << self.position[step.node]
+        bits = {step.node: 1 << self.position[step.node] for step in self.steps}
+        self._before, _ = walk(self.steps, bits, {})
 
     def before(self, first: fx.Node, second: fx.Node) -> bool:
         """True if `first` is done when `second` starts, whatever the streams do."""
@@ -173,3 +186,46 @@ def _steps(graph: fx.Graph, position: dict[fx.Node, int]) -> list[Step]:
         waits = tuple(source for source in made if position[source] < position[node])
         found.append(Step(node, stream, waits))
     return found
+
+
+def walk(
+    steps: Sequence[Step],
+    bits: Mapping[fx.Node, int],
+    streams: dict[Stream, int],
+    *,
+    given: Mapping[fx.Node, int] | None = None,
+    base: int = 0,
+    apart: Mapping[fx.Node, int] | None = None,
+) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
+    """Go through a graph, and find what is done when each op begins, and when it is done.
+
+    Args:
+        bits: of each node that is asked for, a bit of its own.
+        streams: what is done when the next op of each begins; brought up to date.
+        given: what is done when a placeholder is there.
+        base: what is done before any op.
+        apart: the group of an op. Ops of two groups do not order one another.
+    """
+    given, apart = given or {}, apart or {}
+    before: dict[fx.Node, int] = {}
+    done: dict[fx.Node, int] = {}
+    of_group: defaultdict[int | None, dict[Stream, int]] = defaultdict(
+        streams.copy if apart else lambda: streams
+    )
+    for step in steps:
+        node, group = step.node, apart.get(step.node)
+        last = of_group[group]
+        earlier = 0 if node.op == "placeholder" else base
+        if step.stream is not None:
+            earlier |= last.get(step.stream, 0)
+        for other in step.waits:
+            if apart.get(other, group) == group:
+                earlier |= done[other]
+        before[node] = earlier
+        done[node] = earlier | bits.get(node, 0) | given.get(node, 0)
+        if step.stream is not None:
+            last[step.stream] = done[node]
+    for last in of_group.values():
+        for stream, so_far in last.items():
+            streams[stream] = streams.get(stream, 0) | so_far
+    return before, done

@@ -21,11 +21,11 @@ from torch import fx
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.lifetimes import outliving, sharing
-from megacompile.ir.ops import Op
+from megacompile.ir.ops import Op, Value
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import token_of
-from megacompile.ir.values import label, memory, named, owns, producer, reads
+from megacompile.ir.values import kind_of, label, memory, named, owns, producer, reads
 from megacompile.text import format_bytes
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 
@@ -167,6 +167,26 @@ def _left(view: View) -> Iterator[Hazard]:
             yield view.hazard(HazardKind.NOT_REUSED, where, None, message)
 
 
+def _gathers_in_place(view: View) -> Iterator[Hazard]:
+    """A gather takes this rank's part of its own bucket from where that is: from its own slot."""
+    for node in view.that(lambda op: op.stream is Stream.COMM and op.fills_slot):
+        bucket, slot, part = ops.arguments(node)
+        if kind_of(part) is not Value.SHARD:
+            continue  # reported as what it takes
+        given: Any = ops.arguments(part)
+        if _place(given[0], given[1]) != _place(bucket, slot):
+            message = (
+                f"{label(node)} takes the part that {label(part)} fetched: bucket "
+                f"{given[0].label} in slot {given[1].index}, but it fills slot {slot.index} with "
+                f"bucket {bucket.label}; give it a prefetch of that"
+            )
+            yield view.hazard(HazardKind.WRONG_WEIGHTS, node, part, message)
+
+
+def _place(bucket: Bucket, slot: Slot) -> tuple[int, int]:
+    return bucket.key, slot.index
+
+
 # Lifetimes.
 
 
@@ -278,4 +298,11 @@ def _read_before(view: View, old: fx.Node, assign: fx.Node) -> Iterator[Hazard]:
         yield view.hazard(HazardKind.CHANGED_IN_PLACE, old, assign, message)
 
 
-CHECKS: tuple[Check, ...] = (_slots_fit, _slots_in_order, _held, _lifetimes, _assigns)
+CHECKS: tuple[Check, ...] = (
+    _slots_fit,
+    _slots_in_order,
+    _gathers_in_place,
+    _held,
+    _lifetimes,
+    _assigns,
+)

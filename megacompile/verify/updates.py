@@ -3,7 +3,6 @@
 What must hold:
 
 - every bucket that gets gradients is updated once, where it is, and no other one is;
-- the update takes what the backward leaves: of each bucket all of its gradients, and its states;
 - a graph returns, as tokens, the ops that were the last to write a part of a bucket, and takes
   tokens of parts that there are;
 - the device helps with updates of the host whose states are there.
@@ -20,10 +19,10 @@ from typing import Any
 from torch import fx
 
 from megacompile.ir import ops
-from megacompile.ir.ops import Part, Value, effects
+from megacompile.ir.ops import Part, effects
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import Place, given, token_of, written
-from megacompile.ir.values import groups, kind_of, label, named, reads
+from megacompile.ir.values import groups, label, named, reads
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 
 
@@ -61,38 +60,6 @@ def updated_once(views: list[View]) -> Iterator[Hazard]:
 def _given_here(view: View) -> set[int]:
     """The buckets that a backward returns gradients of."""
     return {bucket.key for call in view.nodes(ops.backward) for _, bucket in groups(call)}
-
-
-def left_taken(views: list[View]) -> Iterator[Hazard]:
-    """The backward returns what `schedule.left` lists, and the update takes all of it."""
-    by_name = {view.name: view for view in views}
-    backward, update = by_name.get("backward"), by_name.get("update")
-    if backward is None:
-        return
-    names = list(backward.schedule.left)
-    left: Any = ops.returned(backward.graph)[1]
-    returned = [node.name for node in left]
-    takes = [] if update is None else update.graph.find_nodes(op="placeholder")
-    taken = [node.name for node in takes if token_of(node) is None]
-    if returned != names or sorted(taken) != sorted(names):
-        message = (
-            f"it leaves {', '.join(returned) or 'nothing'}, the schedule lists "
-            f"{', '.join(names) or 'nothing'}, the update takes {', '.join(taken) or 'nothing'}; "
-            "all three must be schedule.left"
-        )
-        yield backward.hazard(HazardKind.LEFT_BEHIND, backward.graph.output_node(), None, message)
-    for node in left:
-        if kind_of(node) is Value.GRADIENTS and not _complete(node):
-            message = (
-                f"it leaves {named(node)}, which are not what it offloads: there are more to come; "
-                "leave what it offloads"
-            )
-            yield backward.hazard(HazardKind.LEFT_BEHIND, node, None, message)
-
-
-def _complete(gradients: fx.Node) -> bool:
-    """True if these are the gradients that go to the host."""
-    return any(Part.GRADIENTS in effects(user).writes for user in gradients.users)
 
 
 def _where_it_lies(view: View) -> Iterator[Hazard]:

@@ -90,7 +90,7 @@ def _live(call: fx.Node, stage: Stage, behind: Mapping[str, str]) -> list[str]:
         behind: what `inputs_behind` returns.
     """
     args = ops.arguments(call)[2]
-    return [behind[args[ref.index].name] for ref in _arg_refs(stage, stage.traced.live)]
+    return [behind[args[ref.index].name] for ref in stage.arg_refs(stage.traced.live)]
 
 
 def _boundary(graph: fx.Graph, call: fx.Node, stage: Stage) -> list[str]:
@@ -126,8 +126,7 @@ def _unread(stage: Stage, results: Sequence[int]) -> set[int]:
     seen = needed_for(outputs[k] for k in results)
     placeholders = graph.find_nodes(op="placeholder")
     changed = [i for i in stage.mutated if placeholders[i] not in seen and i not in stage.live]
-    refs = [stage.primals[i] for i in changed]
-    found = {ref.index for ref in refs if isinstance(ref, ArgRef)}
+    found = {ref.index for ref in stage.arg_refs(changed)}
     read = {
         ref.index
         for ref, node in zip(stage.primals, placeholders, strict=True)
@@ -162,7 +161,7 @@ def _needed(graph: fx.Graph, call: fx.Node, stage: Stage) -> list[fx.Node]:
 
 def backward_args(call: fx.Node, stage: Stage, primals: tuple[int, ...]) -> list[fx.Node | None]:
     """The forward's arguments of a stage, None for those that `primals` does not name."""
-    wanted = {ref.index for ref in (stage.primals[i] for i in primals) if isinstance(ref, ArgRef)}
+    wanted = {ref.index for ref in stage.arg_refs(primals)}
     args = ops.arguments(call)[2]
     return [arg if i in wanted else None for i, arg in enumerate(args)]
 
@@ -181,7 +180,7 @@ def _backward(
     args = ops.arguments(call)[2]
     results = dict(ops.items(call))
     buckets = stage.gradient_buckets
-    carried = [args[ref.index] for ref in _arg_refs(stage, template.partial_gradients)]
+    carried = [args[ref.index] for ref in stage.arg_refs(template.partial_gradients)]
     groups = [gradients.of_bucket[b.key] for b in buckets if b.key in gradients.of_bucket]
     needed = backward_args(call, stage, template.backward_primals)
     live = tuple(gradients.live[name] for name in names)
@@ -197,7 +196,7 @@ def _backward(
         *((live,) if live else ()),
         name=f"b{stage.index}",
     )
-    sources = [args[ref.index] for ref in _arg_refs(stage, template.gradients)]
+    sources = [args[ref.index] for ref in stage.arg_refs(template.gradients)]
     metas = [n.meta.get("value") for n in sources]
     given = (_group_meta(stage, template, b) for b in buckets)
     node.meta["value"] = (*metas, *given, *(template.primals[i] for i in template.written))
@@ -211,10 +210,6 @@ def _backward(
         name = of_primal[primal]
         new = add_item(graph, node, k, f"{name}_{stage.index}")
         gradients.live[name] = ops.call(graph, ops.assign, gradients.live[name], new, after=())
-
-
-def _arg_refs(stage: Stage, primals: tuple[int, ...]) -> list[ArgRef]:
-    return [ref for ref in (stage.primals[i] for i in primals) if isinstance(ref, ArgRef)]
 
 
 def _group_meta(stage: Stage, template: Template, bucket: Bucket) -> tuple[Any, ...]:

@@ -14,8 +14,7 @@ from megacompile.errors import ScheduleError
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
-from megacompile.verify.proof import HazardKind, hazards
-from megacompile.verify.ranks import hazards_of_ranks, verify_ranks
+from megacompile.verify.proof import HazardKind, hazards, hazards_of_ranks, verify_ranks
 from tests.actions import parse
 from tests.capturing import after_templates
 from tests.schedules import set_arguments
