@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from megacompile import megacompile
+from megacompile import megacompile, schedules
 from megacompile.errors import BackwardError, DeviceMemoryError
+from megacompile.ir import ops
+from megacompile.verify.proof import HazardKind, hazards
 from tests.equality.calls import assert_alike
 from tests.interrupts import traced
 from tests.stateful.late import AtCall
@@ -319,3 +321,14 @@ def test_a_backward_that_ran_out_is_not_repeated() -> None:
         traced(AtCall("assign", 1, torch.OutOfMemoryError("planted: out of memory"))),
     ):
         loss.backward()
+
+
+def test_memory_that_a_backward_is_not_given_is_reported() -> None:
+    _, model = pair(lambda: Net(ReadsBack))
+    trained(model, inputs(0))
+    schedule = schedules(model)[-1].fresh()
+    assert schedule.backward is not None and not hazards(schedule)
+    (call, *_) = [n for n in ops.nodes_of(schedule.backward, ops.backward) if len(n.args) > 6]
+    call.args = (*call.args[:6], tuple(None for _ in ops.arguments(call)[6]))
+    (kind,) = {hazard.kind for hazard in hazards(schedule)}
+    assert kind is HazardKind.ARGUMENTS
