@@ -29,7 +29,7 @@ from megacompile.runtime.model.streamed import StreamedModel
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.bucket import HostBucket
-from megacompile.verify.proof import verify
+from megacompile.verify import proof
 from tests.watched import profiled
 
 
@@ -83,7 +83,12 @@ def machine(model: nn.Module) -> Machine:
 
 def prove(schedule: Schedule) -> None:
     """Raises where a schedule is not safe."""
-    verify(schedule)
+    proof.verify(schedule)
+
+
+def hazards(schedule: Schedule) -> set[str]:
+    """The kinds of what is wrong with a schedule."""
+    return {hazard.kind.value for hazard in proof.hazards(schedule)}
 
 
 def planned_bytes(schedule: Schedule, *, fused: bool) -> int:
