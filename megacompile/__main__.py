@@ -4,10 +4,10 @@ import contextlib
 import os
 import sys
 
-from megacompile.cli import main, plan
+from megacompile.cli import main
 from megacompile.garbage import OF_A_PLAN, old_objects_left_out
 
-plans = sys.argv[1:2] == [plan.NAME]
+plans = sys.argv[1:2] == ["plan"]
 with old_objects_left_out(OF_A_PLAN) if plans else contextlib.nullcontext():
     code = main()
     if plans:  # torch takes seconds to take itself apart, and nothing is left to do

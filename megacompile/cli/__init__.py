@@ -1,9 +1,7 @@
 """The command line: `python -m megacompile COMMAND`.
 
-A command is two modules here. `NAME.py` has `NAME`, `HELP`, `arguments(parser)` and `check(args)`;
-its docstring is what `--help` shows. It imports no torch, so that help and mistakes are answered at
-once. `run_NAME.py` has `run(args) -> int`. A user's fault is one line on stderr and exit code 2,
-what a library says of it in full.
+The commands are listed in `commands`, which imports no torch. A user's fault is one line on stderr
+and exit code 2, what a library says of it in full.
 """
 
 from __future__ import annotations
@@ -12,13 +10,10 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, NoReturn
 
-from megacompile.cli import demo, hardware, plan, trace
+from megacompile.cli.commands import COMMANDS as COMMANDS
 from megacompile.errors import MegacompileError
-
-COMMANDS: tuple[ModuleType, ...] = (demo, plan, trace, hardware)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -47,17 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         required=True,
         prog="python -m megacompile",
     )
-    for module in COMMANDS:
-        command = commands.add_parser(
-            module.NAME, help=module.HELP, description=(module.__doc__ or "").strip()
+    for command in COMMANDS:
+        command.add_options(
+            commands.add_parser(command.name, help=command.help, description=command.description)
         )
-        module.arguments(command)
     args = parser.parse_args(argv)
-    module = next(module for module in COMMANDS if args.command == module.NAME)
+    command = next(command for command in COMMANDS if args.command == command.name)
     try:
-        module.check(args)
-        work = importlib.import_module(f"{__name__}.run_{module.NAME}")
+        command.check(args)
+        work = importlib.import_module(f"{__name__}.{command.name}")
         return int(work.run(args))
     except (MegacompileError, OSError) as error:
-        print(f"megacompile {module.NAME}: {error}", file=sys.stderr)
+        print(f"megacompile {command.name}: {error}", file=sys.stderr)
         return 2

@@ -1,26 +1,39 @@
-"""Measure the bandwidths and rates of this machine. It takes seconds.
-
-The rates are kept in a file. Predictions are made from them.
-"""
+"""The command `hardware`: measures, or reads what was measured."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from dataclasses import asdict
 
-NAME = "hardware"
-HELP = "bandwidths and rates of this machine"
+from megacompile import numa
+from megacompile.cost.hardware import Hardware
+from megacompile.cost.rates import load, load_disk
+from megacompile.options import Options
 
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
-    parser.add_argument("--device", help="cuda:0, cpu; default: the GPU if there is one")
-    parser.add_argument("--disk", metavar="PATH", help="the rates of the disk of this folder too")
-    parser.add_argument(
-        "--again", action="store_true", help="measure, and keep it, even if that is on file"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+_UNITS = {"_gb_s": "GB/s", "_tflop_s": "TFLOP/s", "_s": "s"}
 
 
-def check(args: argparse.Namespace) -> None:
-    """Nothing is wrong that the parser does not see."""
-    del args
+def run(args: argparse.Namespace) -> int:
+    """Print the rates."""
+    device = Options.resolve(device=args.device).device
+    found = load(device, again=args.again)
+    if args.disk is not None:
+        found = load_disk(args.disk, again=args.again).on(found)
+    if args.json:
+        print(json.dumps(asdict(found)))
+        return 0
+    print(_table(found))
+    if (node := numa.node_of(device)) is not None:
+        print(f"  {'NUMA node':15} {node}")
+    return 0
+
+
+def _table(hardware: Hardware) -> str:
+    rows = [hardware.name]
+    for name, value in asdict(hardware).items():
+        for suffix, unit in _UNITS.items():
+            if name.endswith(suffix) and value is not None:
+                rows.append(f"  {name.removesuffix(suffix):15} {value:12.6g} {unit}")
+                break
+    return "\n".join(rows)

@@ -1,308 +1,357 @@
-"""Plan the training of a model on a machine; you need neither the memory nor the GPU.
-
-TARGET is a Hugging Face config of a causal language model (a folder with a config.json, or a json
-file), or package.module:function. The function returns a module, or (module, args, kwargs). It gets
-the arguments `batch` and `seq` if it takes them. The model is built on the meta device, without
-memory, weights or a GPU. A module alone gets token ids (batch, seq) and should return its loss.
-
-    python -m megacompile plan examples/configs/qwen2.5-72b.json --gpu h200 --host-memory 1.5TB
-
-Exit code: 0 if it fits, 1 if it does not, 2 if it cannot be planned. What lacks less than a tenth
-of the device's memory does not fit, and megacompile() tries it nevertheless: the answer says so.
-"""
+"""The command `plan`: plans the model that its target names, and prints the answer."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import math
-import os
-import shutil
-from dataclasses import dataclass
+import sys
+import time
+from dataclasses import dataclass, replace
+from typing import Any
 
-from megacompile.cli import source
-from megacompile.cost.hardware import ASSUMED_NETWORK_GB_S, NAMES, Hardware, of_sheet
-from megacompile.errors import MissingExtraError, OptionError
-from megacompile.option_values import COMPUTE_DTYPES, STATE_DTYPES, Activations, parse_bytes
+import torch
 
-NAME = "plan"
-HELP = "if a model fits on a machine, and how fast it trains"
+from megacompile import option_checks
+from megacompile.cli import target
+from megacompile.cli.commands import print_json
+from megacompile.cli.plan_arguments import DTYPES, OPTIMIZERS, DiskArguments, machine
+from megacompile.cli.target import Target
+from megacompile.cost.experts import active_parameters
+from megacompile.cost.hardware import Hardware
+from megacompile.cost.probe import DiskRates
+from megacompile.cost.rates import disk_on_file, known
+from megacompile.errors import DeviceMemoryError, HostMemoryError, MegacompileError, OptionError
+from megacompile.ir.schedule import Schedule
+from megacompile.options import Options, PlannedMesh
+from megacompile.plan import alternatives, explanation
+from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
+from megacompile.plan.explanation import Explanation
+from megacompile.plan.fit import is_tried, why_not
+from megacompile.plan.scenario import Scenario
+from megacompile.text import columns, duration, format_bytes
+from megacompile.validate import host_rows
 
-OPTIMIZERS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}  # states of each
-DTYPES = ("bfloat16", "float16", "float32")
-STATES = (*STATE_DTYPES, "same")
-FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao's recipes
-
-_LEAST_BYTES = 2**20  # of a size without a unit
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
-    add = parser.add_argument
-    add("target", metavar="TARGET", help="a config (folder or json), or package.module:function")
-    add("--gpu", default="h200", help=f"{', '.join(NAMES)}; default: h200")
-    default = "default: the GPU's, less 5 %% (4 GiB at most)"
-    add("--gpus", type=int, default=1, metavar="N", help="that share the model, on one host")
-    add(
-        "--interconnect",
-        type=float,
-        metavar="GB/S",
-        help="what one GPU gets from the others, with --gpus; default: NVLink's of the GPU. "
-        "What is no faster than the link to the host is taken to share that link",
-    )
-    add(
-        "--hosts",
-        type=int,
-        default=1,
-        metavar="N",
-        help="that replicate it, each with --gpus (a mesh of two dimensions)",
-    )
-    add(
-        "--network",
-        type=float,
-        metavar="GB/S",
-        help="what one GPU gets from other hosts while all of its host do, with --hosts; "
-        f"default: {ASSUMED_NETWORK_GB_S:g}, 100 Gbit/s each",
-    )
-    add(
-        "--link",
-        metavar="GB/S",
-        help="between host and GPU, each way alone: about 25 of PCIe 4 x16, 12 of x8; "
-        "default: the GPU's",
-    )
-    add("--gpu-memory", metavar="SIZE", help=f"20GiB, or 0.5 of it; {default}")
-    add(
-        "--host-memory",
-        metavar="SIZE",
-        help="1.5TB, 128GiB, taken whole, as megacompile(model, host_memory=SIZE) does; "
-        "default: not known, or all of this one's",
-    )
-    add(
-        "--page-locked",
-        metavar="SIZE",
-        help="of host memory, what the system locks for copies: 1GiB, of a WSL 2; 0 of containers "
-        "that lock none; default: all of it",
-    )
-    add("--disk", metavar="PATH", help="what the host does not hold may lie on this folder's disk")
-    add("--disk-memory", metavar="SIZE", help="200GiB, for all GPUs; default: its free")
-    add("--disk-weights", action="store_true", help="megacompile(model, disk_weights=True)")
-    add("--disk-saved", action="store_true", help="megacompile(model, disk_saved=True)")
-    add(
-        "--disk-rates",
-        metavar="R/W",
-        help="2.2/2.2: GB/s of reads and of writes, each alone; half of it each where both run; "
-        "default: those that `hardware --disk PATH` has measured",
-    )
-    add(
-        "--batch",
-        type=int,
-        default=16,
-        metavar="N",
-        help="sequences a step, of each GPU; default: 16",
-    )
-    add("--seq", type=int, default=1024, metavar="N", help="tokens a sequence; default: 1024")
-    add("--sweep", choices=["batch"], help="find the batch with the most tokens/s: 1, 2, 4, ...")
-    add("--optimizer", choices=[*OPTIMIZERS], default="adamw", help="default: adamw")
-    add(
-        "--state-dtype",
-        choices=STATES,
-        default="float32",
-        help="of the optimizer's moments; same: as the parameters; default: float32",
-    )
-    add("--update-in-backward", action="store_true", help="megacompile(model, optimizer=...)")
-    add("--dtype", choices=[*DTYPES], help="of the parameters; default: bfloat16 for a config")
-    add("--compute-dtype", choices=COMPUTE_DTYPES, help="of float32 masters' copies")
-    add("--float8", choices=FLOAT8, help="torchao's recipe for all linear layers but the head")
-    add("--activations", choices=[each.value for each in Activations], default="auto")
-    add("--tiles", type=int, metavar="N", help="megacompile(model, tiles=N); default: auto")
-    add("--tokens", type=float, default=1e12, metavar="N", help="how long do so many take; 1e12")
-    add("--changes", action="store_true", help="try other plans too: what would help most")
-    add("--json", action="store_true", help="print JSON")
-
-
-def check(args: argparse.Namespace) -> None:
-    """Refuse what cannot be planned, before torch is imported.
-
-    Raises:
-        OptionError: an option, or what TARGET names.
-    """
-    for name in ("batch", "seq", "tokens", "gpus", "hosts", "tiles"):
-        value = getattr(args, name)
-        if value is not None and not value >= 1:
-            raise OptionError(f"--{name} {value}: needed 1 or more")
-    gpu = args.gpu.lower()
-    if gpu not in NAMES:
-        raise OptionError(f"--gpu {args.gpu}: needed one of {', '.join(NAMES)}")
-    if args.interconnect is not None and not (args.interconnect > 0 and args.gpus > 1):
-        raise OptionError(
-            f"--interconnect {args.interconnect:g}: needed GB/s, more than 0, and --gpus 2 or more"
-        )
-    if args.hosts > 1 and args.gpus == 1:
-        raise OptionError(
-            f"--hosts {args.hosts}: needed --gpus 2 or more, which share the model on each host"
-        )
-    if args.network is not None and not (0 < args.network < math.inf and args.hosts > 1):
-        raise OptionError(
-            f"--network {args.network:g}: needed GB/s, more than 0, and --hosts 2 or more"
-        )
-    link(args)
-    hardware = of_sheet(gpu)  # None: this machine, which torch is asked for
-    if args.float8 is not None:
-        _check_float8(args, hardware)
-    host_memory(args, 2**40 if hardware is None else hardware.host_bytes)
-    device_memory(args, 2**40 if hardware is None else hardware.device_bytes)
-    page_locked(args, 2**40 if hardware is None else hardware.host_bytes)
-    disk(args)
-    _check_on_disk(args)
-    source.check(args.target, seq=args.seq)
-
-
-def _check_on_disk(args: argparse.Namespace) -> None:
-    """Refuse what cannot be on a disk, as `megacompile()` does."""
-    asked = {"--disk-weights": args.disk_weights, "--disk-saved": args.disk_saved}
-    for name in [name for name, value in asked.items() if value and args.disk is None]:
-        raise OptionError(f"{name}: where? name the disk's folder: --disk PATH")
-    if args.disk_weights and args.compute_dtype is not None:
-        raise OptionError("--disk-weights: with --compute-dtype masters do not go to a disk")
-    if args.disk_weights and args.gpus > 1:
-        raise OptionError("--disk-weights: with --gpus parts of parameters cannot lie on a disk")
-    if args.disk_saved and args.activations not in ("auto", "offload"):
-        raise OptionError(
-            f"--disk-saved: with --activations {args.activations} nothing waits on the host; "
-            "needed auto or offload"
-        )
-
-
-def _check_float8(args: argparse.Namespace, hardware: Hardware | None) -> None:
-    if isinstance(source.parse(args.target), source.Function):
-        raise OptionError(f"--float8 {args.float8}: a function converts the model that it returns")
-    if hardware is not None and hardware.matmul8_tflop_s is None:
-        raise OptionError(f"--float8 {args.float8}: the {hardware.name} has no fp8")
-    if importlib.util.find_spec("torchao") is None:
-        raise MissingExtraError("--float8 needs torchao: pip install torchao")
-
-
-def link(args: argparse.Namespace) -> float | None:
-    """GB/s that `--link` says; None without it.
-
-    Raises:
-        OptionError: no rate.
-    """
-    if args.link is None:
-        return None
-    try:
-        rate = float(args.link)
-    except ValueError:
-        rate = 0.0
-    if not 0 < rate < math.inf:
-        raise OptionError(f"--link {args.link}: needed GB/s between host and GPU, such as 25")
-    return rate
-
-
-def host_memory(args: argparse.Namespace, available_bytes: int | None) -> int | None:
-    """Bytes that `--host-memory` says; None without it.
-
-    Raises:
-        OptionError: no size, or a fraction of what is not known.
-    """
-    if args.host_memory is None:
-        return None
-    if _is_fraction(args.host_memory) and not available_bytes:
-        raise OptionError(f"--host-memory {args.host_memory}: of what? give a size: 128GiB")
-    return _size("--host-memory", args.host_memory, available_bytes or 0)
-
-
-def page_locked(args: argparse.Namespace, available_bytes: int | None) -> int | None:
-    """Bytes that `--page-locked` says; None without it.
-
-    Args:
-        available_bytes: host memory of the machine, where `--host-memory` does not say it.
-
-    Raises:
-        OptionError: no size, or a fraction of what is not known.
-    """
-    if args.page_locked is None:
-        return None
-    there = host_memory(args, available_bytes) or available_bytes
-    if _is_fraction(args.page_locked) and not there:
-        raise OptionError(f"--page-locked {args.page_locked}: of what? give a size: 1GiB")
-    if args.page_locked == "0":
-        return 0
-    return _size("--page-locked", args.page_locked, there or 0)
-
-
-def device_memory(args: argparse.Namespace, available_bytes: int | None) -> int | None:
-    """Bytes that `--gpu-memory` says; None without it.
-
-    Raises:
-        OptionError: no size.
-    """
-    if args.gpu_memory is None:
-        return None
-    return _size("--gpu-memory", args.gpu_memory, available_bytes or 0)
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
+_LARGEST = 2**16  # batch of a sweep
+_NO_FASTER = 1.01  # a larger batch must bring as much, or the sweep ends
+_DAY_S = 86400
 
 
 @dataclass(frozen=True, slots=True)
-class DiskArguments:
-    """Options about a disk."""
+class Answer:
+    """The answer for one batch."""
 
-    folder: str
-    free_bytes: int
-    rates: tuple[float, float] | None  # GB/s read and written; None: those that were measured
+    target: Target
+    batch: int
+    explained: Explanation
+    why_not: tuple[str, ...]  # it does not fit; empty if it does, as far as is known
+    planning_s: float
+    gpus: int  # that do as much, each
+    hosts: int  # with as many of these each
+    active: int  # parameters that a token passes: not the experts that it does not choose
+    tried: bool  # though it does not fit, by so little
+
+    @property
+    def tokens_s(self) -> float | None:
+        """Tokens a second."""
+        tokens = self.target.tokens
+        return None if tokens is None else self.gpus * self.hosts * tokens / self.explained.step_s
+
+    @property
+    def tflop_s(self) -> float | None:
+        """6 N T, by the parameters that a token passes."""
+        rate = self.tokens_s
+        return None if rate is None else 6 * self.active * rate / 1e12
+
+    def to_dict(self, tokens: float) -> dict[str, Any]:
+        """For programs."""
+        rate = self.tokens_s
+        return {
+            "target": self.target.name,
+            "batch": self.batch,
+            "gpus": self.gpus,
+            "hosts": self.hosts,
+            "tokens_a_step": self.target.tokens,
+            "active_parameters": self.active,
+            "fits": not self.why_not,
+            "why_not": list(self.why_not),
+            "tried": self.tried,
+            "step_s": self.explained.step_s,
+            "tokens_per_s": rate,
+            "tflop_s": self.tflop_s,
+            "tokens": tokens,
+            "tokens_take_s": None if rate is None else tokens / rate,
+            "planning_s": self.planning_s,
+            "plan": self.explained.to_dict(),
+        }
 
 
-def disk(args: argparse.Namespace) -> DiskArguments | None:
-    """The disk that the options name; None without one.
+def run(args: argparse.Namespace) -> int:
+    """Plan, and print."""
+    hardware = _hardware(args)
+    answers = _sweep(args, hardware) if args.sweep else [_answer(args, hardware, args.batch)]
+    fitting = [answer for answer in answers if not answer.why_not]
+    best = max(fitting or answers[:1], key=lambda answer: answer.tokens_s or 0.0)
+    if args.json:
+        found = best.to_dict(args.tokens)
+        if args.sweep:
+            found["sweep"] = [answer.to_dict(args.tokens) for answer in answers]
+        print_json(found)
+    else:
+        print(_text(best, args) + (f"\n\n{_sweep_table(answers)}" if args.sweep else ""))
+    return 1 if best.why_not else 0
 
-    Raises:
-        OptionError: there is no such folder and not everything is said of it, or no size or rate.
-    """
-    given = {"--disk-memory": args.disk_memory, "--disk-rates": args.disk_rates}
-    if args.disk is None:
-        for name, value in given.items():
-            if value is not None:
-                raise OptionError(f"{name} {value}: of what? name the disk's folder: --disk PATH")
-        return None
-    there = os.path.isdir(args.disk)
-    missing = [name for name, value in given.items() if value is None]
-    if not there and missing:
+
+def _hardware(args: argparse.Namespace) -> Hardware:
+    """The machine that the options describe: the part of it that one GPU has."""
+    found = known(args.gpu)
+    given = machine(args, device_bytes=found.device_bytes, host_bytes=found.host_bytes)
+    if given.link_gb_s is not None:
+        name = f"{found.name} with a link of {given.link_gb_s:g} GB/s"
+        found = found.with_link(given.link_gb_s).replace(name=name)
+    if given.locked_bytes is not None:
+        found = found.replace(locked_bytes=given.locked_bytes)
+    if given.host_bytes is not None:
+        found = found.replace(host_bytes=given.host_bytes)
+    found = _with_disk(found, given.disk).shared_by(args.gpus)
+    if args.interconnect is not None:
+        found = found.with_interconnect(args.interconnect)
+    if args.network is not None:
+        found = found.replace(network_gb_s=args.network)
+    return found
+
+
+def _with_disk(hardware: Hardware, disk: DiskArguments | None) -> Hardware:
+    if disk is None:
+        return hardware
+    if disk.rates is not None:
+        read, write = disk.rates
+        return DiskRates(read, write, read / 2, write / 2).on(hardware)
+    rates = disk_on_file(disk.folder)
+    if rates is None:
         raise OptionError(
-            f"--disk {args.disk}: no such folder; needed one, or, for a disk that is elsewhere, "
-            f"{' and '.join(missing)}"
+            f"--disk {disk.folder}: its speed is not known; give it (--disk-rates "
+            f"2.2/2.2), or measure it: python -m megacompile hardware --disk {disk.folder}"
         )
-    free = shutil.disk_usage(args.disk).free if there else 0
-    if args.disk_memory is not None:
-        if not there and _is_fraction(args.disk_memory):
-            raise OptionError(f"--disk-memory {args.disk_memory}: of what? give a size: 200GiB")
-        free = _size("--disk-memory", args.disk_memory, free)
-    return DiskArguments(os.path.abspath(args.disk), free, _rates(args.disk_rates))
+    return rates.on(hardware)
 
 
-def _rates(text: str | None) -> tuple[float, float] | None:
-    if text is None:
-        return None
+def _sweep(args: argparse.Namespace, hardware: Hardware) -> list[Answer]:
+    """Powers of two until one does not fit or brings nothing more."""
+    answers: list[Answer] = []
+    batch = 1
+    while batch <= _LARGEST:
+        answer = _answer(args, hardware, batch)
+        if answer.target.tokens is None:
+            raise OptionError(f"--sweep batch: {args.target} takes no arguments batch and seq")
+        print(f"batch {batch}: {_short(answer)}", file=sys.stderr, flush=True)
+        answers.append(answer)
+        rates = [each.tokens_s or 0.0 for each in answers[-2:]]
+        if answer.why_not or (len(rates) == 2 and rates[1] < _NO_FASTER * rates[0]):
+            break
+        batch *= 2
+    return answers
+
+
+def _short(answer: Answer) -> str:
+    return f"{answer.why_not[0]}" if answer.why_not else f"{answer.tokens_s:,.0f} tokens/s"
+
+
+def _answer(args: argparse.Namespace, hardware: Hardware, batch: int) -> Answer:
+    start = time.perf_counter()
+    dtype = _DTYPES[args.dtype] if args.dtype else None
+    made = target.build(args.target, batch=batch, seq=args.seq, dtype=dtype, float8=args.float8)
+    options = _options(args, made, hardware)
+    programs = _programs(made, options, hardware)
+    compiler = programs[0].compiler
+    now = Scenario(
+        tuple(_schedules(programs)),
+        hardware,
+        compiler.setting.cost(states=OPTIMIZERS[args.optimizer]),
+        device_bytes=compiler.budget.size_bytes(),
+        host_bytes=hardware.host_bytes,
+        disk_bytes=compiler.chooser.disk_budget_bytes(),
+        first=_first(
+            made,
+            options,
+            hardware,
+            on_disk=bool(options.disk_weights) or options.may_store_weights,
+        ),
+        first_on_disk=_first(made, options, hardware, on_disk=True),
+        disk_weights=options.disk_weights,
+    )
+    planned = [program.planned(reuse=program is programs[-1]) for program in programs]
+    short = why_not(now)
+    more = None if args.sweep or short else compiler
+    explained = Explanation.of(
+        now,
+        model=made.name,
+        parameters=made.parameters,
+        changes=alternatives.changes(now, compiler, planned) if args.changes else (),
+        budgets=alternatives.budgets(now, more, planned) if args.changes or more else (),
+    )
+    active = made.parameters
+    if made.tokens is not None:
+        active = active_parameters(now.schedules, active, made.tokens)
+    planning_s = time.perf_counter() - start
+    return Answer(
+        *(made, batch, explained, short, planning_s, args.gpus, args.hosts, active, is_tried(now))
+    )
+
+
+def _first(
+    made: Target, options: Options, hardware: Hardware, *, on_disk: bool
+) -> list[tuple[str, int]]:
+    """The checks of host memory that `megacompile()` makes before it plans."""
+    return host_rows(
+        made.model,
+        gradients=options.optimizer is None,
+        device_bytes=options.gpu_memory or hardware.device_bytes or 0,
+        on_disk=on_disk,
+        ranks=options.ranks,
+    )
+
+
+def _options(args: argparse.Namespace, made: Target, hardware: Hardware) -> Options:
+    optimizer: torch.optim.Optimizer | None = None
+    if args.update_in_backward:
+        params = list(made.model.parameters())
+        if OPTIMIZERS[args.optimizer] == 2:
+            optimizer = torch.optim.AdamW(params)
+        else:
+            optimizer = torch.optim.SGD(params, momentum=0.9 * OPTIMIZERS[args.optimizer])
+    given = machine(args, device_bytes=hardware.device_bytes, host_bytes=hardware.host_bytes)
+    options = abstract_options(
+        gpu_memory=given.device_bytes,
+        state_dtype=None if args.state_dtype == "same" else option_checks.dtype(args.state_dtype),
+        compute_dtype=_DTYPES.get(args.compute_dtype),
+        optimizer=optimizer,
+        activations=args.activations,
+        tiles="auto" if args.tiles is None else args.tiles,
+    )
+    if args.gpus > 1:
+        options = replace(options, mesh=PlannedMesh(args.gpus, args.hosts))
+    disk = given.disk
+    if disk is None:
+        return options
+    return replace(  # it may be elsewhere
+        options,
+        disk=disk.folder,
+        disk_memory=disk.free_bytes // args.gpus,
+        disk_weights=args.disk_weights or None,
+        disk_saved=args.disk_saved or None,
+    )
+
+
+def _programs(made: Target, options: Options, hardware: Hardware) -> list[AbstractProgram]:
     try:
-        read, write = (float(part) for part in text.split("/"))
-    except ValueError:
-        read = write = 0.0
-    if not (0 < read < math.inf and 0 < write < math.inf):
-        raise OptionError(f"--disk-rates {text}: needed GB/s of reads and of writes, such as 2.2/2")
-    return read, write
+        return abstract_programs(
+            made.model, made.args, made.kwargs, options=options, hardware=hardware
+        )
+    except MegacompileError:
+        raise
+    except Exception as error:  # what the model's own code raises, in Dynamo's words
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise OptionError(
+            f"{made.name} cannot be captured: {type(error).__name__}: {first}"
+        ) from error
 
 
-def _size(name: str, text: str, total_bytes: int) -> int:
-    try:
-        size = parse_bytes(name, float(text) if _is_fraction(text) else text, total_bytes)
-    except OptionError:
-        size = 0
-    unitless = text.replace(".", "").isdigit() and not _is_fraction(text)
-    if size <= 0 or (unitless and size < _LEAST_BYTES):  # 1.5 is not one byte and a half
-        raise OptionError(f"{name} {text}: needed a size such as 20GiB, or a fraction such as 0.5")
-    return size
+def _schedules(programs: list[AbstractProgram]) -> list[Schedule]:
+    """The schedules; where memory is too small, those that come nearest to fitting."""
+    found: list[Schedule] = []
+    for program in programs:
+        reuse = program is programs[-1]
+        try:
+            found.append(program.schedule(reuse=reuse))
+        except (DeviceMemoryError, HostMemoryError):
+            program.plans.choose_least(program.stages, "this is the plan that comes nearest")
+            found.append(program.schedule(reuse=reuse))
+    return found
 
 
-def _is_fraction(text: str) -> bool:
-    try:
-        return "." in text and 0 < float(text) <= 1
-    except ValueError:
-        return False
+def _text(answer: Answer, args: argparse.Namespace) -> str:
+    made, explained = answer.target, answer.explained
+    states = "" if not OPTIMIZERS[args.optimizer] else f", {args.state_dtype} states"
+    where = " in the backward" if args.update_in_backward else ""
+    active = ""
+    if answer.active != made.parameters:
+        active = f" ({answer.active / 1e9:,.3g} B active a token)"
+    dtypes = dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in made.model.parameters())
+    products = f", float8 products ({args.float8})" if args.float8 else ""
+    machine = f"one {explained.hardware}"
+    if args.gpus > 1:
+        hosts = "" if args.hosts == 1 else f" of each of {args.hosts} hosts"
+        machine = f"each of {args.gpus} {explained.hardware}{hosts}"
+        machine += "; memory is that of one GPU's part"
+    lines = [
+        f"{made.name}: {made.parameters / 1e9:,.3g} B parameters{active}, {' and '.join(dtypes)}"
+        + products,
+        f"{made.shape} a step, {args.optimizer}{where}{states}, on {machine}",
+        *([made.note] if made.note else []),
+        "",
+        *_verdict(answer),
+        "",
+        columns(explanation.memory_rows(explained)),
+        "",
+        *_speed(answer, args.tokens),
+        *explanation.section_lines(
+            [
+                *explanation.budget_sections(explained),
+                ("the plan", list(explained.reasons)),
+                *explanation.change_sections(explained),
+            ]
+        ),
+    ]
+    return "\n".join([*lines, "", f"planned in {answer.planning_s:.0f} s; nothing was measured"])
+
+
+def _verdict(answer: Answer) -> list[str]:
+    if answer.why_not:
+        first, *others = answer.why_not
+        verdict = "it may not fit" if answer.tried else "it does NOT fit"
+        return [f"{verdict}: {first}", *(f"  {other}" for other in others)]
+    if answer.explained.host.fits is None:
+        needed = format_bytes(answer.explained.host.needed_bytes)
+        return [f"it fits on the device; the host needs {needed} (--host-memory says what it has)"]
+    return ["it fits"]
+
+
+def _speed(answer: Answer, tokens: float) -> list[str]:
+    explained = answer.explained
+    whether = " if it did fit" if answer.why_not else ""
+    rows = [["a step", f"{duration(explained.step_s)}{whether}, bound by {explained.bound}"]]
+    rows.append(["its time depends on", explanation.bounds_text(explained)])
+    rows += [["", line] for line in explanation.network_lines(explained)]
+    if (rate := answer.tokens_s) is not None:
+        rows.append(["tokens/s", f"{rate:,.0f}"])
+        rows.append(["TFLOP/s by 6NT", _figures(answer.tflop_s or 0.0)])
+        rows.append([f"{tokens:g} tokens take".replace("e+", "e"), _long(tokens / rate)])
+    return columns(rows, left=(0, 1)).splitlines()
+
+
+def _figures(value: float) -> str:
+    """Three figures, or all before the point."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:,.3g}"
+
+
+def _long(seconds: float) -> str:
+    if seconds < _DAY_S:
+        return f"{seconds / 3600:,.1f} hours"
+    days = seconds / _DAY_S
+    return f"{days:,.0f} days" + (f" ({days / 365.25:,.1f} years)" if days > 365 else "")
+
+
+def _sweep_table(answers: list[Answer]) -> str:
+    rows = [["batch", "a step", "tokens/s", "TFLOP/s", "device", "fits"]]
+    for each in answers:
+        rows.append(
+            [
+                str(each.batch),
+                duration(each.explained.step_s),
+                f"{each.tokens_s or 0:,.0f}",
+                _figures(each.tflop_s or 0.0),
+                format_bytes(each.explained.device.needed_bytes),
+                "no" if each.why_not else "yes",
+            ]
+        )
+    return columns(rows)

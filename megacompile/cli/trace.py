@@ -1,85 +1,172 @@
-"""Run a training script and trace one step of its megacompiled models.
-
-The trace has the time of every op, on every stream. It begins with the update of the step before,
-which the step's forward overlaps, and ends with the step's backward. The script ends there, unless
-you give --go-on.
-
-    python -m megacompile trace --save step.json train.py --batch 16
-
-A saved trace can be read again, also on another machine. Its last whole step is printed or drawn:
-
-    python -m megacompile trace --save step.png step.json
-"""
+"""The command `trace`: runs a script, or reads what one has left."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import contextlib
+import runpy
 import sys
-from importlib.machinery import ModuleSpec
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from megacompile.cli import outputs
-from megacompile.errors import OptionError
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-NAME = "trace"
-HELP = "when every op of a script's training step runs"
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
-    parser.usage = "python -m megacompile trace [options] SCRIPT [arguments of the script]"
-    parser.add_argument(
-        "--step",
-        type=int,
-        default=3,
-        metavar="N",
-        help="which call of optimizer.step() the traced step leads to; default: 3, after what is "
-        "compiled in the first two",
-    )
-    outputs.add_save(parser)
-    parser.add_argument("--json", action="store_true", help="print the totals as JSON")
-    parser.add_argument("--go-on", action="store_true", help="let the script run to its end")
-    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
-    parser.add_argument(
-        "script",
-        metavar="SCRIPT",
-        help="a Python file, or with -m a module; or a .json that --save wrote",
-    )
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+from megacompile import api, inspection
+from megacompile.cli.commands import print_json
+from megacompile.errors import MegacompileError
+from megacompile.inspection import Trace
+from megacompile.views import perfetto, plot
+from megacompile.views.critical_path import period
+from megacompile.views.timeline import Timeline, cut, table, totals
 
 
-def check(args: argparse.Namespace) -> None:
-    """Refuse what cannot be run, before torch is imported."""
-    if args.step < 1:
-        raise OptionError(f"--step {args.step}: needed 1 or more")
-    if args.module:
-        _check_module(args.script)
-    elif not Path(args.script).is_file():
-        raise OptionError(f"there is no file {args.script!r} (for a module's name, give -m)")
-    outputs.check(args.save)
+class StepIsOver(BaseException):
+    """The step is over. Not an Exception: the script's `except Exception` must not stop it."""
 
 
-def _check_module(name: str) -> None:
-    """Refuse what `python -m` could not run. The packages that a module is in are imported."""
-    sys.path.insert(0, str(Path.cwd()))
+class TooFewSteps(MegacompileError, RuntimeError):
+    """The script ended before the step that was asked for."""
+
+
+class StepTracer:
+    """Traces every megacompiled model, through the nth step of the one that gets there first."""
+
+    def __init__(self, step: int, *, stop: bool) -> None:
+        self.step = step
+        self.stop = stop
+        self.models: list[nn.Module] = []
+        self.counts: dict[nn.Module, int] = {}  # calls of optimizer.step(), where there were any
+        self.first: nn.Module | None = None  # whose step is traced
+        self.trace: Trace | None = None
+        self.done = False
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """For its duration, models and steps are noticed."""
+        api.LISTENERS.append(self._made)
+        hooks = [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
+        try:
+            yield
+        finally:
+            api.LISTENERS.remove(self._made)
+            for hook in hooks:
+                hook.remove()
+            if self.trace is not None and not self.done:
+                self.trace.__exit__(None, None, None)
+
+    def _made(self, model: nn.Module) -> None:
+        self.models.append(model)
+        if self.step == 1 and self.trace is None:
+            self._begin(model)
+
+    def _stepping(self, optimizer: Optimizer) -> list[nn.Module]:
+        params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return [m for m in self.models if any(id(p) in params for p in m.parameters())]
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        for model in self._stepping(optimizer):
+            count = self.counts[model] = self.counts.get(model, 0) + 1
+            if self.trace is None and count == self.step - 1:
+                self._begin(model)
+            elif model is self.first and count == self.step and not self.done:
+                self._end()
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        del optimizer, args, kwargs
+        if self.done and self.stop:
+            raise StepIsOver
+
+    def _begin(self, model: nn.Module) -> None:
+        self.first = model
+        self.trace = inspection.trace(*self.models)
+        self.trace.__enter__()
+
+    def _end(self) -> None:
+        assert self.trace is not None
+        self.done = True
+        self.trace.__exit__(None, None, None)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the script, then print and write what was traced."""
+    if not args.module and args.script.endswith(".json"):
+        return _again(args)
+    tracer = StepTracer(args.step, stop=not args.go_on)
+    there = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
+    with tracer.watching(), there:
+        _run_script(args)
+    if not tracer.done:
+        raise TooFewSteps(_why_not(tracer, args))
+    assert tracer.trace is not None
+    if args.json:
+        print_json(tracer.trace.to_dict())
+    else:
+        print(tracer.trace.table())
+    write(tracer.trace.measured, tracer.trace.predicted, args.save)
+    return 0
+
+
+def _again(args: argparse.Namespace) -> int:
+    """The last whole step of a saved trace."""
+    measured, predicted = perfetto.load(args.script)
+    whole = period(measured, measured.models[0], last=1)
+    if whole is not None:
+        measured = cut(measured, whole.start_s, whole.stop_s)
+        predicted = predicted and cut(predicted, whole.start_s, whole.stop_s)
+    if args.json:
+        print_json(totals(measured, predicted))
+    else:
+        print(table(measured, predicted))
+    write(measured, predicted, args.save)
+    return 0
+
+
+def _run_script(args: argparse.Namespace) -> None:
+    """As `python SCRIPT ...` or `python -m MODULE ...` would; until it ends or is traced."""
+    before = sys.argv[:], sys.path[:]
     try:
-        found = _spec(name)
-        if found is not None and found.submodule_search_locations is not None:  # a package
-            found = _spec(f"{name}.__main__")
+        sys.argv[:] = [args.script, *args.args]
+        if args.module:
+            sys.path.insert(0, str(Path.cwd()))
+            runpy.run_module(args.script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(args.script).resolve().parent))
+            runpy.run_path(args.script, run_name="__main__")
+    except StepIsOver:
+        pass
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
     finally:
-        sys.path.pop(0)
-    if found is None:
-        raise OptionError(
-            f"-m {name}: there is no module of that name that can be run (a package needs a "
-            "__main__.py); run the command where `import` finds it, or give a file without -m"
-        )
+        sys.argv[:], sys.path[:] = before
 
 
-def _spec(name: str) -> ModuleSpec | None:
-    try:
-        return importlib.util.find_spec(name)
-    except (ModuleNotFoundError, ValueError) as error:  # ValueError: "a..b", ""
-        if isinstance(error, ModuleNotFoundError) and not f"{name}.".startswith(f"{error.name}."):
-            raise  # a package that it is in lacks something else
-        return None
+def _why_not(tracer: StepTracer, args: argparse.Namespace) -> str:
+    if not tracer.models:
+        return f"{args.script} ended and megacompiled no model; it needs model = megacompile(model)"
+    steps = max(tracer.counts.values(), default=0)
+    return (
+        f"{args.script} ended after {steps} optimizer steps of megacompiled models; needed "
+        f"{args.step}: lower --step, or let the script train longer"
+    )
+
+
+# --- what a command leaves
+
+
+def write(measured: Timeline, predicted: Timeline | None, paths: Sequence[Path]) -> None:
+    """Write each of the files, and say so on stderr."""
+    for path in paths:
+        save = perfetto.save if path.suffix == ".json" else plot.draw
+        save(path, measured, predicted)
+        print(f"wrote {path}", file=sys.stderr)

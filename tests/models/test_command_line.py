@@ -230,10 +230,10 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         return out
 
     every = said()
-    for module in COMMANDS:
-        assert f"{module.NAME} " in every and module.HELP in every
-        own = said(module.NAME)
-        assert "--json" in own and str(module.__doc__).splitlines()[0] in own
+    for command in COMMANDS:
+        assert f"{command.name} " in every and command.help in every
+        own = said(command.name)
+        assert "--json" in own and command.description.splitlines()[0] in own
 
 
 MISTAKES = [
