@@ -72,7 +72,7 @@ def is_streamed(model: nn.Module) -> bool:
 
 def has_proxies(model: nn.Module) -> bool:
     """Are proxies in the places of parameters, as in a call?"""
-    proxies = {id(proxy) for _, proxy in streamed(model).buckets.proxies.pairs()}
+    proxies = {id(site.proxy) for site in streamed(model).buckets.proxies.sites}
     return any(id(param) in proxies for param in model.parameters())
 
 

@@ -9,7 +9,7 @@ from megacompile.ir.buckets import Bucket
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.group import OpGroup, handles
-from megacompile.runtime.params.pending import InFlight
+from megacompile.runtime.params.work import InFlight
 from megacompile.runtime.updates.device_buffers import note_changes
 from megacompile.runtime.updates.flight import Flight
 from megacompile.runtime.updates.update import update_residents

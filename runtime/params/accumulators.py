@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from megacompile import compat
+from megacompile.runtime.params.guards import unguarded
 
 
 class Accumulator:
@@ -68,7 +69,8 @@ class Accumulators:
     @property
     def hooked(self) -> bool:
         """True if a hook of any kind will see a gradient of theirs."""
-        return any(self._hooks) or compat.any_hooked(self.params)
+        with unguarded():
+            return any(self._hooks) or compat.any_hooked(self.params)
 
     @property
     def all_run(self) -> bool:

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megacompile.ir.ops import Part
 from megacompile.runtime.device import touch
 from megacompile.runtime.device.background import Background, fulfil
 from megacompile.runtime.params.guards import unguarded
+from megacompile.runtime.params.work import InFlight
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class Filling:
 
 
 @dataclass(eq=False, slots=True)
-class Fill:
-    """The way of a bucket's parameters to its memory: an `InFlight`.
+class Fill(InFlight):
+    """The way of a bucket's parameters to its memory.
 
     Args:
         params: as the user has them.
@@ -68,14 +68,6 @@ class Fill:
     def begin(self, thread: Background) -> None:
         """Gives it to a thread."""
         thread.submit(self._if_nobody_has)
-
-    def event(self, part: Part) -> None:
-        """No stream can wait for a thread."""
-        del part
-
-    def ahead(self, part: Part) -> None:
-        """The parameters are there together."""
-        del part
 
     def done(self) -> bool:
         return self._future.done()

@@ -128,6 +128,9 @@ def adopt(
     buffers = bucket.states.of(optimizer)
     for name in names:
         given, buffer = state.get(name), buffers[name][i]
+        if type(given) is type(buffer) is torch.Tensor and given.data_ptr() == buffer.data_ptr():
+            if given.numel():
+                continue
         if isinstance(buffer, tuple):
             mine = compat.local(given)
             if not (isinstance(mine, BlockwiseTensor) and mine.codes is buffer[0]):
@@ -206,6 +209,9 @@ def for_update(
         if names is not None and name not in names:
             continue
         buffer = buffers.get(name, {}).get(i)
+        if buffer is not None and type(value) is torch.Tensor:
+            found[name] = buffer
+            continue
         mine = compat.local(value)
         if isinstance(mine, BlockwiseTensor) and not isinstance(buffer, tuple):
             found[name] = mine.plain()
@@ -222,7 +228,12 @@ def for_update(
 
 def visible(state: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors of a state that an update writes to."""
-    return [v for k, v in state.items() if k != "step" and type(compat.local(v)) is torch.Tensor]
+    plain = torch.Tensor
+    return [
+        value
+        for name, value in state.items()
+        if name != "step" and (type(value) is plain or type(compat.local(value)) is plain)
+    ]
 
 
 def visible_on_disk(bucket: HostBucket) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from megacompile.errors import OptimizerError
 from megacompile.ir.ops import Part
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device import forks
-from megacompile.runtime.device.streams import Completion, Handle
+from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.params.guards import (
     Guard,
     GuardState,
@@ -30,21 +30,7 @@ from megacompile.runtime.params.guards import (
     release_from,
     state_of,
 )
-from megacompile.runtime.params.torn import Left, Torn
-
-
-class InFlight(Completion, Protocol):
-    """Work on a bucket's host memory that has been started."""
-
-    @property
-    def fresh(self) -> dict[int, torch.Tensor]:
-        """New parameters that are on the device too, flat: index -> (numel,). Until it is over."""
-
-    def event(self, part: Part) -> torch.cuda.Event | None:
-        """The event that a stream waits for before it touches a part; None: wait on the host."""
-
-    def ahead(self, part: Part) -> Completion | None:
-        """The work that is done with a part before all is over; None: there is none."""
+from megacompile.runtime.params.work import InFlight, Left, Torn
 
 
 class Offer(Protocol):

@@ -32,7 +32,7 @@ class ParamSource(NamedTuple):
     copy: torch.Tensor | None  # what goes to the device instead of the parameter
     settle: Callable[[], None]  # waits until it may be read
     wrote: Callable[[], None]  # called when eager code has written to it
-    resident: bool = False  # does it live on the device?
+    resident: bool  # does it live on the device?
 
 
 class Site(NamedTuple):
@@ -45,23 +45,24 @@ class Site(NamedTuple):
 
 
 class Proxies:
-    """The proxies of a model's parameters, and the swap."""
+    """The proxies of a model's parameters, and the swap.
+
+    Args:
+        device: that computes.
+        source: returns the source of a parameter's data.
+        notice: is told of what eager code uses.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         device: torch.device,
-        source: Callable[[torch.Tensor], ParamSource | None] = lambda param: None,
-        notice: EagerNotice | None = None,
+        source: Callable[[torch.Tensor], ParamSource],
+        notice: EagerNotice,
     ) -> None:
-        """The proxies of `model`.
-
-        `source` says what is streamed for a parameter, where that is not the parameter itself.
-        `notice` is told of what eager code uses.
-        """
         self.device = device
         self.source = source
-        self.notice = notice or EagerNotice()
+        self.notice = notice
         self.are_in = False  # the places of the parameters?
         self._found: tuple[list[Any], ...] = ()
         self.sites: list[Site] = []
@@ -99,9 +100,19 @@ class Proxies:
         return self._made[id(leaf)]
 
     def _proxy_of(self, param: torch.Tensor) -> StreamedParameter:
-        proxy = _make(param, self.device, self.source(param), proxy_class(type(param)))
-        proxy.tell = self.notice
-        return proxy
+        made, source = proxy_class(type(param)), self.source(param)
+
+        def make() -> StreamedParameter:
+            proxy = _make(param, made, self.device, source)
+            proxy.tell = self.notice
+            return proxy
+
+        if not param.requires_grad:
+            return make()
+        with torch.enable_grad():
+            linked: StreamedParameter = Link.apply(param, make)  # type: ignore[no-untyped-call]
+        compat.run_soon(link_of(linked))
+        return linked
 
     def fits(self, model: nn.Module, modules: Sequence[nn.Module] = ()) -> bool:
         """True if the same modules have the same parameters, by the same names, as when these were
@@ -118,9 +129,6 @@ class Proxies:
     def of(self, param: torch.Tensor) -> StreamedParameter | None:
         """The proxy of a parameter; None for any other tensor."""
         return self._made.get(id(param))
-
-    def pairs(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        return [(site.param, site.proxy) for site in self.sites]
 
     def forget(self) -> None:
         """Refer to no parameter any more."""
@@ -255,40 +263,26 @@ def _same(a: tuple[list[Any], ...], b: tuple[list[Any], ...]) -> bool:
 
 
 def _make(
-    param: torch.Tensor,
-    device: torch.device,
-    source: ParamSource | None,
-    made: type[StreamedParameter],
+    param: torch.Tensor, made: type[StreamedParameter], device: torch.device, source: ParamSource
 ) -> StreamedParameter:
-    def make() -> StreamedParameter:
-        with compat.without_torch_function():
-            root = param.detach()
-        copy = None if source is None else source.copy
-        data = root if copy is None else copy
-        if compat.is_sharded(param):
-            looks = torch.empty_strided(
-                param.shape,
-                param.stride(),
-                dtype=data.dtype,
-                device="meta",
-                requires_grad=data.requires_grad,
-            )
-            proxy = made(looks, device)
-            proxy.part = compat.local(data)
-        else:
-            proxy = made(data, device)
-        proxy.root, proxy.param = root, param
-        if source is not None:
-            proxy.settle, proxy.wrote = source.settle, source.wrote
-            proxy.resident = source.resident
-        return proxy
-
-    if not param.requires_grad:
-        return make()
-    with torch.enable_grad():
-        linked: StreamedParameter = Link.apply(param, make)  # type: ignore[no-untyped-call]
-    compat.run_soon(link_of(linked))
-    return linked
+    with compat.without_torch_function():
+        root = param.detach()
+    data = root if source.copy is None else source.copy
+    if compat.is_sharded(param):
+        looks = torch.empty_strided(
+            param.shape,
+            param.stride(),
+            dtype=data.dtype,
+            device="meta",
+            requires_grad=data.requires_grad,
+        )
+        proxy = made(looks, device)
+        proxy.part = compat.local(data)
+    else:
+        proxy = made(data, device)
+    proxy.root, proxy.param = root, param
+    proxy.settle, proxy.wrote, proxy.resident = source.settle, source.wrote, source.resident
+    return proxy
 
 
 # Tensors in the place of a model's parameters for one call: `torch.func.functional_call`.

@@ -48,7 +48,7 @@ from megacompile.runtime.params.optimizer_states import (
     unsupported_reason,
     wraps_another,
 )
-from megacompile.runtime.params.torn import Left
+from megacompile.runtime.params.work import Left
 from megacompile.runtime.step import hooks
 from megacompile.runtime.step.ahead import Ahead
 from megacompile.runtime.step.alike import Alike

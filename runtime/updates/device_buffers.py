@@ -16,6 +16,7 @@ from megacompile.ir.ops import Part
 from megacompile.runtime.optim.kernels.bucket import update_bucket
 from megacompile.runtime.optim.rule import OptimizerRule, State, Update
 from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.work import InFlight
 from megacompile.runtime.updates.parameter import ParamUpdate, flat, laid_out_as
 
 Place = Callable[[torch.Tensor], torch.Tensor]  # the copy in memory of what is on a disk
@@ -48,8 +49,8 @@ UpdateBuffers = dict[int, UpdateBuffer]  # by the parameter's index in its bucke
 
 
 @dataclass(frozen=True, slots=True)
-class Landing:
-    """New parameters and states on their way to the host: an `InFlight`."""
+class Landing(InFlight):
+    """New parameters and states on their way to the host."""
 
     host: HostBucket
     params: torch.cuda.Event
@@ -60,10 +61,6 @@ class Landing:
     def event(self, part: Part) -> torch.cuda.Event:
         """The end of the copies of a part."""
         return self.params if part is Part.WEIGHTS else self.states
-
-    def ahead(self, part: Part) -> None:
-        """Streams wait for its events."""
-        del part
 
     def stays(self, buffers: UpdateBuffers) -> None:
         """The buffers are there until `fresh` is cleared, unless there may be writes after

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megacompile.errors import OptimizerError
-from megacompile.ir.ops import Part
+from megacompile.runtime.params.work import InFlight
 
 _COPY_BYTES = 64 * 2**20  # of `copy_in_chunks` at a time; about a millisecond of the link
 
@@ -32,21 +32,13 @@ def untimed(lane: str, work: Callable[[], None]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
-    """The update of a bucket that a thread makes, or brings back: an `InFlight`."""
+class Flight(InFlight):
+    """The update of a bucket that a thread makes, or brings back."""
 
     future: Future[None]
     name: str  # of the bucket
     fresh: dict[int, torch.Tensor] = field(default_factory=dict)
     """New parameters on the device, flat, as the next forward reads them: index -> (numel,)."""
-
-    def event(self, part: Part) -> None:
-        """No stream can wait for a thread."""
-        del part
-
-    def ahead(self, part: Part) -> None:
-        """Its parts are over together."""
-        del part
 
     def done(self) -> bool:
         return self.future.done()

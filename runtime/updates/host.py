@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from megacompile.runtime.params.pending import InFlight
+from megacompile.runtime.params.work import InFlight
 from megacompile.runtime.updates.device_buffers import note_changes
 from megacompile.runtime.updates.flight import Flight
 from megacompile.runtime.updates.leases import Lease

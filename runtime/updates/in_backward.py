@@ -30,7 +30,7 @@ from megacompile.runtime.params.optimizer_states import (
     visible,
     visible_on_disk,
 )
-from megacompile.runtime.params.torn import Left
+from megacompile.runtime.params.work import Left
 from megacompile.runtime.updates.device_buffers import (
     Landing,
     Sources,

@@ -32,13 +32,13 @@ from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.streams import OVER, Completion, Handle
 from megacompile.runtime.disk.transfers import FileSpan, Request, Way
 from megacompile.runtime.params.bucket import HostBucket
-from megacompile.runtime.params.pending import InFlight
+from megacompile.runtime.params.work import InFlight
 from megacompile.runtime.updates.leases import Lease, Leases, Parts
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """New values of a bucket on their way to a disk: an `InFlight`.
+class Written(InFlight):
+    """New values of a bucket on their way to a disk.
 
     Args:
         part: the part that is written; the other one is in host memory.

@@ -1,9 +1,9 @@
-"""Partially updated parameters after a failed step, until they are loaded again.
+"""Work on a bucket that goes on in the background, and what it leaves if it fails.
 
-A checkpoint of them would be taken for a whole one. So whatever uses the bucket raises, until all
-that the update was about has been written again, and the optimizers have other states of it. The
-guards of its tensors stay, and let through only what overwrites all of one
-(`pending.MemoryGuard`).
+A failed update leaves parameters and states half updated, and a checkpoint of them would be taken
+for a whole one. So whatever uses the bucket raises, until all that the update was about has been
+written again, and the optimizers have other states of it. The guards of its tensors stay, and let
+through only what overwrites all of one (`pending.MemoryGuard`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,36 @@ from torch.optim import Optimizer
 
 from megacompile import compat
 from megacompile.errors import OptimizerError
+from megacompile.ir.ops import Part
+from megacompile.runtime.device.streams import Completion
 from megacompile.runtime.params.guards import unguarded
+
+
+class InFlight:
+    """Work on a bucket's host memory that has been started: a `Completion`. No stream can wait for
+    it, and all of it is over together, unless a subclass says so."""
+
+    __slots__ = ()
+    fresh: dict[int, torch.Tensor]  # until it is over
+    """New parameters that are on the device too, flat: index -> (numel,)."""
+
+    def done(self) -> bool:
+        """True if it is over, well or not."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Return when it is over; raise what went wrong."""
+        raise NotImplementedError
+
+    def event(self, part: Part) -> torch.cuda.Event | None:
+        """The event that a stream waits for before it touches a part; None: wait on the host."""
+        del part
+        return None
+
+    def ahead(self, part: Part) -> Completion | None:
+        """The work that is done with a part before all is over; None: there is none."""
+        del part
+        return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
