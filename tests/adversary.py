@@ -43,7 +43,7 @@ from megacompile.runtime.model import program
 from megacompile.runtime.ops.executor import BoundOps, Executor
 from megacompile.runtime.ops.group import handles
 from megacompile.runtime.ops.machine import Machine
-from megacompile.runtime.params.gradient_run import GradRoute
+from megacompile.runtime.params.gradient_record import GradRoute
 from megacompile.runtime.updates.leases import Lease
 from megacompile.views import python
 from tests import inside
@@ -587,7 +587,7 @@ class LateExecutor(Executor):
             assert run is not None
             first = [at for at, each in run.records.items() if each.route is GradRoute.WRITE]
             there = machine.buckets
-            grads = [run.buffer(*at) for at in first if there[at[0]].resident is None]
+            grads = [there[k].grads[i] for k, i in first if there[k].resident is None]
             grads = [] if machine.in_backward is not None else grads
 
         def late() -> None:

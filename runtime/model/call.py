@@ -23,7 +23,8 @@ from megacompile.runtime.model.program import Program
 from megacompile.runtime.model.shared_values import Readings, Source, changed, shared
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
-from megacompile.runtime.params.gradient_run import GradientRun, Others
+from megacompile.runtime.params.gradient_record import Others
+from megacompile.runtime.params.gradient_run import GradientRun
 from megacompile.runtime.params.proxies import StreamedParameter
 
 

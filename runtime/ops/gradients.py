@@ -31,11 +31,12 @@ class GradientOps(OpGroup):
 
     def fetch_grad(self, bucket: Bucket, buffer: Handle, *, after: tuple[Any, ...] = ()) -> Handle:
         run = self.machine.current_run()
+        sources = {i: run.so_far(bucket.key, i) for i in self.gradient_params[bucket.key]}
 
         def copy() -> tuple[int, Group]:
             key, group = buffer.value
             for i, tensor in group.items():
-                source = run.so_far(key, i)
+                source = sources[i]
                 if source is None:
                     tensor.zero_()
                 else:
@@ -89,20 +90,20 @@ class GradientOps(OpGroup):
         after: tuple[Any, ...] = (),
     ) -> Handle:
         run, queue = self.machine.current_run(), self.machine.streams.copies(Stream.D2H)
+        indices = self.gradient_params[bucket.key]
+        memory = run.destinations(bucket.key, indices)
 
         def copy() -> None:
             key, group = gradients.value
-            dropped = run.dropped(key, group)
-            if norms is not None and not dropped:  # first: clip_grad_norm_ waits for them alone
-                run.norms(key, self.gradient_params[key]).fill(norms.value, queue)
-            for i, gradient in group.items():
-                if i not in dropped:
-                    run.buffer(key, i).copy_(gradient, non_blocking=True)
+            # first: clip_grad_norm_ waits for them alone
+            if norms is not None and len(memory) == len(indices):
+                run.norms(key, indices).fill(norms.value, queue)
+            for i, there in memory.items():
+                there.copy_(group[i], non_blocking=True)
 
         waits = (gradients, after) if norms is None else (gradients, norms, after)
         handle = self._issue(Stream.D2H, waits, copy)
         self.machine.buckets[bucket.key].pending.gradients_copied = handle.event
-        indices = self.gradient_params[bucket.key]
-        if len(run.dropped(bucket.key, indices)) < len(indices):
+        if memory:
             run.copied(bucket.key, handle.event)
         return handle

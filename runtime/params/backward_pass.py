@@ -8,7 +8,6 @@ that autograd made elsewhere go into the bucket.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 
 from megacompile import compat
-from megacompile.host_memory import pinned_empty
 from megacompile.ir.buckets import ParamId
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.streams import Streams
@@ -32,26 +30,11 @@ from megacompile.runtime.params.gradient_guards import (
     sum_late,
     take,
 )
+from megacompile.runtime.params.gradient_record import GradientRecord, Norms, Totals
 from megacompile.runtime.params.guards import GuardState, guard_of
 
 LEAST_FOLDED = 4 * 2**20  # bytes of a gradient on average: to scale fewer takes a GPU less time
 # than the host needs to guard the gradient
-
-
-class GradientRecord:
-    """The gradient of one parameter in one call of `backward()`.
-
-    The values of the class are those of a parameter that nothing was done to yet.
-    """
-
-    memory: torch.Tensor | None = None  # that autograd has
-    in_bucket = False  # is that memory the bucket's?
-    first = False  # was there no `p.grad` before?
-    watched = False  # is it read before the end?
-    before: torch.Tensor | None = None  # `p.grad`, which the total replaces
-    summed: bool | None = None  # over replicas; False: by a later backward; None: it is not ours
-    updated = False  # by an update in the backward
-    norms: Norms | None = None  # that such an update has taken
 
 
 class BackwardPass:
@@ -125,7 +108,7 @@ class BackwardPass:
             self.await_copies(self.copies.keys() - lazy)
         for (key, i), record in updated:
             norms = record.norms
-            of_it = None if norms is None else partial(self._norms, norms, norms.at(i))
+            of_it = None if norms is None else partial(self._norms, norms, norms.indices.index(i))
             take(self.buckets[key].params[i], self.buckets[key].layout.params[i].name, of_it)
         if not self._all_in_place(taken):
             for place in sorted(taken):
@@ -264,95 +247,6 @@ class BackwardPass:
             if not is_shared(gradient):  # who held another name for it would read it unscaled
                 name = bucket.layout.params[i].name
                 GradientGuard(gradient, GuardState.FOLDED, name, work=bucket.pending)
-
-
-class Norms:
-    """The norms of a bucket's gradients, on their way to the host or on the device.
-
-    Args:
-        indices: of the parameters.
-    """
-
-    def __init__(self, indices: tuple[int, ...]) -> None:
-        self.indices = indices
-        self._copied: torch.cuda.Event | None = None  # after the copy, or after the norms
-        self._buffer: torch.Tensor | None = None
-        self._values: list[list[float]] = []
-
-    def fill(
-        self,
-        norms: torch.Tensor,  # (2 or 1, len(indices)) float32, device: L2 norms, largest values
-        queue: torch.cuda.Stream | None,
-    ) -> None:
-        """Copy them on a stream."""
-        make = torch.empty if queue is None else pinned_empty
-        self._buffer = make(tuple(norms.shape), dtype=norms.dtype)
-        self._buffer.copy_(norms, non_blocking=True)
-        if queue is not None:
-            self._copied = queue.record_event()
-
-    def keep(
-        self,
-        norms: torch.Tensor,  # as `fill` takes them
-        made: torch.cuda.Event | None,
-    ) -> None:
-        """Leave them on the device until they are asked for; `made` is after them."""
-        self._buffer, self._copied = norms, made
-
-    def get(self, k: int) -> tuple[float, ...]:
-        """The L2 norm and, if it was taken, the largest absolute value of the k-th gradient."""
-        return tuple([row[k] for row in self._rows()])
-
-    def at(self, index: int) -> int:
-        """The place of a parameter's gradient among these."""
-        return self.indices.index(index)
-
-    def local(self) -> list[list[float]]:
-        """L2 norms and, if they were taken, the largest values."""
-        return self._rows()
-
-    def _rows(self) -> list[list[float]]:
-        if not self._values:
-            assert self._buffer is not None, "norms that no op has taken"
-            if self._copied is not None:
-                self._copied.synchronize()
-            self._values = self._buffer.tolist()
-            self._buffer = None
-        return self._values
-
-
-class Totals:
-    """Norms over all ranks of what each has a part of: one collective for all of a backward.
-
-    Every rank asks for the first of them at the same place of its program, as with any DTensor.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._expected: list[Norms] = []
-        self._found: dict[int, list[tuple[float, float]]] = {}  # by the id of the norms
-
-    def expect(self, norms: Iterable[Norms]) -> None:
-        """These will be asked for, in the same order in every rank."""
-        self._expected = list({id(each): each for each in norms}.values())
-
-    def get(self, norms: Norms, k: int) -> tuple[float, float]:
-        """The L2 norm and the largest absolute value of the k-th gradient."""
-        if not self._found:
-            self._gather()
-        return self._found[id(norms)][k]
-
-    def _gather(self) -> None:
-        mine = [each.local() for each in self._expected]
-        flat = [value for rows in mine for row in (rows[0], rows[-1]) for value in row]
-        of_ranks = self._ranks.gathered(flat)
-        first = 0
-        for each in self._expected:
-            count = len(each.indices)
-            squares = [sum(row[first + k] ** 2 for row in of_ranks) for k in range(count)]
-            largest = [max(row[first + count + k] for row in of_ranks) for k in range(count)]
-            self._found[id(each)] = list(zip(map(math.sqrt, squares), largest, strict=True))
-            first += 2 * count
 
 
 def lies_in_bucket(bucket: HostBucket, index: int) -> bool:

@@ -113,8 +113,8 @@ OPS = (
     Fault(
         "offload-dropped",
         "runtime/ops/gradients.py",
-        "                if i not in dropped:\n                    run.buffer(key, i)",
-        "                if True:\n                    run.buffer(key, i)",
+        "run.destinations(bucket.key, indices)",
+        "self.machine.buckets[bucket.key].grads",
         "A gradient that nobody wants is written to the bucket.",
     ),
     Fault(

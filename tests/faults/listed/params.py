@@ -21,7 +21,7 @@ FAULTS = (
     ),
     Fault(
         "norms-of-ranks",
-        "runtime/params/backward_pass.py",
+        "runtime/params/gradient_record.py",
         "first += 2 * count",
         "first += count",
         "The norms of all buckets but the first are other ones, where ranks share them.",
@@ -78,8 +78,8 @@ FAULTS = (
     Fault(
         "run-apart-kept",
         "runtime/params/gradient_run.py",
-        "                del self._separate[place]\n",
-        "",
+        "memory, record.separate = self._memory(place, record), None",
+        "memory = self._memory(place, record)",
         "A gradient for a parameter is handed to autograd once more, as that of a proxy.",
     ),
     Fault(
