@@ -44,10 +44,15 @@ from megacompile.runtime.params.fill import Filling
 from megacompile.runtime.params.gradient_guards import follow
 from megacompile.runtime.params.gradients import Gradients
 from megacompile.runtime.params.guards import unguarded
-from megacompile.runtime.params.proxies import StreamedParameter, follow_parts, parts_of
+from megacompile.runtime.params.proxies import (
+    ParamSource,
+    StreamedParameter,
+    follow_parts,
+    parts_of,
+)
 from megacompile.runtime.params.shared_memory import AliasNotice
 from megacompile.runtime.params.state_memory import StateMemory
-from megacompile.runtime.params.swap import ParamSource, Proxies
+from megacompile.runtime.params.swap import Proxies
 from megacompile.runtime.params.undo import Undos, undone
 from megacompile.runtime.updates.on_device import DeviceUpdates
 from megacompile.validate import check_model
@@ -373,7 +378,8 @@ class ModelBuckets:
         bucket = self.machine.buckets[layout.key]
         copy = bucket.streamed[i] if bucket.has_copy else None
         wrote = functools.partial(bucket.copy.take_back, i)
-        return ParamSource(copy, bucket.pending.wait, wrote, bucket.resident is not None)
+        resident = bucket.resident is not None
+        return ParamSource(bucket.pending.wait, wrote, self.notice, copy, resident)
 
     def owns(self, param: nn.Parameter) -> bool:
         """True if a parameter is in a bucket of this model."""

@@ -22,7 +22,7 @@ from megacompile.runtime.params.guards import unguarded
 
 
 class Accumulator:
-    """The AccumulateGrad node of one parameter."""
+    """The AccumulateGrad node of one parameter; `Gradients` has it until the buckets change."""
 
     def __init__(self, param: nn.Parameter) -> None:
         self.param = param

@@ -38,7 +38,7 @@ LEAST_FOLDED = 4 * 2**20  # bytes of a gradient on average: to scale fewer takes
 
 
 class BackwardPass:
-    """The gradients of one call of `backward()`.
+    """The gradients of one call of `backward()`; `Gradients` has it until that ends.
 
     Args:
         folds: the update of a bucket on the device multiplies its gradients by a factor itself.

@@ -23,6 +23,8 @@ from megacompile.text import format_bytes
 class EagerNotice:
     """The parameters that eager code has used of a model since its last call began.
 
+    The model's `ModelBuckets` have it for good.
+
     Args:
         links: the links of parameters that it has used, whose backward is to come.
     """

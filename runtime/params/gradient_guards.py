@@ -49,7 +49,7 @@ from megacompile.runtime.params.pending import Pending
 
 
 class GradientGuard(Guard):
-    """Guards one `p.grad`.
+    """Guards one `p.grad`, which has it until its first use or until it is replaced.
 
     Args:
         tensor: it.

@@ -71,7 +71,7 @@ USUAL = ParamUse()
 
 
 class GradientRecord:
-    """The gradient of one parameter in one call of `backward()`.
+    """The gradient of one parameter in one call of `backward()`; its `BackwardPass` has it.
 
     The values of the class are those of the usual case: a first gradient, of one captured graph.
     They are set on an object where they differ, so that nothing is called to make one.

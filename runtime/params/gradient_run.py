@@ -62,6 +62,8 @@ def _unusual(
 class GradientRun:
     """The backward of one schedule: what becomes of each gradient.
 
+    The machine has it (`Machine.run`) from the schedule's start until autograd has the gradients.
+
     Args:
         places: the parameters that the captured graph trains.
         users: who uses parameters in the same backward; nothing: it is not known.

@@ -31,7 +31,7 @@ from megacompile.runtime.params.gradient_guards import (
 
 
 class Gradients:
-    """The gradients of a model's parameters, by bucket and position.
+    """The gradients of a model's parameters, by bucket and position. The machine has it for good.
 
     Args:
         streams: that copies to the host are made on.

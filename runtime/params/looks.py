@@ -120,7 +120,7 @@ class ParameterLooks:
         """
         me: Any = self
         me.use()
-        me.settle()
+        me.source.settle()
         if me.part is None and me.host.device == me.device:
             return me.host  # type: ignore[no-any-return]
         base = me.base

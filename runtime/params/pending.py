@@ -34,7 +34,7 @@ from megacompile.runtime.params.work import InFlight, Left, Torn
 
 
 class Offer(Protocol):
-    """Something that is right only as long as the bucket is not changed."""
+    """Something that is right only as long as the bucket is not changed: then it is dropped."""
 
     def drop(self) -> None:
         """It is not taken."""
@@ -84,7 +84,7 @@ class MemoryGuard(Guard):
 
 
 class Pending:
-    """The work and the offer of one bucket.
+    """The work and the offer of one bucket, which has it for good.
 
     Args:
         params: the bucket's.
@@ -297,7 +297,7 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class CopyMark:
-    """The parameters of a bucket as they were at one time."""
+    """The parameters of a bucket when a forward left them in a slot, until the next forward."""
 
     copy: StreamedCopy
     changes: int

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +23,23 @@ from megacompile.runtime.params.guards import unguarded_class
 from megacompile.runtime.params.looks import ParameterLooks, Same, in_memory, link_of, parameter_of
 
 
+def _nothing(*of_nothing: Any) -> None:
+    """The wait and the notices of a proxy of no model: none."""
+
+
+class ParamSource(NamedTuple):
+    """The source of a proxy's data, and the notices of what eager code does with them."""
+
+    settle: Callable[[], None] = _nothing  # waits until they may be read
+    wrote: Callable[[], None] = _nothing  # called when eager code has written to them
+    used: Callable[[torch.Tensor | None, Any], None] = _nothing  # see `StreamedParameter.use`
+    copy: torch.Tensor | None = None  # what goes to the device instead of the parameter
+    resident: bool = False  # does it live on the device?
+
+
+_NO_MODEL = ParamSource()
+
+
 class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
     """A traceable wrapper: shape, strides and dtype of `host`, on `device`.
 
@@ -30,21 +47,18 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
     """
 
     __slots__ = (
-        *("host", "root", "param", "is_view", "tell", "settle", "wrote", "part"),
-        *("base", "copied", "fetched_version", "resident", "_is_param", compat.STATIC_INPUT),
+        *("host", "root", "param", "is_view", "source", "part"),
+        *("base", "copied", "fetched_version", "_is_param", compat.STATIC_INPUT),
     )
     host: torch.Tensor
     root: torch.Tensor  # the host tensor of the parameter that it is, or is a view of
     param: torch.Tensor | None  # that parameter, or part of a packed one
     is_view: bool  # of a parameter, made by eager code
-    tell: Callable[[torch.Tensor | None, Any], None]  # called where eager code uses it: see `use`
-    settle: Callable[[], None]  # waits until `host` may be read
-    wrote: Callable[[], None]  # called when eager code has written to `host`
+    source: ParamSource
     part: torch.Tensor | None  # where several ranks share it: what this one has; `host` is on meta
     base: StreamedParameter | None  # that it is a view of
     copied: torch.Tensor | None  # on the device, for those who asked for a pointer
     fetched_version: int  # of `root`, when a forward fetched it last; -1: none has
-    resident: bool  # does `host` live on the device?
     _is_param: bool
 
     @staticmethod
@@ -54,8 +68,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
         self: StreamedParameter = compat.wrapper(cls, host, device)
         self.host = self.root = host
         self.param = self.part = self.base = self.copied = None
-        self.is_view, self.fetched_version, self.resident = view, -1, False
-        self.tell, self.settle, self.wrote = _to_nobody, _nothing, _nothing
+        self.is_view, self.fetched_version, self.source = view, -1, _NO_MODEL
         self._is_param = not view  # isinstance(self, nn.Parameter)
         return self
 
@@ -77,7 +90,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled in the middle of a forward (by a signal handler, say): the host tensor."""
-        self.settle()
+        self.source.settle()
         return (self.host if self.part is None else self.fetched()).__reduce_ex__(protocol)
 
     def tolist(self) -> Any:
@@ -95,13 +108,13 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
         by."""
         link = link_of(self if self.base is None else self.base)
         comes = torch.is_grad_enabled() and type(link) is _LINK  # another one was written to
-        self.tell(self.param, link if comes else None)
+        self.source.used(self.param, link if comes else None)
 
     def lying(self) -> torch.Tensor:
         """Its values on the device, for an operator that only reads them: where they lie, if they
         live there, by a name of its own. cuDNN's operator for flat weights gives what it gets other
         memory."""
-        if not self.resident or self.part is not None:
+        if not self.source.resident or self.part is not None:
             return self.fetched()
         return torch.ops.aten.alias(self.host)  # type: ignore[no-any-return]
 
@@ -164,9 +177,9 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
                 f"{tuple(value.shape)} and {value.dtype} in the forward; do that between calls"
             )
         with torch.no_grad():
-            self.settle()
+            self.source.settle()
             self.store(value)
-            self.wrote()
+            self.source.wrote()
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
         return ["host"], self.device
@@ -197,7 +210,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
                 return value
             if id(value) not in fetched:
                 value.use()
-                value.settle()
+                value.source.settle()
                 value.check_version()
                 fetched[id(value)] = (value, value.fetched() if changes else value.lying())
             return fetched[id(value)][1]
@@ -211,7 +224,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
             for value in compat.written(func, args, kwargs):
                 if isinstance(value, StreamedParameter):
                     value.store(fetched[id(value)][1])
-                    value.wrote()
+                    value.source.wrote()
                     torch.autograd.graph.increment_version(value.root)  # for a pending backward
             back = {id(copy): proxy for proxy, copy in fetched.values()}
             result = compat.tree_map(lambda value: back.get(id(value), value), result)
@@ -270,8 +283,7 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
         base = bases[0]
         view = StreamedView(value, base.device, view=True)
         view.base = base if base.base is None else base.base
-        view.root, view.param, view.tell = base.root, base.param, base.tell
-        view.settle, view.wrote, view.resident = base.settle, base.wrote, base.resident
+        view.root, view.param, view.source = base.root, base.param, base.source
         return view
 
     args, kwargs = compat.map_values(host, func, (args, kwargs))
@@ -282,20 +294,12 @@ def _copied(value: Any) -> Any:
     if not isinstance(value, StreamedParameter):
         return value
     value.use()
-    value.settle()
+    value.source.settle()
     return value.fetched()
 
 
 _GRAD: Any = torch.Tensor.grad
 _SET_GRAD: Callable[[torch.Tensor, torch.Tensor | None], None] = _GRAD.__set__
-
-
-def _nothing() -> None:
-    """The wait of a proxy of no model: none."""
-
-
-def _to_nobody(param: torch.Tensor | None, link: Any) -> None:
-    """The notice of a proxy of no model: none."""
 
 
 class Link(torch.autograd.Function):

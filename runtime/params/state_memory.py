@@ -51,7 +51,7 @@ class _Owned:
 
 
 class StateMemory:
-    """The states of one bucket.
+    """The states of one bucket, which has it until its states go elsewhere.
 
     Optimizers are referred to weakly: their memory goes with them. So is the bucket, which has
     this.

@@ -18,21 +18,13 @@ from megacompile.runtime.params.eager_notice import EagerNotice
 from megacompile.runtime.params.looks import IS_TRAINED, is_trained, link_of
 from megacompile.runtime.params.proxies import (
     Link,
+    ParamSource,
     StreamedParameter,
     parts_of,
     proxy_class,
     stand_in,
 )
 from megacompile.runtime.params.undo import Undos, exchange, undone, use_unguarded
-
-
-class ParamSource(NamedTuple):
-    """The source of a parameter's data."""
-
-    copy: torch.Tensor | None  # what goes to the device instead of the parameter
-    settle: Callable[[], None]  # waits until it may be read
-    wrote: Callable[[], None]  # called when eager code has written to it
-    resident: bool  # does it live on the device?
 
 
 class Site(NamedTuple):
@@ -47,10 +39,13 @@ class Site(NamedTuple):
 class Proxies:
     """The proxies of a model's parameters, and the swap.
 
+    The `ModelBuckets` have it until the model has other parameters, or these have other
+    AccumulateGrad nodes.
+
     Args:
         device: that computes.
         source: returns the source of a parameter's data.
-        notice: is told of what eager code uses.
+        notice: knows what eager code uses.
     """
 
     def __init__(
@@ -102,11 +97,7 @@ class Proxies:
     def _proxy_of(self, param: torch.Tensor) -> StreamedParameter:
         made, source = proxy_class(type(param)), self.source(param)
 
-        def make() -> StreamedParameter:
-            proxy = _make(param, made, self.device, source)
-            proxy.tell = self.notice
-            return proxy
-
+        make = partial(_make, param, made, self.device, source)
         if not param.requires_grad:
             return make()
         with torch.enable_grad():
@@ -280,8 +271,7 @@ def _make(
         proxy.part = compat.local(data)
     else:
         proxy = made(data, device)
-    proxy.root, proxy.param = root, param
-    proxy.settle, proxy.wrote, proxy.resident = source.settle, source.wrote, source.resident
+    proxy.root, proxy.param, proxy.source = root, param, source
     return proxy
 
 
@@ -331,7 +321,7 @@ _OWN = frozenset(vars(nn.Module()))  # what torch has in every module
 
 
 class Containers:
-    """The containers that had parameters in them when this was made.
+    """The containers that had parameters in them when this was made; `Proxies` has it.
 
     Args:
         modules: all of a model's.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megacompile import megacompile
 from megacompile.errors import ModelError
-from megacompile.runtime.params.proxies import Link, StreamedParameter, StreamedView
+from megacompile.runtime.params.proxies import Link, ParamSource, StreamedParameter, StreamedView
 from tests.zoo import equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:megacompile. .* runs in eager mode")
@@ -228,7 +228,7 @@ def test_operators_that_read_get_no_memory_of_their_own(monkeypatch: pytest.Monk
     An operator may give what it got other memory: the parameter keeps its own."""
     fetched = track_fetches(monkeypatch)
     plain, host, proxy = pair()
-    proxy.resident = True
+    proxy.source = ParamSource(resident=True)
     for read in READS.values():
         read(proxy.detach())
     assert not fetched
@@ -251,7 +251,7 @@ def test_a_proxy_that_was_written_to_under_autograd_has_no_link_to_tell_of() -> 
     param = nn.Parameter(weight())
     made = Link.apply(param, lambda: StreamedParameter(param.detach(), CPU))  # type: ignore[no-untyped-call]
     told: list[Any] = []
-    made.tell = lambda _, link: told.append(link)
+    made.source = ParamSource(used=lambda _, link: told.append(link))
     made.exp()
     made.mul_(2)
     made.exp()
