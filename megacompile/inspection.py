@@ -20,8 +20,7 @@ from megacompile.plan.explanation import Explanation
 from megacompile.plan.findings import Moved
 from megacompile.plan.scenario import Scenario
 from megacompile.runtime.disk.transfers import Way
-from megacompile.runtime.model.lookup import streamed_model
-from megacompile.runtime.model.streamed import StreamedModel
+from megacompile.runtime.model.streamed import StreamedModel, streamed_model
 from megacompile.runtime.ops.machine import Machine
 from megacompile.views.recorder import Trace as Trace
 from megacompile.views.recorder import Traced
@@ -42,7 +41,7 @@ class _Schedules(list[Schedule]):
     """A list that says why it is empty."""
 
     def __init__(self, name: str, streamed: StreamedModel) -> None:
-        super().__init__(streamed.schedules())
+        super().__init__(streamed.captures.schedules())
         self.why = _why_none(streamed)
         self.name = name
 
@@ -54,7 +53,7 @@ class _Schedules(list[Schedule]):
 
 def _why_none(streamed: StreamedModel) -> str:
     """The reason why a model has no schedule."""
-    if streamed.graphs:
+    if streamed.captures.graphs:
         return "everything that it has captured ran in eager mode, as a warning said"
     if streamed.called:
         return "Dynamo has captured nothing of it, as a warning said"
@@ -110,7 +109,7 @@ def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:
             name += f" {names[name]}"
         compiler = streamed.buckets.plans.compiler
         cost = compiler.setting.cost() if isinstance(compiler, PassCompiler) else None
-        traced.append(Traced(name, streamed.machine, streamed.schedules, cost))
+        traced.append(Traced(name, streamed.machine, streamed.captures.schedules, cost))
     found = Trace(traced, hardware)
     for model in models:
         _TRACES[streamed_model(model, "trace")] = ref(found)
@@ -215,7 +214,7 @@ _TRACES: WeakKeyDictionary[StreamedModel, ref[Trace]] = WeakKeyDictionary()
 def _newest(streamed: StreamedModel) -> tuple[list[Planned], list[Schedule]]:
     """Each captured graph's schedule of the newest shape: that of a training step, if any ran."""
     planned, schedules = [], []
-    for graph in streamed.current():
+    for graph in streamed.captures.current():
         ran = [
             (program, variant, executor.schedule)
             for program in graph.programs.values()

@@ -22,9 +22,8 @@ from megacompile.runtime.model.full_parameters import (
     refuse_unknown,
     refuse_unmerged,
 )
-from megacompile.runtime.model.lookup import streamed_around, streamed_model
 from megacompile.runtime.model.restore import restore
-from megacompile.runtime.model.streamed import StreamedModel
+from megacompile.runtime.model.streamed import StreamedModel, streamed_around, streamed_model
 
 M = TypeVar("M", bound=nn.Module)
 

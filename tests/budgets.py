@@ -39,7 +39,7 @@ from megacompile import accumulate, explain, host_memory, megacompile
 from megacompile.errors import DeviceMemoryError, DiskError, HostMemoryError
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.device.disk_buffers import DiskBuffer
-from megacompile.runtime.model.lookup import streamed_model
+from megacompile.runtime.model.streamed import streamed_model
 
 SLACK_BYTES = 96 * 2**20  # of Python, of threads' stacks, and of what kernels need inside
 TIME_LIMIT_S = 180

@@ -107,7 +107,7 @@ def buckets(model: nn.Module) -> dict[str, HostBucket]:
 
 def programs(model: nn.Module) -> list[Program]:
     """What was captured of a model, one for each graph and each kind of inputs."""
-    found = [program for graph in streamed(model).graphs for program in graph.programs.values()]
+    found = [program for graph in graphs(model) for program in graph.programs.values()]
     return [program for program in found if program is not None]
 
 
@@ -150,6 +150,11 @@ def executors(model: nn.Module) -> list[Executor]:
 def residents(model: nn.Module) -> set[str]:
     """The buckets that live on the device."""
     return {name for name, bucket in buckets(model).items() if bucket.resident is not None}
+
+
+def graphs(model: nn.Module) -> list[Any]:
+    """The captured graphs of a model, in the order of capture."""
+    return streamed(model).captures.graphs
 
 
 def backends(model: nn.Module) -> set[str]:

@@ -42,7 +42,7 @@ def ran(count: int, seed: int) -> list[Schedule]:
         choice = dataclasses.replace(choice, offload=False, on_host=0)
         subject = Subject(net, choice, Counts())
         subject.wrong(InOrder())
-        graphs = inside.streamed(subject.model).graphs
+        graphs = inside.graphs(subject.model)
         programs = [p for graph in graphs for p in graph.programs.values() if p is not None]
         found.extend(e.schedule for p in programs for e in p.executors.values())
 

@@ -20,7 +20,7 @@ from megacompile.errors import BackwardError, OptimizerError
 from megacompile.ir.schedule import Schedule
 from megacompile.passes.schedule.plan import make_plan
 from megacompile.plan import pipeline
-from megacompile.runtime.model.lookup import streamed_model
+from megacompile.runtime.model.streamed import streamed_model
 from megacompile.runtime.params.proxies import StreamedParameter
 from tests import adversary, disks, loops, nets
 from tests.interrupts import Places, traced

@@ -67,10 +67,10 @@ class _Counts:
     def now(model: nn.Module | None, engine: Engine) -> _Counts:
         programs = compiled = 0
         if engine is Engine.OURS and model is not None and compat.compiled_call(model):
-            from megacompile.runtime.model.lookup import streamed_model
+            from megacompile.runtime.model.streamed import streamed_model
 
             streamed = streamed_model(model, "benchmarks.loops")
-            programs = sum(graph.made for graph in streamed.graphs)
+            programs = streamed.captures.programs_made()
             compiled = streamed.machine.code.found + streamed.machine.code.made
         graphs, frames = compat.captured_so_far()
         return _Counts(graphs, frames, programs, compiled)

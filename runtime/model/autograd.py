@@ -1,4 +1,4 @@
-"""Joins a program to the user's autograd: one node for each captured graph, and gates behind it.
+"""The nodes that join a program to the user's autograd: one for each captured graph, and gates.
 
 The node's forward runs the forward schedule, its backward the backward schedule. The parameters are
 inputs of the gates, which hand over their gradients once the node's backward has run:
@@ -14,74 +14,101 @@ plain model's would, from the parameter that is used last to the first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import fx
 
 from megacompile import compat
-from megacompile.ir.symbols import has_numbers
-from megacompile.runtime.model.autograd_nodes import Graph
-from megacompile.runtime.model.call import Call
-from megacompile.runtime.model.hooked_outputs import watched
+from megacompile.ir.buckets import ParamId
 from megacompile.runtime.model.program import Program
+from megacompile.runtime.params.accumulators import Users, users_of
+from megacompile.runtime.params.proxies import Link
 
 
-def run(program: Program, args: Sequence[Any]) -> list[Any]:
-    """Call a program with a captured graph's inputs; returns the graph's outputs.
+class Recorded(Protocol):
+    """A call of a program, which autograd holds: see `call.Call`."""
 
-    What the graph changes in place is changed afterwards, for autograd too.
+    program: Program
+
+    def forward(self, *, recorded: bool = False) -> list[torch.Tensor]:
+        """Run the forward schedule; returns the computed outputs, each once."""
+
+    def backward(
+        self, node: object, given: Sequence[torch.Tensor | None]
+    ) -> dict[int, torch.Tensor]:
+        """Run the backward schedule; returns the gradients of the inputs, by position."""
+
+    def gradients_for(self, places: Sequence[ParamId]) -> list[torch.Tensor | None]:
+        """The gradients that a gate hands over."""
+
+
+def users(call: compat.BackwardCall) -> Users:
+    """The users of parameters in a backward, found once."""
+    if call.users is None:
+        call.users = users_of(call, Graph, Gate, Link)
+    found: Users = call.users
+    return found
+
+
+class Gate(torch.autograd.Function):
+    """Joins parameters to a captured graph: their gradients come from its call."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Recorded,
+        places: Sequence[ParamId],
+        token: torch.Tensor,
+        *params: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.call, ctx.places = call, places
+        ctx.set_materialize_grads(False)
+        return torch.empty_like(token)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, None, gradients[0], *ctx.call.gradients_for(ctx.places)
+
+
+def nodes_behind(token: torch.Tensor) -> list[object]:
+    """The AccumulateGrad nodes that the gates behind a token lead to, in the order of the gates."""
+    found: list[object] = []
+    gate: Any = token.grad_fn
+    while gate is not None:
+        (before, _), *ends = gate.next_functions
+        found += [node for node, _ in reversed(ends)]
+        gate = before
+    return found[::-1]
+
+
+class Graph(torch.autograd.Function):
+    """A captured graph.
+
+    Args:
+        positions: of the inputs that require grad, among all; parameters are the gates' inputs.
     """
-    call = Call(program, args)
-    if any(program.differentiable(k) for k in program.tensor_outputs()):
-        with torch.enable_grad():  # the graph itself may do so
-            trained = [k for k in program.other_tensors(args) if args[k].requires_grad]
-            computed = compat.apply(
-                Graph, call, call.gates(), trained, *map(args.__getitem__, trained)
-            )
-    else:
-        computed = call.forward()
-    by_position = dict(zip(program.tensor_outputs(), computed, strict=True))
-    call.outputs = watched({k: t for k, t in by_position.items() if t.requires_grad})
-    by_node = {program.outputs[k]: value for k, value in by_position.items()}
-    inputs = call.inputs_by_name
 
-    def value(node: Any) -> Any:
-        if not isinstance(node, fx.Node):
-            return program.number(node, args) if has_numbers(node) else node
-        return inputs[node.name] if node.op == "placeholder" else by_node[node]
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Recorded,
+        token: torch.Tensor | None,
+        inputs: Sequence[int],
+        *trained: torch.Tensor,
+    ) -> Any:
+        outputs = call.forward(recorded=True)
+        ctx.call = call
+        ctx.positions = inputs
+        ctx.device = None if token is None else token.device
+        ctx.set_materialize_grads(False)
+        positions, differentiable = call.program.tensor_outputs(), call.program.differentiable
+        ctx.mark_non_differentiable(
+            *(t for k, t in zip(positions, outputs, strict=True) if not differentiable(k))
+        )
+        return tuple(outputs)
 
-    for position, k in program.recorded:
-        _record(args[position], by_node[program.outputs[k]])
-    count = len(program.outputs) - len(program.recorded)
-    outputs = [value(node) for node in program.outputs[:count]]
-    for k, view in program.stages.input_views:
-        shape, stride, offset = program.number((view.shape, view.stride, view.offset), args)
-        outputs[k] = _view(outputs[k], shape, stride, offset, requires_grad=view.requires_grad)
-    program.hand(outputs)
-    return outputs
-
-
-def _view(
-    tensor: torch.Tensor,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    offset: int,
-    *,
-    requires_grad: bool,
-) -> torch.Tensor:
-    """A view of an input, `offset` elements after its first one."""
-    base = tensor if requires_grad or not tensor.requires_grad else tensor.detach()
-    with torch.enable_grad():  # what `no_grad` lets be made must not be changed in place without
-        return base.as_strided(shape, stride, base.storage_offset() + offset)
-
-
-def _record(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    """Tells autograd that a tensor, which holds its new value already, was changed in place.
-
-    So gradients of later uses go through the graph that changed it. A leaf that requires grad has
-    no history: it can only have been changed where autograd does not look (`detach()`).
-    """
-    if new.requires_grad and not (tensor.is_leaf and tensor.requires_grad):
-        with torch.enable_grad():
-            tensor.copy_(new)
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        found = ctx.call.backward(ctx, gradients)
+        token = None if ctx.device is None else torch.empty(0, device=ctx.device)
+        return None, token, None, *map(found.get, ctx.positions)

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megacompile import compat, notices, numa, packed, progress
 from megacompile.cost.ranks import host_of_rank
 from megacompile.ir.buckets import Bucket, Unit
-from megacompile.ir.schedule import Placement
+from megacompile.ir.schedule import Placement, Schedule
 from megacompile.options import Lowering, Options
 from megacompile.progress import bar, line
 from megacompile.runtime.checkpoint.contents import Contents
@@ -66,7 +66,6 @@ class ModelBuckets:
         options: validated.
         divide: returns the units of a model.
         compiler: returns a `Compiler` for units.
-        planned_anew: called when schedules that were made are not right any more.
         contents: what fills the buckets; None: the parameters have their values.
         room: host memory for parameters. Default: no limit.
     """
@@ -80,7 +79,6 @@ class ModelBuckets:
         options: Options,
         divide: Callable[[nn.Module], tuple[Unit, ...]],
         compiler: Callable[[tuple[Unit, ...]], Compiler],
-        planned_anew: Callable[[], None],
         contents: Contents | None = None,
         room: HostRoom | None = None,
     ) -> None:
@@ -88,8 +86,6 @@ class ModelBuckets:
         self.options = options
         self.divide = divide
         self.make_compiler = compiler
-        self.planned_anew = planned_anew
-        self.check_memory: Callable[[], None] = lambda: None  # raises where it is given back
         self.data_parallel = DataParallel(model, options)
         self._places = _ParamPlaces()
         node, ranks = numa.node_of(options.device), ranks_that_share(options)
@@ -240,7 +236,6 @@ class ModelBuckets:
     def before_step(self) -> None:
         """Say what an optimizer's step would lose, and move what is to move."""
         self.machine.steps += 1
-        self.check_memory()
         if self.machine.ranks is not None:
             self.machine.ranks.agreement.steps += 1
         replaced = (b.replaced() for b in self.machine.buckets.values())
@@ -278,7 +273,6 @@ class ModelBuckets:
         """Leave the buckets where they are for good, whatever the plan says of them."""
         self.data_parallel.say(why)
         self.plans.stay(why)
-        self.planned_anew()
 
     @torch.inference_mode(False)
     def _move(self, wanted: Placement) -> None:
@@ -299,7 +293,6 @@ class ModelBuckets:
                 undone(move)
                 self._place_states(self.machine.buckets[key], key in wanted.on_disk)
         self.moved()
-        self.planned_anew()
         self.plans.moved(wanted)  # until here an interrupt leaves a move that begins again
 
     def _place_states(self, bucket: HostBucket, on_disk: bool) -> None:
@@ -446,10 +439,14 @@ class ModelBuckets:
         updates = self.machine.in_backward
         if updates is not None and updates.accumulating:
             self.plans.say_accumulates()
-        if self._finds_gradients() and self.plans.find_gradients():
-            self.planned_anew()
+        if self._finds_gradients():
+            self.plans.find_gradients()
         self._note_fetches()
         self.move_if_wanted()
+
+    def rest(self, buckets: Sequence[Bucket]) -> Schedule:
+        """A schedule whose update is that of these buckets, where they are."""
+        return self.plans.rest(buckets)
 
     def _note_fetches(self) -> None:
         """Tells plans of the buckets that eager code has read since."""

@@ -8,17 +8,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx
 
 from megacompile import compat, progress
 from megacompile.errors import BackwardError, DeviceMemoryError
 from megacompile.ir.buckets import ParamId
 from megacompile.ir.capture import Variant
+from megacompile.ir.symbols import has_numbers
 from megacompile.progress import line
 from megacompile.runtime.device.activations import taken
 from megacompile.runtime.device.random import random_state, set_random_state
 from megacompile.runtime.model import shortage
-from megacompile.runtime.model.autograd_nodes import Gate, nodes_behind, users
-from megacompile.runtime.model.hooked_outputs import Watched, hooked_inside, say_hooked
+from megacompile.runtime.model.autograd import Gate, Graph, nodes_behind, users
+from megacompile.runtime.model.hooked_outputs import Watched, hooked_inside, say_hooked, watched
 from megacompile.runtime.model.program import Program
 from megacompile.runtime.model.shared_values import Readings, Source, changed, shared
 from megacompile.runtime.ops.executor import Executor
@@ -26,6 +28,66 @@ from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.gradient_record import Others
 from megacompile.runtime.params.gradient_run import GradientRun
 from megacompile.runtime.params.proxies import StreamedParameter
+
+
+def run(program: Program, args: Sequence[Any]) -> list[Any]:
+    """Call a program with a captured graph's inputs; returns the graph's outputs.
+
+    What the graph changes in place is changed afterwards, for autograd too.
+    """
+    call = Call(program, args)
+    if any(program.differentiable(k) for k in program.tensor_outputs()):
+        with torch.enable_grad():  # the graph itself may do so
+            trained = [k for k in program.other_tensors(args) if args[k].requires_grad]
+            computed = compat.apply(
+                Graph, call, call.gates(), trained, *map(args.__getitem__, trained)
+            )
+    else:
+        computed = call.forward()
+    by_position = dict(zip(program.tensor_outputs(), computed, strict=True))
+    call.outputs = watched({k: t for k, t in by_position.items() if t.requires_grad})
+    by_node = {program.outputs[k]: value for k, value in by_position.items()}
+    inputs = call.inputs_by_name
+
+    def value(node: Any) -> Any:
+        if not isinstance(node, fx.Node):
+            return program.number(node, args) if has_numbers(node) else node
+        return inputs[node.name] if node.op == "placeholder" else by_node[node]
+
+    for position, k in program.recorded:
+        _record(args[position], by_node[program.outputs[k]])
+    count = len(program.outputs) - len(program.recorded)
+    outputs = [value(node) for node in program.outputs[:count]]
+    for k, view in program.stages.input_views:
+        shape, stride, offset = program.number((view.shape, view.stride, view.offset), args)
+        outputs[k] = _view(outputs[k], shape, stride, offset, requires_grad=view.requires_grad)
+    program.hand(outputs)
+    return outputs
+
+
+def _view(
+    tensor: torch.Tensor,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+    *,
+    requires_grad: bool,
+) -> torch.Tensor:
+    """A view of an input, `offset` elements after its first one."""
+    base = tensor if requires_grad or not tensor.requires_grad else tensor.detach()
+    with torch.enable_grad():  # what `no_grad` lets be made must not be changed in place without
+        return base.as_strided(shape, stride, base.storage_offset() + offset)
+
+
+def _record(tensor: torch.Tensor, new: torch.Tensor) -> None:
+    """Tells autograd that a tensor, which holds its new value already, was changed in place.
+
+    So gradients of later uses go through the graph that changed it. A leaf that requires grad has
+    no history: it can only have been changed where autograd does not look (`detach()`).
+    """
+    if new.requires_grad and not (tensor.is_leaf and tensor.requires_grad):
+        with torch.enable_grad():
+            tensor.copy_(new)
 
 
 class Call:

@@ -15,26 +15,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from megacompile import compat, log, notices, progress
+from megacompile import compat, garbage, log, notices, progress
 from megacompile.errors import DeviceMemoryError, MegacompileError, UnsupportedGraphError
 from megacompile.garbage import old_objects_left_out
 from megacompile.ir.capture import (
     Ambient,
     Capture,
-    ConstantInput,
     GraphInput,
     Overlap,
-    PackedInput,
-    ParamInput,
-    TensorInput,
 )
-from megacompile.ir.keys import constant_key
-from megacompile.ir.tensors import TensorMeta, kind_of
-from megacompile.packed import is_wrapper, taken_apart
 from megacompile.progress import later_line
 from megacompile.runtime.model.attempts import Attempts
-from megacompile.runtime.model.last_call import LastCall
-from megacompile.runtime.model.plans import MovesFirst, Plans
+from megacompile.runtime.model.buckets import ModelBuckets
+from megacompile.runtime.model.call import run
+from megacompile.runtime.model.keys import LastCall, fetched, input_of, key_of, taken_apart
+from megacompile.runtime.model.plans import MovesFirst
 from megacompile.runtime.model.program import Program
 from megacompile.runtime.model.symbolic import (
     PROGRAMS_AT_ONCE,
@@ -43,37 +38,10 @@ from megacompile.runtime.model.symbolic import (
     symbolic_inputs,
     with_room,
 )
-from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params import shared_memory
 from megacompile.runtime.params.eager_notice import share
 from megacompile.runtime.params.proxies import StreamedParameter
-
-
-def _is_packed(arg: Any) -> bool:
-    """True if an argument stands in for a packed parameter: a wrapper over proxies."""
-    if not is_wrapper(arg):
-        return False
-    return all(isinstance(part, StreamedParameter) for part in taken_apart(arg)[1])
-
-
-def _taken_apart(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments with what packed parameters are made of in their places."""
-    if _PLAIN.issuperset(map(type, args)):
-        return args
-    parts = [taken_apart(arg)[1] if _is_packed(arg) else [arg] for arg in args]
-    return tuple(part for each in parts for part in each)
-
-
-_PLAIN = frozenset((StreamedParameter, torch.Tensor, torch.nn.Parameter, int, float, bool))
-
-
-def _fetched(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Views of parameters that eager code made, on the device; anything else as it is."""
-    views = [isinstance(arg, StreamedParameter) and arg.is_view for arg in args]
-    if True not in views:
-        return args
-    return tuple(arg.clone() if view else arg for arg, view in zip(args, views, strict=True))
-
+from megacompile.runtime.step.step import Updates
 
 _REFUSED = object()  # among a kind's keys: no more programs with symbols are tried
 
@@ -115,37 +83,41 @@ class CapturedGraph:
     | which inputs share memory, where one is changed in place | `_overlaps`; none with symbols |
     | grad mode, autocast, the default dtype, what chooses kernels | `Ambient` |
     | how the buckets are laid out | `plans`: all programs are made again |
-    | where the buckets are | `stale`: all programs are planned again |
+    | where the buckets are | `Plans.version`: all programs are planned again |
     | the outputs that get a gradient, micro-batches, an update | `Variant`, in the program |
     | the memory that is planned | `covers` |
     | the module, and all that Python asked while it was captured | Dynamo's guards: another graph |
+
+    Args:
+        name: for messages.
+        module: what Dynamo captured.
+        buckets: of the model.
+        updates: its optimizer steps, which are prepared when a plan is made.
+        begins_call: tells whether nothing was done yet in this call of the model.
     """
 
     def __init__(
         self,
         name: str,
         module: fx.GraphModule,
-        plans: Callable[[], Plans],
-        machine: Machine,
-        run: Callable[[Program, Sequence[Any]], Sequence[Any]],
-        evicted: Callable[[], None] = lambda: None,
-        *,
-        begins_call: Callable[[], bool] = lambda: False,
-        runs: Callable[[], None] = lambda: None,
+        buckets: ModelBuckets,
+        updates: Updates,
+        begins_call: Callable[[], bool],
     ) -> None:
         self.name = name
         self.module = module
-        self.current_plans = plans
-        self.plans = plans()
-        self.machine = machine
-        self.run = run
-        self.evicted = evicted  # called when programs were given up
-        self.begins_call = begins_call  # was nothing done yet in this call of the model?
-        self.runs = runs  # called before it runs
+        self.buckets = buckets
+        self.updates = updates
+        self.begins_call = begins_call
+        self.machine = buckets.machine
+        self.plans = buckets.plans
+        self.version = self.plans.version  # of the plans that its programs are made for
         self.most = PROGRAMS  # that are kept
+        self.has_evicted = False  # were programs given up, whose code may be forgotten?
         self.programs: dict[Hashable, Program | None] = {}
-        self.stale = False  # are they to be planned again, because buckets have moved?
         self.changed: frozenset[int] = frozenset()  # the inputs that a program changes in place
+        self._key = functools.partial(key_of, self.machine.place)
+        self._input = functools.partial(input_of, self.machine.place)
         self._met: set[Hashable] = set()
         self._called: dict[Hashable, None] = {}  # keys of the programs, the last one called last
         described = compat.described_inputs(module)
@@ -159,32 +131,41 @@ class CapturedGraph:
         self._attempts = Attempts()  # to make a program: sizes are seldom why there is none
 
     def __call__(self, *args: Any) -> Sequence[Any]:
-        if self.current_plans() is not self.plans:  # buckets were laid out again
-            self.plans = self.current_plans()
-            self.programs.clear()
-            self._called.clear()
-            self._kinds.clear()
-            self._last = None
-        elif self.stale:  # a backward that is to come has the old programs
-            self.programs = {key: p and p.anew() for key, p in self.programs.items()}
-            self._last = None
-        self.stale = False
-        given = whole = _fetched(args)
+        if self.is_stale:
+            self._follow_plans()
+        given = whole = fetched(args)
         if self.symbolic:
             whole = self.symbolic[0].plain(whole)
-        args = _taken_apart(whole)
+        args = taken_apart(whole)
         ambient = Ambient.current(self.machine.device)
         program = None
         for symbolic in self.symbolic:
             program = program or self._program_with_symbols(symbolic, ambient, args, whole)
         program = program or self._program(ambient, args, whole)
-        self.runs()
+        garbage.take_old_objects_in()
         if program is None:
             result: Sequence[Any] = self.module(*given)
             return result
         if program.capture.overlaps:
             args = (*args, *shared_memory.bases(args, program.capture.overlaps))
-        return self.run(program, args)
+        return run(program, args)
+
+    @property
+    def is_stale(self) -> bool:
+        """True if its programs will be planned again."""
+        plans = self.buckets.plans
+        return self.plans is not plans or self.version != plans.version
+
+    def _follow_plans(self) -> None:
+        if self.plans is not self.buckets.plans:  # buckets were laid out again
+            self.plans = self.buckets.plans
+            self.programs.clear()
+            self._called.clear()
+            self._kinds.clear()
+        else:  # a backward that is to come has the old programs
+            self.programs = {key: p and p.anew() for key, p in self.programs.items()}
+        self.version = self.plans.version
+        self._last = None
 
     def _program(
         self, ambient: Ambient, args: Sequence[Any], whole: Sequence[Any]
@@ -283,7 +264,7 @@ class CapturedGraph:
             except DeviceMemoryError:
                 put(program)
                 raise
-        self.evicted()
+        self.has_evicted = True
         return made
 
     def _with_room(
@@ -366,7 +347,7 @@ class CapturedGraph:
         for key in list(self._called)[: len(self.programs) - self.most]:
             del self._called[key]
             self.programs.pop(key, None)
-        self.evicted()
+        self.has_evicted = True
 
     def _call_key(self, ambient: Ambient, args: Sequence[Any], whole: Sequence[Any]) -> Hashable:
         return (ambient, self._overlaps(args), *map(self._key, whole))
@@ -386,43 +367,6 @@ class CapturedGraph:
             self._met.clear()
         self._met.add(key)
         return False
-
-    def _key(self, arg: Any, any_size: bool = False) -> Hashable:
-        """The key of an input: calls whose inputs have equal ones may share a program.
-
-        Args:
-            arg: an input of the captured graph.
-            any_size: its sizes are symbols. A parameter is bound to its place whatever they are.
-        """
-        if isinstance(arg, StreamedParameter):
-            bucket, index = self.machine.place(arg)
-            return (bucket.key, index, arg.param is not None and arg.param.requires_grad)
-        if _is_packed(arg):
-            wrapping, parts = taken_apart(arg)
-            return (wrapping, *map(self._key, parts))
-        if isinstance(arg, torch.Tensor):
-            return (type(arg), arg.layout, kind_of(arg) if any_size else TensorMeta.of(arg))
-        if isinstance(arg, (int, float)):
-            return constant_key(arg)
-        return (type(arg), arg)
-
-    def _input(self, arg: Any) -> GraphInput:
-        if isinstance(arg, StreamedParameter):
-            return self._param_input(arg)
-        if _is_packed(arg):
-            wrapping, parts = taken_apart(arg)
-            return PackedInput(wrapping, tuple(self._param_input(part) for part in parts))
-        if type(arg) in compat.PLAIN_TENSORS:
-            if arg.layout is not torch.strided:
-                raise UnsupportedGraphError(f"an input has layout {arg.layout}")
-            return TensorInput(TensorMeta.of(arg))
-        if isinstance(arg, (int, float, bool)):
-            return ConstantInput(arg)
-        raise UnsupportedGraphError(f"an input is a {type(arg).__name__}")
-
-    def _param_input(self, proxy: torch.Tensor) -> ParamInput:
-        assert isinstance(proxy, StreamedParameter)
-        return ParamInput(*self.machine.place(proxy), proxy.requires_grad)
 
     def _build(self, ambient: Ambient, args: Sequence[Any], whole: Sequence[Any]) -> Program | None:
         def kinds() -> tuple[GraphInput, ...]:
@@ -477,7 +421,7 @@ class CapturedGraph:
             lacking = None if may_move else error.with_traceback(None)
             wanted = program.choose(program.variant(), again=True)
         if program.tangents:
-            self.machine.precompile_updates(wanted.resident)
+            self.updates.ahead.precompile(wanted.resident)
         now = self.plans.placement
         if wanted != now and lacking is not None:
             raise MovesFirst(lacking)
@@ -485,7 +429,7 @@ class CapturedGraph:
             raise MovesFirst
         planned = program.plan(program.variant())
         if program.tangents:
-            self.machine.preallocate(planned)
+            self.updates.ahead.preallocate(planned)
         program.executor(program.variant())
 
     def _share(self, args: Sequence[Any]) -> str:

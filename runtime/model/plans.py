@@ -106,6 +106,11 @@ class Plans:
     def __init__(self, compiler: Compiler, placement: Placement) -> None:
         self.compiler = compiler
         self.placement = placement
+        self.version = 0  # of what was planned: older schedules are planned again when they are met
+
+    def expire(self) -> None:
+        """Every captured graph plans again at its next call."""
+        self.version += 1
 
     def choose(
         self, stages: Schedule, capture: Capture, variant: Variant, *, again: bool = False
@@ -139,8 +144,9 @@ class Plans:
         self.compiler.note_fetches(buckets, trained, self.placement)
 
     def moved(self, placement: Placement) -> None:
-        """The buckets are there now."""
+        """The buckets are there now: every captured graph plans again."""
         self.placement = placement
+        self.expire()
 
     def say_stays(self, why: str) -> None:
         """From now on plans say why buckets stay where they are."""
@@ -152,13 +158,14 @@ class Plans:
         if not self.placement.accumulates:
             self.placement = replace(self.placement, accumulates=True)
 
-    def find_gradients(self) -> bool:
-        """A forward finds gradients on the device: it may from now on. True if plans are made
-        again."""
+    def find_gradients(self) -> None:
+        """A forward finds gradients on the device: it may from now on."""
         self.say_accumulates()
-        return self.compiler.find_gradients()
+        if self.compiler.find_gradients():
+            self.expire()
 
     def stay(self, why: str) -> None:
         """Plan again with the buckets where they are, for good. No backward may be to come."""
         self.say_stays(why)
         self.compiler.replan()
+        self.expire()

@@ -7,12 +7,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
-import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -20,31 +18,24 @@ import torch
 from torch import fx, nn
 
 from megacompile import compat, notices
-from megacompile.errors import DeviceMemoryError, ModelError
-from megacompile.garbage import old_objects_left_out
-from megacompile.ir.buckets import Bucket, Unit
-from megacompile.ir.schedule import Schedule
+from megacompile.errors import ModelError
+from megacompile.ir.buckets import Unit
 from megacompile.options import Options
-from megacompile.progress import line
 from megacompile.runtime.checkpoint.contents import Contents
-from megacompile.runtime.model import autograd, four_bit, instead, shortage
-from megacompile.runtime.model.attempts import Attempts, CapturedAgain
+from megacompile.runtime.model import four_bit, own_operators
+from megacompile.runtime.model.attempts import EagerBlocks, EverNew
 from megacompile.runtime.model.buckets import ModelBuckets
-from megacompile.runtime.model.captured import CapturedGraph
-from megacompile.runtime.model.eager import EagerBlocks, EverNew
+from megacompile.runtime.model.captures import Captures
 from megacompile.runtime.model.input_hooks import InputHooks
 from megacompile.runtime.model.methods import ClassMethods, Replacement, State
 from megacompile.runtime.model.outside import OutsideNotice, ViewNotice
-from megacompile.runtime.model.owners import register
+from megacompile.runtime.model.owners import live, register
 from megacompile.runtime.model.parts import ModuleCall, ModuleCalls
-from megacompile.runtime.model.plans import Compiler, MovesFirst
-from megacompile.runtime.model.program import compiling
+from megacompile.runtime.model.plans import Compiler
 from megacompile.runtime.model.released import Released
 from megacompile.runtime.model.tiers import HostRoom
-from megacompile.runtime.model.weakly import weakly, while_it_lives
 from megacompile.runtime.ops.head import bind_operators
 from megacompile.runtime.params import shared_memory
-from megacompile.runtime.params.eager_notice import untraced_text
 from megacompile.runtime.params.guards import guard_of
 from megacompile.runtime.params.looks import parameter_of
 from megacompile.runtime.params.proxies import StreamedParameter, as_gradient_of
@@ -54,7 +45,6 @@ from megacompile.runtime.step import hooks
 from megacompile.runtime.step.step import Updates
 from megacompile.runtime.updates.compiled import count_kernels
 from megacompile.runtime.updates.in_backward import InBackward
-from megacompile.text import printable
 
 _LOADING_S = 1.0  # of a call, for code that was compiled meanwhile
 
@@ -95,35 +85,30 @@ class StreamedModel:
         compat.convert_in_place(StreamedParameter)
         compat.leave_out_of_copies(StreamedModel, ModuleCall, Replacement)
         compat.show_classes(StreamedParameter)
-        self.graphs: list[CapturedGraph] = []
-        self.buckets = ModelBuckets(
-            model, options, divide, compiler, while_it_lives(self._plan_anew), contents, room
-        )
+        self.buckets = ModelBuckets(model, options, divide, compiler, contents, room)
         self.machine = self.buckets.machine
         self._input_hooks = InputHooks(options.device)
-        self.updates = Updates(self.machine, options, weakly(self._rest))
-        self.machine.precompile_updates = weakly(self.updates.ahead.precompile)
-        self.machine.preallocate = weakly(self.updates.ahead.preallocate)
+        self.updates = Updates(
+            self.machine, options, self.buckets.rest, _while_it_lives(self._before_step)
+        )
+        self.captures = Captures(self.buckets, self.updates, StreamedModel._run.__code__)
         self.released = Released(self.buckets, self.updates)
-        self.buckets.check_memory = while_it_lives(self.released.check)
         if options.optimizer is not None:
             self.machine.in_backward = InBackward(
-                options.optimizer, self.updates.steps_in_backward(), self.machine.micro_steps
+                options.optimizer,
+                self.updates.steps_in_backward(),
+                self.machine.micro_steps,
+                self.machine.staging,
             )
-            self.machine.in_backward.staging = self.machine.staging
             hooks.attach(options.optimizer)
-        self._captured_again = CapturedAgain(type(model).__name__)
-        self._attempts = weakref.WeakKeyDictionary[Callable[..., Any], Attempts]()
         self._ever_new = EverNew(type(model).__name__)
         self.eager = EagerBlocks()
         self._ends: list[Callable[[], object]] = []
-        self._quiet = contextlib.ExitStack()  # of a capture that is being made
         self._methods = ClassMethods(model)
         self._compiled: dict[State, Callable[..., Any]] = {}
         self.parts = ModuleCalls(model, self)
         self.outside = OutsideNotice(self.machine)
         self._views = ViewNotice()
-        self.machine.before_step = while_it_lives(self._before_step)
         bind_operators()
         self.called = False
         self._said = False  # that torch.compile is not needed?
@@ -158,7 +143,7 @@ class StreamedModel:
     def _compile(self, module: nn.Module) -> Callable[..., Any]:
         """A call of the model, or of a module in it, for Dynamo to capture."""
         frame = compat.frame_of(module, f"call_{type(module).__name__}")
-        backend = weakly(self._capture)
+        backend = _weakly(self._capture)
         end = weakref.finalize(self, compat.forget_compiled, frame.__code__, backend)
         end.atexit = False
         self._ends.append(end)
@@ -203,127 +188,11 @@ class StreamedModel:
         if self.eager.depth or (infers and not self._ever_new.is_due(compiled)):
             with self.buckets.notice.asked_for():
                 return undone(functools.partial(run, compat.uncompiled(compiled)))
-        before = sum(self._made())
-        result = self._captured(run, compiled, modules)
+        before = self.captures.programs_made()
+        result = self.captures.call(run, compiled, modules)
         if infers:
-            self._ever_new.note(compiled, sum(self._made()) - before)
+            self._ever_new.note(compiled, self.captures.programs_made() - before)
         return result
-
-    def _captured(
-        self,
-        run: Callable[..., Any],
-        compiled: Callable[..., Any],
-        modules: Sequence[nn.Module],
-    ) -> Any:
-        before = shortage.Before.of(modules, self.machine)
-        if self.graphs:
-            self._use_code()
-            made, start_s = self._made(), time.perf_counter()
-            result = self._until_done(run, compiled, before)
-            self._note_made(compiled, made, time.perf_counter() - start_s)
-            return result
-        with line("capturing the model", self.options.progress):
-            return self._until_done(run, compiled, before)
-
-    def _use_code(self) -> None:
-        """Use the code that was compiled meanwhile, once all of it is loaded."""
-        compiler = self.buckets.plans.compiler
-        if compiler.code_is_ready() and not self.machine.pending:
-            with compiling("the stages that ran uncompiled", self.machine):
-                loaded = compiler.load_code(_LOADING_S)
-            if loaded:
-                compiler.use_code()
-
-    def _made(self) -> list[int]:
-        """Number of programs made for each captured graph."""
-        return [graph.made for graph in self.graphs]
-
-    def _note_made(self, compiled: Callable[..., Any], before: list[int], took_s: float) -> None:
-        """A call that was not the first one has taken so long, and may have captured."""
-        grown = [g for g, made in zip(self.graphs, before, strict=False) if g.made > made]
-        if len(self.graphs) > len(before):
-            self._captured_again.note(compiled, took_s)
-        elif grown:
-            self._captured_again.note(compiled, took_s, grown[-1].why_made)
-        else:
-            self._captured_again.note(compiled, 0.0)
-
-    def _until_done(
-        self, run: Callable[..., Any], compiled: Callable[..., Any], before: shortage.Before
-    ) -> Any:
-        """The result of a call, which begins again where buckets move first or memory has run
-        out."""
-        attempts = self._attempts.setdefault(compiled, Attempts())
-        failed: Exception | None = None
-        tried = attempts.is_due()
-        while tried:
-            try:
-                with contextlib.nullcontext() if self.graphs else self._few_collections():
-                    result = undone(functools.partial(run, compiled))
-                attempts.traced()
-                self.buckets.notice.say(self.model.parameters)
-                return result
-            except torch.OutOfMemoryError as error:
-                ran_out = shortage.first_line(error)  # not the error: its frames hold memory
-            except MovesFirst as first:
-                ran_out, lacking = "", first.lacking
-            except compat.CAPTURE_ERRORS as error:
-                if not compat.is_raised_first(error):
-                    raise
-                failed = error
-                break
-            if ran_out:
-                self._step_down(before, ran_out)
-            else:
-                self._move_first(before, lacking)
-        return self._in_eager_mode(run, compiled, attempts, failed)
-
-    def _move_first(self, before: shortage.Before, lacking: DeviceMemoryError | None) -> None:
-        """Moves buckets before a call begins again.
-
-        Raises:
-            DeviceMemoryError: they cannot move, or a line that has run changed a buffer.
-        """
-        placement = self.buckets.plans.placement
-        why = "no memory" if lacking is None else shortage.first_line(lacking)
-        before.restore(self.model, self.machine, why)
-        self.buckets.move_if_wanted()
-        if lacking is not None and self.buckets.plans.placement == placement:
-            raise lacking
-        self._plan_anew()
-
-    def _in_eager_mode(
-        self,
-        run: Callable[..., Any],
-        compiled: Callable[..., Any],
-        attempts: Attempts,
-        failed: Exception | None,
-    ) -> Any:
-        """A call that Dynamo could not trace (`failed`), and of which no line ran, or that is not
-        tried. Where the fault is the user's (a wrong shape), it is raised at the user's line, as
-        the plain model raises it."""
-        with self.buckets.notice.unless_it_raises():
-            try:
-                result = undone(functools.partial(run, compat.uncompiled(compiled)))
-            except torch.OutOfMemoryError:
-                if failed is None:
-                    raise
-                raise failed from None
-        if failed is not None:
-            failed.with_traceback(None)  # whose frames hold the call's inputs
-            attempts.failed(untraced_text(compat.untraced_by(failed)))
-        self.buckets.notice.say(self.model.parameters, attempts.why_not)
-        return result
-
-    @contextlib.contextmanager
-    def _few_collections(self) -> Iterator[None]:
-        """Until a captured graph runs, the garbage collector leaves out what there was."""
-        with contextlib.ExitStack() as self._quiet:
-            self._quiet.enter_context(old_objects_left_out())
-            yield
-
-    def _collect_as_ever(self) -> None:
-        self._quiet.close()
 
     def _run(
         self,
@@ -338,7 +207,7 @@ class StreamedModel:
         compat.set_dynamo_options(compat.CALL_OPTIONS)
         self._input_hooks.swap_in(modules, undos)
         four_bit.swap_in(undos)
-        instead.swap_in(undos)
+        own_operators.swap_in(undos)
         stand_ins.put_in(self._stand_in, undos)
         self.parts.take_out(undos)
         self.buckets.proxies.swap_in(undos)
@@ -352,11 +221,6 @@ class StreamedModel:
         proxy = self.buckets.proxies.of(tensor)
         result: torch.Tensor = self._to_device(tensor) if proxy is None else proxy
         return result
-
-    def _begins_call(self) -> bool:
-        """Is a captured graph what a call of the model begins with? Then it can begin again: no
-        line of a user has run."""
-        return compat.is_called_first(StreamedModel._run.__code__)
 
     def _is_in_a_call(self) -> bool:
         """Does the model call itself? Then its parameters are proxies rightly."""
@@ -399,49 +263,14 @@ class StreamedModel:
         told=_within_torch_compile,
     )
 
-    def _step_down(self, before: shortage.Before, ran_out: str) -> None:
-        """After a forward that ran out of device memory: a plan that needs less, from the start."""
-        before.restore(self.model, self.machine, ran_out)
-        compiler = self.buckets.plans.compiler
-        shortage.step_down(compiler, self.machine.slots, ran_out, "the forward")
-        self._plan_anew()
-        self.buckets.move_if_wanted()
-
-    def _plan_anew(self) -> None:
-        """Makes every captured graph plan again at its next call."""
-        for graph in self.graphs:
-            graph.stale = True
-
     def _before_step(self) -> None:
         """An optimizer's step begins."""
+        self.released.check()
         self.buckets.before_step()
-        self._views.say(self.model, self.graphs)
+        self._views.say(self.model, self.captures.graphs)
         if not self.buckets.notice.used:
-            self.outside.note(self.graphs)
+            self.outside.note(self.captures.graphs)
             self.outside.say(self.model)
-
-    def schedules(self) -> list[Schedule]:
-        """The newest schedule of every program that ran, in the order of capture."""
-        return [
-            list(program.executors.values())[-1].schedule
-            for graph in self.current()
-            for program in graph.programs.values()
-            if program is not None and program.executors
-        ]
-
-    def _forget(self) -> None:
-        """Makes the compiler forget what no program uses any more."""
-        programs = [p for graph in self.graphs for p in graph.programs.values() if p is not None]
-        made = [e.schedule for program in programs for e in program.executors.values()]
-        self.buckets.plans.compiler.retain({program.stages for program in programs}, set(made))
-
-    def _rest(self, buckets: Sequence[Bucket]) -> Schedule:
-        """A schedule whose update is that of these buckets."""
-        return self.buckets.plans.rest(buckets)
-
-    def current(self) -> list[CapturedGraph]:
-        """The captured graphs whose programs are those that ran last."""
-        return [graph for graph in self.graphs if not graph.stale] or self.graphs
 
     def _adopt(self, modules: Sequence[nn.Module], of_call: Undos, undos: Undos) -> StandIns:
         """Take over what has changed; returns what stands in for parameters until the call ends."""
@@ -475,21 +304,7 @@ class StreamedModel:
         del examples
         compat.put_inputs_first(module)
         self._methods.find()
-        name = printable(type(self.model).__name__)
-        if self.graphs:
-            name += f".{len(self.graphs)}"
-        graph = CapturedGraph(
-            name,
-            module,
-            lambda: self.buckets.plans,
-            self.machine,
-            autograd.run,
-            while_it_lives(self._forget),
-            begins_call=weakly(self._begins_call),
-            runs=while_it_lives(self._collect_as_ever),
-        )
-        self.graphs.append(graph)
-        return weakly(graph.__call__)
+        return _weakly(self.captures.add(module).__call__)
 
 
 def refuse_nested(model: nn.Module, modules: Sequence[nn.Module]) -> None:
@@ -532,3 +347,59 @@ def _takes_apart(guard: Any, proxies: set[str]) -> bool:
         or (guard.guard_type == compat.SUBCLASS_GUARD and guard.name in proxies)
         or (guard.name.endswith(compat.INNER_NAMES) and guard.value == ["host"])
     )
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A bound method that does not keep its object alive, for Dynamo's caches, which never end."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        bound = reference()
+        assert bound is not None, "a compiled frame outlived its model"
+        return bound(*args)
+
+    return call
+
+
+def _while_it_lives(method: Callable[[], None]) -> Callable[[], None]:
+    """The same; nothing happens when the object is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        bound = reference()
+        if bound is not None:
+            bound()
+
+    return call
+
+
+def streamed_model(model: nn.Module, caller: str) -> StreamedModel:
+    """Finds the model behind a megacompiled model's `__call__`, also under `torch.compile`.
+
+    Raises:
+        ModelError: the model is not megacompiled.
+    """
+    streamed = compat.compiled_call(compat.without_torch_compile(model))
+    if not isinstance(streamed, StreamedModel):
+        raise ModelError(
+            f"{caller}(): {type(model).__name__} is not megacompiled; "
+            "call model = megacompile(model) first"
+        )
+    return streamed
+
+
+def streamed_around(module: nn.Module, caller: str) -> StreamedModel:
+    """The same for a module in a megacompiled model: who owns its parameters.
+
+    Raises:
+        ModelError: no megacompiled model does.
+    """
+    found = compat.compiled_call(module)
+    if isinstance(found, StreamedModel):
+        return found
+    params = list(module.parameters())
+    for owner in live():
+        streamed = compat.compiled_call(owner.model)
+        if isinstance(streamed, StreamedModel) and any(map(owner.owns, params)):
+            return streamed
+    return streamed_model(module, caller)

@@ -12,7 +12,6 @@ import torch
 
 from megacompile import compat
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.schedule import Schedule
 from megacompile.log import CodeCounts
 from megacompile.runtime.device.activations import HostPool
 from megacompile.runtime.device.background import Background
@@ -49,10 +48,6 @@ class Machine:
     device_update: DeviceUpdates  # where optimizer.step() updates on the device
     in_backward: InBackward | None = None  # where the backward updates
     micro_steps: MicroSteps = field(default_factory=MicroSteps)  # does another backward come?
-    before_step: Callable[[], None] = lambda: None  # called when an optimizer's step begins
-    # steps will come; these buckets are resident
-    precompile_updates: Callable[[frozenset[int]], None] = lambda _: None
-    preallocate: Callable[[Schedule], None] = lambda _: None  # what the first step of it will need
     run: GradientRun | None = None  # what becomes of the gradients of the backward that runs now
     pending: Live[Any] = field(default_factory=Live)  # backwards to come
     links: Live[Any] = field(default_factory=Live)  # of parameters, to backwards of eager code

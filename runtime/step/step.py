@@ -101,15 +101,21 @@ class Updates:
 
     Args:
         rest: makes the schedule whose update is that of some buckets, where they are.
+        before_step: called when an optimizer's step begins. It may move buckets.
     """
 
     def __init__(
-        self, machine: Machine, options: Options, rest: Callable[[Sequence[Bucket]], Schedule]
+        self,
+        machine: Machine,
+        options: Options,
+        rest: Callable[[Sequence[Bucket]], Schedule],
+        before_step: Callable[[], None],
     ) -> None:
         self.machine = machine
         self.options = options
         self._parts = StepParts(machine, options)
         self._make_rest = rest
+        self._before_step = before_step
         self._rests: dict[tuple[tuple[Bucket, bool], ...], Executor] = {}
         self._said: set[str] = set()
         self.backends: dict[str, str] = {}  # by the bucket's name, of the last step
@@ -153,7 +159,7 @@ class Updates:
         self._refuse_unsummed(optimizer)
         if any(self.owns(param) for group in optimizer.param_groups for param in group["params"]):
             self.check()
-            self.machine.before_step()  # it may move buckets, and their gradients
+            self._before_step()  # it may move buckets, and their gradients
             self._take_over()
         updates = self.machine.in_backward
         if updates is not None and updates.optimizer is not optimizer:

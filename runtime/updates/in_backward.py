@@ -57,14 +57,19 @@ class InBackward:
         optimizer: whose step it is.
         prepare: the steps in it (`Updates.steps_in_backward`).
         micro_steps: knows whether another backward comes before the step.
+        staging: of what is on a disk.
     """
 
     def __init__(
-        self, optimizer: Optimizer, prepare: PrepareSteps, micro_steps: MicroSteps
+        self,
+        optimizer: Optimizer,
+        prepare: PrepareSteps,
+        micro_steps: MicroSteps,
+        staging: Staging | None,
     ) -> None:
         self.optimizer = optimizer
         self.prepare = prepare
-        self.staging: Staging | None = None  # of what is on a disk
+        self.staging = staging
         self._micro_steps = micro_steps
         self.uncommitted: set[ParamId] = set()  # updated, and step() was not called yet
         self.committed: set[ParamId] = set()  # by the last step(), until the next backward

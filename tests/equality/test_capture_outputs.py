@@ -56,7 +56,7 @@ def test_odd_outputs() -> None:
     for name, function in ODD.items():
         models = applied(function, **options)
         assert_alike(models, of_a_leaf, name=name)
-        assert inside.streamed(models[1]).graphs, "nothing was captured"
+        assert inside.graphs(models[1]), "nothing was captured"
 
 
 @pytest.mark.parametrize("name", ["unfold", "expand", "complex"])
@@ -64,7 +64,7 @@ def test_odd_values_between_two_graphs(name: str) -> None:
     """Kept for the backward, too."""
     models = applied(ODD[name], breaks=True, activations="keep")
     assert_alike(models, of_a_leaf)
-    assert len(inside.streamed(models[1]).graphs) == 2
+    assert len(inside.graphs(models[1])) == 2
 
 
 def test_metas_that_overlap() -> None:

@@ -92,7 +92,7 @@ class Loop:
     def made(self) -> tuple[int, int, set[int]]:
         """How many graphs and programs, and the ids of the code that was traced."""
         codes = [s.traced.code for schedule in schedules(self.model) for s in schedule.stages]
-        graphs, programs = inside.streamed(self.model).graphs, inside.programs(self.model)
+        graphs, programs = inside.graphs(self.model), inside.programs(self.model)
         return len(graphs), len(programs), set(map(id, codes))
 
     @property

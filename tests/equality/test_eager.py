@@ -102,7 +102,7 @@ def test_modules_and_methods_in_a_block() -> None:
         assert torch.equal(model.layers[2](hidden), plain.layers[2](hidden))
         twin = copy.deepcopy(model)
         assert torch.equal(twin(TOKENS), plain(TOKENS))
-    assert streamed(model).graphs == []
+    assert streamed(model).captures.graphs == []
     for other in (twin, nn.Linear(2, 2)):
         with pytest.raises(ModelError):
             megacompile.eager(other).__enter__()
@@ -110,7 +110,7 @@ def test_modules_and_methods_in_a_block() -> None:
 
 def test_blocks_are_nested_end_with_an_exception_and_are_of_one_thread() -> None:
     plain, model = nets()
-    graphs = streamed(model).graphs
+    graphs = streamed(model).captures.graphs
     outputs: list[Tensor] = []
     with torch.no_grad():
         with megacompile.eager(model):

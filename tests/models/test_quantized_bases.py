@@ -116,7 +116,7 @@ def test_a_4_bit_product_is_one_node_for_dynamo() -> None:
     streamed = megacompile(model("bitsandbytes nf4, nested"), lowering="eager")
     streamed(IDS).backward()
     assert bnb.matmul_4bit is theirs
-    graph = inside.streamed(streamed).graphs[-1].module.graph
+    graph = inside.graphs(streamed)[-1].module.graph
     assert len([n for n in graph.nodes if "matmul_4bit" in str(n.target)]) == 6
     assert not [n for n in graph.nodes if "autograd_function" in str(n.target)]
 

@@ -77,7 +77,7 @@ def run(model: Any, kinds: range) -> None:
 def test_programs_that_are_not_used_any_more_go() -> None:
     plain, model = twins(Tiny())
     run(model, range(1))
-    (graph,) = inside.streamed(model).graphs
+    (graph,) = inside.graphs(model)
     graph.most = FEW
     compiler: Any = inside.streamed(model).buckets.plans.compiler
     templates = compiler.pipeline.templates
@@ -134,7 +134,10 @@ def test_a_model_that_is_gone_leaves_nothing() -> None:
         model(X).backward()
         held: Any = inside.streamed(model)
         return [
-            *(ref(item) for item in (held, held.graphs[0], held.graphs[0].module)),
+            *(
+                ref(item)
+                for item in (held, held.captures.graphs[0], held.captures.graphs[0].module)
+            ),
             *(ref(item) for item in (held.buckets, held.buckets.plans.compiler)),
             *(ref(f._torchdynamo_orig_callable.__code__) for f in held._compiled.values()),
             *(ref(item) for item in (model.config, *model.modules(), *model.parameters())),

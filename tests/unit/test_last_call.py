@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megacompile.ir.capture import Ambient
-from megacompile.runtime.model.last_call import LastCall
+from megacompile.runtime.model.keys import LastCall
 from megacompile.runtime.params.proxies import StreamedParameter
 
 AMBIENT = Ambient.current(torch.device("cpu"))

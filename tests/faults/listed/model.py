@@ -7,7 +7,7 @@ from tests.faults.fault import Fault
 MODEL = (
     Fault(
         "view-offset",
-        "runtime/model/autograd.py",
+        "runtime/model/call.py",
         "base.storage_offset() + offset)",
         "offset)",
         "An output that is a view of an input, itself a view, is taken from another place.",
@@ -100,7 +100,7 @@ MODEL = (
     ),
     Fault(
         "key-requires-grad",
-        "runtime/model/captured.py",
+        "runtime/model/keys.py",
         "return (bucket.key, index, arg.param is not None and arg.param.requires_grad)",
         "return (bucket.key, index)",
         "A parameter that was frozen or unfrozen since is trained as before.",
@@ -128,14 +128,14 @@ MODEL = (
     ),
     Fault(
         "dropout-zero-draws",
-        "runtime/model/dropout.py",
+        "runtime/model/own_operators.py",
         "if rate == 0 or not x.numel():",
         "if not x.numel():",
         "Dropout with a rate of 0 draws random numbers.",
     ),
     Fault(
         "eager-nested",
-        "runtime/model/eager.py",
+        "runtime/model/attempts.py",
         "            self.depth -= 1\n",
         "            self.depth = 0\n",
         "The end of an inner eager() block ends the outer one.",
@@ -242,7 +242,7 @@ MODEL = (
     ),
     Fault(
         "last-call-numbers",
-        "runtime/model/last_call.py",
+        "runtime/model/keys.py",
         "        if list(map(constant_key, self._numbers_of(args))) != self._numbers:\n"
         "            return False\n",
         "",
@@ -250,7 +250,7 @@ MODEL = (
     ),
     Fault(
         "last-call-elsewhere",
-        "runtime/model/last_call.py",
+        "runtime/model/keys.py",
         "        return not any(self._changed[k] or self._meets(tensors[k]) for k in moved)",
         "        return True",
         "A buffer that lies in the batch's memory now is changed as if it were alone.",
@@ -258,14 +258,13 @@ MODEL = (
     Fault(
         "last-call-lasts",
         "runtime/model/captured.py",
-        "            self.programs = {key: p and p.anew() for key, p in self.programs.items()}\n"
-        "            self._last = None\n",
-        "            self.programs = {key: p and p.anew() for key, p in self.programs.items()}\n",
+        "        self.version = self.plans.version\n        self._last = None\n",
+        "        self.version = self.plans.version\n",
         "A call like the last one runs a plan for buckets that have moved since.",
     ),
     Fault(
         "last-call-holds",
-        "runtime/model/last_call.py",
+        "runtime/model/keys.py",
         "[ref(proxy) for proxy in self._proxies_of(args)]",
         "[lambda proxy=p: proxy for p in self._proxies_of(args)]",
         "What the last call was given stays on the device while that is lent to others.",

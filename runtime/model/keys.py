@@ -1,28 +1,112 @@
-"""The inputs of a captured graph's last call, to find out quickly that a call is like it.
+"""Keys of a captured graph's inputs: calls with equal ones may share a program.
 
 Keys of hundreds of inputs take milliseconds of Python, and in training they are equal from step to
-step: only the batch is another one. So parameters are compared by what they are, other tensors by
-torch's own guards, in C.
+step: only the batch is another one. So a call is first compared with the last one (`LastCall`):
+parameters by what they are, other tensors by torch's own guards, in C.
 """
 
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 from weakref import ref
 
 import torch
 
-from megacompile import compat
-from megacompile.ir.capture import Ambient
+from megacompile import compat, packed
+from megacompile.errors import UnsupportedGraphError
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.capture import (
+    Ambient,
+    ConstantInput,
+    GraphInput,
+    PackedInput,
+    ParamInput,
+    TensorInput,
+)
 from megacompile.ir.keys import constant_key
+from megacompile.ir.tensors import TensorMeta, kind_of
 from megacompile.runtime.model.program import Program
 from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.runtime.params.shared_memory import memory_of
 
+Place = Callable[[StreamedParameter], tuple[Bucket, int]]
+
 _NUMBERS = (int, float, bool)
+
+
+def key_of(place: Place, arg: Any, any_size: bool = False) -> Hashable:
+    """The key of an input: calls whose inputs have equal ones may share a program.
+
+    Args:
+        place: returns the bucket of a parameter, and its index there.
+        arg: an input of the captured graph.
+        any_size: its sizes are symbols. A parameter is bound to its place whatever they are.
+    """
+    if isinstance(arg, StreamedParameter):
+        bucket, index = place(arg)
+        return (bucket.key, index, arg.param is not None and arg.param.requires_grad)
+    if _is_packed(arg):
+        wrapping, parts = packed.taken_apart(arg)
+        return (wrapping, *(key_of(place, part) for part in parts))
+    if isinstance(arg, torch.Tensor):
+        return (type(arg), arg.layout, kind_of(arg) if any_size else TensorMeta.of(arg))
+    if isinstance(arg, (int, float)):
+        return constant_key(arg)
+    return (type(arg), arg)
+
+
+def input_of(place: Place, arg: Any) -> GraphInput:
+    """The description of an input, which a program is made for.
+
+    Raises:
+        UnsupportedGraphError: no schedule can have it.
+    """
+
+    def of_param(proxy: torch.Tensor) -> ParamInput:
+        assert isinstance(proxy, StreamedParameter)
+        return ParamInput(*place(proxy), proxy.requires_grad)
+
+    if isinstance(arg, StreamedParameter):
+        return of_param(arg)
+    if _is_packed(arg):
+        wrapping, parts = packed.taken_apart(arg)
+        return PackedInput(wrapping, tuple(map(of_param, parts)))
+    if type(arg) in compat.PLAIN_TENSORS:
+        if arg.layout is not torch.strided:
+            raise UnsupportedGraphError(f"an input has layout {arg.layout}")
+        return TensorInput(TensorMeta.of(arg))
+    if isinstance(arg, (int, float, bool)):
+        return ConstantInput(arg)
+    raise UnsupportedGraphError(f"an input is a {type(arg).__name__}")
+
+
+def taken_apart(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with what packed parameters are made of in their places."""
+    if _PLAIN.issuperset(map(type, args)):
+        return args
+    parts = [packed.taken_apart(arg)[1] if _is_packed(arg) else [arg] for arg in args]
+    return tuple(part for each in parts for part in each)
+
+
+def fetched(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Views of parameters that eager code made, on the device; anything else as it is."""
+    views = [isinstance(arg, StreamedParameter) and arg.is_view for arg in args]
+    if True not in views:
+        return args
+    return tuple(arg.clone() if view else arg for arg, view in zip(args, views, strict=True))
+
+
+def _is_packed(arg: Any) -> bool:
+    """True if an argument stands in for a packed parameter: a wrapper over proxies."""
+    if not packed.is_wrapper(arg):
+        return False
+    return all(isinstance(part, StreamedParameter) for part in packed.taken_apart(arg)[1])
+
+
+_PLAIN = frozenset((StreamedParameter, torch.Tensor, torch.nn.Parameter, int, float, bool))
 
 
 class LastCall:
