@@ -30,12 +30,11 @@ from megacompile.runtime.checkpoint.checkpoint import Checkpoint as Checkpoint
 from megacompile.runtime.checkpoint.contents import Contents, on_meta
 from megacompile.runtime.checkpoint.save import save as save
 from megacompile.runtime.device.ranks import Ranks
-from megacompile.runtime.model.buckets import ranks_that_share
 from megacompile.runtime.model.methods import replace_methods
 from megacompile.runtime.model.owners import refuse_shared
 from megacompile.runtime.model.parts import is_part
+from megacompile.runtime.model.start import HostRoom, ranks_that_share
 from megacompile.runtime.model.streamed import StreamedModel, refuse_nested
-from megacompile.runtime.model.tiers import HostRoom
 from megacompile.validate import (
     check_model,
     check_optimizer,

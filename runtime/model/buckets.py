@@ -14,39 +14,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from megacompile import compat, notices, numa, packed, progress
-from megacompile.cost.ranks import host_of_rank
+from megacompile import compat, packed, progress
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.schedule import Placement, Schedule
-from megacompile.options import Lowering, Options
+from megacompile.options import Options
 from megacompile.progress import bar, line
 from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.device import touch
 from megacompile.runtime.device.background import Background
-from megacompile.runtime.device.host_budget import HostBudget
-from megacompile.runtime.device.ranks import Ranks
-from megacompile.runtime.device.slots import DeviceSlots
-from megacompile.runtime.device.streams import Streams
-from megacompile.runtime.model import sharding, tiers
+from megacompile.runtime.model import sharding, start
 from megacompile.runtime.model.data_parallel import DataParallel, refuse_moves
 from megacompile.runtime.model.owners import forget, refuse_shared
 from megacompile.runtime.model.plans import Compiler, Plans
-from megacompile.runtime.model.tiers import HostRoom
-from megacompile.runtime.ops.machine import Machine
-from megacompile.runtime.params import shared_memory
+from megacompile.runtime.model.start import HostRoom, ParamPlaces, buffers_to, machine_of
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.eager_notice import EagerNotice
 from megacompile.runtime.params.fill import Filling
 from megacompile.runtime.params.gradient_guards import follow
-from megacompile.runtime.params.gradients import Gradients
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.proxies import (
     ParamSource,
-    StreamedParameter,
     follow_parts,
     parts_of,
 )
@@ -54,7 +43,6 @@ from megacompile.runtime.params.shared_memory import AliasNotice
 from megacompile.runtime.params.state_memory import StateMemory
 from megacompile.runtime.params.swap import Proxies
 from megacompile.runtime.params.undo import Undos, undone
-from megacompile.runtime.updates.on_device import DeviceUpdates
 from megacompile.validate import check_model
 
 
@@ -87,26 +75,9 @@ class ModelBuckets:
         self.divide = divide
         self.make_compiler = compiler
         self.data_parallel = DataParallel(model, options)
-        self._places = _ParamPlaces()
-        node, ranks = numa.node_of(options.device), ranks_that_share(options)
-        self._host_budget = HostBudget(options.host_memory, node)
-        streams = Streams(options.device)
-        self.machine = Machine(
-            device=options.device,
-            streams=streams,
-            slots=DeviceSlots(options.device),
-            buckets={},
-            gradients=Gradients(streams, exact=options.lowering is Lowering.EAGER),
-            place=self._places.of_proxy,
-            device_update=DeviceUpdates(streams),
-            detect_anomaly=options.detect_anomaly,
-            progress=options.progress,
-            disk=tiers.scratch_disk(options),
-            host_budget=self._host_budget,
-            update_cores=_update_cores(node, ranks),
-            ranks=ranks,
-        )
-        self.machine.gradients.ranks = self.machine.ranks
+        self._places = ParamPlaces()
+        self.machine = machine_of(options, self._places.of_proxy)
+        ranks = self.machine.ranks
         self.alone = threading.RLock()  # the swap and the slots serve one call at a time
         self.notice = EagerNotice(self.machine.links)
         self._noted: set[int] = set()  # of `notice.read`, what the plans know of
@@ -116,9 +87,6 @@ class ModelBuckets:
             made = sharding.shard(model, ranks, filled=contents is not None)
             if contents is not None:
                 contents.share(made, ranks)
-            # who has the same rows rounds alike
-            seed: int = ranks.all_gather_object(torch.initial_seed())[0]
-            self.machine.seed = lambda: seed
         self._take_over(frozenset(), contents, room=room)
 
     @torch.inference_mode(False)  # what is allocated here outlives the mode
@@ -147,17 +115,21 @@ class ModelBuckets:
         self.machine.trained.clear()  # their updates are of buckets that are gone
         self.machine.labels.clear()
         if self.options.resident is not None:
-            resident = tiers.first_that_fit(units, named, self.options)
+            resident = start.first_that_fit(units, named, self.options)
         if not before:
-            stored = tiers.weights_on_disk(
+            stored = start.weights_on_disk(
                 units, named, self.options, self.machine.disk, resident, room or HostRoom()
             )
-            refuse_moves(self.model, self._goes_to(units, named, resident))
+            refuse_moves(self.model, start.goes_to(units, named, self.options, resident))
         if contents is not None:
             self._fill(units, named, contents, stored)
         total = sum(unit.bucket.size_bytes for unit in units)
         filling = None
-        if not before and contents is None and fills_later(named.values(), self.options.device):
+        if (
+            not before
+            and contents is None
+            and start.fills_later(named.values(), self.options.device)
+        ):
             filling = Filling(self.options.device, Background("megacompile-parameters"))
         with bar("moving parameters to the host", total, self.options.progress, unit="B") as step:
             kept = 0  # bytes freed since the last time that they were given back
@@ -187,7 +159,7 @@ class ModelBuckets:
         self.plans = Plans(self.make_compiler(units), placement)
         self._noted.clear()
         self._places.note(self.machine.buckets.values())
-        self.buffers_to(self.options.device)
+        buffers_to(self.model, self.options.device)
         self._make_proxies()
 
     def _fill(
@@ -205,21 +177,6 @@ class ModelBuckets:
             made[key] = self._bucket(unit.bucket, params, False, stored=key in stored, empty=True)
         contents.fill(list(made.values()), self.options.progress)
         self.machine.buckets.update(made)
-
-    def _goes_to(
-        self,
-        units: Sequence[Unit],
-        named: Mapping[str, nn.Parameter],
-        resident: frozenset[int],
-    ) -> Callable[[nn.Parameter], str]:
-        """The type of device that each parameter will be on."""
-        on_device = {
-            id(named[place.name])
-            for unit in units
-            if unit.bucket.key in resident
-            for place in unit.bucket.params
-        }
-        return lambda param: self.options.device.type if id(param) in on_device else "cpu"
 
     def _make_proxies(self) -> None:
         """Last of all: if they fit, everything else does, though an interrupt came in between."""
@@ -362,7 +319,7 @@ class ModelBuckets:
             weights_on_disk=stored,
             empty=empty,
             filling=filling,
-            budget=self._host_budget,
+            budget=self.machine.host_budget,
             rank=self.options.rank,
         )
 
@@ -431,7 +388,7 @@ class ModelBuckets:
                 pending.check()  # who restores it may read it, and not train with it
             if bucket.has_copy:
                 bucket.refresh()
-        self.buffers_to(self.options.device, modules)
+        buffers_to(self.model, self.options.device, modules)
 
     def follow_plans(self) -> None:
         """Move what the plans want elsewhere, unless something around the call forbids it."""
@@ -513,79 +470,6 @@ class ModelBuckets:
             )
         if left:
             self.moved()
-
-    def buffers_to(self, device: torch.device, modules: Sequence[nn.Module] = ()) -> None:
-        """Move the model's buffers that are elsewhere; `modules` are all of its, where known."""
-        places = [
-            (holder, name, buffer)
-            for holder in compat.holders_of_buffers(modules or compat.modules_of(self.model))
-            for name, buffer in holder.items()
-            if buffer is not None and buffer.device != device
-        ]
-        if not places:
-            return
-        stray = {id(buffer): buffer for _, _, buffer in places}  # one buffer, several places
-        there = shared_memory.moved_together(list(stray.values()), lambda b: b.to(device))
-        made = dict(zip(stray, there, strict=True))
-        for holder, name, buffer in places:
-            holder[name] = made[id(buffer)]
-
-
-def fills_later(params: Iterable[torch.Tensor], device: torch.device) -> bool:
-    """True if parameters come to their buckets while something else is done.
-
-    Pages of host memory take their time to be made, and to be locked for a GPU; without one nothing
-    is won. Where they come from the GPU, as much must be free there: what comes next (another
-    model, maybe) would find no memory otherwise.
-    """
-    if device.type != "cuda":
-        return False
-    on_gpu = sum(param.nbytes for param in params if param.device.type == "cuda")
-    return on_gpu <= compat.free_device_bytes(device)
-
-
-def ranks_that_share(options: Options) -> Ranks | None:
-    """The ranks that share a model that runs; all of them call it."""
-    mesh = options.mesh
-    if not isinstance(mesh, DeviceMesh):
-        return None
-    ranks, world = Ranks.of(mesh, options.device), dist.group.WORLD
-    notices.in_rank(
-        mesh.get_rank(),
-        is_first=ranks.is_first,
-        is_there=lambda: dist.group.WORLD is world is not None,
-    )
-    return ranks
-
-
-def _update_cores(node: numa.Node | None, ranks: Ranks | None) -> frozenset[int]:
-    """On which the host's updates run; none: on any. All ranks call it."""
-    processes = 1
-    if ranks is not None and ranks.device.type == "cuda":
-        number = None if node is None else node.number
-        mine = (*host_of_rank(), number)
-        processes = ranks.all_gather_object(mine).count(mine)
-    return numa.cores_of_updates(node, torch.get_num_threads(), processes)
-
-
-class _ParamPlaces:
-    """The places of parameters: bucket and index. Backwards that are to come have this, not the
-    model, so that an old loss does not keep the model alive."""
-
-    def __init__(self) -> None:
-        self.of: dict[int, tuple[Bucket, int]] = {}  # by the parameter's id
-
-    def note(self, buckets: Iterable[HostBucket]) -> None:
-        """They are in these from now on."""
-        self.of = {
-            id(param): (bucket.whole, i)
-            for bucket in buckets
-            for i, param in enumerate(bucket.params)
-        }
-
-    def of_proxy(self, proxy: StreamedParameter) -> tuple[Bucket, int]:
-        """The place of the parameter that a proxy stands for."""
-        return self.of[id(proxy.param)]
 
 
 def _show_again(gradients: Sequence[tuple[nn.Parameter, torch.Tensor | None]]) -> None:

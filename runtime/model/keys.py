@@ -8,7 +8,7 @@ parameters by what they are, other tensors by torch's own guards, in C.
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 from weakref import ref
@@ -17,7 +17,6 @@ import torch
 
 from megacompile import compat, packed
 from megacompile.errors import UnsupportedGraphError
-from megacompile.ir.buckets import Bucket
 from megacompile.ir.capture import (
     Ambient,
     ConstantInput,
@@ -29,10 +28,9 @@ from megacompile.ir.capture import (
 from megacompile.ir.keys import constant_key
 from megacompile.ir.tensors import TensorMeta, kind_of
 from megacompile.runtime.model.program import Program
+from megacompile.runtime.model.start import Place
 from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.runtime.params.shared_memory import memory_of
-
-Place = Callable[[StreamedParameter], tuple[Bucket, int]]
 
 _NUMBERS = (int, float, bool)
 

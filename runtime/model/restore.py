@@ -18,6 +18,7 @@ from megacompile import compat
 from megacompile.errors import DeviceMemoryError, ModelError
 from megacompile.runtime.model.methods import restore_methods
 from megacompile.runtime.model.sharding import Gathering, refuse_ungathered
+from megacompile.runtime.model.start import buffers_to
 from megacompile.runtime.model.streamed import StreamedModel
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.gradient_guards import is_taken, is_unsummed, lazy_of
@@ -69,7 +70,7 @@ def restore(streamed: StreamedModel, device: torch.device) -> None:
         if gathering is not None:
             gathering.take_rest()
         buckets.follow_leaves()
-        buckets.buffers_to(device)
+        buffers_to(model, device)
         hooks.leave(streamed.updates, optimizers)
         buckets.disown()
         streamed.end()

@@ -33,7 +33,7 @@ from megacompile.runtime.model.owners import live, register
 from megacompile.runtime.model.parts import ModuleCall, ModuleCalls
 from megacompile.runtime.model.plans import Compiler
 from megacompile.runtime.model.released import Released
-from megacompile.runtime.model.tiers import HostRoom
+from megacompile.runtime.model.start import HostRoom
 from megacompile.runtime.ops.head import bind_operators
 from megacompile.runtime.params import shared_memory
 from megacompile.runtime.params.guards import guard_of

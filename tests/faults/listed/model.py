@@ -44,9 +44,9 @@ MODEL = (
     ),
     Fault(
         "ranks-own-seed",
-        "runtime/model/buckets.py",
-        "            self.machine.seed = lambda: seed\n",
-        "            assert seed is not None\n",
+        "runtime/model/start.py",
+        "        machine.seed = lambda: seed\n",
+        "        assert seed is not None\n",
         "Replicas round stochastically with different seeds, and drift apart.",
     ),
     Fault(
@@ -235,7 +235,7 @@ MODEL = (
     ),
     Fault(
         "resident-exact",
-        "runtime/model/tiers.py",
+        "runtime/model/start.py",
         "        if left < 0:\n",
         "        if left <= 0:\n",
         "A bucket that fills resident= to the byte is not resident.",
