@@ -25,6 +25,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
     parser.add_argument("--out", help="write the table here")
     args = parser.parse_args(argv)
     for path in args.save:  # before minutes of work
-        if Path(path).suffix != ".json" and not plot.is_there():
+        if Path(path).suffix != ".json" and find_spec("matplotlib") is None:
             parser.error(f"--save {path}: needs matplotlib (pip install 'megacompile[viz]')")
         if not Path(path).absolute().parent.is_dir():
             parser.error(f"--save {path}: there is no such folder")

@@ -1,6 +1,6 @@
-"""The front door: `megacompile()`, `save()`, `accumulate()`. What looks at a model is `inspection`.
+"""The front door, first part: `megacompile()`, `save()`, `accumulate()`.
 
-Nothing below these two knows both `plan` and `runtime`; they join them.
+It and `inspection` join `plan` and `runtime`, neither of which knows the other.
 """
 
 from __future__ import annotations
@@ -42,12 +42,11 @@ from megacompile.validate import (
     host_rows,
     warn_of_rounding,
 )
-from megacompile.views.recorder import Trace as Trace
 
 M = TypeVar("M", bound=nn.Module)
 
 
-LISTENERS: list[Callable[[nn.Module], None]] = []  # told of each model that is megacompiled
+LISTENERS: list[Callable[[nn.Module], None]] = []  # called with each model that is megacompiled
 
 
 def megacompile(
@@ -183,22 +182,22 @@ def megacompile(
     if isinstance(model, nn.Module):
         model = cast("M", compat.without_torch_compile(model))
     if isinstance(model, nn.Module) and compat.compiled_call(model) is not None:
-        return _made(model, options, checkpoint, None)  # there is nothing to make
+        return _make(model, options, checkpoint, None)  # there is nothing to make
     ranks = ranks_that_share(options)
     if ranks is None:
-        return _made(model, options, checkpoint, None)
+        return _make(model, options, checkpoint, None)
     with ranks.together(f"megacompile() of {type(model).__name__}"):
-        return _made(model, options, checkpoint, ranks)
+        return _make(model, options, checkpoint, ranks)
 
 
-def _made(
+def _make(
     model: M,
     options: Options,
     checkpoint: str | os.PathLike[str] | Checkpoint | None,
     ranks: Ranks | None,
 ) -> M:
-    """The model, megacompiled; `ranks` share it, and raise together."""
-    if _megacompiled(model, options, checkpoint):
+    """Returns the model, megacompiled. Where `ranks` share it, they raise together."""
+    if _is_megacompiled(model, options, checkpoint):
         return model
     if ranks is not None:
         check_alike(ranks.all_gather_object(options.of_all_ranks))
@@ -253,11 +252,11 @@ def _room(rows: Sequence[tuple[str, int]], options: Options) -> HostRoom:
     return HostRoom(limit, free_bytes(limit) - sum(size for _, size in rows))
 
 
-def _megacompiled(
+def _is_megacompiled(
     model: nn.Module, options: Options, checkpoint: str | os.PathLike[str] | Checkpoint | None
 ) -> bool:
-    """Returns whether the model is megacompiled with these options already. Raises where it cannot
-    be, or is with others."""
+    """True if the model is megacompiled with these options already. Raises if it cannot be, or is
+    with others."""
     present = compat.compiled_call(model) if isinstance(model, nn.Module) else None
     if is_part(present):  # another model's: what has its parameters says more
         present = None
@@ -297,30 +296,30 @@ def _compiler(
         size = sum(size for _, size in beside)
         host_bytes = budget_bytes(held_bytes(model), share=share, beside_bytes=size)
         log.host_budget(type(model).__name__, host_bytes, beside)
-    made = functools.partial(PassCompiler, options, host_bytes=host_bytes)
+    make = functools.partial(PassCompiler, options, host_bytes=host_bytes)
     if ranks is None:
-        return made
+        return make
     use_cores(ranks.mesh)
     with line("", options.progress):  # which says what is measured
         disks = agree_disks(ranks.mesh, options.disk, ranks.all_gather_object, measured=cuda)
         agreed = agree(ranks.mesh, options.device, ranks.all_gather_object, disks)
     disk = disks.get(ranks.mesh.get_rank())
     disk_bytes = None if disk is None else disk.share_bytes
-    made = functools.partial(made, agreed=agreed, disk_bytes=disk_bytes)
+    make = functools.partial(make, agreed=agreed, disk_bytes=disk_bytes)
     if not all(ranks.all_gather_object(options.plans)):
-        return made
-    said = [
+        return make
+    budgets = [
         size
         for both in ranks.all_gather_object((options.host_memory, host_bytes))
         for size in both
         if size
     ]
     least = functools.partial(_least, ranks)
-    return functools.partial(made, host_bytes=min(said, default=None), least=least)
+    return functools.partial(make, host_bytes=min(budgets, default=None), least=least)
 
 
 def _least(ranks: Ranks, size_bytes: int) -> int:
-    """The least of what ranks say."""
+    """The smallest of the ranks' sizes."""
     what = Collectives("plan", ("how much device memory each may use",), "device-memory")
     sizes: list[int] = ranks.said(what, size_bytes)
     return min(sizes)

@@ -56,16 +56,16 @@ def too_small(rows: Sequence[tuple[str, int]], available_bytes: int) -> tuple[st
 
 def free_bytes(limit_bytes: int | None = None) -> int:
     """Bytes that may be allocated: what is free, less a margin, and no more than the limit."""
-    there = max(available_bytes() - MARGIN_BYTES, 0)
-    return there if limit_bytes is None else min(there, limit_bytes)
+    free = max(available_bytes() - MARGIN_BYTES, 0)
+    return free if limit_bytes is None else min(free, limit_bytes)
 
 
 def budget_bytes(held_bytes: int = 0, *, share: int = 1, beside_bytes: int = 0) -> int:
     """Host memory that a model may take: what is free, and what it holds now, less a margin.
 
     Args:
-        held_bytes: by the model, which gives it up for its buckets. Of it counts what the process
-            has in RAM, files left out: `to_empty()` allocates memory that is free until a caller
+        held_bytes: by the model, which gives it up for its buckets. The part counts that is in RAM
+            and is no file: `to_empty()` allocates memory that is free until a caller
             writes to it, and the pages of a mapped checkpoint are free whenever others need them.
         share: processes that do the same on this host: each has so much of what is free.
         beside_bytes: of processes that this one will start; the margin is that much at least, and

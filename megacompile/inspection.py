@@ -1,4 +1,4 @@
-"""Looking at a megacompiled model: `schedules()`, `updates()`, `trace()`, `explain()`."""
+"""The front door, second part: `schedules()`, `updates()`, `trace()`, `explain()`."""
 
 from __future__ import annotations
 
@@ -110,10 +110,10 @@ def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:
         compiler = streamed.buckets.plans.compiler
         cost = compiler.setting.cost() if isinstance(compiler, PassCompiler) else None
         traced.append(Traced(name, streamed.machine, streamed.captures.schedules, cost))
-    found = Trace(traced, hardware)
+    made = Trace(traced, hardware)
     for model in models:
-        _TRACES[streamed_model(model, "trace")] = ref(found)
-    return found
+        _TRACES[streamed_model(model, "trace")] = ref(made)
+    return made
 
 
 def explain(
@@ -162,13 +162,13 @@ def explain(
     options, compiler = streamed.options, streamed.buckets.plans.compiler
     assert isinstance(compiler, PassCompiler)
     machine = hardware or compiler.setting.rates()
-    there = compiler.budget.limit_bytes or machine.device_bytes
+    device_bytes = compiler.budget.limit_bytes or machine.device_bytes
     now = Scenario(
         tuple(made),
         machine,
         compiler.setting.cost(),
         options.lowering is Lowering.INDUCTOR,
-        there,
+        device_bytes,
         compiler.setting.host_budget_bytes() or machine.host_bytes or total_bytes(),
         compiler.chooser.disk_budget_bytes(),
         disk_weights=options.disk_weights,

@@ -1,4 +1,4 @@
-"""The front door, second part: a model that returns its memory, is called without capture,
+"""The front door, third part: a model that returns its memory, is called without capture,
 and becomes a plain one again.
 
 `released()`, `restoring()`, `eager()`, `full_parameters()`, `unmegacompile()`.
@@ -67,7 +67,7 @@ def released(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restoring(model: nn.Module) -> Iterator[None]:
-    """Load a checkpoint over what a failed update has left half made, by a loader that reads first.
+    """Load a checkpoint over a partially made update, by a loader that reads first.
 
     Reads of half updated parameters and optimizer states raise, so that they are not saved. A
     loader that asks for `state_dict()` to load into it, as torch.distributed.checkpoint's does, may

@@ -38,7 +38,7 @@ SUBJECTS = {
     "ranks": "which rank stops the others, and why",
     "time": "what takes seconds until the first step is done, and how long each took",
 }
-_LEAST_S = 0.01  # shorter is not said
+_LEAST_S = 0.01  # shorter is not logged
 _FORMAT = "%(asctime)s %(name)s %(levelname)s: %(message)s"
 
 _configured: str | None = None  # the variable as it was when it was last read
@@ -130,7 +130,7 @@ def help_text() -> str:
     )
 
 
-# What is said of each subject.
+# The messages of each subject.
 
 
 def captured(capture: Capture, stages: Schedule) -> None:
@@ -188,7 +188,7 @@ def buckets_placed(name: str, buckets: Sequence[Bucket], node: str = "") -> None
 
 
 def without_symbols(name: str, error: Exception, what: str = "set of sizes") -> str:
-    """Tell that each set of sizes, or each value of a float, gets code of its own; returns why."""
+    """Logs that each set of sizes, or each value of a float, gets its own code; returns why."""
     why = str(error).strip().split("\n")[0]
     if line := source_line(str(error)):
         why = f"{why} ({line})"
@@ -198,8 +198,8 @@ def without_symbols(name: str, error: Exception, what: str = "set of sizes") -> 
 
 
 def fixed_sizes(name: str, fixed: Mapping[int | float, str]) -> str:
-    """Tell which sizes and numbers that change are constants in the code, and who asks for them;
-    returns why."""
+    """Logs which changing sizes and numbers are constants in the code, and the lines that ask for
+    them; returns why."""
     for value, where in fixed.items():
         text = "%s: each value of a size gets its own code, as %s did now: %s asks for it"
         logger("capture").info(text, name, value, where)
@@ -208,7 +208,7 @@ def fixed_sizes(name: str, fixed: Mapping[int | float, str]) -> str:
 
 
 def other_way(name: str, broken: str) -> str:
-    """Tell which relation of the sizes another program relies on; returns why this one was made."""
+    """Logs the relation of sizes that another program relies on; returns why this one was made."""
     if not broken:
         return ""
     logger("capture").info("%s: other sizes need code of their own: %s", name, broken)

@@ -4,6 +4,7 @@ A warning may come from hooks, decorators and generated code, so the number of f
 user's code is not known where the text is written. It is found by looking at the frames.
 
 Where ranks share a model, one of them says what is the same in all; other warnings name their rank.
+What is said once in a process goes by a subject (`warn_once`, `is_new`).
 """
 
 from __future__ import annotations

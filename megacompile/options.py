@@ -1,7 +1,7 @@
 """The options of `megacompile()`: frozen, checked once, never ignored.
 
-An option is a parameter of `megacompile()`, where its type, its default and its meaning for users
-stand, and a field here: what its value becomes, and the check that makes it so.
+An option is a parameter of `megacompile()`, which has its type, its default and its meaning for
+users, and a field here: what its value becomes, and the check of `option_checks` that makes it so.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Options:
 
     @property
     def plans(self) -> bool:
-        """Is a plan searched for? On the CPU only if the user gives `gpu_memory`."""
+        """True if a plan is searched for. On the CPU, only if the user passes `gpu_memory`."""
         return self.device.type == "cuda" or self.gpu_memory is not None
 
     @property
@@ -214,21 +214,21 @@ class Options:
         ]
 
 
-def check_alike(said: Sequence[Mapping[str, str]]) -> None:
+def check_alike(of_ranks: Sequence[Mapping[str, str]]) -> None:
     """Raise where ranks have options that differ.
 
     Args:
-        said: `Options.of_all_ranks` of each rank.
+        of_ranks: `Options.of_all_ranks` of each rank.
 
     Raises:
         OptionError: in all of them.
     """
-    for rank, options in enumerate(said):
+    for rank, options in enumerate(of_ranks):
         for name, value in options.items():
-            if value != said[0][name]:
+            if value != of_ranks[0][name]:
                 raise OptionError(
-                    f"megacompile(): option {name!r} is {said[0][name]} in rank 0 and {value} in "
-                    f"rank {rank}; ranks that share a model need the same"
+                    f"megacompile(): option {name!r} is {of_ranks[0][name]} in rank 0 and {value} "
+                    f"in rank {rank}; ranks that share a model need the same"
                 )
 
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from megacompile import log, notices
 
 _ERASE = "\r\x1b[K"  # to the end of the line
-_LONG_S = 5.0  # off a terminal, shorter waits are not said
+_LONG_S = 5.0  # off a terminal, shorter waits are not printed
 
 
 @dataclass(slots=True)
@@ -30,14 +30,14 @@ class _Line:
     since_s: float = 0.0
     inside: list[str] = field(default_factory=list)  # phases, the innermost last
     took_s: dict[str, float] = field(default_factory=dict)  # by phase
-    thread: int = field(default_factory=threading.get_ident)  # whose waiting it tells of
+    thread: int = field(default_factory=threading.get_ident)  # that waits
 
     def now(self) -> str:
         """The work that is waited for at this moment."""
         return self.inside[-1] if self.inside else self.what
 
     def show(self) -> None:
-        """Say what is waited for now."""
+        """Shows what is waited for now."""
         if self.is_shown:
             what = self.now()
             print(f"{_ERASE}megacompile: {what} ..." if what else _ERASE, end="", file=sys.stderr)
@@ -49,8 +49,8 @@ _WAIT = "a wait off a terminal"
 
 
 @contextmanager
-def _said_once(line: _Line) -> Iterator[None]:
-    """Off a terminal: if the block is long, say once in this process what is waited for."""
+def _printed_once(line: _Line) -> Iterator[None]:
+    """Off a terminal: if the block is long, prints once in this process what is waited for."""
 
     def say() -> None:
         if (what := line.now()) and notices.is_new(_WAIT):
@@ -101,7 +101,7 @@ def line(what: str, show: bool | None) -> Iterator[None]:
     _lines.append(mine)
     try:
         now(what)
-        with nullcontext() if is_quiet else _said_once(mine):
+        with nullcontext() if is_quiet else _printed_once(mine):
             yield
     finally:
         now("")

@@ -143,7 +143,7 @@ class CompilePool:
         self._works = False
         self.loads = loads
         self.patience_s = patience_s
-        self.kept = False  # do they wait for jobs, or are there some that nobody waits for?
+        self.kept = False  # do they wait for jobs, or compile some that are not waited for?
         self._idle_s = _IDLE_S
         forks.tell(self)
 

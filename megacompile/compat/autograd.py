@@ -53,8 +53,8 @@ def accumulator_of(param: torch.Tensor) -> Node:  # torch 2.11 to 2.15
         node: Node = torch.autograd.graph._get_grad_fn_or_grad_acc(param)
         return node
     with torch.enable_grad():  # torch's way makes a view, which has no rows to divide where 0 are
-        behind: Any = torch.ops.aten.alias(param).grad_fn
-    found: Node = behind.next_functions[0][0]
+        after: Any = torch.ops.aten.alias(param).grad_fn
+    found: Node = after.next_functions[0][0]
     return found
 
 
@@ -137,7 +137,7 @@ def note_backward_calls(
             )
         finally:
             _BACKWARD_CALLS.remove(call)
-            call.roots = ()  # who still holds the call holds no graph
+            call.roots = ()  # what still holds the call holds no graph
             call.users = None
 
     run.noted = True  # type: ignore[attr-defined]

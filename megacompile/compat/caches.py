@@ -80,10 +80,10 @@ def counted() -> Iterator[None]:  # torch 2.11 to 2.15
 
 
 def note_kernels(
-    package: str, told: Callable[[str, bool, float], None]
+    package: str, callback: Callable[[str, bool, float], None]
 ) -> None:  # torch 2.11 to 2.15
-    """Be told of every Triton kernel of a package that this process compiles, or finds in Triton's
-    cache: its name, whether it was found, and the seconds that it took.
+    """Calls back for every Triton kernel of a package that this process compiles, or finds in
+    Triton's cache: with its name, true if it was found, and the seconds that it took.
 
     Nothing happens where there is no Triton, or one older than 3.4.
     """
@@ -99,7 +99,7 @@ def note_kernels(
             before(src=src, times=times, cache_hit=cache_hit, **rest)
         kernel: Any = getattr(src, "fn", None)
         if str(getattr(kernel, "__module__", "")).startswith(f"{package}."):
-            told(kernel.__name__.strip("_"), cache_hit, times.total / 1e6)
+            callback(kernel.__name__.strip("_"), cache_hit, times.total / 1e6)
 
     compilation.listener = listen
 

@@ -38,7 +38,7 @@ def use_dtensor() -> type[torch.Tensor]:  # torch 2.11 to 2.15
 
 
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
-    """`copy.deepcopy` of a DTensor. Torch's own fails where the part is behind the beginning of
+    """`copy.deepcopy` of a DTensor. Torch's own fails where the part is after the beginning of
     its memory, as in a bucket: it takes the offset for an address, and the DTensor for a tensor
     with memory of its own."""
     if id(self) not in memo:

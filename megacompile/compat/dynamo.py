@@ -266,14 +266,14 @@ def opaque(
     function: Callable[..., Any],
     *,
     reason: str = "it is a part of megacompile, which must run as it is",
-    told: Callable[[Any], None] | None = None,
+    on_capture: Callable[[Any], None] | None = None,
 ) -> Callable[..., Any]:  # torch 2.11 to 2.15
     """A function that Dynamo leaves as it is, with all that it calls, where it captures a caller.
 
     Args:
         function: whose call breaks the graph.
         reason: what Dynamo says where it must not break one (`fullgraph=True`).
-        told: called with the first argument where Dynamo is at work around the call.
+        on_capture: called with the first argument where Dynamo is at work around the call.
     """
     working: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback
     alone = torch.compiler.disable(function, reason=reason)
@@ -281,8 +281,8 @@ def opaque(
     def call(*args: Any, **kwargs: Any) -> Any:
         if not callable(working()):
             return function(*args, **kwargs)
-        if told is not None:
-            told(args[0])
+        if on_capture is not None:
+            on_capture(args[0])
         return alone(*args, **kwargs)
 
     skip_code(call.__code__)

@@ -110,9 +110,9 @@ class SymbolicFakes:  # torch 2.11 to 2.15
         self._stack: list[tuple[ExitStack, Any]] = []
         self._guards = -1  # how many there were when `holds` was made
         self._holds: Callable[..., bool] = bool
-        self.fixed: dict[sympy.Symbol, str] = {}  # those that one value is known of, and who asked
-        self._noted: list[tuple[Any, str]] = []  # what guards that `fixed` knows of say, who asked
-        self._asked: dict[Any, str] = {}  # who asked first what a function of a symbol is
+        self.fixed: dict[sympy.Symbol, str] = {}  # those with one value; the code that asked
+        self._noted: list[tuple[Any, str]] = []  # guards that `fixed` knows of; the code that asked
+        self._asked: dict[Any, str] = {}  # the code that asked first for a function of a symbol
 
     def _add(self, symbol: sympy.Symbol, hint: _Value) -> None:
         source = ConstantSource(f"megacompile_{symbol.name}")

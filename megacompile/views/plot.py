@@ -8,7 +8,6 @@ has no edges. Needs matplotlib, the extra `viz`.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -81,11 +80,6 @@ def draw(path: str | Path, measured: Timeline, predicted: Timeline | None = None
     if ending not in known:
         raise TraceError(f"plot(): got {str(path)!r}; needed an ending among {', '.join(known)}")
     figure.savefig(path, dpi=150, format=ending)
-
-
-def is_there() -> bool:
-    """True if matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def _figure(measured: Timeline, predicted: Timeline | None) -> Any:

@@ -1,53 +1,18 @@
-"""The cost model's timeline, laid over what was measured. For traces.
-
-What is taken of a prediction is a list of (op's printed name, stream, start, end) a graph.
-"""
+"""The cost model's timeline: laid over what was measured, or of whole steps."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.memory import DeviceMemory, MemoryKind, device_memory
 from megacompile.cost.optimizer import OptimizerCost
-from megacompile.cost.simulate import simulate
+from megacompile.cost.simulate import Event, Prediction, simulate
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.views.timeline import OpInfo, Run, Span, Timeline, in_order
-
-
-class Predicted(NamedTuple):
-    """One op in the cost model's timeline of a graph."""
-
-    name: str
-    lane: str
-    start_s: float
-    stop_s: float
-    memory_bytes: int | None = None  # of the device; where it changes
-
-
-def predict(
-    schedule: Schedule, hardware: Hardware, optimizer: OptimizerCost | None = None
-) -> dict[str, list[Predicted]]:
-    """By graph, with times from the graph's start; nothing of the update without an optimizer."""
-    found: dict[str, list[Predicted]] = {name: [] for name in schedule.graphs}
-    simulated = simulate(schedule, hardware, optimizer=optimizer)
-    held = Held(simulated.memory)
-    for event in simulated.events:
-        size = held.next(event.graph, event.label)
-        found[event.graph].append(
-            Predicted(event.label, event.stream.value, event.start_s, event.stop_s, size)
-        )
-    for name, events in found.items():
-        start = min((event.start_s for event in events), default=0.0)
-        found[name] = [
-            event._replace(start_s=event.start_s - start, stop_s=event.stop_s - start)
-            for event in events
-        ]
-    return found
 
 
 def predicted(
@@ -55,28 +20,31 @@ def predicted(
     hardware: Hardware,
     optimizers: Mapping[str, OptimizerCost] | None = None,  # by model
 ) -> Timeline:
-    """The prediction of each run that was measured, from where the measured one begins."""
-    known: dict[int, dict[str, list[Predicted]]] = {}
-    described: dict[tuple[int, str], tuple[OpInfo, ...]] = {}  # a whole step is walked for each
+    """The prediction of each run that was measured, from where the measured one begins; nothing of
+    the updates of a model without an optimizer."""
+    steps: dict[int, Prediction] = {}  # by schedule
+    alike: dict[tuple[int, str], list[Span]] = {}  # of a run of each graph, from 0 on
     spans: list[Span] = []
     for i, run in enumerate(measured.runs):
         if not (ran := measured.of_run(i)):
             continue
         assert run.schedule is not None, "a timeline that was read from a file"
         key = id(run.schedule)
-        if key not in known:
-            known[key] = predict(run.schedule, hardware, (optimizers or {}).get(run.model))
-        start = min(span.start_s for span in ran)
-        infos: defaultdict[str, deque[OpInfo]] = defaultdict(deque)
-        if (key, run.graph) not in described:
-            described[key, run.graph] = describe(run.schedule, run.graph)
-        for info in described[key, run.graph]:
-            infos[info.name].append(info)
-        for event in sorted(known[key][run.graph], key=lambda event: event.start_s):
-            if infos[event.name]:  # `begin` and frees are not drawn
-                info = replace(infos[event.name].popleft(), lane=event.lane)
-                times = (start + event.start_s, start + event.stop_s)
-                spans.append(Span(info, *times, run.model, i, event.memory_bytes))
+        if key not in steps:
+            optimizer = (optimizers or {}).get(run.model)
+            steps[key] = simulate(run.schedule, hardware, optimizer=optimizer)
+        if (key, run.graph) not in alike:
+            events = [event for event in steps[key].events if event.graph == run.graph]
+            start_s = min((event.start_s for event in events), default=0.0)
+            infos = describe(run.schedule, run.graph)
+            alike[key, run.graph] = list(
+                _spans(infos, events, steps[key].memory, run.model, later_s=-start_s)
+            )
+        start_s = min(span.start_s for span in ran)
+        spans += (
+            replace(span, start_s=start_s + span.start_s, stop_s=start_s + span.stop_s, run=i)
+            for span in alike[key, run.graph]
+        )
     return Timeline(tuple(in_order(spans)), measured.runs, hardware.name, measured.order)
 
 
@@ -93,19 +61,41 @@ def predicted_steps(
     `predicted` begins every graph where it was measured to begin; here nothing is measured.
     """
     graphs = [name for name in schedule.graphs if name != "update" or optimizer is not None]
-    names = {graph: {i.name: i for i in describe(schedule, graph)} for graph in graphs}
     runs = tuple(Run(model, graph, schedule) for _ in range(steps) for graph in graphs)
-    spans = []
     simulated = simulate(schedule, hardware, optimizer=optimizer, steps=steps)
-    held = {step: Held(simulated.memory) for step in range(steps)}
-    for event in simulated.events:
-        if event.label not in names[event.graph]:  # `begin` and frees are left out
-            continue
-        info = replace(names[event.graph][event.label], lane=event.stream.value)
-        run = len(graphs) * event.step + graphs.index(event.graph)
-        size = held[event.step].next(event.graph, event.label)
-        spans.append(Span(info, event.start_s, event.stop_s, model, run, size))
+    infos = {graph: describe(schedule, graph) for graph in graphs}
+    spans: list[Span] = []
+    for run, (step, graph) in enumerate((step, graph) for step in range(steps) for graph in graphs):
+        events = [e for e in simulated.events if (e.step, e.graph) == (step, graph)]
+        spans += _spans(infos[graph], events, simulated.memory, model, run=run)
     return Timeline(tuple(in_order(spans)), runs, hardware.name, (model,))
+
+
+def _spans(
+    infos: Sequence[OpInfo],
+    events: Sequence[Event],
+    memory: DeviceMemory,
+    model: str,
+    *,
+    run: int = -1,
+    later_s: float = 0.0,
+) -> Iterator[Span]:
+    """The spans of a run of one graph; `begin` and frees are left out.
+
+    Args:
+        infos: of the graph's ops.
+        events: of the graph.
+        later_s: added to their times.
+    """
+    held = Held(memory)
+    left: defaultdict[str, deque[OpInfo]] = defaultdict(deque)
+    for info in infos:
+        left[info.name].append(info)
+    for event in events:
+        if left[event.label]:
+            info = replace(left[event.label].popleft(), lane=event.stream.value)
+            size = held.next(event.graph, event.label)
+            yield Span(info, event.start_s + later_s, event.stop_s + later_s, model, run, size)
 
 
 # The facts about a schedule's ops that are known before they run: for traces and predictions.

@@ -210,12 +210,6 @@ def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def moved(timeline: Timeline, by_s: float) -> Timeline:
-    """The same spans later by some seconds."""
-    spans = [replace(s, start_s=s.start_s + by_s, stop_s=s.stop_s + by_s) for s in timeline.spans]
-    return replace(timeline, spans=tuple(spans))
-
-
 def cut(timeline: Timeline, start_s: float, stop_s: float) -> Timeline:
     """The part between two times, which become 0 and their distance; spans end where it does."""
     spans = []

@@ -260,7 +260,7 @@ class StreamedModel:
     __call__ = compat.opaque(
         _call,
         reason="megacompile compiles this model itself; leave out fullgraph=True, or torch.compile",
-        told=_within_torch_compile,
+        on_capture=_within_torch_compile,
     )
 
     def _before_step(self) -> None:

@@ -321,7 +321,7 @@ def test_what_is_opaque_is_not_captured() -> None:
         told.append(torch.compiler.is_compiling())
         return x * 2
 
-    opaque = compat.opaque(double, told=lambda x: told.append(type(x)))
+    opaque = compat.opaque(double, on_capture=lambda x: told.append(type(x)))
     assert torch.equal(opaque(torch.ones(2)), torch.full((2,), 2.0)) and told == [False]
     told.clear()
     graphs = captured(lambda x: opaque(x + 1) + 1, torch.ones(2))

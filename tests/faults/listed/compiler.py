@@ -43,8 +43,8 @@ TOP = (
     Fault(
         "mesh-options-alike",
         "megacompile/options.py",
-        "if value != said[0][name]:",
-        "if value != said[rank][name]:",
+        "if value != of_ranks[0][name]:",
+        "if value != of_ranks[rank][name]:",
         "Ranks that were given different options are not refused.",
     ),
     Fault(
@@ -85,8 +85,8 @@ TOP = (
     Fault(
         "host-limit-ignored",
         "megacompile/host_memory.py",
-        "return there if limit_bytes is None else min(there, limit_bytes)",
-        "return there",
+        "return free if limit_bytes is None else min(free, limit_bytes)",
+        "return free",
         "A model that does not fit host_memory= is not refused at the start.",
     ),
     Fault(
