@@ -99,7 +99,7 @@ class Watched:
         self.events: list[tuple[str, Schedule]] = []
         _, self.model = twins(stack()[0])
         looks = {
-            vars(inside)["verify"]: self._look("verified"),
+            vars(inside)["proof"].verify: self._look("verified"),
             vars(inside)["Executor"].__init__: self._look("made"),
         }
         with watched(looks):
