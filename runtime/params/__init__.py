@@ -1,1 +1,1 @@
-"""Parameters, gradients and states in their buckets, and who looks at them."""
+"""Parameters, gradients and states in their buckets, their guards and their proxies."""

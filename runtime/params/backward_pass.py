@@ -9,7 +9,7 @@ that autograd made elsewhere go into the bucket.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -24,14 +24,15 @@ from megacompile.runtime.device.streams import Streams
 from megacompile.runtime.optim.blockwise import is_shared
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.gradient_guards import (
-    GradientGuard,
+    fold,
     leave_unsummed,
+    make_lazy,
     note_sum,
     sum_late,
     take,
 )
 from megacompile.runtime.params.gradient_record import GradientRecord, Norms, Totals
-from megacompile.runtime.params.guards import GuardState, guard_of
+from megacompile.runtime.params.guards import guard_of
 
 LEAST_FOLDED = 4 * 2**20  # bytes of a gradient on average: to scale fewer takes a GPU less time
 # than the host needs to guard the gradient
@@ -103,21 +104,24 @@ class BackwardPass:
         """
         taken = [place for place, record in self.records.items() if record.in_bucket]
         updated = [(place, each) for place, each in self.records.items() if each.updated]
-        lazy = self._lazy()
+        in_place = self._in_place(taken)
+        lazy = self._lazy(in_place)
         if taken or not updated:
             self.await_copies(self.copies.keys() - lazy)
         for (key, i), record in updated:
             norms = record.norms
             of_it = None if norms is None else partial(self._norms, norms, norms.indices.index(i))
             take(self.buckets[key].params[i], self.buckets[key].layout.params[i].name, of_it)
-        if not self._all_in_place(taken):
+        if len(in_place) < len(taken) or any([self.records[at].before is not None for at in taken]):
             for place in sorted(taken):
                 self._settle_down(place)
+            in_place = self._in_place(taken)
         if self.ranks is not None and self.ranks.replicas > 1:
             self._sum(self.ranks)
-        self._serve(lazy)
+        quiet = {place for place in in_place if not self.records[place].watched}
+        self._serve(quiet, lazy)
         if self.folds:
-            self._fold(taken)
+            self._fold(quiet)
         # who asks for norms keeps this, and not the gradients: the next ones go into their memory
         self.records.clear()
 
@@ -143,20 +147,19 @@ class BackwardPass:
             if record.summed is False:
                 leave_unsummed(self.buckets[key].params[i], self.buckets[key].layout.params[i].name)
 
-    def _all_in_place(self, taken: Iterable[ParamId]) -> bool:
-        """Is each `p.grad` in its place, as the tensor that autograd was given? The quick look, for
-        all parameters in every step."""
-        if self.ranks is not None or any([r.before is not None for r in self.records.values()]):
-            return False
-        buckets = self.buckets
+    def _in_place(self, taken: Sequence[ParamId]) -> set[ParamId]:
+        """The gradients, of these, that are in their places in the buckets. All of them are asked
+        about at once first, as there are many in every step."""
+        buckets, address = self.buckets, torch.Tensor.data_ptr
         theirs: list[Any] = [buckets[key].params[i].grad for key, i in taken]
         ours: list[Any] = [buckets[key].grads.get(i) for key, i in taken]
-        if not {torch.Tensor}.issuperset(map(type, chain(theirs, ours))):
-            return False
-        if not {torch.strided}.issuperset(map(attrgetter("layout"), theirs)):
-            return False
-        address = torch.Tensor.data_ptr
-        return all(map(operator.eq, map(address, theirs), map(address, ours)))
+        if (
+            {torch.Tensor}.issuperset(map(type, chain(theirs, ours)))
+            and {torch.strided}.issuperset(map(attrgetter("layout"), theirs))
+            and all(map(operator.eq, map(address, theirs), map(address, ours)))
+        ):
+            return set(taken)
+        return {(key, i) for key, i in taken if lies_in_bucket(buckets[key], i)}
 
     def _settle_down(self, place: ParamId) -> None:
         """Restores the tensor of `p.grad`, or adopts a sum that autograd has made."""
@@ -179,30 +182,28 @@ class BackwardPass:
                 memory.copy_(mine)
             param.grad = compat.like(param, memory.detach())
 
-    def _lazy(self) -> set[int]:
-        """The buckets whose gradients may still be on their way when `backward()` returns."""
+    def _lazy(self, in_place: set[ParamId]) -> set[int]:
+        """The buckets whose gradients may still be on their way when `backward()` returns: each is
+        what autograd was given, and was not looked at."""
         return {
             key
             for key, norms in self.norms.items()
             if key in self.copies
             and self.buckets[key].pending.offered is not None
-            and all(self._is_untouched((key, i)) for i in norms.indices)
+            and all(
+                (key, i) in in_place
+                and not self.records[key, i].watched
+                and self.records[key, i].before is None
+                for i in norms.indices
+            )
         }
-
-    def _is_untouched(self, place: ParamId) -> bool:
-        """True if `p.grad` is what autograd was given, and was not looked at."""
-        key, i = place
-        record = self.records.get(place)
-        if record is None or not record.in_bucket or record.watched or record.before is not None:
-            return False
-        return lies_in_bucket(self.buckets[key], i)
 
     def _norms(self, norms: Norms, k: int) -> tuple[float, ...]:
         """The L2 norm and the largest absolute value of a gradient, over all ranks."""
         return norms.get(k) if self.totals is None else self.totals.get(norms, k)
 
-    def _serve(self, lazy: set[int]) -> None:
-        """Answers for gradients with their norms, which were taken on the device."""
+    def _serve(self, quiet: set[ParamId], lazy: set[int]) -> None:
+        """Guards gradients whose norms were taken on the device: they answer with them."""
         if self.totals is not None:
             others = [r.norms for r in self.records.values() if r.norms is not None]
             self.totals.expect([*self.norms.values(), *others])
@@ -210,43 +211,29 @@ class BackwardPass:
             bucket = self.buckets[key]
             copied = self.copies[key] if key in lazy else None
             for k, i in enumerate(norms.indices):
-                record = self.records.get((key, i))
-                if record is None or not record.in_bucket or record.watched:
-                    continue
-                if not lies_in_bucket(bucket, i):
-                    continue
                 gradient = bucket.params[i].grad
-                assert gradient is not None
-                if compat.storage_users(compat.local(gradient)) > 2 and key not in lazy:
-                    continue  # who holds another name for it may change it unseen
-                if type(compat.local(gradient)) is torch.Tensor and guard_of(gradient) is None:
-                    of_it = partial(self._norms, norms, k)
-                    GradientGuard(
-                        gradient,
-                        GuardState.LAZY,
-                        bucket.layout.params[i].name,
-                        of_it,
-                        work=bucket.pending,
-                        copied=copied,
-                    )
+                if (key, i) not in quiet or gradient is None or guard_of(gradient) is not None:
+                    continue
+                mine = compat.local(gradient)
+                if type(mine) is not torch.Tensor:
+                    continue
+                if key in lazy or compat.storage_users(mine) <= 2:  # else another name changes it
+                    name, of_it = bucket.layout.params[i].name, partial(self._norms, norms, k)
+                    make_lazy(gradient, name, of_it, bucket.pending, copied)
 
-    def _fold(self, taken: Iterable[ParamId]) -> None:
+    def _fold(self, quiet: Iterable[ParamId]) -> None:
         """Guards the gradients that stay on the device: they note a factor from now on."""
         resident = [bucket for bucket in self.buckets.values() if bucket.resident is not None]
         size_bytes = sum(bucket.layout.size_bytes for bucket in resident)
         if size_bytes < LEAST_FOLDED * sum(len(bucket.params) for bucket in resident):
             return
-        for place in taken:
-            key, i = place
+        for key, i in quiet:
             bucket = self.buckets[key]
-            if bucket.resident is None or self.records[place].watched:
-                continue
             gradient = bucket.params[i].grad
-            if type(gradient) is not torch.Tensor or not lies_in_bucket(bucket, i):
+            if bucket.resident is None or type(gradient) is not torch.Tensor:
                 continue
             if not is_shared(gradient):  # who held another name for it would read it unscaled
-                name = bucket.layout.params[i].name
-                GradientGuard(gradient, GuardState.FOLDED, name, work=bucket.pending)
+                fold(gradient, bucket.layout.params[i].name, bucket.pending)
 
 
 def lies_in_bucket(bucket: HostBucket, index: int) -> bool:

@@ -165,6 +165,22 @@ def lazy_of(tensor: torch.Tensor | None) -> GradientGuard | None:
 _NOTES_FACTOR = (GuardState.LAZY, GuardState.FOLDED)
 
 
+def make_lazy(
+    gradient: torch.Tensor,
+    name: str,
+    norms: Callable[[], Sequence[float]],
+    work: Pending | None = None,
+    copied: torch.cuda.Event | None = None,
+) -> None:
+    """Marks a `p.grad` on the host: it answers with its norms, and notes a factor."""
+    GradientGuard(gradient, GuardState.LAZY, name, norms, work=work, copied=copied)
+
+
+def fold(gradient: torch.Tensor, name: str, work: Pending | None = None) -> None:
+    """Marks a `p.grad` on the device: it notes a factor, by which its update multiplies."""
+    GradientGuard(gradient, GuardState.FOLDED, name, work=work)
+
+
 # The functions that are served. A list of gradients may have several states, and plain ones.
 
 

@@ -23,7 +23,7 @@ from megacompile.runtime.params.gradient_record import (
     ParamUse,
     Wish,
 )
-from megacompile.runtime.params.gradients import Gradients, is_gone
+from megacompile.runtime.params.gradients import Gradients, is_there
 
 
 def _unusual(
@@ -165,7 +165,7 @@ class GradientRun:
         have = {
             key: params
             for key, params in wanted.items()
-            if any(not is_gone(self._of.param((key, i)).grad) for i in params)
+            if any(is_there(self._of.param((key, i)).grad) for i in params)
         }
         self._prepare(have)
         for key, params in have.items():
@@ -189,7 +189,7 @@ class GradientRun:
             record.route = GradRoute.ACCUMULATE_SAME_PASS
         elif record.use.wish is Wish.RETURN or autograd_has or self._of.is_busy(place):
             record.route = GradRoute.SEPARATE  # busy: in another backward(), of another thread
-        elif is_gone(gradient) or gradient is None:
+        elif not is_there(gradient):
             record.route = GradRoute.WRITE
         elif gradient.layout is not torch.strided or not self._of.is_ours(place):
             record.joined = True
@@ -340,7 +340,7 @@ class GradientRun:
             return True
         if record.route is GradRoute.ACCUMULATE_SAME_PASS:
             # added to what an earlier graph gave, which may be read
-            added = not is_gone(self._of.param(place).grad)  # by another thread, meanwhile
+            added = is_there(self._of.param(place).grad)  # by another thread, meanwhile
             return added or not record.in_bucket or record.watched
         return not record.route.in_bucket
 
@@ -350,10 +350,9 @@ class GradientRun:
         memory = self._memory(place, record)
         record.memory, record.in_bucket = memory, True
         record.watched = record.watched or self.observed or record.is_seen
-        if is_gone(param.grad):
+        if not is_there(param.grad):
             param.grad, record.first = None, True
         elif record.route is GradRoute.ACCUMULATE:
-            assert param.grad is not None
             record.before, param.grad = param.grad, None
         return memory
 

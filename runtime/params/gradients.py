@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -191,7 +192,7 @@ class Gradients:
     def bring_in(self, place: ParamId) -> bool:
         """Copy a gradient of the user's into its place in the bucket; False if there is none."""
         gradient = self.param(place).grad
-        if is_gone(gradient) or gradient is None:
+        if not is_there(gradient):
             return False
         if not self.is_ours(place):
             key, i = place
@@ -219,13 +220,13 @@ class Gradients:
             bucket.grads.clear()
             return
         for i in [i for i in bucket.grads if not self.is_busy((key, i))]:
-            if is_gone(bucket.params[i].grad) or not self.is_ours((key, i)):
+            if not is_there(bucket.params[i].grad) or not self.is_ours((key, i)):
                 del bucket.grads[i]
 
     def on_device(self) -> bool:
         """True if there are gradients of buckets that live on the device."""
         return any(
-            not is_gone(param.grad)
+            is_there(param.grad)
             for bucket in self.buckets.values()
             if bucket.resident is not None
             for param in bucket.params
@@ -233,15 +234,15 @@ class Gradients:
 
     def _part(self, places: Iterable[ParamId]) -> None:
         """Give a `p.grad` that is in the place of another one's memory of its own."""
-        there = [(place, self.param(place).grad) for place in places]
-        there = [(place, gradient) for place, gradient in there if not is_gone(gradient)]
+        now = [(place, self.param(place).grad) for place in places]
+        there = [(place, gradient) for place, gradient in now if is_there(gradient)]
         if not there:  # as after zero_grad()
             return
         buffers = {
             g.data_ptr(): (k, i) for k, b in self.buckets.items() for i, g in b.grads.items()
         }
         for place, gradient in there:
-            if gradient is None or gradient.layout is not torch.strided:
+            if gradient.layout is not torch.strided:
                 continue
             mine = compat.local(gradient)
             if mine.numel() and buffers.get(mine.data_ptr(), place) != place:
@@ -282,7 +283,7 @@ class Gradients:
     def _held_by_user(self, key: int, bucket: HostBucket) -> bool:
         """True if a gradient that `zero_grad()` took out of `p.grad` is still held."""
         for i, memory in bucket.grads.items():
-            if compat.storage_users(memory) > 1 and is_gone(bucket.params[i].grad):
+            if compat.storage_users(memory) > 1 and not is_there(bucket.params[i].grad):
                 if not self.is_busy((key, i)):
                     return True
         return False
@@ -293,16 +294,15 @@ class Gradients:
         bucket.make_grads()
         for i, before in old.items():
             gradient = bucket.params[i].grad
-            ours = not is_gone(gradient) and gradient is not None and same_memory(gradient, before)
-            if not ours and not self.is_busy((key, i)):
-                continue
-            if i not in bucket.grads or not ours:  # it was frozen since, or autograd has it
+            if is_there(gradient) and same_memory(gradient, before):
+                if i not in bucket.grads:  # it was frozen since
+                    bucket.grads[i] = before
+                    continue
+                self.streams.synchronize(Stream.D2H)
+                bucket.grads[i].copy_(before)
+                set_storage(gradient, bucket.grads[i])  # p.grad stays the tensor that it is
+            elif self.is_busy((key, i)):  # autograd has it
                 bucket.grads[i] = before
-                continue
-            self.streams.synchronize(Stream.D2H)
-            bucket.grads[i].copy_(before)
-            assert gradient is not None
-            set_storage(gradient, bucket.grads[i])  # p.grad stays the tensor that it is
 
 
 def _open(gradient: torch.Tensor | None) -> None:
@@ -319,6 +319,6 @@ def _give_up(passes: dict[int, BackwardPass], number: int, found: BackwardPass) 
         found.give_up()
 
 
-def is_gone(gradient: torch.Tensor | None) -> bool:
-    """True if there is nothing to accumulate into."""
-    return gradient is None or is_taken(gradient)
+def is_there(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    """True if there is something to accumulate into: an update in the backward leaves nothing."""
+    return gradient is not None and not is_taken(gradient)

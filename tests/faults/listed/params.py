@@ -29,8 +29,8 @@ FAULTS = (
     Fault(
         "served-norm-alias",
         "runtime/params/backward_pass.py",
-        "if compat.storage_users(compat.local(gradient)) > 2 and key not in lazy:",
-        "if compat.storage_users(compat.local(gradient)) > 9 and key not in lazy:",
+        "if key in lazy or compat.storage_users(mine) <= 2:",
+        "if key in lazy or compat.storage_users(mine) <= 9:",
         "A gradient that is changed under another name has the norm of before.",
     ),
     Fault(
@@ -106,7 +106,7 @@ FAULTS = (
     Fault(
         "renew-no-copy",
         "runtime/params/gradients.py",
-        "            bucket.grads[i].copy_(before)\n",
+        "                bucket.grads[i].copy_(before)\n",
         "",
         "When gradient buffers are made anew, the gradients so far are lost.",
     ),
