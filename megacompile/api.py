@@ -26,8 +26,8 @@ from megacompile.options import Activations, Head, Lowering, Options, check_alik
 from megacompile.passes.stages.units import find_units
 from megacompile.plan.compiler import PassCompiler
 from megacompile.progress import line
-from megacompile.runtime.checkpoint.checkpoint import Checkpoint as Checkpoint
 from megacompile.runtime.checkpoint.contents import Contents, on_meta
+from megacompile.runtime.checkpoint.match import Checkpoint as Checkpoint
 from megacompile.runtime.checkpoint.save import save as save
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.model.methods import replace_methods

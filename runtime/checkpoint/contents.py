@@ -25,16 +25,15 @@ from torch import nn
 from megacompile.errors import CheckpointError
 from megacompile.progress import bar
 from megacompile.runtime.checkpoint import hugging_face
-from megacompile.runtime.checkpoint.checkpoint import Checkpoint
 from megacompile.runtime.checkpoint.files import Entry
 from megacompile.runtime.checkpoint.initialize import (
     buffers_in,
     check_initializers,
+    give_memory,
     initialize,
     refuse_stray,
 )
-from megacompile.runtime.checkpoint.match import Computed, Matched, Stored, match
-from megacompile.runtime.checkpoint.memory import give_memory
+from megacompile.runtime.checkpoint.match import Checkpoint, Computed, Matched, Stored, match
 from megacompile.runtime.checkpoint.read import Reader
 from megacompile.runtime.device.ranks import Ranks
 

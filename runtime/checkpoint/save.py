@@ -33,8 +33,8 @@ from megacompile import compat
 from megacompile.errors import CheckpointError, OptionError
 from megacompile.option_values import parse_bytes
 from megacompile.runtime.checkpoint import hugging_face
-from megacompile.runtime.checkpoint.conversions import Saved
 from megacompile.runtime.checkpoint.files import INCOMPLETE, SHARD, WEIGHTS, library
+from megacompile.runtime.checkpoint.hugging_face import Saved
 from megacompile.runtime.device.ranks import ranks_of
 from megacompile.text import format_bytes
 

@@ -24,10 +24,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from megacompile.runtime.optim.kernels.bucket import update_again, update_bucket
+from megacompile.runtime.optim.kernels.bucket import update_again
 from megacompile.runtime.optim.kernels.table import Signature, Table, describe, tables_of
 from megacompile.runtime.optim.registry import rule_of
 from megacompile.runtime.optim.rule import OptimizerRule, Update
+from megacompile.runtime.optim.twin import apply
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.gradient_guards import lazy_of
 from megacompile.runtime.params.guards import GuardedTensor, GuardState, guard_of
@@ -91,7 +92,9 @@ class AlikeStep:
             update_again(like.rule, tables, self.addresses, factors, self.hypers, device)
             return
         with torch.no_grad():  # no kernel takes the addresses
-            update_bucket(like.rule, [update for part in parts for update in self._updates(part)])
+            for part in parts:
+                for update in self._updates(part):
+                    apply(like.rule, update)
 
     def _updates(self, part: BucketUpdate) -> list[Update]:
         """The updates of a bucket's parameters as tensors."""
