@@ -71,7 +71,7 @@ def updates(model: nn.Module) -> dict[str, str]:
     Raises:
         ModelError: the model is not megacompiled.
     """
-    return dict(streamed_model(model, "updates").updates.backends)
+    return dict(streamed_model(model, "updates").updates.parts.backends)
 
 
 def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:

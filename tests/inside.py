@@ -159,7 +159,7 @@ def graphs(model: nn.Module) -> list[Any]:
 
 def backends(model: nn.Module) -> set[str]:
     """How the host updates the buckets of a model."""
-    return set(streamed(model).updates.backends.values())
+    return set(streamed(model).updates.parts.backends.values())
 
 
 def wait_for_code(model: nn.Module) -> None:

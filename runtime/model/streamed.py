@@ -96,7 +96,7 @@ class StreamedModel:
         if options.optimizer is not None:
             self.machine.in_backward = InBackward(
                 options.optimizer,
-                self.updates.steps_in_backward(),
+                self.updates.parts.in_backward,
                 self.machine.micro_steps,
                 self.machine.staging,
             )

@@ -28,10 +28,10 @@ from megacompile.runtime.params.gradient_run import GradientRun
 from megacompile.runtime.params.gradients import Gradients
 from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.runtime.updates.device_buffers import DeferredFrees
-from megacompile.runtime.updates.host import HostUpdates
 from megacompile.runtime.updates.in_backward import InBackward, MicroSteps
 from megacompile.runtime.updates.on_device import DeviceUpdates
 from megacompile.runtime.updates.staging import Staging
+from megacompile.runtime.updates.workers import HostUpdates
 from megacompile.views.recorder import Tracer
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, Protocol
 
@@ -33,21 +34,34 @@ from megacompile.runtime.device.forks import Live
 from megacompile.runtime.optim.blockwise import to_plain
 from megacompile.runtime.optim.registry import known
 from megacompile.runtime.params.guards import unguarded
-from megacompile.runtime.params.optimizer_states import drop_empty, reserve
+from megacompile.runtime.params.optimizer_states import add_one, count_up, drop_empty, reserve
+from megacompile.runtime.updates.update import BucketUpdate
 
 
-class ModelPart(Protocol):
-    """The part of one model in a step."""
+@dataclass(eq=False, slots=True)
+class PreparedStep:
+    """One model's part of an `optimizer.step()`, from when it is prepared until it has begun."""
 
-    params: list[nn.Parameter]  # those that it updates
-    gradients: list[Any]  # theirs
-    states: list[dict[str, Any]]  # theirs; none where the optimizer has them all
-
-    def start(self) -> None:
-        """Do it, or start it in the background."""
+    optimizer: Optimizer
+    parts: list[BucketUpdate] = field(default_factory=list)
+    params: list[nn.Parameter] = field(default_factory=list)  # those that it updates
+    gradients: list[Any] = field(default_factory=list)  # theirs
+    states: list[dict[str, Any]] = field(default_factory=list)
+    """Theirs, as they will be; none where those of the optimizer stay as they are."""
+    counters: list[torch.Tensor] = field(default_factory=list)  # in these
 
     def drop(self) -> None:
         """It will not be done."""
+        for part in self.parts:
+            part.drop()
+
+    def count(self) -> None:
+        """Count the step in the optimizer's own counters."""
+        add_one(self.counters)
+        count_up(self.states)
+        for param, state in zip(self.params, self.states, strict=bool(self.states)):
+            if state:
+                self.optimizer.state[param].update(state)
 
 
 class Model(Protocol):
@@ -56,8 +70,11 @@ class Model(Protocol):
     def owns(self, param: torch.Tensor) -> bool:
         """True if it is a parameter of this model."""
 
-    def prepare_step(self, optimizer: Optimizer) -> ModelPart | None:
+    def prepare_step(self, optimizer: Optimizer) -> PreparedStep | None:
         """Its part of a step that begins; None where torch.optim does it all."""
+
+    def start(self, step: PreparedStep) -> None:
+        """Do it, or start it in the background."""
 
     def settle(self) -> None:
         """Wait for everything that is in flight; raise what failed, and was not loaded since."""
@@ -133,7 +150,7 @@ class _Hooks:
     """The hooks on one optimizer."""
 
     def __init__(self) -> None:
-        self.parts: list[ModelPart] = []  # of the step that runs
+        self.parts: list[tuple[Model, PreparedStep]] = []  # of the step that runs
         self.hidden: list[tuple[nn.Parameter, Any]] = []
         self.reserved: list[nn.Parameter] = []  # whose states were empty when it began
         self.converts = False  # 8-bit states in state_dict()
@@ -156,11 +173,11 @@ class _Hooks:
                 for model in _LIVE:
                     part = model.prepare_step(optimizer)
                     if part is not None:
-                        self.parts.append(part)
-                for part in self.parts:
+                        self.parts.append((model, part))
+                for _, part in self.parts:
                     self._hide(zip(part.params, part.gradients, strict=True))
                 left = _with_gradients(optimizer) if self.parts else []
-                if left or any(part.states for part in self.parts):
+                if left or any(part.states for _, part in self.parts):
                     self.reserved = reserve(optimizer, [p for p, _ in [*self.hidden, *left]])
             if left:
                 compat.step_without_hooks(optimizer)
@@ -177,7 +194,8 @@ class _Hooks:
         with unguarded(), compat.on_host():
             try:
                 while self.parts:
-                    self.parts.pop(0).start()
+                    model, part = self.parts.pop(0)
+                    model.start(part)
             finally:
                 self._give_up(optimizer)
 
@@ -196,7 +214,7 @@ class _Hooks:
                     param.grad = gradient
             self.hidden = []
             while self.parts:
-                self.parts.pop().drop()
+                self.parts.pop()[1].drop()
 
 
 def _before_state_dict(optimizer: Optimizer) -> None:

@@ -47,6 +47,7 @@ class StepParts:
     def __init__(self, machine: Machine, options: Options) -> None:
         self.machine = machine
         self.options = options
+        self.backends: dict[str, str] = {}  # by the bucket's name, of the last step
 
     def part(
         self,
@@ -260,7 +261,8 @@ class StepParts:
     def in_backward(
         self, optimizer: Optimizer, bucket: HostBucket, indices: Iterable[int]
     ) -> dict[int, ParamUpdate]:
-        """The steps of some parameters by rule, for an update in the backward."""
+        """The steps of some parameters by rule, by index, for an update in the backward."""
+        self.backends[bucket.layout.name] = UpdatePlace.BACKWARD.value
         rule = rule_of(optimizer)
         assert rule is not None, "an update in the backward is by rule"
         by_param = {id(p): group for group in optimizer.param_groups for p in group["params"]}

@@ -2,7 +2,7 @@
 
 Hooks on the optimizer (see `hooks`) do the update of our parameters next to its own step, with its
 own `param_groups` and `state`. `Updates.prepare_step` finds out what is to be done, bucket by
-bucket, and refuses what cannot be; only `PreparedStep.start` changes parameters and states (but
+bucket, and refuses what cannot be; only `Updates.start` changes parameters and states (but
 what a backward has updated already is counted while preparing). It runs the updates of the
 schedules whose backwards ran (`schedule.update`), each for the buckets that the step has a part
 for, and is over at once: threads update bucket after bucket, about in the order in which the next
@@ -15,11 +15,10 @@ later, a gradient that the user has put there) is made by a graph of its own, `r
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +37,6 @@ from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.gradient_guards import is_unsummed, refuse_unsummed
 from megacompile.runtime.params.optimizer_states import (
     Trained,
-    add_one,
     adopt,
     count_up,
     drop_empty,
@@ -52,9 +50,9 @@ from megacompile.runtime.params.work import Left
 from megacompile.runtime.step import hooks
 from megacompile.runtime.step.ahead import Ahead
 from megacompile.runtime.step.alike import Alike
+from megacompile.runtime.step.hooks import PreparedStep
 from megacompile.runtime.step.parts import StepParts
 from megacompile.runtime.updates.flight import Flight
-from megacompile.runtime.updates.in_backward import PrepareSteps
 from megacompile.runtime.updates.parameter import ParamUpdate
 from megacompile.runtime.updates.refusals import Rehearsals, check, check_shared
 from megacompile.runtime.updates.update import BucketUpdate, UpdatePlace
@@ -63,37 +61,6 @@ _RESTS = 16  # graphs for what no schedule's update makes; those made longest ag
 
 
 _ByKey = dict[int, BucketUpdate]  # parts, by the key of their bucket
-
-
-@dataclass(eq=False, slots=True)
-class PreparedStep:
-    """One model's part of an `optimizer.step()`."""
-
-    updates: Updates
-    optimizer: Optimizer
-    parts: list[BucketUpdate] = field(default_factory=list)
-    params: list[nn.Parameter] = field(default_factory=list)  # those that it updates
-    gradients: list[Any] = field(default_factory=list)  # theirs
-    states: list[dict[str, Any]] = field(default_factory=list)
-    """Theirs, as they will be; none where those of the optimizer stay as they are."""
-    counters: list[torch.Tensor] = field(default_factory=list)  # in these
-
-    def start(self) -> None:
-        """Count the step, and make the update or start it in the background."""
-        self.updates.start(self)
-
-    def drop(self) -> None:
-        """It will not be done."""
-        for part in self.parts:
-            part.drop()
-
-    def count(self) -> None:
-        """Count the step in the optimizer's own counters."""
-        add_one(self.counters)
-        count_up(self.states)
-        for param, state in zip(self.params, self.states, strict=bool(self.states)):
-            if state:
-                self.optimizer.state[param].update(state)
 
 
 class Updates:
@@ -113,15 +80,14 @@ class Updates:
     ) -> None:
         self.machine = machine
         self.options = options
-        self._parts = StepParts(machine, options)
+        self.parts = StepParts(machine, options)
         self._make_rest = rest
         self._before_step = before_step
         self._rests: dict[tuple[tuple[Bucket, bool], ...], Executor] = {}
         self._said: set[str] = set()
-        self.backends: dict[str, str] = {}  # by the bucket's name, of the last step
         self._rehearsals = Rehearsals()
         self._prepared: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have stepped
-        self.ahead = Ahead(machine, self._parts, self._prepared)
+        self.ahead = Ahead(machine, self.parts, self._prepared)
         self._alike: weakref.WeakKeyDictionary[Optimizer, Alike] = weakref.WeakKeyDictionary()
         hooks.tell(self)
         if options.state_dtype is not None:
@@ -188,19 +154,23 @@ class Updates:
         if optimizer in self._prepared:  # a second step has all that it needs
             self.machine.host_budget.drop_preallocated()
         self._prepared.add(optimizer)
-        prepared = PreparedStep(self, optimizer)
+        prepared = PreparedStep(optimizer)
         try:
             ready: dict[object, bool] = {}
             rehearsals = self._rehearsals.of_step()
             options: dict[int, dict[str, Any]] = {}
             for key in keys:
                 bucket = self.machine.buckets[key]
-                part = self._parts.part(optimizer, bucket, found[key], options)
+                part = self.parts.part(optimizer, bucket, found[key], options)
                 prepared.parts.append(part)
-                with nullcontext() if self.backends else line("preparing the update", self._shows):
+                with (
+                    nullcontext()
+                    if self.parts.backends
+                    else line("preparing the update", self._shows)
+                ):
                     part.prepare(ready)
                 rehearsals.rehearse(where, optimizer, part, found[key])
-                if self._parts.helps and part.suits_chunks():
+                if self.parts.helps and part.suits_chunks():
                     part.on_device = True
                     bucket.states.lock(optimizer)
         except BaseException:
@@ -226,7 +196,7 @@ class Updates:
             return None
         self._alike[optimizer] = before
         return PreparedStep(
-            self, optimizer, step.parts(), step.params, step.gradients, counters=step.counters
+            optimizer, step.parts(), step.params, step.gradients, counters=step.counters
         )
 
     def _refuse_unsummed(self, optimizer: Optimizer) -> None:
@@ -296,12 +266,12 @@ class Updates:
         if rule_of(optimizer) is None:
             return True
         eager = self.options.lowering is Lowering.EAGER
-        return eager and all(self._parts.is_plain(each.param) for each in trained)
+        return eager and all(self.parts.is_plain(each.param) for each in trained)
 
     @property
     def _shows(self) -> bool | None:
         """Is there a line that says what is waited for? In the first step."""
-        return False if self.backends else self.options.progress
+        return False if self.parts.backends else self.options.progress
 
     def _say(self, text: str) -> None:
         if text not in self._said:
@@ -313,15 +283,10 @@ class Updates:
         rank = {key: i for i, key in enumerate(self.machine.order)}
         return sorted(keys, key=lambda key: (rank.get(key, len(rank)), key))
 
-    def steps_in_backward(self) -> PrepareSteps:
-        """The function that prepares the steps of an update in the backward. It does not keep this
-        alive: an old loss has no part in the steps of optimizers."""
-        return functools.partial(_in_backward, self._parts, self.backends)
-
     # A step: doing it.
 
     def start(self, step: PreparedStep) -> None:
-        """Make what was prepared, or start it in the background.
+        """Count a step, and make the update that was prepared or start it in the background.
 
         Ctrl-C may come anywhere in it. Then each bucket's update runs to its end and its bucket
         knows of it, or it never begins. Where some have begun and others never will, all of them
@@ -391,7 +356,7 @@ class Updates:
     def _finish(self, optimizer: Optimizer, parts: Sequence[BucketUpdate]) -> None:
         for part in parts:
             name = part.bucket.layout.name
-            self.backends[name] = part.said
+            self.parts.backends[name] = part.said
             log.logger("update").info("%s: %s", name, part.said)
             if part.place is not UpdatePlace.RESIDENT and part.backend.by_rule:
                 self.machine.device_update.learn(optimizer, part.bucket, part.steps, part.states)
@@ -412,7 +377,7 @@ class Updates:
             names = names_like(param, state)
             for name in names:
                 dtypes = {step.index: state[name].dtype}
-                bucket.states.make(optimizer, name, dtypes, pin=self._parts.cuda)
+                bucket.states.make(optimizer, name, dtypes, pin=self.parts.cuda)
             adopt(optimizer, bucket, step.index, state, names)
             step.states.clear()  # they are copied; the states of all buckets would be there twice
             drop_empty(optimizer, [param])
@@ -445,15 +410,3 @@ def _tear(optimizer: Optimizer, parts: Iterable[BucketUpdate], error: BaseExcept
         pending = part.bucket.pending
         params = part.bucket.params
         pending.tear(why, {i: Left.of(params[i], [optimizer]) for i in part.indices})
-
-
-def _in_backward(
-    parts: StepParts,
-    backends: dict[str, str],
-    optimizer: Optimizer,
-    bucket: HostBucket,
-    indices: Iterable[int],
-) -> dict[int, ParamUpdate]:
-    """The steps of some parameters by rule, for an update in the backward."""
-    backends[bucket.layout.name] = UpdatePlace.BACKWARD.value
-    return parts.in_backward(optimizer, bucket, indices)

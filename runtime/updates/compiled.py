@@ -1,6 +1,6 @@
 """A rule compiled to C++: code that is there, or on its way.
 
-A process next to this one compiles it (`cpp_process`). Until it is done, the twin as it is serves
+A process next to this one compiles it (`CppProcess`). Until it is done, the twin as it is serves
 (`optim.twin.apply`), whose numbers are the same in every bit. Nothing waits: `ready` is asked in
 the thread that calls `optimizer.step()`, once for each kind of update, and takes the code from
 Inductor's caches, which takes less than half a second and starts no compiler. The other process has
@@ -27,14 +27,15 @@ from megacompile.runtime.optim.registry import RULES
 from megacompile.runtime.optim.rule import OptimizerRule, Update
 from megacompile.runtime.optim.twin import arguments
 from megacompile.runtime.updates.cpp import (
+    REFUSED,
     Code,
     CompileRequest,
+    CppProcess,
     Kind,
     compile_update,
     kind_of,
     options_now,
 )
-from megacompile.runtime.updates.cpp_process import REFUSED, CppProcess
 
 
 class Compiled:

@@ -1,4 +1,5 @@
-"""A rule's twin as C++: what is compiled, and the key under which that is known on disk.
+"""A rule's twin as C++: what is compiled, the key under which that is known on disk, and the
+process that compiles it.
 
 One code serves all sizes. It is compiled on a typical size, because Inductor decides by the first
 size that it sees whether to use more than one thread. It leaves one core to the thread that issues
@@ -13,6 +14,8 @@ import hashlib
 import json
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +24,7 @@ from typing import Any
 import torch
 
 from megacompile import compat
+from megacompile.beside.process import Process, end_with_the_pipe
 from megacompile.runtime import optim
 from megacompile.runtime.optim.blockwise import absmax_numel
 from megacompile.runtime.optim.registry import RULES
@@ -28,6 +32,7 @@ from megacompile.runtime.optim.rule import OptimizerRule, Update
 from megacompile.runtime.optim.twin import apply, arguments, function_of
 
 TYPICAL = 2**22  # elements of a parameter that Inductor should have in mind
+REFUSED = 3  # exit status of a process: it began, and the compiler did not do it
 _NOTE = 2  # the version of what a note says
 _SAMPLE = 2**16 + 37  # elements that the codes are compared on
 
@@ -170,3 +175,33 @@ def _sources() -> str:
 
 def _dtype_of(value: Any) -> Any:
     return value.dtype if isinstance(value, torch.Tensor) else value
+
+
+# A process next to this one that compiles an update, so that Inductor's caches on disk have it.
+#
+# Not a thread: while Dynamo compiles, it changes the state of the whole process and restores it
+# afterwards. What the process has compiled is found in the caches within half a second. It knows
+# nothing of a GPU.
+
+
+class CppProcess(Process):
+    """A process that carries out a request.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(self, request: CompileRequest) -> None:
+        super().__init__(__name__, pickle.dumps(request))
+
+
+def main(request: bytes) -> None:
+    """Entry point of the process."""
+    end_with_the_pipe()
+    try:
+        pickle.loads(request).carry_out()
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        print(f"{type(error).__name__}: {lines[0] if lines else ''}", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(REFUSED)

@@ -55,7 +55,7 @@ class InBackward:
 
     Args:
         optimizer: whose step it is.
-        prepare: the steps in it (`Updates.steps_in_backward`).
+        prepare: the steps in it (`StepParts.in_backward`).
         micro_steps: knows whether another backward comes before the step.
         staging: of what is on a disk.
     """

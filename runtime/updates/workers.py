@@ -1,5 +1,5 @@
-"""Workers that carry out the updates of host memory, in the background: the host, helped by the
-device.
+"""The updates of host memory, in the background (`update_host` and `help_host`): workers carry them
+out, the host and a device that helps.
 
 Buckets wait in the order in which the next forward reads them. The device takes the first one that
 waits, in chunks over a link that is idle (see `chunks`). The host takes the first one that it ends
@@ -27,9 +27,13 @@ from megacompile import log
 from megacompile.runtime.device import forks
 from megacompile.runtime.device.background import Background, fulfil
 from megacompile.runtime.optim.rule import Update
+from megacompile.runtime.params.work import InFlight
 from megacompile.runtime.updates.chunks import Chunks, ChunkStreams
-from megacompile.runtime.updates.flight import Timed, untimed
+from megacompile.runtime.updates.device_buffers import note_changes
+from megacompile.runtime.updates.flight import Flight, Timed, untimed
+from megacompile.runtime.updates.leases import Lease
 from megacompile.runtime.updates.update import BucketUpdate, UpdateBackend
+from megacompile.views.recorder import Recording
 from megacompile.views.timeline import DEVICE, HOST
 
 _DOUBT = 0.8  # of the time of the last update, for each step in which there was none
@@ -228,3 +232,60 @@ class Workers:
         except ValueError:
             return False
         return True
+
+
+# The ops start them, and buckets know of them until they are done.
+
+
+class HostUpdates:
+    """The updates of host memory that go on behind `optimizer.step()`."""
+
+    def __init__(self, device: torch.device, cores: Collection[int] = ()) -> None:
+        self.workers = Workers(device, cores)
+
+    def start(
+        self,
+        update: BucketUpdate,
+        behind: Sequence[torch.cuda.Event],
+        recording: Recording | None,
+        written: Callable[[Flight], InFlight],
+        staged: Sequence[Lease] = (),
+    ) -> Flight:
+        """Enqueues an update for a worker; users of its bucket wait for it.
+
+        Args:
+            behind: what must be done before it begins: gradients on their way to the host.
+            recording: of the run that it belongs to, while a trace is on.
+            written: returns what is in flight: the update, and the writes of what it makes on a
+                disk.
+            staged: states and parameters that are there in memory, or on their way to it.
+        """
+        bucket = update.bucket
+        job = Job(update, functools.partial(_await, behind, update, staged))
+        flight = Flight(job.future, bucket.layout.name)
+        try:
+            if recording is not None:
+                job.timed = recording.in_background()
+            # the bucket knows of it before anybody can begin it
+            bucket.pending.start(written(flight), update.indices, update.visible)
+            note_changes(bucket, update.indices)
+            self.workers.submit(job)
+        except BaseException:
+            job.call_off()
+            raise
+        return flight
+
+    def help(self, flights: Sequence[Flight]) -> None:
+        """Makes on the device what it can of these, as long as they wait."""
+        self.workers.help({flight.future for flight in flights})
+
+
+def _await(
+    events: Sequence[torch.cuda.Event], update: BucketUpdate, staged: Sequence[Lease]
+) -> None:
+    for event in events:
+        event.synchronize()
+    for each in staged:
+        each.wait()
+    if staged:
+        update.stage(lambda tensor: functools.reduce(lambda t, s: s.tensor(t), staged, tensor))

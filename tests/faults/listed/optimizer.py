@@ -279,7 +279,7 @@ UPDATES = (
     ),
     Fault(
         "host-update-version",
-        "runtime/updates/host.py",
+        "runtime/updates/workers.py",
         "            note_changes(bucket, update.indices)\n",
         "",
         "A backward over parameters that a step has changed is not refused.",
