@@ -41,7 +41,7 @@ from benchmarks.models import Loss, qwen2
 from benchmarks.report import publish
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.rates import known
-from megacompile.ir.schedule import Placement
+from megacompile.ir.plan import Placement, Places
 from megacompile.plan.abstract import abstract_options, abstract_programs
 from megacompile.plan.explanation import traced_waits_text
 from megacompile.plan.scenario import Scenario
@@ -171,7 +171,7 @@ def _predict(staged: Staged, hardware: Hardware) -> dict[str, object]:
     if options.resident:  # there are no buckets that a model would have placed
         for program in programs:
             there = frozenset(bucket.key for bucket in program.stages.buckets)
-            program.plans.placement = Placement(there)
+            program.plans.placement = Placement(Places.of(there))
     now = Scenario(
         tuple(program.schedule(reuse=program is programs[-1]) for program in programs),
         hardware,

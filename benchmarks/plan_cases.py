@@ -115,7 +115,7 @@ def _planned(programs: list[AbstractProgram], hardware: Hardware) -> dict[str, o
         "kept": len(plan.keep),
         "resident": len(plan.resident),
         "on disk": len(plan.on_disk),
-        "tiles": max((tiles for _, tiles in plan.tiles), default=1),
+        "tiles": max((row.tiles for row in plan.stages), default=1),
     }
 
 

@@ -208,7 +208,7 @@ def _row(program: AbstractProgram, machine: Hardware, *, exhaustive: bool) -> di
         "step_s": round(found.step_s, 4),
         "expected_s": round(problem.expected_s(choice), 4),
         "kept": choice.keep,
-        "resident": len(choice.resident),
+        "resident": len(choice.places.resident),
         "device_update": choice.device_update,
         "search_s": round(search_s, 2),
     }

@@ -28,6 +28,7 @@ from megacompile.ir.capture import (
     ParamInput,
     TensorInput,
 )
+from megacompile.ir.plan import Choice, Places
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, Stage
 from megacompile.ir.tensors import TensorMeta
@@ -179,6 +180,9 @@ class Captured:
         return None if isinstance(ref, ArgRef) else stage.buckets[ref.bucket].params[ref.param].name
 
 
+_ALL = 2**20  # stages
+
+
 def after_templates(
     *,
     keep_last: bool = True,
@@ -196,7 +200,7 @@ def after_templates(
     helps: bool = False,
     state_delay: int = 1,
     rerun: int = 0,
-    saved_on_host: frozenset[int] = frozenset(),
+    saved_on_host: int = 0,
     disk_saved: bool = False,
     on_disk: frozenset[int] = frozenset(),
     rank: int = 0,
@@ -231,26 +235,24 @@ def after_templates(
         gradients["device_update"] = functools.partial(
             insert_device_update, state_bytes=lambda item_bytes: 10.0
         )
-        gradients["update_graph"] = functools.partial(
-            insert_update_graph, helps=helps, on_disk=on_disk
-        )
+        gradients["update_graph"] = functools.partial(insert_update_graph, helps=helps)
     if on_disk:
-        gradients["disk"] = functools.partial(
-            insert_disk, on_disk=on_disk, state_bytes=lambda item_bytes: 8.0
-        )
+        gradients["disk"] = functools.partial(insert_disk, state_bytes=lambda item_bytes: 8.0)
     return {
         "differentiate": differentiate,
         "plan": functools.partial(
             make_plan,
-            keep=int(keep_last),
+            choice=Choice(
+                places=Places.of(resident, on_disk),
+                device_update=device_update,
+                state_delay=state_delay,
+                rerun=rerun,
+                saved_on_host=saved_on_host,
+                saved_on_disk=_ALL if disk_saved else 0,
+            ),
+            saves=keep_last,
             activations=activations,
             lookahead=lookahead,
-            resident=resident,
-            device_update=device_update,
-            state_delay=state_delay,
-            rerun=rerun,
-            on_disk=on_disk,
-            saved_on_host=saved_on_host,
         ),
         "split": functools.partial(split_stages, cache={} if cache is None else cache),
         "recompute": insert_recompute,

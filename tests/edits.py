@@ -32,9 +32,12 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Slot
+from megacompile.ir.plan import Places, Tier
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tokens import Token, token_of
 from tests.schedules import arguments, call, find, set_arguments
+
+_NAMES = {"Places": Places, "Slot": Slot, "Tier": Tier, "replace": replace}
 
 
 def edited(schedule: Schedule, edits: str) -> Schedule:
@@ -73,7 +76,7 @@ def awaited(node: fx.Node) -> list[fx.Node]:
 
 def _with_field(schedule: Schedule, field: str, value: str) -> Schedule:
     known = {name: getattr(schedule, name) for name in (field, "slots", "plan", "saved_values")}
-    return replace(schedule, **{field: eval(value, {**known, "Slot": Slot, "replace": replace})})
+    return replace(schedule, **{field: eval(value, {**known, **_NAMES})})
 
 
 class _Graph:

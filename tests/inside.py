@@ -18,7 +18,8 @@ from megacompile.beside import compile_pool
 from megacompile.cost.memory import device_memory
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.schedule import Placement, Schedule
+from megacompile.ir.plan import Places
+from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 from megacompile.runtime.device.buffers import HostBuffer, Wanted
@@ -190,15 +191,13 @@ def want(model: nn.Module, *names: str, on_disk: Collection[str] = ()) -> None:
     """Let these buckets live on the device, and the states of others on the disk, from the next
     call on, as if a plan wanted it."""
     keys = {bucket.layout.name: key for key, bucket in machine(model).buckets.items()}
-    wanted = Placement(
-        frozenset(keys[name] for name in names), frozenset(keys[name] for name in on_disk)
-    )
+    places = Places.of((keys[name] for name in names), (keys[name] for name in on_disk))
     compiler: Any = streamed(model).buckets.plans.compiler
-    compiler.chooser._wanted = wanted
+    compiler.chooser.wanted.set(places)
 
 
 def choose(model: nn.Module, **choice: Any) -> None:
-    """Let the plans of a model that trains be made from these choices (`plan/choice.py`)."""
+    """Let the plans of a model that trains be made from these choices (`ir/plan.py`)."""
     compiler: Any = streamed(model).buckets.plans.compiler
     compiler.chooser = _Chosen(compiler.chooser, choice)
 

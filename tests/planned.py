@@ -2,8 +2,9 @@
 
     planned("0F 1F 2F", accumulate=True, lookahead=1, resident=frozenset({0}))
 
-Options are those of `megacompile()`, of the variant of a graph, of the choice of a plan
-(`megacompile.plan.choice`), and of the stubs that the line is parsed to (`tests.actions`).
+Options are those of `megacompile()`, of the variant of a graph, of the choice of a plan and of
+where buckets live (`megacompile.ir.plan`), and of the stubs that the line is parsed to
+(`tests.actions`).
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from typing import Any
 
 from megacompile.ir import ops
 from megacompile.ir.capture import Variant
+from megacompile.ir.plan import Choice, Places, Plan, SavedPart, StagePlan, Tier, Updater
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Lowering, Options, PlannedMesh
 from megacompile.plan import pipeline
-from megacompile.plan.choice import Choice
 from megacompile.plan.setting import Setting
 from tests.actions import Stubs, parse
+
+_PLACES = ("resident", "on_disk", "weights_on_disk")
 
 # The passes by name, as they are called there.
 PASSES: Any = pipeline
@@ -37,7 +40,8 @@ def planned(line: str, *, training: bool = True, inductor: bool = False, **given
     ranks, replicas = given.get("ranks", 1), given.get("replicas", 1)
     mesh = PlannedMesh(ranks, replicas) if ranks > 1 else None
     taken = {kind: _of(kind, given) for kind in (Stubs, Choice, Variant)}
-    known = {"still": (), **{k: v for kind in taken.values() for k, v in kind.items()}}
+    known = {"still": (), **dict.fromkeys(_PLACES)}
+    known |= {k: v for kind in taken.values() for k, v in kind.items()}
     rest = {name: value for name, value in given.items() if name not in known}
     lowering = Lowering.INDUCTOR if inductor else Lowering.EAGER
     options = replace(_OPTIONS, mesh=mesh, lowering=lowering, **rest)
@@ -48,7 +52,34 @@ def planned(line: str, *, training: bool = True, inductor: bool = False, **given
     schedule = PASSES.differentiate(schedule) if training else replace(schedule, tangents=())
     variant = Variant(schedule.tangents, **{"keep_last": True, **taken[Variant]})
     passes = pipeline.Pipeline(Setting(options), ())
-    return passes.planned(schedule, variant, Choice(**taken[Choice]))
+    places = Places.of(*(given.get(name, ()) for name in _PLACES))
+    return passes.planned(schedule, variant, Choice(places=places, **taken[Choice]))
+
+
+def rows(
+    stages: int,
+    keep: Collection[int] = (),
+    *,
+    offload: Collection[int] = (),
+    rerun: Collection[int] = (),
+    **others: Any,
+) -> Plan:
+    """A plan of so many stages: those whose saved tensors are kept, wait on the host, and that run
+    again; and of the buckets, as `Places.of` takes them."""
+    places = {name: others.pop(name) for name in _PLACES if name in others}
+    updated = others.pop("device_update", ())
+    return Plan(
+        Places.of(**places).changed(updated, updater=Updater.DEVICE),
+        tuple(
+            StagePlan(
+                saved=SavedPart.ALL if i in keep else SavedPart.INPUTS,
+                tier=Tier.HOST if i in offload else Tier.DEVICE,
+                rerun=i in rerun,
+            )
+            for i in range(stages)
+        ),
+        **others,
+    )
 
 
 def without_gradients(schedule: Schedule, stages: Collection[int]) -> Schedule:

@@ -17,7 +17,8 @@ from torch import fx
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Param, Slot
 from megacompile.ir.ops import Part
-from megacompile.ir.schedule import PassRecord, Plan, Schedule
+from megacompile.ir.plan import Places, Plan, Updater
+from megacompile.ir.schedule import PassRecord, Schedule
 from megacompile.ir.stages import ArgRef, ParamRef, SavedRef, Stage, Template
 from megacompile.ir.tensors import TensorMeta
 from megacompile.ir.tokens import Token
@@ -88,7 +89,7 @@ def build(spec: Spec) -> Schedule:
         backward=None if backward is None else backward.graph,
         update=_update(spec, stages, backward) if backward is not None and steps else None,
         left=tuple(node.name for node in backward.left) if backward is not None else (),
-        plan=Plan(resident=spec.resident, device_update=spec.device),
+        plan=Plan(Places.of(spec.resident).changed(spec.device, updater=Updater.DEVICE)),
         stages=stages,
         saved_values=tuple(node.name for node in forward.saved_values),
         tangents=(0,) if spec.training else (),

@@ -6,9 +6,10 @@ import collections
 import contextlib
 import dataclasses
 import io
+import itertools
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, Protocol
 from unittest import mock
@@ -17,6 +18,7 @@ import torch
 
 from megacompile import megacompile
 from megacompile.errors import BackwardError, OptimizerError
+from megacompile.ir.plan import SavedPart, Tier
 from megacompile.ir.schedule import Schedule
 from megacompile.passes.schedule.plan import make_plan
 from megacompile.plan import pipeline
@@ -132,27 +134,46 @@ def kept(choose: Callable[[], Choice], counts: Counts) -> Iterator[None]:
         choose: gives what is chosen for the model that is planned.
     """
 
-    def chosen(schedule: Schedule, *, keep: int = 1, **options: Any) -> Schedule:
-        choice = choose()
-        bits = choice.keep
-        options["state_delay"] = choice.state_delay
-        able = [s.index for s in schedule.stages if s.traced.has_backward]
-        options["saved_on_host"] = frozenset(i for i in able if choice.on_host >> (i % 8) & 1)
-        planned = make_plan(schedule, keep=keep, **options)
-        runs = frozenset(s.index for s in schedule.stages if choice.rerun >> (s.index % 8) & 1)
-        planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, rerun=runs))
-        if bits < 0 or not keep or schedule.backward is None:
+    def chosen(schedule: Schedule, choice: Any, *, saves: bool, **options: Any) -> Schedule:
+        drawn = choose()
+        choice = dataclasses.replace(choice, state_delay=drawn.state_delay)
+        planned = make_plan(schedule, choice, saves=saves, **options)
+        if schedule.backward is None:
             return planned
-        drawn = frozenset(i for i in able if bits >> (i % 8) & 1)
-        counts.kept += len(drawn)
-        halves = {i for i in drawn if choice.halves >> (i % 8) & 1}
-        fractions = tuple((i, 0.5) for i in sorted(halves | options["saved_on_host"]))
-        plan = dataclasses.replace(
-            planned.plan,
-            keep=drawn | options["saved_on_host"],
-            saved_fractions=fractions,
-            reasons=("at random",),
+        every = [stage.index for stage in schedule.stages]
+        able = [s.index for s in schedule.stages if s.traced.has_backward]
+
+        def some(stages: Iterable[int], bits: int) -> set[int]:
+            return {i for i in stages if bits >> (i % 8) & 1}
+
+        def saved(i: int) -> SavedPart:
+            if i in halves:
+                return SavedPart.HALF
+            return SavedPart.ALL if i in kept else SavedPart.INPUTS
+
+        rerun, kept = some(every, drawn.rerun), set(planned.plan.keep)
+        on_host = some(able, drawn.on_host) - kept
+        halves = on_host if saves else set()
+        if drawn.keep >= 0 and saves:
+            kept = some(able, drawn.keep)
+            counts.kept += len(kept)
+            halves = on_host | some(kept, drawn.halves)
+        kept |= on_host if saves else set()
+        rows = tuple(
+            row._replace(
+                saved=SavedPart.HALF
+                if i in halves
+                else SavedPart.ALL
+                if i in kept
+                else SavedPart.INPUTS,
+                tier=Tier.HOST if i in on_host and row.tier is Tier.DEVICE else row.tier,
+                rerun=i in rerun,
+            )
+            for i, row in enumerate(planned.plan.stages)
         )
+        gaps = [b - a for a, b in itertools.pairwise(sorted(on_host))]
+        delay = max(gaps, default=2 if on_host else 1)
+        plan = dataclasses.replace(planned.plan, stages=rows, saved_delay=delay)
         return dataclasses.replace(planned, plan=plan)
 
     with mock.patch.object(pipeline, "make_plan", chosen):
@@ -191,8 +212,11 @@ def differences(wanted: Result, got: Result, *, rtol: float = 0.0) -> list[str]:
 def _store(model: Any, bits: int) -> None:
     """Let the states of these buckets lie on the disk, as a plan would, and others on the host."""
     buckets = streamed_model(model, "tests").buckets
-    keys = (key for i, key in enumerate(buckets.machine.buckets) if bits >> i & 1)
-    buckets._move(dataclasses.replace(buckets.plans.placement, on_disk=frozenset(keys)))
+    keys = {key for i, key in enumerate(buckets.machine.buckets) if bits >> i & 1}
+    now = buckets.plans.placement
+    there = buckets.machine.buckets.keys() - now.places.resident
+    places = now.places.changed(there, states=Tier.HOST).changed(there & keys, states=Tier.DISK)
+    buckets._move(dataclasses.replace(now, places=places))
 
 
 def streamed(model: Any, choice: Choice, optimizer: Any, mesh: Any = None) -> adversary.Adversary:

@@ -1,4 +1,4 @@
-"""The words of the design as frozen data: Bucket, Slot, Template, Stage, Plan, Schedule.
+"""Schedules as frozen data.
 
 Nothing here computes on a device. A `Schedule` holds the FX graphs of a step (forward and, where
 gradients are needed, backward and update) whose every node is a `call_function` of an op in
@@ -12,8 +12,7 @@ order, a bucket carries the index of the first stage that reads it.
 from __future__ import annotations
 
 import functools
-import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,38 +21,11 @@ from torch import fx
 from megacompile import compat
 from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.capture import InputView
+from megacompile.ir.plan import Plan
 from megacompile.ir.stages import Stage, Template
 from megacompile.ir.symbols import Symbols
 
 VIEWS: dict[str, Callable[..., Any]] = {}  # how a schedule is shown; `megacompile.views` fills it
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The decisions a schedule is built from."""
-
-    keep: frozenset[int] = frozenset()  # stages whose saved tensors are kept, not recomputed
-    reasons: tuple[str, ...] = ()
-    resident: frozenset[int] = frozenset()  # buckets (keys) that live on the device
-    device_update: frozenset[int] = frozenset()  # buckets (keys) that step() updates on the device
-    offload: frozenset[int] = frozenset()  # stages whose saved values wait on the host
-    rerun: frozenset[int] = frozenset()  # stages whose outputs are not saved, but computed again
-    saved_fractions: tuple[
-        tuple[int, float], ...
-    ] = ()  # (kept stage, share of its saved tensors, 0 to 1)
-    tiles: tuple[tuple[int, int], ...] = ()  # (stage, tiles in which its tokenwise pieces run)
-    samples: frozenset[int] = frozenset()  # stages whose tiles are of whole samples, all of them
-    state_delay: int = 1  # backwards that are issued before one waits for states to leave
-    saved_delay: int = 1  # forwards that are issued before one waits for saved tensors to leave
-    stay: frozenset[int] = frozenset()  # buckets (keys) that keep their slots between forwards
-    on_disk: frozenset[int] = frozenset()  # buckets (keys) whose states are on a disk
-    state_sets: int = 0  # sets of host buffers that these states come to, one a bucket at a time
-    state_set_bytes: int = 0  # of each, as far as is known
-    saved_on_disk: frozenset[int] = frozenset()  # stages whose saved values go on to a disk
-    saved_sets: int = 0  # host buffers on their way there, and as many on the way back
-    weights_on_disk: frozenset[int] = frozenset()  # buckets (keys) whose parameters are on a disk
-    weight_sets: int = 0  # host buffers that prefetches copy these parameters from
-    new_weight_sets: int = 0  # host buffers in which updates leave them, until they are written
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,45 +158,3 @@ class Schedule:
     def __repr__(self) -> str:
         graphs = ", ".join(self.graphs)
         return f"<schedule {self.name!r}: {graphs} of {len(self.stages)} stages; print() shows it>"
-
-
-# The placement of a model's buckets: the runtime keeps it, and plans are made for it.
-
-LARGE = 1.5  # times the median: what goes to the disk last, and lives on the device first
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The buckets that are on the device, what else is there of them, and whether that may
-    change."""
-
-    resident: frozenset[int] = frozenset()  # keys of the buckets that live on the device
-    on_disk: frozenset[int] = frozenset()  # of those whose states are on the disk, if streamed
-    weights_on_disk: frozenset[int] = frozenset()  # the same of parameters
-    accumulates: bool = False  # may a forward find gradients there, of a backward before it?
-    stays: str = ""  # why no bucket may go elsewhere; "": they may
-
-    def moving(self, now: Placement) -> frozenset[int]:
-        """Keys of the buckets whose parameters go elsewhere, from where they are now."""
-        return (self.resident ^ now.resident) | (self.weights_on_disk ^ now.weights_on_disk)
-
-
-def first_to_disk(buckets: Sequence[Bucket], trained: Collection[int]) -> list[Bucket]:
-    """Buckets in the order in which their parameters go to a disk, where host memory is short.
-
-    Frozen ones are only read, so they come first. Those that are much larger than most come last:
-    each buffer that a disk is read into is as large as the largest. The first few of the others are
-    far from one another, however many they are, so that a drive has work all through a step.
-
-    Args:
-        buckets: in forward order.
-        trained: keys of those that have a parameter which gets a gradient.
-    """
-    usual = LARGE * statistics.median(bucket.size_bytes for bucket in buckets) if buckets else 0
-    bits = len(buckets).bit_length()
-
-    def place(i: int) -> tuple[int, bool, str]:
-        size = buckets[i].size_bytes
-        return size if size > usual else 0, buckets[i].key in trained, f"{i + 1:0{bits}b}"[::-1]
-
-    return [buckets[i] for i in sorted(range(len(buckets)), key=place)]

@@ -1,10 +1,9 @@
 """Chooses a plan: once for each captured graph and shape, by the search of `planner`.
 
 The first plan that reads a bucket decides whether it lives on the device, and all later ones are
-planned with that. Later captured graphs decide about buckets of their own, in what earlier graphs
-leave of the device memory: what all of them need together counts. A graph is planned again when the
-buckets are there, which finds what was found before. What the plans leave is for buckets that code
-reads which is not captured (`uncaptured`).
+planned with that (`wanted`). Later captured graphs decide about buckets of their own, in what
+earlier graphs leave of the device memory: what all of them need together counts. A graph is planned
+again when the buckets are there, which finds what was found before.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from megacompile.cost.places import stored_bytes, stored_weights_bytes
 from megacompile.errors import DeviceMemoryError, HostMemoryError
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.capture import Variant
-from megacompile.ir.schedule import Placement, Schedule
+from megacompile.ir.plan import Choice, Placement, Places
+from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.options import Activations, Lowering
 from megacompile.plan.budget import Budget
-from megacompile.plan.choice import Choice
 from megacompile.plan.drafts import Drafts
 from megacompile.plan.fit import TOLERANCE, TRIED, device_refusal, device_short, refusal
 from megacompile.plan.nearest import nearest
@@ -38,7 +37,7 @@ from megacompile.plan.scenario import Scenario
 from megacompile.plan.searches import Searches
 from megacompile.plan.setting import Setting
 from megacompile.plan.stay import stay_that_fit
-from megacompile.plan.uncaptured import Uncaptured
+from megacompile.plan.wanted import OpenTo, WantedPlaces
 from megacompile.plan.weights_on_disk import search_with_weights
 from megacompile.text import format_bytes
 
@@ -54,24 +53,6 @@ class PlanChoice(NamedTuple):
 
     choice: Choice
     reasons: tuple[str, ...] = ()
-
-
-class _Open(NamedTuple):
-    """Keys of the buckets that a plan may decide about: no plan has yet."""
-
-    residents: frozenset[int]  # whether they live on the device
-    states: frozenset[int]  # whether their states are on the disk
-    weights: frozenset[int]  # whether their parameters do
-
-    def decided(self, wanted: Placement, choice: Choice) -> Placement:
-        """The placement, with what a choice says of the open buckets."""
-        return replace(
-            wanted,
-            resident=(wanted.resident - self.residents) | (choice.resident & self.residents),
-            on_disk=(wanted.on_disk - self.states) | (choice.on_disk & self.states),
-            weights_on_disk=(wanted.weights_on_disk - self.weights)
-            | (choice.weights_on_disk & self.weights),
-        )
 
 
 @dataclass(frozen=True)
@@ -115,15 +96,12 @@ class Chooser:
         self.setting = setting
         self.pipeline = pipeline
         self.budget = budget
+        self.wanted = WantedPlaces(setting.options)
         self._searches = Searches(setting)
         self._chosen: dict[Schedule, PlanChoice] = {}  # by captured stages
         self._trained: dict[int, Sequence[int]] = {}  # bucket key -> parameters with a gradient
         self._stay_now = False  # do buckets stay in slots, because there is memory for them?
         self._no_stay = False  # was memory too short for that?
-        self._decided: frozenset[int] = frozenset()  # buckets that some plan has decided about
-        self._stored: frozenset[int] = frozenset()  # the same, whether their states are on the disk
-        self._wanted: Placement | None = None  # where buckets are to be; None: where they are
-        self._uncaptured = Uncaptured()
         self._disk_bytes = disk_bytes  # that states may take there; None: not asked yet
         self._planned: dict[_Stages, _Planned] = {}  # the one that was planned last comes last
         self._sought: dict[_Stages, Problem] = {}  # the last that a search was made for
@@ -151,12 +129,13 @@ class Chooser:
             DeviceMemoryError: nothing fits.
             HostMemoryError: nothing fits that fits on the device.
         """
+        places = placement.places
         if schedule.backward is None:
             stay = self._stay(schedule, placement)
             tiles = max((each.found.choice.tiles for each in self._planned.values()), default=1)
-            return PlanChoice(Choice(resident=placement.resident, stay=stay, tiles=tiles))
+            return PlanChoice(Choice(places=places, stay=stay, tiles=tiles))
         if not self._plans:
-            return PlanChoice(Choice(resident=placement.resident))
+            return PlanChoice(Choice(places=places))
         if stages in self._chosen:
             return self._chosen[stages]
         self._chosen[stages] = self._searched(stages, schedule, variant, placement, again=again)
@@ -173,7 +152,7 @@ class Chooser:
         if choice.computing != Choice(keep):
             return False
         time_s = computes_s(planned.schedule, problem.hardware, fused=problem.fused)
-        return planned.keys <= placement.resident and time_s < _SHORT_S * len(stages.stages)
+        return planned.keys <= placement.places.resident and time_s < _SHORT_S * len(stages.stages)
 
     def merge(
         self,
@@ -190,11 +169,8 @@ class Chooser:
             whole: the same in one.
             schedule: what `Pipeline.differentiated` made of it.
         """
-        wanted = self._wanted_of_all(placement)
-        none = frozenset[int]()
-        closed = _Open(none, none, none)
-        problem = self._problem(whole, schedule, variant, placement, wanted, closed)
-        choice = Choice(resident=problem.resident)
+        problem = self._problem(whole, schedule, variant, placement, OpenTo())
+        choice = Choice(places=problem.here)
         if not problem.fits(choice):
             return False
         peak_bytes, step_s = problem.peak_bytes(choice), problem.step_s(choice)
@@ -223,25 +199,6 @@ class Chooser:
         problem = self._sought.get(stages.stages)
         return problem is None or problem.tiers.host_too_small
 
-    def wants(self, placement: Placement) -> Placement:
-        """The placement that plans want for the buckets, which are as `placement` says."""
-        wanted = self._wanted_of_all(placement)
-        if self._wanted is None:
-            return replace(placement, resident=wanted.resident)
-        wants = replace(placement, resident=wanted.resident, on_disk=wanted.on_disk)
-        if placement.stays or not self.setting.options.may_store_weights:
-            return wants
-        return replace(wants, weights_on_disk=wanted.weights_on_disk)
-
-    def _wanted_of_all(self, placement: Placement) -> Placement:
-        """The places where all buckets are to be, as far as is decided: by plans, and for code that
-        is not captured."""
-        wanted = placement if self._wanted is None else self._wanted
-        resident = self._uncaptured.placed(wanted.resident)
-        if placement.stays:
-            resident = wanted.resident | self._uncaptured.there(placement.resident)
-        return replace(wanted, resident=resident)
-
     def note_fetches(
         self, buckets: Sequence[Bucket], trained: Mapping[int, Sequence[int]], placement: Placement
     ) -> None:
@@ -255,17 +212,16 @@ class Chooser:
         options = self.setting.options
         if options.resident is not None or placement.stays or not self._plans or options.ranks > 1:
             return
-        read = self._decided.union(*(planned.keys for planned in self._planned.values()))
-        new = self._uncaptured.new(bucket for bucket in buckets if bucket.key not in read)
-        if not new:
-            return
+        read = frozenset[int]().union(*(planned.keys for planned in self._planned.values()))
         cost = replace(self.setting.cost(), in_backward=False)  # which leaves their gradients
 
         def size(bucket: Bucket) -> float:
             return cost.resident_bytes(bucket, trained.get(bucket.key, ()))
 
-        room_bytes = self.budget.size_bytes() - self._peak_bytes()
-        self._uncaptured.decide(new, size, room_bytes, placement.resident)
+        def room_bytes() -> float:
+            return self.budget.size_bytes() - self._peak_bytes()
+
+        self.wanted.note_fetches(buckets, read, size, room_bytes, placement)
 
     def _peak_bytes(self) -> int:
         """Device memory that the plans take together."""
@@ -278,10 +234,6 @@ class Chooser:
             fused=self.setting.options.lowering is Lowering.INDUCTOR,
             gradients_stay=any(each.problem.gradients_stay for each in planned),
         ).peak.total_bytes
-
-    def uncaptured_bytes(self) -> int:
-        """Device memory of buckets that live there for code that is not captured."""
-        return self._uncaptured.all_bytes()
 
     @property
     def _plans(self) -> bool:
@@ -300,29 +252,23 @@ class Chooser:
         """Search, remember what was found, and decide about buckets that no plan has decided
         about."""
         self.budget.agree()
-        wanted = self._wanted_of_all(placement)
-        open_to = self._open(schedule, placement, wanted.resident if again else frozenset())
-        problem = self._problem(stages, schedule, variant, placement, wanted, open_to)
+        open_to = self.wanted.open_to(schedule, placement, again=again)
+        problem = self._problem(stages, schedule, variant, placement, open_to)
         found = before = self._found_before(stages, problem)
         if found is None:
             found = self._sought_anew(stages, problem)
         if found is None and problem.budget_bytes < self.budget.size_bytes():
-            self._uncaptured.leave()
-            wanted = self._wanted_of_all(placement)
-            problem = self._problem(stages, schedule, variant, placement, wanted, open_to)
+            self.wanted.leave()
+            problem = self._problem(stages, schedule, variant, placement, open_to)
             found = self._sought_anew(stages, problem)
         weights = bool(open_to.weights) and before is None
         problem, found = self._search(stages, problem, found, weights=weights)
         self._trained |= schedule.gradient_params
         self.budget.note(problem, found.peak_bytes)
-        decides = bool(open_to.residents or open_to.states) or found is before
+        decides = bool(open_to.keys) or found is before
         self._drop_planned(stages)
         self._planned[stages.stages] = _Planned(problem, found, decides)
-        if open_to.residents or open_to.states:
-            self._decided |= open_to.residents
-            self._stored |= open_to.states
-            self._uncaptured.decided_by_plan(open_to.residents)
-            self._wanted = open_to.decided(wanted, found.choice)
+        self.wanted.decide(open_to, found.choice, placement)
         return PlanChoice(found.choice, self._reasons(problem, found, placement))
 
     def _drop_planned(self, stages: Schedule) -> None:
@@ -369,47 +315,33 @@ class Chooser:
             reasons = (*reasons, f"buckets stay where they are: {placement.stays}")
         return reasons
 
-    def _open(self, schedule: Schedule, placement: Placement, again: frozenset[int]) -> _Open:
-        """The decisions that are open to a search, those of buckets in `again` once more."""
-        options = self.setting.options
-        own = frozenset(bucket.key for bucket in schedule.buckets)
-        none = frozenset[int]()
-        stay = options.resident is not None or placement.stays
-        residents = none if stay else own - (self._decided - again)
-        states = none if options.disk is None else own - self._stored
-        move = options.may_store_weights and not placement.stays
-        return _Open(residents, states, states if move else none)
-
     def _problem(
         self,
         stages: Schedule,
         schedule: Schedule,
         variant: Variant,
         placement: Placement,
-        wanted: Placement,
-        open_to: _Open,
+        open_to: OpenTo,
     ) -> Problem:
         """The problem to solve, with what is known already of these stages."""
         own = frozenset(bucket.key for bucket in schedule.buckets)
         if placement.accumulates:
             variant = replace(variant, accumulate=True)  # which needs the most
-        here = replace(placement, resident=(placement.resident & own) - open_to.residents)
         problem = replace(
-            self.problem_of(schedule, variant, here, wanted),
+            self.problem_of(schedule, variant, placement),
+            here=open_to.closed(placement.places.only(own)),
             undecided=[b for b in schedule.buckets if b.key in open_to.residents],
-            on_disk=(placement.on_disk & own) - open_to.states,
-            weights_on_disk=(placement.weights_on_disk & own) - open_to.weights,
             storable=open_to.states,
             others=self._others(stages, own),
-            budget_bytes=self._budget_bytes(own, wanted),
+            budget_bytes=self._budget_bytes(schedule, placement),
         )
         if (known := self._sought.get(stages.stages)) is not None:
             problem.learn(known)
         return problem
 
-    def _budget_bytes(self, own: frozenset[int], wanted: Placement) -> int:
-        """Device memory for a graph that reads the buckets `own`, and for other graphs."""
-        return self.budget.size_bytes() - self._uncaptured.beside(own, wanted.resident)
+    def _budget_bytes(self, schedule: Schedule, placement: Placement) -> int:
+        """Device memory for a graph, and for other graphs."""
+        return self.budget.size_bytes() - self.wanted.bytes_next_to(schedule, placement)
 
     def _others(self, stages: Schedule, own: frozenset[int]) -> tuple[Schedule, ...]:
         """Drafts of the other captured graphs."""
@@ -442,7 +374,7 @@ class Chooser:
             choice = replace(nearest(problem), tiles=tiles)
             self._nearest[stages.stages] = choice
         if not problem.fits_host(choice):
-            self._wanted = _placed(choice)
+            self.wanted.set(choice.places)
             raise HostMemoryError(
                 refusal(
                     Scenario(
@@ -460,8 +392,8 @@ class Chooser:
             )
         peak = problem.memory(choice).peak
         if peak.total_bytes > TOLERANCE * problem.budget_bytes:
-            if self._wanted is None:
-                self._wanted = _placed(choice)
+            if not self.wanted.known:
+                self.wanted.set(choice.places)
             raise DeviceMemoryError(device_refusal(problem, choice, peak))
         over = peak.total_bytes > problem.budget_bytes
         short = device_short(peak.total_bytes, problem.budget_bytes)
@@ -469,7 +401,7 @@ class Chooser:
         return SearchResult(choice, math.inf, peak.total_bytes, 0, reasons)
 
     def _elsewhere_bytes(
-        self, schedule: Schedule, wanted: Placement, accumulates: bool
+        self, schedule: Schedule, wanted: Places, accumulates: bool
     ) -> tuple[int, int]:
         """Host memory, and memory on the disk, of the buckets that a captured graph does not read,
         as far as is known."""
@@ -500,17 +432,15 @@ class Chooser:
         options = self.setting.options
         if options.ranks > 1:
             return 0  # see `Options.ranks`
-        streamed = [b for b in schedule.buckets if b.key not in placement.resident]
+        streamed = [b for b in schedule.buckets if b.key not in placement.places.resident]
         if len(streamed) <= options.least_slots:
             return len(streamed)  # each has a slot anyway
         if options.slots is not None:
             return max(0, options.slots - options.lookahead - 1)
         if not options.plans or self._no_stay:
             return 0
-        own = frozenset(bucket.key for bucket in schedule.buckets)
-        wanted = self._wanted_of_all(placement)
-        budget_bytes = int(_SHARE * self._budget_bytes(own, wanted))
-        count = stay_that_fit(self.pipeline, self.setting, schedule, placement, budget_bytes)
+        budget_bytes = int(_SHARE * self._budget_bytes(schedule, placement))
+        count = stay_that_fit(self.pipeline, self.setting, schedule, placement.places, budget_bytes)
         self._stay_now |= count > 0
         return count
 
@@ -518,20 +448,20 @@ class Chooser:
         self,
         schedule: Schedule,
         variant: Variant,
-        here: Placement | None = None,
-        wanted: Placement | None = None,
+        placement: Placement | None = None,
     ) -> Problem:
         """The problem that a plan solves.
 
         Args:
             schedule: what `Pipeline.differentiated` returns.
-            here: where its buckets are, whatever the plan.
-            wanted: where all buckets of the model are to be, as far as is decided.
+            placement: where the buckets of the model are. Default: on the host.
         """
+        placement = placement or Placement()
         cost = self.setting.cost()
         accumulates = cost.in_backward and (variant.accumulate or not variant.update)
-        moves = self.setting.options.resident is None and not (wanted and wanted.stays)
-        on_host, on_disk = self._elsewhere_bytes(schedule, wanted or Placement(), accumulates)
+        moves = self.setting.options.resident is None and not placement.stays
+        wanted = self.wanted.places(placement)
+        on_host, on_disk = self._elsewhere_bytes(schedule, wanted, accumulates)
         disk_bytes = self.disk_budget_bytes()
         return Problem(
             drafts=Drafts(self.pipeline, schedule, variant),
@@ -549,7 +479,6 @@ class Chooser:
             elsewhere_bytes=on_host,
             disk_budget_bytes=None if disk_bytes is None else max(0, disk_bytes - on_disk),
             fused=self.setting.options.lowering is Lowering.INDUCTOR,
-            resident=frozenset() if here is None else here.resident,
             trained=schedule.gradient_params,
         )
 
@@ -559,16 +488,14 @@ class Chooser:
         before = self._planned.get(stages.stages)
         if before is None or not before.decided or problem.undecided or problem.storable:
             return None
-        choice = before.found.choice
-        there = (problem.resident, problem.on_disk, problem.weights_on_disk - problem.resident)
-        if (choice.resident, choice.on_disk, choice.weights_on_disk) != there:
+        if before.found.choice.places != problem.here:
             return None
         return before.found if problem.fits(before.found.choice) else None
 
     def choose_least(self, stages: Schedule, placement: Placement, reason: str) -> None:
         """Plan these stages with what comes nearest to the budgets, though that is too much."""
         choice = self._nearest.get(stages.stages, Choice(0, state_lookahead=1))
-        choice = replace(choice, resident=placement.resident)
+        choice = replace(choice, places=placement.places)
         self._chosen[stages] = PlanChoice(choice, (reason,))
 
     def step_down(self) -> str:
@@ -576,11 +503,11 @@ class Chooser:
 
         Stages that have their choice keep it: a backward may be to come.
         """
-        if self._uncaptured.end():
+        if self.wanted.end():
             return "what code reads that is not captured leaves the device"
         how = self.budget.step_down()
         if how:
-            self._decided = self._stored = frozenset()
+            self.wanted.reopen()
         elif self._stay_now:
             how = "no bucket stays in a slot from one forward to the next"
         self._no_stay |= self._stay_now
@@ -590,14 +517,14 @@ class Chooser:
     def forget(self) -> None:
         """Choose again, with the buckets where they are. No backward may be to come."""
         self._chosen.clear()
-        self._wanted = None
+        self.wanted.forget()
 
     def find_gradients(self) -> bool:
         """From now on a forward may find gradients of resident buckets. Is there a plan that leaves
         no memory for them? Then all is chosen again. No backward may be to come."""
         if all(planned.leaves_memory_for_gradients() for planned in self._planned.values()):
             return False
-        self._decided = self._stored = frozenset()
+        self.wanted.reopen()
         self.forget()
         return True
 
@@ -611,10 +538,6 @@ class Chooser:
         for remembered in known:
             for each in [each for each in remembered if each not in kept]:
                 del remembered[each]
-
-
-def _placed(choice: Choice) -> Placement:
-    return Placement(choice.resident, choice.on_disk, choice.weights_on_disk)
 
 
 def _less(size_bytes: int | None, other_bytes: int) -> int | None:

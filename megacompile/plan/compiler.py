@@ -20,7 +20,8 @@ from megacompile.cost.ranks import Agreed
 from megacompile.errors import UnsupportedGraphError
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.capture import Capture, Variant
-from megacompile.ir.schedule import Placement, Schedule
+from megacompile.ir.plan import Placement
+from megacompile.ir.schedule import Schedule
 from megacompile.ir.symbols import Values
 from megacompile.options import Lowering, Options
 from megacompile.passes.schedule.update_graph import rest_of
@@ -144,7 +145,7 @@ class PassCompiler:
             device_memory([schedule], optimizer=self.setting.cost(), fused=fused).peak.total_bytes
             for fused in (True, False)
         ]
-        beside = self.chooser.uncaptured_bytes()
+        beside = self.chooser.wanted.uncaptured_bytes()
         return self.budget.holds(peaks[1] - peaks[0] + beside, peaks[1] + beside)
 
     def code_is_ready(self) -> bool:
@@ -206,12 +207,7 @@ class PassCompiler:
         stages = self._as_run(stages, capture, variant, placement)
         schedule = self._differentiated(stages, capture, variant)
         choice, reasons = self.chooser.choose(stages, schedule, variant, placement)
-        choice = replace(
-            choice,
-            resident=placement.resident,
-            on_disk=placement.on_disk,
-            weights_on_disk=placement.weights_on_disk,
-        )
+        choice = replace(choice, places=placement.places)
         schedule = self.pipeline.planned(schedule, variant, choice, reasons, draft=draft)
         if not draft:
             verify(schedule)
@@ -251,21 +247,14 @@ class PassCompiler:
     def rest(self, buckets: Sequence[Bucket], placement: Placement) -> Schedule:
         """A verified schedule that is an update alone: of these buckets, where they are."""
         cost = self.setting.cost()
-        schedule = rest_of(
-            list(buckets),
-            placement.resident,
-            helps=cost.helped,
-            on_disk=placement.on_disk,
-            state_bytes=cost.states_of,
-            weights_on_disk=placement.weights_on_disk,
-        )
+        schedule = rest_of(buckets, placement.places, helps=cost.helped, state_bytes=cost.states_of)
         verify(schedule)
         return schedule
 
     def wants(self, placement: Placement) -> Placement:
         """The placement that the plans made so far want for the buckets, which are as `placement`
         says."""
-        return self.chooser.wants(placement)
+        return self.chooser.wanted.placement(placement)
 
     def note_fetches(
         self, buckets: Sequence[Bucket], trained: Mapping[int, Sequence[int]], placement: Placement

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from megacompile.cost.memory import saved_elsewhere
 from megacompile.ir.capture import Variant
+from megacompile.ir.plan import Choice
 from megacompile.ir.schedule import Schedule
-from megacompile.plan.choice import Choice
 from megacompile.plan.pipeline import Pipeline
 
 _KEPT = 2  # the last ones, as `Pipeline.saving` has made them
@@ -51,7 +51,8 @@ class Drafts:
     @property
     def cut(self) -> bool:
         """True if anything runs in tiles."""
-        return bool(self._with_plan(self._as_here(Choice())).plan.tiles)
+        rows = self._with_plan(self._as_here(Choice())).plan.stages
+        return any(row.tiles > 1 for row in rows)
 
     def of(self, choice: Choice) -> Schedule:
         """The draft of a choice."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megacompile.cost.memory import MemoryKind, MemoryMoment
 from megacompile.host_memory import too_small
-from megacompile.plan.choice import Choice
+from megacompile.ir.plan import Choice
 from megacompile.plan.problem import Problem
 from megacompile.plan.scenario import Scenario
 from megacompile.text import format_bytes
@@ -63,7 +63,7 @@ def device_refusal(problem: Problem, choice: Choice, peak: MemoryMoment) -> str:
     how = "".join(
         f", {text}"
         for text, holds in (
-            (f"{len(choice.resident)} buckets resident", choice.resident),
+            (f"{len(choice.places.resident)} buckets resident", choice.places.resident),
             (f"the inputs of {choice.offload} stages on the host", choice.offload),
             (f"{choice.rerun} stages run again", choice.rerun),
         )

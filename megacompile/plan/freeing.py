@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megacompile.plan.choice import Choice
+from megacompile.ir.plan import Choice
 from megacompile.plan.problem import Problem
 
 _FREEING_PAYS = 0.01  # of a step: what inputs on the host must be able to save
@@ -49,9 +49,8 @@ def freed(problem: Problem, best: Choice, step_s: float, *, resident: bool) -> I
 def _with_residents(problem: Problem, way: Choice) -> Iterator[Choice]:
     """With as many residents as fit, if these are more than there are."""
     most = problem.most_residents(way) or 0
-    residents = problem.with_residents(most).resident
-    if len(residents) > len(way.resident):
-        yield replace(way, resident=residents)
+    if most > len(way.places.resident - problem.here.resident):
+        yield replace(way, places=problem.places(most))
 
 
 def _by_residents_s(problem: Problem, best: Choice, step_s: float, size: float) -> float:
@@ -61,7 +60,7 @@ def _by_residents_s(problem: Problem, best: Choice, step_s: float, size: float) 
     Args:
         size: bytes that are freed.
     """
-    streamed = [b.key for b in problem.candidates if b.key not in best.resident]
+    streamed = [b.key for b in problem.candidates if b.key not in best.places.resident]
     share = size / max(1.0, problem.resident_bytes(streamed, gradients=False))
     return min(step_s - problem.least_s(best), share * step_s)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megacompile.ir.plan import Choice
 from megacompile.passes.schedule.plan import ROWS
-from megacompile.plan.choice import Choice
 from megacompile.plan.problem import Problem
 
 DEVICE, HOST, DISK = "device memory", "host memory", "the disk"
@@ -37,9 +37,9 @@ def _candidates(problem: Problem) -> Iterator[Choice]:
     """With as many residents as fit, and with none; what stages take waits on the device, or on
     the host as far as it must; rows of stages run again, or none does."""
     tightest = problem.tightest()
-    for resident in dict.fromkeys((tightest.resident, problem.resident)):
+    for places in dict.fromkeys((tightest.places, problem.here)):
         for rerun in (0, *map(problem.reruns, ROWS)):
-            choice = replace(tightest, resident=resident, rerun=rerun)
+            choice = replace(tightest, places=places, rerun=rerun)
             few = problem.fewest_offloaded(choice)
             for offload in sorted({0, problem.stages if few is None else few}):
                 yield problem.settled(replace(choice, offload=offload))

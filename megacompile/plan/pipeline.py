@@ -19,7 +19,8 @@ from megacompile.beside import compile_pool
 from megacompile.cost.places import stored_bytes
 from megacompile.ir.buckets import Unit
 from megacompile.ir.capture import Capture, Variant
-from megacompile.ir.schedule import Plan, Schedule
+from megacompile.ir.plan import Choice, Plan, Tier
+from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code, Template
 from megacompile.options import Head, Lowering
 from megacompile.passes.capture.calls import fold_vmaps, take_grouped_products, take_numbers
@@ -40,7 +41,7 @@ from megacompile.passes.schedule.free import insert_free
 from megacompile.passes.schedule.norms import insert_norms
 from megacompile.passes.schedule.offload_grad import offload_gradients
 from megacompile.passes.schedule.offload_saved import offload_saved_tensors
-from megacompile.passes.schedule.plan import make_plan, stages_on_host
+from megacompile.passes.schedule.plan import make_plan
 from megacompile.passes.schedule.prefetch import insert_prefetch
 from megacompile.passes.schedule.recompute import insert_recompute, insert_reruns
 from megacompile.passes.schedule.slots import assign_slots
@@ -58,7 +59,6 @@ from megacompile.passes.stages.partition import partition
 from megacompile.passes.stages.templates import TemplateCache, trace_templates
 from megacompile.passes.stages.writes import find_writes, has_own_backwards
 from megacompile.passes.stages.zeros import settle_strides
-from megacompile.plan.choice import Choice
 from megacompile.plan.history import CapturePass, SchedulePass, run, run_on_capture, timed
 from megacompile.plan.setting import Setting
 from megacompile.progress import bar
@@ -231,18 +231,24 @@ class Pipeline:
             slots += options.replicas > 1 and variant.accumulate and variant.update  # or two
         if choice.stay:
             slots = options.lookahead + 1  # and one more for each that stays
+        plan, cost = schedule.plan, self.setting.cost()
+        disk = functools.partial(
+            insert_disk,
+            state_bytes=cost.states_of,
+            set_bytes=lambda bucket, trained: stored_bytes(bucket, trained, cost),
+        )
         reduce = functools.partial(insert_reduce_scatter, rank=options.rank)
         return run(
             schedule,
             [
-                *self._saved_passes(choice),
+                *([("disk_saved", insert_disk_saved)] if plan.saved_on_disk else []),
                 *self._with_ranks(("reduce_scatter", reduce)),
                 *self._gradient_passes(choice, variant),
-                *self._disk_passes(choice),
+                *([("disk", disk)] if plan.on_disk else []),
                 *self._with_ranks(("delay_reduced", delay_reduced)),
                 ("prefetch", functools.partial(insert_prefetch, lookahead=options.lookahead)),
                 ("slots", functools.partial(assign_slots, slots=slots, reuse=variant.reuse)),
-                *self._weight_passes(choice),
+                *([("disk_weights", insert_disk_weights)] if plan.weights_on_disk else []),
                 *self._with_ranks(("all_gather", insert_all_gather)),
                 ("free", insert_free),
                 ("tokens", insert_tokens),
@@ -255,33 +261,26 @@ class Pipeline:
         """The plan pass, with what the choice and the options together say."""
         options = self.setting.options
         share = choice.device_update if options.device_update is None else options.device_update
-        if variant.defers:
-            share = 0.0  # no step follows
-        tiles = choice.tiles if options.tiles is None else options.tiles
-        cut = stages_in_tiles(schedule, tiles, self.templates)
+        choice = replace(
+            choice,
+            device_update=0.0 if variant.defers else share,  # no step follows
+            tiles=choice.tiles if options.tiles is None else options.tiles,
+            saved_on_disk=len(schedule.stages) if options.disk_saved else choice.saved_on_disk,
+        )
+        if options.disk_weights:
+            keys = {b.key for b in schedule.buckets} - choice.places.resident
+            choice = replace(choice, places=choice.places.changed(keys, weights=Tier.DISK))
+        cut = stages_in_tiles(schedule, choice.tiles, self.templates)
         alone = cut if options.ranks == 1 else frozenset()  # plans of ranks may keep other stages
         return functools.partial(
             make_plan,
-            keep=choice.keep if variant.keep_last else 0,
-            halves=choice.halves,
+            choice=choice,
+            saves=variant.keep_last,
+            in_backward=variant.update,
             activations=options.activations.value,
-            offload=choice.offload,
-            rerun=choice.rerun,
-            saved_on_host=stages_on_host(
-                schedule,
-                count=choice.saved_on_host,
-                keep=choice.keep,
-                lookahead=options.lookahead,
-            ),
             lookahead=options.lookahead,
-            device_update=share,
-            resident=choice.resident,
-            state_delay=choice.state_delay,
-            stay=choice.stay,
-            on_disk=choice.on_disk | choice.weights_on_disk,
-            tiles=tiles,
             cut=cut,
-            samples=stages_by_samples(schedule, alone, tiles, self.templates),
+            samples=stages_by_samples(schedule, alone, choice.tiles, self.templates),
         )
 
     def _gradient_passes(self, choice: Choice, variant: Variant) -> list[SchedulePass]:
@@ -300,11 +299,7 @@ class Pipeline:
                 state_bytes=cost.states_of,
             )
             return [("update_in_backward", insert), *reduce, ("norms", insert_norms)]
-        step = functools.partial(
-            insert_update_graph,
-            helps=cost.helped,
-            on_disk=choice.on_disk | choice.weights_on_disk,
-        )
+        step = functools.partial(insert_update_graph, helps=cost.helped)
         offload = functools.partial(offload_gradients, accumulate=variant.accumulate)
         give = functools.partial(insert_device_update, state_bytes=cost.updated_of)
         fused = options.lowering is Lowering.INDUCTOR
@@ -321,36 +316,6 @@ class Pipeline:
     def _with_ranks(self, one: SchedulePass) -> list[SchedulePass]:
         """A pass for ranks that share the model; none where they do not."""
         return [one] if self.setting.options.ranks > 1 else []
-
-    def _saved_passes(self, choice: Choice) -> list[SchedulePass]:
-        """The passes that send what waits on the host on to a disk: all of it, or as much as is
-        chosen."""
-        every = bool(self.setting.options.disk_saved)
-        if not every and not choice.saved_on_disk:
-            return []
-        count = None if every else choice.saved_on_disk
-        return [("disk_saved", functools.partial(insert_disk_saved, count=count))]
-
-    def _disk_passes(self, choice: Choice) -> list[SchedulePass]:
-        """States that are on a disk come from there, and go back."""
-        if not choice.on_disk:
-            return []
-        cost = self.setting.cost()
-        insert = functools.partial(
-            insert_disk,
-            on_disk=choice.on_disk,
-            state_bytes=cost.states_of,
-            set_bytes=lambda bucket, trained: stored_bytes(bucket, trained, cost),
-        )
-        return [("disk", insert)]
-
-    def _weight_passes(self, choice: Choice) -> list[SchedulePass]:
-        """Parameters that are on a disk come from there, and go back: all, or those chosen."""
-        every = bool(self.setting.options.disk_weights)
-        if not every and not choice.weights_on_disk:
-            return []
-        stored = None if every else choice.weights_on_disk
-        return [("disk_weights", functools.partial(insert_disk_weights, stored=stored))]
 
     def lowered(self, schedule: Schedule, *, waits: bool = True) -> Schedule:
         """With code for its templates.

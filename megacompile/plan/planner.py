@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megacompile.garbage import old_objects_left_out
-from megacompile.plan.choice import Choice
+from megacompile.ir.plan import Choice
 from megacompile.plan.problem import Problem
 from megacompile.plan.tries import Tries, between
 from megacompile.text import format_bytes
@@ -80,7 +80,7 @@ def search(
             later = Choice(0, state_lookahead=1)
             count = problem.most_residents(later) or 0
             if count > tries.count(tries.best):
-                tries.add(replace(later, resident=problem.with_residents(count).resident))
+                tries.add(replace(later, places=problem.places(count)))
     if not tries.times and not activations_fixed:
         late = replace(streamed, keep=0, state_lookahead=1 if in_backward else None)
         tries.add_offloaded(late, resident=resident)
@@ -110,7 +110,7 @@ def search_near(problem: Problem, near: Choice) -> SearchResult | None:
     alike = replace(near, saved_on_host=0)
     for count in sorted({at, at + 1, at + 2, (at + most) // 2, most}):
         if count <= len(problem.candidates):
-            tries.add(replace(alike, resident=problem.with_residents(count).resident))
+            tries.add(replace(alike, places=problem.places(count)))
     if not tries.times:
         return None
     best = tries.with_memory_freed(tries.surest(), resident=True)
@@ -165,7 +165,7 @@ def _reasons(tries: Tries, best: Choice, step_s: float, peak: int) -> tuple[str,
     problem, tried = tries.problem, tries.times
     budget = format_bytes(problem.budget_bytes)
     lines = [
-        f"{best.keep} of {problem.stages} stages are kept and {len(best.resident)} of "
+        f"{best.keep} of {problem.stages} stages are kept and {len(best.places.resident)} of "
         f"{len(problem.buckets)} buckets live on the device: {format_bytes(peak)} of {budget} of "
         f"device memory, {step_s * 1e3:.0f} ms a step predicted, "
         + (
@@ -174,13 +174,13 @@ def _reasons(tries: Tries, best: Choice, step_s: float, peak: int) -> tuple[str,
             else "the only plan tried"
         )
     ]
-    floor = {choice: s for choice, s in tried.items() if not choice.resident}
+    floor = {choice: s for choice, s in tried.items() if not choice.places.resident}
     if best.state_lookahead is not None:
         lines.append(
             f"optimizer states are fetched {best.state_lookahead} stage ahead, later than weights: "
             "they take less memory"
         )
-    if floor and best.resident:
+    if floor and best.places.resident:
         streamed_s = problem.step_s(min(floor, key=floor.__getitem__))
         lines.append(f"with every bucket streamed it would take {streamed_s * 1e3:.0f} ms")
     return tuple(lines)

@@ -20,9 +20,9 @@ from megacompile.cost.pageable import with_pageable
 from megacompile.cost.script import Script
 from megacompile.cost.simulate import simulate_script
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.schedule import LARGE, Schedule
+from megacompile.ir.plan import LARGE, Choice, Places, Tier
+from megacompile.ir.schedule import Schedule
 from megacompile.passes.schedule.plan import reruns, stages_on_host
-from megacompile.plan.choice import Choice
 from megacompile.plan.drafts import Drafts
 from megacompile.plan.tiers import Tiers, spread
 
@@ -46,18 +46,17 @@ class Problem:
         host_budget_bytes: host memory, for all buckets; None: not known.
         elsewhere_bytes: host memory of the buckets that this graph does not read.
         fused: elementwise operations are fused.
-        resident: keys of the buckets that live on the device already.
+        here: where the buckets are that are not to move: those on the device, and those with states
+            or weights on the disk.
         trained: the parameters that get a gradient: bucket key -> indices.
         others: schedules of other captured graphs of the model, whose memory counts too.
         undecided: the buckets that may become resident; None: all of them.
         disk_budget_bytes: of the disk that states may be on; None: there is none.
-        on_disk: keys of the streamed buckets whose states are there already.
-        storable: keys of those whose states may go there, and parameters; None: all of them.
+        storable: keys of the buckets whose states may go there, and weights; None: all of them.
         accumulates: gradients of micro-batches wait for an update in a later backward.
         gradients_stay: those of resident buckets are there when a forward begins.
-        disk_weights: the parameters of streamed buckets are on the disk; False: no more than do
+        disk_weights: the weights of streamed buckets are on the disk; False: no more than are there
             already; None: of as few as it takes.
-        weights_on_disk: keys of the streamed buckets whose parameters are there already.
         disk_saved: what waits on the host goes on to the disk; None: as little as it takes.
         offloads: saved tensors wait elsewhere, whatever is chosen.
     """
@@ -71,19 +70,17 @@ class Problem:
     host_budget_bytes: int | None = None
     elsewhere_bytes: int = 0
     fused: bool = True
-    resident: frozenset[int] = frozenset()
+    here: Places = Places()
     trained: Mapping[int, Sequence[int]] = field(default_factory=dict)
     others: Sequence[Schedule] = ()
     undecided: Sequence[Bucket] | None = None
     disk_budget_bytes: int | None = None
-    on_disk: frozenset[int] = frozenset()
     storable: frozenset[int] | None = None
     accumulates: bool = False
     gradients_stay: bool = False
     disk_weights: bool | None = False
     disk_saved: bool | None = None
     offloads: bool = False
-    weights_on_disk: frozenset[int] = frozenset()
     # What is known of choices.
     _peaks: dict[Choice, dict[int, int]] = field(default_factory=dict, init=False)  # by the kept
     _steps_s: dict[Choice, float] = field(default_factory=dict, init=False)
@@ -92,11 +89,13 @@ class Problem:
     _built: dict[Choice, Schedule] = field(default_factory=dict, init=False)  # the last ones
     _scripts: dict[Choice, Script] = field(default_factory=dict, init=False)  # the last one
     _steepest: dict[Choice, float] = field(default_factory=dict, init=False)  # bytes a kept stage
+    _places: dict[int, Places] = field(default_factory=dict, init=False)  # by new residents
     tiers: Tiers = field(init=False)  # host and disk
 
     def __post_init__(self) -> None:
         every = frozenset(bucket.key for bucket in self.buckets)
-        stored = every if self.disk_weights is None else self.weights_on_disk
+        stored = every if self.disk_weights is None else self.here.weights_on_disk
+        full = Places.of(self.here.resident, every, stored)
         tiers = Tiers(
             buckets=self.buckets,
             trained=self.trained,
@@ -104,17 +103,14 @@ class Problem:
             host_bytes=self.host_budget_bytes,
             disk_bytes=self.disk_budget_bytes,
             elsewhere_bytes=self.elsewhere_bytes,
-            on_disk=self.on_disk,
+            here=self.here,
             undecided=every if self.storable is None else self.storable,
             accumulates=self.accumulates,
             waiting=self.drafts.waiting,
-            plan_of_all=lambda: (
-                self.schedule(Choice(0, self.resident, every, weights_on_disk=stored)).plan
-            ),
+            plan_of_all=lambda: self.schedule(Choice(0, full)).plan,
             disk_weights=self.disk_weights,
             disk_saved=self.disk_saved,
             offloads=self.offloads,
-            weights_on_disk=self.weights_on_disk,
         )
         object.__setattr__(self, "tiers", tiers)
 
@@ -183,7 +179,7 @@ class Problem:
         of their costs where it differs in its budgets alone."""
         self.drafts.learn(other.drafts)
         mine, its = (
-            (p.resident, p.optimizer, p.fused, p.others, p.accumulates, p.gradients_stay)
+            (p.here.resident, p.optimizer, p.fused, p.others, p.accumulates, p.gradients_stay)
             for p in (self, other)
         )
         machines = (replace(each.hardware, host_bytes=None) for each in (self, other))
@@ -217,7 +213,7 @@ class Problem:
         return self.fits_host(choice) and self._fits_device(choice)
 
     def _fits_device(self, choice: Choice) -> bool:
-        if self.resident_bytes(choice.resident, gradients=True) > self.budget_bytes:
+        if self.resident_bytes(choice.places.resident, gradients=True) > self.budget_bytes:
             return False  # when the backward ends
         streamed, buffer = self._streamed(choice), self._buffer_bytes(choice)
         for delay in range(1, choice.state_delay):  # with states that leave sooner
@@ -239,14 +235,11 @@ class Problem:
         return self.tiers.settled(choice)
 
     def _streamed(self, choice: Choice) -> Choice:
-        none = frozenset[int]()
-        return replace(
-            choice, resident=self.resident, on_disk=none, weights_on_disk=none, saved_on_disk=0
-        )
+        return replace(choice, places=self.here.without_disk, saved_on_disk=0)
 
     def _buffer_bytes(self, choice: Choice) -> float:
         """The budget less what new resident buckets take all the time."""
-        new = choice.resident - self.resident
+        new = choice.places.resident - self.here.resident
         return self.budget_bytes - self.resident_bytes(new, gradients=self.gradients_stay)
 
     def resident_bytes(self, keys: Collection[int], *, gradients: bool) -> float:
@@ -266,9 +259,15 @@ class Problem:
         return self.peak_bytes(choice) <= self.budget_bytes
 
     def with_residents(self, count: int, *, keep: int = 1) -> Choice:
-        """`count` more buckets live on the device, next to those that do (see `_residents`)."""
-        keys = self.resident | {bucket.key for bucket in self._residents(count)}
-        return self.settled(Choice(keep, keys))
+        """`count` more buckets live on the device, and as little as can be is on the disk."""
+        return self.settled(Choice(keep, self.places(count)))
+
+    def places(self, count: int) -> Places:
+        """The places of buckets, with `count` more on the device (see `_residents`)."""
+        if count not in self._places:
+            keys = (bucket.key for bucket in self._residents(count))
+            self._places[count] = self.here.changed(keys, weights=Tier.DEVICE, states=Tier.DEVICE)
+        return self._places[count]
 
     def _residents(self, count: int) -> Sequence[Bucket]:
         """`count` of those that may live on the device: the first ones in forward order.
@@ -298,13 +297,7 @@ class Problem:
             None where even all of them are too few.
         """
         for count in range(len(self.candidates) + 1):
-            resident = self.with_residents(count).resident
-            choice = replace(
-                like or Choice(),
-                resident=resident,
-                on_disk=self.on_disk - resident,
-                weights_on_disk=self.weights_on_disk - resident,
-            )
+            choice = replace(like or Choice(), places=self.places(count))
             if self.fits_host(self.settled(choice) if disk else choice):
                 return count
         return None
@@ -331,21 +324,19 @@ class Problem:
         """Number of buckets that fit on the device, all else being as in `like`; None if not even
         zero fit. Ignores the slots that they free, as `fits` does."""
         for count in range(len(self.candidates), -1, -1):
-            resident = self.with_residents(count).resident
-            if self._fits_device(replace(like, resident=resident)):
+            if self._fits_device(replace(like, places=self.places(count))):
                 return count
         return None
 
     def tightest(self) -> Choice:
         """The choice that needs the least host memory: as many residents as fit on the device."""
         ahead = 1 if self.optimizer.in_backward else None
-        least = Choice(0, self.resident, state_lookahead=ahead)
-        resident = self.with_residents(self.most_residents(least) or 0).resident
-        return self.settled(replace(least, resident=resident))
+        least = Choice(0, self.here, state_lookahead=ahead)
+        return self.settled(replace(least, places=self.places(self.most_residents(least) or 0)))
 
     def floor(self) -> DeviceMemory:
         """Device memory of the smallest plan with the residents that there are."""
-        streamed = Choice(0, self.resident, state_lookahead=1)
+        streamed = Choice(0, self.here, state_lookahead=1)
         both = [self.memory(streamed), self.memory(replace(streamed, offload=self.stages))]
         return min(both, key=lambda memory: memory.peak.total_bytes)
 
@@ -402,7 +393,8 @@ class Problem:
         """Number of stages that may be kept on the host, at most."""
         lookahead = self.drafts.pipeline.setting.options.lookahead
         graphs = self.drafts.graphs
-        return len(stages_on_host(graphs, count=self.stages, keep=choice.keep, lookahead=lookahead))
+        every = replace(choice, saved_on_host=self.stages)
+        return len(stages_on_host(graphs, every, lookahead=lookahead))
 
     def peak_bytes(self, choice: Choice) -> int:
         """The peak of its device memory."""
@@ -419,7 +411,7 @@ class Problem:
         """
         place = replace(choice, keep=0, saved_on_disk=0)
         if not (choice.device_update or self.optimizer.helped):
-            place = replace(place, on_disk=frozenset(), weights_on_disk=frozenset())
+            place = replace(place, places=place.places.without_disk)
         return self._peaks.setdefault(place, {})
 
 

@@ -27,7 +27,8 @@ from megacompile.cost.simulate import Prediction, simulate_script
 from megacompile.cost.stored import disk_memory
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.schedule import Plan, Schedule
+from megacompile.ir.plan import Choice, Places, Plan
+from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.passes.schedule.disk import (
     LANDING_SETS,
@@ -36,7 +37,6 @@ from megacompile.passes.schedule.disk import (
     WEIGHT_SETS,
     states_in_use,
 )
-from megacompile.plan.choice import Choice
 from megacompile.plan.tiers import Tiers
 
 FASTER = 1.1  # a resource that is asked for its share
@@ -198,15 +198,14 @@ class Scenario:
             host_bytes=self.host_bytes,
             disk_bytes=sys.maxsize,
             elsewhere_bytes=0,
-            on_disk=frozenset(),
+            here=Places() if weights else Places.of(weights_on_disk=already),
             undecided=frozenset(buckets),
             accumulates=MemoryKind.GRADIENTS.value in self.host(),
             waiting=lambda choice: waiting,
             plan_of_all=lambda: plan,
             disk_weights=every or (None if weights else False),
-            weights_on_disk=frozenset() if weights else already,
         )
-        choice = tiers.settled(Choice(resident=resident, offload=1))
+        choice = tiers.settled(Choice(places=Places.of(resident), offload=1))
         return tiers.of_disk(choice) if tiers.fit(choice) else None
 
     def host_with_less(self) -> dict[str, int]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megacompile import notices
+from megacompile.ir.plan import Choice
 from megacompile.options import Activations, Lowering
-from megacompile.plan.choice import Choice
 from megacompile.plan.planner import SearchResult, search, search_near
 from megacompile.plan.problem import Problem
 from megacompile.plan.setting import Setting

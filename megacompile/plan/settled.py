@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from megacompile.ir.capture import Capture, Variant
-from megacompile.ir.schedule import Placement, Schedule
+from megacompile.ir.plan import Placement
+from megacompile.ir.schedule import Schedule
 from megacompile.plan.compiler import PassCompiler
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megacompile.cost.ops import node_s
 from megacompile.ir import ops
+from megacompile.ir.plan import SavedPart, Tier
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.plan.scenario import Scenario
@@ -86,16 +87,16 @@ def _seconds(schedule: Schedule, now: Scenario) -> dict[tuple[int, str], float]:
 
 def _treatment(schedule: Schedule, stage: Stage) -> str:
     plan = schedule.plan
+    row = plan.stages[stage.index]
     keys = {bucket.key for bucket in stage.buckets}
     if schedule.backward is None or not stage.traced.has_backward:
         words = ["forward only"]
-    elif stage.index in plan.keep:
-        words = ["half kept" if stage.index in dict(plan.saved_fractions) else "kept"]
-        words[0] += " on the host" if stage.index in plan.offload else ""
+    elif row.saved is SavedPart.INPUTS:
+        words = [row.saved.value, *(["offloaded"] if row.tier is not Tier.DEVICE else [])]
     else:
-        words = ["recomputed, offloaded" if stage.index in plan.offload else "recomputed"]
-    if (tiles := dict(plan.tiles).get(stage.index, 1)) > 1:
-        words.append(f"{'whole in ' if stage.index in plan.samples else ''}{tiles} tiles")
+        words = [row.saved.value + (" on the host" if row.tier is not Tier.DEVICE else "")]
+    if row.tiles > 1:
+        words.append(f"{'whole in ' if row.samples else ''}{row.tiles} tiles")
     if keys and keys <= plan.resident:
         words.append("resident")
     if keys & plan.device_update:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from megacompile.cost.memory import MemoryKind, device_memory
 from megacompile.ir.capture import Variant
-from megacompile.ir.schedule import Placement, Schedule
+from megacompile.ir.plan import Choice, Places
+from megacompile.ir.schedule import Schedule
 from megacompile.options import Lowering
 from megacompile.passes.schedule.plan import staying
-from megacompile.plan.choice import Choice
 from megacompile.plan.pipeline import Pipeline
 from megacompile.plan.setting import Setting
 
@@ -19,18 +19,18 @@ def stay_that_fit(
     pipeline: Pipeline,
     setting: Setting,
     schedule: Schedule,
-    placement: Placement,
+    places: Places,
     budget_bytes: int,
 ) -> int:
     """The largest number of streamed buckets that fit into device memory next to everything else.
 
     Args:
         schedule: what `Pipeline.differentiated` returns, without a backward.
-        placement: where the buckets are. Those on the device have gradients and states there too,
+        places: where the buckets are. Those on the device have gradients and states there too,
             as training leaves them.
     """
     variant = Variant((), keep_last=True)
-    draft = pipeline.planned(schedule, variant, Choice(resident=placement.resident), draft=True)
+    draft = pipeline.planned(schedule, variant, Choice(places=places), draft=True)
     cost = setting.cost()
     fused = setting.options.lowering is Lowering.INDUCTOR
     peak = device_memory(draft, optimizer=cost, fused=fused).peak
@@ -38,10 +38,10 @@ def stay_that_fit(
     trained_bytes = sum(
         int(cost.resident_bytes(b, range(len(b.params))) - cost.resident_bytes(b, ()))
         for b in draft.buckets
-        if b.key in placement.resident
+        if b.key in places.resident
     )
     left_bytes = budget_bytes - peak.total_bytes - trained_bytes
-    streamed = [b for b in draft.buckets if b.key not in placement.resident]
+    streamed = [b for b in draft.buckets if b.key not in places.resident]
     if sum(b.size_bytes for b in streamed) <= left_bytes + slots_bytes:
         return len(streamed)  # which then need no other slots
     return max(

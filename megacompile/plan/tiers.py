@@ -12,7 +12,7 @@ on when a step uses them.
                      it idle before and after.
 
 Parameters go there where all states are not enough, of as few buckets as it takes, if the search
-has found nothing without (`megacompile.ir.schedule.first_to_disk` says which).
+has found nothing without (`megacompile.ir.plan.first_to_disk` says which).
 
 Saved tensors that wait on the host go there where that is not enough, of as few stages as it takes:
 the first ones, whose tensors wait the longest. They are written and read in each step, as
@@ -32,16 +32,15 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megacompile.cost.memory import MemoryKind, streamed_bytes
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.places import stored_bytes, stored_weights_bytes, whole_pages
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.schedule import LARGE, Plan, first_to_disk
+from megacompile.ir.plan import LARGE, Choice, Places, Plan, Tier, first_to_disk
 from megacompile.passes.schedule.disk import SAVED_SETS
-from megacompile.plan.choice import Choice
 
 _SPREAD = 0.9  # of the buckets, in forward order
 
@@ -49,6 +48,11 @@ _SPREAD = 0.9  # of the buckets, in forward order
 def spread(buckets: Sequence[Bucket], count: int) -> list[Bucket]:
     """`count` of them, as far from one another as can be."""
     return [buckets[(2 * i + 1) * len(buckets) // (2 * count)] for i in range(count)]
+
+
+def _with(choice: Choice, keys: Iterable[int], **parts: Tier) -> Choice:
+    """With parts of the rows of some buckets replaced."""
+    return replace(choice, places=choice.places.changed(keys, **parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +77,14 @@ class Tiers:
         host_bytes: the budget of host memory; None: not known.
         disk_bytes: the budget of the disk; None: there is no disk.
         elsewhere_bytes: host memory of the buckets that this graph does not read.
-        on_disk: keys of the buckets whose states are on the disk already.
-        undecided: keys of those whose states may go there, and parameters.
+        here: where the buckets are that are not to move.
+        undecided: keys of the buckets whose states may go to the disk, and parameters.
         accumulates: gradients of micro-batches wait on the host, whatever updates.
         waiting: saved tensors of a choice that wait on the host or on the disk: stage, bytes.
         plan_of_all: the plan of a draft where all states are on the disk: it says how many sets of
             buffers they need, and parameters.
         disk_weights: the parameters of streamed buckets are on the disk too; False: no more than
             do already; None: of as few as it takes.
-        weights_on_disk: keys of the buckets whose parameters are on the disk already.
         disk_saved: what waits on the host goes on to the disk; None: as little as it takes.
         offloads: saved tensors wait elsewhere, whatever is chosen.
     """
@@ -92,7 +95,7 @@ class Tiers:
     host_bytes: int | None
     disk_bytes: int | None
     elsewhere_bytes: int
-    on_disk: frozenset[int]
+    here: Places
     undecided: frozenset[int]
     accumulates: bool
     waiting: Callable[[Choice], Sequence[tuple[int, int]]]
@@ -100,17 +103,17 @@ class Tiers:
     disk_weights: bool | None = False
     disk_saved: bool | None = None
     offloads: bool = False
-    weights_on_disk: frozenset[int] = frozenset()
     _sizes: dict[int, _Sizes] = field(default_factory=dict, init=False)
-    _settled: dict[Choice, Choice] = field(default_factory=dict, init=False)
+    _settled: dict[object, Choice] = field(default_factory=dict, init=False)
     host_too_small: bool = field(default=False, init=False)  # for something that was asked about
 
     def of_host(self, choice: Choice) -> int:
         """Host memory once training runs, with the gradients and states that are made by then."""
         size = self.elsewhere_bytes
-        on_disk, weights = choice.on_disk - choice.resident, self._weights(choice)
+        resident, on_disk = choice.places.resident, choice.places.on_disk
+        weights = self._weights(choice)
         for bucket in self.buckets:
-            if bucket.key not in choice.resident:
+            if bucket.key not in resident:
                 sizes = self._of(bucket)
                 size += sizes.rest + (0 if bucket.key in on_disk else sizes.states)
                 size += 0 if bucket.key in weights else sizes.parameters
@@ -120,17 +123,16 @@ class Tiers:
 
     def of_disk(self, choice: Choice) -> int:
         """Bytes on the disk."""
-        keys = choice.on_disk - choice.resident
-        there = self._weights(choice)
+        on_disk, there = choice.places.on_disk, self._weights(choice)
         weights = sum(self._of(b).weights for b in self.buckets if b.key in there)
-        states = sum(self._of(b).stored for b in self.buckets if b.key in keys)
+        states = sum(self._of(b).stored for b in self.buckets if b.key in on_disk)
         return weights + states + sum(map(whole_pages, self._saved(choice)[1]))
 
     def _weights(self, choice: Choice) -> frozenset[int]:
         """Keys of the buckets whose parameters are there."""
         if self.disk_weights:
-            return frozenset(bucket.key for bucket in self.buckets) - choice.resident
-        return choice.weights_on_disk - choice.resident
+            return frozenset(bucket.key for bucket in self.buckets) - choice.places.resident
+        return choice.places.weights_on_disk
 
     def _saved(self, choice: Choice) -> tuple[list[int], list[int]]:
         """Bytes of the saved tensors that wait on the host, and of those on the disk."""
@@ -155,28 +157,19 @@ class Tiers:
         fit on the host; where that is not known or not enough, of as many as the disk holds. Where
         it is not enough, with parameters of as few buckets there as it takes, and then with saved
         tensors of as few stages."""
+        resident = choice.places.resident
         if self.disk_bytes is None:
-            none = frozenset[int]()
-            return replace(choice, on_disk=none, weights_on_disk=none, saved_on_disk=0)
-        place = Choice(
-            0,
-            choice.resident,
-            offload=choice.offload,
-            rerun=choice.rerun,
-            saved_on_host=choice.saved_on_host,
-        )
-        if place not in self._settled:
-            already = self.weights_on_disk - choice.resident
-            states = replace(choice, weights_on_disk=already, saved_on_disk=0)
-            states = replace(states, on_disk=self._fewest(states))
-            self._settled[place] = self._with_saved(self._with_weights(states))
-        found = self._settled[place]
-        return replace(
-            choice,
-            on_disk=found.on_disk,
-            weights_on_disk=found.weights_on_disk,
-            saved_on_disk=found.saved_on_disk,
-        )
+            return replace(choice, places=choice.places.without_disk, saved_on_disk=0)
+        like = (resident, choice.offload, choice.rerun, choice.saved_on_host)
+        if like not in self._settled:
+            already = Places.of(resident, self.here.on_disk, self.here.weights_on_disk)
+            states = self._fewest(replace(choice, places=already, saved_on_disk=0))
+            found = self._with_saved(self._with_weights(states))
+            if self.disk_weights:
+                found = _with(found, self._weights(found), weights=Tier.DISK)
+            self._settled[like] = found
+        found = self._settled[like]
+        return replace(choice, places=found.places, saved_on_disk=found.saved_on_disk)
 
     def _with_weights(self, choice: Choice) -> Choice:
         """With parameters on the disk too, where all states are not enough: of as few buckets as it
@@ -187,15 +180,14 @@ class Tiers:
             return choice
         choice = min(choice, self._without_large_states(choice), key=self.of_host)
         over = self.of_host(choice) - self.host_bytes
-        free = self.undecided - choice.resident - choice.weights_on_disk
+        free = self.undecided - choice.places.resident - choice.places.weights_on_disk
         order = [bucket for bucket in self._first_to_disk if bucket.key in free]
         left = (self.disk_bytes or 0) - self.of_disk(choice)
         places = itertools.accumulate(self._of(bucket).weights for bucket in order)
         most = sum(place <= left for place in places)
 
         def chosen(count: int) -> Choice:
-            keys = {bucket.key for bucket in order[:count]}
-            return replace(choice, weights_on_disk=choice.weights_on_disk | keys)
+            return _with(choice, (bucket.key for bucket in order[:count]), weights=Tier.DISK)
 
         sizes = (self._of(bucket).parameters for bucket in order[:most])
         saved = list(itertools.accumulate(sizes, initial=0))
@@ -206,10 +198,10 @@ class Tiers:
 
     def _without_large_states(self, choice: Choice) -> Choice:
         """Their sets of buffers may take more of the host than they do."""
-        states = {b.key: self._of(b).states for b in self.buckets if b.key in choice.on_disk}
+        states = {b.key: self._of(b).states for b in self.buckets if b.key in choice.places.on_disk}
         usual = LARGE * statistics.median(states.values()) if states else 0
         large = {key for key, size in states.items() if size > usual}
-        return replace(choice, on_disk=choice.on_disk - (large & self.undecided))
+        return _with(choice, large & self.undecided, states=Tier.HOST)
 
     @functools.cached_property
     def _first_to_disk(self) -> Sequence[Bucket]:
@@ -225,17 +217,17 @@ class Tiers:
                 return more
         return choice
 
-    def _fewest(self, choice: Choice) -> frozenset[int]:
-        already = self.on_disk - choice.resident
-        order = [b for b in self.buckets if b.key in self.undecided - choice.resident]
+    def _fewest(self, choice: Choice) -> Choice:
+        """With the states of as few buckets there as it takes; see `settled`."""
+        order = [b for b in self.buckets if b.key in self.undecided - choice.places.resident]
         order = [bucket for bucket in order if self._of(bucket).stored]
         places = itertools.accumulate(sorted(self._of(bucket).stored for bucket in order))
-        left = (self.disk_bytes or 0) - self.of_disk(replace(choice, on_disk=already))
+        left = (self.disk_bytes or 0) - self.of_disk(choice)
         most = sum(place <= left for place in places)  # that the disk holds, were they the smallest
 
         def chosen(count: int) -> Choice:
-            keys = {bucket.key for bucket in self._picked(order, count)}
-            return replace(choice, on_disk=already | keys)
+            keys = (bucket.key for bucket in self._picked(order, count))
+            return _with(choice, keys, states=Tier.DISK)
 
         if self.host_bytes is not None:
             gains = sorted((self._of(bucket).states for bucket in order), reverse=True)
@@ -244,10 +236,10 @@ class Tiers:
             saved = list(itertools.accumulate(gains[:most], initial=0))
             for count in range(bisect.bisect_left(saved, over), most + 1):
                 if self.fit(chosen(count)):
-                    return chosen(count).on_disk
+                    return chosen(count)
         while most and self.of_disk(chosen(most)) > (self.disk_bytes or 0):
             most -= 1
-        return chosen(most).on_disk
+        return chosen(most)
 
     def _picked(self, order: Sequence[Bucket], count: int) -> Sequence[Bucket]:
         """`count` of them; see above."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megacompile.cost.memory import MemoryKind
-from megacompile.plan.choice import Choice
+from megacompile.ir.plan import Choice
 from megacompile.plan.planner import Search, SearchResult
 from megacompile.plan.problem import Problem
 

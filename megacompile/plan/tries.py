@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from megacompile.ir.plan import Choice, Places
 from megacompile.passes.schedule.plan import ROWS
-from megacompile.plan.choice import Choice
 from megacompile.plan.freeing import freed
 from megacompile.plan.problem import Problem
 
@@ -59,7 +59,7 @@ class Tries:
     @property
     def best(self) -> Choice:
         """The fastest; streamed, where nothing fits."""
-        return min(self.times, key=self.times.__getitem__, default=Choice(0, self.problem.resident))
+        return min(self.times, key=self.times.__getitem__, default=Choice(0, self.problem.here))
 
     @property
     def counts(self) -> list[int]:
@@ -69,12 +69,12 @@ class Tries:
 
     def count(self, choice: Choice) -> int:
         """Number of buckets that become resident."""
-        return len(choice.resident - self.problem.resident)
+        return len(choice.places.resident - self.problem.here.resident)
 
     def add_everything(self, count: int) -> bool:
         """Simulate what keeps all stages and has all buckets resident, if that fits."""
         choice = self._with(count, 0.0, keep=self.keeps[1])
-        everything = len(choice.resident) == len(self.problem.buckets)
+        everything = len(choice.places.resident) == len(self.problem.buckets)
         return everything and self.problem.fits_exactly(choice) and self._simulate(choice)
 
     def add_each(self, counts: Iterable[int], shares: Iterable[float]) -> None:
@@ -148,19 +148,19 @@ class Tries:
             resident: the number of residents is for the search to say.
         """
 
-        def add(residents: frozenset[int], delay: int) -> None:
-            late = replace(streamed, resident=residents, state_delay=delay)
+        def add(places: Places, delay: int) -> None:
+            late = replace(streamed, places=places, state_delay=delay)
             if not self.add(late):
                 self.add(replace(late, state_lookahead=1))
 
         def look(count: int, before: Choice) -> None:
-            beside = self.problem.with_residents(count).resident
+            places = self.problem.places(count)
             for delay in (before.state_delay, 2 * before.state_delay):
-                add(beside, delay)
+                add(places, delay)
 
-        both = dict.fromkeys((streamed.resident, self.best.resident))
-        for residents, delay in itertools.product(both, _DELAYS):
-            add(residents, delay)
+        both = dict.fromkeys((streamed.places, self.best.places))
+        for places, delay in itertools.product(both, _DELAYS):
+            add(places, delay)
         least = self.count(streamed)
         step = (self.count(self.best) - least) // 2 if resident else 0
         self._climb(step, least, lambda: self.best, look, enough=_EQUAL)
@@ -235,17 +235,17 @@ class Tries:
         both = (problem.fewest_residents(choice), problem.most_residents(choice))
         counts = sorted({count for count in both if count is not None})
         for count in counts:
-            self.add(replace(choice, resident=problem.with_residents(count).resident))
+            self.add(replace(choice, places=problem.places(count)))
         for count in range(counts[-1] + 1 if counts else 0, len(problem.candidates) + 1):
-            if not self._add_exactly(choice, problem.with_residents(count).resident):
+            if not self._add_exactly(choice, problem.places(count)):
                 break
 
-    def _add_exactly(self, choice: Choice, residents: frozenset[int]) -> bool:
+    def _add_exactly(self, choice: Choice, places: Places) -> bool:
         """Simulate what may fit though an estimate says that it does not, with one kept stage or
         none."""
         problem, (lowest, most) = self.problem, self.keeps
         least, more = (
-            problem.settled(replace(choice, resident=residents, keep=keep))
+            problem.settled(replace(choice, places=places, keep=keep))
             for keep in (lowest, min(lowest + 1, most))
         )
         if not problem.fits_exactly(least):
@@ -255,8 +255,7 @@ class Tries:
     def _with(self, count: int, share: float, *, keep: int = 1) -> Choice:
         """The first `count` buckets that may become resident do."""
         choice = self.problem.with_residents(count, keep=keep)
-        elsewhere = choice.resident | choice.on_disk | choice.weights_on_disk
-        others = len(elsewhere) < len(self.problem.buckets)
+        others = len(choice.places) < len(self.problem.buckets)  # all of which is on the host
         return replace(choice, device_update=share if others else 0.0)
 
     def _simulate(self, choice: Choice) -> bool:
@@ -278,7 +277,8 @@ class Tries:
     def _enough_s(self, choice: Choice) -> float:
         """A choice that takes longer than this is neither chosen nor reported."""
         known = self.times.items()
-        likes = (s for other, s in known if choice.resident or not other.resident)
+        none = not choice.places.resident
+        likes = (s for other, s in known if not (none and other.places.resident))
         return min(likes, default=math.inf) * (1 + _EQUAL)
 
     def _expected_s(self, choice: Choice) -> float | None:
@@ -294,7 +294,7 @@ class Tries:
         """The choice with the most residents, of those as fast as the fastest."""
         least = min(self.times.values()) * (1 + _EQUAL)
         fast = [choice for choice, step_s in self.times.items() if step_s <= least]
-        return max(fast, key=lambda choice: (len(choice.resident), -self.times[choice]))
+        return max(fast, key=lambda choice: (len(choice.places.resident), -self.times[choice]))
 
     def with_halves(self, best: Choice, *, resident: bool) -> Choice:
         """With stages that keep half of what they save, if that pays: more of them fit, and what
@@ -324,8 +324,7 @@ class Tries:
     def _in_halves(self, best: Choice, count: int) -> Choice:
         """The fastest with so many residents; what was never simulated, where nothing fits."""
         before = set(self.times)
-        residents = self.problem.with_residents(count).resident
-        halves = replace(best, resident=residents, halves=True)
+        halves = replace(best, places=self.problem.places(count), halves=True)
         self.add(halves)
         return self._fastest_since(before, halves)
 
@@ -394,8 +393,8 @@ class Tries:
         memory for it; what has none kept there, where nothing fits."""
         before = set(self.times)
         for fewer in _FEWER[: self.count(best) + 1]:
-            residents = self.problem.with_residents(self.count(best) - fewer).resident
-            if self.add(replace(best, resident=residents, saved_on_host=count)):
+            places = self.problem.places(self.count(best) - fewer)
+            if self.add(replace(best, places=places, saved_on_host=count)):
                 return self._fastest_since(before, best)
         return best
 
@@ -404,7 +403,8 @@ class Tries:
         in_vain = 0
         for more in _SLOTS:
             choice = replace(best, more_slots=more)
-            if len(best.resident) + more >= len(self.problem.buckets) or in_vain == _IN_VAIN:
+            resident = len(best.places.resident)
+            if resident + more >= len(self.problem.buckets) or in_vain == _IN_VAIN:
                 break
             step_s = self._expected_s(choice)
             if step_s is None:

@@ -30,7 +30,7 @@ def search_with_weights(
     more = replace(problem, disk_weights=None)
     more.learn(problem)
     other = search(more)
-    if other is None or not other.choice.weights_on_disk:
+    if other is None or not other.choice.places.weights_on_disk:
         return (more, other) if found is None else (problem, found)
     why = _NO_OTHER
     if found is not None:

@@ -45,12 +45,11 @@ def _places(graph: fx.Graph, uses: Sequence[fx.Node], ahead: int) -> list[fx.Nod
 def insert_disk(
     schedule: Schedule,
     *,
-    on_disk: frozenset[int],
     state_bytes: Callable[[int], float],
     set_bytes: Callable[[Bucket, Sequence[int]], int] | None = None,
     ahead: int = AHEAD,
 ) -> Schedule:
-    """The schedule in which some of the streamed buckets have their states on a disk.
+    """The schedule in which the buckets of `plan.on_disk` have their states on a disk.
 
         before: 2FETCH_STATE 2B 2UPDATE 2OFFLOAD_STATE
         after:  2READ_STATE 1READ_STATE 2FETCH_STATE 2B 2UPDATE 2OFFLOAD_STATE 2WRITE_STATE
@@ -59,20 +58,19 @@ def insert_disk(
         after:  1READ_STATE 2READ_STATE 1UPDATE 1WRITE_STATE 2UPDATE 2WRITE_STATE
 
     Args:
-        on_disk: their keys; those of other buckets are ignored.
         state_bytes: of one element's states, by its bytes as streamed; for the cost model.
         set_bytes: of a buffer that all states of a bucket come to, with the trained parameters.
         ahead: how many uses of states ahead of its own a read comes.
     """
     trained = schedule.gradient_params if schedule.backward is not None or schedule.rest else {}
     streamed = frozenset(trained) - schedule.plan.resident
-    keys = streamed & on_disk
-    new = replace(schedule.copy(), plan=replace(schedule.plan, on_disk=keys))
-    for name in ("backward", "update"):
-        if name in new.graphs and keys:
-            _insert_states(new, new.graphs[name], name, state_bytes, ahead)
+    keys = schedule.plan.on_disk
     if not keys:
-        return new
+        return schedule
+    new = schedule.copy()
+    for name in ("backward", "update"):
+        if name in new.graphs:
+            _insert_states(new, new.graphs[name], name, state_bytes, ahead)
     in_use = max(states_in_use(graph, keys) for graph in new.graphs.values())
     sets = min(len(keys), max(STATE_SETS, 1 + in_use))
     stored = [bucket for bucket in new.buckets if bucket.key in keys]
@@ -161,8 +159,8 @@ def _written(graph: fx.Graph, op: Callable[..., object], writer: fx.Node, prefix
 # Saved tensors.
 
 
-def insert_disk_saved(schedule: Schedule, *, count: int | None = None) -> Schedule:
-    """The schedule in which saved values of stages that offload them wait on a disk.
+def insert_disk_saved(schedule: Schedule) -> Schedule:
+    """The schedule in which saved values of the stages in `plan.saved_on_disk` wait on a disk.
 
         before: 0F 1OFFLOAD_SAVED 1F
                 1FETCH_SAVED 2B 1RECOMPUTE 1B
@@ -174,12 +172,8 @@ def insert_disk_saved(schedule: Schedule, *, count: int | None = None) -> Schedu
     are `SAVED_SETS` buffers each way: an offload waits for the write that returns one, and a read
     for the fetch. The values of the first stages go: they wait the longest, and are wanted back
     last.
-
-    Args:
-        count: those of so many of the first stages; None: of all.
     """
-    offload = schedule.plan.offload
-    stages = frozenset(index for index in offload if count is None or index < count)
+    stages = schedule.plan.saved_on_disk
     if schedule.backward is None or not stages:
         return schedule
     new = schedule.copy()
@@ -189,8 +183,8 @@ def insert_disk_saved(schedule: Schedule, *, count: int | None = None) -> Schedu
         return new
     _read_saved(new.backward, names)
     new = set_saved_values(new, [names.get(name, name) for name in new.saved_values])
-    plan = replace(new.plan, saved_on_disk=stages, saved_sets=SAVED_SETS)
-    return replace(new, plan=replace(plan, reasons=(*plan.reasons, _saved_reason(new, stages))))
+    reasons = (*new.plan.reasons, _saved_reason(new, stages))
+    return replace(new, plan=replace(new.plan, saved_sets=SAVED_SETS, reasons=reasons))
 
 
 def _write_saved(graph: fx.Graph, stages: frozenset[int]) -> dict[str, str]:
@@ -244,10 +238,8 @@ def _saved_reason(schedule: Schedule, stages: frozenset[int]) -> str:
 # Parameters.
 
 
-def insert_disk_weights(
-    schedule: Schedule, *, stored: frozenset[int] | None = None, ahead: int = AHEAD
-) -> Schedule:
-    """The schedule whose streamed buckets have their parameters on a disk.
+def insert_disk_weights(schedule: Schedule, *, ahead: int = AHEAD) -> Schedule:
+    """The schedule in which the buckets of `plan.weights_on_disk` have their parameters on a disk.
 
         before: 1PREFETCH 0F 2PREFETCH 1F
         after:  1READ_WEIGHTS 2READ_WEIGHTS 1PREFETCH 0F 2PREFETCH 1F
@@ -264,14 +256,11 @@ def insert_disk_weights(
     prefetches go back after the copy, those of updates after the write: one of each kind would do.
 
     Args:
-        stored: keys of those that do; those of other buckets are ignored. None: all of them.
         ahead: how many prefetches, or updates, ahead of its own a read comes.
     """
-    keys = frozenset(bucket.key for bucket in schedule.buckets) - schedule.plan.resident
-    keys = keys if stored is None else keys & stored
-    new = replace(schedule.copy(), plan=replace(schedule.plan, weights_on_disk=keys))
-    if not keys:
-        return new
+    if not schedule.plan.weights_on_disk:
+        return schedule
+    new = schedule.copy()
     changed: set[int] = set()
     for name, graph in new.graphs.items():
         _insert_reads(new, graph, ahead)

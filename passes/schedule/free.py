@@ -21,7 +21,8 @@ from torch import fx
 from megacompile.ir import ops
 from megacompile.ir.lifetimes import outliving
 from megacompile.ir.ops import Op, Part, Value
-from megacompile.ir.schedule import Plan, Schedule
+from megacompile.ir.plan import Plan
+from megacompile.ir.schedule import Schedule
 from megacompile.ir.signature import is_live
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import take, token_of, written

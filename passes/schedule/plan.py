@@ -1,6 +1,6 @@
-"""Write down what is kept, recomputed, resident, and where updates are made.
+"""Write a choice out as a plan: a row a bucket, and a row a stage.
 
-How much of it is for the caller to say (`megacompile.plan.planner`). By default, the last
+Which choice that is, is for the caller to say (`megacompile.plan.planner`). By default, the last
 stage is kept: its backward comes right after its forward, so its saved tensors take no memory at
 any other time, and it saves one pass over the head, the largest matrix of most language models.
 """
@@ -8,118 +8,119 @@ any other time, and it saves one pass over the head, the largest matrix of most 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.schedule import Plan, Schedule
+from megacompile.ir.plan import Choice, Places, Plan, SavedPart, StagePlan, Tier, Updater
+from megacompile.ir.schedule import Schedule
 from megacompile.text import format_bytes, numbered
 
 ROWS = (1, 2, 3, 5)  # stages that run again for each whose output is saved: what is tried
-_SELECTIVE = 0.5  # of the saved tensors of a 7B layer: 4 % of its time for half of the memory
 
 
 def make_plan(
     schedule: Schedule,
+    choice: Choice,
     *,
-    keep: int = 1,
-    halves: bool = False,
+    saves: bool = True,
+    in_backward: bool = False,
     activations: str = "auto",
     lookahead: int = 2,
-    device_update: float = 0.0,
-    resident: frozenset[int] = frozenset(),
-    state_delay: int = 1,
-    stay: int = 0,
-    offload: int = 0,
-    rerun: int = 0,
-    on_disk: frozenset[int] = frozenset(),
-    saved_on_host: frozenset[int] = frozenset(),
-    tiles: int = 1,
     cut: frozenset[int] = frozenset(),
     samples: frozenset[int] = frozenset(),
 ) -> Schedule:
     """The schedule with its plan.
 
     Args:
-        keep: how many of the last stages keep their saved tensors. 0: none, whatever `activations`
-            is: a backward for other gradients than those that the forward was traced for has no
-            saved tensors.
-        halves: all of them but the last keep half of what they save, and compute the rest again.
-        activations: "auto", "keep", "selective", "recompute" or "offload".
+        choice: the decisions. The device updates none of the streamed buckets that have states or
+            weights on a disk.
+        saves: False: nothing is kept, whatever is chosen: a backward for other gradients than those
+            that the forward was traced for has no saved tensors. Stages that would be kept on the
+            host are recomputed from what waits there.
+        in_backward: the backward updates the buckets that it has gradients of.
+        activations: "auto", "keep", "selective", "recompute" or "offload": all stages are kept, or
+            all inputs wait on the host, whatever is chosen.
         lookahead: how many stages ahead an offloaded value comes back.
-        device_update: the share of the trained parameters, the first in forward order, that
-            `optimizer.step()` updates on the device.
-        resident: keys of the buckets that live on the device.
-        state_delay: see `Plan`.
-        stay: how many of the streamed buckets keep their slots from one forward to the next, where
-            there is no backward.
-        offload: of how many of the first stages what is recomputed from waits on the host;
-            with `activations="offload"` of all.
-        rerun: how many stages run again in the backward for their outputs, which are then not
-            saved: of every two of the first ones the second; where these are too few, rows of
-            stages as long as one another.
-        on_disk: keys of the streamed buckets whose states or parameters are on a disk; the device
-            does not update those.
-        saved_on_host: other stages that are kept, whose saved tensors wait on the host; see
-            `stages_on_host`. Where `keep` is 0, they are recomputed from what waits there.
-        tiles: in which what acts on each token alone runs.
-        cut: the stages that have something to run in so many tiles; see `stages_in_tiles`.
+        cut: the stages that have something to run in tiles; see `stages_in_tiles`.
         samples: those of them that can run in tiles as a whole; see `stages_by_samples`. Where
             they are recomputed, they do.
     """
-    so_far = schedule.plan.reasons
-    in_tiles = tuple((index, tiles) for index in sorted(cut))
-    so_far += _tiles(schedule, tiles, cut)
     keys = frozenset(bucket.key for bucket in schedule.buckets)
-    here = resident & keys
+    places = choice.places.only(keys)
+    reasons = (*schedule.plan.reasons, *_tiles(schedule, choice.tiles, cut))
     if schedule.backward is None:
-        slots, why = _stay(schedule, here, stay)
-        reasons = (*so_far, "every stage is recomputed", *_residents(schedule, here), *why)
-        plan = Plan(reasons=reasons, resident=here, stay=slots, tiles=in_tiles)
-        return replace(schedule, plan=plan)
-    kept, reason = _keep(schedule, keep, activations)
-    count = len(schedule.stages) if activations == "offload" else offload
-    waiting, waits = _offload(schedule, count, lookahead)
-    able = {stage.index for stage in schedule.stages if stage.traced.has_backward}
-    away = (saved_on_host & able) - kept
-    again, runs = _rerun(schedule, rerun)
-    halves = not in_tiles and (halves or activations == "selective")
-    saved_fractions, within = _saved_fractions(schedule, kept) if halves else ((), ())
-    saves = away if keep else frozenset()
-    kept = kept | saves
-    if not in_tiles:  # which save little, and compute the rest again
-        saved_fractions = _with_halves(saved_fractions, saves)
-    chosen, why = _device_update(schedule, here, on_disk, device_update)
-    by_samples = samples - kept
-    how = (
+        stay, why = _stay(schedule, places.resident, choice.stay)
+        places = places.changed(keys - places.resident, states=Tier.HOST).changed(stay, stays=True)
+        rows = tuple(
+            StagePlan(tiles=choice.tiles if stage.index in cut else 1) for stage in schedule.stages
+        )
+        reasons += (_FORWARD_ONLY, *_residents(schedule, places.resident), *why)
+        return replace(schedule, plan=Plan(places, rows, reasons))
+    count = choice.keep if saves else 0
+    kept, reason = _keep(schedule, count, activations)
+    offload = len(schedule.stages) if activations == "offload" else choice.offload
+    waiting, waits = _offload(schedule, offload, lookahead)
+    away = stages_on_host(schedule, choice, lookahead=lookahead) - kept
+    again, runs = _rerun(schedule, choice.rerun)
+    on_host = away if count else frozenset[int]()
+    halves: frozenset[int] = frozenset()
+    within: tuple[str, ...] = ()
+    if not cut:  # in tiles they save little, and compute the rest again
+        if choice.halves or activations == "selective":
+            halves, within = _halves(schedule, kept)
+        halves |= on_host  # which takes half of the copies
+    kept |= on_host
+    places, device = _updaters(schedule, places, choice.device_update, in_backward)
+    offloaded = waiting | away
+    rows = tuple(
+        StagePlan(
+            saved=SavedPart.HALF
+            if i in halves
+            else SavedPart.ALL
+            if i in kept
+            else SavedPart.INPUTS,
+            tier=_tier(i, offloaded, choice.saved_on_disk),
+            rerun=i in again,
+            tiles=choice.tiles if i in cut else 1,
+            samples=i in samples and i not in kept,
+        )
+        for i in (stage.index for stage in schedule.stages)
+    )
+    reasons += (
         reason,
-        *_by_samples(by_samples),
-        *_away(saves, "what" if in_tiles else "half of what"),
+        *_by_samples(samples - kept),
+        *_away(on_host, "what" if cut else "half of what"),
         *within,
         *waits,
         *runs,
-        *_residents(schedule, here),
-        *why,
+        *_residents(schedule, places.resident),
+        *device,
     )
-    plan = Plan(
-        keep=kept,
-        reasons=(*so_far, *how),
-        resident=here,
-        device_update=chosen,
-        offload=waiting | away,
-        rerun=again,
-        saved_fractions=saved_fractions,
-        tiles=in_tiles,
-        samples=by_samples,
-        state_delay=state_delay,
-        saved_delay=_apart(away),
-    )
+    plan = Plan(places, rows, reasons, state_delay=choice.state_delay, saved_delay=_apart(away))
     return replace(schedule, plan=plan)
 
 
-def stages_on_host(schedule: Schedule, *, count: int, keep: int, lookahead: int) -> frozenset[int]:
-    """`count` stages before the last `keep`, as far from one another as can be: while one is
-    copied to the host, the next ones compute.
+_FORWARD_ONLY = "nothing is saved: no backward follows"
+
+
+def _saved(stage: int, kept: Collection[int], halves: Collection[int]) -> SavedPart:
+    if stage in halves:
+        return SavedPart.HALF
+    return SavedPart.ALL if stage in kept else SavedPart.INPUTS
+
+
+def _tier(stage: int, offloaded: Collection[int], on_disk: int) -> Tier:
+    """The memory in which saved values of a stage wait."""
+    if stage not in offloaded:
+        return Tier.DEVICE
+    return Tier.DISK if stage < on_disk else Tier.HOST
+
+
+def stages_on_host(schedule: Schedule, choice: Choice, *, lookahead: int) -> frozenset[int]:
+    """The stages that are kept on the host: as many as chosen, before the last ones, which are kept
+    on the device, and as far from one another as can be: while one is copied to the host, the next
+    ones compute.
 
     The last `lookahead + 1` stages are not among them: theirs is wanted back as the backward
     begins.
@@ -127,8 +128,8 @@ def stages_on_host(schedule: Schedule, *, count: int, keep: int, lookahead: int)
     able = [stage.index for stage in schedule.stages if stage.traced.has_backward]
     last = len(schedule.stages) - lookahead - 1
     saving = {s.index for s in schedule.stages if s.traced.saved or s.traced.samples}
-    pool = [i for i in able[: len(able) - keep] if i < last and i in saving]
-    count = min(count, len(pool))
+    pool = [i for i in able[: len(able) - choice.keep] if i < last and i in saving]
+    count = min(choice.saved_on_host, len(pool))
     return frozenset(pool[(2 * i + 1) * len(pool) // (2 * count)] for i in range(count))
 
 
@@ -258,13 +259,6 @@ def _rerun(schedule: Schedule, count: int) -> tuple[frozenset[int], tuple[str, .
     return frozenset(chosen), (reason,)
 
 
-def _with_halves(
-    saved_fractions: tuple[tuple[int, float], ...], away: frozenset[int]
-) -> tuple[tuple[int, float], ...]:
-    """Stages that are kept on the host save half of it: that takes half of the copies."""
-    return tuple(sorted((*saved_fractions, *((index, _SELECTIVE) for index in away))))
-
-
 def _tiles(schedule: Schedule, tiles: int, cut: frozenset[int]) -> tuple[str, ...]:
     """In how many tiles how many stages run, and why others do not."""
     if tiles == 1:
@@ -304,36 +298,40 @@ def _by_samples(stages: frozenset[int]) -> tuple[str, ...]:
     )
 
 
-def _saved_fractions(
-    schedule: Schedule, keep: frozenset[int]
-) -> tuple[tuple[tuple[int, float], ...], tuple[str, ...]]:
+def _halves(schedule: Schedule, keep: frozenset[int]) -> tuple[frozenset[int], tuple[str, ...]]:
     """Half of what each kept stage saves, but for the last: its backward comes next."""
-    last = schedule.stages[-1].index
-    chosen = tuple((index, _SELECTIVE) for index in sorted(keep - {last}))
+    chosen = keep - {schedule.stages[-1].index}
     if not chosen:
-        return (), ()
-    return chosen, (f"all but the last save {_SELECTIVE:.0%} of it, and compute the rest again",)
+        return chosen, ()
+    return chosen, ("all but the last save 50% of it, and compute the rest again",)
 
 
-def _device_update(
-    schedule: Schedule, resident: frozenset[int], on_disk: frozenset[int], share: float
-) -> tuple[frozenset[int], tuple[str, ...]]:
-    """The first buckets that make up no more than a share of the streamed parameters which are on
-    the host, with their states."""
+def _updaters(
+    schedule: Schedule, places: Places, share: float, in_backward: bool
+) -> tuple[Places, tuple[str, ...]]:
+    """With what updates each bucket that gets gradients: the device, of the first ones that make up
+    no more than a share of the streamed parameters which are on the host with their states."""
     trained = schedule.gradient_params
     sizes = {
         bucket.key: sum(bucket.params[i].numel for i in trained[bucket.key])
         for bucket in schedule.buckets
-        if bucket.key in trained and bucket.key not in resident
+        if bucket.key in trained and bucket.key not in places.resident
     }
+    frozen = [b.key for b in schedule.buckets if b.key not in trained.keys() | places.resident]
+    elsewhere = places.on_disk | places.weights_on_disk
     total, chosen = sum(sizes.values()), []
-    left = share * sum(size for key, size in sizes.items() if key not in on_disk)
+    left = share * sum(size for key, size in sizes.items() if key not in elsewhere)
     for bucket in schedule.buckets:
-        if bucket.key not in on_disk and 0 < sizes.get(bucket.key, 0) <= left:
+        if bucket.key not in elsewhere and 0 < sizes.get(bucket.key, 0) <= left:
             left -= sizes[bucket.key]
             chosen.append(bucket)
+    places = places.changed(frozen, states=Tier.HOST)  # they have none
+    if in_backward:
+        places = places.changed(trained, updater=Updater.BACKWARD)
+    else:
+        places = places.changed(places.resident & trained.keys(), updater=Updater.DEVICE)
     if not chosen:
-        return frozenset(), ()
+        return places, ()
     part = sum(sizes[bucket.key] for bucket in chosen)
     which = f"bucket {chosen[0].label}"
     if len(chosen) > 1:
@@ -342,4 +340,5 @@ def _device_update(
         f"optimizer.step() updates {which} ({part / total:.0%} of the streamed parameters) on the "
         "device, and the host the others meanwhile"
     )
-    return frozenset(bucket.key for bucket in chosen), (reason,)
+    places = places.changed((bucket.key for bucket in chosen), updater=Updater.DEVICE)
+    return places, (reason,)

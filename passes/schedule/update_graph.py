@@ -12,7 +12,7 @@ gradients of its bucket (`gradients_1`), and a later graph takes its token (see 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -20,7 +20,8 @@ from torch import fx
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Part
-from megacompile.ir.schedule import Plan, Schedule
+from megacompile.ir.plan import Places, Plan, Tier
+from megacompile.ir.schedule import Schedule
 from megacompile.ir.tokens import add
 from megacompile.ir.values import left_of
 from megacompile.passes.edit import body_of
@@ -28,51 +29,37 @@ from megacompile.passes.schedule.disk import insert_disk, insert_disk_weights
 from megacompile.passes.schedule.tokens import insert_tokens
 
 
-def insert_update_graph(
-    schedule: Schedule, *, helps: bool, on_disk: frozenset[int] = frozenset()
-) -> Schedule:
+def insert_update_graph(schedule: Schedule, *, helps: bool) -> Schedule:
     """The schedule with an update, where its backward has gradients of parameters.
 
     Args:
         helps: the device helps the host.
-        on_disk: keys of the buckets whose states or parameters are on a disk.
     """
     trained = schedule.gradient_params if schedule.backward is not None else {}
     left = left_of(schedule)
     there = [bucket for bucket in schedule.buckets if bucket.key in trained.keys() - left.keys()]
-    graph = update_of(there, schedule.plan.resident, helps=helps, on_disk=on_disk)
+    graph = _update_of(there, schedule.plan.places, helps=helps)
     for bucket in schedule.buckets:
         if bucket.key in left:
             _update_on_device(graph, bucket, *left[bucket.key])
     return replace(schedule, update=graph) if trained else schedule
 
 
-def update_of(
-    buckets: list[Bucket],
-    resident: frozenset[int],
-    *,
-    helps: bool,
-    on_disk: frozenset[int] = frozenset(),
-) -> fx.Graph:
-    """The graph that updates buckets where they are.
-
-    Args:
-        resident: keys of those that live on the device.
-        on_disk: keys of those whose states or parameters are on a disk: the device does not help
-            with those.
-    """
+def _update_of(buckets: Sequence[Bucket], places: Places, *, helps: bool) -> fx.Graph:
+    """The graph that updates buckets where they are. The device does not help with those that have
+    states or weights on a disk."""
     graph = fx.Graph()
     graph.output(((),))
     made: list[fx.Node] = []
     first = graph.output_node()
     for k, bucket in enumerate(buckets):
-        op = ops.update_resident if bucket.key in resident else ops.update_host
+        op = ops.update_resident if bucket.key in places.resident else ops.update_host
         gradients = add(graph, bucket, Part.GRADIENTS, first)
         with graph.inserting_before(graph.output_node()):
             name = f"u{bucket.suffix}"
             done = ops.call(graph, op, bucket, name=name, after=(gradients,))
         first = first if k else done
-        if op is ops.update_host and bucket.key not in on_disk:
+        if op is ops.update_host and Tier.DISK not in places[bucket.key]:
             made.append(done)
     if helps and made:
         with graph.inserting_before(graph.output_node()):
@@ -81,33 +68,27 @@ def update_of(
 
 
 def rest_of(
-    buckets: list[Bucket],
-    resident: frozenset[int],
+    buckets: Sequence[Bucket],
+    places: Places,
     *,
     helps: bool,
-    on_disk: frozenset[int] = frozenset(),
     state_bytes: Callable[[int], float] = float,
-    weights_on_disk: frozenset[int] = frozenset(),
 ) -> Schedule:
     """A schedule that is an update alone: of buckets that no other schedule's update makes.
 
     Args:
-        resident: keys of those that live on the device.
-        on_disk: keys of those whose states are on a disk.
+        places: where they are.
+        helps: the device helps the host.
         state_bytes: of one element's states, by its bytes as streamed.
-        weights_on_disk: keys of those whose parameters are there.
     """
     forward = fx.Graph()
     forward.output(((), ()))
-    update = update_of(buckets, resident, helps=helps, on_disk=on_disk | weights_on_disk)
-    plan = Plan(resident=resident & {bucket.key for bucket in buckets})
+    plan = Plan(places.only({bucket.key for bucket in buckets}))
+    update = _update_of(buckets, places, helps=helps)
     name, rest = "the rest of a step", tuple(buckets)
     schedule = Schedule(name, forward, None, (), plan=plan, update=update, rest=rest)
-    if on_disk:
-        schedule = insert_disk(schedule, on_disk=on_disk, state_bytes=state_bytes)
-    if weights_on_disk:
-        schedule = insert_disk_weights(schedule, stored=weights_on_disk)
-    return insert_tokens(schedule)
+    schedule = insert_disk(schedule, state_bytes=state_bytes)
+    return insert_tokens(insert_disk_weights(schedule))
 
 
 def _update_on_device(graph: fx.Graph, bucket: Bucket, gradients: fx.Node, state: fx.Node) -> None:

@@ -18,7 +18,8 @@ from torch import nn
 
 from megacompile import compat, packed, progress
 from megacompile.ir.buckets import Bucket, Unit
-from megacompile.ir.schedule import Placement, Schedule
+from megacompile.ir.plan import Placement, Places, Tier
+from megacompile.ir.schedule import Schedule
 from megacompile.options import Options
 from megacompile.progress import bar, line
 from megacompile.runtime.checkpoint.contents import Contents
@@ -155,7 +156,7 @@ class ModelBuckets:
         self.machine.gradients.bind(self.machine.buckets)
         self.machine.slots.forget()
         on_disk = frozenset(self.machine.buckets if self.machine.disk is not None else ())
-        placement = Placement(resident, on_disk, stored)
+        placement = Placement(Places.of(resident, on_disk, stored))
         self.plans = Plans(self.make_compiler(units), placement)
         self._noted.clear()
         self._places.note(self.machine.buckets.values())
@@ -238,17 +239,14 @@ class ModelBuckets:
         Gradients move along; optimizer states when the next step finds them elsewhere.
         """
         self.machine.slots.forget()  # its memory is for buckets that come to the device
-        first = wanted.weights_on_disk  # these leave host memory
+        places = wanted.places
+        first = places.weights_on_disk  # these leave host memory
         with line("", self.options.progress):
             for key in sorted(self.machine.buckets, key=lambda key: key not in first):
-                move = functools.partial(
-                    self.move_bucket,
-                    key,
-                    key in wanted.resident,
-                    stored=key in wanted.weights_on_disk,
-                )
-                undone(move)
-                self._place_states(self.machine.buckets[key], key in wanted.on_disk)
+                weights, states, *_ = places[key]
+                resident, stored = weights is Tier.DEVICE, weights is Tier.DISK
+                undone(functools.partial(self.move_bucket, key, resident, stored=stored))
+                self._place_states(self.machine.buckets[key], states is Tier.DISK)
         self.moved()
         self.plans.moved(wanted)  # until here an interrupt leaves a move that begins again
 
@@ -362,7 +360,7 @@ class ModelBuckets:
         """Take over again, with each old bucket freed while the next is filled."""
         self.proxies.forget()
         self.machine.gradients.bind({})
-        now = self.plans.placement
+        now = self.plans.placement.places
         self._take_over(now.resident, stored=now.weights_on_disk)
 
     def refresh(self, fits: bool, modules: Sequence[nn.Module]) -> None:

@@ -421,7 +421,7 @@ class CapturedGraph:
             lacking = None if may_move else error.with_traceback(None)
             wanted = program.choose(program.variant(), again=True)
         if program.tangents:
-            self.updates.ahead.precompile(wanted.resident)
+            self.updates.ahead.precompile(wanted.places.resident)
         now = self.plans.placement
         if wanted != now and lacking is not None:
             raise MovesFirst(lacking)

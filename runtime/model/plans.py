@@ -9,7 +9,8 @@ from typing import Protocol
 from megacompile.errors import DeviceMemoryError
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.capture import Capture, Variant
-from megacompile.ir.schedule import Placement, Schedule
+from megacompile.ir.plan import Placement
+from megacompile.ir.schedule import Schedule
 from megacompile.ir.symbols import Values
 
 

@@ -25,7 +25,8 @@ from megacompile.ir.capture import (
     TensorInput,
     Variant,
 )
-from megacompile.ir.schedule import Placement, Schedule
+from megacompile.ir.plan import Placement
+from megacompile.ir.schedule import Schedule
 from megacompile.ir.signature import computed_outputs, expected_tangents
 from megacompile.ir.signature import inputs as inputs_of
 from megacompile.ir.symbols import Number, Symbols

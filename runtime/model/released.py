@@ -194,7 +194,7 @@ class Released:
             try:
                 for key in keys:
                     old = buckets.machine.buckets[key]
-                    stored = key in buckets.plans.placement.weights_on_disk
+                    stored = bool(buckets.options.disk_weights)
                     undone(functools.partial(buckets.move_bucket, key, resident, stored=stored))
                     new = buckets.machine.buckets[key]
                     if new is not old:

@@ -14,7 +14,7 @@ from megacompile import compat, notices, numa
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.ranks import host_of_rank
 from megacompile.ir.buckets import Bucket, Unit
-from megacompile.ir.schedule import first_to_disk
+from megacompile.ir.plan import first_to_disk
 from megacompile.options import Lowering, Options
 from megacompile.runtime.device.disk_buffers import Disk
 from megacompile.runtime.device.host_budget import HostBudget

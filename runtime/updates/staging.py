@@ -26,7 +26,7 @@ import torch
 from megacompile.errors import DiskError, OptimizerError
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Part
-from megacompile.ir.schedule import Plan
+from megacompile.ir.plan import Plan
 from megacompile.runtime.device.disk_buffers import Disk, DiskBuffer
 from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.streams import OVER, Completion, Handle

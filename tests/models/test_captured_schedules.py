@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -15,21 +16,22 @@ import torch
 from torch import Tensor, fx, nn
 
 from megacompile.ir import ops
-from megacompile.ir.schedule import Plan, Schedule
+from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import TensorMeta, tensors_bytes
 from tests import inside
 from tests.capturing import Captured, Counting, Net, capture
+from tests.planned import rows
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
 
 
-def build(captured: Captured, plan: Plan, **options: Any) -> Schedule:
-    """The schedule of a plan, proved safe."""
+def build(captured: Captured, offload: Collection[int], **options: Any) -> Schedule:
+    """The schedule of a plan by which these stages offload what they save, proved safe."""
     schedule = captured.with_tangent()
     for name, function in captured.passes(lookahead=1, **options).items():
         schedule = function(schedule)
         if name == "plan":
-            schedule = replace(schedule, plan=plan)
+            schedule = replace(schedule, plan=rows(len(schedule.stages), offload=offload))
     inside.prove(schedule)
     return schedule
 
@@ -56,7 +58,7 @@ def on_host(schedule: Schedule) -> list[str]:
 
 def test_a_value_that_several_stages_take_goes_once_and_is_back_for_the_first() -> None:
     """One that a stage on the device takes stays there: it must be there at the boundary anyway."""
-    schedule = build(skips(), Plan(offload=frozenset(range(7))))
+    schedule = build(skips(), range(7))
     assert schedule.backward is not None
     offloads = ops.nodes_of(schedule.forward, ops.offload_saved)
     copies = [node.all_input_nodes[0].name for node in offloads]
@@ -71,7 +73,7 @@ def test_a_value_that_several_stages_take_goes_once_and_is_back_for_the_first() 
         places = [order.index(user) for user in fetch.users if user is not release]
         assert order.index(fetch) < min(places) and order.index(release) > max(places)
     assert several, "a skip"
-    less = build(skips(), Plan(offload=frozenset(range(5))))
+    less = build(skips(), range(5))
     assert "y1_0_host" in set(on_host(schedule)) - set(on_host(less)), "stage 6 takes it"
 
 
@@ -80,7 +82,7 @@ def test_what_is_returned_to_the_user_stays() -> None:
         middle = net.layers[1](net.layers[0](net.embed(x)))
         return net.head(net.layers[2](middle)).mean(), middle
 
-    schedule = build(capture(Net(both), X), Plan(offload=frozenset(range(4))))
+    schedule = build(capture(Net(both), X), range(4))
     outputs, _ = ops.returned(schedule.forward)
     taken = [node.all_input_nodes[0] for node in ops.nodes_of(schedule.forward, ops.offload_saved)]
     assert taken and outputs[1] not in taken
@@ -93,7 +95,7 @@ def test_what_changes_in_place_is_recomputed_from_its_copy_wherever_that_waits()
     for node in ops.nodes_of(schedule.backward, ops.recompute):
         taken = [value.name for value in ops.arguments(node)[2] if value]
         assert taken[-1].endswith("_old")
-    schedule = build(captured, Plan(offload=frozenset({0, 1})), keep_last=False)
+    schedule = build(captured, {0, 1}, keep_last=False)
     assert any(name.endswith("_old_host") for name in on_host(schedule))
     assert ops.actions(schedule.forward).count("SNAPSHOT") == 3
 

@@ -15,9 +15,10 @@ import pytest
 from torch import fx
 
 from megacompile.ir import ops
-from megacompile.ir.schedule import Plan, Schedule
+from megacompile.ir.schedule import Schedule
 from tests.actions import apply, frees, parse, text
 from tests.capturing import after_templates
+from tests.planned import rows
 
 PASSES = after_templates(lookahead=1, norms=True, helps=True, reuse=True)
 
@@ -70,8 +71,8 @@ CHAIN, LONG = "0F 1F 2F 3F | 3B 2B 1B 0B", "0F 1F 2F 3F 4F 5F 6F | 6B 5B 4B 3B 2
 
 
 def rerun(line: str, which: Sequence[int], *, keep: Sequence[int] = (3,), **plan: Any) -> Schedule:
-    planned = Plan(frozenset(keep), rerun=frozenset(which), **plan)
     schedule = parse(line, random=(1,) if "RNG" in line else ())
+    planned = rows(len(schedule.stages), keep, rerun=which, **plan)
     return apply(PASSES["rerun"], PASSES["recompute"](replace(schedule, plan=planned)))
 
 
@@ -128,7 +129,7 @@ def calls(stages: int) -> dict[str, int]:
     forward, backward = (range(stages), reversed(range(stages)))
     line = " ".join(f"{k}F" for k in forward) + " | " + " ".join(f"{k}B" for k in backward)
     which = frozenset(range(1, stages - 1, 2))
-    schedule = replace(parse(line, saved=40), plan=Plan(frozenset({stages - 1}), rerun=which))
+    schedule = replace(parse(line, saved=40), plan=rows(stages, {stages - 1}, rerun=which))
     counts = dict.fromkeys(LINEAR, 0)
     for name in LINEAR:
 

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from megacompile.cost.memory import device_memory
 from megacompile.ir import ops
-from megacompile.ir.schedule import Placement
+from megacompile.ir.plan import Placement, Places
 from megacompile.verify.proof import HazardKind, hazards
 from tests.planning import GIB, Tower, captured
 
@@ -34,9 +34,9 @@ def test_buckets_go_where_the_plan_wants_them_once() -> None:
     made = program(gpu_memory=GIB)
     schedule = made.schedule()
     found = sought(made)
-    assert found.choice.resident, "all of it fits"
-    assert schedule.plan.resident == found.choice.resident
-    assert made.plans.placement == Placement(found.choice.resident)
+    assert found.choice.places.resident, "all of it fits"
+    assert schedule.plan.resident == found.choice.places.resident
+    assert made.plans.placement == Placement(found.choice.places)
     made.compiler.replan()
     assert made.schedule().plan == schedule.plan and sought(made) is found, "nothing is sought anew"
 
@@ -45,9 +45,9 @@ def test_other_buckets_than_it_wanted_are_planned_for() -> None:
     made = program(gpu_memory=GIB)
     streamed = made.compiler.plan(*made.planned(), Placement())
     assert streamed.plan.resident == frozenset(), "a schedule is for the buckets where they are"
-    (key, *_) = made.compiler.wants(Placement()).resident
+    (key, *_) = made.compiler.wants(Placement()).places.resident
     made.compiler.replan()
-    schedule = made.compiler.plan(*made.planned(), Placement(frozenset({key})))
+    schedule = made.compiler.plan(*made.planned(), Placement(Places.of({key})))
     assert schedule.plan.resident == {key}
     assert made.compiler.wants(Placement()) == Placement(), "the first decides, and was given up"
     made, placement = program(gpu_memory=GIB), Placement(stays="a hook is on a node")
@@ -84,7 +84,7 @@ def test_each_graph_decides_about_its_own_buckets() -> None:
     keys = [{bucket.key for bucket in schedule.buckets} for schedule in schedules]
     assert len(keys) == 2 and [schedule.plan.resident for schedule in schedules] == keys
     plans = made[0].plans
-    assert plans.placement.resident == keys[0] | keys[1]
+    assert plans.placement.places.resident == keys[0] | keys[1]
     plans.compiler.replan()
     assert [each.schedule().plan.resident for each in made] == keys, "nothing moves again"
 
@@ -107,7 +107,7 @@ def test_the_rest_of_a_step_is_an_update_alone() -> None:
     one, other, *_ = made.schedule().buckets
 
     def rest() -> tuple[Any, fx.Graph]:
-        schedule = made.compiler.rest([one, other], Placement(frozenset({other.key})))
+        schedule = made.compiler.rest([one, other], Placement(Places.of({other.key})))
         assert ops.actions(schedule.update) == "0UPDATE 0.1UPDATE HELP_HOST"
         assert list(map(ops.label, ops.returned(schedule.update)[0])) == ["0UPDATE", "0.1UPDATE"]
         return schedule, schedule.update
@@ -134,7 +134,7 @@ def test_less_is_nine_tenths_of_what_was_needed_and_never_less_than_the_smallest
         schedule = made.schedule()
         cost = made.compiler.setting.cost()
         peaks.append(device_memory([schedule], optimizer=cost).peak.total_bytes)
-        placements.append(made.plans.placement.resident)
+        placements.append(made.plans.placement.places.resident)
         before = budget.size_bytes()
         more = before - peaks[-1]  # than is planned, for code that is not fused
         assert budget.holds(more, before) and not budget.holds(more + 1, before)
@@ -197,7 +197,7 @@ def uncaptured(plans: Any, read: frozenset[int]) -> list[Any]:
 
 def wanted(plans: Any) -> frozenset[int]:
     """The buckets that are to live on the device."""
-    keys: frozenset[int] = plans.compiler.wants(plans.placement).resident
+    keys: frozenset[int] = plans.compiler.wants(plans.placement).places.resident
     return keys
 
 
@@ -256,7 +256,7 @@ def test_it_leaves_first_when_the_device_runs_out_of_memory() -> None:
     made = two_programs(8 * LAYER, device_update=0.0)
     plans = made[0].plans
     made[0].schedule()
-    keys = plans.placement.resident
+    keys = plans.placement.places.resident
     uncaptured(plans, keys)
     assert wanted(plans) > keys
     assert made[0].compiler.step_down() and wanted(plans) == keys

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from megacompile.cost.memory import device_memory, host_memory
 from megacompile.cost.simulate import simulate
 from megacompile.ir import ops
+from megacompile.ir.plan import Choice, Places
 from megacompile.ir.schedule import Schedule
 from megacompile.plan.abstract import abstract_options, abstract_programs
-from megacompile.plan.choice import Choice
 from tests.planning import GIB, captured, problem_of, with_drive
 
 CHOICES = (
@@ -127,14 +127,14 @@ def deep(disk_saved: bool | None = None) -> Any:
 def test_as_little_goes_to_a_disk_as_it_takes() -> None:
     """All states first, and then as few saved tensors; or none, where not even all would do."""
     plain = deep()
-    every = replace(Choice(0), on_disk=frozenset(bucket.key for bucket in plain.buckets))
+    every = Choice(0, Places.of(on_disk=[bucket.key for bucket in plain.buckets]))
     states, counts = int(plain.host_bytes(every)), []
     for missing in (0.0, 0.3, 2.0, 9.0):
         tight = replace(plain, host_budget_bytes=int(states - missing * GIB))
         choice = tight.settled(Choice(0))
         counts.append(choice.saved_on_disk)
         if 0 < missing < 9:
-            assert len(choice.on_disk) == len(plain.buckets) and tight.fits_host(choice)
+            assert len(choice.places.on_disk) == len(plain.buckets) and tight.fits_host(choice)
             assert not tight.fits_host(replace(choice, saved_on_disk=choice.saved_on_disk - 1))
     assert counts[0] == counts[-1] == 0 and 0 < counts[1] < counts[2] < 20
     never = replace(deep(False), host_budget_bytes=states - GIB)

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from megacompile.plan.choice import Choice
+from megacompile.ir.plan import Choice
 from megacompile.plan.nearest import DEVICE, DISK, HOST, lacking, nearest
 from megacompile.plan.planner import search
 from megacompile.plan.problem import Problem

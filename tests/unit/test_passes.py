@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial as part
 from pathlib import Path
@@ -26,12 +26,12 @@ from megacompile.cost.memory import MemoryKind, host_memory
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.simulate import simulate
 from megacompile.ir import ops
-from megacompile.ir.schedule import Plan, Schedule
+from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import take, token_of
 from megacompile.verify.proof import verify
 from tests.actions import Stubs, apply, frees, parse, waits
-from tests.planned import PASSES, planned, without_gradients
+from tests.planned import PASSES, planned, rows, without_gradients
 
 Pass = Callable[[Schedule], Schedule]
 STATES = {"updated_bytes": lambda item_bytes: 10.0, "state_bytes": lambda item_bytes: 8.0}
@@ -55,20 +55,19 @@ class Case:
                 given["activations"] = Activations(given["activations"])
             return planned(self.line, **given)
         options = {**self.options}
-        plan: dict[str, Any] = {
-            name: frozenset(options.pop(name)) for name in _PLAN if name in options
-        }
-        plan |= {name: options.pop(name) for name in _DELAYS if name in options}
+        plan: dict[str, Any] = {name: options[name] for name in _PLAN if name in options}
+        plan |= {name: options[name] for name in _DELAYS if name in options}
+        options = {name: value for name, value in options.items() if name not in plan}
         stubs = {f.name: options.pop(f.name) for f in fields(Stubs) if f.name in options}
         schedule = without_gradients(parse(self.line, **stubs), options.pop("still", ()))
-        schedule = replace(schedule, plan=Plan(**plan))
+        schedule = replace(schedule, plan=rows(len(schedule.stages), **plan))
         for name in self.passes.split(", "):
             for function in CHAINS[name](**options):
                 schedule = apply(function, schedule)
         return schedule
 
 
-_PLAN = ("keep", "resident", "device_update", "offload")
+_PLAN = ("keep", "resident", "device_update", "offload", "on_disk")
 _DELAYS = ("saved_delay", "state_delay")
 
 
@@ -88,11 +87,9 @@ CASES = list(_rows(Path(__file__).with_name("passes.txt").read_text()))
 # The passes of a row, by its name. Options that a pass does not take are another's.
 
 
-def _update_graph(
-    accumulate: bool = False, helps: bool = False, on_disk: Collection[int] = ()
-) -> list[Pass]:
+def _update_graph(accumulate: bool = False, helps: bool = False) -> list[Pass]:
     give = part(PASSES.insert_device_update, state_bytes=STATES["updated_bytes"])
-    insert = part(PASSES.insert_update_graph, helps=helps, on_disk=frozenset(on_disk))
+    insert = part(PASSES.insert_update_graph, helps=helps)
     return [part(PASSES.offload_gradients, accumulate=accumulate), give, insert]
 
 
@@ -316,10 +313,10 @@ def test_the_same_line_gives_the_same_schedule() -> None:
 
 
 def test_a_mean_has_the_rows_of_its_rank() -> None:
-    for ranks, rank, rows in ((3, 0, 3), (3, 2, 2), (16, 8, 0)):  # of 8
+    for ranks, rank, count in ((3, 0, 3), (3, 2, 2), (16, 8, 0)):  # of 8
         schedule = PASSES.insert_reduce_scatter(parse("0F | 0B", ranks=ranks), rank=rank)
         (mean,) = ops.nodes_of(schedule.backward, ops.reduce_scatter)
-        assert mean.meta["value"][0].shape == (rows, 8)
+        assert mean.meta["value"][0].shape == (count, 8)
 
 
 # A disk takes its time and its memory.

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.ir import ops
-from megacompile.ir.schedule import Plan
+from megacompile.ir.plan import Choice, Plan, SavedPart
 from megacompile.verify.proof import verify
 from tests.actions import apply, parse
 from tests.capturing import capture
-from tests.planned import PASSES, planned
+from tests.planned import PASSES, planned, rows
 
 CHAIN = "0F 1F 2F 3F | 3B 2B 1B 0B"
 LONG = "0F 1F 2F 3F 4F 5F 6F 7F | 7B 6B 5B 4B 3B 2B 1B 0B"
@@ -27,8 +27,14 @@ def plan(line: str, **given: Any) -> Plan:
     """What is chosen is one kept stage and a lookahead of one, if nothing else is said."""
     names = ("keep", "halves", "activations", "lookahead")
     default = {"keep": 1, "halves": False, "activations": "auto", "lookahead": 1}
-    choice = {name: given.pop(name, default[name]) for name in names}
-    return apply(functools.partial(PASSES.make_plan, **choice), parse(line, **given)).plan
+    options = {name: given.pop(name, default[name]) for name in names}
+    choice = Choice(options.pop("keep"), halves=options.pop("halves"))
+    function = functools.partial(PASSES.make_plan, choice=choice, **options)
+    return apply(function, parse(line, **given)).plan
+
+
+def halved(plan: Plan) -> list[int]:
+    return [i for i, row in enumerate(plan.stages) if row.saved is SavedPart.HALF]
 
 
 @pytest.mark.parametrize(
@@ -50,8 +56,8 @@ def test_what_is_kept(line: str, given: dict[str, Any], keep: set[int]) -> None:
     made = plan(line, **given)
     assert made.keep == keep and not made.offload
     in_halves = given.get("halves") or given.get("activations") == "selective"
-    halves = tuple((stage, 0.5) for stage in sorted(keep)[:-1]) if in_halves else ()
-    assert made.saved_fractions == halves
+    halves = sorted(keep)[:-1] if in_halves else []
+    assert halved(made) == halves
     assert plan(CHAIN) == plan(CHAIN, activations="recompute"), "the default"
 
 
@@ -87,13 +93,14 @@ def test_stages_on_the_host_are_far_from_one_another(
 
 
 def test_a_plan_keeps_half_of_what_stages_on_the_host_save() -> None:
-    plan = PASSES.make_plan(parse(LONG), keep=2, saved_on_host=frozenset({0, 2, 4, 7})).plan
-    assert plan.keep == {0, 2, 4, 6, 7}, "7 is kept on the device"
-    assert plan.offload == {0, 2, 4}
-    assert plan.saved_fractions == ((0, 0.5), (2, 0.5), (4, 0.5))
-    assert plan.saved_delay == 2, "a copy has the time of two forwards"
-    other = PASSES.make_plan(parse(LONG), keep=0, saved_on_host=frozenset({0, 2, 4})).plan
-    assert not other.keep and not other.saved_fractions, "a backward of other outputs"
+    choice = Choice(2, saved_on_host=2)
+    plan = PASSES.make_plan(parse(LONG), choice, lookahead=1).plan
+    assert plan.keep == {1, 4, 6, 7}
+    assert plan.offload == {1, 4}
+    assert halved(plan) == [1, 4]
+    assert plan.saved_delay == 3, "a copy has the time of three forwards"
+    other = PASSES.make_plan(parse(LONG), choice, lookahead=1, saves=False).plan
+    assert not other.keep and not halved(other), "a backward of other outputs"
     assert other.offload == plan.offload, "which finds the same on the host"
 
 
@@ -120,7 +127,7 @@ def test_what_stays_under_another_name_is_not_copied() -> None:
         for name, function in captured.passes(lookahead=1).items():
             schedule = function(schedule)
             if name == "plan":
-                plan = Plan(on_host | {last}, offload=on_host)
+                plan = rows(last + 1, on_host | {last}, offload=on_host)
                 schedule = replace(schedule, plan=plan)
         verify(schedule)
         of_stage = {stage.index: stage for stage in schedule.stages}

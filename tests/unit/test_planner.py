@@ -18,9 +18,8 @@ from megacompile import megacompile, schedules
 from megacompile.cost.hardware import H200
 from megacompile.cost.optimizer import CHUNK_BYTES, CHUNKS
 from megacompile.ir import ops
-from megacompile.ir.schedule import Placement
+from megacompile.ir.plan import Choice, Placement, Places
 from megacompile.plan.abstract import AbstractProgram, abstract_schedules
-from megacompile.plan.choice import Choice
 from megacompile.plan.planner import search, search_near
 from megacompile.plan.problem import Problem
 from tests import quantized
@@ -122,7 +121,7 @@ def test_more_host_memory_is_never_slower(how: tuple[float, bool]) -> None:
 def test_what_may_not_be_is_not_and_rates_may_be_very_small() -> None:
     assert search(problem(GIB // 4)) is None, "the floor does not fit"
     found = search(problem(12 * GIB), resident=False, activations_fixed=True)
-    assert found is not None and found.choice.keep <= 1 and not found.choice.resident
+    assert found is not None and found.choice.keep <= 1 and not found.choice.places.resident
     slow = replace(problem(0), hardware=H200.replace(update_gb_s=1e-12, host_memory_gb_s=1e-12))
     assert search(replace(slow, budget_bytes=2 * slow.floor_bytes())) is not None
 
@@ -132,17 +131,17 @@ def test_with_room_for_everything_nothing_is_streamed(in_backward: bool) -> None
     tower = problem(64 * GIB, tokens=4096, in_backward=in_backward)
     found = search(tower)
     assert found is not None and found.choice.keep == tower.stages
-    assert len(found.choice.resident) == len(tower.buckets)
+    assert len(found.choice.places.resident) == len(tower.buckets)
     if in_backward:  # nothing comes back
         graph = tower.schedule(found.choice).graphs["backward"]
         assert not ops.nodes_of(graph, ops.update, ops.offload_state)
         numel = sum(param.numel for bucket in tower.buckets for param in bucket.params)
-        taken = tower.resident_bytes(found.choice.resident, gradients=False)
+        taken = tower.resident_bytes(found.choice.places.resident, gradients=False)
         assert taken == pytest.approx(10 * numel, rel=1e-3)  # bf16, and two moments in float32
     else:  # and no bucket joins those of another graph
         there = frozenset({tower.buckets[-1].key})
-        others = search(replace(tower, resident=there), resident=False)
-        assert others is not None and others.choice.resident == there
+        others = search(replace(tower, here=Places.of(there)), resident=False)
+        assert others is not None and others.choice.places.resident == there
 
 
 # --- what fits
@@ -151,9 +150,9 @@ def test_with_room_for_everything_nothing_is_streamed(in_backward: bool) -> None
 def test_the_quick_estimate_of_memory_is_an_upper_bound() -> None:
     tower = problem(64 * GIB)
     for count, keep in itertools.product((0, 3, 12), (0, 1, 6, 12)):
-        choice = Choice(keep, frozenset(bucket.key for bucket in tower.buckets[:count]))
+        choice = Choice(keep, tower.places(count))
         exact = tower.memory(choice).peak.total_bytes
-        quick = tower.resident_bytes(choice.resident, gradients=False)
+        quick = tower.resident_bytes(choice.places.resident, gradients=False)
         quick += tower.peak_bytes(Choice(keep))
         more = 3 * tower.buckets[0].size_bytes
         if count == len(tower.buckets):  # the device helps nobody: no memory for that
@@ -244,7 +243,11 @@ def test_memory_goes_where_it_pays(what: str) -> None:
     without = {"more_slots": "slots"}.get(what, what)
     found, fewer = search(tower, **given), search(tower, **{**given, without: False})
     assert found is not None and fewer is not None
-    assert getattr(found.choice, what) and not getattr(fewer.choice, what)
+    chosen, others = (
+        getattr(each.choice.places if what == "resident" else each.choice, what)
+        for each in (found, fewer)
+    )
+    assert chosen and not others
     assert found.peak_bytes <= tower.budget_bytes
     assert found.step_s < (1.0 if what == "resident" else 0.95) * fewer.step_s
 
@@ -332,7 +335,7 @@ class Toy(Problem):
     """What takes how long and how much, by hand: `COSTS` are those of the toy at hand."""
 
     def memory(self, choice: Choice) -> Any:
-        mine = self.resident_bytes(choice.resident, gradients=self.gradients_stay)
+        mine = self.resident_bytes(choice.places.resident, gradients=self.gradients_stay)
         peak = COSTS["floor"] + mine + choice.keep * COSTS["saved"]
         peak += choice.more_slots * COSTS["slot"]
         return SimpleNamespace(peak=SimpleNamespace(total_bytes=int(peak)))
@@ -343,7 +346,7 @@ class Toy(Problem):
         return known[choice.keep]
 
     def step_s(self, choice: Choice) -> float:
-        streamed = len(self.buckets) - len(choice.resident)
+        streamed = len(self.buckets) - len(choice.places.resident)
         copies = COSTS["copy_s"] * max(0, 2 * streamed - choice.more_slots)
         computes = COSTS["compute_s"] * (4 * self.stages - choice.keep)
         host = COSTS["host_s"] * streamed * (1 - choice.device_update)
@@ -371,7 +374,7 @@ def test_toys_get_about_the_best_of_all_choices() -> None:
         assert found is not None and found.peak_bytes <= budget
         keys = [bucket.key for bucket in toy.buckets]
         choices = (
-            Choice(keep, frozenset(keys[:count]), device_update=share)
+            Choice(keep, Places.of(keys[:count]), device_update=share)
             for keep in range(toy.stages + 1)
             for count in range(len(keys) + 1)
             for share in shares

@@ -17,8 +17,9 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.buckets import Slot
-from megacompile.ir.schedule import Plan, Schedule
-from tests.planned import planned
+from megacompile.ir.plan import Plan
+from megacompile.ir.schedule import Schedule
+from tests.planned import planned, rows
 from tests.schedules import EVERYTHING, Spec, build, find
 
 SPECS = [
@@ -266,7 +267,7 @@ def test_the_head_of_a_diff_tells_what_the_schedules_were_made_with() -> None:
     before = build(Spec(stages=3))
     after = replace(
         before,
-        plan=Plan(frozenset({1}), ("there is room",)),
+        plan=rows(3, {1}, reasons=("there is room",)),
         slots=(*before.slots, Slot(2, 128)),
         history=(*before.history, replace(before.history[0], name="free")),
         reused=((0, before.buckets[0]),),

@@ -20,7 +20,8 @@ from megacompile.errors import OptionError
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Param, Slot
 from megacompile.ir.ops import Part
-from megacompile.ir.schedule import Plan, Schedule
+from megacompile.ir.plan import Places, Plan, Updater
+from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.tensors import TensorMeta
 from megacompile.ir.tokens import take
@@ -197,7 +198,7 @@ def left_for_the_update() -> Schedule:
     back = ops.call(update.graph, ops.offload_state, bucket, new)
     ops.call(update.graph, ops.defer_free, new, after=(back,))
     graphs = forward.done(), backward.done(offload, left=(gradients, state))
-    plan = Plan(device_update=frozenset({0}))
+    plan = Plan(Places().changed([0], updater=Updater.DEVICE))
     return OfOne("left", *graphs, (), update=update.done(back), left=("g0", "s0"), plan=plan)
 
 

@@ -12,8 +12,8 @@ import pytest
 from megacompile.cost.memory import host_memory
 from megacompile.cost.stored import disk_memory
 from megacompile.ir import ops
-from megacompile.ir.schedule import Schedule, first_to_disk
-from megacompile.plan.choice import Choice
+from megacompile.ir.plan import Choice, Places, Tier, first_to_disk
+from megacompile.ir.schedule import Schedule
 from megacompile.plan.planner import search
 from megacompile.plan.problem import Problem
 from megacompile.verify.proof import verify
@@ -41,13 +41,12 @@ def test_the_sums_are_those_of_the_cost_model(in_backward: bool, dtype: Any) -> 
     """Of the host and of the disk, with states, and parameters, of some buckets there."""
     tower = wide_problem(in_backward, dtype, disk_weights=dtype == "int8")
     keys = keys_of(tower)
-    choice = Choice(0, frozenset(keys[:3]), frozenset(keys[len(keys) - 9 :]))
+    choice = Choice(0, Places.of(keys[:3], keys[len(keys) - 9 :]))
     assert len(check_sums(tower, choice).plan.on_disk) == 9
     tower = replace(wide_problem(in_backward, dtype), disk_weights=None)
     order = [bucket.key for bucket in first_to_disk(tower.buckets, ())]
-    choice = Choice(0, frozenset(order[-3:]), frozenset(order))
-    choice = replace(choice, weights_on_disk=frozenset(order[:9]) - choice.resident)
-    assert check_sums(tower, choice).plan.weights_on_disk == choice.weights_on_disk
+    choice = Choice(0, Places.of(order[-3:], order, order[:9]))
+    assert check_sums(tower, choice).plan.places.weights_on_disk == {*order[:9]}
 
 
 def test_saved_tensors_and_other_graphs_count_too() -> None:
@@ -69,7 +68,7 @@ def test_less_host_memory_means_more_residents() -> None:
     assert found is not None and tower.host_bytes(found.choice) <= budget
     assert tower.memory(found.choice).peak.total_bytes <= tower.budget_bytes
     least = tower.fewest_residents()
-    assert least is not None and 0 < least <= len(found.choice.resident)
+    assert least is not None and 0 < least <= len(found.choice.places.resident)
     assert not tower.fits_host(tower.with_residents(least - 1))
 
 
@@ -81,7 +80,7 @@ def test_budgets_that_are_no_limits_change_nothing() -> None:
     ):
         found, limited = search(tower), search(other)
         assert found is not None and limited is not None
-        assert found.choice == limited.choice and not found.choice.on_disk
+        assert found.choice == limited.choice and not found.choice.places.on_disk
 
 
 def test_inputs_wait_on_the_host_where_the_device_is_too_small() -> None:
@@ -152,8 +151,9 @@ def test_as_few_states_as_it_takes(in_backward: bool, dtype: Any, share: float) 
     choice = found.choice
     assert tower.fits_host(choice)
     assert tower.memory(choice).peak.total_bytes <= tower.budget_bytes
-    for key in choice.on_disk:
-        assert not tower.fits_host(replace(choice, on_disk=choice.on_disk - {key}))
+    for key in choice.places.on_disk:
+        back = choice.places.changed([key], states=Tier.HOST)
+        assert not tower.fits_host(replace(choice, places=back))
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -164,7 +164,7 @@ def test_which_states(in_backward: bool) -> None:
     seen = 0
     for budget in range(size, size // 2, -size // 40):
         small = replace(tower, host_budget_bytes=budget)
-        places = sorted(order.index(key) for key in small.settled(Choice()).on_disk)
+        places = sorted(order.index(key) for key in small.settled(Choice()).places.on_disk)
         if len(places) < 2 or 0 in places or 1 in places:
             continue
         seen += 1
@@ -181,9 +181,9 @@ def test_the_largest_live_on_the_device_before_most_others() -> None:
     tower = wide_problem(True)
     last = replace(tower, undecided=[*tower.buckets[2:], *tower.buckets[:2]])
     largest = max(tower.buckets, key=lambda bucket: bucket.size_bytes).key
-    four, first = last.with_residents(4).resident, [b.key for b in last.candidates]
+    four, first = last.places(4).resident, [b.key for b in last.candidates]
     assert largest in four and four >= {*first[:3]}
-    assert replace(last, disk_budget_bytes=None).with_residents(4).resident == {*first[:4]}
+    assert replace(last, disk_budget_bytes=None).places(4).resident == {*first[:4]}
 
 
 # --- which parameters
@@ -205,22 +205,24 @@ def test_parameters_go_where_states_are_not_enough() -> None:
     found = []
     for budget in (least + GIB, least, least - 1, least - 3 * size, least - 8 * size):
         settled = replace(tower, host_budget_bytes=budget).settled(Choice(0))
-        found.append(len(settled.weights_on_disk))
-        assert settled.weights_on_disk == frozenset(order[: found[-1]])
+        stored = settled.places.weights_on_disk
+        found.append(len(stored))
+        assert stored == {*order[: found[-1]]}
         assert tower.host_bytes(settled) <= budget
         if found[-1]:
-            fewer = replace(settled, weights_on_disk=frozenset(order[: found[-1] - 1]))
-            assert tower.host_bytes(fewer) > budget
+            fewer = settled.places.changed([order[found[-1] - 1]], weights=Tier.HOST)
+            assert tower.host_bytes(replace(settled, places=fewer)) > budget
     assert found[:2] == [0, 0] and 0 < found[2] < found[3] < found[4] < len(order)
     small = replace(here, host_budget_bytes=least - 8 * size)
-    assert not small.settled(Choice(0)).weights_on_disk
-    states = tower.tiers.of_disk(Choice(0, on_disk=frozenset(order)))
+    assert not small.settled(Choice(0)).places.weights_on_disk
+    states = tower.tiers.of_disk(Choice(0, Places.of(on_disk=order)))
     for left in (0, 3 * size):  # the disk is a budget too
         full = replace(tower, host_budget_bytes=GIB // 4, disk_budget_bytes=states + left)
         assert full.tiers.of_disk(full.settled(Choice(0))) <= states + left
         assert not full.fits_host(full.settled(Choice(0)))
-    two = frozenset(order[2:4])  # already there
-    assert replace(small, weights_on_disk=two).settled(Choice(0)).weights_on_disk == two
+    two = Places.of(weights_on_disk=order[2:4])  # already there
+    there = replace(small, here=two).settled(Choice(0)).places
+    assert there.weights_on_disk == two.weights_on_disk
 
 
 def test_frozen_parameters_come_first_and_large_ones_last() -> None:
@@ -241,7 +243,8 @@ def test_the_device_leaves_to_the_host_what_comes_from_the_disk(in_backward: boo
     stored = frozenset(bucket.key for bucket in first_to_disk(graphs.buckets, ())[:9])
     for on_disk in (frozenset[int](), every):
         share = 0.0 if in_backward else 0.5
-        choice = Choice(0, on_disk=on_disk, device_update=share, weights_on_disk=stored)
+        places = Places.of(on_disk=on_disk, weights_on_disk=stored)
+        choice = Choice(0, places, device_update=share)
         schedule = pipeline.planned(graphs, planned.variant, choice)
         verify(schedule)
         assert schedule.plan.weights_on_disk == stored

@@ -202,8 +202,8 @@ PLAN = (
     ),
     Fault(
         "plan-decides-again",
-        "megacompile/plan/chooser.py",
-        "residents = none if stay else own - (self._decided - again)",
+        "megacompile/plan/wanted.py",
+        "residents = none if stay else own - (self._decided - reopened)",
         "residents = none if stay else own",
         "Each captured graph moves the buckets of the one before.",
     ),
@@ -273,8 +273,8 @@ PLAN = (
     Fault(
         "plan-treatment",
         "megacompile/plan/stage_groups.py",
-        "elif stage.index in plan.keep:",
-        "elif stage.index in plan.offload:",
+        "elif row.saved is SavedPart.INPUTS:",
+        "elif row.saved is not SavedPart.HALF:",
         "The report calls kept stages recomputed.",
     ),
     Fault(
@@ -289,8 +289,8 @@ PLAN = (
     Fault(
         "merge-busy",
         "megacompile/plan/chooser.py",
-        "planned.keys <= placement.resident and time_s < _SHORT_S * len(stages.stages)",
-        "planned.keys <= placement.resident",
+        "planned.keys <= placement.places.resident and time_s < _SHORT_S * len(stages.stages)",
+        "planned.keys <= placement.places.resident",
         "Long stages run as one, so that equal layers are compiled again and again.",
     ),
     Fault(
