@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -123,7 +123,7 @@ class ModelBuckets:
             )
             refuse_moves(self.model, start.goes_to(units, named, self.options, resident))
         if contents is not None:
-            self._fill(units, named, contents, stored)
+            start.fill(self.machine, self.options, units, named, contents, stored)
         total = sum(unit.bucket.size_bytes for unit in units)
         filling = None
         if (
@@ -138,14 +138,15 @@ class ModelBuckets:
                 params = [named[place.name] for place in unit.bucket.params]
                 key = unit.bucket.key
                 if contents is None or key in resident:
-                    made = self._bucket(
+                    self.machine.buckets[key] = start.new_bucket(
+                        self.machine,
+                        self.options,
                         unit.bucket,
                         params,
                         key in resident,
                         stored=key in stored,
                         filling=filling,
                     )
-                    self.machine.buckets[key] = made
                 step(unit.bucket.size_bytes)
                 kept += unit.bucket.size_bytes
                 if kept > touch.BETWEEN_BYTES or unit is units[-1]:
@@ -162,22 +163,6 @@ class ModelBuckets:
         self._places.note(self.machine.buckets.values())
         buffers_to(self.model, self.options.device)
         self._make_proxies()
-
-    def _fill(
-        self,
-        units: Sequence[Unit],
-        named: Mapping[str, nn.Parameter],
-        contents: Contents,
-        stored: frozenset[int],
-    ) -> None:
-        """Make the buckets of a model that has no values yet, none on the device."""
-        made = {}
-        for unit in units:
-            params = [named[place.name] for place in unit.bucket.params]
-            key = unit.bucket.key
-            made[key] = self._bucket(unit.bucket, params, False, stored=key in stored, empty=True)
-        contents.fill(list(made.values()), self.options.progress)
-        self.machine.buckets.update(made)
 
     def _make_proxies(self) -> None:
         """Last of all: if they fit, everything else does, though an interrupt came in between."""
@@ -290,36 +275,12 @@ class ModelBuckets:
         old.pending.withdraw()
         undos.append(functools.partial(_show_again, [(p, p.grad) for p in old.params]))
         gradients, lacking = self.machine.gradients.take(key)
-        self.machine.buckets[key] = self._bucket(old.whole, old.params, resident, stored=stored)
+        self.machine.buckets[key] = start.new_bucket(
+            self.machine, self.options, old.whole, old.params, resident, stored=stored
+        )
         self.machine.gradients.put(self.machine.buckets[key], gradients, lacking)
         for param in old.params:
             follow(param)
-
-    def _bucket(
-        self,
-        layout: Bucket,
-        params: Sequence[nn.Parameter],
-        resident: bool,
-        *,
-        stored: bool = False,
-        empty: bool = False,
-        filling: Filling | None = None,
-    ) -> HostBucket:
-        pin = self.options.device.type == "cuda" and not resident
-        return HostBucket(
-            layout,
-            params,
-            pin=pin,
-            grad_dtype=self.options.grad_dtype,
-            pin_masters=pin and self.options.updates_on_device,
-            resident=self.options.device if resident else None,
-            disk=self.machine.disk,
-            weights_on_disk=stored,
-            empty=empty,
-            filling=filling,
-            budget=self.machine.host_budget,
-            rank=self.options.rank,
-        )
 
     def _source(self, param: torch.Tensor) -> ParamSource:
         layout, i = self._places.of[id(param)]

@@ -44,8 +44,6 @@ from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.runtime.step.step import Updates
 
 _REFUSED = object()  # among a kind's keys: no more programs with symbols are tried
-
-
 _NOT_WITH_SYMBOLS = (  # what tracing with symbols may raise where tracing with numbers does not
     UnsupportedGraphError,
     compat.UntraceableSymbols,
@@ -54,17 +52,9 @@ _NOT_WITH_SYMBOLS = (  # what tracing with symbols may raise where tracing with 
     ValueError,
     AssertionError,
 )
-
-
 _OTHER = "each kind of inputs, and each way that the model's code takes for sizes, has its own code"
-
-
 SHAPES_AT_ONCE = 8  # inference shapes that are scheduled when they first come
-
-
 SHAPES_MET = 4096  # inference shapes that are known to have come once
-
-
 PROGRAMS = 256  # of a captured graph; those that were called longest ago go
 
 

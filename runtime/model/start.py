@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +16,7 @@ from megacompile.cost.ranks import host_of_rank
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.plan import first_to_disk
 from megacompile.options import Lowering, Options
+from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.device.disk_buffers import Disk
 from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.ranks import Ranks
@@ -25,6 +26,7 @@ from megacompile.runtime.disk.scratch import ScratchFile
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params import shared_memory
 from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.fill import Filling
 from megacompile.runtime.params.gradients import Gradients
 from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.runtime.updates.on_device import DeviceUpdates
@@ -147,6 +149,67 @@ def goes_to(
         for place in unit.bucket.params
     }
     return lambda param: options.device.type if id(param) in on_device else "cpu"
+
+
+def new_bucket(
+    machine: Machine,
+    options: Options,
+    layout: Bucket,
+    params: Sequence[nn.Parameter],
+    resident: bool,
+    *,
+    stored: bool = False,
+    empty: bool = False,
+    filling: Filling | None = None,
+) -> HostBucket:
+    """A bucket, to which its parameters move.
+
+    Args:
+        resident: it lives on the device.
+        stored: its parameters live on the disk.
+        empty: the parameters have no values yet.
+        filling: brings the values from the device, later.
+    """
+    pin = options.device.type == "cuda" and not resident
+    return HostBucket(
+        layout,
+        params,
+        pin=pin,
+        grad_dtype=options.grad_dtype,
+        pin_masters=pin and options.updates_on_device,
+        resident=options.device if resident else None,
+        disk=machine.disk,
+        weights_on_disk=stored,
+        empty=empty,
+        filling=filling,
+        budget=machine.host_budget,
+        rank=options.rank,
+    )
+
+
+def fill(
+    machine: Machine,
+    options: Options,
+    units: Sequence[Unit],
+    named: Mapping[str, nn.Parameter],
+    contents: Contents,
+    stored: Collection[int],
+) -> None:
+    """Make the buckets of a model that has no values yet, none on the device.
+
+    Args:
+        named: the parameters.
+        stored: keys of those on the disk.
+    """
+    made = {}
+    for unit in units:
+        params = [named[place.name] for place in unit.bucket.params]
+        key = unit.bucket.key
+        made[key] = new_bucket(
+            machine, options, unit.bucket, params, False, stored=key in stored, empty=True
+        )
+    contents.fill(list(made.values()), options.progress)
+    machine.buckets.update(made)
 
 
 def fills_later(params: Iterable[torch.Tensor], device: torch.device) -> bool:
