@@ -38,13 +38,14 @@ from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
+from megacompile.runtime.device.background import OVER, Completion
+from megacompile.runtime.device.pool import Lease
 from megacompile.runtime.device.streams import Handle, Streams
 from megacompile.runtime.model import program
 from megacompile.runtime.ops.executor import BoundOps, Executor
 from megacompile.runtime.ops.group import handles
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.gradient_record import GradRoute
-from megacompile.runtime.updates.leases import Lease
 from megacompile.views import python
 from tests import inside
 from tests.interrupts import not_traced
@@ -133,6 +134,15 @@ class Witness(Policy):
         return (wanted or ready)[0]
 
 
+class Handed(Completion):
+    """The end of what threads do once a simulated stream has come to it."""
+
+    end: Completion = OVER
+
+    def wait(self) -> None:
+        self.end.wait()
+
+
 class Adversary(Streams):
     """Stands in for `Streams` of a device with queues of its own."""
 
@@ -186,15 +196,15 @@ class Adversary(Streams):
         release: bool = False,
     ) -> Handle:
         handle, waits = Handle(None, stream), tuple(waits)
-        busy = [earlier.host for earlier in waits if earlier.host is not None]
 
         def run() -> None:
-            for host in busy:  # threads of the host
-                host.wait()
+            for earlier in waits:
+                if earlier.host is not None:  # threads of the host, which have begun by now
+                    earlier.host.wait()
             handle.value = work()
             self.memory.name(handle)
 
-        reads = tuple(host for host in busy if isinstance(host, Lease))
+        reads = tuple(each.host for each in waits if isinstance(each.host, Lease))
         queued = Work(stream, events_of(waits), run, self, release, reads)
         handle.event = queued  # type: ignore[assignment]
         with self._alone:
@@ -205,16 +215,17 @@ class Adversary(Streams):
         return handle
 
     def hand(
-        self, stream: Stream, waits: Iterable[Handle], value: Any, begin: Callable[[], None]
+        self, stream: Stream, waits: Iterable[Handle], begin: Callable[[], tuple[Any, Any]]
     ) -> Handle:
         """Threads begin when the events have come: they cannot wait for these themselves."""
+        handed = Handed()
 
         def run() -> Any:
-            begin()
+            value, handed.end = begin()
             return value
 
         handle = self.issue(stream, waits, run)
-        handle.value = handle.host = value
+        handle.host = handed
         return handle
 
     def synchronize(self, stream: Stream) -> None:

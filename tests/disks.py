@@ -14,12 +14,12 @@ from torch import Tensor
 
 from megacompile.errors import HostMemoryError, OptimizerError
 from megacompile.passes.schedule import disk
-from megacompile.runtime.device import activations
 from megacompile.runtime.device.buffers import HostBuffer
+from megacompile.runtime.device.pool import BufferPool, Lease, Lender
 from megacompile.runtime.disk import transfers
 from megacompile.runtime.disk.transfers import Way
 from megacompile.runtime.ops.machine import Machine
-from megacompile.runtime.updates.leases import Lease, Leases
+from megacompile.runtime.updates.leases import BucketBuffers
 
 LATE_S = 0.001  # at most, but for what a thread waits for the processor
 
@@ -43,25 +43,22 @@ def harsh(rng: random.Random) -> Iterator[None]:
                 break
         real(file, way, at, whole, start, size)
 
-    give_back = Leases.give_back
+    def poisoned(pool: type[Lender]) -> Any:
+        take_back = pool.take_back
 
-    def poison_lease(self: Leases, lease: Lease, event: Any = None) -> None:
-        if lease.memory is not None:
-            lease.memory.bytes(len(lease.memory)).fill_(255)
-        give_back(self, lease, event)
+        def poison(self: Lender, lease: Lease, used: Any) -> None:
+            if lease.buffer is not None:
+                lease.buffer.memory.bytes(lease.buffer.size_bytes).fill_(255)
+            take_back(self, lease, used)
 
-    free = activations.HostPool.give_back
-
-    def poison_saved(self: activations.HostPool, piece: activations.PooledBuffer) -> None:
-        piece.memory.bytes(piece.size_bytes).fill_(255)
-        free(self, piece)
+        return poison
 
     with ExitStack() as stack:
         for module, name, value in (
             (transfers, "_transfer", transfer),
             (transfers, "CHUNK_BYTES", 4096),
-            (Leases, "give_back", poison_lease),
-            (activations.HostPool, "give_back", poison_saved),
+            (BucketBuffers, "take_back", poisoned(BucketBuffers)),
+            (BufferPool, "take_back", poisoned(BufferPool)),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         yield

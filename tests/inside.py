@@ -225,7 +225,7 @@ def drop_disk_buffers(model: nn.Module) -> None:
         bucket.pending.wait()
     staging = of.staging
     for leases in (staging.states, staging.prefetches, staging.updates) if staging else ():
-        leases._free = deque((None, None) for _ in leases._free)
+        leases._free = deque(None for _ in leases._free)
 
 
 @contextmanager

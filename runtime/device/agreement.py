@@ -76,7 +76,7 @@ class Agreement:
         self.ranks, self.rank, self.meets = ranks, rank, meets
         self.steps = 0  # of optimizers, so far
         self.doing = TALK  # what they do together; see `Ranks.together`
-        self._store, self._tidier = store(), store()
+        self._store, self._tidier = store(), store()  # for callers, and for the thread of notes
         self._abort = abort
         self._count = self._tidied = 0
         self._now: Collectives | None = None  # the graph that runs
@@ -84,7 +84,7 @@ class Agreement:
         self._fault: RankError | None = None
         self._flying: deque[_Flying] = deque()  # collectives of a GPU, in order
         self._since: tuple[_Flying | None, float] = (None, 0.0)  # the first one, and since when
-        self.notes = Notes(ranks, rank, store, self._watch, self._finish)
+        self.notes = Notes(ranks, rank, (self._store, self._tidier), self._watch, self._finish)
         self._faults = Faults(self.notes, limits, thread=False)
         self._seen_by_thread = Faults(self.notes, limits, thread=True)
 

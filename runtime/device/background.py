@@ -1,4 +1,5 @@
-"""Threads that work behind the caller: on updates, and on copies that must be waited for.
+"""Threads that work after the caller has gone on: on updates, and on copies that must be waited
+for; and `Completion`, the end of work of a thread or of a stream.
 
 Each is a daemon with a queue of its own, not a pool of `concurrent.futures`: a pool takes no more
 work once the main thread has ended, though other threads may still train. At the end of the process
@@ -20,14 +21,60 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
-from typing import TypeVar
+from concurrent.futures import CancelledError, Future
+from typing import Any, TypeVar
+
+import torch
 
 from megacompile import numa
 from megacompile.runtime.device import forks
 
 Work = Callable[[], None]
 T = TypeVar("T")
+
+
+class Completion:
+    """The end of some work. Without an event and a future it is over.
+
+    Args:
+        event: recorded after the work on a stream.
+        future: of the work of a thread.
+    """
+
+    def __init__(
+        self, event: torch.cuda.Event | None = None, future: Future[Any] | None = None
+    ) -> None:
+        self.event = event
+        self.future = future
+
+    def done(self) -> bool:
+        """True if it is over, well or not."""
+        if self.future is not None:
+            return self.future.done()
+        return self.event is None or bool(self.event.query())
+
+    def wait(self) -> None:
+        """Wait on the host, and raise what went wrong. Cancelled work has changed nothing."""
+        if self.event is not None:
+            self.event.synchronize()
+        if self.future is None:
+            return
+        try:
+            error = self.future.exception()
+        except CancelledError:
+            return
+        if error is not None:
+            raise error
+
+    def wait_on(self, stream: torch.cuda.Stream) -> None:
+        """Makes a stream wait; the host, where no stream can: for a thread."""
+        if self.event is None:
+            self.wait()
+        else:
+            stream.wait_event(self.event)
+
+
+OVER = Completion()
 
 
 def fulfil(future: Future[T], work: Callable[[], T]) -> None:
@@ -44,7 +91,7 @@ def fulfil(future: Future[T], work: Callable[[], T]) -> None:
 
 def is_over() -> bool:
     """Does the process end? Work without a waiter need not be done then."""
-    return _OVER.is_set()
+    return _ENDING.is_set()
 
 
 class Background:
@@ -105,7 +152,7 @@ class _Queue:
         if self.turn.locked():
             return
         _finish_at_exit()
-        if not _OVER.is_set():
+        if not _ENDING.is_set():
             _OPEN.add(self)
             work = functools.partial(self._until_the_end, cores)
             thread = threading.Thread(target=work, name=name, daemon=True)
@@ -142,7 +189,7 @@ class _Queue:
 
 
 _OPEN: set[_Queue] = set()  # those whose threads have not ended
-_OVER = threading.Event()  # the process ends
+_ENDING = threading.Event()  # the process ends
 
 
 @functools.cache
@@ -152,7 +199,7 @@ def _finish_at_exit() -> None:
 
 def _finish() -> None:
     """At the end of the process: a thread in the middle of C++ would crash it."""
-    _OVER.set()
+    _ENDING.set()
     mine = os.getpid()  # not those of the one that forked
     here = [each for each in list(_OPEN) if each.process == mine]
     for each in here:

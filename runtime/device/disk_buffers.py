@@ -13,7 +13,6 @@ last child has ended.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -22,9 +21,9 @@ import torch
 
 from megacompile.errors import DiskError
 from megacompile.runtime.device import forks
-from megacompile.runtime.device.buffers import HostBuffer
+from megacompile.runtime.device.buffers import HostBuffer, map_over
 from megacompile.runtime.disk.scratch import Place, ScratchFile
-from megacompile.runtime.disk.transfers import FileSpan, Request, Transfers, Way
+from megacompile.runtime.disk.transfers import FileSpan, Request, Transfers, Way, nothing
 
 
 class DiskBuffer(HostBuffer):
@@ -56,16 +55,9 @@ class DiskBuffer(HostBuffer):
 
     def _map_file(self, kind: int) -> None:
         assert self._place is not None
-        system = ctypes.CDLL(None, use_errno=True).mmap
-        system.restype = ctypes.c_void_p
-        system.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), ctypes.c_int64)
         start = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        found = system(
-            start, len(self), access, kind | _MAP_FIXED, self._lies_in.fd, self._place.at
-        )
-        if found != start:
-            number = ctypes.get_errno()
+        number = map_over(start, len(self), kind, self._lies_in.fd, self._place.at)
+        if number:
             raise DiskError(
                 number,
                 f"disk={str(self._lies_in.folder)!r}: mmap of {len(self)} bytes failed with errno "
@@ -108,7 +100,6 @@ class DiskBuffer(HostBuffer):
 
 
 Memory = Callable[[], torch.Tensor]  # returns (len(buffer),) uint8; see `Span`
-_MAP_FIXED = 0x10  # on Linux
 
 
 class Disk:
@@ -131,63 +122,50 @@ class Disk:
         """
         return DiskBuffer(size_bytes, self.file)
 
+    def request(
+        self, way: Way, spans: Sequence[FileSpan], what: str, before: Callable[[], None] = nothing
+    ) -> Request:
+        """A read or a write of parts of buffers that are ours, to `begin`; see `Request`."""
+        return self._transfers.request(way, self.file, spans, what, before)
+
     def read(
         self,
         buffers: Sequence[DiskBuffer],
         memory: Sequence[Memory],
         what: str,
-        *,
-        after: Sequence[Request] = (),
-        before: Callable[[], None] = lambda: None,
+        before: Callable[[], None] = nothing,
     ) -> Request | None:
-        """Read whole buffers: a request to `begin`; None where it is done. See `Transfers.request`.
+        """The same of whole buffers; None in a child of a fork, where it is done.
 
         Args:
             memory: for each buffer, (len(buffer),) uint8 at a page boundary, not of a `DiskBuffer`.
         """
-        return self._start(Way.READ, buffers, memory, what, after, before)
+        if all(buffer.ours for buffer in buffers):
+            return self.request(Way.READ, _spans(buffers, memory), what, before)
+        before()
+        for buffer, here in zip(buffers, memory, strict=True):
+            here().copy_(torch.frombuffer(buffer, dtype=torch.uint8))
+        return None
 
     def write(
         self,
         buffers: Sequence[DiskBuffer],
         memory: Sequence[Memory],
         what: str,
-        *,
-        after: Sequence[Request] = (),
-        before: Callable[[], None] = lambda: None,
+        before: Callable[[], None] = nothing,
     ) -> Request | None:
         """The same for a write. Until it is over the buffers may not be read."""
-        return self._start(Way.WRITE, buffers, memory, what, after, before)
+        if all(buffer.ours for buffer in buffers):
+            return self.request(Way.WRITE, _spans(buffers, memory), what, before)
+        before()
+        for buffer, here in zip(buffers, memory, strict=True):
+            torch.frombuffer(buffer, dtype=torch.uint8).copy_(here())
+        return None
 
     def moved_bytes(self, way: Way) -> int:
         """Bytes of all that was read, or written, so far, but for what went by way of mappings."""
         return self._transfers.moved_bytes(way)
 
-    def request(
-        self, way: Way, spans: Sequence[FileSpan], what: str, *, before: Callable[[], None]
-    ) -> Request:
-        """A read or a write of parts of buffers that are ours, to `begin`."""
-        return self._transfers.request(way, self.file, spans, what, before=before)
 
-    def _start(
-        self,
-        way: Way,
-        buffers: Sequence[DiskBuffer],
-        memory: Sequence[Memory],
-        what: str,
-        after: Sequence[Request],
-        before: Callable[[], None],
-    ) -> Request | None:
-        if all(buffer.ours for buffer in buffers):
-            spans = [buffer.span(m) for buffer, m in zip(buffers, memory, strict=True)]
-            return self._transfers.request(way, self.file, spans, what, after=after, before=before)
-        for earlier in after:
-            earlier.wait()
-        before()
-        for buffer, here in zip(buffers, memory, strict=True):
-            there = torch.frombuffer(buffer, dtype=torch.uint8)
-            if way is Way.READ:
-                here().copy_(there)
-            else:
-                there.copy_(here())
-        return None
+def _spans(buffers: Sequence[DiskBuffer], memory: Sequence[Memory]) -> list[FileSpan]:
+    return [buffer.span(here) for buffer, here in zip(buffers, memory, strict=True)]

@@ -1,4 +1,10 @@
-"""Host memory that a model's buffers take, and no more than they may."""
+"""Host memory that a model's buffers take, and no more than they may.
+
+[Note: buffers that are made ahead] Pages of a gigabyte take 0.1 s, to page-lock them 0.2 s: of 40
+GiB of gradients and states 9 s of a first step of 65 s, which other parts of that step can hide. So
+a thread makes buffers before they are asked for. A caller that makes a buffer takes one of its size
+that is ready, or waits for it where it is being made; he makes himself what was not begun.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,9 @@ import errno
 import functools
 import itertools
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 
 import torch
 
@@ -15,7 +23,8 @@ from megacompile import numa
 from megacompile.errors import HostMemoryError
 from megacompile.host_memory import check_host_memory
 from megacompile.progress import phase
-from megacompile.runtime.device.buffers import BuffersAhead, HostBuffer, Wanted
+from megacompile.runtime.device.background import Background, fulfil, is_over
+from megacompile.runtime.device.buffers import HostBuffer, Wanted
 from megacompile.text import format_bytes
 
 _WAIT = "making host memory"  # its pages are touched and locked
@@ -35,7 +44,8 @@ class HostBudget:
         self._sizes: dict[int, int] = {}  # of what lives; a finalizer may come at any time
         self._buffers: weakref.WeakValueDictionary[int, HostBuffer] = weakref.WeakValueDictionary()
         self._next = itertools.count()
-        self._ahead: BuffersAhead | None = None
+        self._ahead: dict[tuple[int, bool], deque[Future[HostBuffer]]] = {}  # being made
+        self._maker = Background("megacompile-host-memory")
 
     @property
     def held_bytes(self) -> int:
@@ -57,25 +67,27 @@ class HostBudget:
             HostMemoryError: there is too little, or the limit is reached. The kernel would kill the
                 process later, when the memory is touched.
         """
-        ahead = self._ahead
         if touch and (ready := self.ready(size_bytes, pin=pin)) is not None:
             return ready
         try:
             return self._new(size_bytes, what, pin=pin, touch=touch)
         except HostMemoryError:
-            if ahead is None:
+            if not self._ahead:
                 raise
         self.drop_preallocated()  # what may never be asked for is in the way
-        ahead.await_idle()  # so is what is being made
+        self.await_made()  # so is what is being made
         return self._new(size_bytes, what, pin=pin, touch=touch)
 
     def ready(self, size_bytes: int, *, pin: bool) -> HostBuffer | None:
         """A buffer that was made ahead, or is being made."""
-        ahead = self._ahead  # another thread may forget it
-        if ahead is None:
+        try:
+            future = self._ahead[size_bytes, pin].popleft()
+        except (KeyError, IndexError):  # another thread may have dropped it
             return None
         with phase(_WAIT):
-            return ahead.take(size_bytes, pin=pin)
+            if future.cancel() or future.exception() is not None:
+                return None
+            return future.result()
 
     def preallocate(self, wanted: Iterable[Wanted], what: str, device: torch.device) -> None:
         """Make buffers in the background, which `make` returns to callers that ask for such ones.
@@ -84,17 +96,22 @@ class HostBudget:
             what: names their purpose in errors.
             device: they are page-locked for its copies.
         """
-        ahead = self._ahead
-        if ahead is None:
-            make = functools.partial(_ahead, weakref.ref(self), what, device)
-            ahead = self._ahead = BuffersAhead(make)
-        ahead.begin(wanted)
+        for each in wanted:
+            future: Future[HostBuffer] = Future()
+            self._ahead.setdefault((each.size_bytes, each.pin), deque()).append(future)
+            make = functools.partial(_make_ahead, weakref.ref(self), future, what, device, each)
+            self._maker.submit(make)
 
     def drop_preallocated(self) -> None:
         """Frees what was made ahead and not asked for."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            ahead.forget()
+        while self._ahead:
+            _, futures = self._ahead.popitem()
+            while futures:
+                futures.popleft().cancel()
+
+    def await_made(self) -> None:
+        """Wait until nothing is being made. What was dropped has no memory then."""
+        self._maker.call(lambda: None)
 
     def _new(self, size_bytes: int, what: str, *, pin: bool, touch: bool) -> HostBuffer:
         new = functools.partial(HostBuffer, size_bytes, pin=pin, touch=touch, node=self.node)
@@ -123,13 +140,22 @@ class HostBudget:
         check_host_memory([(what, size_bytes)])
 
 
-def _ahead(
-    budget: weakref.ref[HostBudget], what: str, device: torch.device, wanted: Wanted
-) -> HostBuffer:
-    """A buffer that was not asked for yet."""
+def _make_ahead(
+    budget: weakref.ref[HostBudget],
+    future: Future[HostBuffer],
+    what: str,
+    device: torch.device,
+    wanted: Wanted,
+) -> None:
+    """By the thread. What goes wrong is raised where a caller makes the buffer."""
     alive = budget()
-    if alive is None:
-        raise ReferenceError("nobody will")
+    if alive is None or is_over():
+        future.cancel()
+    else:
+        fulfil(future, functools.partial(_made_ahead, alive, what, device, wanted))
+
+
+def _made_ahead(alive: HostBudget, what: str, device: torch.device, wanted: Wanted) -> HostBuffer:
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         buffer = alive._new(wanted.size_bytes, what, pin=wanted.pin, touch=True)
         if wanted.lock:

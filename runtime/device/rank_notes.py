@@ -61,7 +61,7 @@ class Notes:
     Args:
         ranks: of the world, this one among them.
         rank: this one.
-        store: makes a client of the store.
+        stores: clients of the store, for callers and for the thread.
         on_beat: called after every note, by the thread.
         at_end: called at the end of the process, while the thread still runs.
     """
@@ -70,13 +70,12 @@ class Notes:
         self,
         ranks: tuple[int, ...],
         rank: int,
-        store: Callable[[], Any],
+        stores: tuple[Any, Any],
         on_beat: Callable[[], None] = lambda: None,
         at_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.ranks, self.rank = ranks, rank
-        self._make_store = store
-        self._here, self._behind = store(), store()  # for callers, and for the thread
+        self._here, self._of_thread = stores
         self._on_beat, self._at_end = on_beat, at_end
         self._note = Note()
         self._over = threading.Event()
@@ -115,7 +114,7 @@ class Notes:
         Raises:
             dist.DistError: the store is gone.
         """
-        store = self._behind if thread else self._here
+        store = self._of_thread if thread else self._here
         if not store.check([f"note/{rank}"]):
             return None
         return Note(**json.loads(store.get(f"note/{rank}")))
@@ -159,7 +158,7 @@ class Notes:
             beat, idle_s = self._note.beat + 1, now - self._busy_at_s
             note = replace(self._note, beat=beat, idle_s=idle_s, n=n, entered=entered, at=at)
             self._note = note
-        self._put(self._behind, note)
+        self._put(self._of_thread, note)
         self._on_beat()
 
     def _put(self, store: Any, note: Note) -> None:

@@ -20,34 +20,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from megacompile.ir.stream import Stream
-
-
-class Completion(Protocol):
-    """The end of work that threads of the host do."""
-
-    def done(self) -> bool:
-        """True if it is over, well or not."""
-
-    def wait(self) -> None:
-        """Return when it is over; raise what went wrong."""
-
-
-class _Over:
-    """Work that is over."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-OVER: Completion = _Over()
+from megacompile.runtime.device.background import Completion
 
 
 @dataclass(slots=True, eq=False)
@@ -129,18 +107,18 @@ class Streams:
         return False
 
     def hand(
-        self, stream: Stream, waits: Iterable[Handle], value: Completion, begin: Callable[[], None]
+        self, stream: Stream, waits: Iterable[Handle], begin: Callable[[], tuple[Any, Completion]]
     ) -> Handle:
         """Makes threads of the host `begin` work, which wait for the events of `waits` themselves.
 
         Args:
-            value: what they work on; who takes the handle waits for that.
+            begin: returns what they work on, and the end of that.
         """
         for handle in waits:
             if handle.deferred:
                 self._catch_up(handle)
-        begin()
-        return Handle(value, stream, host=value)
+        value, end = begin()
+        return Handle(value, stream, host=end)
 
     def wait_on_compute(self, event: torch.cuda.Event) -> None:
         """Makes what comes next on the caller's stream wait."""

@@ -10,8 +10,9 @@ waits for the other.
 chunk of 4 MiB takes about as long as that. So chunks are large, and a request has enough of them
 for all threads.
 
-[Note: order] Nothing orders two requests but what they are told (`after=`). One that waits for
-another was given later than that, so the one that was given first can always go on.
+[Note: order] Nothing orders two requests but `before`, in which a thread of the disk waits. A write
+waits there for what makes its content, which no thread of the disk does; a read waits for nothing
+(see [Note: no deadlock] in `runtime/device/pool.py`).
 
 [Note: interrupts] A request is made first and begun later, so that the code that must wait for it
 knows of it before a thread does. It is given to every thread of its direction as a whole, and each
@@ -38,7 +39,7 @@ import torch
 
 from megacompile import notices
 from megacompile.errors import DiskError
-from megacompile.runtime.device.background import Background
+from megacompile.runtime.device.background import Background, Completion
 from megacompile.runtime.disk.scratch import Place, ScratchFile
 from megacompile.text import format_bytes
 
@@ -64,14 +65,17 @@ class FileSpan:
     size are not multiples of the alignment, it goes through the page cache."""
 
 
-class Request:
-    """A read or a write that goes on behind the caller: a `Completion`.
+def nothing() -> None:
+    """Waits for nothing."""
 
-    When it is over it holds no memory any more.
+
+class Request(Completion):
+    """A read or a write by threads. When it is over it holds no memory any more.
 
     Args:
         what: for errors: "3READ_STATE of 'layers.3'".
-        before: is called by each thread before it begins: it waits for what must be over.
+        before: is called by each thread before it begins: it waits for what must be over. If it
+            raises, the request fails.
     """
 
     def __init__(
@@ -83,6 +87,8 @@ class Request:
         before: Callable[[], None],
         lanes: Sequence[Background],
     ) -> None:
+        self._over: Future[None] = Future()
+        super().__init__(future=self._over)
         self._lanes = lanes
         self.way = way
         self.what = what
@@ -94,14 +100,19 @@ class Request:
         self._next = itertools.count()  # both are advanced by threads, without a lock
         self._done = itertools.count(1)
         self._error: BaseException | None = None
-        self._over: Future[None] = Future()
+        self.held = False  # until its buffer is there: a pool begins it, and no waiter does
+        self.at_end: Callable[[], None] = nothing  # called once, before waiters go on
+        self.explained: Callable[[BaseException], BaseException] | None = None
+        """Makes the error that `wait` raises of the first that came."""
         self.began_s = self.ended_s = 0.0  # of `time.perf_counter`
-        if not self._chunks:
-            self._over.set_result(None)
 
     def begin(self) -> None:
         """Give it to the threads; see [Note: interrupts]."""
-        if not self.done():
+        self.held = False
+        if self._count == 0:
+            if next(self._done) == 1:  # it is called once more by a waiter
+                self._end(None)
+        elif not self.done():
             for lane in self._lanes:
                 lane.submit(self.work)
 
@@ -117,12 +128,17 @@ class Request:
                 except BaseException as error:
                     self._error = self._error or self._failed(error, self._chunks[i])
             if next(self._done) == self._count:
-                self.ended_s = time.perf_counter()
-                self._forget()
-                if self._error is None:
-                    self._over.set_result(None)
-                else:
-                    self._over.set_exception(self._error)
+                self._end(self._error)
+
+    def _end(self, error: BaseException | None) -> None:
+        self.ended_s = time.perf_counter()
+        self._chunks, self._before = [], nothing
+        at_end, self.at_end = self.at_end, nothing
+        at_end()
+        if error is None:
+            self._over.set_result(None)
+        else:
+            self._over.set_exception(error if self.explained is None else self.explained(error))
 
     def _failed(self, error: BaseException, chunk: _Chunk) -> BaseException:
         if isinstance(error, DiskError) or not isinstance(error, OSError):
@@ -138,13 +154,6 @@ class Request:
             f"offset {chunk[0].place.at + chunk[1]} of the scratch file in {self.file.folder} with "
             f"errno {number} ({os.strerror(number)}); {advice}, or name another folder as disk=",
         )
-
-    def _forget(self) -> None:
-        self._chunks, self._before = [], lambda: None
-
-    def done(self) -> bool:
-        """True if it is over, well or not."""
-        return self._over.done()
 
     def failed(self) -> bool:
         """True if it is over, and failed."""
@@ -163,18 +172,20 @@ class Request:
             except StillRunning:
                 if self._over.done():
                     raise  # its own error, by that name
+                if self.held:
+                    start = time.monotonic()
+                    continue
                 self.begin()
                 if time.monotonic() - start >= _SLOW_S:
                     self._say_slow(time.monotonic() - start)
             else:
                 return
 
-    def call_off(self) -> None:
-        """It was not begun, and will not be."""
+    def call_off(self, error: BaseException) -> None:
+        """It was not begun, and will not be; waiters raise this."""
         if not self._over.done():
-            self.began_s = self.ended_s = time.perf_counter()
-            self._forget()
-            self._over.set_exception(DiskError(errno.ECANCELED, f"{self.what} was called off"))
+            self.began_s = time.perf_counter()
+            self._end(error)
 
     def finish(self) -> None:
         """Wait until it is over, well or not."""
@@ -226,25 +237,10 @@ class Transfers:
         file: ScratchFile,
         spans: Sequence[FileSpan],
         what: str,
-        *,
-        after: Sequence[Request] = (),
-        before: Callable[[], None] = lambda: None,
+        before: Callable[[], None] = nothing,
     ) -> Request:
-        """A read or a write; its maker calls `begin`.
-
-        Args:
-            spans: what goes where.
-            what: for errors.
-            after: earlier requests that must be over. If one failed, so does this.
-            before: waits for whatever else must be over, in a thread of ours.
-        """
-
-        def ready() -> None:
-            for earlier in after:
-                earlier.wait()
-            before()
-
-        made = Request(way, spans, file, what, ready if after else before, self._lanes[way])
+        """A read or a write; its maker calls `begin`."""
+        made = Request(way, spans, file, what, before, self._lanes[way])
         made.when_done(functools.partial(self._count, made))
         return made
 

@@ -23,8 +23,8 @@ from megacompile.ir.schedule import Schedule
 from megacompile.options import Options
 from megacompile.progress import bar, line
 from megacompile.runtime.checkpoint.contents import Contents
-from megacompile.runtime.device import touch
 from megacompile.runtime.device.background import Background
+from megacompile.runtime.device.buffers import TRIM_BYTES, trim_heap
 from megacompile.runtime.model import sharding, start
 from megacompile.runtime.model.data_parallel import DataParallel, refuse_moves
 from megacompile.runtime.model.owners import forget, refuse_shared
@@ -149,8 +149,8 @@ class ModelBuckets:
                     )
                 step(unit.bucket.size_bytes)
                 kept += unit.bucket.size_bytes
-                if kept > touch.BETWEEN_BYTES or unit is units[-1]:
-                    touch.give_back()
+                if kept > TRIM_BYTES or unit is units[-1]:
+                    trim_heap()
                     kept = 0
         if self.options.device.type == "cuda":
             torch.cuda.empty_cache()  # where the parameters were

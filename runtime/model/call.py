@@ -16,8 +16,8 @@ from megacompile.ir.buckets import ParamId
 from megacompile.ir.capture import Variant
 from megacompile.ir.symbols import has_numbers
 from megacompile.progress import line
-from megacompile.runtime.device.activations import taken
 from megacompile.runtime.device.random import random_state, set_random_state
+from megacompile.runtime.device.saved import taken
 from megacompile.runtime.model import shortage
 from megacompile.runtime.model.autograd import Gate, Graph, nodes_behind, users
 from megacompile.runtime.model.hooked_outputs import Watched, hooked_inside, say_hooked, watched

@@ -11,8 +11,7 @@ from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.group import OpGroup
 from megacompile.runtime.updates import device_buffers
-from megacompile.runtime.updates.device_buffers import Landing, UpdateBuffers
-from megacompile.runtime.updates.flight import Flight, untimed
+from megacompile.runtime.updates.device_buffers import Landing, UpdateBuffers, untimed
 from megacompile.runtime.updates.in_backward import InBackward
 from megacompile.runtime.updates.parameter import ParamUpdate
 
@@ -84,19 +83,19 @@ class DeviceUpdateOps(OpGroup):
         return self._issue(Stream.D2H, (updated,) if norms is None else (updated, norms), copy)
 
     def _bring_back(self, bucket: Bucket, updated: Handle) -> Handle:
-        """In chunks, by a thread: see [Note: small chunks] in `updates.flight`."""
+        """In chunks, by a thread: see [Note: small chunks] in `updates.device_buffers`."""
         machine, part = self.machine, self.parts.get(bucket.key)
         if part is None:
             return Handle(None, Stream.HOST)
         assert part.left is not None
         left = part.left
         timed = untimed if self.recording is None else self.recording.in_background()
-        flight: Flight | None = left.bring_back(updated.event, machine.copies, timed)
+        flying = left.bring_back(updated.event, machine.copies, timed)
         part.left = None
-        if flight is None:
+        if flying is None:
             return Handle(None, Stream.HOST)
         machine.device_update.flying.append(left.host)
-        return Handle(flight, Stream.HOST, host=left.host.pending)
+        return Handle(flying, Stream.HOST, host=left.host.pending)
 
     @property
     def _in_backward(self) -> InBackward:

@@ -14,7 +14,7 @@ from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle, wait_for_host
 from megacompile.runtime.ops.group import OpGroup, handles
 from megacompile.runtime.params.bucket import HostBucket
-from megacompile.runtime.updates.leases import Lease
+from megacompile.runtime.updates.leases import BucketLease
 
 
 class DiskOps(OpGroup):
@@ -60,7 +60,7 @@ class DiskOps(OpGroup):
         what = f"{bucket.label}READ_TRAINED of {host.layout.name!r}"
         return self._lent(staging.read_trained(host, params, list(handles(after)), what), after)
 
-    def _lent(self, lease: Lease | None, after: tuple[Any, ...]) -> Handle:
+    def _lent(self, lease: BucketLease | None, after: tuple[Any, ...]) -> Handle:
         if lease is None:  # it is in memory: who takes it waits for this op, and not for its write
             wait_for_host(handles(after))
         elif lease.read is not None:
@@ -76,7 +76,8 @@ class DiskOps(OpGroup):
             updates = self.machine.in_backward
             assert updates is not None, "new parameters that nobody has made"
             first = host.pending.in_flight
-            there = None if first is None else first.event(Part.WEIGHTS)  # ahead of states
+            end = None if first is None else first.last_write(Part.WEIGHTS)
+            there = None if end is None else end.event  # ahead of states
             ends = [handle.event for handle in handles(after)] if there is None else [there]
             before = functools.partial(_await, [event for event in ends if event is not None])
             params = list(updates.running[bucket.key])
@@ -85,7 +86,7 @@ class DiskOps(OpGroup):
             host.pending.go_on(written, params, ())
         return self._write(host, lease)
 
-    def _write(self, host: HostBucket, lease: Lease) -> Handle:
+    def _write(self, host: HostBucket, lease: BucketLease) -> Handle:
         request = lease.write
         assert request is not None
         self._note(request)

@@ -27,7 +27,7 @@ class LifetimeOps(OpGroup):
             landing = handle.value
             if isinstance(landing, Landing) and isinstance(value.value, dict):  # else: its norms
                 landing.stays(value.value)
-                deferred = Deferred(value.value, handle.event, owner, landing.fresh.clear)
+                deferred = Deferred(value.value, handle.event, owner, landing.work.fresh.clear)
             self.machine.deferred.add(deferred)
 
     def drain(self) -> Handle:

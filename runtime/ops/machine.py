@@ -13,13 +13,13 @@ import torch
 from megacompile import compat
 from megacompile.ir.buckets import Bucket
 from megacompile.log import CodeCounts
-from megacompile.runtime.device.activations import HostPool
 from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.disk_buffers import Disk
 from megacompile.runtime.device.forks import Live
 from megacompile.runtime.device.host_budget import HostBudget
+from megacompile.runtime.device.pool import BufferPool
 from megacompile.runtime.device.ranks import Ranks
-from megacompile.runtime.device.saved_on_disk import SavedDisk
+from megacompile.runtime.device.saved import SavedDisk
 from megacompile.runtime.device.slots import DeviceSlots
 from megacompile.runtime.device.streams import Handle, Streams
 from megacompile.runtime.params.bucket import HostBucket
@@ -73,11 +73,11 @@ class Machine:
     code: CodeCounts = field(default_factory=CodeCounts)  # of the schedules' stages
     progress: bool | None = False  # as the option
     running: threading.RLock = field(default_factory=threading.RLock)  # one schedule at a time
-    activations: HostPool = field(init=False)  # host memory of what waits for its backward
+    activations: BufferPool = field(init=False)  # host memory of what waits for its backward
     saved_disk: SavedDisk | None = field(init=False)  # where that goes on to
 
     def __post_init__(self) -> None:
-        self.activations = HostPool(pin=self.device.type == "cuda", budget=self.host_budget)
+        self.activations = BufferPool(self.device, self.host_budget)
         self.staging = self.saved_disk = None
         if self.disk is not None:
             self.saved_disk = SavedDisk(self.disk, self.activations)

@@ -7,9 +7,10 @@ from typing import Any
 
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
-from megacompile.runtime.device.activations import OnHost
-from megacompile.runtime.device.saved_on_disk import OnDisk, ReadBack
+from megacompile.runtime.device.background import Completion
+from megacompile.runtime.device.saved import OnDisk, OnHost, empty
 from megacompile.runtime.device.streams import Handle
+from megacompile.runtime.disk.transfers import Request
 from megacompile.runtime.ops.group import OpGroup, handles
 
 
@@ -19,36 +20,39 @@ class SavedTensorOps(OpGroup):
     def offload_saved(self, stage: Stage, value: Handle, *, after: tuple[Any, ...] = ()) -> Handle:
         del stage
         pool, queue = self.machine.activations, self.machine.streams.copies(Stream.D2H)
-        return self._issue(Stream.D2H, (value, *after), lambda: pool.store(value.value, queue))
+        return self._issue(Stream.D2H, (value, *after), lambda: OnHost.of(pool, value.value, queue))
 
     def write_saved(self, stage: Stage, on_host: Handle) -> Handle:
         store = self.machine.saved_disk
         assert store is not None, "a schedule with a disk, on a machine without"
-        saved = OnDisk(store, f"{stage.index}WRITE_SAVED of {stage.name!r}")
 
-        def begin() -> None:
-            self._note(saved.write(on_host.value))
+        def begin() -> tuple[OnDisk, Completion]:
+            saved = OnDisk(store, on_host.value, f"{stage.index}WRITE_SAVED of {stage.name!r}")
+            self._note(saved.request)
+            return saved, saved.written
 
-        return self.machine.streams.hand(Stream.WRITE, (on_host,), saved, begin)
+        return self.machine.streams.hand(Stream.WRITE, (on_host,), begin)
 
     def read_saved(self, stage: Stage, on_disk: Handle, *, after: tuple[Any, ...] = ()) -> Handle:
         saved = on_disk.value
-        if isinstance(saved, OnHost) or saved.kept is not None:  # it is there, and stays
-            return Handle(saved.to_host(), Stream.READ)
-        back = ReadBack(saved, f"{stage.index}READ_SAVED of {stage.name!r}")
+        if isinstance(saved, OnHost):  # it is there, and stays
+            return Handle(saved, Stream.READ)
 
-        def begin() -> None:
-            self._note(back.begin())
+        def begin() -> tuple[OnHost, Completion]:
+            back = saved.read(f"{stage.index}READ_SAVED of {stage.name!r}")
+            end = back.lease.ready
+            self._note(end if isinstance(end, Request) else None)
+            return back, end
 
-        return self.machine.streams.hand(Stream.READ, tuple(handles(after)), back, begin)
+        return self.machine.streams.hand(Stream.READ, tuple(handles(after)), begin)
 
     def alloc_saved(self, stage: Stage, on_host: Handle) -> Handle:
         del stage
-        return self._issue(Stream.COMPUTE, (), lambda: on_host.value.empty())
+        return self._issue(Stream.COMPUTE, (), lambda: empty(on_host.value.meta))
 
     def fetch_saved(self, stage: Stage, on_host: Handle, buffer: Handle) -> Handle:
         del stage
-        copy, queue = on_host.value, self.machine.streams.copies(Stream.H2D)
-        offloaded = Handle(None, Stream.D2H, copy.ready)  # in the forward, which is another graph
-        waits = (buffer, on_host, offloaded)
-        return self._issue(Stream.H2D, waits, lambda: copy.copy_to(buffer.value, queue))
+        queue = self.machine.streams.copies(Stream.H2D)
+        return self._issue(
+            Stream.H2D, (buffer, on_host), lambda: on_host.value.copy_to(buffer.value, queue)
+        )

@@ -11,7 +11,6 @@ from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.group import OpGroup, handles
 from megacompile.runtime.params.work import InFlight
 from megacompile.runtime.updates.device_buffers import note_changes
-from megacompile.runtime.updates.flight import Flight
 from megacompile.runtime.updates.update import update_residents
 
 
@@ -28,20 +27,20 @@ class UpdateOps(OpGroup):
         states = None if staging is None else staging.states.of(host)
         weights = None if staging is None else staging.updates.of(host)
 
-        def written(flight: Flight) -> InFlight:
+        def written(made: InFlight) -> InFlight:
             """Makes an update whose results on a disk are written after it."""
-            work: InFlight = flight
+            work, name = made, host.layout.name
             if staging is not None and weights is not None:
-                what = f"{bucket.label}WRITE_WEIGHTS of {flight.name!r}"
-                work = staging.write(weights, part.indices, what, work, flight.wait)
+                what = f"{bucket.label}WRITE_WEIGHTS of {name!r}"
+                work = staging.write(weights, part.indices, what, work, made.wait)
             if staging is not None and states is not None:
-                what = f"{bucket.label}WRITE_STATE of {flight.name!r}"
-                work = staging.write_states(states, what, work, flight.wait)
+                what = f"{bucket.label}WRITE_STATE of {name!r}"
+                work = staging.write_states(states, what, work, made.wait)
             return work
 
         staged = [each for each in (states, weights) if each is not None]
-        flight = machine.host_updates.start(part, events, self.recording, written, staged)
-        return Handle(flight, Stream.HOST, host=host.pending)
+        made = machine.host_updates.start(part, events, self.recording, written, staged)
+        return Handle(made, Stream.HOST, host=host.pending)
 
     def update_resident(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
         """The last one of a graph updates the buckets of all of them, in one launch. In between
@@ -83,7 +82,7 @@ class UpdateOps(OpGroup):
         return self._issue(Stream.COMPUTE, waits, step)
 
     def help_host(self, updates: tuple[Handle, ...]) -> Handle:
-        flights = [handle.value for handle in updates if isinstance(handle.value, Flight)]
-        self.machine.host_updates.help(flights)
-        log.logger("update").debug("the device helps with %d updates", len(flights))
+        made = [handle.value for handle in updates if isinstance(handle.value, InFlight)]
+        self.machine.host_updates.help(made)
+        log.logger("update").debug("the device helps with %d updates", len(made))
         return Handle(None, Stream.DEVICE)

@@ -8,10 +8,11 @@ import torch
 
 from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.stream import Stream
+from megacompile.runtime.device.background import Completion
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.group import OpGroup, handles
 from megacompile.runtime.params.bucket import HostBucket
-from megacompile.runtime.updates.leases import Lease
+from megacompile.runtime.updates.leases import BucketLease
 from megacompile.runtime.updates.parameter import flat
 
 
@@ -53,18 +54,17 @@ class WeightOps(OpGroup):
     ) -> Handle:
         """From the buffer that its `read_weights` has filled, which goes back after the copy."""
         machine = self.machine
-        taken = next((h.value for h in handles(after) if isinstance(h.value, Lease)), None)
+        taken = next((h.value for h in handles(after) if isinstance(h.value, BucketLease)), None)
 
         def copy() -> Any:
             if taken is not None and taken.given_up:  # of a run that was cut off
                 return machine.slots.weights(slot, bucket)
-            size, flat = bucket.size_bytes, host.flat if taken is None else taken.flat()
+            size, flat = bucket.size_bytes, host.flat if taken is None else taken.place()
             machine.slots.flat(slot, bucket).copy_(flat[:size], non_blocking=True)
-            if taken is not None and machine.staging is not None:
-                copied = None
-                if machine.device.type == "cuda":
-                    copied = torch.cuda.current_stream(machine.device).record_event()
-                machine.staging.prefetches.give_back(taken, copied)
+            if taken is not None:
+                cuda = machine.device.type == "cuda"
+                copied = torch.cuda.current_stream(machine.device).record_event() if cuda else None
+                taken.release(Completion(copied) if cuda else None)
             return machine.slots.weights(slot, bucket)
 
         return self._issue(Stream.H2D, (after,), copy)

@@ -17,12 +17,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from megacompile.runtime.device import touch
 from megacompile.runtime.device.background import Background, fulfil
+from megacompile.runtime.device.buffers import trim_heap
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.work import InFlight
 
@@ -39,7 +39,6 @@ class Filling:
     thread: Background
 
 
-@dataclass(eq=False, slots=True)
 class Fill(InFlight):
     """The way of a bucket's parameters to its memory.
 
@@ -50,32 +49,33 @@ class Fill(InFlight):
         device: that computes.
     """
 
-    params: Sequence[torch.nn.Parameter]
-    values: Sequence[torch.Tensor]
-    settle: Callable[[], None]
-    device: torch.device
-    fresh: dict[int, torch.Tensor] = field(default_factory=dict)
-    _sources: list[torch.Tensor] = field(init=False)  # given up when all is copied
-    _behind: list[torch.cuda.Event] = field(init=False)  # what is still computing them
-    _future: Future[None] = field(default_factory=Future)
-    _claims: list[object] = field(default_factory=list)  # the first one's turn it is
-
-    def __post_init__(self) -> None:
-        self._sources = [param.detach() for param in self.params]
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        values: Sequence[torch.Tensor],
+        settle: Callable[[], None],
+        device: torch.device,
+    ) -> None:
+        self._future: Future[None] = Future()
+        super().__init__(future=self._future)
+        self.params = params
+        self.values = values
+        self.settle = settle
+        self.device = device
+        self._claims: list[object] = []  # the first one's turn it is
+        self._sources = [param.detach() for param in params]  # given up when all is copied
         devices = {s.device for s in self._sources if s.device.type == "cuda"}
-        self._behind = [torch.cuda.current_stream(d).record_event() for d in devices]
+        # what is still computing them
+        self._computed = [torch.cuda.current_stream(d).record_event() for d in devices]
 
     def begin(self, thread: Background) -> None:
         """Gives it to a thread."""
         thread.submit(self._if_nobody_has)
 
-    def done(self) -> bool:
-        return self._future.done()
-
     def wait(self) -> None:
         """Raises what went wrong; then the parameters are where they were."""
         self._if_nobody_has()
-        self._future.result()
+        super().wait()
 
     def _if_nobody_has(self) -> None:
         if self._claims:
@@ -97,7 +97,7 @@ class Fill(InFlight):
         with torch.cuda.device(self.device) if on_gpu else contextlib.nullcontext():
             try:
                 self.settle()
-                for event in self._behind:
+                for event in self._computed:
                     event.synchronize()
                 for value, source in zip(self.values, self._sources, strict=True):
                     value.copy_(source)
@@ -107,7 +107,7 @@ class Fill(InFlight):
         on_host = any(source.device.type == "cpu" for source in self._sources)
         self._sources.clear()
         if on_host:
-            touch.give_back()
+            trim_heap()
 
     def _give_back(self) -> None:
         """It has failed: the parameters are where they were, unless all is copied."""

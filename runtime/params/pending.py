@@ -19,6 +19,7 @@ from megacompile.errors import OptimizerError
 from megacompile.ir.ops import Part
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device import forks
+from megacompile.runtime.device.background import Completion
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.params.guards import (
     Guard,
@@ -83,7 +84,7 @@ class MemoryGuard(Guard):
         return result
 
 
-class Pending:
+class Pending(Completion):
     """The work and the offer of one bucket, which has it for good.
 
     Args:
@@ -98,6 +99,7 @@ class Pending:
         copy: StreamedCopy,
         owners: Callable[[], Iterable[Any]] = tuple,
     ) -> None:
+        super().__init__()
         self.params = params
         self.copy = copy
         self.owners = owners
@@ -136,11 +138,11 @@ class Pending:
         work = self.in_flight
         if work is None:
             return Handle(None, Stream.HOST)
-        event = work.event(part)
-        if event is None:
-            ahead = work.ahead(part)
-            return Handle(work, Stream.HOST, host=self if ahead is None else ahead)
-        return Handle(work, Stream.D2H, event)
+        end = work.last_write(part)
+        event = work.event if end is None else end.event
+        if event is not None:
+            return Handle(work, Stream.D2H, event)
+        return Handle(work, Stream.HOST, host=end or self)
 
     def done(self) -> bool:
         """True if nothing is in flight."""
@@ -184,14 +186,16 @@ class Pending:
         """
         work = self.in_flight
         if work is not None:
+            over = False
             try:
                 work.wait()
+                over = True
             except OptimizerError as error:
                 owners = list(self.owners())
                 self.tear(str(error), {i: Left.of(self.params[i], owners) for i in self._updated})
                 raise
             finally:
-                if work.done():  # else Ctrl-C: it goes on, as guards do
+                if over or work.done():  # else Ctrl-C: it goes on, as guards do
                     self._ended(work)
         if not self.restoring:
             self.check()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,35 +21,75 @@ from torch.optim import Optimizer
 from megacompile import compat
 from megacompile.errors import OptimizerError
 from megacompile.ir.ops import Part
-from megacompile.runtime.device.streams import Completion
+from megacompile.runtime.device.background import Completion
 from megacompile.runtime.params.guards import unguarded
 
 
-class InFlight:
-    """Work on a bucket's host memory that has been started: a `Completion`. No stream can wait for
-    it, and all of it is over together, unless a subclass says so."""
+class InFlight(Completion):
+    """Work on a bucket's host memory that has been started, until its `Pending` finds it over.
 
-    __slots__ = ()
-    fresh: dict[int, torch.Tensor]  # until it is over
-    """New parameters that are on the device too, flat: index -> (numel,)."""
+    Args:
+        event: after what brings new values from the device.
+        future: of what makes new values, or brings them.
+        weights: the end of the last write of parameters, where that is another.
+        states: the same of states.
+        fresh: new parameters that are on the device too, flat: index -> (numel,).
+    """
+
+    def __init__(
+        self,
+        event: torch.cuda.Event | None = None,
+        future: Future[None] | None = None,
+        *,
+        weights: Completion | None = None,
+        states: Completion | None = None,
+        fresh: dict[int, torch.Tensor] | None = None,
+    ) -> None:
+        self.event = event
+        self.future = future
+        self.weights = weights
+        self.states = states
+        self.fresh: dict[int, torch.Tensor] = {} if fresh is None else fresh
+
+    def then(
+        self, *, weights: Completion | None = None, states: Completion | None = None
+    ) -> InFlight:
+        """This work, and after it writes of what it makes."""
+        weights, states = weights or self.weights, states or self.states
+        return InFlight(self.event, self.future, weights=weights, states=states, fresh=self.fresh)
+
+    def last_write(self, part: Part) -> Completion | None:
+        """The end of the last write of a part; None: the end of all."""
+        if self.weights is self.states:  # there is none
+            return None
+        return (self.weights if part is Part.WEIGHTS else self.states) or Completion(
+            self.event, self.future
+        )
 
     def done(self) -> bool:
-        """True if it is over, well or not."""
-        raise NotImplementedError
+        """True if all of it is over, well or not."""
+        weights, states = self.weights, self.states
+        if not super().done() or not (weights is None or weights.done()):
+            return False
+        return states is None or states.done()
 
     def wait(self) -> None:
-        """Return when it is over; raise what went wrong."""
-        raise NotImplementedError
+        """Wait until all of it is over, and raise the first error.
 
-    def event(self, part: Part) -> torch.cuda.Event | None:
-        """The event that a stream waits for before it touches a part; None: wait on the host."""
-        del part
-        return None
-
-    def ahead(self, part: Part) -> Completion | None:
-        """The work that is done with a part before all is over; None: there is none."""
-        del part
-        return None
+        Raises:
+            OptimizerError: the values that it was about are half updated.
+        """
+        if self.weights is self.states:
+            super().wait()
+            return
+        errors = []
+        for wait in (super().wait, *(end.wait for end in (self.weights, self.states) if end)):
+            try:
+                wait()
+            except OptimizerError as error:  # the writes of what failed do so too
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

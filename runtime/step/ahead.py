@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.values import left_on_host
 from megacompile.runtime.device.buffers import Wanted
+from megacompile.runtime.device.saved import stored_bytes
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.optim.adam import ADAM, USUAL
 from megacompile.runtime.optim.registry import rule_of
@@ -66,7 +67,7 @@ class Ahead:
         Args:
             schedule: planned, and not lowered yet.
         """
-        wanted = self.machine.activations.wanted(left_on_host(schedule))
+        wanted = self.machine.activations.wanted(map(stored_bytes, left_on_host(schedule)))
         keys = [b.key for b in schedule.buckets if b.key not in self._allocated]
         self._allocated.update(keys)
         buckets = [self.machine.buckets[key] for key in keys]

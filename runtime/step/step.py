@@ -52,7 +52,6 @@ from megacompile.runtime.step.ahead import Ahead
 from megacompile.runtime.step.alike import Alike
 from megacompile.runtime.step.hooks import PreparedStep
 from megacompile.runtime.step.parts import StepParts
-from megacompile.runtime.updates.flight import Flight
 from megacompile.runtime.updates.parameter import ParamUpdate
 from megacompile.runtime.updates.refusals import Rehearsals, check, check_shared
 from megacompile.runtime.updates.update import BucketUpdate, UpdatePlace
@@ -393,10 +392,9 @@ def _is_half_begun(step: PreparedStep, versions: Sequence[int]) -> bool:
     begun = set()
     before = dict(zip(map(id, step.params), versions, strict=True))
     for part in step.parts:
-        work: Any = part.bucket.pending.in_flight
-        while getattr(work, "first", None) is not None:  # the write to a disk that is after it
-            work = work.first
-        off = isinstance(work, Flight) and work.future.cancelled()
+        work = part.bucket.pending.in_flight
+        future = None if work is None else work.future
+        off = future is not None and future.cancelled()
         params = [part.bucket.params[i] for i in part.indices]
         changed = [compat.version(param) != before[id(param)] for param in params]
         begun.add(any(changed) and not off)

@@ -6,13 +6,17 @@ Both updates on the device use it: the one in the backward (`in_backward`) and t
 
 from __future__ import annotations
 
+import functools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megacompile.ir.ops import Part
+from megacompile.errors import OptimizerError
+from megacompile.runtime.device.background import Completion, fulfil
 from megacompile.runtime.optim.kernels.bucket import update_bucket
 from megacompile.runtime.optim.rule import OptimizerRule, State, Update
 from megacompile.runtime.params.bucket import HostBucket
@@ -48,31 +52,18 @@ class UpdateBuffer:
 UpdateBuffers = dict[int, UpdateBuffer]  # by the parameter's index in its bucket
 
 
-@dataclass(frozen=True, slots=True)
-class Landing(InFlight):
-    """New parameters and states on their way to the host."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Landing:
+    """New parameters and states of a bucket on their way to the host."""
 
     host: HostBucket
-    params: torch.cuda.Event
-    states: torch.cuda.Event
-    fresh: dict[int, torch.Tensor] = field(default_factory=dict)
-    """New parameters that stay on the device for now, as in `Flight`."""
-
-    def event(self, part: Part) -> torch.cuda.Event:
-        """The end of the copies of a part."""
-        return self.params if part is Part.WEIGHTS else self.states
+    work: InFlight
 
     def stays(self, buffers: UpdateBuffers) -> None:
-        """The buffers are there until `fresh` is cleared, unless there may be writes after
+        """The buffers are there until `work.fresh` is cleared, unless there may be writes after
         them."""
         if not any(map(self.host.aliased, buffers)):
-            self.fresh.update({i: buffer.streamed for i, buffer in buffers.items()})
-
-    def done(self) -> bool:
-        return bool(self.states.query())
-
-    def wait(self) -> None:
-        self.states.synchronize()
+            self.work.fresh.update({i: buffer.streamed for i, buffer in buffers.items()})
 
 
 def make_buffers(
@@ -178,9 +169,10 @@ def write_back(
         for there, here in states_back(buffers, sources):
             here.copy_(there, non_blocking=True)
         if queue is not None and params is not None:
-            landing = Landing(host, params, queue.record_event())
+            copied = InFlight(queue.record_event(), weights=Completion(params))
+            landing = Landing(host, copied)
             host.pending.wait()  # for what was in flight before
-            host.pending.start(landing, list(buffers), visible)
+            host.pending.start(landing.work, list(buffers), visible)
     except BaseException:  # Ctrl-C: the copies that are under way are not recorded
         if queue is not None:
             queue.synchronize()
@@ -234,6 +226,75 @@ def _like(state: State | None, empty: Any) -> State | None:
         codes, absmax = state
         return empty(codes.dtype, codes.numel()), empty(absmax.dtype, absmax.numel())
     return None if state is None else empty(state.dtype)
+
+
+# Work of `optimizer.step()` that threads do after it returns: an update by the host, or the copy of
+# what the device has updated to the host.
+#
+# [Note: small chunks] The copy engine that brings states to the host is first in, first out for all
+# streams: a `loss.item()` waits for everything that was issued before it. So a thread issues the
+# copies in chunks, three at a time, and sleeps until one is done instead of spinning: the host's
+# update needs the core.
+
+Timed = Callable[[str, Callable[[], None]], None]  # (lane, work): does it, and notes when
+
+
+def untimed(lane: str, work: Callable[[], None]) -> None:
+    """Does it."""
+    del lane
+    work()
+
+
+def fulfil_update(future: Future[None], name: str, work: Callable[[], None]) -> None:
+    """Updates the bucket `name`, or brings its new values to the host, in a thread.
+
+    The error of the future is an OptimizerError.
+    """
+    fulfil(future, functools.partial(_update, name, work))
+
+
+def _update(name: str, work: Callable[[], None]) -> None:
+    try:
+        work()
+    except BaseException as error:
+        raise OptimizerError(
+            f"optimizer.step(): the update of {name!r} failed in the background with "
+            f"{type(error).__name__}: {error}; its parameters and states are half updated: "
+            "load a checkpoint"
+        ) from error
+
+
+_COPY_BYTES = 64 * 2**20  # at a time; about a millisecond of the link
+
+
+def copy_in_chunks(
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    queue: torch.cuda.Stream,
+    behind: torch.cuda.Event,
+) -> None:
+    """Copy (there, here) pairs of flat tensors to page-locked host memory, and wait for the end.
+
+    Args:
+        queue: the stream that copies.
+        behind: what comes first.
+    """
+    under_way: deque[torch.cuda.Event] = deque()
+    with torch.cuda.stream(queue), torch.no_grad():
+        queue.wait_event(behind)
+        for there, here in pairs:
+            numel = _COPY_BYTES // there.itemsize
+            for source, target in zip(there.split(numel), here.split(numel), strict=True):
+                target.copy_(source, non_blocking=True)
+                under_way.append(_event(queue))
+                if len(under_way) > 2:
+                    under_way.popleft().synchronize()
+        _event(queue).synchronize()
+
+
+def _event(queue: torch.cuda.Stream) -> torch.cuda.Event:
+    event: Any = torch.cuda.Event(blocking=True)
+    event.record(queue)
+    return event  # type: ignore[no-any-return]
 
 
 # Device memory that copies to the host still read: `defer_free` keeps it, `drain` returns it.

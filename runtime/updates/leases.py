@@ -1,8 +1,6 @@
 """Buffers of page-locked memory that are lent, each to one use of what a bucket has on a disk.
 
-Buffers are lent in the order in which they are asked for, by one thread, which waits for the last
-write of the bucket first. So no thread of the disk waits for one, and a holder of a buffer does not
-wait for one that is lent later.
+See [Note: no deadlock] in `runtime/device/pool.py`.
 """
 
 from __future__ import annotations
@@ -11,17 +9,16 @@ import functools
 import itertools
 import threading
 from collections import deque
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 
 import torch
 
 from megacompile.errors import OptimizerError
-from megacompile.runtime.device.background import Background
-from megacompile.runtime.device.buffers import HostBuffer
+from megacompile.runtime.device.background import OVER, Completion
 from megacompile.runtime.device.disk_buffers import DiskBuffer
 from megacompile.runtime.device.host_budget import HostBudget
-from megacompile.runtime.device.streams import Completion
+from megacompile.runtime.device.pool import Buffer, Lease, Lender
 from megacompile.runtime.disk.transfers import Request
 from megacompile.runtime.optim.rule import State
 from megacompile.runtime.params.bucket import HostBucket
@@ -29,86 +26,91 @@ from megacompile.runtime.params.bucket import HostBucket
 Parts = Sequence[tuple[int, int]]  # bytes of a lease: from, to
 
 
-class Lease:
-    """A buffer that is lent, or will be: a `Completion`, which is done when the buffer is filled.
-
-    It has a place for each of some places on the disk, one after the other.
+class BucketLease(Lease):
+    """A lease with a place for each of some places on the disk, one after the other.
 
     Args:
         host: the bucket.
-        buffers: what it has on the disk.
-        after: the last writes of it.
+        places: on the disk, that the bucket has.
+        after: the last writes of them.
         gaps: bytes that are not written before they go to the disk: they become zeros.
-        tells: it is for a prefetch; the thread that waits for it issues the ops, and is no update
-            that is in flight itself. Given up, it is for no one: the run was cut off.
+        prefetch: it is waited for by the thread that issues the ops, which is no update in flight.
     """
 
     def __init__(
         self,
+        pool: BucketBuffers,
         host: HostBucket,
-        buffers: Sequence[DiskBuffer],
+        places: Sequence[DiskBuffer],
         after: Sequence[Completion] = (),
         gaps: Parts = (),
         *,
-        tells: bool = False,
+        prefetch: bool = False,
     ) -> None:
+        self._offsets = list(itertools.accumulate(map(len, places), initial=0))
+        super().__init__(pool, self._offsets[-1], after)
         self.host = host
-        self.buffers = tuple(buffers)
-        self.tells = tells
-        self.after = tuple(after)
+        self.places = tuple(places)
         self.gaps = gaps
-        self.memory: HostBuffer | None = None  # when it is lent
-        self.begun = threading.Event()  # it is lent, or never will be
-        self.read: Request | None = None
-        self.error: BaseException | None = None  # of what it is after, or of its memory
+        self.prefetch = prefetch
+        self.ready = Completion(future=Future())  # where there is no read: it is lent
         self.write: Request | None = None  # which it is free after
         self.given_up = self.over = False
-        self._places = list(itertools.accumulate(map(len, buffers), initial=0))
-        self._starts = [torch.frombuffer(b, dtype=torch.uint8).data_ptr() for b in buffers]
+        self._starts = [torch.frombuffer(b, dtype=torch.uint8).data_ptr() for b in places]
 
     @property
-    def size_bytes(self) -> int:
-        """The memory that it needs; a buffer may be larger."""
-        return self._places[-1]
+    def read(self) -> Request | None:
+        """The read that fills it."""
+        return self.ready if isinstance(self.ready, Request) else None
 
-    def flat(self, i: int = 0) -> torch.Tensor:
+    def place(self, i: int = 0) -> torch.Tensor:
         """The memory for a place on the disk: flat, uint8."""
-        assert self.memory is not None, "a buffer that is not lent"
-        return self.memory.bytes(self.size_bytes)[self._places[i] : self._places[i + 1]]
-
-    def done(self) -> bool:
-        """True if it is filled."""
-        return self.begun.is_set() and (self.read is None or self.read.done())
+        return self.bytes()[self._offsets[i] : self._offsets[i + 1]]
 
     def wait(self) -> None:
-        """Wait until it is filled.
+        """Wait until it is filled; one for a prefetch that is given up is for no one.
 
         Raises:
             OptimizerError: the update before, or its write, has failed; or the run that it is for.
-            HostMemoryError: there is no memory for it.
-            DiskError: the read has failed.
         """
-        self.begun.wait()
-        if self.error is not None:
-            if self.tells:
+        try:
+            super().wait()
+        except Exception:
+            if self.given_up and self.prefetch:
+                return
+            if self.prefetch:
                 self.host.pending.wait()  # it fails as well: who is told here is told once
-            raise self.error
-        if self.given_up and not self.tells:
-            name = self.host.layout.name
-            raise OptimizerError(f"the run that {name!r} was read from a disk for has failed")
-        if self.read is not None and not self.given_up:
-            self.read.wait()
+            raise
+        if self.given_up and not self.prefetch:
+            raise self.cut_off()
+
+    def cut_off(self) -> OptimizerError:
+        """The error of what waits for it."""
+        name = self.host.layout.name
+        return OptimizerError(f"the run that {name!r} was read from a disk for has failed")
+
+    def begin(self, error: BaseException | None) -> None:
+        """By the thread: it has its buffer now, or never will."""
+        self.after = ()
+        if self.read is None:
+            future = self.ready.future
+            assert future is not None
+            future.set_result(None) if error is None else future.set_exception(error)
+        elif error is None:
+            self.read.begin()
+        else:
+            self.read.call_off(error)
 
     def tensor(self, value: torch.Tensor) -> torch.Tensor:
         """The copy in memory of a tensor that is on the disk; any other tensor as it is."""
         address = value.data_ptr()
-        for i, (start, buffer) in enumerate(zip(self._starts, self.buffers, strict=True)):
+        for i, (start, place) in enumerate(zip(self._starts, self.places, strict=True)):
             at = address - start
-            if self.memory is not None and value.numel() and 0 <= at < len(buffer):
+            if self.buffer is not None and value.numel() and 0 <= at < len(place):
                 whole = torch.empty(0, dtype=value.dtype)
-                storage = torch.frombuffer(self.memory, dtype=torch.uint8).untyped_storage()
-                place = (self._places[i] + at) // value.itemsize
-                return whole.set_(storage, place, value.shape, value.stride())
+                storage = torch.frombuffer(self.buffer.memory, dtype=torch.uint8).untyped_storage()
+                element = (self._offsets[i] + at) // value.itemsize
+                return whole.set_(storage, element, value.shape, value.stride())
         return value
 
     def states(self, states: Sequence[State | None]) -> tuple[State | None, ...]:
@@ -121,30 +123,25 @@ class Lease:
         return None if state is None else self.tensor(state)
 
 
-class Leases:
-    """The buffers of one kind.
+class BucketBuffers(Lender):
+    """A number of buffers for leases of one kind, which get one in their turn.
 
     They are as large as the largest bucket needs from the start: to let one grow would take the
     memory of both, because what was in it may be in use yet.
 
     Args:
-        device: that copies to and from them; they are page-locked for a GPU.
-        name: of the thread that lends.
         what: names their purpose in errors.
-        budget: makes them.
     """
 
     def __init__(self, device: torch.device, name: str, what: str, budget: HostBudget) -> None:
-        self.device = device
+        super().__init__(name, device, budget)
         self.what = what
-        self.budget = budget
         self.count = self.size_bytes = 0
         self.written_bytes = 0  # so far
         self._reserved = (0, 0)  # how many have memory, and how much each
-        self._free: deque[tuple[HostBuffer | None, torch.cuda.Event | None]] = deque()
-        self._waiting: deque[Lease] = deque()
-        self._live: dict[int, Lease] = {}
-        self._thread = Background(name)  # who alone lends
+        self._free: deque[Buffer | None] = deque()  # None: it has no memory yet
+        self._waiting: deque[BucketLease] = deque()
+        self._live: dict[int, BucketLease] = {}
 
     def require(self, count: int, size_bytes: int = 0) -> None:
         """Have at least so many, as a schedule says, as large as the largest bucket needs."""
@@ -152,7 +149,7 @@ class Leases:
             self._thread.submit(functools.partial(self._shrink, size_bytes))
         self.size_bytes = size_bytes or self.size_bytes
         while self.count < count:
-            self._free.append((None, None))
+            self._free.append(None)
             self.count += 1
 
     def reserve(self) -> None:
@@ -166,7 +163,7 @@ class Leases:
         self._thread.call(self._reserve)
         self._reserved = wanted
 
-    def of(self, host: HostBucket) -> Lease | None:
+    def of(self, host: HostBucket) -> BucketLease | None:
         """The last lease of a bucket that is not written, or given back."""
         for lease in reversed(list(self._live.values())):
             written = lease.write is not None and lease.write.done()
@@ -174,117 +171,111 @@ class Leases:
                 return lease
         return None
 
-    def lend(self, lease: Lease) -> None:
-        """Lend one, when it is this one's turn."""
+    def lend(self, lease: BucketLease, read: Request | None = None) -> None:
+        """Lend a buffer, when it is this one's turn, and begin to read into it."""
+        if read is not None:
+            read.held = True
+            lease.ready = read
         self._live[id(lease)] = lease
         self._thread.submit(functools.partial(self._enqueue, lease))
 
-    def write(self, lease: Lease, request: Request) -> None:
+    def write(self, lease: BucketLease, request: Request) -> None:
         """It goes back when a write of its content is over."""
         lease.write = request
         self.written_bytes += request.size_bytes
-        request.when_done(functools.partial(self.give_back, lease))
+        request.at_end = lease.release
 
-    def give_back(self, lease: Lease, event: torch.cuda.Event | None = None) -> None:
-        """It is not used any more, after an event."""
-        self._thread.submit(functools.partial(self._take_back, lease, event))
+    def take_back(self, lease: Lease, used: Completion | None) -> None:
+        assert isinstance(lease, BucketLease)
+        self._thread.submit(functools.partial(self._take_back, lease, used or OVER))
 
-    def give_up(self) -> None:
-        """A run has failed: what it has asked for, and will not write, is not needed."""
-        left = [lease for lease in list(self._live.values()) if lease.write is None]
-        if not left:
-            return
-        for lease in left:
-            lease.host.pending.finish()  # copies from the device may be under way
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # and copies to it
+    def unwritten(self) -> list[BucketLease]:
+        """Those that are lent, or will be, and have no write that gives them back."""
+        return [lease for lease in list(self._live.values()) if lease.write is None]
+
+    def give_up(self, left: Iterable[BucketLease]) -> None:
+        """A run has failed that has asked for these, which no copy uses any more."""
         over = threading.Event()
         self._thread.submit(functools.partial(self._give_up, left, over))
         over.wait()
 
     # By the thread alone, which no Ctrl-C cuts off.
 
-    def _enqueue(self, lease: Lease) -> None:
+    def _enqueue(self, lease: BucketLease) -> None:
         self._waiting.append(lease)
         self._lend()
 
-    def _take_back(self, lease: Lease, event: torch.cuda.Event | None) -> None:
+    def _take_back(self, lease: BucketLease, used: Completion) -> None:
         if lease.over:
             return
         lease.over = True
         self._live.pop(id(lease), None)
-        memory, lease.memory = lease.memory, None  # the holder of the lease must not keep it
-        if memory is not None:
-            self._free.append((memory, event))
-            del memory
+        buffer, lease.buffer = lease.buffer, None  # the holder of the lease must not keep it
+        if buffer is not None:
+            buffer.used = used
+            self._free.append(buffer)
+            del buffer
             self._shrink(self.size_bytes)
             self._lend()
 
     def _shrink(self, size_bytes: int) -> None:
         """Buffers that are larger than any bucket now are given up: larger ones have moved."""
-        for at, (memory, event) in enumerate(list(self._free)):  # `require` adds to its end
-            if memory is not None and len(memory) > size_bytes:
-                if event is not None:
-                    event.synchronize()
-                self._free[at] = (None, None)
+        for at, buffer in enumerate(list(self._free)):  # `require` adds to its end
+            if buffer is not None and buffer.size_bytes > size_bytes:
+                buffer.used.wait()
+                self._free[at] = None
 
-    def _give_up(self, left: Sequence[Lease], over: threading.Event) -> None:
+    def _give_up(self, left: Iterable[BucketLease], over: threading.Event) -> None:
         for lease in left:
             lease.given_up = True
             if lease in self._waiting:
                 self._waiting.remove(lease)
-                lease.begun.set()
-                if lease.read is not None:
-                    lease.read.call_off()
-            elif lease.read is not None and lease.memory is not None:
+                lease.begin(lease.cut_off())
+            elif lease.read is not None and lease.buffer is not None:
                 lease.read.finish()
-            self._take_back(lease, None)
+            self._take_back(lease, OVER)
         over.set()
 
     def _lend(self) -> None:
         while self._waiting and self._free:
-            lease = self._waiting[0]
+            lease, error = self._waiting[0], None
             try:
                 for work in lease.after:
                     work.wait()
-                lease.memory = self._take(lease)
+                lease.buffer = self._take(lease)
                 for begin, end in lease.gaps:
-                    lease.flat()[begin:end].zero_()
-            except BaseException as error:
-                lease.error = error
-            lease.after = ()
+                    lease.place()[begin:end].zero_()
+            except BaseException as failed:
+                error = failed
             self._waiting.popleft()
-            if lease.read is not None:
-                lease.read.begin() if lease.error is None else lease.read.call_off()
-            lease.begun.set()
+            lease.begin(error)
 
     def _reserve(self) -> None:
-        for at, (memory, event) in enumerate(list(self._free)):
-            if memory is None or len(memory) < self.size_bytes:
-                if event is not None:
-                    event.synchronize()
-                memory = None
-                self._free[at] = (None, None)
-                memory = self._new(self.size_bytes, f"{self.what} that lie on a disk")
-                self._free[at] = (memory, None)
+        what = f"a buffer for {self.what} that lie on a disk"
+        for at, buffer in enumerate(list(self._free)):
+            if buffer is None or buffer.size_bytes < self.size_bytes:
+                if buffer is not None:
+                    buffer.used.wait()
+                buffer = None
+                self._free[at] = None
+                self._free[at] = self._new(self.size_bytes, what)
 
-    def _take(self, lease: Lease) -> HostBuffer:
+    def _take(self, lease: BucketLease) -> Buffer:
         """A free one: if there is any that no copy reads, that."""
-        events = [event for _, event in list(self._free)]  # `require` adds to its end
-        at = next((i for i, event in enumerate(events) if event and event.query()), 0)
-        at = next((i for i, event in enumerate(events) if event is None), at)
-        memory, event = self._free[at]
-        if event is not None:
-            event.synchronize()
-        if memory is None or len(memory) < lease.size_bytes:
-            memory = None
-            self._free[at] = (None, None)
-            what = f"the {self.what} of {lease.host.layout.name!r}, which lie on a disk,"
-            memory = self._new(max(lease.size_bytes, self.size_bytes), what)
+        free = list(self._free)  # `require` adds to its end
+        at = next((i for i, each in enumerate(free) if each is None or each.used is OVER), None)
+        if at is None:
+            at = next((i for i, each in enumerate(free) if each and each.used.done()), 0)
+        buffer = free.pop(at)
+        free.clear()
+        if buffer is not None:
+            buffer.used.wait()
+        if buffer is None or buffer.size_bytes < lease.size_bytes:
+            buffer = None
+            self._free[at] = None
+            what = (
+                f"a buffer for the {self.what} of {lease.host.layout.name!r}, which lie on a disk,"
+            )
+            buffer = self._new(max(lease.size_bytes, self.size_bytes), what)
         del self._free[at]
-        return memory
-
-    def _new(self, size_bytes: int, what: str) -> HostBuffer:
-        pin = self.device.type == "cuda"
-        with torch.cuda.device(self.device) if pin else nullcontext():
-            return self.budget.make(size_bytes, f"a buffer for {what}", pin=pin)
+        return buffer

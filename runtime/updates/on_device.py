@@ -22,21 +22,24 @@ from torch.optim import Optimizer
 
 from megacompile import compat
 from megacompile.ir.stream import Stream
-from megacompile.runtime.device.background import Background, fulfil
+from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.streams import Handle, Streams
 from megacompile.runtime.optim.blockwise import is_shared
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.state_memory import StateMemory
+from megacompile.runtime.params.work import InFlight
 from megacompile.runtime.updates.device_buffers import (
     Sources,
+    Timed,
     UpdateBuffers,
+    copy_in_chunks,
     fetch,
+    fulfil_update,
     make_buffers,
     note_changes,
     params_back,
     states_back,
 )
-from megacompile.runtime.updates.flight import Flight, Timed, copy_in_chunks
 from megacompile.runtime.updates.parameter import ParamUpdate
 
 
@@ -67,33 +70,33 @@ class DeviceUpdate:
 
     def bring_back(
         self, made: torch.cuda.Event | None, thread: Background, timed: Timed
-    ) -> Flight | None:
+    ) -> InFlight | None:
         """Bring the new values to the host, after `made`; `thread` does it.
 
         Returns what is in flight then; None on the CPU, where it has been done.
         """
         host, buffers = self.host, self.buffers.value
         queue = self.streams.copies(Stream.D2H)
-        flight = None
+        flying = None
         if queue is None or made is None:  # the CPU
             timed(Stream.D2H.value, functools.partial(_copy, self._back(buffers)))
         else:
             copy = functools.partial(copy_in_chunks, self._back(buffers), queue, made)
             fresh = {i: buffer.streamed for i, buffer in buffers.items()}
             future: Future[None] = Future()
-            flight = Flight(future, host.layout.name, fresh)
+            flying = InFlight(future=future, fresh=fresh)
             try:
                 # the bucket knows of it before anybody can begin it
-                host.pending.start(flight, list(buffers), self.visible)
+                host.pending.start(flying, list(buffers), self.visible)
                 work = functools.partial(timed, Stream.D2H.value, copy)
-                thread.submit(functools.partial(fulfil, future, work))
+                thread.submit(functools.partial(fulfil_update, future, host.layout.name, work))
             except BaseException:
                 if future.cancel():
                     timed(Stream.D2H.value, lambda: None)  # a trace waits for its end
                     host.pending.wait()  # the next forward must not take what is on the device
                 raise
         note_changes(host, buffers)
-        return flight
+        return flying
 
     def _back(self, buffers: UpdateBuffers) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield from params_back(self.host, buffers)

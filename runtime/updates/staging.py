@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
@@ -29,70 +28,12 @@ from megacompile.ir.ops import Part
 from megacompile.ir.plan import Plan
 from megacompile.runtime.device.disk_buffers import Disk, DiskBuffer
 from megacompile.runtime.device.host_budget import HostBudget
-from megacompile.runtime.device.streams import OVER, Completion, Handle
-from megacompile.runtime.disk.transfers import FileSpan, Request, Way
+from megacompile.runtime.device.pool import Lease
+from megacompile.runtime.device.streams import Handle
+from megacompile.runtime.disk.transfers import FileSpan, Way
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.work import InFlight
-from megacompile.runtime.updates.leases import Lease, Leases, Parts
-
-
-@dataclass(frozen=True, slots=True)
-class Written(InFlight):
-    """New values of a bucket on their way to a disk.
-
-    Args:
-        part: the part that is written; the other one is in host memory.
-        name: of the bucket.
-        first: what makes them; None: that is done.
-    """
-
-    request: Request
-    part: Part
-    name: str
-    first: InFlight | None
-    fresh: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def event(self, part: Part) -> torch.cuda.Event | None:
-        """That of the copies of the other part to the host; what is written is there later."""
-        if self.first is None or part is not self._other:
-            return None
-        return self.first.event(part)
-
-    def ahead(self, part: Part) -> Completion | None:
-        """The other part is there when it is made."""
-        if part is self._other:
-            return self.first or OVER
-        return self if self.part is Part.WEIGHTS else None
-
-    @property
-    def _other(self) -> Part:
-        return Part.STATES if self.part is Part.WEIGHTS else Part.WEIGHTS
-
-    def done(self) -> bool:
-        return self.request.done() and (self.first is None or self.first.done())
-
-    def wait(self) -> None:
-        if self.first is not None:
-            try:
-                self.first.wait()
-            except OptimizerError:
-                self.request.finish()  # it fails too: then all of this is over
-                raise
-        try:
-            self.request.wait()
-        except DiskError as error:
-            raise OptimizerError(self._torn(error)) from error
-
-    def _torn(self, error: DiskError) -> str:
-        if self.part is Part.STATES:
-            return (
-                f"optimizer.step(): the new states of {self.name!r} did not reach the disk whole "
-                f"({error}); its parameters are updated and its states are torn: load a checkpoint"
-            )
-        return (
-            f"the new parameters of {self.name!r} did not reach the disk whole ({error}); they "
-            "are torn: load a checkpoint"
-        )
+from megacompile.runtime.updates.leases import BucketBuffers, BucketLease, Parts
 
 
 class Staging:
@@ -106,9 +47,10 @@ class Staging:
 
     def __init__(self, disk: Disk, device: torch.device, budget: HostBudget) -> None:
         self.disk = disk
-        self.states = Leases(device, "megacompile-staging", "states", budget)
-        self.prefetches = Leases(device, "megacompile-weights", "parameters", budget)
-        self.updates = Leases(device, "megacompile-new-weights", "parameters", budget)
+        self.device = device
+        self.states = BucketBuffers(device, "megacompile-staging", "states", budget)
+        self.prefetches = BucketBuffers(device, "megacompile-weights", "parameters", budget)
+        self.updates = BucketBuffers(device, "megacompile-new-weights", "parameters", budget)
 
     def require(self, plan: Plan, hosts: Iterable[HostBucket]) -> None:
         """Have as many buffers as a plan says, for these buckets."""
@@ -132,13 +74,19 @@ class Staging:
         self.updates.reserve()
 
     def give_up(self) -> None:
-        """A run has failed."""
-        for leases in (self.prefetches, self.updates, self.states):
-            leases.give_up()
+        """A run has failed: what it has asked for, and will not write, is not needed."""
+        pools = (self.prefetches, self.updates, self.states)
+        left = [(pool, leases) for pool in pools if (leases := pool.unwritten())]
+        for lease in (lease for _, leases in left for lease in leases):
+            lease.host.pending.finish()  # copies from the device may be under way
+        if left and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # and copies to it
+        for pool, leases in left:
+            pool.give_up(leases)
 
     # States.
 
-    def read_states(self, host: HostBucket, what: str) -> Lease | None:
+    def read_states(self, host: HostBucket, what: str) -> BucketLease | None:
         """Bring a bucket's states to memory; None: none of them is on the disk.
 
         A child of a fork has them in memory of its own already.
@@ -146,18 +94,17 @@ class Staging:
         buffers = host.states.on_disk()
         if not buffers or not all(buffer.ours for buffer in buffers):
             return None
-        lease = Lease(host, buffers)
-        lease.read = self.disk.read(buffers, _memory(lease), what)
-        self.states.lend(lease)
+        lease = BucketLease(self.states, host, buffers)
+        self.states.lend(lease, self.disk.read(buffers, _memory(lease), what))
         return lease
 
     def write_states(
         self,
-        lease: Lease,
+        lease: BucketLease,
         what: str,
         first: InFlight | None,
         before: Callable[[], None] = lambda: None,
-    ) -> Written:
+    ) -> InFlight:
         """Bring new states to the disk: what is in flight then, whose request is to begin.
 
         Args:
@@ -165,13 +112,15 @@ class Staging:
             before: waits for that.
         """
         ready = functools.partial(_ready, before, lease)
-        request = self.disk.write(lease.buffers, _memory(lease), what, before=ready)
+        request = self.disk.write(lease.places, _memory(lease), what, ready)
         assert request is not None
-        return _written(self.states, lease, request, Part.STATES, first)
+        self.states.write(lease, request)
+        request.explained = functools.partial(_torn, lease.host, Part.STATES)
+        return (first or InFlight()).then(states=request)
 
     # Parameters.
 
-    def read(self, host: HostBucket, after: Sequence[Handle], what: str) -> Lease | None:
+    def read(self, host: HostBucket, after: Sequence[Handle], what: str) -> BucketLease | None:
         """Bring a bucket to memory for a prefetch; None: it is in memory, or a child's own."""
         if not _is_ours(host):
             return None
@@ -179,7 +128,7 @@ class Staging:
 
     def read_trained(
         self, host: HostBucket, params: Sequence[int], after: Sequence[Handle], what: str
-    ) -> Lease | None:
+    ) -> BucketLease | None:
         """The same of some of its parameters, for an update by the host."""
         if not _is_ours(host):
             return None
@@ -190,35 +139,39 @@ class Staging:
         return self._read(self.updates, host, whole, after, what)
 
     def _read(
-        self, leases: Leases, host: HostBucket, parts: Parts, after: Sequence[Handle], what: str
-    ) -> Lease:
+        self,
+        pool: BucketBuffers,
+        host: HostBucket,
+        parts: Parts,
+        after: Sequence[Handle],
+        what: str,
+    ) -> BucketLease:
         place = place_of(host)
         writes = [h for h in after if not isinstance(h.value, Lease)]  # what is lent is in order
         waits = [h.host for h in writes if h.host is not None]
-        lease = Lease(host, [place], waits, tells=leases is self.prefetches)
-        spans = [place.part(begin, end, lease.flat) for begin, end in parts]
-        lease.read = self.disk.request(Way.READ, spans, what, before=lambda: None)
-        leases.lend(lease)
+        lease = BucketLease(pool, host, [place], waits, prefetch=pool is self.prefetches)
+        spans = [place.part(begin, end, lease.place) for begin, end in parts]
+        pool.lend(lease, self.disk.request(Way.READ, spans, what))
         return lease
 
-    def take(self, host: HostBucket, params: Iterable[int]) -> Lease | None:
+    def take(self, host: HostBucket, params: Iterable[int]) -> BucketLease | None:
         """A buffer for new parameters that the device has made; None as for `read`."""
         if not _is_ours(host):
             return None
         gaps = list(_gaps(host.layout, _runs(host, params), set(params)))
-        lease = Lease(host, [place_of(host)], gaps=gaps)
+        lease = BucketLease(self.updates, host, [place_of(host)], gaps=gaps)
         self.updates.lend(lease)
         lease.wait()
         return lease
 
     def write(
         self,
-        lease: Lease,
+        lease: BucketLease,
         params: Iterable[int],
         what: str,
         first: InFlight | None,
         before: Callable[[], None],
-    ) -> Written:
+    ) -> InFlight:
         """Bring new parameters to the disk, as `write_states` does.
 
         Args:
@@ -226,25 +179,38 @@ class Staging:
         """
         spans = list(_to_write(lease, _runs(lease.host, params), self.disk.file.alignment))
         ready = functools.partial(_ready, before, lease)
-        request = self.disk.request(Way.WRITE, spans, what, before=ready)
-        return _written(self.updates, lease, request, Part.WEIGHTS, first)
+        request = self.disk.request(Way.WRITE, spans, what, ready)
+        self.updates.write(lease, request)
+        request.explained = functools.partial(_torn, lease.host, Part.WEIGHTS)
+        return (first or InFlight()).then(weights=request)
 
 
-def _memory(lease: Lease) -> list[Callable[[], torch.Tensor]]:
-    return [functools.partial(lease.flat, i) for i in range(len(lease.buffers))]
+def _memory(lease: BucketLease) -> list[Callable[[], torch.Tensor]]:
+    return [functools.partial(lease.place, i) for i in range(len(lease.places))]
 
 
-def _ready(before: Callable[[], None], lease: Lease) -> None:
+def _ready(before: Callable[[], None], lease: BucketLease) -> None:
     before()
     lease.wait()
 
 
-def _written(
-    leases: Leases, lease: Lease, request: Request, part: Part, first: InFlight | None
-) -> Written:
-    leases.write(lease, request)
-    fresh = {} if first is None else first.fresh
-    return Written(request, part, lease.host.layout.name, first, fresh)
+def _torn(host: HostBucket, part: Part, error: BaseException) -> BaseException:
+    """The error of new values of a bucket that were not written, or not made."""
+    if not isinstance(error, DiskError):
+        return error
+    name = host.layout.name
+    if part is Part.STATES:
+        told = OptimizerError(
+            f"optimizer.step(): the new states of {name!r} did not reach the disk whole "
+            f"({error}); its parameters are updated and its states are torn: load a checkpoint"
+        )
+    else:
+        told = OptimizerError(
+            f"the new parameters of {name!r} did not reach the disk whole ({error}); they are "
+            "torn: load a checkpoint"
+        )
+    told.__cause__ = error
+    return told
 
 
 def place_of(host: HostBucket) -> DiskBuffer:
@@ -299,14 +265,14 @@ def _gaps(layout: Bucket, runs: Parts, params: set[int]) -> Iterator[tuple[int, 
             yield at, end
 
 
-def _to_write(lease: Lease, runs: Parts, unit: int) -> Iterator[FileSpan]:
+def _to_write(lease: BucketLease, runs: Parts, unit: int) -> Iterator[FileSpan]:
     """The whole pages of the runs, and what is left at both ends of each."""
     place = place_of(lease.host)
     for begin, end in runs:
         first, last = -(-begin // unit) * unit, end // unit * unit
         if first >= last:
-            yield place.part(begin, end, lease.flat)
+            yield place.part(begin, end, lease.place)
             continue
         for part in ((begin, first), (first, last), (last, end)):
             if part[0] < part[1]:
-                yield place.part(*part, lease.flat)
+                yield place.part(*part, lease.place)

@@ -17,7 +17,7 @@ import functools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -25,13 +25,17 @@ import torch
 
 from megacompile import log
 from megacompile.runtime.device import forks
-from megacompile.runtime.device.background import Background, fulfil
+from megacompile.runtime.device.background import Background
 from megacompile.runtime.optim.rule import Update
 from megacompile.runtime.params.work import InFlight
 from megacompile.runtime.updates.chunks import Chunks, ChunkStreams
-from megacompile.runtime.updates.device_buffers import note_changes
-from megacompile.runtime.updates.flight import Flight, Timed, untimed
-from megacompile.runtime.updates.leases import Lease
+from megacompile.runtime.updates.device_buffers import (
+    Timed,
+    fulfil_update,
+    note_changes,
+    untimed,
+)
+from megacompile.runtime.updates.leases import BucketLease
 from megacompile.runtime.updates.update import BucketUpdate, UpdateBackend
 from megacompile.views.recorder import Recording
 from megacompile.views.timeline import DEVICE, HOST
@@ -52,7 +56,8 @@ class Job:
 
     def run(self, lane: str, work: Callable[[], None]) -> None:
         """Make it; what goes wrong is the future's."""
-        fulfil(self.future, functools.partial(self._run, lane, work))
+        name = self.update.bucket.layout.name
+        fulfil_update(self.future, name, functools.partial(self._run, lane, work))
 
     def _run(self, lane: str, work: Callable[[], None]) -> None:
         self.await_gradients()
@@ -248,9 +253,9 @@ class HostUpdates:
         update: BucketUpdate,
         behind: Sequence[torch.cuda.Event],
         recording: Recording | None,
-        written: Callable[[Flight], InFlight],
-        staged: Sequence[Lease] = (),
-    ) -> Flight:
+        written: Callable[[InFlight], InFlight],
+        staged: Sequence[BucketLease] = (),
+    ) -> InFlight:
         """Enqueues an update for a worker; users of its bucket wait for it.
 
         Args:
@@ -262,26 +267,26 @@ class HostUpdates:
         """
         bucket = update.bucket
         job = Job(update, functools.partial(_await, behind, update, staged))
-        flight = Flight(job.future, bucket.layout.name)
+        made = InFlight(future=job.future)
         try:
             if recording is not None:
                 job.timed = recording.in_background()
             # the bucket knows of it before anybody can begin it
-            bucket.pending.start(written(flight), update.indices, update.visible)
+            bucket.pending.start(written(made), update.indices, update.visible)
             note_changes(bucket, update.indices)
             self.workers.submit(job)
         except BaseException:
             job.call_off()
             raise
-        return flight
+        return made
 
-    def help(self, flights: Sequence[Flight]) -> None:
+    def help(self, updates: Iterable[InFlight]) -> None:
         """Makes on the device what it can of these, as long as they wait."""
-        self.workers.help({flight.future for flight in flights})
+        self.workers.help({each.future for each in updates if each.future is not None})
 
 
 def _await(
-    events: Sequence[torch.cuda.Event], update: BucketUpdate, staged: Sequence[Lease]
+    events: Sequence[torch.cuda.Event], update: BucketUpdate, staged: Sequence[BucketLease]
 ) -> None:
     for event in events:
         event.synchronize()

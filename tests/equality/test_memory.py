@@ -77,8 +77,7 @@ def pinned(**options: Any) -> tuple[Any, Any]:
 def held(model: Any) -> int:
     """Of host memory, when nothing is being made."""
     budget = inside.machine(model).host_budget
-    if budget._ahead is not None:
-        budget._ahead.await_idle()
+    budget.await_made()
     return budget.held_bytes
 
 
@@ -127,4 +126,4 @@ def test_what_nobody_will_need_is_not_made_or_goes() -> None:
         for _ in range(2):
             model(torch.randn(2, 64)).sum().backward()
             other.step()
-        assert held(model) == without and budget._ahead is None
+        assert held(model) == without and not budget._ahead

@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megacompile import megacompile
 from megacompile.ir.tensors import TensorMeta
-from megacompile.runtime.device.activations import HostPool
 from megacompile.runtime.device.buffers import HostBuffer
+from megacompile.runtime.device.saved import OnHost
+from tests import inside
+
+
+def new_pool() -> Any:
+    """The pool of a model that was not called yet."""
+    return inside.machine(megacompile(torch.nn.Linear(2, 2), device="cpu")).activations
 
 
 def test_what_is_lent_is_not_lent_again() -> None:
-    of = HostPool(pin=False)
+    of = new_pool()
     first, second = torch.full((100,), 1.0), torch.full((100,), 2.0)
-    one, two = of.store(first, None), of.store(second, None)
+    one, two = OnHost.of(of, first, None), OnHost.of(of, second, None)
     assert torch.equal(one.back(None), first) and torch.equal(two.back(None), second)
     assert (of.lent_bytes, of.held_bytes, of.peak_bytes) == (800, 800, 800)
     del one
     assert (of.held_bytes, of.lent_bytes) == (800, 400)
-    three = of.store(first, None)
+    three = OnHost.of(of, first, None)
     assert of.held_bytes == 800 and torch.equal(two.back(None), second)
     del two, three
     assert (of.held_bytes, of.lent_bytes) == (800, 0)
 
 
 def test_a_smaller_value_takes_a_larger_buffer_but_not_a_huge_one() -> None:
-    of = HostPool(pin=False)
-    of.store(torch.zeros(1000), None)  # 4000 bytes, and free again
+    of = new_pool()
+    OnHost.of(of, torch.zeros(1000), None)  # 4000 bytes, and free again
     for numel, held in ((500, 4000), (499, 1996)):  # no more is held than was in use at once
-        value = of.store(torch.ones(numel), None)
+        value = OnHost.of(of, torch.ones(numel), None)
         assert of.held_bytes == held and torch.equal(value.back(None), torch.ones(numel))
         del value
 
@@ -53,8 +61,8 @@ def test_a_tensor_comes_back_as_it_was() -> None:
     """Values and strides: these choose the kernels, and compiled code relies on them."""
     for make in TENSORS:
         value = make()
-        of = HostPool(pin=False)
-        waiting = of.store(value, None)
+        of = new_pool()
+        waiting = OnHost.of(of, value, None)
         assert of.lent_bytes <= value.numel() * value.element_size()
         wanted = value.clone()
         if 0 not in value.stride():

@@ -242,7 +242,7 @@ def test_an_error_is_that_of_the_request(
         patched.setattr(os, way, call)
         first = disk.read([buffer], memory(), what) if way == "preadv" else None
         request = begun(first or disk.write(buffer, memory(), what))
-        behind = begun(disk.read([buffer], memory(), "2READ_STATE", after=[request]))
+        behind = begun(disk.read([buffer], memory(), "2READ_STATE", before=request.wait))
         for each in (request, request, behind):
             with pytest.raises(DiskError, match="3READ_STATE") as caught:
                 each.wait()

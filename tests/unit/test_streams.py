@@ -114,7 +114,8 @@ class Bucket:
 
 def behind(bucket: Bucket) -> Handle:
     """What threads of the host do to a bucket."""
-    return Handle(None, Stream.HOST, host=bucket)
+    completion: Any = bucket
+    return Handle(None, Stream.HOST, host=completion)
 
 
 def work_of(cuda: Any) -> list[str]:

@@ -7,7 +7,7 @@ from tests.faults.fault import Fault
 FAULTS = (
     Fault(
         "activations-margin",
-        "runtime/device/activations.py",
+        "runtime/device/pool.py",
         "        if size_bytes > mmap.PAGESIZE and size_bytes + MARGIN_BYTES > free:\n"
         "            raise",
         "        if size_bytes > mmap.PAGESIZE and size_bytes - MARGIN_BYTES > free:\n"
@@ -16,8 +16,8 @@ FAULTS = (
     ),
     Fault(
         "activations-leak",
-        "runtime/device/activations.py",
-        "            self.pool.give_back(buffer)\n",
+        "runtime/device/pool.py",
+        "            self.give_back(buffer)\n",
         "            del buffer\n",
         "Host memory of offloaded activations is made anew in each step, and counts as lent.",
     ),
@@ -142,21 +142,21 @@ FAULTS = (
     ),
     Fault(
         "reuse-hoards",
-        "runtime/device/activations.py",
+        "runtime/device/pool.py",
         "while self._free and self.held_bytes + size_bytes > limit:",
         "while self._free and self.held_bytes + size_bytes > 4 * limit:",
         "When sizes change, pieces of old sizes stay: too much host memory.",
     ),
     Fault(
         "saved-read-no-wait",
-        "runtime/device/saved_on_disk.py",
-        "            self.on_disk.wait()\n            for event",
-        "            for event",
+        "runtime/device/pool.py",
+        "        for work in lease.after:\n            work.wait()\n",
+        "",
         "Saved tensors are read back from the disk before they are written.",
     ),
     Fault(
         "saved-places-full",
-        "runtime/device/saved_on_disk.py",
+        "runtime/device/saved.py",
         "            self.forget()  # of other sizes\n",
         "",
         "A disk that is full of free places of other sizes is refused.",
@@ -227,8 +227,8 @@ FAULTS = (
     Fault(
         "transfers-error-lost",
         "runtime/disk/transfers.py",
-        "                    self._over.set_exception(self._error)\n",
-        "                    self._over.set_result(None)\n",
+        "                self._end(self._error)\n",
+        "                self._end(None)\n",
         "A read or write that failed counts as done.",
     ),
     Fault(

@@ -134,7 +134,7 @@ OPS = (
     Fault(
         "disk-prefetch-leak",
         "runtime/ops/weights.py",
-        "machine.staging.prefetches.give_back(taken, copied)",
+        "taken.release(Completion(copied) if cuda else None)",
         "assert copied is None",
         "A buffer of parameters that lie on a disk is never given back: the next read hangs.",
     ),
@@ -272,9 +272,9 @@ UPDATES = (
     ),
     Fault(
         "flight-swallows",
-        "runtime/updates/flight.py",
+        "runtime/device/background.py",
         "if error is not None:",
-        "if error is not None and not self.name:",
+        "if error is not None and self.future is None:",
         "An update that fails in the background is not told.",
     ),
     Fault(
@@ -329,15 +329,15 @@ UPDATES = (
     Fault(
         "lease-never-begun",
         "runtime/updates/leases.py",
-        "                self._waiting.remove(lease)\n                lease.begun.set()\n",
-        "                self._waiting.remove(lease)\n",
+        "                lease.begin(lease.cut_off())\n",
+        "",
         "Whoever waits for a read of a run that failed waits for ever.",
     ),
     Fault(
         "lease-shrink",
         "runtime/updates/leases.py",
-        "if memory is not None and len(memory) > size_bytes:",
-        "if memory is not None and len(memory) > 2 * size_bytes:",
+        "if buffer is not None and buffer.size_bytes > size_bytes:",
+        "if buffer is not None and buffer.size_bytes > 2 * size_bytes:",
         "Buffers for larger buckets than there are stay.",
     ),
     Fault(
@@ -371,7 +371,7 @@ UPDATES = (
     Fault(
         "lease-leak",
         "runtime/updates/leases.py",
-        "        request.when_done(functools.partial(self.give_back, lease))\n",
+        "        request.at_end = lease.release\n",
         "",
         "A buffer is never given back after a write: reads of states hang.",
     ),

@@ -1,0 +1,296 @@
+"""Saved tensors on the host, or on a disk, between a forward and its backward.
+
+    OnHost     a copy in a leased buffer, from the device or from the disk
+    OnDisk     a copy in the scratch file; the forward hands it to the backward
+
+Only a step sees these, so there is no mapping of their places, unlike `DiskBuffer`s. Places
+are lent again: to allocate one takes the file system's time, and new ones are slower to write.
+
+[Note: who keeps what] A forward may be given up, and its values die, while threads still write
+them. Until it is over, a request holds the buffer and the place that it works on. They go back when
+no other code has them either.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megacompile.errors import DiskError
+from megacompile.ir.tensors import TensorMeta
+from megacompile.runtime.device.background import OVER, Completion
+from megacompile.runtime.device.disk_buffers import Disk
+from megacompile.runtime.device.pool import BufferPool, Lease, Reused
+from megacompile.runtime.disk.scratch import Place, ScratchFile
+from megacompile.runtime.disk.transfers import FileSpan, Request, Way
+
+
+class OnHost:
+    """A tensor's copy in a buffer that is leased until it dies.
+
+    Args:
+        meta: shape, dtype, strides and device of the tensor.
+        lease: of `stored_bytes(meta)`.
+        once: is it copied to the device only once, so that its buffer is free after that?
+    """
+
+    def __init__(self, meta: TensorMeta, lease: Lease, *, once: bool = False) -> None:
+        self.meta = meta
+        self.lease = lease
+        self.once = once
+
+    @staticmethod
+    def of(pool: BufferPool, value: torch.Tensor, queue: torch.cuda.Stream | None) -> OnHost:
+        """Copy a tensor to the host on `queue`, which is the current stream; None on the CPU.
+
+        Raises:
+            HostMemoryError: there is no host memory left for it.
+        """
+        meta = TensorMeta.of(value)
+        made = OnHost(meta, pool.lease(stored_bytes(meta)))
+        buffer = made.lease.buffer
+        assert buffer is not None
+        if queue is not None:
+            buffer.used.wait_on(queue)  # write after read
+        made._memory().copy_(_elements(meta, value), non_blocking=True)
+        made.lease.ready = buffer.used = _now(queue)
+        return made
+
+    def copy_to(self, buffer: torch.Tensor, queue: torch.cuda.Stream | None) -> torch.Tensor:
+        """Copy it into `buffer`, like `empty(meta)`, on `queue`, which is the current stream."""
+        leased = self.lease.buffer
+        assert leased is not None
+        if queue is not None:
+            self.lease.ready.wait_on(queue)  # read after write
+        _elements(self.meta, buffer).copy_(self._memory(), non_blocking=True)
+        leased.used = _now(queue)
+        if self.once:
+            self.lease.release()
+        return buffer
+
+    def back(self, queue: torch.cuda.Stream | None) -> torch.Tensor:
+        """The tensor, copied to its device on `queue`, which is the current stream."""
+        return self.copy_to(empty(self.meta), queue)
+
+    def to_host(self) -> OnHost:
+        """It is there."""
+        return self
+
+    def _memory(self) -> torch.Tensor:
+        """The copy on the host, in the shape of `_elements`."""
+        flat = self.lease.bytes().view(self.meta.dtype)
+        return flat if _extent(self.meta) is not None else flat.view(self.meta.shape)
+
+
+def empty(meta: TensorMeta) -> torch.Tensor:
+    """Memory for a tensor like this on its device."""
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
+
+
+def stored_bytes(meta: TensorMeta) -> int:
+    """The memory of a tensor that is copied."""
+    extent = _extent(meta)
+    return (math.prod(meta.shape) if extent is None else extent) * meta.dtype.itemsize
+
+
+def _extent(meta: TensorMeta) -> int | None:
+    """Elements from a tensor's first to its last in memory, if there are no gaps between them.
+
+    An expanded tensor has fewer than its shape.
+    """
+    if 0 in meta.shape:
+        return 0
+    extent = 1 + sum((n - 1) * step for n, step in zip(meta.shape, meta.stride, strict=True))
+    return extent if extent <= math.prod(meta.shape) else None
+
+
+def _elements(meta: TensorMeta, tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that is copied: all its memory, or where that has gaps, its values."""
+    extent = _extent(meta)
+    return tensor if extent is None else tensor.as_strided((extent,), (1,))
+
+
+def _now(queue: torch.cuda.Stream | None) -> Completion:
+    """The end of what was issued on a stream so far."""
+    if queue is None:
+        return OVER
+    event = torch.cuda.Event()
+    event.record(queue)
+    return Completion(event)
+
+
+def taken(
+    saved_values: Mapping[str, Any],
+    name: str,
+    elsewhere: Mapping[str, str],
+    pool: BufferPool,
+    queue: torch.cuda.Stream | None,
+) -> Any:
+    """The value that a backward takes as `name`, made on the current stream where the forward left
+    another.
+
+    Schedules of one graph put the same saved values on the host and on the disk, so this is a
+    look-up; a backward that was planned otherwise (for other outputs' gradients) is slower, not
+    wrong.
+
+    Args:
+        elsewhere: the names of values, by those of their copies on the host or on a disk, in both
+            schedules.
+    """
+    if name in saved_values:
+        return saved_values[name]
+    value = elsewhere.get(name, name)
+    if value in saved_values:
+        return OnHost.of(pool, saved_values[value], queue)
+    copies = {value: copy for copy, value in elsewhere.items() if copy in saved_values}
+    left = saved_values[copies[value]].to_host()
+    return left if name in elsewhere else left.back(queue)
+
+
+class SavedDisk:
+    """The saved tensors of one model on a disk.
+
+    Args:
+        disk: with the scratch file.
+        pool: of the host memory that they pass through.
+    """
+
+    def __init__(self, disk: Disk, pool: BufferPool) -> None:
+        self.disk = disk
+        self.pool = pool
+        self.places = _FilePlaces(disk.file)
+        self.read_bytes = self.written_bytes = 0  # so far
+
+    @property
+    def ours(self) -> bool:
+        """Is it this process that has the file? A child of a fork keeps its own on the host."""
+        return self.disk.file.process == os.getpid()
+
+
+class OnDisk:
+    """A tensor's copy on the disk. It is being written from the start; its buffer is free after.
+
+    Args:
+        source: that is written when it is there.
+        what: for errors: "3WRITE_SAVED of 'layers.3'".
+
+    Raises:
+        DiskError: the disk is full.
+    """
+
+    def __init__(self, store: SavedDisk, source: OnHost, what: str) -> None:
+        self.store = store
+        self.what = what
+        self.meta = source.meta
+        self.kept: OnHost | None = None  # in a child of a fork
+        self.request: Request | None = None  # the write
+        self._process = os.getpid()
+        if not store.ours:
+            self.kept = source
+            return
+        lease = source.lease
+        self.place = _lent(store.places, lease.size_bytes, what)
+        spans = self.place.spans(lease)
+        ready = functools.partial(_filled, lease, self.place)
+        self.request = store.disk.request(Way.WRITE, spans, what, ready)
+        self.request.at_end = lease.release
+        store.written_bytes += self.request.size_bytes
+        self.request.begin()
+
+    @property
+    def written(self) -> Completion:
+        """The end of its write."""
+        return OVER if self.request is None else self.request
+
+    def read(self, what: str) -> OnHost:
+        """Begin to read it into a buffer for one copy to the device. One that is kept is there.
+
+        Args:
+            what: for errors: "3READ_SAVED of 'layers.3'".
+
+        Raises:
+            DiskError: this is a child of a fork, and its parent has it.
+        """
+        if self.kept is not None:
+            return self.kept
+        if self._process != os.getpid():
+            raise DiskError(
+                errno.EOWNERDEAD,
+                f"{what}: what a forward has left on the disk is for the process that ran it, and "
+                "this is a child of that; run the forward in the child too",
+            )
+        store = self.store
+        lease = store.pool.lease(stored_bytes(self.meta), after=[self.written])
+        request = store.disk.request(Way.READ, self.place.spans(lease), what)
+        store.read_bytes += request.size_bytes
+        store.pool.read(lease, request)
+        return OnHost(self.meta, lease, once=True)
+
+    def to_host(self) -> OnHost:
+        """The tensor in host memory, at once."""
+        back = self.read(self.what.replace("WRITE", "READ"))
+        back.lease.wait()
+        return back
+
+
+def _filled(lease: Lease, place: _Lent) -> None:
+    """Wait for a copy from the device. A request has the place as long as it has this."""
+    del place
+    lease.wait()
+
+
+class _FilePlaces(Reused[Place]):
+    """Places of the scratch file that are lent to one tensor after the other."""
+
+    def __init__(self, file: ScratchFile) -> None:
+        super().__init__()
+        self.file = file
+
+    def _make(self, size_bytes: int) -> Place:
+        try:
+            return self.file.take(size_bytes)
+        except DiskError:
+            self.forget()  # of other sizes
+            return self.file.take(size_bytes)
+
+    def _drop(self, piece: Place) -> None:
+        self.file.give_back(piece)
+
+
+class _Lent:
+    """A place, until the last reference to this is gone."""
+
+    def __init__(self, places: _FilePlaces, size_bytes: int) -> None:
+        self.places = places
+        self.place = places.lend(places.file.round_up(size_bytes))
+
+    def spans(self, lease: Lease) -> list[FileSpan]:
+        """The whole pages of a buffer, which go past the page cache, and the rest of it."""
+        size, unit = lease.size_bytes, self.places.file.alignment
+        whole, at = size // unit * unit, self.place.at
+        return [
+            FileSpan(Place(at + begin, end - begin), functools.partial(_part, lease, begin, end))
+            for begin, end in ((0, whole), (whole, size))
+            if begin < end
+        ]
+
+    def __del__(self) -> None:
+        if hasattr(self, "place"):
+            self.places.give_back(self.place)
+
+
+def _part(lease: Lease, begin: int, end: int) -> torch.Tensor:
+    return lease.bytes()[begin:end]
+
+
+def _lent(places: _FilePlaces, size_bytes: int, what: str) -> _Lent:
+    try:
+        return _Lent(places, size_bytes)
+    except DiskError as error:
+        raise DiskError(error.errno, f"{what}: {error}") from error
