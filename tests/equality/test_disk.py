@@ -296,7 +296,7 @@ def test_saved_tensors_have_few_buffers_and_give_their_places_back(tmp_path: Pat
     assert 0 < before[0] == before[1]
     assert 12 * before[0] == 4 * (store.written_bytes - before[0]), "each forward writes as much"
     assert machine.activations.lent_bytes == 0
-    assert machine.activations.peak_bytes <= 3 * 50 * 67 * 4, "not those of three forwards"
+    assert machine.activations.peak_bytes < 3 * 4 * 50 * 67 * 4, "not those of three forwards"
     assert os.listdir(tmp_path) == []
 
 
