@@ -16,9 +16,12 @@ KNOWN: tuple[KnownOptimizer, ...] = (adam.ADAM, sgd.SGD, lion.LION, muon.MUON, a
 RULES = tuple(known for known in KNOWN if isinstance(known, OptimizerRule))
 
 
+_BY_CLASS: dict[type | str, KnownOptimizer] = {kind: each for each in KNOWN for kind in each.types}
+
+
 def known(kind: type[Optimizer]) -> KnownOptimizer | None:
     """The rule for optimizers of a class; None: their own step updates, on the host."""
-    return next((each for each in KNOWN if each.is_of(kind)), None)
+    return _BY_CLASS.get(kind) or _BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def rule_of(optimizer: Optimizer) -> OptimizerRule | None:

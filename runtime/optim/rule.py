@@ -100,10 +100,6 @@ class KnownOptimizer:
             for kind in self.types
         )
 
-    def is_of(self, kind: type[Optimizer]) -> bool:
-        """True if it stands for optimizers of this class."""
-        return kind in self.types or f"{kind.__module__}.{kind.__qualname__}" in self.types
-
     def has_states(self, group: Group) -> bool:
         """True if a parameter of this group has states after its first step."""
         raise NotImplementedError

@@ -166,13 +166,12 @@ class Alike:
     ) -> Alike | None:
         """The facts about a step that was prepared; None where the next one is prepared from
         nothing."""
-        rule = rule_of(optimizer)
-        if rule is None or not parts:
+        residents = {part.place for part in parts} == {UpdatePlace.RESIDENT}
+        rule = rule_of(optimizer) if residents else None
+        if rule is None or any(part.bucket.whole.ranks > 1 for part in parts):
             return None
         described = []
         for part in parts:
-            if part.place is not UpdatePlace.RESIDENT or part.bucket.whole.ranks > 1:
-                return None
             each = part.for_kernel()
             if len(each) < len(part.indices):  # one has no element
                 return None

@@ -178,7 +178,9 @@ class _Hooks:
                     self._hide(zip(part.params, part.gradients, strict=True))
                 left = _with_gradients(optimizer) if self.parts else []
                 if left or any(part.states for _, part in self.parts):
-                    self.reserved = reserve(optimizer, [p for p, _ in [*self.hidden, *left]])
+                    trained = [param for param, _ in (*self.hidden, *left)]
+                    new = [param for param in trained if param not in optimizer.state]
+                    self.reserved = reserve(optimizer, new) if new else []
             if left:
                 compat.step_without_hooks(optimizer)
                 self._hide(left)

@@ -262,14 +262,11 @@ class Rehearsals:
 
 def _frozen(options: Mapping[str, Any]) -> object:
     """Options as a key; None where a value may change and stay the same object."""
-    values = [item for value in options.values() for item in _items(value)]
-    if not _CONSTANTS.issuperset(map(type, values)):
-        return None
+    for value in options.values():
+        items = value if type(value) is tuple else (value,)
+        if not _CONSTANTS.issuperset(map(type, items)):
+            return None
     return tuple([(name, type(value), repr(value)) for name, value in options.items()])
-
-
-def _items(value: Any) -> Sequence[Any]:
-    return value if type(value) is tuple else (value,)
 
 
 _CONSTANTS = frozenset((bool, int, float, str, type(None)))

@@ -56,20 +56,16 @@ from megacompile.runtime.updates.parameter import (
 class UpdateBackend(enum.Enum):
     """The code that carries an update out; see the module."""
 
-    STOCK = "torch.optim"
-    STOCK_ON_DEVICE = "torch.optim on the device"
-    FUSED = "torch.optim, fused"
-    COMPILED = "compiled to C++"
-    TORCH = "torch"
-    KERNEL = "kernel"
+    STOCK = "torch.optim", False
+    STOCK_ON_DEVICE = "torch.optim on the device", False
+    FUSED = "torch.optim, fused", False
+    COMPILED = "compiled to C++", True
+    TORCH = "torch", True
+    KERNEL = "kernel", True
 
-    @property
-    def by_rule(self) -> bool:
-        """False for the optimizer's own code."""
-        return self not in _OWN_CODE
-
-
-_OWN_CODE = (UpdateBackend.STOCK, UpdateBackend.STOCK_ON_DEVICE, UpdateBackend.FUSED)
+    def __init__(self, said: str, by_rule: bool) -> None:
+        self.said = said  # in `megacompile.updates()`
+        self.by_rule = by_rule  # or by the optimizer's own code
 
 
 class UpdatePlace(enum.Enum):
@@ -167,7 +163,7 @@ class BucketUpdate:
     @property
     def said(self) -> str:
         """The words for the user: of the backend, or of the place if that is the device."""
-        return self.backend.value if self.place is UpdatePlace.HOST else self.place.value
+        return self.backend.said if self.place is UpdatePlace.HOST else self.place.value
 
     def take(self, left: DeviceUpdate) -> None:
         """Use what the backward left on the device."""
@@ -188,8 +184,8 @@ class BucketUpdate:
         """Will an optimizer's own first step make states? Ask before it runs."""
         kind = known(self.kind)
         assert kind is not None
-        own = not self.backend.by_rule
-        return own and any(kind.has_states(step.group) for step in self.new())
+        new = () if self.backend.by_rule else self.new()
+        return any(kind.has_states(step.group) for step in new)
 
     def new(self) -> list[ParamUpdate]:
         """The steps of parameters that have no states yet. Ask before it runs."""
