@@ -13,6 +13,7 @@ of a script shows none of it. A subject that is to be seen there gets a level, a
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -46,6 +47,7 @@ _levels: dict[str, int] = {}  # of the subjects that it named then
 _handler: logging.Handler | None = None
 
 
+@functools.cache
 def logger(subject: str) -> logging.Logger:
     """The logger of a subject."""
     assert subject in SUBJECTS, subject

@@ -173,8 +173,8 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
 def kernel_switches() -> tuple[Any, ...]:  # torch 2.11 to 2.15
     """Settings of the process that decide into which kernels torch takes operators apart:
     attention, batch norm, recurrent layers."""
-    found = (get() for get, _ in _SWITCHES)
-    return tuple(tuple(value) if isinstance(value, list) else value for value in found)
+    found = [get() for get, _ in _SWITCHES]  # lists: this is called in every step
+    return tuple([tuple(value) if isinstance(value, list) else value for value in found])
 
 
 def set_kernel_switches(wanted: Sequence[Any]) -> None:  # torch 2.11 to 2.15

@@ -7,6 +7,7 @@ fail where a new version does something else: `make matrix` runs them on every v
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import tomllib
 from pathlib import Path
@@ -72,14 +73,21 @@ SOURCES = {
     for path in (ROOT / "megacompile" / "compat").glob("*.py")
     if path.stem != "__init__"
 }
-ENTRIES = {name for source in SOURCES.values() for name in entries(source)}
+HOMES = {name: stem for stem, source in SOURCES.items() for name in entries(source)}
+ENTRIES = {*HOMES}
 
 
 def test_every_entry_states_its_versions() -> None:
     versions = (matrix()[0], matrix()[-1])
     faults = {name: unmarked(source, versions) for name, source in SOURCES.items()}
     assert {name: found for name, found in faults.items() if found} == {}
-    assert {name for name in ENTRIES if not hasattr(compat, name)} == set()
+
+
+def test_every_entry_is_what_callers_get() -> None:
+    """No other module of the package has an import of that name."""
+    for name, stem in HOMES.items():
+        home = importlib.import_module(f"megacompile.compat.{stem}")
+        assert getattr(compat, name) is getattr(home, name), name
 
 
 def test_every_entry_has_a_test() -> None:
