@@ -132,7 +132,8 @@ class GradientGuard(Guard):
                 "outside of the model added to it; call that backward before you clip"
             )
 
-    def serve(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    @staticmethod
+    def serve(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Norms and factors; zeros for a gradient that is taken or lacks its sum.
 
         Raises:

@@ -65,8 +65,10 @@ class Guard:
         """Make the tensor safe to use, and `release` it."""
         raise NotImplementedError
 
-    def serve(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a function, without a look at the data; `NotImplemented` to decline."""
+    @staticmethod
+    def serve(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a function over tensors with such guards, without a look at the data of
+        all of them; `NotImplemented` to decline."""
         raise NotImplementedError
 
 
@@ -89,12 +91,13 @@ class _Guarded:
         kwargs = kwargs or {}
         with unguarded():
             if func not in compat.METADATA:
-                for tensor in _guarded_among((args, kwargs)):
-                    result = tensor.guard.serve(func, args, kwargs)  # type: ignore[attr-defined]
+                guarded = list(_guarded_among((args, kwargs)))
+                for guards in _kinds(guarded):
+                    result = guards.serve(func, args, kwargs)
                     if result is not NotImplemented:
                         return result
-                for tensor in _guarded_among((args, kwargs)):
-                    tensor.guard.open(tensor)  # type: ignore[attr-defined]
+                for tensor in guarded:
+                    opened(tensor)
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:  # nn.Parameter's asks no guard, and copies the class
@@ -213,14 +216,18 @@ def unguarded() -> AbstractContextManager[None]:
     return compat.without_torch_function()
 
 
-def _guarded_among(values: Any) -> Iterator[torch.Tensor]:
+def _guarded_among(values: Any) -> Iterator[Any]:
     """The guarded tensors among (nested) arguments."""
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, _Guarded):
-            assert isinstance(value, torch.Tensor)
             yield value
         elif isinstance(value, (tuple, list, dict)):
             yield from _guarded_among(value)
+
+
+def _kinds(guarded: Iterable[Any]) -> Iterable[type[Guard]]:
+    """The classes of the guards of these, each once. A thread may have released some meanwhile."""
+    return {type(who): None for who in map(guard_of, guarded) if who is not None}
 
 
 compat.take_as_plain(GuardedTensor)

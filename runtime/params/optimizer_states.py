@@ -105,7 +105,7 @@ def make_buffers(
         Are there some in 8 bits?
     """
     named: dict[str, dict[int, torch.dtype | str]] = {}
-    others = any(other is not optimizer for other in bucket.states.owners())
+    others = bucket.states.owners() not in ([], [optimizer])
     for trained, name, dtype in wanted:
         named.setdefault(name, {})[trained.at] = dtype
         given = trained.state.get(name) if others else None
@@ -115,9 +115,11 @@ def make_buffers(
     for name, dtypes in named.items():
         wide = {i: dtype for i, dtype in dtypes.items() if isinstance(dtype, torch.dtype)}
         narrow = sorted(dtypes.keys() - wide.keys())
-        bucket.states.make(optimizer, name, wide, pin=pin)
-        bucket.states.make_codes(optimizer, name, narrow, pin=pin)
-        codes = codes or bool(narrow)
+        if wide:
+            bucket.states.make(optimizer, name, wide, pin=pin)
+        if narrow:
+            bucket.states.make_codes(optimizer, name, narrow, pin=pin)
+            codes = True
     return codes
 
 

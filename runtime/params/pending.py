@@ -68,19 +68,20 @@ class MemoryGuard(Guard):
             release(tensor)  # else another thread has started new work
         self.copy.forget(tensor)
 
-    def serve(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    @staticmethod
+    def serve(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Marks a tensor that is overwritten as whole again, where it is torn. The guard stays: a
         save asks if the others are whole."""
-        if self.state is not GuardState.IN_FLIGHT or self.work is None:
+        who = guard_of(args[0]) if function in compat.OVERWRITING else None
+        if not isinstance(who, MemoryGuard) or who.state is not GuardState.IN_FLIGHT:
             return NotImplemented
-        mine = function in compat.OVERWRITING and guard_of(args[0]) is self
-        if not mine or not self.work.is_torn():
+        if who.work is None or not who.work.is_torn():
             return NotImplemented
         for other in args[1:]:
             opened(other)
-        self.copy.forget(args[0])
+        who.copy.forget(args[0])
         result = function(*args, **kwargs)
-        self.work.overwritten(args[0])
+        who.work.overwritten(args[0])
         return result
 
 
@@ -197,7 +198,7 @@ class Pending(Completion):
             finally:
                 if over or work.done():  # else Ctrl-C: it goes on, as guards do
                     self._ended(work)
-        if not self.restoring:
+        if self.torn is not None and not self.restoring:
             self.check()
 
     def tear(self, why: str, left: Mapping[int, Left]) -> None:
@@ -289,6 +290,8 @@ class Pending(Completion):
 
     def withdraw(self) -> None:
         """Withdraws the offer, which is no longer right."""
+        if self.offered is None and not self._offer_guarded:
+            return
         offer = self.take_offer()
         if offer is not None:
             offer.drop()
@@ -325,10 +328,8 @@ class Copied:
     values: list[torch.Tensor]
     streamed: list[torch.Tensor]
 
-    @property
-    def has_copy(self) -> bool:
-        """True if what is streamed is a copy of the parameters, in another dtype."""
-        return self.streamed is not self.values
+    def __post_init__(self) -> None:
+        self.has_copy = self.streamed is not self.values  # in another dtype
 
     def aliased(self, index: int) -> bool:
         """True if a parameter's memory is held under another name."""

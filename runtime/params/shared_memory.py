@@ -268,7 +268,9 @@ class AliasNotice:
 
     def __call__(self, model: nn.Module, params: Iterable[nn.Parameter]) -> None:
         """Say so of those of these parameters that share their memory."""
-        self._say(model, [] if self.said else _shared(params), {})
+        given = list(params)
+        if given and not self.said:
+            self._say(model, _shared(given), {})
 
     def _say(
         self, model: nn.Module, shared: list[nn.Parameter], others: Mapping[int, list[torch.Tensor]]
