@@ -81,6 +81,11 @@ class Work:
         """Is what it waits for still read?"""
         return any(not lease.done() for lease in self.reads)
 
+    @property
+    def lost(self) -> bool:
+        """Will what it waits for not be there?"""
+        return self.reading or any(getattr(lease, "given_up", False) for lease in self.reads)
+
 
 class Policy:
     """When and in which order work that is ready is carried out."""
@@ -265,9 +270,10 @@ class Adversary(Streams):
         return True
 
     def _drop_unread(self) -> None:
-        """Drop copies whose states are not read yet, and all that a device would get behind them.
+        """Drop copies out of buffers that are not filled, or were given up since, and all that a
+        device would get behind them.
 
-        The host issues neither before the states are there.
+        The host issues neither before the buffers are filled, and waits for all before it gives up.
         """
         dropped: set[Work] = set()
         before = -1
@@ -276,7 +282,7 @@ class Adversary(Streams):
             for queue in self.queues.values():
                 behind = False
                 for work in queue:
-                    behind |= work.reading or not dropped.isdisjoint(work.waits)
+                    behind |= work.lost or not dropped.isdisjoint(work.waits)
                     if behind and not work.release:
                         dropped.add(work)
         for stream, queue in self.queues.items():

@@ -98,20 +98,21 @@ class Agreement:
         if not graph.ops:
             yield
             return
-        outer, position = self._now, self.notes.position
-        self._now = graph
-        try:
+        with self._in(graph):
             self._begin(graph)
             yield
             self.check()
+
+    @contextmanager
+    def _in(self, graph: Collectives) -> Iterator[None]:
+        """For its duration this rank is in a graph; if that raises, the others are told."""
+        outer, position = self._now, self.notes.position
+        self._now = graph
+        try:
+            yield
         except BaseException as error:
             self._stop(error)
             raise
-        self._leave(graph, outer, position)
-
-    def _leave(
-        self, graph: Collectives, outer: Collectives | None, position: tuple[int, int, str]
-    ) -> None:
         if outer is not None:  # a hook in the middle of a graph has read a parameter
             self._now, self.notes.position = outer, (self._count, *position[1:])
         else:
@@ -149,21 +150,14 @@ class Agreement:
             RankError: another rank does something else, has stopped, or does not come.
         """
         graph = Collectives(what, ("what each rank says",), f"meet-{what}")
-        outer, position = self._now, self.notes.position
-        self._now = graph
-        try:
+        with self._in(graph):
             key = self._agree(graph)
             with self._store_there():
                 if raised:
                     self._store.set(f"{key}/raised/{self.rank}", raised)
                     self._store.set(f"{key}/raised", "")
                 self._meet(key)
-                found = self._raised(key)
-        except BaseException as error:
-            self._stop(error)
-            raise
-        self._leave(graph, outer, position)
-        return found
+                return self._raised(key)
 
     def _raised(self, key: str) -> dict[int, str]:
         if not self._store.check([f"{key}/raised"]):

@@ -34,13 +34,13 @@ class DiskBuffer(HostBuffer):
         file: where it is.
     """
 
-    _lies_in: ScratchFile
+    file: ScratchFile  # that it is in
     _place: Place | None = None  # until it is taken, and for a place that there was none of
 
     def __new__(cls, size_bytes: int, file: ScratchFile) -> DiskBuffer:
         size = file.round_up(size_bytes)
         made = mmap.mmap.__new__(cls, -1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        made._lies_in = file
+        made.file = file
         return made
 
     def __init__(self, size_bytes: int, file: ScratchFile) -> None:
@@ -56,11 +56,11 @@ class DiskBuffer(HostBuffer):
     def _map_file(self, kind: int) -> None:
         assert self._place is not None
         start = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
-        number = map_over(start, len(self), kind, self._lies_in.fd, self._place.at)
+        number = map_over(start, len(self), kind, self.file.fd, self._place.at)
         if number:
             raise DiskError(
                 number,
-                f"disk={str(self._lies_in.folder)!r}: mmap of {len(self)} bytes failed with errno "
+                f"disk={str(self.file.folder)!r}: mmap of {len(self)} bytes failed with errno "
                 f"{number} ({os.strerror(number)}); needed a file system whose files can be "
                 "mapped, and enough maps (sysctl vm.max_map_count)",
             )
@@ -81,11 +81,6 @@ class DiskBuffer(HostBuffer):
         place = Place(self._place.at + begin, end - begin)
         return FileSpan(place, lambda: memory()[begin:end])
 
-    @property
-    def file(self) -> ScratchFile:
-        """The place in the file."""
-        return self._lies_in
-
     def lock(self) -> None:
         """Nothing: a page of a file is not locked for a device."""
 
@@ -96,7 +91,7 @@ class DiskBuffer(HostBuffer):
 
     def __del__(self) -> None:
         if self._place is not None and self.ours:
-            self._lies_in.give_back(self._place)
+            self.file.give_back(self._place)
 
 
 Memory = Callable[[], torch.Tensor]  # returns (len(buffer),) uint8; see `Span`

@@ -16,13 +16,13 @@ from megacompile.ir.buckets import ParamId
 from megacompile.ir.capture import Variant
 from megacompile.ir.symbols import has_numbers
 from megacompile.progress import line
-from megacompile.runtime.device.random import random_state, set_random_state
 from megacompile.runtime.device.saved import taken
 from megacompile.runtime.model import shortage
 from megacompile.runtime.model.autograd import Gate, Graph, nodes_behind, users
 from megacompile.runtime.model.hooked_outputs import Watched, hooked_inside, say_hooked, watched
 from megacompile.runtime.model.program import Program
 from megacompile.runtime.model.shared_values import Readings, Source, changed, shared
+from megacompile.runtime.ops.compute import random_state, set_random_state
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.gradient_record import Others

@@ -16,8 +16,8 @@ from torch import nn
 
 from megacompile import compat, notices
 from megacompile.errors import DeviceMemoryError
-from megacompile.runtime.device.random import Random, random_state, set_random_state
 from megacompile.runtime.device.slots import DeviceSlots
+from megacompile.runtime.ops.compute import Random, random_state, set_random_state
 from megacompile.runtime.ops.machine import Machine
 
 

@@ -11,10 +11,24 @@ import torch
 from megacompile.ir.stages import ArgRef, Code, ParamRef, SavedRef, Stage, Template
 from megacompile.ir.stream import Stream
 from megacompile.ir.tensors import TensorMeta
-from megacompile.runtime.device.random import random_state, set_random_state
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops import anomaly
 from megacompile.runtime.ops.group import Group, OpGroup
+
+Random = tuple[torch.Tensor, ...]
+
+
+def random_state(device: torch.device) -> Random:
+    """The generators' state: the host's, and the device's where it has one of its own."""
+    host = torch.get_rng_state()
+    return (host, torch.cuda.get_rng_state(device)) if device.type == "cuda" else (host,)
+
+
+def set_random_state(device: torch.device, state: Random) -> None:
+    """Set what `random_state` returned."""
+    torch.set_rng_state(state[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[1], device)
 
 
 class ComputeOps(OpGroup):

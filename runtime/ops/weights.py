@@ -57,8 +57,6 @@ class WeightOps(OpGroup):
         taken = next((h.value for h in handles(after) if isinstance(h.value, BucketLease)), None)
 
         def copy() -> Any:
-            if taken is not None and taken.given_up:  # of a run that was cut off
-                return machine.slots.weights(slot, bucket)
             size, flat = bucket.size_bytes, host.flat if taken is None else taken.place()
             machine.slots.flat(slot, bucket).copy_(flat[:size], non_blocking=True)
             if taken is not None:

@@ -68,7 +68,7 @@ class BucketLease(Lease):
         return self.bytes()[self._offsets[i] : self._offsets[i + 1]]
 
     def wait(self) -> None:
-        """Wait until it is filled; one for a prefetch that is given up is for no one.
+        """Wait until it is filled.
 
         Raises:
             OptimizerError: the update before, or its write, has failed; or the run that it is for.
@@ -76,12 +76,10 @@ class BucketLease(Lease):
         try:
             super().wait()
         except Exception:
-            if self.given_up and self.prefetch:
-                return
-            if self.prefetch:
+            if self.prefetch and not self.given_up:
                 self.host.pending.wait()  # it fails as well: who is told here is told once
             raise
-        if self.given_up and not self.prefetch:
+        if self.given_up:
             raise self.cut_off()
 
     def cut_off(self) -> OptimizerError:

@@ -80,7 +80,7 @@ FAULTS = (
     Fault(
         "disk-buffer-leak",
         "runtime/device/disk_buffers.py",
-        "            self._lies_in.give_back(self._place)\n",
+        "            self.file.give_back(self._place)\n",
         "            pass\n",
         "States that are gone keep their place on the disk.",
     ),
