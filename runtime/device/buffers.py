@@ -40,26 +40,32 @@ class HostBuffer(mmap.mmap):
     """Anonymous memory, page-locked for a CUDA device where that works (`locked`).
 
     It is unmapped, and unlocked before, when the last tensor on it is gone.
+
+    Args:
+        touch: page-lock it at once. Else the code that has filled it calls `lock`.
+        node: near the device that it is page-locked for; None: any.
     """
 
     _address: int = 0  # where it was asked to be page-locked
     locked: bool = False
+    private: bool = False
     _at: int | None = None  # its place in the file of shared memory
     _node: numa.Node | None = None  # near which it is page-locked
 
     def __new__(
         cls, size_bytes: int, *, pin: bool, touch: bool = True, node: numa.Node | None = None
     ) -> HostBuffer:
-        del touch
         kind = mmap.MAP_SHARED if pin else mmap.MAP_PRIVATE
         made = super().__new__(cls, -1, max(size_bytes, mmap.PAGESIZE), kind | mmap.MAP_ANONYMOUS)
-        if pin:
-            made._share()
+        made.private = not pin
         made._node = node
         if pin:
+            made._share()
             made._prefer()
         if hasattr(mmap, "MADV_HUGEPAGE"):  # a tenth more bandwidth for the CPU
             made.madvise(mmap.MADV_HUGEPAGE)  # shared memory has them on few systems
+        if pin and touch:
+            made.settle()
         return made
 
     def _share(self) -> None:
@@ -90,19 +96,6 @@ class HostBuffer(mmap.mmap):
         """See the note on forks."""
         if in_child and self._at is not None:
             self._map(mmap.MAP_PRIVATE, self._at)
-
-    def __init__(
-        self, size_bytes: int, *, pin: bool, touch: bool = True, node: numa.Node | None = None
-    ) -> None:
-        """
-        Args:
-            touch: page-lock it at once. Else the code that has filled it calls `lock`.
-            node: near the device that it is page-locked for; None: any.
-        """
-        del size_bytes, node
-        self.private = not pin
-        if pin and touch:
-            self.settle()
 
     def settle(self) -> None:
         """Gives it its pages, on several threads, and page-locks it."""

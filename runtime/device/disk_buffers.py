@@ -41,17 +41,13 @@ class DiskBuffer(HostBuffer):
         size = file.round_up(size_bytes)
         made = mmap.mmap.__new__(cls, -1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         made.file = file
-        return made
-
-    def __init__(self, size_bytes: int, file: ScratchFile) -> None:
-        del size_bytes
-        self.private = False
-        self._process = os.getpid()
-        self._place = file.take(len(self))
-        self._map_file(mmap.MAP_SHARED)
+        made._process = os.getpid()
+        made._place = file.take(size)
+        made._map_file(mmap.MAP_SHARED)
         if hasattr(mmap, "MADV_SEQUENTIAL"):
-            self.madvise(mmap.MADV_SEQUENTIAL)  # twice as fast for a reader of all of it
-        forks.tell(self)
+            made.madvise(mmap.MADV_SEQUENTIAL)  # twice as fast for a reader of all of it
+        forks.tell(made)
+        return made
 
     def _map_file(self, kind: int) -> None:
         assert self._place is not None

@@ -14,7 +14,7 @@ import functools
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 
 import torch
@@ -114,15 +114,20 @@ class HostBudget:
         self._maker.call(lambda: None)
 
     def _new(self, size_bytes: int, what: str, *, pin: bool, touch: bool) -> HostBuffer:
-        new = functools.partial(HostBuffer, size_bytes, pin=pin, touch=touch, node=self.node)
         key = next(self._next)
         self._sizes[key] = size_bytes  # before it is checked: other threads make buffers too
         try:
             self._check(size_bytes, what)
             with phase(_WAIT):
-                buffer = _made(size_bytes, what, new)
-        except BaseException:
+                buffer = HostBuffer(size_bytes, pin=pin, touch=touch, node=self.node)
+        except BaseException as error:
             del self._sizes[key]
+            if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+                raise HostMemoryError(
+                    f"megacompile(): the system refuses {format_bytes(size_bytes)} of host memory "
+                    f"for {what} ({error}); raise the limit on the memory of a process (ulimit -d, "
+                    "ulimit -v), or use less: host_memory= says how much a plan may use"
+                ) from error
             raise
         weakref.finalize(buffer, self._sizes.pop, key).atexit = False
         self._buffers[key] = buffer
@@ -161,16 +166,3 @@ def _made_ahead(alive: HostBudget, what: str, device: torch.device, wanted: Want
         if wanted.lock:
             buffer.lock()
     return buffer
-
-
-def _made(size_bytes: int, what: str, new: Callable[[], HostBuffer]) -> HostBuffer:
-    try:
-        return new()
-    except OSError as error:
-        if error.errno != errno.ENOMEM:
-            raise
-        raise HostMemoryError(
-            f"megacompile(): the system refuses {format_bytes(size_bytes)} of host memory for "
-            f"{what} ({error}); raise the limit on the memory of a process (ulimit -d, ulimit -v), "
-            "or use less: host_memory= says how much a plan may use"
-        ) from error

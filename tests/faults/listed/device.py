@@ -94,8 +94,8 @@ FAULTS = (
     Fault(
         "budget-failed-counts",
         "runtime/device/host_budget.py",
-        "            del self._sizes[key]\n            raise",
-        "            raise",
+        "            del self._sizes[key]\n",
+        "",
         "A buffer that was refused counts as held from then on.",
     ),
     Fault(
