@@ -21,6 +21,8 @@ from megacompile.ir.stages import Code
 from megacompile.ir.stream import Stream
 from megacompile.ir.tensors import tensors_bytes
 
+__all__ = ["NO_OP", "OPS", "Op", "Part", "Show", "Takes", "Value", "alike"]  # of `ir.ops`
+
 
 class Part(enum.Enum):
     """The parts of a bucket, where it is: in host memory, or resident on the device."""
