@@ -23,7 +23,9 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.edit import trained_bytes
 from megacompile.passes.schedule.free import insert_drain
 from megacompile.passes.schedule.prefetch import buckets_read, uses
@@ -53,13 +55,8 @@ def insert_device_update(schedule: Schedule, *, state_bytes: Callable[[int], flo
         bucket, gradients, *_ = ops.arguments(offload)
         share = sum(sizes[:k]) / max(sum(sizes), 1)
         where = steps[first + int(share * max(0, len(steps) - 1 - first))].nodes[0]
-        suffix = bucket.suffix
-        with graph.inserting_before(where):
-            buffer = ops.call(graph, ops.alloc_state, bucket, True, name=f"buf_s{suffix}")
-            state = ops.call(graph, ops.fetch_state, bucket, buffer, True, name=f"s{suffix}")
-        left += [gradients, state]
         meta = trained_bytes(new, bucket, state_bytes)
-        buffer.meta["value"] = state.meta["value"] = meta
+        left += [gradients, fetch_states(where, bucket, masters=True, meta=meta)]
     gradients_of_inputs, _, tokens = ops.returned(graph)
     compat.set_args(graph.output_node(), ((gradients_of_inputs, tuple(left), tokens),))
     if chosen:
@@ -67,3 +64,18 @@ def insert_device_update(schedule: Schedule, *, state_bytes: Callable[[int], flo
         last = [i for i, read in enumerate(reads) if {b.key for b in read} & new.plan.device_update]
         insert_drain(new.forward, behind=max(last, default=0))
     return replace(new, left=tuple(node.name for node in left))
+
+
+def fetch_states(where: fx.Node, bucket: Bucket, *, masters: bool, meta: TensorMeta) -> fx.Node:
+    """The states of a bucket, fetched before a node to memory that is allocated there.
+
+    Args:
+        masters: the parameters come with them.
+        meta: of both together.
+    """
+    graph, suffix = where.graph, bucket.suffix
+    with graph.inserting_before(where):
+        buffer = ops.call(graph, ops.alloc_state, bucket, masters, name=f"buf_s{suffix}")
+        state = ops.call(graph, ops.fetch_state, bucket, buffer, masters, name=f"s{suffix}")
+    buffer.meta["value"] = state.meta["value"] = meta
+    return state

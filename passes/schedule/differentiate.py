@@ -147,6 +147,24 @@ def _save(graph: fx.Graph, call: fx.Node, stage: Stage) -> None:
             add_item(graph, call, results + k, f"s{stage.index}_{k}")
 
 
+def forget_saved_tensors(graph: fx.Graph, calls: Sequence[tuple[fx.Node, Stage]]) -> set[str]:
+    """Undo `_save` for some forwards, in place; returns the names of their saved tensors."""
+    dropped: dict[fx.Node, None] = {}
+    for call, stage in calls:
+        results = stage.result_count
+        compat.set_args(call, (*call.args[:3], False))
+        call.meta["value"] = call.meta["value"][:results]
+        dropped |= {item: None for k, item in ops.items(call) if k >= results}
+    output = graph.output_node()
+    outputs, kept = ops.returned(graph)
+    compat.set_args(
+        output, ((outputs, tuple(n for n in kept if n not in dropped)),)
+    )  # once: it is long
+    for item in dropped:
+        graph.erase_node(item)
+    return {item.name for item in dropped}
+
+
 def _saved(call: fx.Node, stage: Stage) -> list[fx.Node]:
     results = stage.result_count
     by_index = dict(ops.items(call))

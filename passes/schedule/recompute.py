@@ -10,17 +10,14 @@ draw the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import fx
 
-from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.edit import Placeholders, add_item, saved_value, set_saved_values
-from megacompile.passes.schedule.differentiate import backward_args
+from megacompile.passes.schedule.differentiate import backward_args, forget_saved_tensors
 from megacompile.passes.schedule.offload_saved import takers_of
 from megacompile.passes.schedule.prefetch import Use, first_node, uses
 
@@ -38,7 +35,7 @@ def insert_recompute(schedule: Schedule) -> Schedule:
         for stage in reversed(new.stages)
         if stage.index in backwards and stage.index not in new.plan.keep
     ]
-    dropped = _forget(new.forward, [(forwards[stage.index], stage) for stage in again])
+    dropped = forget_saved_tensors(new.forward, [(forwards[stage.index], stage) for stage in again])
     saved_values = [name for name in new.saved_values if name not in dropped]
     inputs = _Inputs(new.forward, new.backward)
     for stage in again:
@@ -48,24 +45,6 @@ def insert_recompute(schedule: Schedule) -> Schedule:
             _recompute(backward, stage, args, rng, inputs.placeholders)
             saved_values += [str(node.target) for node in (*args, rng) if node is not None]
     return set_saved_values(new, list(dict.fromkeys(saved_values)))
-
-
-def _forget(graph: fx.Graph, calls: Sequence[tuple[fx.Node, Stage]]) -> set[str]:
-    """Stop forwards from returning saved tensors; returns the names they had."""
-    dropped: dict[fx.Node, None] = {}
-    for call, stage in calls:
-        results = stage.result_count
-        compat.set_args(call, (*call.args[:3], False))
-        call.meta["value"] = call.meta["value"][:results]
-        dropped |= {item: None for k, item in ops.items(call) if k >= results}
-    output = graph.output_node()
-    outputs, kept = ops.returned(graph)
-    compat.set_args(
-        output, ((outputs, tuple(n for n in kept if n not in dropped)),)
-    )  # once: it is long
-    for item in dropped:
-        graph.erase_node(item)
-    return {item.name for item in dropped}
 
 
 class _Inputs:

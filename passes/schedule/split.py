@@ -21,7 +21,7 @@ from megacompile.ir.plan import SavedPart
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code, Stage, Template
 from megacompile.passes.edit import with_stages
-from megacompile.passes.schedule.differentiate import differentiate
+from megacompile.passes.schedule.differentiate import differentiate, forget_saved_tensors
 from megacompile.passes.stages.joint import BackwardInputs, runs_by_samples, split
 from megacompile.passes.stages.numbers import numbers_of
 from megacompile.passes.stages.templates import (
@@ -150,16 +150,10 @@ def _undifferentiated(schedule: Schedule) -> Schedule:
     """The forward alone, as it was before `differentiate`: a draft, in a graph of its own."""
     new = replace(schedule, backward=None, saved_values=(), gradients=(), draft=True).fresh()
     graph = new.forward
+    calls = ops.calls_by_stage(graph, ops.forward)
+    forget_saved_tensors(graph, [(call, new.stages[index]) for index, call in calls.items()])
     outputs, _ = ops.returned(graph)
     compat.set_args(graph.output_node(), ((outputs, ()),))
-    for index, call in ops.calls_by_stage(graph, ops.forward).items():
-        stage = new.stages[index]
-        results = stage.result_count
-        for k, item in list(ops.items(call)):
-            if k >= results:
-                graph.erase_node(item)
-        compat.set_args(call, (*call.args[:3], False))
-        call.meta["value"] = call.meta["value"][:results]
     for node in ops.nodes_of(graph, ops.save_rng, ops.snapshot):
         graph.erase_node(node)
     return new.fresh()  # in a graph of its own, the names of what was erased are free

@@ -36,6 +36,7 @@ from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.passes.edit import trained_bytes
+from megacompile.passes.schedule.device_update import fetch_states
 from megacompile.passes.schedule.free import insert_drain
 from megacompile.passes.schedule.offload_grad import (
     add_so_far,
@@ -94,14 +95,11 @@ def insert_updates(
         made.append((updated, use, apart))
     for updated, at, apart in sorted(made):  # the first update's states come first
         bucket, weights, total, _ = ops.arguments(updated)
-        suffix = bucket.suffix
-        with graph.inserting_before(steps[max(0, at - lookahead)].nodes[0]):
-            buffer = ops.call(graph, ops.alloc_state, bucket, apart, name=f"buf_s{suffix}")
-            state = ops.call(graph, ops.fetch_state, bucket, buffer, apart, name=f"s{suffix}")
+        where = steps[max(0, at - lookahead)].nodes[0]
+        meta = trained_bytes(new, bucket, updated_bytes if apart else state_bytes)
+        state = fetch_states(where, bucket, masters=apart, meta=meta)
         compat.set_args(updated, (bucket, weights, total, state))
         updated.meta["value"] = trained_bytes(new, bucket, updated_bytes)
-        fetched = trained_bytes(new, bucket, updated_bytes if apart else state_bytes)
-        buffer.meta["value"] = state.meta["value"] = fetched
     if made:
         insert_drain(new.forward, late=new.plan.state_delay > 1)
     return new
