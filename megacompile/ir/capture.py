@@ -164,6 +164,18 @@ class Capture:
     overlaps: tuple[Overlap, ...] = ()  # between inputs of which the graph changes one in place
     conditions: tuple[Any, ...] = ()  # relations of the symbols that the passes have relied on
 
+    @property
+    def bound(self) -> dict[fx.Node, GraphInput]:
+        """The input that each placeholder of the graph stands for, in their order."""
+        placeholders = self.module.graph.find_nodes(op="placeholder")
+        return dict(zip(placeholders, self.inputs, strict=True))
+
+    @property
+    def symbols(self) -> dict[sympy.Symbol, fx.Node]:
+        """The placeholders for numbers that change, by their symbols."""
+        each = self.bound.items()
+        return {i.number.expression: node for node, i in each if isinstance(i, NumberInput)}
+
     def fresh(self) -> Capture:
         """The same capture with a graph of its own for a pass to change."""
         graph = compat.copy_graph(self.module.graph)

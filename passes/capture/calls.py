@@ -153,10 +153,9 @@ def take_numbers(capture: Capture) -> Capture:
 
 def _items(capture: Capture) -> list[tuple[fx.Node, fx.Node]]:
     """The nodes that ask for the value of a number, and the number's input."""
-    placeholders = capture.module.graph.find_nodes(op="placeholder")
     return [
         (user, node)
-        for node, item in zip(placeholders, capture.inputs, strict=True)
+        for node, item in capture.bound.items()
         if isinstance(item, (NumberInput, ConstantInput))
         for user in list(node.users)
         if user.op == "call_method" and user.target == "item"

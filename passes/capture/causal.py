@@ -131,8 +131,7 @@ class _Known:
     def __post_init__(self) -> None:
         self.conditions = Conditions(self.capture.planned)
         self.changed = frozenset().union(*self.values.mutates.values())
-        holders = self.capture.module.graph.find_nodes(op="placeholder")
-        for node, item in zip(holders, self.capture.inputs, strict=True):
+        for node, item in self.capture.bound.items():
             if isinstance(item, ConstantInput):
                 self.found[node] = item.value
 

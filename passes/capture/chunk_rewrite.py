@@ -13,7 +13,7 @@ import sympy
 import torch
 from torch import fx
 
-from megacompile.ir.capture import Capture, NumberInput
+from megacompile.ir.capture import Capture
 from megacompile.ir.head import linear_cross_entropy
 from megacompile.ir.symbols import Number
 from megacompile.ir.tensors import TensorMeta
@@ -92,9 +92,7 @@ class _Rewriter:
 
     def __post_init__(self) -> None:
         self.graph = self.capture.module.graph
-        placeholders = self.graph.find_nodes(op="placeholder")
-        pairs = zip(placeholders, self.capture.inputs, strict=True)
-        self.symbols = {i.number.expression: n for n, i in pairs if isinstance(i, NumberInput)}
+        self.symbols = self.capture.symbols
 
     def rewrite(self) -> None:
         """Change the graph."""

@@ -49,7 +49,7 @@ def unpack(capture: Capture) -> Capture:
     own = inline_checkpoints(capture).fresh()  # a use within a checkpoint is one of its stage
     graph = own.module.graph
     inputs: list[GraphInput] = []
-    for node, item in zip(graph.find_nodes(op="placeholder"), capture.inputs, strict=True):
+    for node, item in own.bound.items():
         if not isinstance(item, PackedInput):
             inputs.append(item)
             continue

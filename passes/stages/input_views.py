@@ -22,13 +22,11 @@ from megacompile.ir import ops
 from megacompile.ir.capture import Capture, InputView, TensorInput
 from megacompile.passes.capture.interpret import Interpreter, number_of
 from megacompile.passes.capture.propagate import Values
-from megacompile.passes.stages.segments import placeholders
 
 
 def views_of_inputs(capture: Capture, values: Values) -> dict[fx.Node, tuple[fx.Node, InputView]]:
     """The input that an output is a view of, and where it is in it, by the output's node."""
-    items = zip(placeholders(capture), capture.inputs, strict=True)
-    tensors = [node for node, item in items if isinstance(item, TensorInput)]
+    tensors = [node for node, item in capture.bound.items() if isinstance(item, TensorInput)]
     holders = {key: node for node in tensors for key in values.storages[node]}
     changed = frozenset().union(*values.mutates.values())
     wanted: dict[fx.Node, fx.Node] = {}
@@ -50,7 +48,7 @@ def _laid_out(
     """Run what makes the views, on fake tensors that are changed in place as real ones are: of an
     input with gaps, functionalization returns a new value without."""
     graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {n: graph.node_copy(n) for n in placeholders(capture)}
+    env: dict[fx.Node, fx.Node] = {n: graph.node_copy(n) for n in capture.bound}
 
     def copied(node: fx.Node) -> fx.Node:
         node = values.origin(node)

@@ -37,7 +37,6 @@ from megacompile.passes.stages.segments import (
     compute_nodes,
     cut,
     is_autocast,
-    placeholders,
 )
 
 
@@ -94,12 +93,8 @@ class _Builder:
 
     def __post_init__(self) -> None:
         self.position = {node: p for p, node in enumerate(self.nodes)}
-        self.inputs = dict(zip(placeholders(self.capture), self.capture.inputs, strict=True))
-        self._symbols = {
-            node: item.number.expression
-            for node, item in self.inputs.items()
-            if isinstance(item, NumberInput)
-        }
+        self.inputs = self.capture.bound
+        self._symbols = self.capture.symbols
         self.regions = _regions(self.capture, self.nodes)
         self.views = views_of_inputs(self.capture, self.values)
         self._refuse_changed_parameters()
@@ -186,7 +181,7 @@ class _Builder:
             return []
         read = [source for node in body for source in node.all_input_nodes]
         used = symbols_in([self.values.of.get(node) for node in (*body, *inputs, *read)])
-        return [node for node, symbol in self._symbols.items() if symbol in used]
+        return [node for symbol, node in self._symbols.items() if symbol in used]
 
     def _is_output(self, node: fx.Node, stop: int) -> bool:
         if not self.values.is_tensor(node):
@@ -229,7 +224,7 @@ class _Builder:
         for i, node in enumerate(inputs):
             env[node] = graph.placeholder(f"p{i}")
 
-        numbers = {symbol: env[node] for node, symbol in self._symbols.items() if node in env}
+        numbers = {symbol: env[node] for symbol, node in self._symbols.items() if node in env}
 
         def value(node: fx.Node) -> Any:
             if node in env:

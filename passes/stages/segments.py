@@ -87,7 +87,7 @@ def _owners(
     unit_of_bucket = {unit.bucket.key: i for i, unit in enumerate(units)}
     unit_of_param = {
         node: unit_of_bucket[item.bucket.key]
-        for node, item in zip(placeholders(capture), capture.inputs, strict=True)
+        for node, item in capture.bound.items()
         if isinstance(item, ParamInput)
     }
     roots = {m for unit in units for m in unit.roots}
@@ -239,8 +239,3 @@ def _alias_spans(
 def is_autocast(node: fx.Node) -> bool:
     """Does the node enter an autocast region? Its handle need not stay within one segment."""
     return getattr(node.target, "__name__", "") == "_enter_autocast"
-
-
-def placeholders(capture: Capture) -> list[fx.Node]:
-    """The captured graph's placeholders, in the order of `capture.inputs`."""
-    return [n for n in capture.module.graph.nodes if n.op == "placeholder"]
