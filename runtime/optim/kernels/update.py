@@ -22,9 +22,15 @@ import triton.language as tl
 
 from megacompile.runtime.optim import blockwise
 from megacompile.runtime.optim.kernels import table as layout
-from megacompile.runtime.optim.kernels.blockwise import load, load_state, pointers, store_state
-from megacompile.runtime.optim.kernels.rounding import round_nearest, round_to
 from megacompile.runtime.optim.kernels.table import Launch, Signature, launches
+from megacompile.runtime.optim.kernels.tiles import (
+    load,
+    load_state,
+    pointers,
+    round_nearest,
+    round_to,
+    store_state,
+)
 from megacompile.runtime.optim.rule import MAX_MOMENTS, OptimizerRule, Update
 
 BLOCK = 1024  # elements to a program; on an H200 2048 and 4096 are slower

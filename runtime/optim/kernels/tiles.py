@@ -1,4 +1,4 @@
-"""Load and store a tile of one tensor of a bucket, which the bucket's table points at.
+"""Load, round and store a tile of one tensor of a bucket, which the bucket's table points at.
 
 A tile is (ROWS, 256): a row is one quantization block. An 8-bit state is
 
@@ -7,6 +7,13 @@ A tile is (ROWS, 256): a row is one quantization block. An 8-bit state is
 and its code is found from the upper 16 bits of the quotient and one comparison; the maps, and the
 twins `quantize` and `dequantize`, are in runtime/optim/blockwise.py (Dettmers et al., 2021,
 arXiv 2110.02861). The table's columns are those of `megacompile.runtime.optim.kernels.table`.
+
+New values are rounded to the dtype of memory: to nearest, or stochastically to bf16.
+
+    bf16(x) = upper 16 bits of (bits(x) + (Philox(seed, index) mod 2^16)),   NaN, inf as they are
+
+The generator is Philox-4x32-10 (Salmon et al., 2011), its word that of `tl.randint(seed, index)`;
+the twin is `round_stochastic` in runtime/optim/stochastic.py ([Note: stochastic rounding]).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -17,13 +24,48 @@ import triton
 import triton.language as tl
 
 from megacompile.runtime.optim.blockwise import BLOCK, SMALLEST, TABLE_NUMEL
-from megacompile.runtime.optim.kernels.rounding import round_nearest
 
 _ROW = tl.constexpr(BLOCK)
 _TABLE = tl.constexpr(TABLE_NUMEL)
 _MIDPOINTS = tl.constexpr(256)
 _GUESSES = tl.constexpr(512)
 _SMALLEST = tl.constexpr(SMALLEST)
+
+
+@triton.jit
+def round_stochastic(x, seed, index):
+    """bf16 neighbours of fp32 values, of any shape; seed: int64; index: int64, of that shape."""
+    low = index.to(tl.uint32)
+    high = (index >> 32).to(tl.uint32)
+    zero = low * 0
+    # Not tl.randint: what that does with the upper half of an index is its version's choice.
+    noise, _, _, _ = tl.philox(seed, low, high, zero, zero)
+    bits = x.to(tl.uint32, bitcast=True)
+    finite = (bits & 0x7F800000) != 0x7F800000
+    rounded = (bits + (noise & 0xFFFF)) & 0xFFFF0000
+    return tl.where(finite, rounded, bits).to(tl.float32, bitcast=True).to(tl.bfloat16)
+
+
+@triton.jit
+def round_nearest(x, DTYPE: tl.constexpr):
+    """x in DTYPE, a tie to even."""
+    if DTYPE == tl.bfloat16:
+        # In integers, because Triton's interpreter truncates in a cast to bf16.
+        x = x.to(tl.float32)
+        bits = x.to(tl.uint32, bitcast=True)
+        finite = (bits & 0x7F800000) != 0x7F800000
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(finite, rounded, bits).to(tl.float32, bitcast=True)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def round_to(x, seed, index, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """x in DTYPE; stochastically only where STOCHASTIC and DTYPE is bf16."""
+    if STOCHASTIC and DTYPE == tl.bfloat16:
+        return round_stochastic(x, seed, index)
+    else:
+        return round_nearest(x, DTYPE)
 
 
 @triton.jit
