@@ -61,7 +61,7 @@ def is_number(value: Any) -> bool:
     """True if it is a real number, or a tensor of one."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, Real)
+    return isinstance(value, (int, float)) or isinstance(value, Real)  # that asks an ABC
 
 
 def numbers(*names: str) -> tuple[Option, ...]:
@@ -220,20 +220,17 @@ class Update(NamedTuple):
         It is told which one: "param", "grad", "state", "codes", "absmax", "out" or "copy".
         """
 
-        def maybe(name: str, tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else function(name, tensor)
-
         def state(value: State | None) -> State | None:
             if isinstance(value, tuple):
                 return function("codes", value[0]), function("absmax", value[1])
-            return maybe("state", value)
+            return None if value is None else function("state", value)
 
         return self._replace(
             param=function("param", self.param),
             grad=function("grad", self.grad),
             states=tuple(map(state, self.states)),
-            out=maybe("out", self.out),
-            copy=maybe("copy", self.copy),
+            out=None if self.out is None else function("out", self.out),
+            copy=None if self.copy is None else function("copy", self.copy),
         )
 
     def tensors(self) -> list[tuple[str, Tensor]]:
