@@ -103,7 +103,7 @@ class Staging:
         lease: BucketLease,
         what: str,
         first: InFlight | None,
-        before: Callable[[], None] = lambda: None,
+        before: Callable[[], None],
     ) -> InFlight:
         """Bring new states to the disk: what is in flight then, whose request is to begin.
 
