@@ -4,7 +4,7 @@ A warning may come from hooks, decorators and generated code, so the number of f
 user's code is not known where the text is written. It is found by looking at the frames.
 
 Where ranks share a model, one of them says what is the same in all; other warnings name their rank.
-What is said once in a process goes by a subject (`warn_once`, `is_new`).
+What is said once, of the process or of an object, goes by a subject (`warn_once`, `is_new`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
+from weakref import WeakKeyDictionary
 
 # Packages whose lines are no help: ours, and those that call us on behalf of the user's code.
 _PASSED = frozenset(("megacompile", "torch", "contextlib", "functools", "threading", "concurrent"))
@@ -80,30 +81,42 @@ def warn(text: str, whose: Whose = Whose.ALL) -> None:
     del frame  # it may be this one: a frame that names itself keeps what its callers have alive
 
 
-def warn_once(subject: str, text: str, whose: Whose = Whose.ALL) -> None:
-    """Warn, unless this process was warned of the subject before."""
-    if is_new(subject):
+def warn_once(
+    subject: str, text: str, whose: Whose = Whose.ALL, *, of: object | None = None
+) -> None:
+    """Warn, unless there was a warning of the subject before.
+
+    Args:
+        subject: names the warning.
+        text: as for `warn`.
+        whose: as for `warn`.
+        of: the object that the warning is about, such as a model: each gets its own. Default: the
+            process.
+    """
+    if is_new(subject, of):
         warn(text, whose)
 
 
-def is_new(subject: str) -> bool:
-    """True for the first caller of this process that asks about a subject."""
-    is_first = subject not in _said
-    _said.add(subject)
+def is_new(subject: str, of: object | None = None) -> bool:
+    """True for the first caller that asks about a subject, of the process or of an object."""
+    said = _said if of is None else _said_of.setdefault(of, set())
+    is_first = subject not in said
+    said.add(subject)
     return is_first
 
 
 def was_said(subject: str) -> bool:
-    """True if a caller has asked `is_new` about a subject."""
+    """True if a caller has asked `is_new` about a subject of the process."""
     return subject in _said
 
 
 def say_again() -> None:
-    """Forget all subjects."""
+    """Forget all subjects of the process."""
     _said.clear()
 
 
 _said: set[str] = set()
+_said_of: WeakKeyDictionary[object, set[str]] = WeakKeyDictionary()
 
 
 def _users_frame() -> FrameType | None:

@@ -66,7 +66,6 @@ class DataParallel:
         self.device = options.device
         self.updates = updates = options.optimizer is not None
         self.planned = options.plans and options.resident is None
-        self.said = False
         self._checked: weakref.ref[DistributedDataParallel] | None = None
         if any(isinstance(m, nn.DataParallel) and m.device_ids for m in model.modules()):
             raise ModelError(
@@ -133,13 +132,13 @@ class DataParallel:
 
     def say(self, why: str) -> None:
         """Say once that buckets stay."""
-        if not self.said:
-            self.said = True
-            notices.warn(
-                f"megacompile: every parameter stays on the device it is on, because {why}, and "
-                'moving one would lose its hooks; megacompile(model, resident="all") or '
-                'resident="8GiB" puts them on the GPU before that (said once)'
-            )
+        notices.warn_once(
+            "parameters that stay",
+            f"megacompile: every parameter stays on the device it is on, because {why}, and "
+            'moving one would lose its hooks; megacompile(model, resident="all") or '
+            'resident="8GiB" puts them on the GPU before that (said once)',
+            of=self,
+        )
 
     def is_among(self, modules: Collection[int]) -> bool:
         """True if the model is megacompiled, and one of these modules, by their ids."""

@@ -24,7 +24,6 @@ class Replacement:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.said = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlainMethod:
         return PlainMethod(copy.deepcopy(self.model, memo), self.name)
@@ -62,12 +61,12 @@ class OwnCompile(Replacement):
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
-        if not self.said:
-            self.said = True
-            notices.warn(
-                f"megacompile: {type(self.model).__name__}.compile() does nothing: megacompile "
-                "compiles the model (said once); leave it out"
-            )
+        notices.warn_once(
+            "compile()",
+            f"megacompile: {type(self.model).__name__}.compile() does nothing: megacompile "
+            "compiles the model (said once); leave it out",
+            of=self,
+        )
 
 
 class HostApply(Replacement):
@@ -90,11 +89,12 @@ class HostApply(Replacement):
             return tensor if probe.dtype == tensor.dtype else tensor.to(probe.dtype)
 
         applied: nn.Module = getattr(type(self.model), self.name)(self.model, stay, recurse)
-        if moved and not self.said:
-            self.said = True
-            notices.warn(
+        if moved:
+            notices.warn_once(
+                "to(device)",
                 "megacompile: parameters stay in host memory and are streamed to the device; "
-                "model.to(device) moved only buffers (said once)"
+                "model.to(device) moved only buffers (said once)",
+                of=self,
             )
         return applied
 

@@ -39,7 +39,6 @@ class Released:
         self.updates = updates
         self.depth = 0  # of the `with` blocks that run
         self.away: set[int] = set()  # keys of buckets that live on the device, but are not there
-        self.said = False  # that some of them stay
 
     @property
     def _name(self) -> str:
@@ -155,13 +154,14 @@ class Released:
         return self.buckets.data_parallel.holds([p for b in residents for p in b.params])
 
     def _say(self, why: str, size_bytes: int) -> None:
-        if not self.said and size_bytes:
-            self.said = True
-            notices.warn(
+        if size_bytes:
+            notices.warn_once(
+                "buckets that stay",
                 f"megacompile: released() leaves {format_bytes(size_bytes)} of {self._name} on the "
                 f"device, with their gradients and states, because {why}, and parameters that "
                 "move would lose its hooks; megacompile(model, resident=0) keeps none there (said "
-                "once)"
+                "once)",
+                of=self,
             )
 
     def _take(self) -> None:

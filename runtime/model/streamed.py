@@ -111,7 +111,6 @@ class StreamedModel:
         self._views = ViewNotice()
         bind_operators()
         self.called = False
-        self._said = False  # that torch.compile is not needed?
         register(self.buckets)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -249,13 +248,13 @@ class StreamedModel:
         )
 
     def _within_torch_compile(self) -> None:
-        if not self._said:
-            self._said = True
-            notices.warn(
-                f"megacompile: {type(self.model).__name__} is called from code that torch.compile "
-                "captures, which leaves it as it is: megacompile compiles it (said once); leave "
-                "out torch.compile where it is around the model alone"
-            )
+        notices.warn_once(
+            "within torch.compile",
+            f"megacompile: {type(self.model).__name__} is called from code that torch.compile "
+            "captures, which leaves it as it is: megacompile compiles it (said once); leave out "
+            "torch.compile where it is around the model alone",
+            of=self,
+        )
 
     __call__ = compat.opaque(
         _call,

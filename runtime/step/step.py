@@ -83,7 +83,6 @@ class Updates:
         self._make_rest = rest
         self._before_step = before_step
         self._rests: dict[tuple[tuple[Bucket, bool], ...], Executor] = {}
-        self._said: set[str] = set()
         self._rehearsals = Rehearsals()
         self._prepared: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have stepped
         self.ahead = Ahead(machine, self.parts, self._prepared)
@@ -273,9 +272,7 @@ class Updates:
         return False if self.parts.backends else self.options.progress
 
     def _say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            notices.warn(f"megacompile: {text} (said once)")
+        notices.warn_once(text, f"megacompile: {text} (said once)", of=self)
 
     def _in_order(self, keys: Iterable[int]) -> list[int]:
         """Buckets in the order in which the forward read them."""

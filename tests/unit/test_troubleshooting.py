@@ -96,6 +96,8 @@ def messages(modules: Mapping[str, ast.Module]) -> dict[str, str]:
                 given, line = node.exc.args if called(node.exc) in known else [], node.lineno
             elif isinstance(node, ast.Call) and called(node) in ("warn", *SAYS):
                 given, line = node.args, node.lineno
+            elif isinstance(node, ast.Call) and called(node) == "warn_once":
+                given, line = node.args[1:], node.lineno  # after its subject
             for text in texts(given[0], named) if given else ():
                 found[text] = f"{path}:{line}"
     for name in SAID:
@@ -142,12 +144,13 @@ def f():
     raise OptionError(why())
     warnings.warn("one two " + three, stacklevel=2)
     self._say("a b c")
+    notices.warn_once("subject", "d e f", of=self)
     raise OptionError(f"{x}: {y}")
 """
     found = messages({"m.py": ast.parse(source)})
     said = "got ... of ...; needed more than two"
     reason = "the reason is ... or so, and more"
-    assert set(found) == {said, reason, "one two ...", "a b c", "...: ..."}
+    assert set(found) == {said, reason, "one two ...", "a b c", "d e f", "...: ..."}
     shown = {message: words for message in found if (words := first_words(message))}
     assert shown == {said: said, reason: reason}
     found = {f"...: {said}": "m.py:1", "one two three": "m.py:2"}
