@@ -107,7 +107,7 @@ def _planned(programs: list[AbstractProgram], hardware: Hardware) -> dict[str, o
         compiler.setting.cost(states=2),
         device_bytes=compiler.budget.size_bytes(),
         host_bytes=hardware.host_bytes,
-        disk_bytes=compiler.chooser.disk_budget_bytes(),
+        disk_bytes=compiler.budget.disk_bytes(),
     )
     plan = schedules[-1].plan
     return {

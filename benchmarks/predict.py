@@ -25,7 +25,7 @@ from benchmarks.cases import GROUPS, Case
 from benchmarks.models import Loss, parameters, qwen2
 from benchmarks.report import publish
 from megacompile.cost.hardware import H200, Hardware
-from megacompile.cost.memory import host_memory
+from megacompile.cost.places import host_memory
 from megacompile.cost.rates import known
 from megacompile.cost.simulate import simulate
 from megacompile.plan.abstract import abstract_options, abstract_programs

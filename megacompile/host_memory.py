@@ -177,7 +177,7 @@ def _rlimits() -> list[tuple[int, int]]:
 # Under WSL 2 it is what Windows lends, which can be as little as 0.5 GiB; some containers allow
 # none. So the limit is found by trying: what was refused once is not asked for again, and buffers
 # that are not locked are pageable. The numbers are the same. Their copies are slower, and plans
-# allow for that (`megacompile.cost.pageable`).
+# allow for that (`megacompile.cost.hardware`).
 
 
 class PageLocks:

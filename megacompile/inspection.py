@@ -170,7 +170,7 @@ def explain(
         options.lowering is Lowering.INDUCTOR,
         device_bytes,
         compiler.setting.host_budget_bytes() or machine.host_bytes or total_bytes(),
-        compiler.chooser.disk_budget_bytes(),
+        compiler.budget.disk_bytes(),
         disk_weights=options.disk_weights,
     )
     if trace is None and streamed in _TRACES:

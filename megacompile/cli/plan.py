@@ -169,7 +169,7 @@ def _answer(args: argparse.Namespace, hardware: Hardware, batch: int) -> Answer:
         compiler.setting.cost(states=OPTIMIZERS[args.optimizer]),
         device_bytes=compiler.budget.size_bytes(),
         host_bytes=hardware.host_bytes,
-        disk_bytes=compiler.chooser.disk_budget_bytes(),
+        disk_bytes=compiler.budget.disk_bytes(),
         first=_first(
             made,
             options,

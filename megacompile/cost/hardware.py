@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megacompile.errors import OptionError
+from megacompile.text import format_bytes
 
 ASSUMED_NETWORK_GB_S = 12.5
 
@@ -236,3 +237,65 @@ def of_sheet(name: str) -> Hardware | None:
     if name == "h200":
         return H200
     return _SHEETS[name].hardware() if name in _SHEETS else None
+
+
+# Copies where not all of host memory can be page-locked. A copy from or to pageable memory goes
+# through a small locked buffer of the driver, at about half the rate. Which buffers are locked
+# depends on the order in which they are made, so each copy is taken to have the share of pageable
+# memory that all of them have.
+
+SHORT = "page-locked memory: "  # what `pageable_words` begins with
+SHARE = 0.5  # of the rate of a copy from or to page-locked memory
+_COPIES = ("h2d_gb_s", "d2h_gb_s", "h2d_both_gb_s", "d2h_both_gb_s")
+
+
+def with_pageable(hardware: Hardware, host_bytes: int) -> Hardware:
+    """The machine with the rates that copies have where this much host memory is used."""
+    share = _rate_share(hardware, host_bytes)
+    if share == 1.0:
+        return hardware
+    return replace(hardware, **{name: share * getattr(hardware, name) for name in _COPIES})
+
+
+def pageable_bytes(hardware: Hardware, host_bytes: int) -> int:
+    """Bytes of so much host memory that the system is known not to lock."""
+    locked = hardware.locked_bytes
+    return 0 if locked is None else max(0, host_bytes - locked)
+
+
+def pageable_words(hardware: Hardware, host_bytes: int) -> str:
+    """The words of a plan about that; "" where all is locked, as far as is known."""
+    pageable = pageable_bytes(hardware, host_bytes)
+    if not pageable:
+        return ""
+    there, rate = hardware.locked_bytes or 0, _rate_share(hardware, host_bytes)
+    return (
+        f"{SHORT}{format_bytes(host_bytes)} needed, {format_bytes(there)} available: "
+        f"{format_bytes(pageable)} stay pageable, and copies between host and device run at "
+        f"{rate:.0%} of their rate"
+    )
+
+
+def _rate_share(hardware: Hardware, host_bytes: int) -> float:
+    """The share of the rate that copies have where all of host memory is locked."""
+    if not (pageable := pageable_bytes(hardware, host_bytes)):
+        return 1.0
+    share = pageable / host_bytes
+    return 1 / (1 - share + share / SHARE)
+
+
+# Plans are compared with a slower host too.
+
+_SLOWER = 0.65  # of the host's rates: what it gets on another day
+
+
+def with_slower_host(hardware: Hardware) -> Hardware:
+    """Seconds of an update on another day. Copies that are alone take as long as ever: a choice
+    without updates is not simulated twice."""
+    memory_gb_s = hardware.host_memory_gb_s
+    copies_gb_s = min(memory_gb_s, hardware.h2d_both_gb_s + hardware.d2h_both_gb_s)
+    return replace(
+        hardware,
+        update_gb_s=_SLOWER * hardware.update_gb_s,
+        host_memory_gb_s=max(_SLOWER * memory_gb_s, copies_gb_s),
+    )

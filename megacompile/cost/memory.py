@@ -1,4 +1,4 @@
-"""Memory that a schedule holds on the device and on the host, by kind, over its program.
+"""Memory that a schedule holds on the device, by kind, over its program.
 
 Device memory is given and taken back in program order, when ops are issued: the allocator's blocks
 are reused along the compute stream, whatever the copies do. So the peak does not depend on time:
@@ -20,7 +20,6 @@ from torch import fx
 from megacompile.cost.kernels import Returned
 from megacompile.cost.ops import analysis_of
 from megacompile.cost.optimizer import OptimizerCost, chunks_bytes
-from megacompile.cost.places import flat_bytes, state_bytes, stored_bytes, stored_weights_bytes
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, largest_shard
 from megacompile.ir.ops import Op, Part, Value
@@ -139,7 +138,7 @@ def _resident_bytes(schedules: Sequence[Schedule], keys: Iterable[int], cost: Op
     return sum(largest.values())
 
 
-def _accumulated(schedule: Schedule, *, reads: bool = False) -> list[Bucket]:
+def accumulated(schedule: Schedule, *, reads: bool = False) -> list[Bucket]:
     """Those that a backward adds gradients to, or, unless `reads`, leaves them in."""
     if schedule.backward is None:
         return []
@@ -180,7 +179,7 @@ class _Replay:
             every: those that one makes too.
         """
         for schedule in schedules:
-            for bucket in _accumulated(schedule, reads=not every):
+            for bucket in accumulated(schedule, reads=not every):
                 if bucket.key in schedule.plan.resident:
                     self._keep(schedule, bucket)
 
@@ -414,96 +413,3 @@ def _kind_of(call: fx.Node, stage: Stage, k: int) -> MemoryKind:
     if call.target is ops.recompute:
         return MemoryKind.SAVED
     return MemoryKind.ACTIVATIONS if k < stage.result_count else MemoryKind.SAVED
-
-
-def host_memory(
-    schedules: Schedule | Iterable[Schedule],
-    optimizer: OptimizerCost | None = None,
-    *,
-    for_step: bool = False,
-) -> dict[MemoryKind, int]:
-    """Bytes in host memory by kind, once training runs: gradients and states are made by then, and
-    at the boundary of forward and backward saved tensors wait there.
-
-    Args:
-        for_step: the schedules were made for `optimizer.step()`, whatever the optimizer here: the
-            gradients that a backward leaves are for that. Those that it adds to wait in any case.
-    """
-    each = [schedules] if isinstance(schedules, Schedule) else list(schedules)
-    buckets = {b.key: b for schedule in each for b in schedule.buckets}
-    trained: dict[int, set[int]] = {}
-    for schedule in each:
-        if schedule.backward is not None:
-            for key, params in schedule.gradient_params.items():
-                trained.setdefault(key, set()).update(params)
-    kinds = (MemoryKind.PARAMETERS, MemoryKind.MASTERS, MemoryKind.GRADIENTS, MemoryKind.STATES)
-    found = dict.fromkeys(kinds, 0)
-    cost = optimizer or OptimizerCost(states=0)
-    resident = {key for schedule in each for key in schedule.plan.resident}
-    on_disk = {key for schedule in each for key in schedule.plan.on_disk}
-    read = {key for schedule in each for key in schedule.plan.weights_on_disk}
-    accumulated = {b.key for one in each for b in _accumulated(one, reads=for_step)}
-    staged = weights = 0  # of the largest bucket on a disk
-    for key, bucket in buckets.items():
-        if key in resident:
-            continue
-        sizes = streamed_bytes(bucket, trained.get(key, ()), cost, accumulates=key in accumulated)
-        if key in on_disk:
-            sizes.pop(MemoryKind.STATES)
-            staged = max(staged, stored_bytes(bucket, trained.get(key, ()), cost))
-        if key in read:
-            sizes.pop(MemoryKind.PARAMETERS)
-            weights = max(weights, stored_weights_bytes(bucket))
-        for kind, size in sizes.items():
-            found[kind] += size
-    plans = [schedule.plan for schedule in each]
-    found[MemoryKind.STAGED] = staged * max((plan.state_sets for plan in plans), default=0)
-    sets = (plan.weight_sets + plan.new_weight_sets for plan in plans)
-    found[MemoryKind.STAGED] += weights * max(sets, default=0)
-    found[MemoryKind.STAGED] += max(map(_passing_bytes, each), default=0)
-    found[MemoryKind.ACTIVATIONS] = sum(size for one in each for size in _waiting_bytes(one))
-    return {kind: size for kind, size in found.items() if size}
-
-
-def streamed_bytes(
-    bucket: Bucket, trained: Iterable[int], cost: OptimizerCost, *, accumulates: bool = False
-) -> dict[MemoryKind, int]:
-    """Host memory of a bucket that is streamed, by kind.
-
-    Args:
-        trained: indices of the parameters that get a gradient.
-        accumulates: gradients of micro-batches wait for an update in a later backward.
-    """
-    mine = largest_shard(bucket)
-    found = {MemoryKind.PARAMETERS: mine.size_bytes}
-    masters = cost.master_bytes
-    if masters is not None:
-        found[MemoryKind.MASTERS] = flat_bytes(mine, range(len(mine.params)), lambda _: masters)
-    indices = list(trained)
-    found[MemoryKind.STATES] = cost.states * sum(state_bytes(bucket, indices, cost))
-    grad_of = cost.grad_of if accumulates else cost.kept_grad_of
-    found[MemoryKind.GRADIENTS] = flat_bytes(mine, indices, grad_of)
-    return found
-
-
-def saved_elsewhere(schedule: Schedule) -> list[tuple[int, int]]:
-    """The saved tensors that wait on the host or on a disk: the index of a stage, bytes."""
-    if schedule.backward is None:
-        return []
-    copies = ops.nodes_that(schedule.forward, lambda op: op.gives is Value.SAVED_ON_HOST)
-    return [(ops.arguments(c)[0].index, value_bytes(c)) for c in copies]
-
-
-def stored_saved_bytes(schedule: Schedule) -> list[int]:
-    """Those that wait on a disk."""
-    return [size for i, size in saved_elsewhere(schedule) if i in schedule.plan.saved_on_disk]
-
-
-def _waiting_bytes(schedule: Schedule) -> list[int]:
-    """Those that wait on the host."""
-    return [size for i, size in saved_elsewhere(schedule) if i not in schedule.plan.saved_on_disk]
-
-
-def _passing_bytes(schedule: Schedule) -> int:
-    """Bytes of the host buffers that saved tensors are in on their way to the disk and back."""
-    return 2 * schedule.plan.saved_sets * max(stored_saved_bytes(schedule), default=0)

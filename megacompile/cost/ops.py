@@ -7,17 +7,21 @@ made once and kept with its graph, so that many schedules of one model can be si
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from torch import fx
 
+from megacompile.cost.aten import bytes_of, tensors_of
 from megacompile.cost.fusion import analyse
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.kernels import Analysis, KernelWork
-from megacompile.cost.pieces import analyse_pieces
+from megacompile.cost.kernels import Analysis, Kernel, KernelBound, KernelWork, Returned
 from megacompile.ir import ops
+from megacompile.ir.head import sum_dtype
+from megacompile.ir.lifetimes import endings
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code, Template
-from megacompile.ir.tiles import pieces_of
+from megacompile.ir.tensors import TensorMeta
+from megacompile.ir.tiles import Piece, Result, Tile, pieces_of
 
 _EMPTY = Analysis((), 0, ())
 
@@ -73,3 +77,86 @@ def computes_s(schedule: Schedule, hardware: Hardware, *, fused: bool = True) ->
             elif schedule.update is None:
                 others_s += node_s(node, hardware, fused=fused)
     return others_s + sum(n * compute_s(*run, hardware, fused=fused) for run, n in runs.items())
+
+
+# A graph of pieces: the kernels of its pieces, tile by tile, and its memory. A tile's results are
+# copied to where they belong in the whole; a product over tokens is added to a sum, which is read
+# and written for each tile.
+
+
+def analyse_pieces(graph: fx.Graph, *, fused: bool = True) -> Analysis:
+    """Count the kernels of a graph of pieces, whose nodes have fake tensors as `meta["val"]`."""
+    found = {
+        tile: analyse(tile.module.graph, fused=fused)
+        for _, piece in pieces_of(graph)
+        for tile in piece.tiles
+    }
+    kernels = [kernel for _, piece in pieces_of(graph) for kernel in _kernels(piece, found)]
+    return Analysis(tuple(kernels), _peak_bytes(graph, found), tuple(_returned(graph)))
+
+
+def _kernels(piece: Piece, found: dict[Tile, Analysis]) -> Iterator[Kernel]:
+    if piece.is_whole:
+        yield from found[piece.tiles[0]].kernels
+        return
+    for start, tile in piece.spans():
+        yield from found[tile].kernels
+        yield from _joined(piece, tile, first=start == 0)
+    for (kind, _), meta in zip(piece.results, piece.metas, strict=True):
+        if kind is not Result.CUT and _sum_bytes(meta) > meta.size_bytes:
+            moved = _sum_bytes(meta) + meta.size_bytes
+            yield Kernel(f"{piece.__name__}_rounded", KernelBound.MEMORY, 0, moved, itemsize=4)
+
+
+def _joined(piece: Piece, tile: Tile, *, first: bool) -> Iterator[Kernel]:
+    """Kernels of the loop over tiles: copies into the whole, and sums."""
+    made = iter(ops.returned(tile.module.graph))
+    for (kind, _), meta in zip(piece.results, piece.metas, strict=True):
+        name = f"{piece.__name__}_{kind.value}"
+        if kind is Result.PRODUCT:
+            (a,), (b,) = tensors_of(next(made)), tensors_of(next(made))
+            moved = bytes_of([a, b]) + (1 if first else 2) * _sum_bytes(meta)
+            flops = 2 * a.shape[0] * a.shape[1] * b.shape[1]
+            yield Kernel(name, KernelBound.PRODUCT, flops, moved, a.dtype.itemsize)
+            continue
+        size = bytes_of(tensors_of(next(made)))
+        moved = 2 * size if first or kind is Result.CUT else 3 * size
+        yield Kernel(name, KernelBound.MEMORY, 0, moved, itemsize=4)
+
+
+def _sum_bytes(meta: TensorMeta) -> int:
+    return meta.size_bytes // meta.dtype.itemsize * sum_dtype(meta.dtype).itemsize
+
+
+def _peak_bytes(graph: fx.Graph, found: dict[Tile, Analysis]) -> int:
+    """The most that pieces hold at once: values for others, and what a tile needs."""
+    nodes = list(graph.nodes)
+    live: dict[fx.Node, int] = {}
+    peak = 0
+    for node, ending in zip(nodes, endings([n.all_input_nodes for n in nodes]), strict=True):
+        if isinstance(node.target, Piece):
+            piece: Piece = node.target
+            inside = max(found[tile].peak_bytes for tile in piece.tiles)
+            if not piece.is_whole:
+                pairs = zip(piece.results, piece.metas, strict=True)
+                inside += sum(
+                    meta.size_bytes if kind is Result.CUT else _sum_bytes(meta)
+                    for (kind, _), meta in pairs
+                )
+            peak = max(peak, sum(live.values()) + inside)
+        elif node.op == "call_function":  # an item
+            live[node] = bytes_of(tensors_of(node))
+            peak = max(peak, sum(live.values()))
+        for source in ending:
+            live.pop(source, None)
+    return peak
+
+
+def _returned(graph: fx.Graph) -> Iterator[Returned | None]:
+    inputs = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
+    for k, node in enumerate(ops.returned(graph)):
+        if not isinstance(node, fx.Node):
+            yield None
+            continue
+        memory = -1 - inputs[node] if node in inputs else k
+        yield Returned(memory, bytes_of(tensors_of(node)))

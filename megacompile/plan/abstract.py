@@ -41,8 +41,7 @@ from megacompile.options import Lowering, Options
 from megacompile.packed import is_wrapper, leaves, members, on_device, taken_apart, unshare
 from megacompile.passes.stages.units import find_units
 from megacompile.plan.alternatives import Planned
-from megacompile.plan.compiler import PassCompiler
-from megacompile.plan.settled import SettledPlans
+from megacompile.plan.compiler import PassCompiler, SettledPlans
 from megacompile.text import printable
 
 

@@ -21,9 +21,8 @@ from megacompile.errors import MegacompileError
 from megacompile.ir.capture import Capture, Variant
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Options
-from megacompile.plan.compiler import PassCompiler
+from megacompile.plan.compiler import PassCompiler, SettledPlans
 from megacompile.plan.scenario import FASTER, Scenario, faster
-from megacompile.plan.settled import SettledPlans
 from megacompile.text import format_bytes
 
 _HOST = ("host memory bandwidth", "host update")
@@ -156,7 +155,7 @@ def _more_memory(now: Scenario, compiler: PassCompiler, planned: Sequence[Planne
 
     found: list[Change] = []
     device, host = compiler.budget.size_bytes(), compiler.setting.host_budget_bytes()
-    disk = compiler.chooser.disk_budget_bytes()
+    disk = compiler.budget.disk_bytes()
     add("device", device, lambda: plan(device * 11 // 10, host, disk))
     if host is not None:
         short = any(compiler.chooser.host_too_small(stages) for stages, _, _ in planned)

@@ -1,7 +1,9 @@
-"""Device memory that plans may use, what they took of it, and less of it when that was too much."""
+"""Device memory that plans may use, what they took of it, and less of it when that was too much.
+The same of the disk: what they may use."""
 
 from __future__ import annotations
 
+from megacompile.ir.plan import Choice
 from megacompile.plan.fit import device_table
 from megacompile.plan.problem import Problem
 from megacompile.plan.setting import Setting
@@ -16,10 +18,14 @@ class Budget:
 
     Args:
         setting: where the user says nothing, what is free when it is first asked for.
-        limit_bytes: what plans may use. None: what `setting` says.
+        limit_bytes: of the device, what plans may use. None: what `setting` says.
+        disk_bytes: the same of the disk. None: asked for when it is needed.
     """
 
-    def __init__(self, setting: Setting, limit_bytes: int | None = None) -> None:
+    def __init__(
+        self, setting: Setting, limit_bytes: int | None = None, disk_bytes: int | None = None
+    ) -> None:
+        self._disk_bytes = disk_bytes
         self.setting = setting
         self.limit_bytes = setting.options.gpu_memory if limit_bytes is None else limit_bytes
         self._is_of_all = False  # have ranks said how much each of them may use?
@@ -31,6 +37,13 @@ class Budget:
         if self.limit_bytes is None:
             self.limit_bytes = self.setting.free_bytes()
         return self.limit_bytes
+
+    def disk_bytes(self) -> int | None:
+        """Memory on the disk for the whole model, as it was when it was first asked for; None:
+        there is no disk."""
+        if self._disk_bytes is None:
+            self._disk_bytes = self.setting.disk_budget_bytes()
+        return self._disk_bytes
 
     def agree(self) -> None:
         """Takes the least that any of the ranks may use, which they say once, all at the same
@@ -64,4 +77,5 @@ class Budget:
         """Device memory of the smallest feasible plan, as a table; "" if not known."""
         if not self._problems:
             return ""
-        return device_table(self._problems[-1], self._problems[-1].floor().peak)
+        problem = self._problems[-1]
+        return device_table(problem, Choice(0, problem.here), problem.floor().peak)

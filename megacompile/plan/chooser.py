@@ -15,30 +15,25 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from megacompile.cost.memory import MemoryKind, device_memory, streamed_bytes
+from megacompile.cost.hardware import pageable_words
+from megacompile.cost.memory import device_memory
 from megacompile.cost.ops import computes_s
-from megacompile.cost.pageable import pageable_words
-from megacompile.cost.places import stored_bytes, stored_weights_bytes
 from megacompile.errors import DeviceMemoryError, HostMemoryError
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.capture import Variant
-from megacompile.ir.plan import Choice, Placement, Places
+from megacompile.ir.plan import Choice, Placement
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.options import Activations, Lowering
 from megacompile.plan.budget import Budget
-from megacompile.plan.drafts import Drafts
-from megacompile.plan.fit import TOLERANCE, TRIED, device_refusal, device_short, refusal
-from megacompile.plan.nearest import nearest
+from megacompile.plan.fit import TOLERANCE, TRIED, device_refusal, device_short, host_refusal
 from megacompile.plan.pipeline import Pipeline
 from megacompile.plan.planner import SearchResult
 from megacompile.plan.problem import Problem
-from megacompile.plan.scenario import Scenario
-from megacompile.plan.searches import Searches
+from megacompile.plan.problems import Problems
+from megacompile.plan.searches import Searches, nearest, search_with_weights, stay_that_fit
 from megacompile.plan.setting import Setting
-from megacompile.plan.stay import stay_that_fit
 from megacompile.plan.wanted import OpenTo, WantedPlaces
-from megacompile.plan.weights_on_disk import search_with_weights
 from megacompile.text import format_bytes
 
 _Stages = tuple[Stage, ...]  # as `Pipeline.partition` made them: they stand for a captured graph
@@ -87,22 +82,18 @@ class Chooser:
         setting: the options, and the machine.
         pipeline: builds what is simulated.
         budget: the device memory that there is; told of what plans need.
-        disk_bytes: the budget of the disk. None: asked for when it is needed.
     """
 
-    def __init__(
-        self, setting: Setting, pipeline: Pipeline, budget: Budget, disk_bytes: int | None = None
-    ) -> None:
+    def __init__(self, setting: Setting, pipeline: Pipeline, budget: Budget) -> None:
         self.setting = setting
         self.pipeline = pipeline
         self.budget = budget
         self.wanted = WantedPlaces(setting.options)
+        self.problems = Problems(setting, pipeline, budget, self.wanted)
         self._searches = Searches(setting)
         self._chosen: dict[Schedule, PlanChoice] = {}  # by captured stages
-        self._trained: dict[int, Sequence[int]] = {}  # bucket key -> parameters with a gradient
         self._stay_now = False  # do buckets stay in slots, because there is memory for them?
         self._no_stay = False  # was memory too short for that?
-        self._disk_bytes = disk_bytes  # that states may take there; None: not asked yet
         self._planned: dict[_Stages, _Planned] = {}  # the one that was planned last comes last
         self._sought: dict[_Stages, Problem] = {}  # the last that a search was made for
         self._nearest: dict[_Stages, Choice] = {}  # what lacks the least, where nothing fits
@@ -134,7 +125,7 @@ class Chooser:
             stay = self._stay(schedule, placement)
             tiles = max((each.found.choice.tiles for each in self._planned.values()), default=1)
             return PlanChoice(Choice(places=places, stay=stay, tiles=tiles))
-        if not self._plans:
+        if not self.setting.plans:
             return PlanChoice(Choice(places=places))
         if stages in self._chosen:
             return self._chosen[stages]
@@ -210,7 +201,12 @@ class Chooser:
             placement: where the buckets are.
         """
         options = self.setting.options
-        if options.resident is not None or placement.stays or not self._plans or options.ranks > 1:
+        if (
+            options.resident is not None
+            or placement.stays
+            or not self.setting.plans
+            or options.ranks > 1
+        ):
             return
         read = frozenset[int]().union(*(planned.keys for planned in self._planned.values()))
         cost = replace(self.setting.cost(), in_backward=False)  # which leaves their gradients
@@ -235,11 +231,6 @@ class Chooser:
             gradients_stay=any(each.problem.gradients_stay for each in planned),
         ).peak.total_bytes
 
-    @property
-    def _plans(self) -> bool:
-        """True if plans are searched for."""
-        return self.setting.options.plans or self.setting.hardware is not None
-
     def _searched(
         self,
         stages: Schedule,
@@ -263,7 +254,7 @@ class Chooser:
             found = self._sought_anew(stages, problem)
         weights = bool(open_to.weights) and before is None
         problem, found = self._search(stages, problem, found, weights=weights)
-        self._trained |= schedule.gradient_params
+        self.problems.trained |= schedule.gradient_params
         self.budget.note(problem, found.peak_bytes)
         decides = bool(open_to.keys) or found is before
         self._drop_planned(stages)
@@ -325,23 +316,11 @@ class Chooser:
     ) -> Problem:
         """The problem to solve, with what is known already of these stages."""
         own = frozenset(bucket.key for bucket in schedule.buckets)
-        if placement.accumulates:
-            variant = replace(variant, accumulate=True)  # which needs the most
-        problem = replace(
-            self.problem_of(schedule, variant, placement),
-            here=open_to.closed(placement.places.only(own)),
-            undecided=[b for b in schedule.buckets if b.key in open_to.residents],
-            storable=open_to.states,
-            others=self._others(stages, own),
-            budget_bytes=self._budget_bytes(schedule, placement),
-        )
+        others = self._others(stages, own)
+        problem = self.problems.open_to(open_to, schedule, variant, placement, others)
         if (known := self._sought.get(stages.stages)) is not None:
             problem.learn(known)
         return problem
-
-    def _budget_bytes(self, schedule: Schedule, placement: Placement) -> int:
-        """Device memory for a graph, and for other graphs."""
-        return self.budget.size_bytes() - self.wanted.bytes_next_to(schedule, placement)
 
     def _others(self, stages: Schedule, own: frozenset[int]) -> tuple[Schedule, ...]:
         """Drafts of the other captured graphs."""
@@ -375,21 +354,7 @@ class Chooser:
             self._nearest[stages.stages] = choice
         if not problem.fits_host(choice):
             self.wanted.set(choice.places)
-            raise HostMemoryError(
-                refusal(
-                    Scenario(
-                        (problem.schedule(choice),),
-                        problem.hardware,
-                        problem.optimizer,
-                        problem.fused,
-                        problem.budget_bytes,
-                        _less(problem.host_budget_bytes, problem.elsewhere_bytes),
-                        problem.disk_budget_bytes,
-                        disk_weights=self.setting.options.disk_weights,
-                    ),
-                    problem.peak_bytes(choice),
-                )
-            )
+            raise HostMemoryError(host_refusal(problem, choice, self.setting.options.disk_weights))
         peak = problem.memory(choice).peak
         if peak.total_bytes > TOLERANCE * problem.budget_bytes:
             if not self.wanted.known:
@@ -399,33 +364,6 @@ class Chooser:
         short = device_short(peak.total_bytes, problem.budget_bytes)
         reasons = (f"{short}: {TRIED}" if over else "no other plan fits",)
         return SearchResult(choice, math.inf, peak.total_bytes, 0, reasons)
-
-    def _elsewhere_bytes(
-        self, schedule: Schedule, wanted: Places, accumulates: bool
-    ) -> tuple[int, int]:
-        """Host memory, and memory on the disk, of the buckets that a captured graph does not read,
-        as far as is known."""
-        here = {bucket.key for bucket in schedule.buckets} | wanted.resident
-        others = (unit.bucket for unit in self.pipeline.units if unit.bucket.key not in here)
-        cost = self.setting.cost()
-        on_host, on_disk = 0.0, 0
-        for bucket in others:
-            trained = self._trained.get(bucket.key, ())
-            kinds = streamed_bytes(bucket, trained, cost, accumulates=accumulates)
-            if bucket.key in wanted.on_disk:
-                on_disk += stored_bytes(bucket, trained, cost)
-                kinds.pop(MemoryKind.STATES)
-            if self.setting.options.disk_weights or bucket.key in wanted.weights_on_disk:
-                on_disk += stored_weights_bytes(bucket)
-                kinds.pop(MemoryKind.PARAMETERS)
-            on_host += sum(kinds.values())
-        return int(on_host), on_disk
-
-    def disk_budget_bytes(self) -> int | None:
-        """Memory of the whole model, as it was when it was first asked for."""
-        if self._disk_bytes is None:
-            self._disk_bytes = self.setting.disk_budget_bytes()
-        return self._disk_bytes
 
     def _stay(self, schedule: Schedule, placement: Placement) -> int:
         """Number of streamed buckets that stay in slots between forwards without a backward."""
@@ -439,48 +377,10 @@ class Chooser:
             return max(0, options.slots - options.lookahead - 1)
         if not options.plans or self._no_stay:
             return 0
-        budget_bytes = int(_SHARE * self._budget_bytes(schedule, placement))
+        budget_bytes = int(_SHARE * self.problems.budget_bytes(schedule, placement))
         count = stay_that_fit(self.pipeline, self.setting, schedule, placement.places, budget_bytes)
         self._stay_now |= count > 0
         return count
-
-    def problem_of(
-        self,
-        schedule: Schedule,
-        variant: Variant,
-        placement: Placement | None = None,
-    ) -> Problem:
-        """The problem that a plan solves.
-
-        Args:
-            schedule: what `Pipeline.differentiated` returns.
-            placement: where the buckets of the model are. Default: on the host.
-        """
-        placement = placement or Placement()
-        cost = self.setting.cost()
-        accumulates = cost.in_backward and (variant.accumulate or not variant.update)
-        moves = self.setting.options.resident is None and not placement.stays
-        wanted = self.wanted.places(placement)
-        on_host, on_disk = self._elsewhere_bytes(schedule, wanted, accumulates)
-        disk_bytes = self.disk_budget_bytes()
-        return Problem(
-            drafts=Drafts(self.pipeline, schedule, variant),
-            buckets=schedule.buckets,
-            stages=sum(stage.traced.has_backward for stage in schedule.stages),
-            hardware=self.setting.rates(),
-            optimizer=cost,
-            accumulates=accumulates,
-            gradients_stay=(variant.accumulate or not moves) and not cost.in_backward,
-            disk_weights=bool(self.setting.options.disk_weights),
-            disk_saved=self.setting.options.disk_saved,
-            offloads=self.setting.options.activations is Activations.OFFLOAD,
-            budget_bytes=self.budget.size_bytes(),
-            host_budget_bytes=self.setting.host_budget_bytes(),
-            elsewhere_bytes=on_host,
-            disk_budget_bytes=None if disk_bytes is None else max(0, disk_bytes - on_disk),
-            fused=self.setting.options.lowering is Lowering.INDUCTOR,
-            trained=schedule.gradient_params,
-        )
 
     def _found_before(self, stages: Schedule, problem: Problem) -> SearchResult | None:
         """The choice that was made for the same before its buckets were moved to where it wants
@@ -538,7 +438,3 @@ class Chooser:
         for remembered in known:
             for each in [each for each in remembered if each not in kept]:
                 del remembered[each]
-
-
-def _less(size_bytes: int | None, other_bytes: int) -> int | None:
-    return None if size_bytes is None else size_bytes - other_bytes

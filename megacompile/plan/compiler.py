@@ -66,8 +66,8 @@ class PassCompiler:
     ) -> None:
         self.setting = Setting(options, hardware, host_bytes, agreed, disk_bytes, least)
         self.pipeline = Pipeline(self.setting, units, templates)
-        self.budget = Budget(self.setting, budget_bytes)
-        self.chooser = Chooser(self.setting, self.pipeline, self.budget, disk_budget_bytes)
+        self.budget = Budget(self.setting, budget_bytes, disk_budget_bytes)
+        self.chooser = Chooser(self.setting, self.pipeline, self.budget)
         self._last: tuple[Schedule, Variant, Schedule] | None = None  # `_differentiated`
         self._last_resized: tuple[object, Values, Schedule] | None = None
         self._run: dict[Schedule, Schedule] = {}  # what `partition` gave -> what is planned of it
@@ -102,7 +102,7 @@ class PassCompiler:
             templates=self.pipeline.templates,
             agreed=self.setting.agreed,
             disk_bytes=self.setting.disk_bytes,
-            disk_budget_bytes=disk_budget_bytes or self.chooser.disk_budget_bytes(),
+            disk_budget_bytes=disk_budget_bytes or self.budget.disk_bytes(),
         )
         if same:
             made._last = self._last
@@ -294,3 +294,31 @@ class PassCompiler:
     def needs(self) -> str:
         """Device memory of the smallest feasible plan, as a table; "" if not known."""
         return self.budget.needs()
+
+
+class SettledPlans:
+    """Plans with the buckets where plans want them, as a model's calls after the first have it.
+
+    Args:
+        compiler: makes the plans.
+        placement: where the buckets are at first.
+    """
+
+    def __init__(self, compiler: PassCompiler, placement: Placement | None = None) -> None:
+        self.compiler = compiler
+        self.placement = placement or Placement()
+
+    def schedule(
+        self, stages: Schedule, capture: Capture, variant: Variant, *, draft: bool = False
+    ) -> Schedule:
+        """The schedule for buckets that are where it wants them; `draft` as in `plan`."""
+        wants = self.compiler.choose(stages, capture, variant, self.placement)
+        if wants != self.placement:
+            self.placement = wants
+            self.compiler.replan()
+        return self.compiler.plan(stages, capture, variant, wants, draft=draft)
+
+    def choose_least(self, stages: Schedule, reason: str) -> None:
+        """Plan these stages with what comes nearest to the budgets, though that is too much."""
+        self.placement = self.compiler.wants(self.placement)
+        self.compiler.chooser.choose_least(stages, self.placement, reason)

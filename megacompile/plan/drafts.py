@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megacompile.cost.memory import saved_elsewhere
+from megacompile.cost.places import saved_elsewhere
 from megacompile.ir.capture import Variant
 from megacompile.ir.plan import Choice
 from megacompile.ir.schedule import Schedule

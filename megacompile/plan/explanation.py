@@ -18,14 +18,11 @@ from megacompile.views.critical_path import NONE, LastRank
 
 _ALL = 1.05  # of a step's time; a little more is rounding
 _ROWS = 8  # groups of stages that are shown
-_PARTS: dict[str, tuple[MemoryKind, ...]] = {  # rows of the table of memory
-    "parameters": (MemoryKind.PARAMETERS,),
-    "masters": (MemoryKind.MASTERS,),
-    "gradients": (MemoryKind.GRADIENTS,),
-    "optimizer states": (MemoryKind.STATES,),
-    "saved tensors": (MemoryKind.ACTIVATIONS, MemoryKind.SAVED),
-    "buffers": (MemoryKind.SLOTS, MemoryKind.INPUTS, MemoryKind.WORKSPACE, MemoryKind.STAGED),
-}
+_KINDS = (  # rows of the table of memory
+    *(MemoryKind.PARAMETERS, MemoryKind.MASTERS, MemoryKind.GRADIENTS, MemoryKind.STATES),
+    *(MemoryKind.ACTIVATIONS, MemoryKind.SAVED, MemoryKind.INPUTS, MemoryKind.WORKSPACE),
+    *(MemoryKind.SLOTS, MemoryKind.STAGED),
+)
 _EXPLAINED = 0.02  # a resource that is responsible for less is left out
 
 Section = tuple[str, list[list[str]] | list[str]]  # a heading, and columns or sentences
@@ -141,10 +138,10 @@ def memory_rows(found: Findings) -> list[list[str]]:
         return [part, *(text if name == tier else "" for name in tiers)]
 
     rows = [["memory", *tiers]]
-    for part, kinds in _PARTS.items():
-        sizes = [sum(m.kinds.get(kind.value, 0) for kind in kinds) for m in tiers.values()]
+    for kind in _KINDS:
+        sizes = [memory.kinds.get(kind.value, 0) for memory in tiers.values()]
         if any(sizes):
-            rows.append([part, *(format_bytes(size) if size else "" for size in sizes)])
+            rows.append([kind.value, *(format_bytes(size) if size else "" for size in sizes)])
     rows.append(["needed", *(format_bytes(m.needed_bytes) for m in tiers.values())])
     available = [memory.available_bytes for memory in tiers.values()]
     rows.append(["available", *("?" if n is None else format_bytes(n) for n in available)])

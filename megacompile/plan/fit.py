@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megacompile.cost.memory import MemoryKind, MemoryMoment
+from megacompile.cost.places import device_kinds
 from megacompile.host_memory import too_small
 from megacompile.ir.plan import Choice
 from megacompile.plan.problem import Problem
@@ -46,10 +47,11 @@ def device_short(needed_bytes: int, available_bytes: int | None) -> str:
     return _short("device memory", needed_bytes, available_bytes)
 
 
-def device_table(problem: Problem, peak: MemoryMoment) -> str:
-    """Device memory by user, and the memory that there is."""
-    needed = sorted(peak.live_bytes.items(), key=lambda item: -item[1])
-    rows = [(kind.value, size) for kind, size in needed if size]
+def device_table(problem: Problem, choice: Choice, peak: MemoryMoment) -> str:
+    """Device memory by kind, and the memory that there is; `peak` is that of the choice."""
+    schedules = (*problem.others, problem.schedule(choice))
+    kinds = device_kinds(peak, schedules, problem.optimizer)
+    rows = sorted(kinds.items(), key=lambda item: -item[1])
     rows += [("needed", peak.total_bytes), ("available", problem.budget_bytes)]
     return "\n".join(_table(rows))
 
@@ -77,7 +79,7 @@ def device_refusal(problem: Problem, choice: Choice, peak: MemoryMoment) -> str:
         [
             f"megacompile(): {device_short(needed, budget)}, at {peak.graph} {peak.label}, with "
             f"every stage recomputed{how}",
-            device_table(problem, peak),
+            device_table(problem, choice, peak),
             f"(host memory: {host} needed, {available} available)",
             *_more(device=needed - budget),
             _SMALLER,
@@ -105,7 +107,28 @@ def _first_too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:
     return *lines, *_more(device=device_over_bytes, host=needed - there, disk=disk)
 
 
-def refusal(now: Scenario, device_needed_bytes: int) -> str:
+def host_refusal(problem: Problem, choice: Choice, disk_weights: bool | None) -> str:
+    """The error of a model for which there is too little host memory, or disk.
+
+    Args:
+        choice: what comes nearest.
+        disk_weights: may parameters be on the disk? See `Scenario`.
+    """
+    host = problem.host_budget_bytes
+    now = Scenario(
+        (problem.schedule(choice),),
+        problem.hardware,
+        problem.optimizer,
+        problem.fused,
+        problem.budget_bytes,
+        None if host is None else host - problem.elsewhere_bytes,
+        problem.disk_budget_bytes,
+        disk_weights=disk_weights,
+    )
+    return _refusal(now, problem.peak_bytes(choice))
+
+
+def _refusal(now: Scenario, device_needed_bytes: int) -> str:
     """The error of a step that fits nowhere, with what it needs of each memory.
 
     Args:

@@ -12,11 +12,10 @@ import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megacompile.cost.hardware import Hardware
+from megacompile.cost.hardware import Hardware, with_pageable, with_slower_host
 from megacompile.cost.memory import DeviceMemory, device_memory
 from megacompile.cost.ops import computes_s
 from megacompile.cost.optimizer import OptimizerCost
-from megacompile.cost.pageable import with_pageable
 from megacompile.cost.script import Script
 from megacompile.cost.simulate import simulate_script
 from megacompile.ir.buckets import Bucket
@@ -26,7 +25,6 @@ from megacompile.passes.schedule.plan import reruns, stages_on_host
 from megacompile.plan.drafts import Drafts
 from megacompile.plan.tiers import Tiers, spread
 
-_SLOWER = 0.65  # of the host's rates: what it gets on another day
 _BUILT = 2  # drafts that are kept: what memory was asked of is often simulated next
 _AT_ONCE = 3  # buckets that the next forward waits for, should they are updated last and streamed
 _STRAIGHT = 0.01  # by so much may the slopes differ of what is taken for a straight line
@@ -171,7 +169,7 @@ class Problem:
         """The mean of that and of the time with a slower host."""
         step_s = self.step_s(choice)
         if choice not in self._slower_s:
-            self._slower_s[choice], _ = self._simulated(choice, _with_a_slower_host(self.hardware))
+            self._slower_s[choice], _ = self._simulated(choice, with_slower_host(self.hardware))
         return (step_s + self._slower_s[choice]) / 2
 
     def learn(self, other: Problem) -> None:
@@ -440,15 +438,3 @@ def _is_straight(known: Mapping[int, int], low: int, high: int) -> bool:
     beside += [(high, at[k + 1])] if k + 1 < len(at) else []
     slopes = [(known[right] - known[left]) / (right - left) for left, right in beside]
     return any(abs(slope - steep) <= _STRAIGHT * steep for slope in slopes)
-
-
-def _with_a_slower_host(hardware: Hardware) -> Hardware:
-    """Seconds of an update on another day. Copies that are alone take as long as ever: a choice
-    without updates is not simulated twice."""
-    memory_gb_s = hardware.host_memory_gb_s
-    copies_gb_s = min(memory_gb_s, hardware.h2d_both_gb_s + hardware.d2h_both_gb_s)
-    return replace(
-        hardware,
-        update_gb_s=_SLOWER * hardware.update_gb_s,
-        host_memory_gb_s=max(_SLOWER * memory_gb_s, copies_gb_s),
-    )

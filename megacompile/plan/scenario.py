@@ -12,21 +12,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from megacompile.cost.hardware import DISK_RATES, Hardware
-from megacompile.cost.memory import (
-    DeviceMemory,
-    MemoryKind,
+from megacompile.cost.hardware import DISK_RATES, Hardware, pageable_bytes, with_pageable
+from megacompile.cost.memory import DeviceMemory, MemoryKind
+from megacompile.cost.optimizer import EIGHT_BITS, OptimizerCost
+from megacompile.cost.places import (
+    device_kinds,
+    disk_memory,
     host_memory,
     saved_elsewhere,
-    streamed_bytes,
 )
-from megacompile.cost.optimizer import EIGHT_BITS, OptimizerCost
-from megacompile.cost.pageable import pageable_bytes, with_pageable
 from megacompile.cost.script import Script
 from megacompile.cost.simulate import Prediction, simulate_script
-from megacompile.cost.stored import disk_memory
 from megacompile.ir import ops
-from megacompile.ir.buckets import Bucket
 from megacompile.ir.plan import Choice, Places, Plan
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
@@ -115,23 +112,7 @@ class Scenario:
 
     def device_kinds(self) -> dict[str, int]:
         """Bytes of device memory by kind where it is fullest; of resident buckets by what it is."""
-        found = {kind.value: size for kind, size in self.device.peak.live_bytes.items()}
-        for bucket, trained in self._residents():
-            for kind, size in streamed_bytes(bucket, trained, self.optimizer).items():
-                if kind not in (MemoryKind.PARAMETERS, MemoryKind.GRADIENTS):
-                    found[MemoryKind.PARAMETERS.value] -= int(size)
-                    found[kind.value] = found.get(kind.value, 0) + int(size)
-        return {kind: size for kind, size in found.items() if size}
-
-    def _residents(self) -> list[tuple[Bucket, tuple[int, ...]]]:
-        """Each once, with the parameters that get a gradient."""
-        found = {}
-        for schedule in self.schedules:
-            trained = schedule.gradient_params if schedule.backward is not None else {}
-            for bucket in schedule.buckets:
-                if bucket.key in schedule.plan.resident:
-                    found[bucket.key] = bucket, trained.get(bucket.key, ())
-        return list(found.values())
+        return device_kinds(self.device.peak, self.schedules, self.optimizer)
 
     def host(self) -> dict[str, int]:
         """Bytes in host memory by kind, activations that wait there included."""

@@ -17,7 +17,7 @@ from megacompile.options import Options
 
 _MARGIN = 0.05  # of free device memory, for what is not planned: fragmentation, cuBLAS, NCCL
 _MARGIN_BYTES = 4 * 2**30  # at most: most of that does not grow with the memory
-_ASSUMED = H200.replace(name="NVIDIA H200 (assumed: not measured here)")
+_ASSUMED = H200.replace(name="this CPU (rates of an H200 assumed)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,11 @@ class Setting:
     def on_gpu(self) -> bool:
         """True if plans are made for a GPU."""
         return self.options.device.type == "cuda" or self.hardware is not None
+
+    @property
+    def plans(self) -> bool:
+        """True if plans are searched for."""
+        return self.options.plans or self.hardware is not None
 
     def cost(self, *, states: int | None = None) -> OptimizerCost:
         """The cost of an optimizer with `states` moments, under the options."""

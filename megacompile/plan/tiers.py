@@ -35,9 +35,9 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megacompile.cost.memory import MemoryKind, streamed_bytes
+from megacompile.cost.memory import MemoryKind
 from megacompile.cost.optimizer import OptimizerCost
-from megacompile.cost.places import stored_bytes, stored_weights_bytes, whole_pages
+from megacompile.cost.places import stored_bytes, stored_weights_bytes, streamed_bytes, whole_pages
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.plan import LARGE, Choice, Places, Plan, Tier, first_to_disk
 from megacompile.passes.schedule.disk import SAVED_SETS

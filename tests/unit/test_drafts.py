@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacompile.cost.memory import device_memory, host_memory
+from megacompile.cost.memory import device_memory
+from megacompile.cost.places import host_memory
 from megacompile.cost.simulate import simulate
 from megacompile.ir import ops
 from megacompile.ir.plan import Choice, Places

@@ -9,8 +9,9 @@ import torch
 from torch import fx, nn
 
 from megacompile import Options
-from megacompile.cost.memory import MemoryKind, MemoryMoment, device_memory, host_memory
+from megacompile.cost.memory import MemoryKind, MemoryMoment, device_memory
 from megacompile.cost.optimizer import OptimizerCost, host_updates
+from megacompile.cost.places import host_memory
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import tensors_bytes

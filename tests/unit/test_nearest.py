@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megacompile.ir.plan import Choice
-from megacompile.plan.nearest import DEVICE, DISK, HOST, lacking, nearest
 from megacompile.plan.planner import search
 from megacompile.plan.problem import Problem
+from megacompile.plan.searches import DEVICE, DISK, HOST, lacking, nearest
 from tests.planning import Uneven, captured, problem_of
 
 

@@ -22,8 +22,9 @@ from torch import fx
 
 from megacompile import Activations
 from megacompile.cost.hardware import H200
-from megacompile.cost.memory import MemoryKind, host_memory
+from megacompile.cost.memory import MemoryKind
 from megacompile.cost.optimizer import OptimizerCost
+from megacompile.cost.places import host_memory
 from megacompile.cost.simulate import simulate
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule

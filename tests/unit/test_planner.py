@@ -295,7 +295,7 @@ def planned(made: AbstractProgram, device_bytes: int) -> tuple[float, Choice]:
     each = made.planned()
     graphs = other.pipeline.differentiated(*each)
     found, _ = other.chooser.choose(each.stages, graphs, each.variant, Placement())
-    return other.chooser.problem_of(graphs, each.variant).expected_s(found), found
+    return other.chooser.problems.of(graphs, each.variant).expected_s(found), found
 
 
 @pytest.mark.parametrize("in_backward", drawn([False], [True]))

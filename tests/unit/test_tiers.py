@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from megacompile.cost.memory import host_memory
-from megacompile.cost.stored import disk_memory
+from megacompile.cost.places import disk_memory, host_memory
 from megacompile.ir import ops
 from megacompile.ir.plan import Choice, Places, Tier, first_to_disk
 from megacompile.ir.schedule import Schedule

@@ -108,7 +108,7 @@ COST = (
     ),
     Fault(
         "cost-passing",
-        "megacompile/cost/memory.py",
+        "megacompile/cost/places.py",
         "    found[MemoryKind.STAGED] += max(map(_passing_bytes, each), default=0)\n",
         "",
         "The buffers of saved tensors on their way to the disk are not in the plan of the host.",
@@ -157,7 +157,7 @@ COST = (
     ),
     Fault(
         "cost-tile-sums",
-        "megacompile/cost/pieces.py",
+        "megacompile/cost/ops.py",
         "inside = max(found[tile].peak_bytes for tile in piece.tiles)",
         "inside = min(found[tile].peak_bytes for tile in piece.tiles)",
         "The last, shorter tile stands for the memory of all of them.",
@@ -209,7 +209,7 @@ PLAN = (
     ),
     Fault(
         "plan-elsewhere",
-        "megacompile/plan/chooser.py",
+        "megacompile/plan/problems.py",
         "here = {bucket.key for bucket in schedule.buckets} | wanted.resident",
         "here = {bucket.key for bucket in schedule.buckets}",
         "Buckets of other graphs on the device count as host memory.",
@@ -237,7 +237,7 @@ PLAN = (
     ),
     Fault(
         "plan-not-replanned",
-        "megacompile/plan/settled.py",
+        "megacompile/plan/compiler.py",
         "            self.compiler.replan()\n",
         "",
         "After buckets have moved, a schedule for the old placement is shown.",
@@ -265,14 +265,14 @@ PLAN = (
     ),
     Fault(
         "plan-tiling-pays",
-        "megacompile/plan/tiling.py",
-        "if cut.expected_s(found.choice) > before_s * (1 - _PAYS):",
-        "if cut.expected_s(found.choice) < before_s * (1 - _PAYS):",
+        "megacompile/plan/searches.py",
+        "if cut.expected_s(found.choice) > before_s * (1 - _TILES_PAY):",
+        "if cut.expected_s(found.choice) < before_s * (1 - _TILES_PAY):",
         "Tiles are used where they cost time, and not where they save it.",
     ),
     Fault(
         "plan-treatment",
-        "megacompile/plan/stage_groups.py",
+        "megacompile/plan/findings.py",
         "elif row.saved is SavedPart.INPUTS:",
         "elif row.saved is not SavedPart.HALF:",
         "The report calls kept stages recomputed.",
