@@ -49,7 +49,7 @@ class Amounts:
     def whole(self, node: fx.Node, queue: int) -> float:
         """Seconds of a compute, bytes of everything else."""
         op = ops.effects(node)
-        if self.name == "update" and op.once:
+        if self.name == "update" and op.is_update:
             return self._update(ops.arguments(node)[0], queue)
         if op.stored is not None:
             return op.stored(node)

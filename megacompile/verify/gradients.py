@@ -194,7 +194,7 @@ def _made_for_somebody(view: View) -> Iterator[Hazard]:
 
 def _once(view: View) -> Iterator[Hazard]:
     """An update takes all gradients of its bucket."""
-    for first, *others in _by_bucket(view, lambda op: op.once).values():
+    for first, *others in _by_bucket(view, lambda op: op.is_update).values():
         for node in others:
             message = f"{label(node)} comes again for its bucket; let one do all of it"
             yield view.hazard(HazardKind.STATE_LOST, first, node, message)
@@ -253,8 +253,8 @@ def _read_first(
         for writer in writers:
             if before(reader, writer) or (adds and before(writer, reader)):
                 continue
-            if effects(reader).once and effects(writer).once:  # itself, or reported as such
-                continue
+            if effects(reader).is_update and effects(writer).is_update:
+                continue  # itself, or reported as such
             message = (
                 f"{label(reader)} reads the {part.value}{_of(reader)} on the host, which "
                 f"{label(writer)} may have changed by then: no edge orders {label(reader)} before "

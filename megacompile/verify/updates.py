@@ -36,7 +36,7 @@ def updated_once(views: list[View]) -> Iterator[Hazard]:
     trained = schedule.gradient_params if schedule.update is not None else _given_here(step)
     buckets = {bucket.key: bucket for bucket in schedule.buckets}
     for view in views[1:]:
-        for node in view.that(lambda op: op.once):
+        for node in view.that(lambda op: op.is_update):
             bucket = ops.bucket_of(node)
             earlier = first.setdefault(bucket.key, (view, node))
             if bucket.key not in trained:
@@ -125,7 +125,7 @@ def _helps(view: View) -> Iterator[Hazard]:
         updates: Any = node.args[0]
         for k, update in enumerate(updates):
             op = effects(update)
-            if not op.once or op.stream is not Stream.HOST:
+            if not op.is_update or op.stream is not Stream.HOST:
                 message = (
                     f"{label(node)} is to help with {named(update)}, which the host does not do; "
                     "name updates of the host"

@@ -100,7 +100,7 @@ def names(schedule: Schedule) -> dict[str, object]:
     """The stages, buckets and slots that the code refers to, by the names it uses."""
     objects: list[Stage | Bucket | Slot] = [*schedule.stages, *schedule.buckets, *schedule.slots]
     if schedule.update is not None:  # it may be an update of buckets that no stage here reads
-        updates = ops.nodes_that(schedule.update, lambda op: op.once)
+        updates = ops.nodes_that(schedule.update, lambda op: op.is_update)
         objects += [ops.arguments(node)[0] for node in updates]
     found: dict[str, object] = {repr(item): item for item in objects}
     for item in objects:

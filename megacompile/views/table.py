@@ -202,7 +202,7 @@ def _updates(schedule: Schedule) -> str:
     """Counts of the places where buckets are updated: "3 on the host, 1 on the device"; "none"."""
     count: Counter[str] = Counter()
     for name, graph in schedule.graphs.items():
-        for node in ops.nodes_that(graph, lambda op: op.once):
+        for node in ops.nodes_that(graph, lambda op: op.is_update):
             place = "on the host" if ops.stream_of(node) is Stream.HOST else "on the device"
             count["in the backward" if name == "backward" else place] += 1
     return ", ".join(f"{many} {where}" for where, many in count.items()) or "none"

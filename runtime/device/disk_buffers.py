@@ -98,7 +98,7 @@ class Disk:
 
     Args:
         file: where buffers are.
-        threads: for each direction.
+        transfers: threads for each direction. Default: its own.
     """
 
     def __init__(self, file: ScratchFile, transfers: Transfers | None = None) -> None:

@@ -312,7 +312,7 @@ def _updates(schedule: Schedule) -> dict[int, Callable[..., Any]]:
     """The op of the update that updates each bucket, by key."""
     if schedule.update is None:
         return {}
-    nodes = ops.nodes_that(schedule.update, lambda op: op.once)
+    nodes = ops.nodes_that(schedule.update, lambda op: op.is_update)
     return {ops.arguments(node)[0].key: node.target for node in nodes}  # type: ignore[misc]
 
 

@@ -66,7 +66,7 @@ def _update_traffic(node: fx.Node) -> int:
     ),
     owns=True,
     fills=3,
-    once=True,
+    is_update=True,
     show=Show.STEP,
     traffic=_update_traffic,
 )

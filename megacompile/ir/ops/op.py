@@ -51,7 +51,9 @@ class Value(enum.Enum):
     SAVED = "a saved tensor"
     GRADIENT_BUFFER = "a buffer for gradients"
     GRADIENTS_SO_FAR = "gradients so far"
-    GRADIENTS = "gradients"  # of a backward, or their sum with those so far, or over ranks
+    # Of a backward, or their sum with those so far, or over ranks. Those of a backward may be two
+    # parameters', or a tangent: only memory of their own is changed in place.
+    GRADIENTS = "gradients"
     NORMS = "norms"
     STATE_BUFFER = "a buffer for states"
     STATES = "states"
@@ -103,7 +105,7 @@ class Op:
     reads: tuple[Part, ...] = ()  # of its bucket, where that is
     writes: tuple[Part, ...] = ()  # in this order
     lends: Part | None = None  # what it returns is that part of its bucket itself, where that is
-    once: bool = False  # there is one for each bucket
+    is_update: bool = False  # of a bucket, which has one in a step
     to_backward: bool = False  # the forward returns what it returns
 
     begins: bool = False  # it stands for everything that was queued before the schedule

@@ -24,7 +24,7 @@ _WRITTEN = (Part.WEIGHTS, Part.STATES)
     gives=Value.DONE,
     reads=_READ,
     writes=_WRITTEN,
-    once=True,
+    is_update=True,
     show=Show.STEP,
 )
 def update_host(bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Any:
@@ -38,7 +38,7 @@ def update_host(bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Any:
     gives=Value.DONE,
     reads=_READ,
     writes=_WRITTEN,
-    once=True,
+    is_update=True,
     show=Show.STEP,
 )
 def update_resident(bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Any:
@@ -61,7 +61,7 @@ def _in_place_traffic(node: fx.Node) -> int:
     ),
     reads=_WRITTEN,
     writes=_WRITTEN,
-    once=True,
+    is_update=True,
     show=Show.STEP,
     traffic=_in_place_traffic,
 )
