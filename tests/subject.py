@@ -67,7 +67,7 @@ class Counts:
     rounded: int = 0  # cases that equal the plain model but for rounding
     refused_updates: int = 0  # loops that an update in the backward refused
     interrupted: int = 0  # loops
-    half_updated: int = 0  # of these, by an update in the backward
+    half_updated: int = 0  # of these, by a step or an update in the backward
     of_ranks: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     collectives: int = 0  # that ranks met in
 
@@ -333,8 +333,8 @@ class Subject:
             raise AssertionError(f"interrupted at {places.stopped}: {found}")
         try:
             torch.save(self.model.state_dict(), io.BytesIO())
-        except OptimizerError:  # half of it is updated; it is loaded anew
-            if not self.choice.in_backward:
+        except OptimizerError as error:  # half of it is updated; it is loaded anew
+            if not self.choice.in_backward and "step() failed with Keyboard" not in str(error):
                 raise
             self.counts.half_updated += 1
         return found
