@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -42,14 +43,16 @@ def machine_of(options: Options, place: Place) -> Machine:
     """
     node, ranks = numa.node_of(options.device), ranks_that_share(options)
     streams = Streams(options.device)
-    gradients = Gradients(streams, exact=options.lowering is Lowering.EAGER)
-    gradients.ranks = ranks
-    machine = Machine(
+    seed: Callable[[], int] = torch.initial_seed
+    if ranks is not None:  # who has the same rows rounds alike
+        first: int = ranks.all_gather_object(torch.initial_seed())[0]
+        seed = functools.partial(int, first)
+    return Machine(
         device=options.device,
         streams=streams,
         slots=DeviceSlots(options.device),
         buckets={},
-        gradients=gradients,
+        gradients=Gradients(streams, exact=options.lowering is Lowering.EAGER, ranks=ranks),
         place=place,
         device_update=DeviceUpdates(streams),
         detect_anomaly=options.detect_anomaly,
@@ -58,12 +61,8 @@ def machine_of(options: Options, place: Place) -> Machine:
         host_budget=HostBudget(options.host_memory, node),
         update_cores=_update_cores(node, ranks),
         ranks=ranks,
+        seed=seed,
     )
-    if ranks is not None:
-        # who has the same rows rounds alike
-        seed: int = ranks.all_gather_object(torch.initial_seed())[0]
-        machine.seed = lambda: seed
-    return machine
 
 
 def ranks_that_share(options: Options) -> Ranks | None:

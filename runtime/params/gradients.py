@@ -37,12 +37,13 @@ class Gradients:
     Args:
         streams: that copies to the host are made on.
         exact: add in autograd's order, bit by bit, even where that takes more memory.
+        ranks: that share the parameters, if any do.
     """
 
-    def __init__(self, streams: Streams, *, exact: bool = True) -> None:
+    def __init__(self, streams: Streams, *, exact: bool = True, ranks: Ranks | None = None) -> None:
         self.streams = streams
         self.exact = exact
-        self.ranks: Ranks | None = None  # that share the parameters
+        self.ranks = ranks
         self.buckets: dict[int, HostBucket] = {}
         self._places: dict[int, ParamId] = {}  # id(parameter) -> place
         self._ends: dict[ParamId, Accumulator] = {}

@@ -45,8 +45,8 @@ MODEL = (
     Fault(
         "ranks-own-seed",
         "runtime/model/start.py",
-        "        machine.seed = lambda: seed\n",
-        "        assert seed is not None\n",
+        "        seed = functools.partial(int, first)\n",
+        "        assert first is not None\n",
         "Replicas round stochastically with different seeds, and drift apart.",
     ),
     Fault(
