@@ -1,7 +1,8 @@
 """The captured graphs of a model, and the calls that they are captured in.
 
-A call that no captured graph has begun can begin again: where Dynamo could not trace it, it runs in
-eager mode; where buckets have to move first or device memory runs out, it is captured again.
+A call that Dynamo could not trace, and of which no line has run, runs in eager mode. A call begins
+again where buckets have to move first, or where device memory runs out: also one that has begun, if
+nothing fits otherwise and it has changed no buffer.
 """
 
 from __future__ import annotations
