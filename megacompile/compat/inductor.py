@@ -16,6 +16,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._inductor import async_compile, compile_fx, cpp_builder, cpu_vec_isa
 from torch._inductor import config as inductor_config
+from torch._inductor import ir as inductor_ir
+from torch._inductor import lowering as inductor_lowering
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
@@ -45,6 +47,10 @@ torch.library.register_fake(
     "megacompile::bernoulli", lambda like, p: like.new_empty(like.shape), lib=_LIBRARY
 )
 
+_BIASED_BACKWARDS = (
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default,
+)
 _BERNOULLI = torch.ops.aten.bernoulli.p
 _ALL_SIZES: ContextVar[bool] = ContextVar("all_sizes", default=False)
 _HANDED_ON: ContextVar[list[fx.GraphModule] | None] = ContextVar("handed_on", default=None)
@@ -122,6 +128,7 @@ def compile_inductor(
     Its caches want an environment of symbols, be there symbols or not. A graph that is functional
     already is not traced again: AOTAutograd would take a sixth of the time, and wrap what runs.
     """
+    _keep_strides_of_biases()
     if _draws_in_place(module, inputs):
         module = _drawing_apart(module)
     modes = [value.fake_mode for value in inputs if isinstance(value, FakeTensor)]
@@ -142,6 +149,33 @@ def compile_inductor(
         finally:
             _HANDED_ON.reset(token)
     return (lambda *given: boxed(list(given))) if handed_on else boxed
+
+
+@functools.cache
+def _keep_strides_of_biases() -> None:
+    """Makes Inductor give the backward of attention a bias with the strides it was traced with.
+
+    The kernel of memory-efficient attention wants rows that begin at multiples of 4 elements. Where
+    sizes are symbols, Inductor copies a bias that is padded to one that is not.
+    """
+    for operator in _BIASED_BACKWARDS:
+        position = [argument.name for argument in operator._schema.arguments].index("attn_bias")
+        stock = inductor_lowering.maybe_layout_constraints(operator)
+        assert stock is not None, operator
+        inductor_lowering.add_layout_constraint(
+            operator, functools.partial(_with_bias_as_traced, stock, position)
+        )
+
+
+def _with_bias_as_traced(
+    stock: Callable[..., Any], position: int, node: fx.Node, *args: Any, **kwargs: Any
+) -> Any:
+    bias, traced = args[position], node.args[position]
+    if not (isinstance(bias, inductor_ir.IRNode) and isinstance(traced, fx.Node)):
+        return stock(node, *args, **kwargs)
+    bias = inductor_ir.ExternKernel.require_exact_strides(bias, traced.meta["val"].stride())
+    others, named = stock(node, *args[:position], None, *args[position + 1 :], **kwargs)
+    return (*others[:position], bias, *others[position + 1 :]), named
 
 
 @contextmanager

@@ -242,6 +242,39 @@ def test_what_reads_random_numbers_runs_behind_their_draw() -> None:
     torch.testing.assert_close(tuple(found), dropped(x, bias))
 
 
+@needs_compiler
+def test_the_backward_of_attention_gets_the_bias_as_it_was_traced() -> None:
+    """On CUDA its kernel refuses rows that begin at other elements than multiples of 4."""
+    operator = aten._scaled_dot_product_efficient_attention_backward.default
+    strides: list[tuple[int, ...]] = []
+
+    def kernel(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *_: Any) -> Any:
+        strides.append(bias.stride())
+        return q.clone(), k.clone(), v.clone(), bias.new_empty(0)
+
+    def traced(mask: Tensor, q: Tensor, sums: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
+        n = mask.shape[-1]
+        bias = aten.slice.Tensor(aten.constant_pad_nd.default(mask, [0, 8 - n % 8]), -1, 0, n)
+        bias = bias.expand(q.shape[0], q.shape[1], n, n)
+        given = (q, q, q, q, bias, q, sums, seed, seed, 0.0, [True, True, True, False])
+        return tuple(operator(*given)[:3])
+
+    def inputs(n: int) -> tuple[Tensor, ...]:
+        q = torch.rand(2, n, 3, 8).transpose(1, 2)
+        return torch.rand(2, 1, n, n), q, torch.rand(2, 3, 64), torch.tensor(0)
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_scaled_dot_product_efficient_attention_backward", kernel, "CPU")
+        table = compat.inductor_decompositions()
+        module = make_fx(traced, decomposition_table=table, tracing_mode="symbolic")(*inputs(45))
+        fakes = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+        with torch._inductor.config.patch(force_disable_caches=True):
+            code = compat.compile_inductor(module, fakes)
+        code(*inputs(45))
+        code(*inputs(33))
+    assert strides == [(45 * 48, 0, 48, 1), (33 * 40, 0, 40, 1)]
+
+
 @pytest.mark.parametrize("case", ["functional", "changes a value"])
 def test_functional_graphs_are_not_traced_again(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others are: AOTAutograd names their nodes. Inductor gets values of the mode of its inputs."""
