@@ -123,18 +123,16 @@ def mark_must_save(node: fx.Node) -> None:  # torch 2.11 to 2.15
 def compile_inductor(
     module: fx.GraphModule, inputs: Tensors
 ) -> Callable[..., Any]:  # torch 2.11 to 2.15
-    """Compile an ATen graph with Inductor; `inputs` are fake tensors.
+    """Compile an ATen graph with Inductor; `inputs` are fake tensors, and symbols.
 
-    Its caches want an environment of symbols, be there symbols or not. A graph that is functional
-    already is not traced again: AOTAutograd would take a sixth of the time, and wrap what runs.
+    A graph that is functional already is not traced again: AOTAutograd would take a sixth of the
+    time, and wrap what runs.
     """
     _keep_strides_of_biases()
     if _draws_in_place(module, inputs):
         module = _drawing_apart(module)
-    modes = [value.fake_mode for value in inputs if isinstance(value, FakeTensor)]
-    if modes and modes[0].shape_env is None:
-        modes[0].shape_env = ShapeEnv()
-    context = TracingContext(modes[0]) if modes else None
+    mode = _mode_of(inputs)
+    context = TracingContext(mode) if mode else None
     # the graph has its casts
     with tracing(context), counted(), without_autocast(), _for_all_sizes(inputs):
         if not _needs_no_tracing(module):
@@ -149,6 +147,16 @@ def compile_inductor(
         finally:
             _HANDED_ON.reset(token)
     return (lambda *given: boxed(list(given))) if handed_on else boxed
+
+
+def _mode_of(inputs: Sequence[Any]) -> FakeTensorMode | None:
+    """The mode of a graph's inputs, of numbers alone too. Inductor's caches want an environment of
+    symbols in it, be there symbols or not."""
+    for mode in (value.fake_mode for value in inputs if isinstance(value, FakeTensor)):
+        mode.shape_env = mode.shape_env or ShapeEnv()
+        return mode
+    numbers = (value for value in inputs if isinstance(value, torch.SymInt))
+    return next((FakeTensorMode(shape_env=n.node.shape_env) for n in numbers), None)
 
 
 @functools.cache

@@ -275,6 +275,21 @@ def test_the_backward_of_attention_gets_the_bias_as_it_was_traced() -> None:
     assert strides == [(45 * 48, 0, 48, 1), (33 * 40, 0, 40, 1)]
 
 
+@needs_compiler
+def test_a_graph_of_sizes_alone() -> None:
+    """Such as the positions of a text, after a graph break."""
+    n = sympy.Symbol("n", integer=True, positive=True)
+    with compat.SymbolicFakes({n: 7}) as fakes:
+        size = fakes.number(n)
+    table = compat.inductor_decompositions()
+    positions = make_fx(lambda n: (torch.arange(n)[None],), table, tracing_mode="symbolic")
+    module = positions(size)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        code = compat.compile_inductor(module, [size])
+    for length in (7, 12):
+        torch.testing.assert_close(code(length)[0], torch.arange(length)[None])
+
+
 @pytest.mark.parametrize("case", ["functional", "changes a value"])
 def test_functional_graphs_are_not_traced_again(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others are: AOTAutograd names their nodes. Inductor gets values of the mode of its inputs."""
