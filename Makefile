@@ -104,7 +104,7 @@ gpu: $(INSTALLED)
 	$(PY) -m pytest $$($(PY) -c '$(IN_PARALLEL)') -m gpu --ignore tests/models/test_zoo.py $(ARGS)
 
 thorough: $(INSTALLED)
-	$(PY) -m pytest $$($(PY) -c '$(IN_PARALLEL)') -m thorough $(ARGS)
+	$(PY) -m pytest $$($(PY) -c '$(IN_PARALLEL)') -m thorough -o faulthandler_timeout=1200 $(ARGS)
 
 limits: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(PY) -m tests.budgets --cases 200 $(ARGS)

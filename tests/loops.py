@@ -9,8 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import os
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +22,7 @@ from torch import Tensor
 from megacompile import api
 from tests import inside, nets
 from tests.nets import BATCH, WIDTH, Choice, Net
+from tests.processes import in_child
 
 Result = dict[str, Tensor]
 STEPS = 2  # of a loop in which something happens between steps
@@ -121,7 +120,7 @@ def run(
                 optimizer.step()
                 optimizer.zero_grad()
             if loop.fork:
-                seen[f"{step}.child"] = torch.tensor(child_writes(model))
+                child_writes(model)
             if step == 0:
                 tie()
         seen |= {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -300,21 +299,15 @@ def in_threads(calls: list[Callable[[], Any]]) -> None:
         raise failed[0]
 
 
-def child_writes(model: Any, *, limit_s: int = 20) -> int:
-    """Fork; the child writes to all parameters and exits. Gives its status."""
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(limit_s)  # a child that hangs ends
-        status = 1
-        try:
-            with torch.no_grad():
-                for param in model.parameters():
-                    param.fill_(7.0)
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitpid(child, 0)[1]
+def child_writes(model: Any) -> None:
+    """Fork; the child writes to all parameters and exits."""
+
+    def write() -> None:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(7.0)
+
+    in_child(write)
 
 
 @st.composite

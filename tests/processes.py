@@ -1,19 +1,30 @@
-"""Processes of `torchrun`, and a process group of this process alone."""
+"""Processes of `torchrun`, forked children, and a process group of this process alone."""
 
 from __future__ import annotations
 
 import os
+import pickle
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 ROOT = Path(__file__).resolve().parent.parent
+CHILD_LIMIT_S = 60
+trains_in_a_child = pytest.mark.skipif(
+    torch.version.cuda is not None, reason="torch's autograd refuses to run in a forked child"
+)
 
 
 def torchrun(
@@ -45,6 +56,34 @@ def torchrun(
             finally:
                 started.kill()
     assert started.returncode == 0, said
+
+
+def in_child(function: Callable[[], Any]) -> Any:
+    """Return the result of `function` in a forked child, which has a minute."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(CHILD_LIMIT_S)  # a child that hangs ends
+        code = 1
+        try:
+            os.close(read)
+            found = pickle.dumps(function())
+            with os.fdopen(write, "wb") as file:
+                file.write(found)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    os.close(write)
+    with os.fdopen(read, "rb") as file:
+        found = file.read()
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    return pickle.loads(found)
 
 
 @contextmanager

@@ -11,11 +11,9 @@ import functools
 import gc
 import os
 import random
-import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +29,7 @@ from megacompile import explain, full_parameters, megacompile, released, save, u
 from megacompile.errors import DiskError, HostMemoryError, OptimizerError
 from tests import disks, inside, quantized, zoo
 from tests.equality import cells
+from tests.processes import in_child, trains_in_a_child
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="scratch files are for Linux"),
@@ -336,30 +335,24 @@ def test_a_lost_forward_leaves_its_places_when_they_are_written(tmp_path: Path) 
 # --- who else looks
 
 
+@trains_in_a_child
 def test_what_a_child_of_a_fork_does_is_its_own(tmp_path: Path) -> None:
     """The backward of the parent's forward is refused."""
     wanted = in_memory("in the backward")
     model, optimizer = trained(tmp_path, optimizer=True, **WEIGHTS, **SAVED)
-    loss = loss_of(model, 0)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        signal.alarm(120)  # a child that hangs ends
-        try:
-            with pytest.raises(DiskError):
-                loss.backward()
-            model.zero_grad()
-            run(model, optimizer, 8, first=4)
-            assert_same(values((model, optimizer)), wanted)
-            with torch.no_grad():
-                next(iter(model.parameters())).fill_(3.0)
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
-    del loss
+    losses = [loss_of(model, 0)]
+
+    def trains() -> None:
+        with pytest.raises(DiskError):
+            losses.pop().backward()
+        model.zero_grad()
+        run(model, optimizer, 8, first=4)
+        assert_same(values((model, optimizer)), wanted)
+        with torch.no_grad():
+            next(iter(model.parameters())).fill_(3.0)
+
+    in_child(trains)
+    losses.clear()
     run(model, optimizer, 8, first=4)
     assert_same(values((model, optimizer)), wanted)
 

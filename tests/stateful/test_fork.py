@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
-import signal
-import warnings
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
@@ -24,41 +21,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from megacompile.errors import OptimizerError
 from tests import inside
+from tests.processes import CHILD_LIMIT_S, in_child, trains_in_a_child
 from tests.stateful.late import late
 from tests.zoo import assert_same, batch, equal, stack, step, twins
 
-TIMEOUT_S = 60
 NAME = "layers.1.up.weight"
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-trains_in_a_child = pytest.mark.skipif(
-    torch.version.cuda is not None, reason="torch's autograd refuses to run in a forked child"
-)
-
-
-def in_child(function: Callable[[], Any]) -> Any:
-    """What `function` gives in a forked child, which is ended after a minute at the latest."""
-    read, write = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
-        child = os.fork()
-    if child == 0:
-        signal.alarm(TIMEOUT_S)  # one that hangs is killed by it
-        code = 1
-        try:
-            os.close(read)
-            found = pickle.dumps(function())
-            with os.fdopen(write, "wb") as file:
-                file.write(found)
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(write)
-    with os.fdopen(read, "rb") as file:
-        found = file.read()
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-    return pickle.loads(found)
 
 
 def values(model: nn.Module) -> list[Any]:
@@ -102,7 +71,9 @@ def test_children_that_read_while_an_update_is_in_flight() -> None:
     assert same(plain, in_child(lambda: values(streamed)))
     assert not workers.names
     update(3)
-    loader = DataLoader(Data(), num_workers=2, multiprocessing_context="fork", timeout=TIMEOUT_S)
+    loader = DataLoader(
+        Data(), num_workers=2, multiprocessing_context="fork", timeout=CHILD_LIMIT_S
+    )
     for i, item in enumerate(loader):
         assert equal(item[0], plain.get_parameter(NAME).detach() + i)
     assert_same(plain, streamed)
@@ -143,7 +114,7 @@ def test_a_child_trains_and_ends() -> None:
         target=some_steps, args=(streamed, AdamW(streamed.parameters()), 3)
     )
     child.start()
-    child.join(TIMEOUT_S)
+    child.join(CHILD_LIMIT_S)
     try:
         assert child.exitcode == 0
     finally:

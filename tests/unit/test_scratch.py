@@ -29,6 +29,7 @@ import torch
 
 from megacompile import DiskError, megacompile
 from tests import inside
+from tests.processes import in_child
 
 PAGE = mmap.PAGESIZE
 SIZE = 8 * PAGE
@@ -297,7 +298,7 @@ def test_a_child_does_not_write_into_the_file_and_gives_nothing_back(disk: Memor
     holder, ones = [disk.buffer(SIZE)], memory(value=1)
     request = begun(disk.write(holder[0], ones))
 
-    def in_child() -> bool:
+    def child() -> bool:
         seen = holder[0].bytes(SIZE)
         found = torch.equal(seen, ones)
         done(disk.write(holder[0], memory(value=2), "mine"))
@@ -309,14 +310,7 @@ def test_a_child_does_not_write_into_the_file_and_gives_nothing_back(disk: Memor
         taken = disk.file.used_bytes == SIZE and not disk.file._given_back
         return bool(found and taken and (there[:PAGE] == 3).all() and (there[PAGE:] == 2).all())
 
-    child = os.fork()
-    if not child:
-        code = 2
-        try:
-            code = 0 if in_child() else 1
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert in_child(child)
     done(request)
     assert torch.equal(holder[0].bytes(SIZE), ones)
     assert torch.equal(disk.contents(holder[0]), ones)
