@@ -1,19 +1,45 @@
-"""The faults, by the folders of the product.
+"""The faults, by the folders of the product: a text file for each.
 
 Each changes what a user or a neighbouring module can notice: wrong numbers, a crash, a hang, a
 leak, too much memory, a wrong report or plan. Left out is code that runs on a GPU alone.
+
+A file of the product, and its faults:
+
+    == runtime/model/keys.py
+
+    key-requires-grad: A parameter that was frozen or unfrozen since is trained as before.
+    - return (bucket.key, index, arg.param is not None and arg.param.requires_grad)
+    + return (bucket.key, index)
+
+A text that nothing replaces is whole lines, which go; a lone `+` is an empty text. `@` is the place
+of the probe (`Fault.near`).
 """
 
 from __future__ import annotations
 
-from tests.faults.listed import compiler, device, model, optimizer, params, passes, planning
+from collections.abc import Iterator
+from pathlib import Path
 
-FAULTS = (
-    *passes.FAULTS,
-    *planning.FAULTS,
-    *compiler.FAULTS,
-    *optimizer.FAULTS,
-    *params.FAULTS,
-    *model.FAULTS,
-    *device.FAULTS,
+from tests.faults.fault import Fault
+
+
+def parsed(text: str) -> Iterator[Fault]:
+    """The faults of one text file."""
+    for section in text.split("\n== ")[1:]:
+        path, *blocks = section.strip("\n").split("\n\n")
+        for block in blocks:
+            title, *lines = block.split("\n")
+            name, _, wrong = title.partition(": ")
+            old, new, near = (
+                "\n".join(line[2:] for line in lines if line[0] == mark) for mark in "-+@"
+            )
+            if not any(line.startswith("+") for line in lines):
+                old += "\n"
+            yield Fault(name, path, old, new, wrong, near)
+
+
+FAULTS = tuple(
+    fault
+    for path in sorted(Path(__file__).parent.glob("*.txt"))
+    for fault in parsed(path.read_text())
 )
