@@ -109,9 +109,9 @@ class Mode:
 
 
 def batch(net: Any, step: int, index: int) -> Tensor:
-    """A micro-batch: the `index`-th of a step."""
-    words: Tensor = net.batch(torch.Generator().manual_seed(1000 * step + index))
-    return words
+    """A micro-batch: the `index`-th of a step; numbers are in the model's dtype."""
+    found: Tensor = net.batch(torch.Generator().manual_seed(1000 * step + index))
+    return found.to(next(net.parameters()).dtype) if found.is_floating_point() else found
 
 
 def made(mode: Mode) -> Any:
