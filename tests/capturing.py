@@ -1,14 +1,13 @@
 """Captures a module with Dynamo on the CPU and binds its parameters to units, without a runtime.
 
 What `megacompile.runtime` does with proxies and host buckets, on plain parameters: enough to give
-a pass a real graph. `run_stages` runs what `partition` made of it, and `Captured.passes` are the
-passes behind that, in the order of `megacompile.api`.
+a pass a real graph. `Captured.passes` are those after `partition`, in the order of
+`megacompile.api`.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from megacompile.ir import ops
 from megacompile.ir.buckets import Unit
 from megacompile.ir.capture import (
     Ambient,
@@ -30,7 +28,6 @@ from megacompile.ir.capture import (
 )
 from megacompile.ir.plan import Choice, Places
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.stages import ArgRef, Stage
 from megacompile.ir.tensors import TensorMeta
 from megacompile.options import Lowering
 from megacompile.passes.schedule.collectives import (
@@ -173,11 +170,6 @@ class Captured:
             cache={} if cache is None else cache,
             lowering=Lowering.EAGER,
         )
-
-    def param_name(self, stage: Stage, primal: int) -> str | None:
-        """The name of the parameter that a primal of a stage is; None for an activation."""
-        ref = stage.primals[primal]
-        return None if isinstance(ref, ArgRef) else stage.buckets[ref.bucket].params[ref.param].name
 
 
 _ALL = 2**20  # stages
@@ -334,46 +326,3 @@ def result(schedule: Schedule, output: int) -> fx.Node:
     outputs: Any = schedule.forward.output_node().args[0]
     node: fx.Node = outputs[0][output]
     return node
-
-
-def run_stages(captured: Captured, schedule: Schedule) -> tuple[Any, ...]:
-    """The captured graph's outputs, computed stage by stage, on the model's parameters.
-
-    Autograd records it, so that `backward()` of an output gives the parameters their gradients.
-    """
-    env: dict[fx.Node, Any] = {}
-
-    def value(of: Any) -> Any:
-        return fx.map_arg(of, lambda node: env[node])
-
-    for node in schedule.forward.nodes:
-        args: Any = node.args
-        if node.op == "placeholder":
-            env[node] = captured.inputs[int(node.name.removeprefix("x"))]
-        elif node.op == "output":
-            outputs: tuple[Any, ...] = value(args[0])[0]
-            return outputs
-        elif node.target is operator.getitem:
-            env[node] = env[args[0]][args[1]]
-        elif node.target is ops.forward:
-            env[node] = _run_stage(captured, args[0], value(args[2]))
-        else:
-            assert node.target is ops.assign, node
-            with torch.no_grad():
-                env[node] = value(args[0]).copy_(value(args[1]))
-    raise AssertionError("no output")
-
-
-def _run_stage(captured: Captured, stage: Stage, args: Sequence[Any]) -> tuple[Any, ...]:
-    primals: list[Any] = []
-    for i, ref in enumerate(stage.primals):
-        name = captured.param_name(stage, i)
-        if isinstance(ref, ArgRef):
-            primals.append(args[ref.index].clone() if i in stage.mutated else args[ref.index])
-        else:
-            assert name is not None
-            primals.append(captured.model.get_parameter(name))
-    with captured.capture.ambient.apply():
-        results = (*stage.module(*primals), *(primals[i] for i in stage.mutated))
-        assert Ambient.current(CPU) == captured.capture.ambient, "a region is left open"
-    return results

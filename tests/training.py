@@ -1,19 +1,18 @@
 """A model that trains with stock optimizers: what tests of `step()` share.
 
 `net` has parameters of every kind: some are frozen, some get no gradient. `train` takes steps of
-two clipped micro-batches; `OPTIMIZERS` are those whose updates are compared with the stock ones.
+two clipped micro-batches.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim import AdamW, Optimizer
 
 from tests import zoo
 from tests.zoo import WIDTH, Inputs, batch, equal, step
@@ -21,8 +20,6 @@ from tests.zoo import WIDTH, Inputs, batch, equal, step
 STEPS = 10
 NAME = "layers.1.up.weight"  # a parameter of `net` to look at
 BUCKET = "layers.1"  # where it lies
-
-Make = Callable[[nn.Module], list[Optimizer]]
 
 
 def net() -> Any:
@@ -41,18 +38,11 @@ def data(seed: int) -> Inputs:
     }
 
 
-def groups(
-    model: nn.Module, *, matrices: bool | None = None, **of_vectors: Any
-) -> list[dict[str, Any]]:
-    """Two parameter groups: matrices, and vectors, which may have options of their own.
-
-    `matrices` selects the layers' weights (True), or all others.
-    """
+def groups(model: nn.Module, **of_vectors: Any) -> list[dict[str, Any]]:
+    """Two parameter groups: matrices, and vectors, which may have options of their own."""
     found: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
-    for name, param in model.named_parameters():
-        hidden = name.startswith("layers") and param.dim() == 2
-        if matrices is None or hidden == matrices:
-            found[param.dim() > 1].append(param)
+    for param in model.parameters():
+        found[param.dim() > 1].append(param)
     vectors = {"params": found[0], "weight_decay": 0.0, **of_vectors}
     chosen: list[dict[str, Any]] = [{"params": found[1]}, vectors]
     return [group for group in chosen if group["params"]]
@@ -61,36 +51,6 @@ def groups(
 def adamw(model: nn.Module, **options: Any) -> list[Optimizer]:
     """AdamW over both groups."""
     return [AdamW(groups(model), **{"lr": 1e-2, "weight_decay": 0.1, **options})]
-
-
-def sgd(model: nn.Module, **options: Any) -> list[Optimizer]:
-    """SGD over both groups."""
-    return [SGD(groups(model), lr=0.1, weight_decay=0.01, **options)]
-
-
-def with_muon(model: nn.Module) -> list[Optimizer]:
-    """Muon for the layers' weights, AdamW for the rest."""
-    hidden = [g for g in groups(model, matrices=True)]
-    return [Muon(hidden, lr=0.02), AdamW(groups(model, matrices=False), lr=1e-2)]
-
-
-OPTIMIZERS: dict[str, Make] = {
-    "adamw": adamw,
-    "adam, amsgrad": lambda m: [Adam(groups(m), lr=1e-2, weight_decay=0.1, amsgrad=True)],
-    "adam, maximize, tensor lr": lambda m: [
-        Adam(groups(m), lr=torch.tensor(1e-3), maximize=True, foreach=False)
-    ],
-    "sgd": sgd,
-    "sgd, momentum": lambda m: sgd(m, momentum=0.9, dampening=0.1),
-    "sgd, nesterov": lambda m: sgd(m, momentum=0.9, nesterov=True),
-    "muon": with_muon,
-    "adafactor": lambda m: [Adafactor(groups(m), lr=1e-2)],
-}
-
-
-def schedulers(optimizers: list[Optimizer]) -> list[LRScheduler]:
-    """A falling learning rate for each."""
-    return [LambdaLR(optimizer, lambda i: 1.0 / (1 + i)) for optimizer in optimizers]
 
 
 def backward(model: nn.Module, step: int, micro: int) -> None:
@@ -115,7 +75,6 @@ def train(
     steps: int = STEPS,
     *,
     start: int = 0,
-    of: list[LRScheduler] | None = None,
 ) -> list[Tensor]:
     """Gives the gradient norms; the gradients of the last step stay."""
     norms = []
@@ -125,8 +84,6 @@ def train(
         norms.append(gradients(model, i))
         for optimizer in optimizers:
             optimizer.step()
-        for scheduler in of or []:
-            scheduler.step()
     return norms
 
 
