@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.zoo import hf_gpt2, hf_qwen2
+from tests.zoo import WIDTH, Block, hf_gpt2, hf_qwen2
 
 
 @dataclass(frozen=True)
@@ -63,38 +63,23 @@ def demo() -> ModuleType:
     return sys.modules["train_lm"]
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:  # (..., width) -> (..., width)
-        hidden: Tensor = self.dropout(F.gelu(self.up(self.norm(x))))
-        out: Tensor = x + self.dropout(self.down(hidden))
-        return out
-
-
 class Decoder(nn.Module):
     """An embedding, blocks and a head; the variants of the tests are made of it."""
 
     def __init__(
         self,
-        width: int = 16,
-        depth: int = 3,
         *,
+        depth: int = 3,
         dropout: float = 0.0,
         tied: bool = False,
         shared: bool = False,
         breaks: bool = False,
     ) -> None:
         super().__init__()
-        self.embed = nn.Embedding(64, width)
-        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(depth))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 64, bias=False)
+        self.embed = nn.Embedding(64, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout=dropout) for _ in range(depth))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 64, bias=False)
         if tied:
             self.head.weight = self.embed.weight
         self.shared = shared

@@ -144,12 +144,21 @@ def mutate(schedule: Schedule, rng: random.Random) -> tuple[Schedule, str]:
         for _ in range(rng.choice((1, 1, 1, 2))):
             graph = mutant.graphs[rng.choice([n for n in _ALONE if n in mutant.graphs])]
             name = rng.choice(list(EDITS))
-            done.append(EDITS[name](mutant, graph, rng))
+            done.append(tried(EDITS[name], mutant, graph, rng))
         if all(done):
             return mutant, "; ".join(done)
 
 
-# Edits. Each gives what it did; "" where there is nothing to edit.
+def tried(edit: Callable[..., Any], *args: Any) -> Any:
+    """What an edit did; "" where it has nothing to choose from."""
+    try:
+        return edit(*args)
+    except IndexError:
+        return ""
+
+
+# Edits. Each gives what it did. Where there is nothing to edit, it gives "" or raises IndexError: it
+# has nothing to choose from.
 
 
 def _waiting(graph: fx.Graph) -> list[fx.Node]:
@@ -170,9 +179,7 @@ def _nearby(nodes: Sequence[fx.Node], node: fx.Node, rng: random.Random) -> fx.N
 
 
 def drop_edge(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
-    if not (waiting := _waiting(graph)):
-        return ""
-    node = rng.choice(waiting)
+    node = rng.choice(_waiting(graph))
     after: Any = node.kwargs["after"]
     lost = rng.choice(after)
     node.kwargs = {"after": tuple(n for n in after if n is not lost)}
@@ -180,9 +187,7 @@ def drop_edge(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
 
 
 def reroute_edge(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
-    if not (waiting := _waiting(graph)):
-        return ""
-    node = rng.choice(waiting)
+    node = rng.choice(_waiting(graph))
     others = [n for n in graph.nodes if n.op == "call_function" and n is not node and n.users]
     other = rng.choice(others)
     after: Any = node.kwargs["after"]
@@ -204,14 +209,11 @@ def _move(node: fx.Node, graph: fx.Graph, rng: random.Random) -> str:
 
 def move_copy(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
     copies = (ops.prefetch, ops.fetch_grad, ops.offload_grad, ops.fetch_state, ops.offload_state)
-    found = ops.nodes_of(graph, *copies)
-    return _move(rng.choice(found), graph, rng) if found else ""
+    return _move(rng.choice(ops.nodes_of(graph, *copies)), graph, rng)
 
 
 def move_free(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
-    if not (found := ops.nodes_of(graph, ops.free, ops.defer_free)):
-        return ""
-    node = rng.choice(found)
+    node = rng.choice(ops.nodes_of(graph, ops.free, ops.defer_free))
     done = _move(node, graph, rng)
     if done and node.kwargs.get("after") and rng.random() < 0.5:
         node.kwargs = {}
@@ -223,26 +225,19 @@ def move_compute(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str
     quiet = (ops.assign, ops.snapshot, ops.save_rng, ops.alloc_grad, ops.alloc_state, ops.begin)
     runs = (ops.recompute, ops.rerun)
     computes = (ops.reuse, ops.add_grad, ops.norm_grad, ops.keep_grad, ops.update_in_place)
-    found = ops.nodes_of(graph, *runs, *computes, *quiet)
-    return _move(rng.choice(found), graph, rng) if found else ""
+    return _move(rng.choice(ops.nodes_of(graph, *runs, *computes, *quiet)), graph, rng)
 
 
 def delete(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
     ends = (ops.keep_grad, ops.offload_grad, ops.offload_state)
     effects = (ops.free, ops.defer_free, ops.assign, *ends)
-    found = [node for node in ops.nodes_of(graph, *effects) if not node.users]
-    if not found:
-        return ""
-    node = rng.choice(found)
+    node = rng.choice([node for node in ops.nodes_of(graph, *effects) if not node.users])
     graph.erase_node(node)
     return f"{ops.label(node)} {node.name} is left out"
 
 
 def change_slot(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
-    found = ops.nodes_of(graph, ops.prefetch, ops.reuse)
-    if not found:
-        return ""
-    node = rng.choice(found)
+    node = rng.choice(ops.nodes_of(graph, ops.prefetch, ops.reuse))
     was: Any = node.args[1]
     slots = [slot for slot in schedule.slots if slot.index != was.index]
     slots.append(Slot(len(schedule.slots), was.size_bytes))  # one that is not there
@@ -253,9 +248,11 @@ def change_slot(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
 
 def change_bucket(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
     of_bucket = [n for n in ops.nodes_of(graph) if n.args and isinstance(n.args[0], Bucket)]
-    if not of_bucket or len(schedule.buckets) < 2:
-        return ""
-    node = rng.choice(of_bucket)
+    return retarget(rng.choice(of_bucket), schedule, rng)
+
+
+def retarget(node: fx.Node, schedule: Schedule, rng: random.Random) -> str:
+    """An op is of another bucket."""
     was: Any = node.args[0]
     bucket: Any = rng.choice([b for b in schedule.buckets if b.key != was.key])
     node.args = (bucket, *node.args[1:])
@@ -267,10 +264,7 @@ def change_value(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str
     readers = [n for n in ops.nodes_of(graph) if any(isinstance(v, fx.Node) for v in _flat(n.args))]
     node = rng.choice(readers)
     taken = node.args[1] if node.target is ops.forward else node.args  # what it computes stays
-    values = [v for v in _flat(taken) if isinstance(v, fx.Node)]
-    if not values:
-        return ""
-    was = rng.choice(values)
+    was = rng.choice([v for v in _flat(taken) if isinstance(v, fx.Node)])
     others = [n for n in graph.nodes if n.op != "output" and n is not was and n is not node]
     like = [n for n in others if _kind(n) == _kind(was)]
     if not like and rng.random() < 0.7:
@@ -283,14 +277,9 @@ def change_value(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str
 def drop_value(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
     """A stage is not given something."""
     updates = (ops.update, ops.update_in_place)
-    found = ops.nodes_of(graph, ops.forward, ops.recompute, ops.rerun, ops.backward, *updates)
-    if not found:
-        return ""
-    node = rng.choice(found)
-    values = [v for v in _flat(node.args) if isinstance(v, fx.Node)]
-    if not values:
-        return ""
-    was = rng.choice(values)
+    stages = (ops.forward, ops.recompute, ops.rerun, ops.backward)
+    node = rng.choice(ops.nodes_of(graph, *stages, *updates))
+    was = rng.choice([v for v in _flat(node.args) if isinstance(v, fx.Node)])
     node.args = _without(node.args, was)
     return f"{ops.label(node)} {node.name} is not given {was.name}"
 
@@ -315,8 +304,6 @@ def change_held(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
     """The backward takes from a slot what it fetched before."""
     backward = schedule.backward
     found = [] if backward is None else ops.nodes_of(backward, ops.prefetch)
-    if not found:
-        return ""
     node = rng.choice(found)
     node.target = ops.reuse
     return f"{ops.label(node)} {node.name} was a prefetch"

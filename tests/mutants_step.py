@@ -30,10 +30,7 @@ def mutate(schedule: Schedule, rng: random.Random) -> tuple[Schedule, str, str]:
         names, done = [], []
         for _ in range(rng.choice((1, 1, 1, 1, 2))):
             names.append(rng.choice(list(EDITS)))
-            try:
-                made = EDITS[names[-1]](mutant, rng)
-            except IndexError:  # it has nothing to choose from
-                made = ""
+            made = mutants.tried(EDITS[names[-1]], mutant, rng)
             if isinstance(made, Schedule):
                 mutant, made = made, names[-1]
             done.append(made)
@@ -41,7 +38,8 @@ def mutate(schedule: Schedule, rng: random.Random) -> tuple[Schedule, str, str]:
             return mutant, names[0], "; ".join(done)
 
 
-# Edits. Each gives what it did, "" where there is nothing to edit, or another schedule.
+# Edits. Each gives what it did, or another schedule. Where there is nothing to edit, it gives "" or
+# raises IndexError, as in `tests.mutants`.
 
 
 def _after(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -69,21 +67,15 @@ def _inside(schedule: Schedule, *targets: Callable[..., Any]) -> list[fx.Node]:
 
 
 def drop_token(schedule: Schedule, rng: random.Random) -> str:
-    if not (found := _named_by(schedule)):
-        return ""
-    node, token = rng.choice(found)
+    node, token = rng.choice(_named_by(schedule))
     _wait_for(node, tuple(n for n in _after(node) if n is not token))
     return f"{ops.label(node)} {node.name} no longer waits for {token.name}"
 
 
 def other_token(schedule: Schedule, rng: random.Random) -> str:
     """An op waits for the token of something else."""
-    if not (found := _named_by(schedule)):
-        return ""
-    node, token = rng.choice(found)
+    node, token = rng.choice(_named_by(schedule))
     others = [n for n in node.graph.find_nodes(op="placeholder") if token_of(n) and n is not token]
-    if not others:
-        return ""
     other = rng.choice(others)
     _wait_for(node, tuple(other if n is token else n for n in _after(node)))
     return f"{ops.label(node)} {node.name} waits for {other.name}, not {token.name}"
@@ -91,9 +83,7 @@ def other_token(schedule: Schedule, rng: random.Random) -> str:
 
 def token_of_another(schedule: Schedule, rng: random.Random) -> str:
     """A placeholder stands for another part, or another bucket's."""
-    if not (found := _named_by(schedule)):
-        return ""
-    node = rng.choice(found)[1]
+    node = rng.choice(_named_by(schedule))[1]
     was = token_of(node)
     assert was is not None
     bucket = rng.choice([was.bucket, *schedule.buckets])
@@ -106,12 +96,8 @@ def token_of_another(schedule: Schedule, rng: random.Random) -> str:
 
 def reroute(schedule: Schedule, rng: random.Random) -> str:
     """An op waits for an op of its graph instead of a token."""
-    if not (found := _named_by(schedule)):
-        return ""
-    node, token = rng.choice(found)
+    node, token = rng.choice(_named_by(schedule))
     others = [n for n in node.graph.nodes if n.op == "call_function" and n < node and n.users]
-    if not others:
-        return ""
     other = rng.choice(others)
     _wait_for(node, tuple(other if n is token else n for n in _after(node)))
     return f"{ops.label(node)} {node.name} waits for {other.name}, not {token.name}"
@@ -127,9 +113,7 @@ def _return(graph: fx.Graph, tokens: tuple[fx.Node, ...]) -> None:
 
 
 def drop_returned(schedule: Schedule, rng: random.Random) -> str:
-    if not (graphs := _returning(schedule)):
-        return ""
-    graph = rng.choice(graphs)
+    graph = rng.choice(_returning(schedule))
     tokens = ops.returned(graph)[-1]
     lost = rng.choice(tokens)
     _return(graph, tuple(n for n in tokens if n is not lost))
@@ -138,9 +122,7 @@ def drop_returned(schedule: Schedule, rng: random.Random) -> str:
 
 def return_another(schedule: Schedule, rng: random.Random) -> str:
     """An earlier op is returned, or a later one."""
-    if not (graphs := _returning(schedule)):
-        return ""
-    graph = rng.choice(graphs)
+    graph = rng.choice(_returning(schedule))
     tokens = ops.returned(graph)[-1]
     lost = rng.choice(tokens)
     other = rng.choice([n for n in ops.nodes_of(graph) if n is not lost])
@@ -168,18 +150,14 @@ def _erase(node: fx.Node) -> None:
 
 
 def drop_update(schedule: Schedule, rng: random.Random) -> str:
-    if not (found := _inside(schedule, *_UPDATES)):
-        return ""
-    node = rng.choice(found)
+    node = rng.choice(_inside(schedule, *_UPDATES))
     text = f"{ops.label(node)} {node.name} is left out"
     _erase(node)
     return text
 
 
 def update_again(schedule: Schedule, rng: random.Random) -> str:
-    if not (found := _inside(schedule, ops.update_host, ops.update_resident)):
-        return ""
-    node = rng.choice(found)
+    node = rng.choice(_inside(schedule, ops.update_host, ops.update_resident))
     with node.graph.inserting_after(node):
         again = node.graph.node_copy(node)
     if rng.random() < 0.5:
@@ -199,21 +177,13 @@ def reorder(schedule: Schedule, rng: random.Random) -> str:
 
 
 def retarget(schedule: Schedule, rng: random.Random) -> str:
-    found = _inside(schedule, *_UPDATES, ops.offload_state)
-    if not found or len(schedule.buckets) < 2:
-        return ""
-    node = rng.choice(found)
-    was = ops.arguments(node)[0]
-    bucket: Any = rng.choice([b for b in schedule.buckets if b.key != was.key])
-    node.args = (bucket, *node.args[1:])
-    return f"{ops.label(node)} {node.name} was of bucket {was.label}"
+    node = rng.choice(_inside(schedule, *_UPDATES, ops.offload_state))
+    return mutants.retarget(node, schedule, rng)
 
 
 def elsewhere(schedule: Schedule, rng: random.Random) -> str:
     """What lies on the host is updated as if it were on the device, or the other way round."""
-    if not (found := _inside(schedule, ops.update_host, ops.update_resident)):
-        return ""
-    node = rng.choice(found)
+    node = rng.choice(_inside(schedule, ops.update_host, ops.update_resident))
     node.target = ops.update_resident if node.target is ops.update_host else ops.update_host
     return f"{ops.label(node)} {node.name} is made elsewhere"
 
@@ -222,10 +192,7 @@ def keep_elsewhere(schedule: Schedule, rng: random.Random) -> str:
     """Gradients go to the host as if their bucket were there, or stay on the device."""
     backward = schedule.backward
     found = [] if backward is None else ops.nodes_of(backward, ops.keep_grad, ops.offload_grad)
-    found = [node for node in found if len(node.args) == 2 and not _after(node)]
-    if not found:
-        return ""
-    node = rng.choice(found)
+    node = rng.choice([node for node in found if len(node.args) == 2 and not _after(node)])
     was = ops.label(node)
     node.target = ops.offload_grad if node.target is ops.keep_grad else ops.keep_grad
     return f"{was} {node.name} is {ops.label(node)}"
@@ -233,9 +200,7 @@ def keep_elsewhere(schedule: Schedule, rng: random.Random) -> str:
 
 def swap_left(schedule: Schedule, rng: random.Random) -> str:
     """An update takes another value that was left."""
-    if not (found := _inside(schedule, ops.update)):
-        return ""
-    node = rng.choice(found)
+    node = rng.choice(_inside(schedule, ops.update))
     assert schedule.update is not None
     inputs = schedule.update.find_nodes(op="placeholder")
     values = [n for n in inputs if token_of(n) is None]
@@ -255,8 +220,6 @@ def leave_another(schedule: Schedule, rng: random.Random) -> Schedule | str:
     was = rng.choice(left)
     values = [n for n in backward.nodes if n.op == "call_function" and n is not was]
     like = [n for n in values if n.meta.get("value") == was.meta.get("value") and n not in left]
-    if not like:
-        return ""
     other = rng.choice(like)
     frees = [u for u in other.users if ops.effects(u).frees is not None and u.args[0] is other]
     if frees and rng.random() < 0.8:
@@ -289,9 +252,7 @@ def leave_less(schedule: Schedule, rng: random.Random) -> str:
 
 def keep_memory(schedule: Schedule, rng: random.Random) -> str:
     """A free is left out: memory goes when the graph returns."""
-    if not (found := _inside(schedule, ops.free, ops.defer_free)):
-        return ""
-    node = rng.choice(found)
+    node = rng.choice(_inside(schedule, ops.free, ops.defer_free))
     text = f"{ops.label(node)} {node.name} is left out"
     node.graph.erase_node(node)
     return text
@@ -299,10 +260,7 @@ def keep_memory(schedule: Schedule, rng: random.Random) -> str:
 
 def free_at_once(schedule: Schedule, rng: random.Random) -> str:
     """Memory goes without a wait, or without one of two."""
-    found = [n for n in _inside(schedule, ops.free, ops.defer_free) if _after(n)]
-    if not found:
-        return ""
-    node = rng.choice(found)
+    node = rng.choice([n for n in _inside(schedule, ops.free, ops.defer_free) if _after(n)])
     lost = rng.choice(_after(node))
     _wait_for(node, tuple(n for n in _after(node) if n is not lost))
     if rng.random() < 0.3:
@@ -311,22 +269,15 @@ def free_at_once(schedule: Schedule, rng: random.Random) -> str:
 
 
 def free_early(schedule: Schedule, rng: random.Random) -> str:
-    if not (found := _inside(schedule, ops.free, ops.defer_free)):
-        return ""
-    node = rng.choice(found)
-    goals = [n for n in ops.nodes_of(node.graph) if n < node]
-    if not goals:
-        return ""
-    goal = rng.choice(goals)
+    node = rng.choice(_inside(schedule, ops.free, ops.defer_free))
+    goal = rng.choice([n for n in ops.nodes_of(node.graph) if n < node])
     goal.prepend(node)
     return f"{ops.label(node)} {node.name} comes before {goal.name}"
 
 
 def help_with(schedule: Schedule, rng: random.Random) -> str:
     """The device helps with something else, too."""
-    if not (found := _inside(schedule, ops.help_host)):
-        return ""
-    node = rng.choice(found)
+    node = rng.choice(_inside(schedule, ops.help_host))
     updates: Any = node.args[0]
     others = [n for n in node.graph.nodes if n.op != "output" and n is not node]
     other = rng.choice(others)
@@ -336,27 +287,21 @@ def help_with(schedule: Schedule, rng: random.Random) -> str:
 
 
 def help_early(schedule: Schedule, rng: random.Random) -> str:
-    if not (found := _inside(schedule, ops.help_host)):
-        return ""
-    node = rng.choice(found)
+    node = rng.choice(_inside(schedule, ops.help_host))
     goal = rng.choice(_inside(schedule, ops.update_host))
     goal.prepend(node)
     return f"{ops.label(node)} is issued before {goal.name}"
 
 
 def drop_offload(schedule: Schedule, rng: random.Random) -> str:
-    if not (found := _inside(schedule, ops.offload_state)):
-        return ""
-    node = rng.choice(found)
+    node = rng.choice(_inside(schedule, ops.offload_state))
     text = f"{ops.label(node)} {node.name} is left out"
     _erase(node)
     return text
 
 
 def offload_again(schedule: Schedule, rng: random.Random) -> str:
-    if not (found := _inside(schedule, ops.offload_state)):
-        return ""
-    node = rng.choice(found)
+    node = rng.choice(_inside(schedule, ops.offload_state))
     with node.graph.inserting_after(node):
         node.graph.node_copy(node)
     return f"{ops.label(node)} {node.name} comes twice"
@@ -366,10 +311,7 @@ def not_late(schedule: Schedule, rng: random.Random) -> str:
     """Gradients reach the host, and the update may begin, before the last reader of weights."""
     backward = schedule.backward
     found = [] if backward is None else ops.nodes_of(backward, ops.offload_grad)
-    found = [node for node in found if _after(node)]
-    if not found:
-        return ""
-    node = rng.choice(found)
+    node = rng.choice([node for node in found if _after(node)])
     _wait_for(node, ())
     return f"{ops.label(node)} {node.name} waits for no reader of the weights"
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 from megacompile.plan.problem import Problem
+from tests.zoo import Tower
 
 MIB, GIB = 2**20, 2**30
 MODES = [(False, torch.float32), (True, torch.float32), (False, "int8"), (True, "int8")]
@@ -31,18 +32,10 @@ def with_drive(each: float, both: float | None = None) -> Hardware:
 DISK = with_drive(3.0, both=2.0)
 
 
-class Tower(nn.Module):
+def equal_layers(depth: int = 12, width: int = 4096) -> Tower:
     """Layers of one size, large enough for memory to matter."""
-
-    def __init__(self, depth: int = 12, width: int = 4096) -> None:
-        super().__init__()
-        layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.square().mean()
+    layers = (nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth))
+    return Tower(layers, lambda layer, x: x + layer(x))
 
 
 class Uneven(nn.Module):
@@ -106,7 +99,7 @@ def problem_of(made: AbstractProgram, **changes: Any) -> Problem:
 def tower(tokens: int = 16384, *, in_backward: bool = False) -> AbstractProgram:
     """A tower of twelve equal layers."""
     options: dict[str, Any] = {"in_backward": in_backward, "state_dtype": torch.float32}
-    return captured(Tower(), tokens, 4096, **options)[0]
+    return captured(equal_layers(), tokens, 4096, **options)[0]
 
 
 def problem(budget_bytes: int, tokens: int = 16384, *, in_backward: bool = False) -> Problem:

@@ -13,14 +13,11 @@ import copy
 import functools
 import gc
 import io
-import mmap
-import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer, RMSprop
 
 from megacompile import accumulate, megacompile
-from tests import adversary, inside
+from tests import adversary, disks, inside
 from tests.lion import Lion
 from tests.zoo import equal
 
@@ -531,38 +528,10 @@ def differences(want: dict[str, Tensor], got: dict[str, Tensor]) -> list[str]:
 
 
 @contextlib.contextmanager
-def harsh_disk(rng: random.Random) -> Iterator[None]:
-    """For its duration a disk is slow, at random, and shows what is not read or written whole yet
-    as NaN."""
-    read, write = os.preadv, os.pwritev
-
-    def late() -> None:
-        for _ in range(rng.choice((0, 1, 10, 100))):
-            os.sched_yield()
-
-    def slow_read(fd: int, views: Any, at: int) -> int:
-        for view in views:
-            view[:] = b"\xff" * len(view)
-        late()
-        return read(fd, views, at)
-
-    def slow_write(fd: int, views: Any, at: int) -> int:
-        for view in views:  # direct I/O takes pages alone
-            torn = mmap.mmap(-1, len(view))
-            torn[:] = b"\xff" * len(view)
-            write(fd, [torn], at)
-        late()
-        return write(fd, views, at)
-
-    with mock.patch.object(os, "preadv", slow_read), mock.patch.object(os, "pwritev", slow_write):
-        yield
-
-
-@contextlib.contextmanager
 def adversarial(run: Run, seed: int) -> Iterator[None]:
     """For its duration the device and the disk of a model do what they may, by a seed."""
     device = inside.machine(run.model).streams
     assert isinstance(device, adversary.Adversary)
     device.policy = adversary.Random(seed)
-    with adversary.adversarial(), harsh_disk(random.Random(seed)):
+    with adversary.adversarial(), disks.harsh(random.Random(seed)):
         yield

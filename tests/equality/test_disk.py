@@ -397,7 +397,7 @@ def test_states_that_a_step_leaves_alone_wait_for_its_write(tmp_path: Path) -> N
     for param in still:
         param.grad = None
     expected = []
-    with cells.harsh_disk(random.Random(0)):
+    with disks.harsh(random.Random(0)):
         run.step()
         for optimizer, param in zip(run.optimizers, still, strict=True):
             name = "exp_avg" if optimizer is adamw else "momentum_buffer"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megacompile import accumulate, megacompile
 from megacompile.ir.stream import Stream
 from tests import inside
-from tests.zoo import Block, Stack, batch, equal, stack, step
+from tests.zoo import Block, Stack, Tower, batch, equal, stack, step
 
 pytestmark = pytest.mark.gpu
 
@@ -253,19 +253,6 @@ def test_forward_and_backward_in_side_streams(forward_aside: bool, backward_asid
 # --- memory
 
 
-class Deep(nn.Module):
-    """Many layers of 16 MiB, and next to no activations."""
-
-    def __init__(self, layers: int = 48, width: int = 2048) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
-
-
 def peak_bytes(run: Callable[[], object]) -> int:
     """The most device memory that `run` takes beyond what was taken before."""
     gc.collect()
@@ -280,7 +267,8 @@ def peak_bytes(run: Callable[[], object]) -> int:
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_peak_memory_is_far_below_the_resident_models(lowering: str) -> None:
     """Megacompiling and tracing included: three slots and a few gradients of 96 matrices."""
-    model = Deep()
+    layers = (nn.Linear(2048, 2048, bias=False) for _ in range(48))  # of 16 MiB
+    model = Tower(layers, lambda layer, x: torch.tanh(layer(x)))
     alone: dict[str, Any] = {"slots": 3, "device_update": 0}  # a plan may use what memory there is
     x = torch.randn(8, 2048)
 

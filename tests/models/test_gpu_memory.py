@@ -17,6 +17,7 @@ from megacompile import megacompile, schedules
 from megacompile.errors import DeviceMemoryError
 from tests import inside
 from tests.device_bytes import cublas_bytes, device_bytes
+from tests.zoo import Tower
 
 pytestmark = pytest.mark.gpu
 
@@ -39,23 +40,14 @@ def cap(size_bytes: float) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, size_bytes / total))
 
 
-class Wide(nn.Module):
+def wide() -> Tower:
     """Layers that save much more than they weigh: 128 MiB for 4096 rows, with dropout."""
-
-    def __init__(self, layers: int = 16, width: int = 512) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(
-            nn.Sequential(
-                nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * width, width)
-            )
-            for _ in range(layers)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.square().mean()
+    torch.manual_seed(0)
+    layers = (
+        nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Dropout(0.1), nn.Linear(2048, 512))
+        for _ in range(16)
+    )
+    return Tower(layers, lambda layer, x: x + layer(x))
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
@@ -72,7 +64,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
 
 def test_a_cap_that_is_a_twentieth_too_small() -> None:
     """The plan fills what it may; then a twentieth of that is taken away."""
-    plain = Wide().cuda()
+    plain = wide().cuda()
     model = copy.deepcopy(plain)
     want = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3), range(5))
     del plain
@@ -96,7 +88,7 @@ def test_a_cap_that_is_a_twentieth_too_small() -> None:
 def test_a_cap_that_nothing_satisfies() -> None:
     """Less than what a single layer saves."""
     base = torch.cuda.memory_allocated()
-    model = megacompile(Wide(), lowering="eager", gpu_memory="1GiB")
+    model = megacompile(wide(), lowering="eager", gpu_memory="1GiB")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     train(model, optimizer, range(2))
     cap(base + 100 * MiB)

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import megacompile as package
 from megacompile.errors import TraceError
 from tests.ranks.here import Check, Here
+from tests.zoo import Tower
 
 LAYERS = 3
 STEPS = 4
@@ -23,24 +24,12 @@ MICRO = 2  # batches of the step of the last trace
 WIDTH, ROWS, MORE = 256, 64, 256  # the last rank has so many times the rows
 
 
-class Net(nn.Module):
-    """Some layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return x.square().mean()
-
-
 class Loop:
     """A model that ranks share, and its rows."""
 
     def __init__(self, here: Here) -> None:
-        self.model: Any = Net()
+        layers = (nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.model: Any = Tower(layers, lambda layer, x: torch.relu(layer(x)))
         package.megacompile(self.model, mesh=here.mesh, device="cpu", progress=False)
         self.data = torch.randn(ROWS * (MORE if here.rank else 1), WIDTH)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
@@ -67,7 +56,7 @@ def slow_ranks(here: Here) -> None:
         for _ in range(STEPS):
             loop.step()
     assert loop.explained()["last_rank"] is None, "nobody has compared the ranks"
-    told = trace.compare_ranks()["Net"]
+    told = trace.compare_ranks()["Tower"]
     assert [each.rank for each in told] == [0, 1]
     assert all(len(each.waited_s) == STEPS - 1 for each in told)
     last = loop.explained()["last_rank"]
@@ -76,7 +65,7 @@ def slow_ranks(here: Here) -> None:
     joint_trace(here, loop)
     with package.trace(loop.model) as nothing:
         pass
-    assert nothing.compare_ranks() == {"Net": ()}
+    assert nothing.compare_ranks() == {"Tower": ()}
 
 
 def joint_trace(here: Here, loop: Loop) -> None:
@@ -87,7 +76,7 @@ def joint_trace(here: Here, loop: Loop) -> None:
     with package.trace(loop.model) as trace:
         loop.step(MICRO)
     trace.save(str(path))
-    assert len(trace.rank_steps["Net"]) == 2
+    assert len(trace.rank_steps["Tower"]) == 2
     events = json.loads(path.read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     order = {e["pid"]: e["args"]["sort_index"] for e in events if e["name"] == "process_sort_index"}
@@ -95,7 +84,7 @@ def joint_trace(here: Here, loop: Loop) -> None:
     assert {e["pid"] for e in events} == names.keys() == order.keys()
     collectives = []
     for rank in (0, 1):
-        start = f"rank {rank}: Net, measured"
+        start = f"rank {rank}: Tower, measured"
         (pid,) = (pid for pid, name in names.items() if name.startswith(start))
         mine = [e for e in events if e["pid"] == pid]
         lanes = {e["tid"]: e["args"]["name"] for e in mine if e["name"] == "thread_name"}

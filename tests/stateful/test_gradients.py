@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from megacompile import explain
 from tests import inside
 from tests.stateful.late import failing, may_fail
-from tests.zoo import assert_same, equal, twins
+from tests.zoo import Tower, assert_same, equal, twins
 
 
 class Net(nn.Module):
@@ -247,17 +247,10 @@ def test_a_backward_that_fails_leaves_what_was_accumulated() -> None:
 # --- gradients of residents
 
 
-class Wide(nn.Module):
+def wide(layers: int = 3, width: int = 16) -> Tower:
     """Matrices alone: nobody else has the memory of their gradients."""
-
-    def __init__(self, layers: int = 3, width: int = 16) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x).relu()
-        return x.square().mean()
+    made = (nn.Linear(width, width, bias=False) for _ in range(layers))
+    return Tower(made, lambda layer, x: x + layer(x).relu())
 
 
 X = torch.ones(4, 16)
@@ -265,7 +258,7 @@ X = torch.ones(4, 16)
 
 def test_gradients_of_residents_are_what_the_backward_has_made() -> None:
     """Nothing is copied; they are there from the backward to the next forward."""
-    _, model = twins(Wide(), resident="all")
+    _, model = twins(wide(), resident="all")
     loss = model(X)
     assert not buffers(model)
     loss.backward()
@@ -282,7 +275,7 @@ def test_gradients_of_residents_are_what_the_backward_has_made() -> None:
 def test_a_forward_that_finds_gradients_has_a_plan_that_counts_them() -> None:
     """Fewer buckets live on the device then, where it takes the memory."""
     x = torch.ones(64, 64)
-    _, probe = twins(Wide(6, 64), resident="all", activations="keep")
+    _, probe = twins(wide(6, 64), resident="all", activations="keep")
     needed = []
     for _ in range(2):  # the second one adds
         probe(x).backward()
@@ -290,7 +283,7 @@ def test_a_forward_that_finds_gradients_has_a_plan_that_counts_them() -> None:
     least, most = needed
     assert least + sum(g.nbytes for g in buffers(probe)) <= most
     budget = (3 * least + most) // 4
-    plain, model = twins(Wide(6, 64), gpu_memory=budget)
+    plain, model = twins(wide(6, 64), gpu_memory=budget)
     plain(x).backward()
     plain(x).backward()
     model(x).backward()

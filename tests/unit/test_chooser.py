@@ -12,14 +12,14 @@ from megacompile.cost.memory import device_memory
 from megacompile.ir import ops
 from megacompile.ir.plan import Placement, Places
 from megacompile.verify.proof import HazardKind, hazards
-from tests.planning import GIB, Tower, captured
+from tests.planning import GIB, captured, equal_layers
 
 WIDTH = 1024
 
 
 def program(layers: int = 4, width: int = WIDTH, tokens: int = 64, **options: Any) -> Any:
     """A model whose buckets all fit on the device, unless it is told otherwise."""
-    (made,) = captured(Tower(layers, width), tokens, width, dtype=torch.float32, **options)
+    (made,) = captured(equal_layers(layers, width), tokens, width, dtype=torch.float32, **options)
     return made
 
 

@@ -22,6 +22,7 @@ from megacompile.ir.plan import Choice, Places
 from megacompile.ir.schedule import Schedule
 from megacompile.plan.abstract import abstract_options, abstract_programs
 from tests.planning import GIB, captured, problem_of, with_drive
+from tests.zoo import Tower
 
 CHOICES = (
     Choice(0),
@@ -97,19 +98,6 @@ def test_a_draft_predicts_what_the_schedule_of_its_choice_does(
 # Saved tensors on a disk.
 
 
-class Deep(nn.Module):
-    """Little to train, and large values between layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(20))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x.square().mean()
-
-
 @functools.cache
 def deep(disk_saved: bool | None = None) -> Any:
     """With a disk of 100 GiB."""
@@ -119,7 +107,9 @@ def deep(disk_saved: bool | None = None) -> Any:
         disk_memory=100 * GIB,
         disk_saved=disk_saved,
     )
-    model = Deep().to("meta", torch.bfloat16)
+    # little to train, and large values between layers
+    tower = Tower((nn.Linear(512, 512) for _ in range(20)), lambda layer, x: layer(x).relu())
+    model = tower.to("meta", torch.bfloat16)
     x = torch.empty(2**18, 512, device="meta", dtype=torch.bfloat16)
     (made,) = abstract_programs(model, (x,), options=options, hardware=with_drive(3.0))
     return problem_of(made, budget_bytes=3 * GIB, disk_budget_bytes=100 * GIB)

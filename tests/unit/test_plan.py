@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megacompile.ir import ops
 from megacompile.ir.plan import Choice, Plan, SavedPart
@@ -17,6 +17,7 @@ from megacompile.verify.proof import verify
 from tests.actions import apply, parse
 from tests.capturing import capture
 from tests.planned import PASSES, planned, rows
+from tests.zoo import Tower
 
 CHAIN = "0F 1F 2F 3F | 3B 2B 1B 0B"
 LONG = "0F 1F 2F 3F 4F 5F 6F 7F | 7B 6B 5B 4B 3B 2B 1B 0B"
@@ -104,23 +105,10 @@ def test_a_plan_keeps_half_of_what_stages_on_the_host_save() -> None:
     assert other.offload == plan.offload, "which finds the same on the host"
 
 
-class Rectified(nn.Module):
-    """Layers whose backward takes their output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = (nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(6))
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
 def test_what_stays_under_another_name_is_not_copied() -> None:
     """A relu saves its output. It is on the device for the next stage, or goes as its input."""
-    captured = capture(Rectified(), torch.randn(2, 4))
+    layers = (nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(6))
+    captured = capture(Tower(layers), torch.randn(2, 4))
     for on_host in (frozenset({1}), frozenset({1, 2})):
         schedule = captured.with_tangent()
         last = len(schedule.stages) - 1

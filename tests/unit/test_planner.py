@@ -25,6 +25,7 @@ from megacompile.plan.problem import Problem
 from tests import quantized
 from tests.draws import drawn
 from tests.planning import GIB, captured, problem, problem_of
+from tests.zoo import Tower
 
 LITTLE = 1.011  # what plans may differ by
 
@@ -271,20 +272,13 @@ class Block(nn.Module):
         return result
 
 
-class Long(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+def tower_of_blocks() -> Tower:
+    return Tower(Block() for _ in range(5))
 
 
 @cache
 def long(in_backward: bool) -> AbstractProgram:
-    return captured(Long(), 1, 131072, 512, in_backward=in_backward)[0]
+    return captured(tower_of_blocks(), 1, 131072, 512, in_backward=in_backward)[0]
 
 
 def planned(made: AbstractProgram, device_bytes: int) -> tuple[float, Choice]:
@@ -320,7 +314,7 @@ def test_tiles_where_they_fit_or_pay(in_backward: bool) -> None:
 
 def test_the_longest_tile_stands_for_all_of_them() -> None:
     """Where they do not fit, the last one is shorter: three of 3 tokens, and one of 1."""
-    towers = [problem_of(captured(Long(), 1, tokens, 512)[0]) for tokens in (9, 10)]
+    towers = [problem_of(captured(tower_of_blocks(), 1, tokens, 512)[0]) for tokens in (9, 10)]
     fits, rest = (
         tower.memory(Choice(0, tiles=tiles)).peak.total_bytes
         for tower, tiles in zip(towers, (3, 4), strict=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from megacompile import Trace, megacompile, schedules, trace
 from megacompile.cli import main
@@ -32,7 +32,7 @@ from megacompile.ir.stages import Code
 from tests import inside
 from tests.stateful.late import late
 from tests.trace_events import faults
-from tests.zoo import batchnorm, stack, step, tied, twins
+from tests.zoo import Tower, batchnorm, stack, step, tied, twins
 
 HOST = "host"  # the lane
 QUIET = (ops.free, ops.defer_free, ops.begin)
@@ -69,23 +69,12 @@ def check_order(t: Trace, graphs: int, slack_s: float = 0.0) -> None:
 # --- on a GPU
 
 
-class Deep(nn.Module):
-    """Layers large enough that copies and computes overlap."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(2048, 2048) for _ in range(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return x.square().mean()
-
-
 @pytest.mark.gpu
 def test_on_a_gpu_the_spans_keep_the_schedules_edges() -> None:
     """What an op waits for is over when it begins, across streams too (by 10 us of resolution)."""
-    model = megacompile(Deep(), lowering="eager", resident=0, activations="recompute")
+    layers = (nn.Linear(2048, 2048) for _ in range(8))  # copies and computes overlap
+    model: Any = Tower(layers, lambda layer, x: torch.relu(layer(x)))
+    megacompile(model, lowering="eager", resident=0, activations="recompute")
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(4096, 2048, device="cuda")
     for _ in range(3):

@@ -7,7 +7,7 @@ equal models and equal inputs. `twins` gives a model and its plain copy; `same` 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -145,6 +145,24 @@ class Stack(nn.Module):
                 hidden = self.between(i, hidden)
         prediction: Tensor = self.head(hidden)
         return prediction if y is None else F.mse_loss(prediction, y)
+
+
+class Tower(nn.Module):
+    """Layers, each of which `way` applies to the value so far; gives the mean of the squares."""
+
+    def __init__(
+        self,
+        layers: Iterable[nn.Module],
+        way: Callable[[nn.Module, Tensor], Tensor] = lambda layer, x: layer(x),
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.way(layer, x)
+        return x.square().mean()
 
 
 def stacks(**options: Any) -> tuple[Any, Any, Inputs]:
