@@ -157,8 +157,8 @@ def tried(edit: Callable[..., Any], *args: Any) -> Any:
         return ""
 
 
-# Edits. Each gives what it did. Where there is nothing to edit, it gives "" or raises IndexError: it
-# has nothing to choose from.
+# Edits. Each gives what it did. Where there is nothing to edit, it gives "", or it has nothing to
+# choose from and raises IndexError.
 
 
 def _waiting(graph: fx.Graph) -> list[fx.Node]:

@@ -37,7 +37,7 @@ def ran(count: int, seed: int) -> list[Schedule]:
     def one(net: Net, choice: Choice) -> None:
         if len(found) >= count or plain_refuses(net, choice):
             return
-        # see tests/test_disk_*pass.py
+        # faults of ops of a disk: tests/unit/faults.txt
         choice = dataclasses.replace(choice, disk=False, disk_weights=False, disk_saved=False)
         choice = dataclasses.replace(choice, offload=False, on_host=0)
         subject = Subject(net, choice, Counts())

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -107,6 +109,15 @@ def test_few_modules_are_imported() -> None:
     every = [*sources().values(), (ROOT / "tests" / "inside.py").read_text()]
     found = {target for source in every for _, target in inside(source)}
     assert len(found) <= MODULES, sorted(found)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize("target", ["matrix-0", "examples"])
+def test_what_the_makefile_runs_is_there(target: str) -> None:
+    command = ["make", "-n", target, "MATRIX_0=there", "PY=python"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    paths = [word for word in done.stdout.split() if word.startswith("tests/")]
+    assert len(paths) > 5 and [path for path in paths if not (ROOT / path).exists()] == []
 
 
 PLANTED: list[tuple[Rule, str, str, list[str]]] = [
