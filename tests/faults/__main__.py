@@ -41,7 +41,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--jobs", type=int, default=1, help="faults at the same time")
     parser.add_argument("--workers", type=int, default=2, help="processes of the run with probes")
-    parser.add_argument("--sample", type=int, default=1, help="map one test of so many")
     parser.add_argument(
         "--map-limit", type=float, metavar="SECONDS", help="stop mapping then, with a part"
     )
@@ -117,7 +116,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             root,
             FAULTS,
             options.suite,
-            sample=options.sample,
             workers=options.workers,
             limit_s=options.map_limit,
         )

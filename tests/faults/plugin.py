@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 
 NOTES = "FAULTS_NOTES"  # the file for notes
 SELECTED = "FAULTS_SELECTED"  # a file: the tests to run, one a line, in their order
-SAMPLE = "FAULTS_SAMPLE"  # one test of so many is run
 FIXTURE = "FAULTS_FIXTURE"  # the fixture that is being made
 
 _reached: set[tuple[str, str, str]] = set()
@@ -40,23 +38,13 @@ def reached(fault: str) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    chosen = list(items)
-    if path := os.environ.get(SELECTED):
-        with open(path) as lines:
-            order = {line.rstrip("\n"): k for k, line in enumerate(lines)}
-        chosen = sorted(
-            (item for item in items if item.nodeid in order), key=lambda item: order[item.nodeid]
-        )
-    elif (sample := int(os.environ.get(SAMPLE, "1"))) > 1:
-        chosen = [item for item in items if _hash(item.nodeid) % sample == 0]
-        chosen.sort(key=lambda item: _hash(item.nodeid.partition("::")[0]))
-    left = set(items) - set(chosen)
-    config.hook.pytest_deselected(items=list(left))
-    items[:] = chosen
-
-
-def _hash(name: str) -> int:
-    return zlib.crc32(name.encode())
+    if not (path := os.environ.get(SELECTED)):
+        return
+    with open(path) as lines:
+        order = {line.rstrip("\n"): k for k, line in enumerate(lines)}
+    chosen = [item for item in items if item.nodeid in order]
+    config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
+    items[:] = sorted(chosen, key=lambda item: order[item.nodeid])
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -56,14 +56,12 @@ def make_map(
     faults: Sequence[Fault],
     suite: Sequence[str],
     *,
-    sample: int = 1,
     workers: int = 1,
     limit_s: float | None = None,
 ) -> Map:
     """Run the suite once, with probes.
 
     Args:
-        sample: one test of so many is run, by a hash of its name; files in the order of theirs.
         limit_s: the run is stopped then, and the map has the tests that were run.
     """
     tree = Tree(root)
@@ -71,7 +69,7 @@ def make_map(
         for path, group in itertools.groupby(sorted(faults, key=_path), key=_path):
             tree.write(path, probed(tree.read(path), list(group)))
         parallel = ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
-        run = tree.pytest([*parallel, *suite], sample=sample, limit_s=limit_s)
+        run = tree.pytest([*parallel, *suite], limit_s=limit_s)
         failed = sorted({test for test in run.tests("failed")})
         if not run.tests("passed"):
             raise SystemExit(f"no test passes with the probes:\n{run.output}")

@@ -78,10 +78,9 @@ class Tree:
         arguments: Sequence[str],
         *,
         tests: Sequence[str] = (),
-        sample: int = 1,
         limit_s: float | None = None,
     ) -> Run:
-        """Run pytest: `tests` alone, if given, in their order; or one test of `sample`."""
+        """Run pytest: `tests` alone, if given, in their order."""
         notes, output, selected = (self._others / name for name in ("notes", "output", "tests"))
         notes.write_text("")
         selected.write_text("".join(f"{test}\n" for test in tests))
@@ -90,7 +89,6 @@ class Tree:
             "PYTHONPATH": str(self.root),
             "OMP_NUM_THREADS": "1",
             plugin.NOTES: str(notes),
-            plugin.SAMPLE: str(sample),
         }
         if tests:
             environment[plugin.SELECTED] = str(selected)
