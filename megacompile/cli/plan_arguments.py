@@ -28,7 +28,7 @@ memory, weights or a GPU. A module alone gets token ids (batch, seq) and should 
     python -m megacompile plan examples/configs/qwen2.5-72b.json --gpu h200 --host-memory 1.5TB
 
 Exit code: 0 if it fits, 1 if it does not, 2 if it cannot be planned. What lacks less than a tenth
-of the device's memory does not fit, and megacompile() tries it nevertheless: the answer says so.
+of the device's memory does not fit, and megacompile() tries it anyway: the answer says so.
 """
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}  # states of each

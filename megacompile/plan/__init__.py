@@ -1,1 +1,2 @@
-"""From a captured graph to the schedule that runs: the passes, and the search for their options."""
+"""Turns a captured graph into the schedule that runs: the passes, and the search for their
+options."""

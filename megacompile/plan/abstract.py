@@ -1,11 +1,11 @@
-"""Schedules of a model without its memory: parameters and inputs are shapes, nothing is computed.
+"""Plans a model without allocating it: parameters and inputs are shapes, nothing is computed.
 
     model on `meta`, inputs' shapes  ->  Dynamo on fake tensors  ->  the passes, without `lower`
 
-What comes out are the schedules that `megacompile(model)` would run on CUDA: for `simulate`, for
-plans, for a model that does not fit on this machine. Where torch has no CUDA, the metas say `cpu`:
-autograd refuses tensors of a device that torch was not built for. Attention is then traced as the
-CPU's flash attention, which saves and computes what CUDA's does.
+The result is the schedules that `megacompile(model)` would run on CUDA. They can be simulated and
+planned for models that do not fit on this machine. If torch has no CUDA, the metas say `cpu`,
+because autograd refuses tensors of a device that torch was not built for. Attention is then traced
+as the CPU's flash attention, which saves and computes the same values as CUDA's.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from megacompile.text import printable
 
 
 def abstract_options(**given: Any) -> Options:
-    """Options as `megacompile()` would resolve them on a CUDA device, also where there is none.
+    """Resolve options as `megacompile()` would on a CUDA device, even if this machine has none.
 
     Raises:
         OptionError: as `megacompile()` does.
@@ -56,7 +56,7 @@ def abstract_options(**given: Any) -> Options:
 
 
 def abstract_device() -> torch.device:
-    """The current CUDA device, or the CPU where torch has no CUDA."""
+    """The current CUDA device, or the CPU if torch has no CUDA."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -64,7 +64,7 @@ def abstract_device() -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class AbstractProgram:
-    """A captured graph and its stages: what schedules can be built of."""
+    """A captured graph and its stages, from which schedules are built."""
 
     capture: Capture
     stages: Schedule
@@ -72,11 +72,11 @@ class AbstractProgram:
 
     @property
     def compiler(self) -> PassCompiler:
-        """The planner of all programs of a model."""
+        """The planner shared by all programs of a model."""
         return self.plans.compiler
 
     def planned(self, *, accumulate: bool = False, reuse: bool = True) -> Planned:
-        """The alternatives to what `schedule` builds, for `megacompile.plan.alternatives`."""
+        """The inputs of `schedule`, for `megacompile.plan.alternatives`."""
         variant = Variant(
             tangents=expected_tangents(self.stages),
             keep_last=True,
@@ -87,12 +87,12 @@ class AbstractProgram:
         return Planned(self.stages, self.capture, variant)
 
     def schedule(self, *, accumulate: bool = False, reuse: bool = True) -> Schedule:
-        """The schedule of a step in the middle of training, verified, without code.
+        """Build and verify the schedule of a step in the middle of training, without code.
 
         Args:
-            accumulate: add to gradients that are on the host already.
-            reuse: the backward takes what the forward left in the slots. Right where no other
-                captured graph runs in between.
+            accumulate: add to the gradients that are already on the host.
+            reuse: the backward reuses the weights that the forward left in the slots. Only valid if
+                no other captured graph runs in between.
         """
         return self.plans.schedule(*self.planned(accumulate=accumulate, reuse=reuse))
 
@@ -104,15 +104,15 @@ def abstract_schedules(
     *,
     options: Options | None = None,
 ) -> list[Schedule]:
-    """The schedules of `model(*args, **kwargs)` and its backward, one for each captured graph.
+    """Plan `model(*args, **kwargs)` and its backward: one schedule for each captured graph.
 
     Args:
-        model: on any device, `meta` included; it is the same after the call.
-        args, kwargs: of the model; tensors of any device, whose data are not read.
+        model: on any device, including `meta`; it is unchanged after the call.
+        args, kwargs: of the model. Tensors may be on any device; their data are not read.
         options: default: those of `megacompile(model)` on CUDA.
 
     Raises:
-        ModelError: not a module, one without parameters, or no graph was captured.
+        ModelError: `model` is not a module, has no parameters, or no graph was captured.
         UnsupportedGraphError: a captured graph cannot be scheduled.
     """
     programs = abstract_programs(model, args, kwargs, options=options)
@@ -131,8 +131,8 @@ def abstract_programs(
     """Capture `model(*args, **kwargs)` on fake tensors; see `abstract_schedules`.
 
     Args:
-        hardware: the machine that plans are made for; default: that at hand. Where `options` say
-            nothing of device memory, that of the machine, less 5 %, at most 4 GiB.
+        hardware: the machine to plan for; default: this one. If `options` do not limit device
+            memory, plans may use all of the machine's except 5 % or 4 GiB, whichever is less.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"to plan for: got {type(model).__name__}; needed a torch.nn.Module")
@@ -161,7 +161,7 @@ class _Capturing:
         )
         self.plans = SettledPlans(PassCompiler(options, units, hardware=hardware))
         self.captures: list[Capture] = []
-        self.inputs: dict[int, torch.Tensor] = {}  # fake, by the id of what was given
+        self.inputs: dict[int, torch.Tensor] = {}  # fake, by the id of the real input
         self.places: dict[int, tuple[Bucket, int]] = {}  # by the id of a fake leaf
         self.made: dict[int, torch.Tensor] = {}  # fake, by the id of a parameter or buffer
         self.packed: set[type] = set()  # classes of the packed parameters that wrap others
@@ -234,7 +234,7 @@ class _Capturing:
 
     @contextlib.contextmanager
     def _swapped_in(self) -> Iterator[None]:
-        """For its duration, the model's parameters and buffers are fake."""
+        """Replaces the model's parameters and buffers by fake ones inside the block."""
         sites = list(self._sites())
         for holder, name, tensor in sites:
             holder[name] = self._known(tensor)
@@ -245,7 +245,8 @@ class _Capturing:
                 holder[name] = tensor
 
     def _sites(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-        """Every place of a parameter, of a tensor of a packed one's state, and of a buffer."""
+        """Every attribute that holds a parameter, a tensor in a packed parameter's state, or a
+        buffer."""
         for module in self.model.modules():
             for holder in (compat.parameters_of(module), compat.buffers_of(module)):
                 for name, tensor in holder.items():
@@ -277,21 +278,22 @@ class _Capturing:
         fake = self._fake(tensor.detach(), bucket.params[i].dtype)
         if isinstance(tensor, nn.Parameter):
             fake = nn.Parameter(fake, tensor.requires_grad)
-            if type(tensor) is not nn.Parameter:  # a packed one has a class, and states
+            if type(tensor) is not nn.Parameter:  # a packed one keeps its class and state
                 fake = shape_class(type(tensor))(fake)
                 vars(fake).update(vars(tensor))
         self.places[id(fake)] = (bucket, i)
         return fake
 
 
-# Stand-ins for packed parameters of a class of its own where there are only shapes.
+# Stand-ins for packed parameters that have their own tensor class, when only shapes are known.
 #
-# Dynamo captures tensors of a foreign class only where they wrap others, and the code of that class
-# asks for it and for its attributes. So this is of that class, and wraps a fake tensor.
+# Dynamo captures tensors of a foreign class only if they wrap others, and the code of that class
+# checks for the class and reads its attributes. So the stand-in is an instance of that class that
+# wraps a fake tensor.
 
 
 class Shape(torch.Tensor):
-    """The looks of a fake tensor, of another class too."""
+    """A wrapper around a fake tensor; its subclasses derive from the parameter's class too."""
 
     fake: torch.Tensor
 
@@ -336,5 +338,5 @@ class Shape(torch.Tensor):
 
 @functools.cache
 def shape_class(cls: type[torch.Tensor]) -> type[Shape]:
-    """The stand-in for parameters of a class: `isinstance` says the same of it."""
+    """The stand-in for parameters of a class; `isinstance` checks for that class pass."""
     return type(f"Shape{cls.__name__}", (Shape, cls), {"__module__": __name__})

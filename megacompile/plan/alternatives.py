@@ -1,8 +1,7 @@
-"""Alternatives to a planned step, and by how much each would help: other options, more memory, a
-faster machine.
+"""Alternatives to a planned step and their gains: other options, more memory, a faster machine.
 
-Other plans are made by the passes from the graphs that were captured. Another machine runs the plan
-that there is.
+For other options and more memory, the captured graphs are planned again. For a faster machine, the
+current plan is simulated with other rates.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _OF_BATCH = (MemoryKind.INPUTS, MemoryKind.ACTIVATIONS, MemoryKind.SAVED, Memory
 
 
 class Planned(NamedTuple):
-    """A captured graph, and what its schedule is built for."""
+    """A captured graph and the variant that its schedule is built for."""
 
     stages: Schedule
     capture: Capture
@@ -39,10 +38,10 @@ class Planned(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something else that could be done, and what it would bring."""
+    """An alternative and its predicted effect."""
 
     name: str
-    gain: float | None = None  # more work a second: 0.1 is a tenth; None: it cannot be done
+    gain: float | None = None  # of throughput: 0.1 is 10 % more; None: does not fit
     step_s: float | None = None
     device_bytes: int | None = None
     host_bytes: int | None = None
@@ -52,11 +51,11 @@ class Change:
 def changes(
     now: Scenario, compiler: PassCompiler | None = None, planned: Sequence[Planned] = ()
 ) -> tuple[Change, ...]:
-    """The changes that would help, the most first.
+    """The changes worth considering, the largest gain first.
 
     Args:
-        now: what is done.
-        compiler: makes other plans. None: the plan stays.
+        now: the current step.
+        compiler: makes other plans; None: keep the current one.
         planned: the captured graphs.
     """
     found = [] if compiler is None else _other_options(now, compiler, planned)
@@ -71,9 +70,9 @@ def changes(
 def budgets(
     now: Scenario, compiler: PassCompiler | None = None, planned: Sequence[Planned] = ()
 ) -> tuple[Change, ...]:
-    """The gain of a tenth more of each memory, if there is a `compiler` to plan with it. With the
-    plan that there is: of the disk's rate, and where the system locks less than all of host memory,
-    of a tenth of that."""
+    """The gain from a tenth more of each resource. More memory is planned for again, if `compiler`
+    is given. The current plan is simulated with a faster disk and, if the system limits page-locked
+    memory, with a higher limit."""
     found = [] if compiler is None else _more_memory(now, compiler, planned)
     if short := now.pageable_bytes:
         size = min(short, -(-sum(now.host().values()) // 10))
@@ -87,7 +86,7 @@ def budgets(
 def _other_options(
     now: Scenario, compiler: PassCompiler, planned: Sequence[Planned]
 ) -> list[Change]:
-    """Plans with other options, or with twice the device memory."""
+    """Plan with other options, and with twice the device memory."""
     options, budget = compiler.setting.options, compiler.budget.size_bytes()
     states = now.optimizer.states
 
@@ -118,12 +117,10 @@ def _other_options(
 
 
 def _more_memory(now: Scenario, compiler: PassCompiler, planned: Sequence[Planned]) -> list[Change]:
-    """Plans with a tenth more of the device's memory, of the host's, and of the disk's, where
-    something is there.
+    """Plan with a tenth more device memory, host memory and, if the plan uses a disk, disk memory.
 
-    What was simulated for the plan that there is need not be simulated again. Plans are sought near
-    that one, which fits too. Where host memory was enough for all that was tried, more of it
-    changes nothing.
+    Each search starts near the current plan, which still fits, and reuses its simulations. If host
+    memory never ruled out a candidate, more of it changes nothing.
     """
     options = compiler.setting.options
 
@@ -166,13 +163,14 @@ def _more_memory(now: Scenario, compiler: PassCompiler, planned: Sequence[Planne
 
 
 def _in_backward(options: Options) -> Options:
-    """As `megacompile(model, optimizer=...)` has it; which parameters it updates is not asked."""
+    """The options of `megacompile(model, optimizer=...)`; plans do not ask which parameters it
+    updates."""
     optimizer = torch.optim.AdamW([nn.Parameter(torch.empty(0))])
     return replace(options, optimizer=optimizer, device_update=None)
 
 
 def _tried(now: Scenario, name: str, build: Callable[[], Scenario]) -> Change:
-    """Another plan, or the reason that there is none."""
+    """The change that another plan makes, or the reason why it does not fit."""
     try:
         other = build()
     except MegacompileError as error:
@@ -196,7 +194,7 @@ def _on(now: Scenario, name: str, machine: Hardware) -> Change:
 
 
 def _twice_the_batch(now: Scenario) -> Change:
-    """As if every compute took twice as long: there is no such graph to look at."""
+    """Estimate by doubling every compute's time, because no graph of that batch was captured."""
     step_s = now.timeline(faster(now.hardware, "compute", 0.5)).step_s
     needed = max(
         moment.total_bytes + sum(moment.live_bytes.get(kind, 0) for kind in _OF_BATCH)

@@ -1,5 +1,5 @@
-"""Device memory that plans may use, what they took of it, and less of it when that was too much.
-The same of the disk: what they may use."""
+"""The memory budgets of plans: the device's, which shrinks after an out-of-memory error, and the
+disk's."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from megacompile.plan.problem import Problem
 from megacompile.plan.setting import Setting
 from megacompile.text import format_bytes
 
-_LESS = 0.9  # of what the largest plan needed, when that was too much
-_REMEMBERED = 8  # captured graphs: the one that can do with the least says how far down to go
+_LESS = 0.9  # of the largest plan's memory, after that was too much
+_REMEMBERED = 8  # captured graphs; the smallest floor among them limits `step_down`
 
 
 class Budget:
-    """Device memory that plans may use.
+    """The device memory and disk space that plans may use.
 
     Args:
-        setting: where the user says nothing, what is free when it is first asked for.
-        limit_bytes: of the device, what plans may use. None: what `setting` says.
-        disk_bytes: the same of the disk. None: asked for when it is needed.
+        setting: its free memory is the default limit, read at the first use.
+        limit_bytes: of device memory. None: that of `setting`.
+        disk_bytes: limit of the disk. None: that of `setting`, read at the first use.
     """
 
     def __init__(
@@ -28,42 +28,41 @@ class Budget:
         self._disk_bytes = disk_bytes
         self.setting = setting
         self.limit_bytes = setting.options.gpu_memory if limit_bytes is None else limit_bytes
-        self._is_of_all = False  # have ranks said how much each of them may use?
-        self._needed_bytes = 0  # by the largest plan since it was last made smaller, as predicted
-        self._problems: list[Problem] = []  # of the captured graphs, the last one last
+        self._is_of_all = False  # have ranks agreed on a limit?
+        self._needed_bytes = 0  # predicted, by the largest plan since the last `step_down`
+        self._problems: list[Problem] = []  # of the captured graphs, the latest last
 
     def size_bytes(self) -> int:
-        """The user's limit, or what was free at first."""
+        """The user's limit, or the memory that was free at the first use."""
         if self.limit_bytes is None:
             self.limit_bytes = self.setting.free_bytes()
         return self.limit_bytes
 
     def disk_bytes(self) -> int | None:
-        """Memory on the disk for the whole model, as it was when it was first asked for; None:
-        there is no disk."""
+        """Disk space for the whole model, as of the first use; None: no disk."""
         if self._disk_bytes is None:
             self._disk_bytes = self.setting.disk_budget_bytes()
         return self._disk_bytes
 
     def agree(self) -> None:
-        """Takes the least that any of the ranks may use, which they say once, all at the same
-        place: so their plans let the same buckets live on their devices."""
+        """Lower the limit to the smallest of all ranks, so that their plans keep the same buckets
+        resident. This is a collective; it runs once."""
         if self.setting.least is not None and not self._is_of_all:
             self._is_of_all = True
             self.limit_bytes = self.setting.least(self.size_bytes())
 
     def note(self, problem: Problem, peak_bytes: int) -> None:
-        """A plan was chosen for a problem, with this peak of device memory."""
+        """Record the peak device memory of a chosen plan."""
         self._needed_bytes = max(self._needed_bytes, peak_bytes)
         self._problems = [*self._problems[-(_REMEMBERED - 1) :], problem]
 
     def holds(self, more_bytes: int, peak_bytes: int) -> bool:
-        """True if there is room for code that takes so much more than was planned, with this
-        peak."""
+        """True if code fits that needs `more_bytes` beyond the plans, or `peak_bytes` in total."""
         return max(self._needed_bytes + more_bytes, peak_bytes) <= self.size_bytes()
 
     def step_down(self) -> str:
-        """Nine tenths of what the largest plan needs; says so, or "" where that changes nothing."""
+        """Lower the limit to nine tenths of the largest plan's memory; describes the new limit, or
+        returns "" if nothing changes."""
         if not self._needed_bytes or not self.setting.options.plans:
             return ""
         floor_bytes = min(problem.floor_bytes() for problem in self._problems)
@@ -74,7 +73,7 @@ class Budget:
         return f"at most {format_bytes(self.limit_bytes)} of device memory"
 
     def needs(self) -> str:
-        """Device memory of the smallest feasible plan, as a table; "" if not known."""
+        """Device memory of the smallest feasible plan, as a table; "" if unknown."""
         if not self._problems:
             return ""
         problem = self._problems[-1]

@@ -1,9 +1,9 @@
-"""Chooses a plan: once for each captured graph and shape, by the search of `planner`.
+"""Chooses a plan for each captured graph and shape, once, with the search of `planner`.
 
-The first plan that reads a bucket decides whether it lives on the device, and all later ones are
-planned with that (`wanted`). Later captured graphs decide about buckets of their own, in what
-earlier graphs leave of the device memory: what all of them need together counts. A graph is planned
-again when the buckets are there, which finds what was found before.
+The first plan that reads a bucket decides whether it is resident, and later plans keep that
+decision (`wanted`). A later graph decides only about buckets that no earlier graph reads, and all
+graphs together must fit in device memory. After the buckets have moved, each graph is planned again
+and gets the same result.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from megacompile.plan.setting import Setting
 from megacompile.plan.wanted import OpenTo, WantedPlaces
 from megacompile.text import format_bytes
 
-_Stages = tuple[Stage, ...]  # as `Pipeline.partition` made them: they stand for a captured graph
+_Stages = tuple[Stage, ...]  # from `Pipeline.partition`; they identify a captured graph
 
-_SHORT_S = 4e-3  # of a stage, forward and backward: Python takes as long to issue one
+_SHORT_S = 4e-3  # forward and backward of a stage; Python takes that long to issue them
 
-_SHARE = 0.9  # of the budget, for forwards without a backward: a cache may grow
+_SHARE = 0.9  # of the budget, for forwards without a backward: a KV cache may grow
 
 
 class PlanChoice(NamedTuple):
@@ -56,8 +56,8 @@ class _Planned:
 
     problem: Problem
     found: SearchResult
-    decided: bool  # did it decide where buckets live, for which it will be planned again?
-    merged: _Stages | None = None  # the stages that it runs as one
+    decided: bool  # it placed buckets, so it will be planned again
+    merged: _Stages | None = None  # the stages that it replaces by one
 
     @cached_property
     def keys(self) -> frozenset[int]:
@@ -66,22 +66,23 @@ class _Planned:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """A draft, for the memory that it takes."""
+        """A draft, to account for its memory."""
         return self.problem.drafts.of(self.found.choice)
 
     def leaves_memory_for_gradients(self) -> bool:
-        """True if it fits too where a forward finds gradients of resident buckets."""
+        """True if it also fits when a forward starts with gradients of resident buckets on the
+        device."""
         problem = replace(self.problem, gradients_stay=True)
         return problem.peak_bytes(self.found.choice) <= problem.budget_bytes
 
 
 class Chooser:
-    """Seeks what plans are made from, and remembers it.
+    """Searches for choices and caches them.
 
     Args:
         setting: the options, and the machine.
         pipeline: builds what is simulated.
-        budget: the device memory that there is; told of what plans need.
+        budget: of device memory; records the needs of chosen plans.
     """
 
     def __init__(self, setting: Setting, pipeline: Pipeline, budget: Budget) -> None:
@@ -91,13 +92,13 @@ class Chooser:
         self.wanted = WantedPlaces(setting.options)
         self.problems = Problems(setting, pipeline, budget, self.wanted)
         self._searches = Searches(setting)
-        self._chosen: dict[Schedule, PlanChoice] = {}  # by captured stages
-        self._stay_now = False  # do buckets stay in slots, because there is memory for them?
-        self._no_stay = False  # was memory too short for that?
-        self._planned: dict[_Stages, _Planned] = {}  # the one that was planned last comes last
-        self._sought: dict[_Stages, Problem] = {}  # the last that a search was made for
-        self._nearest: dict[_Stages, Choice] = {}  # what lacks the least, where nothing fits
-        self._elsewhere: dict[_Stages, Choice] = {}  # what was found for other budgets
+        self._chosen: dict[Schedule, PlanChoice] = {}  # by the captured graph's stages
+        self._stay_now = False  # do buckets stay in slots because memory allows it?
+        self._no_stay = False  # did that run out of memory?
+        self._planned: dict[_Stages, _Planned] = {}  # in the order of planning
+        self._sought: dict[_Stages, Problem] = {}  # the last one searched
+        self._nearest: dict[_Stages, Choice] = {}  # the closest choice, if nothing fits
+        self._elsewhere: dict[_Stages, Choice] = {}  # the choices for other budgets
 
     def choose(
         self,
@@ -108,17 +109,17 @@ class Chooser:
         *,
         again: bool = False,
     ) -> PlanChoice:
-        """The choice for these stages; sought at the first call.
+        """The choice for these stages; the first call searches.
 
         Args:
-            stages: what `Pipeline.partition` gave.
+            stages: from `Pipeline.partition`.
             schedule: what `Pipeline.differentiated` made of it.
             placement: where the buckets are.
-            again: they may leave the device, where a plan for smaller inputs has put them.
+            again: buckets may leave the device that a plan for smaller inputs made resident.
 
         Raises:
-            DeviceMemoryError: nothing fits.
-            HostMemoryError: nothing fits that fits on the device.
+            DeviceMemoryError: no plan fits on the device.
+            HostMemoryError: no plan that fits on the device fits on the host.
         """
         places = placement.places
         if schedule.backward is None:
@@ -133,8 +134,8 @@ class Chooser:
         return self._chosen[stages]
 
     def may_merge(self, stages: Schedule, placement: Placement) -> bool:
-        """True if one stage may do better than the chosen plan of these: nothing moves, nothing is
-        computed again, and they are so short that the device waits for Python."""
+        """True if one stage may be faster than the chosen plan of these: nothing moves, nothing is
+        recomputed, and the stages are so short that the device waits for Python."""
         options, planned = self.setting.options, self._planned.get(stages.stages)
         if planned is None or len(stages.stages) < 2 or not options.may_merge:
             return False
@@ -153,11 +154,11 @@ class Chooser:
         variant: Variant,
         placement: Placement,
     ) -> bool:
-        """Choose that one stage runs for several, if it fits; returns that.
+        """Choose to run one stage for several, if that fits; returns True if it does.
 
         Args:
-            stages: those for which it `may_merge`.
-            whole: the same in one.
+            stages: that `may_merge`.
+            whole: the same graph as one stage.
             schedule: what `Pipeline.differentiated` made of it.
         """
         problem = self._problem(whole, schedule, variant, placement, OpenTo())
@@ -167,8 +168,8 @@ class Chooser:
         peak_bytes, step_s = problem.peak_bytes(choice), problem.step_s(choice)
         self.budget.note(problem, peak_bytes)
         reasons = (
-            f"{len(stages.stages)} short stages run as one: all of it is kept and lives on the "
-            f"device, which takes {format_bytes(peak_bytes)} of "
+            f"{len(stages.stages)} short stages run as one: everything is kept and resident on "
+            f"the device, which takes {format_bytes(peak_bytes)} of "
             f"{format_bytes(problem.budget_bytes)} of its memory, {step_s * 1e3:.0f} ms a step "
             "predicted",
         )
@@ -180,21 +181,21 @@ class Chooser:
         return True
 
     def learn(self, other: Chooser) -> None:
-        """Take predictions from one whose options and machine differ in their budgets alone, by a
-        little, and seek near what it has found."""
+        """Reuse the predictions of a chooser that differs only slightly, in its budgets; searches
+        start near its choices."""
         self._sought |= other._sought
         self._elsewhere = {key: planned.found.choice for key, planned in other._planned.items()}
 
     def host_too_small(self, stages: Schedule) -> bool:
-        """Has the budget of host memory kept a search from anything? Also where none was made."""
+        """True if host memory ruled out a candidate in the last search, or there was no search."""
         problem = self._sought.get(stages.stages)
         return problem is None or problem.tiers.host_too_small
 
     def note_fetches(
         self, buckets: Sequence[Bucket], trained: Mapping[int, Sequence[int]], placement: Placement
     ) -> None:
-        """Code that is not captured reads buckets: let those that no plan has decided about live on
-        the device, as far as there is room.
+        """Uncaptured code reads these buckets: make those resident that no plan has decided about,
+        as memory allows.
 
         Args:
             trained: the parameters that get a gradient: bucket key -> indices.
@@ -209,7 +210,7 @@ class Chooser:
         ):
             return
         read = frozenset[int]().union(*(planned.keys for planned in self._planned.values()))
-        cost = replace(self.setting.cost(), in_backward=False)  # which leaves their gradients
+        cost = replace(self.setting.cost(), in_backward=False)  # gradients stay until a step
 
         def size(bucket: Bucket) -> float:
             return cost.resident_bytes(bucket, trained.get(bucket.key, ()))
@@ -220,7 +221,7 @@ class Chooser:
         self.wanted.note_fetches(buckets, read, size, room_bytes, placement)
 
     def _peak_bytes(self) -> int:
-        """Device memory that the plans take together."""
+        """Peak device memory of all plans together."""
         planned = list(self._planned.values())
         if not planned:
             return 0
@@ -240,8 +241,7 @@ class Chooser:
         *,
         again: bool,
     ) -> PlanChoice:
-        """Search, remember what was found, and decide about buckets that no plan has decided
-        about."""
+        """Search, cache the result, and place the buckets that no plan has decided about."""
         self.budget.agree()
         open_to = self.wanted.open_to(schedule, placement, again=again)
         problem = self._problem(stages, schedule, variant, placement, open_to)
@@ -263,30 +263,29 @@ class Chooser:
         return PlanChoice(found.choice, self._reasons(problem, found, placement))
 
     def _drop_planned(self, stages: Schedule) -> None:
-        """Forget the last plan of these stages, and of one stage for all of them."""
+        """Forget the last plan of these stages, also if it runs them as one."""
         for key, planned in list(self._planned.items()):
             if stages.stages in (key, planned.merged):
                 del self._planned[key]
 
     def _sought_anew(self, stages: Schedule, problem: Problem) -> SearchResult | None:
-        """The result of a search; None: nothing fits."""
+        """Search again; None: nothing fits."""
         self._sought[stages.stages] = problem
         return self._searches.near(problem, self._elsewhere.get(stages.stages))
 
     def _search(
         self, stages: Schedule, problem: Problem, found: SearchResult | None, *, weights: bool
     ) -> tuple[Problem, SearchResult]:
-        """The first of these that there is: what was found, with parameters on the disk
-        (`weights`: where they may go there), as if no other graph were there, with fewer states in
-        host memory, the smallest plan.
+        """The first that exists of: `found`; a plan with parameters on the disk (if `weights`); one
+        that ignores other graphs; one with fewer states in host memory; the smallest plan.
 
         Returns:
-            what was sought in the end, and what was found.
+            the problem solved in the end, and its result.
         """
         anew = functools.partial(self._searches.near, near=self._elsewhere.get(stages.stages))
         if weights:
             problem, found = search_with_weights(problem, found, anew)
-        if found is None and problem.others:  # no bucket can go where they are, too
+        if found is None and problem.others:  # and no bucket moves
             problem = replace(problem, others=(), undecided=())
             found = self._searches.everywhere(problem)
         if found is None:
@@ -314,7 +313,7 @@ class Chooser:
         placement: Placement,
         open_to: OpenTo,
     ) -> Problem:
-        """The problem to solve, with what is known already of these stages."""
+        """The problem to solve, with the known costs of these stages."""
         own = frozenset(bucket.key for bucket in schedule.buckets)
         others = self._others(stages, own)
         problem = self.problems.open_to(open_to, schedule, variant, placement, others)
@@ -331,16 +330,16 @@ class Chooser:
 
     @staticmethod
     def _latest(every: Sequence[_Planned]) -> tuple[Schedule, ...]:
-        """Drafts: of each set of buckets, the one planned last.
+        """The latest draft of each set of buckets.
 
-        Graphs that read the same buckets are the same code for other inputs, and run in place of
-        one another.
+        Graphs that read the same buckets are the same code for other inputs, so only one of them
+        runs at a time.
         """
         latest = {planned.keys: planned for planned in every}
         return tuple(planned.schedule for planned in latest.values())
 
     def _too_small(self, stages: Schedule, problem: Problem) -> SearchResult:
-        """Nothing fits. The prediction may be off by a little; then it is tried.
+        """Nothing fits: use the smallest plan if it is over by no more than predictions are off.
 
         Raises:
             DeviceMemoryError: the device is too small by more than that.
@@ -372,7 +371,7 @@ class Chooser:
             return 0  # see `Options.ranks`
         streamed = [b for b in schedule.buckets if b.key not in placement.places.resident]
         if len(streamed) <= options.least_slots:
-            return len(streamed)  # each has a slot anyway
+            return len(streamed)  # each has its own slot anyway
         if options.slots is not None:
             return max(0, options.slots - options.lookahead - 1)
         if not options.plans or self._no_stay:
@@ -383,8 +382,7 @@ class Chooser:
         return count
 
     def _found_before(self, stages: Schedule, problem: Problem) -> SearchResult | None:
-        """The choice that was made for the same before its buckets were moved to where it wants
-        them."""
+        """The earlier choice for these stages, if its buckets have moved to where it wants them."""
         before = self._planned.get(stages.stages)
         if before is None or not before.decided or problem.undecided or problem.storable:
             return None
@@ -393,18 +391,19 @@ class Chooser:
         return before.found if problem.fits(before.found.choice) else None
 
     def choose_least(self, stages: Schedule, placement: Placement, reason: str) -> None:
-        """Plan these stages with what comes nearest to the budgets, though that is too much."""
+        """Plan these stages with the choice closest to the budgets, although it exceeds them."""
         choice = self._nearest.get(stages.stages, Choice(0, state_lookahead=1))
         choice = replace(choice, places=placement.places)
         self._chosen[stages] = PlanChoice(choice, (reason,))
 
     def step_down(self) -> str:
-        """Plan with less device memory from now on; says how, or "" where that changes nothing.
+        """Plan with less device memory from now on; describes the change, or returns "" if nothing
+        changes.
 
-        Stages that have their choice keep it: a backward may be to come.
+        Stages keep the choices that they have, because a backward may be pending.
         """
         if self.wanted.end():
-            return "what code reads that is not captured leaves the device"
+            return "buckets that only uncaptured code reads leave the device"
         how = self.budget.step_down()
         if how:
             self.wanted.reopen()
@@ -415,13 +414,14 @@ class Chooser:
         return how
 
     def forget(self) -> None:
-        """Choose again, with the buckets where they are. No backward may be to come."""
+        """Choose again, with the buckets where they are. No backward may be pending."""
         self._chosen.clear()
         self.wanted.forget()
 
     def find_gradients(self) -> bool:
-        """From now on a forward may find gradients of resident buckets. Is there a plan that leaves
-        no memory for them? Then all is chosen again. No backward may be to come."""
+        """From now on a forward may start with gradients of resident buckets on the device. If a
+        plan leaves no memory for them, everything is chosen again and the result is True. No
+        backward may be pending."""
         if all(planned.leaves_memory_for_gradients() for planned in self._planned.values()):
             return False
         self.wanted.reopen()
@@ -429,7 +429,7 @@ class Chooser:
         return True
 
     def retain(self, stages: Collection[Schedule]) -> None:
-        """Forget what was chosen for all but these captured stages."""
+        """Forget the choices of all stages except these."""
         for key in [key for key in self._chosen if key not in stages]:
             del self._chosen[key]
         kept = {each.stages for each in stages}

@@ -1,9 +1,9 @@
-"""From a captured graph to its schedule: the parts that choose and build, put together.
+"""Plans, verifies and lowers captured graphs: the facade over the parts of a planner.
 
-Setting    the options, and the machine that is planned for
+Setting    the options, and the machine to plan for
 Pipeline   the passes: builds a schedule from a `Choice`
-Budget     the device memory that plans may use
-Chooser    seeks a `Choice` that fits
+Budget     the memory that plans may use
+Chooser    searches for a `Choice` that fits
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class PassCompiler:
     Args:
         options: validated.
         units: of the model.
-        hardware: a GPU that plans are made for. None: the one at hand.
-        budget_bytes: device memory that plans may use. None: what the user said, or what is free.
-        host_bytes: host memory that the model may take. None: what the user said, or not known.
-        templates: code that was traced already.
+        hardware: the GPU to plan for. None: this machine's.
+        budget_bytes: device memory that plans may use. None: the user's limit, or the free memory.
+        host_bytes: host memory that the model may take. None: the user's limit, or unknown.
+        templates: already traced code.
         agreed: the rates of the ranks that share the model.
-        disk_bytes: this rank's part of a disk that ranks share.
+        disk_bytes: this rank's share of a disk that ranks share.
         least: see `Setting`.
-        disk_budget_bytes: of the disk. None: what the user said, or what is free.
+        disk_budget_bytes: of the disk. None: the user's limit, or the free space.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class PassCompiler:
         self.chooser = Chooser(self.setting, self.pipeline, self.budget)
         self._last: tuple[Schedule, Variant, Schedule] | None = None  # `_differentiated`
         self._last_resized: tuple[object, Values, Schedule] | None = None
-        self._run: dict[Schedule, Schedule] = {}  # what `partition` gave -> what is planned of it
+        self._run: dict[Schedule, Schedule] = {}  # stages -> the stages that run for them
         self._lowered = False  # is there code already?
-        self._waits = False  # was memory too short for code that is not compiled?
+        self._waits = False  # did uncompiled code run out of memory?
 
     def other(
         self,
@@ -84,14 +84,15 @@ class PassCompiler:
         disk_budget_bytes: int | None = None,
         same: bool = False,
     ) -> PassCompiler:
-        """One that plans the same model with other options, from nothing, and knows its code.
+        """A compiler that plans the same model from scratch with other options, sharing the traced
+        code.
 
         Args:
-            host_bytes: default: as here.
-            disk_budget_bytes: default: as here. The disk is not asked again: this model may have
-                filled it meanwhile.
-            same: all is the same but for budgets, so that predictions hold there too, and the plan
-                is sought near the one here.
+            host_bytes: default: the same.
+            disk_budget_bytes: default: the same. The disk is not queried again, because this model
+                may have filled it meanwhile.
+            same: only the budgets differ, so that predictions remain valid and the search starts
+                near the current plan.
         """
         made = PassCompiler(
             options,
@@ -110,18 +111,18 @@ class PassCompiler:
         return made
 
     def partition(self, capture: Capture) -> Schedule:
-        """Stages only."""
+        """Divide a captured graph into stages."""
         return self.pipeline.partition(capture)
 
     def resized(self, stages: Schedule, values: Values) -> Schedule:
-        """The stages, planned for other values of their symbols; remembered, because a call may
-        begin again when buckets have moved."""
+        """The stages, planned for other values of their symbols. Cached, because a call may start
+        over after buckets have moved."""
         if self._last_resized is None or self._last_resized[:2] != (stages.stages, values):
             self._last_resized = (stages.stages, values, resize(stages, values))
         return replace(self._last_resized[2])
 
     def lower(self, schedule: Schedule) -> Schedule:
-        """Lowers what `plan` returned."""
+        """Lower a schedule that `plan` returned."""
         waits = not (self._lowered and self._may_run_uncompiled(schedule))
         schedule = self.pipeline.lowered(schedule, waits=waits)
         self._lowered = True
@@ -131,8 +132,8 @@ class PassCompiler:
     def _may_run_uncompiled(self, schedule: Schedule) -> bool:
         """True if a step may run a schedule before its code is compiled.
 
-        Not where numbers must be the same in each run, nor where operators that are not fused need
-        more device memory than the plans leave.
+        False if results must be deterministic, and if unfused operators need more device memory
+        than the plans leave.
         """
         options = self.setting.options
         if options.lowering is Lowering.EAGER or options.ranks > 1 or self._waits:
@@ -149,15 +150,15 @@ class PassCompiler:
         return self.budget.holds(peaks[1] - peaks[0] + beside, peaks[1] + beside)
 
     def code_is_ready(self) -> bool:
-        """True if code is compiled by now that schedules ran without."""
+        """True if the code that schedules ran without is compiled by now."""
         return self.pipeline.to_come.is_ready()
 
     def load_code(self, patience_s: float) -> bool:
-        """Loads it, for so long. True if all of it is loaded."""
+        """Load compiled code for at most `patience_s`; True if all of it is loaded."""
         return self.pipeline.to_come.load(patience_s)
 
     def use_code(self) -> None:
-        """Runs the loaded code from now on. No backward may be to come."""
+        """Run the loaded code from now on. No backward may be pending."""
         self.pipeline.to_come.use()
 
     def choose(
@@ -169,12 +170,12 @@ class PassCompiler:
         *,
         again: bool = False,
     ) -> Placement:
-        """Choose what `plan` builds; returns where the plans made so far want the buckets.
+        """Choose what `plan` builds; returns the placement that the plans made so far want.
 
         Args:
             stages: what `partition` gave.
             placement: where the buckets are.
-            again: they may leave the device, where a plan for smaller inputs has put them.
+            again: buckets may leave the device that a plan for smaller inputs made resident.
 
         Raises:
             DeviceMemoryError: nothing fits.
@@ -193,12 +194,12 @@ class PassCompiler:
         *,
         draft: bool = False,
     ) -> Schedule:
-        """The verified schedule, whose templates have graphs and no code yet.
+        """Build the verified schedule, whose templates have graphs but no code yet.
 
         Args:
             stages: what `partition` gave.
-            placement: where the buckets are; the schedule is for that.
-            draft: only to be simulated: not verified, and without a history.
+            placement: where the buckets are when the schedule runs.
+            draft: for simulation only: not verified, and without a history.
 
         Raises:
             DeviceMemoryError: nothing fits.
@@ -216,8 +217,8 @@ class PassCompiler:
     def _as_run(
         self, stages: Schedule, capture: Capture, variant: Variant, placement: Placement
     ) -> Schedule:
-        """The stages that are run for these: themselves, or one for all of them, where all of it
-        fits and they are short. Once a backward is planned it stays so."""
+        """The stages that run for these: themselves or, if they are short and everything fits, one
+        for all of them. Fixed once a backward is planned."""
         if stages in self._run:
             return self._run[stages]
         schedule = self._differentiated(stages, capture, variant)
@@ -238,52 +239,52 @@ class PassCompiler:
         return self._run[stages]
 
     def _differentiated(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
-        """Before the choice; remembered, because `plan` comes right after `choose`."""
+        """The schedule before the choice; cached, because `plan` follows `choose`."""
         if self._last is None or self._last[:2] != (stages, variant):
             made = self.pipeline.differentiated(stages, capture, variant)
             self._last = (stages, variant, made)
         return self._last[2]
 
     def rest(self, buckets: Sequence[Bucket], placement: Placement) -> Schedule:
-        """A verified schedule that is an update alone: of these buckets, where they are."""
+        """A verified schedule with only an update, of these buckets in their current places."""
         cost = self.setting.cost()
         schedule = rest_of(buckets, placement.places, helps=cost.helped, state_bytes=cost.states_of)
         verify(schedule)
         return schedule
 
     def wants(self, placement: Placement) -> Placement:
-        """The placement that the plans made so far want for the buckets, which are as `placement`
-        says."""
+        """The placement that the plans made so far want, given the current one."""
         return self.chooser.wanted.placement(placement)
 
     def note_fetches(
         self, buckets: Sequence[Bucket], trained: Mapping[int, Sequence[int]], placement: Placement
     ) -> None:
-        """Code that is not captured reads buckets: they may live on the device."""
+        """Uncaptured code reads these buckets; they may become resident."""
         self.chooser.note_fetches(buckets, trained, placement)
 
     def retain(self, stages: Collection[Schedule], schedules: Collection[Schedule]) -> None:
-        """Forget what was traced and planned for all but these captured stages and schedules."""
+        """Forget the code and plans of all but these captured stages and schedules."""
         self._last = self._last_resized = None
         self._run = {key: run for key, run in self._run.items() if key in stages}
         self.pipeline.retain(schedules)
         self.chooser.retain([*stages, *self._run.values()])
 
     def replan(self) -> None:
-        """Choose again, with the buckets where they are. No backward may be to come."""
+        """Choose again, with the buckets where they are. No backward may be pending."""
         self._run.clear()
         self.chooser.forget()
 
     def find_gradients(self) -> bool:
-        """From now on a forward may find gradients on the device. True if plans are chosen again
-        for that. No backward may be to come."""
+        """From now on a forward may start with gradients on the device. True if plans are chosen
+        again for that. No backward may be pending."""
         again = self.chooser.find_gradients()
         if again:
             self._run.clear()
         return again
 
     def step_down(self) -> str:
-        """Plan with less device memory from now on; says how, or "" where that changes nothing."""
+        """Plan with less device memory from now on; describes the change, or returns "" if nothing
+        changes."""
         if self.pipeline.to_come:
             self._waits = True
             self.pipeline.to_come.load()
@@ -292,16 +293,16 @@ class PassCompiler:
         return self.chooser.step_down()
 
     def needs(self) -> str:
-        """Device memory of the smallest feasible plan, as a table; "" if not known."""
+        """Device memory of the smallest feasible plan, as a table; "" if unknown."""
         return self.budget.needs()
 
 
 class SettledPlans:
-    """Plans with the buckets where plans want them, as a model's calls after the first have it.
+    """Plans with every bucket where the plans want it, as in a model's calls after the first.
 
     Args:
         compiler: makes the plans.
-        placement: where the buckets are at first.
+        placement: where the buckets start.
     """
 
     def __init__(self, compiler: PassCompiler, placement: Placement | None = None) -> None:
@@ -311,7 +312,7 @@ class SettledPlans:
     def schedule(
         self, stages: Schedule, capture: Capture, variant: Variant, *, draft: bool = False
     ) -> Schedule:
-        """The schedule for buckets that are where it wants them; `draft` as in `plan`."""
+        """The schedule for buckets in the places that it wants; `draft` as in `plan`."""
         wants = self.compiler.choose(stages, capture, variant, self.placement)
         if wants != self.placement:
             self.placement = wants
@@ -319,6 +320,6 @@ class SettledPlans:
         return self.compiler.plan(stages, capture, variant, wants, draft=draft)
 
     def choose_least(self, stages: Schedule, reason: str) -> None:
-        """Plan these stages with what comes nearest to the budgets, though that is too much."""
+        """Plan these stages with the choice closest to the budgets, although it exceeds them."""
         self.placement = self.compiler.wants(self.placement)
         self.compiler.chooser.choose_least(stages, self.placement, reason)

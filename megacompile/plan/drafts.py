@@ -1,8 +1,8 @@
-"""Drafts: schedules of choices that are only simulated.
+"""Drafts: schedules that are built only to be simulated.
 
-A search makes dozens of them, and they are most of its time. What is saved, and for what, is the
-same for many choices (`Choice.computing`). Where something of it waits on the host or on a disk,
-how much that is is asked too, so that part of the passes is not run again for the same.
+A search builds dozens of them, which takes most of its time. Many choices compute the same
+(`Choice.computing`). If their saved tensors wait on the host or on a disk, the sizes of these are
+queried too, so the part of the passes that depends only on what is computed is cached.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from megacompile.ir.plan import Choice
 from megacompile.ir.schedule import Schedule
 from megacompile.plan.pipeline import Pipeline
 
-_KEPT = 2  # the last ones, as `Pipeline.saving` has made them
+_KEPT = 2  # latest results of `Pipeline.saving`
 
 
 class Drafts:
-    """Makes drafts of one captured graph.
+    """Builds drafts of one captured graph.
 
     Args:
         pipeline: the passes.
-        graphs: what `Pipeline.differentiated` returns.
+        graphs: from `Pipeline.differentiated`.
         variant: of the schedules.
-        tiles: in which what acts on each token alone runs, whatever a choice says; None: as it
-            says.
+        tiles: number of tiles of tokenwise pieces, overriding the choice's; None: the choice's.
     """
 
     def __init__(
@@ -40,12 +39,12 @@ class Drafts:
         self.graphs = graphs
         self.variant = variant
         self.tiles = tiles
-        self._bundled: Schedule | None = None  # `graphs` in these tiles, as drafts begin with it
-        self._saving: dict[Choice, Schedule] = {}  # the last ones in which something waits
+        self._bundled: Schedule | None = None  # `graphs` in tiles, the start of every draft
+        self._saving: dict[Choice, Schedule] = {}  # the latest in which saved tensors wait
         self._waiting: dict[Choice, list[tuple[int, int]]] = {}
 
     def in_tiles(self, tiles: int) -> Drafts:
-        """The same, in so many tiles."""
+        """Drafts of the same graph in `tiles` tiles."""
         return Drafts(self.pipeline, self.graphs, self.variant, tiles)
 
     @property
@@ -65,7 +64,7 @@ class Drafts:
         return self.pipeline.moving(saving, self.variant, choice)
 
     def waiting(self, choice: Choice) -> list[tuple[int, int]]:
-        """Saved tensors that wait on the host or on a disk: stage, bytes."""
+        """The saved tensors that wait on the host or on a disk, as (stage, bytes)."""
         key = self._as_here(choice).computing
         if key not in self._waiting:
             self._waiting[key] = saved_elsewhere(self._kept(key))
@@ -80,7 +79,7 @@ class Drafts:
         return self._saving[key]
 
     def learn(self, other: Drafts) -> None:
-        """Take what is known from drafts of the same graphs, with the same options."""
+        """Reuse known sizes from drafts of the same graphs with the same options."""
         mine, its = ((d.graphs, d.variant.keep_last, d.tiles) for d in (self, other))
         if mine == its:
             self._waiting.update(other._waiting)

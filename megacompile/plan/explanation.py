@@ -1,7 +1,7 @@
-"""An explanation of a planned step: its findings as a page for a terminal and a notebook.
+"""Renders the findings about a planned step for a terminal or a notebook.
 
-A section is a function from the findings to its rows. `megacompile plan` prints some of them on a
-page of its own.
+Each section is a function from the findings to its rows. `megacompile plan` prints some of the
+sections on its own page.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KINDS = (  # rows of the table of memory
     *(MemoryKind.ACTIVATIONS, MemoryKind.SAVED, MemoryKind.INPUTS, MemoryKind.WORKSPACE),
     *(MemoryKind.SLOTS, MemoryKind.STAGED),
 )
-_EXPLAINED = 0.02  # a resource that is responsible for less is left out
+_EXPLAINED = 0.02  # smaller shares are not shown
 
 Section = tuple[str, list[list[str]] | list[str]]  # a heading, and columns or sentences
 
@@ -54,7 +54,7 @@ class Explanation(Findings):
 
 
 def section_lines(sections: Sequence[Section]) -> list[str]:
-    """Sections for a terminal. One without a heading goes on with the one before."""
+    """Sections as lines for a terminal. A section without a heading continues the one before."""
     lines: list[str] = []
     for heading, rows in sections:
         lines += ["", heading] if heading else []
@@ -63,7 +63,7 @@ def section_lines(sections: Sequence[Section]) -> list[str]:
 
 
 def _title(found: Findings) -> str:
-    """The subject of the page, on one line."""
+    """The title of the page."""
     count = sum(group.count for group in found.stages)
     ranks = f"{found.ranks}" if found.replicas == 1 else f"{found.replicas} x {found.ranks}"
     each = "" if found.ranks == 1 else f"each of {ranks} ranks' "
@@ -74,7 +74,7 @@ def _title(found: Findings) -> str:
 
 
 def _sections(found: Findings) -> list[Section]:
-    """Everything, in the order of the page."""
+    """All sections, in the order of the page."""
     measured = ""
     if found.traced_step_s is not None:
         measured = f", {duration(found.traced_step_s)} traced"
@@ -126,8 +126,8 @@ def _stage_rows(found: Findings) -> list[list[str]]:
 
 
 def memory_rows(found: Findings) -> list[list[str]]:
-    """The place of every part: bytes of the device, of the host and, with one, of the disk. Where
-    page-locked memory is known to be limited, it is one more of them."""
+    """Memory by kind, in bytes, with a column for the device, the host, the disk if there is one,
+    and page-locked memory if its limit is known."""
     tiers = {"device": found.device, "host": found.host}
     if found.disk is not None:
         tiers["disk"] = found.disk
@@ -172,28 +172,28 @@ def _stream_rows(found: Findings) -> list[list[str]]:
 
 
 def bounds_text(found: Findings) -> str:
-    """ "compute 71 %, host update 20 %": what the step's time depends on."""
+    """ "compute 71 %, host update 20 %": the resources that bound the step."""
     shown = [(name, s) for name, s in found.bounds.items() if s >= _EXPLAINED]
     return ", ".join(f"{name} {share:.0%}" for name, share in shown) or "nothing of these"
 
 
 def _bounds_lines(found: Findings) -> list[str]:
     more = sum(found.bounds.values()) > _ALL
-    note = "each as if the others stayed as they are, so together they are more than 100%"
+    note = "each share assumes that the others stay the same, so they add up to more than 100%"
     return [bounds_text(found), *([note] if more else [])]
 
 
 def network_lines(found: Findings) -> list[str]:
-    """The rate at which ranks with the same rows sum gradients; [] without these."""
+    """The rate at which replicas sum gradients; [] without replicas."""
     if found.network_gb_s is None:
         return []
     rate = f"{found.network_gb_s:.3g} GB/s"
-    assumed = ", which is assumed" if found.network_is_assumed else ""
+    assumed = " (assumed)" if found.network_is_assumed else ""
     return [f"each gradient is summed over {found.replicas} replicas, at {rate} a rank{assumed}"]
 
 
 def traced_waits_text(found: Findings) -> str:
-    """ "h2d 93 %, compute 5 %": what the traced steps waited for."""
+    """ "h2d 93 %, compute 5 %": the streams that the traced steps waited for."""
     if not found.traced_step_s:
         return ""
     none = (found.traced_none_s or 0.0) / found.traced_step_s
@@ -202,7 +202,8 @@ def traced_waits_text(found: Findings) -> str:
 
 
 def _slowest_lines(found: Findings) -> list[str]:
-    """The ranks that the others wait for, by rates and by a trace; [] where that makes little."""
+    """The ranks that the others wait for, by their rates and in a trace; [] if the effect is
+    small."""
     several, last = len(found.hosts) > 1, found.last_rank
     lines = [_slow_text(each, with_host=several) for each in found.slow_ranks if each.matters]
     if last is not None and last.waited_s > FELT * last.step_s:
@@ -216,8 +217,8 @@ def _slow_text(slow: SlowRank, *, with_host: bool) -> str:
     who = ", ".join(map(str, rate.ranks)) + _hosts(rate.hosts if with_host else ())
     reach = "take" if rate.unit == "us" else "reach"
     return (
-        f"{who}: {rate.name} at {rate.value:.3g} {rate.unit} where the others {reach} "
-        f"{rate.median:.3g}; at that a step would be {slow.shorter:.0%} shorter"
+        f"{who}: {rate.name} at {rate.value:.3g} {rate.unit} while the others {reach} "
+        f"{rate.median:.3g}; at their rate a step would be {slow.shorter:.0%} shorter"
     )
 
 
@@ -225,10 +226,10 @@ def _last_text(last: LastRank, *, with_host: bool) -> str:
     """ "3 (host b) came last in 5 of 6 traced steps: ..."."""
     who = f"{last.rank}" + _hosts((last.host,) if with_host else ())
     if last.lane == NONE:
-        why = "no recorded op of it takes longer than those of the others: its host has other work"
+        why = "none of its recorded ops takes longer than the others': its host has other work"
     else:
         why = (
-            f"its {last.lane} is busy for {duration(last.busy_s)} a step where the others' is for "
+            f"its {last.lane} is busy for {duration(last.busy_s)} a step, the others' for "
             f"{duration(last.others_busy_s)}"
         )
     waits = f"the others wait {duration(last.waited_s)} a step longer in collectives"
@@ -241,7 +242,7 @@ def _hosts(hosts: Sequence[str]) -> str:
 
 def _disk_lines(traffic: DiskTraffic) -> list[str]:
     reads, writes = format_bytes(traffic.read_bytes), format_bytes(traffic.written_bytes)
-    lines = [f"by the plan each step reads {reads} and writes {writes}"]
+    lines = [f"planned: each step reads {reads} and writes {writes}"]
     if (moved := traffic.so_far) is not None:
         reads, writes = format_bytes(moved.read_bytes), format_bytes(moved.written_bytes)
         lines.append(f"{moved.steps} steps so far: {reads} read and {writes} written")
@@ -260,7 +261,7 @@ def _code_rows(found: Findings) -> list[list[str]]:
 
 
 def budget_sections(found: Findings) -> list[Section]:
-    """The gain of a tenth more of each budget; [] where it was not asked for."""
+    """The gain from a tenth more of each resource; [] if not requested."""
     rows = [["resource", "throughput", "step time"]]
     for change in found.budgets:
         gain = "-" if change.gain is None else f"{change.gain:+.1%}"
@@ -269,7 +270,7 @@ def budget_sections(found: Findings) -> list[Section]:
 
 
 def change_sections(found: Findings) -> list[Section]:
-    """The changes that would help; [] where none was tried."""
+    """The changes that were tried, with their gains; [] if none was."""
     rows = [["change", "throughput", "step time", "device", "host"]]
     for change in found.changes:
         sizes = (change.device_bytes, change.host_bytes)

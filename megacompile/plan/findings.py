@@ -1,4 +1,4 @@
-"""The findings about a planned step, as data: every figure that an explanation shows."""
+"""The findings about a planned step: every figure that an explanation shows, as data."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from megacompile.views.critical_path import (
 )
 from megacompile.views.timeline import Timeline
 
-_SHORTER = 0.01  # of a step; a slow rank that costs less does not matter
+_SHORTER = 0.01  # of a step; a slow rank that costs less is ignored
 
 
 @dataclass(frozen=True, slots=True)
 class StageGroup:
-    """Stages with the same template that are treated alike. Seconds are of one stage."""
+    """Stages with the same template and treatment. Times are of one stage."""
 
-    graph: int  # that they are of, of the captured ones, from 1
+    graph: int  # number of the captured graph, from 1
     first: int
     last: int
-    count: int  # fewer than from first to last, where they alternate with others
+    count: int  # less than last - first + 1 if others alternate with them
     names: str  # module paths, "layers.1 ... layers.27"
     template: int
     parameter_bytes: int  # of one stage
@@ -52,16 +52,16 @@ class StageGroup:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The needs of a memory, by user."""
+    """Needed and available bytes of one memory."""
 
     kinds: dict[str, int]
     needed_bytes: int
-    available_bytes: int | None  # None: not known
-    when: str = ""  # the op at the peak
+    available_bytes: int | None  # None: unknown
+    when: str = ""  # label of the op at the peak
 
     @property
     def fits(self) -> bool | None:
-        """None: not known."""
+        """True if the needs fit; None: unknown."""
         return None if self.available_bytes is None else self.needed_bytes <= self.available_bytes
 
 
@@ -69,32 +69,32 @@ class Memory:
 class Moved:
     """Bytes that a model has read from its disk and written to it so far.
 
-    Reads through mappings, as by `state_dict()`, are not counted.
+    Reads through memory maps, as by `state_dict()`, are not counted.
     """
 
     read_bytes: int
     written_bytes: int
-    steps: int  # of optimizers over its parameters, that have begun meanwhile
+    steps: int  # optimizer steps begun so far
 
 
 @dataclass(frozen=True, slots=True)
 class DiskTraffic:
-    """Traffic between host memory and a disk, which writes wear; bytes."""
+    """Bytes between host memory and a disk, whose life writes shorten."""
 
-    read_bytes: int  # in each step, by the plan
+    read_bytes: int  # per step, planned
     written_bytes: int
-    so_far: Moved | None = None  # measured; None: it is a plan alone
+    so_far: Moved | None = None  # measured; None: only planned
 
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """One stream over a step."""
+    """How busy a stream is over a step."""
 
     stream: str
     predicted_s: float
-    waited_s: float  # of the step's time, what its end waited for this stream
-    traced_s: float | None  # a step, where a trace was taken
-    traced_waited_s: float | None  # of that step's time, what its end waited for this stream
+    waited_s: float  # part of the step's time that its end waited for this stream
+    traced_s: float | None  # per step; None: no trace
+    traced_waited_s: float | None  # the same of a traced step
 
     @property
     def works(self) -> bool:
@@ -103,14 +103,14 @@ class Busy:
 
 @dataclass(frozen=True, slots=True)
 class SlowRank:
-    """A rate at which ranks are behind, and what that costs."""
+    """A rate at which some ranks are slower than the others, and its cost."""
 
     rate: SlowRate
-    shorter: float  # the share by which a step is shorter at the others' rate, by prediction
+    shorter: float  # predicted share of the step that the others' rate would save
 
     @property
     def matters(self) -> bool:
-        """True if the step waits for it."""
+        """True if it makes steps noticeably longer."""
         return self.shorter >= _SHORTER
 
 
@@ -125,28 +125,28 @@ class Findings:
     stages: tuple[StageGroup, ...]
     device: Memory
     host: Memory
-    disk: Memory | None  # None: there is none
+    disk: Memory | None  # None: no disk
     reasons: tuple[str, ...]
     step_s: float  # predicted
     traced_step_s: float | None
-    traced_none_s: float | None  # of it, where no recorded op was what the step waited for
+    traced_none_s: float | None  # part of it that waited for no recorded op
     streams: tuple[Busy, ...]
     bounds: dict[str, float]  # resource -> its share of the step's time, the largest first
     changes: tuple[Change, ...]
-    budgets: tuple[Change, ...]  # what a tenth more of each would buy
-    locked_bytes: int | None = None  # of host memory, page-locked; None: nothing has to be
-    page_locked: Memory | None = None  # what is to be, and what can be; None: no limit is known
-    pageable_s: float = 0.0  # of a step: what it costs that less can be
-    numa_node: str | None = None  # near the GPU, where its host memory is; None: there is one
-    ranks: int = 1  # that share the model; memory and times are those of one
-    replicas: int = 1  # how many ranks have the same part of it
-    network_gb_s: float | None = None  # what one gets from the others of these; None: no replicas
-    network_is_assumed: bool = False  # it was neither measured nor told
-    hosts: tuple[str, ...] = ()  # theirs, where ranks share the model and their rates are known
-    slow_ranks: tuple[SlowRank, ...] = ()  # rates at which some are behind, what costs most first
-    last_rank: LastRank | None = None  # whom the others wait for, where all ranks were traced
-    disk_traffic: DiskTraffic | None = None  # None: nothing is on a disk
-    code: dict[str, CodeCounts] = field(default_factory=dict)  # by kind: what was compiled, if any
+    budgets: tuple[Change, ...]  # gains from a tenth more of each resource
+    locked_bytes: int | None = None  # page-locked host memory; None: not needed
+    page_locked: Memory | None = None  # needed, and the limit; None: limit unknown
+    pageable_s: float = 0.0  # part of a step that pageable memory costs
+    numa_node: str | None = None  # of its host memory, near the GPU; None: the only one
+    ranks: int = 1  # that share the model; memory and times are per rank
+    replicas: int = 1  # ranks with the same shard
+    network_gb_s: float | None = None  # per rank, between replicas; None: no replicas
+    network_is_assumed: bool = False  # neither measured nor given
+    hosts: tuple[str, ...] = ()  # of the ranks, if their rates are known
+    slow_ranks: tuple[SlowRank, ...] = ()  # the most costly first
+    last_rank: LastRank | None = None  # the rank that the others wait for; None: not traced
+    disk_traffic: DiskTraffic | None = None  # None: nothing on a disk
+    code: dict[str, CodeCounts] = field(default_factory=dict)  # compiled code, by kind
 
     @classmethod
     def of(
@@ -165,23 +165,22 @@ class Findings:
         code: Mapping[str, CodeCounts] | None = None,
         moved: Moved | None = None,
     ) -> Self:
-        """The findings about a step.
+        """Collect the findings about a step.
 
         Args:
             now: the step.
-            model: its class.
-            parameters: how many it has.
-            traced: what ran in a trace, of whole steps; from the second one on, where there are
-                two.
-            changes: what would help; see `megacompile.plan.alternatives`.
-            budgets: what a tenth more of each memory would bring; see there too.
-            locked_bytes: of host memory that is page-locked. Default: what can be, where that is
+            model: name of its class.
+            parameters: its number of parameters.
+            traced: a trace of whole steps; the first is ignored if there are more.
+            changes: from `megacompile.plan.alternatives.changes`.
+            budgets: from `megacompile.plan.alternatives.budgets`.
+            locked_bytes: page-locked host memory. Default: as much as the limit allows, if it is
                 known.
-            numa_node: near the GPU, of several: "1 of 2".
-            rates: of each of the ranks that share the model; the slowest are those of `now`.
-            rank_steps: what each of them has traced.
-            code: what was compiled, by kind.
-            moved: from and to the disk so far.
+            numa_node: the one near the GPU if there are several: "1 of 2".
+            rates: of each rank that shares the model; `now` is planned with the slowest.
+            rank_steps: the traced steps of each rank.
+            code: counts of compiled code, by kind.
+            moved: the disk's traffic so far.
         """
         peak, device = now.device.peak, now.device_kinds()
         host, disk, planned = now.host(), now.disk(), now.disk_traffic()
@@ -231,22 +230,23 @@ class Findings:
 
     @property
     def bound(self) -> str:
-        """The bound of the step: compute, h2d, d2h, host memory bandwidth, host update, disk or,
-        where ranks share the model, interconnect or network (between those with the same part)."""
+        """The resource that bounds the step: compute, h2d, d2h, host memory bandwidth, host update,
+        disk or, if ranks share the model, interconnect or network (between replicas)."""
         return next(iter(self.bounds))
 
     @property
     def traced_bound(self) -> str | None:
         """The stream that the traced steps waited for most ("host": the host's update).
 
-        Whom a step waits for is not always who is busiest; see `megacompile.views.critical_path`.
+        That stream is not always the busiest; see `megacompile.views.critical_path`.
         """
         waits = self.traced_waits
         return max(waits, key=waits.__getitem__) if waits else None
 
     @property
     def traced_waits(self) -> dict[str, float]:
-        """The share of the traced step's time that its end waited for each stream; {}: no trace."""
+        """The share of the traced step's time that its end waited for each stream; {} without a
+        trace."""
         step_s = self.traced_step_s
         found = {
             row.stream: row.traced_waited_s / step_s
@@ -257,12 +257,12 @@ class Findings:
 
     @property
     def traced_busiest(self) -> str | None:
-        """The stream that had work for most of the traced steps' time."""
+        """The stream that was busy for most of the traced steps' time."""
         busy = {row.stream: row.traced_s for row in self.streams if row.traced_s is not None}
         return max(busy, key=lambda name: busy[name] or 0.0) if busy else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, in types that JSON has. Seconds and bytes."""
+        """All findings as JSON types, in seconds and bytes."""
         found = asdict(self)
         for name in ("device", "host", "disk", "page_locked"):
             if (memory := getattr(self, name)) is not None:
@@ -272,7 +272,7 @@ class Findings:
 
 
 def _streams(timeline: Prediction, steps: StepFigures | None) -> tuple[Busy, ...]:
-    """Those that work; of the idle ones computes and copies too."""
+    """Rows of the streams that have work, and always of compute and copies."""
     rows = {
         lane: Busy(
             lane.value,
@@ -287,10 +287,10 @@ def _streams(timeline: Prediction, steps: StepFigures | None) -> tuple[Busy, ...
 
 
 def _slow_ranks(now: Scenario, ranks: Sequence[RankRates]) -> tuple[SlowRank, ...]:
-    """The rates at which ranks are behind the others, the most costly first.
+    """The rates at which ranks are slower than the others, the most costly first.
 
-    Plans are made with the slowest rates of all ranks. The simulation says what a slow rank costs:
-    it runs the same step with the rate that the others have.
+    Plans use the slowest rate of all ranks. The cost of a slow rank is found by simulating the same
+    step with the others' rate.
     """
     found = []
     for rate in slow_rates(ranks):
@@ -300,9 +300,9 @@ def _slow_ranks(now: Scenario, ranks: Sequence[RankRates]) -> tuple[SlowRank, ..
 
 
 def _reasons(plans: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Those of all plans; where not all of several graphs have one, it says which do.
+    """The reasons of all plans, naming the graphs where not all graphs share one.
 
-    Page-locked memory is that of the whole model: the plan of the last graph knows of all.
+    Page-locked memory is shared by the whole model, so only the last graph's reason counts.
     """
     graphs: dict[str, list[int]] = {}
     for i, reasons in enumerate(plans, start=1):
@@ -319,15 +319,14 @@ def _reasons(plans: Sequence[Sequence[str]]) -> tuple[str, ...]:
     return tuple(found)
 
 
-# Stages in rows: those that are alike. Stages that alternate are two rows: `0 2 4` are treated so,
-# `1 3 5` so.
+# Stages that are alike share a row. Two kinds that alternate get two rows: `0 2 4` and `1 3 5`.
 
 _Alike = tuple[int, str, tuple[float, ...]]  # template, treatment, seconds
 
 
 def stage_groups(now: Scenario) -> tuple[StageGroup, ...]:
-    """The stages of a step, in the order of their forwards: those that are alike and come one after
-    the other, or alternate with those of one row."""
+    """The stages of a step in forward order, grouped if they are alike and consecutive, or
+    alternate with one other group."""
     templates = dict.fromkeys(t for schedule in now.schedules for t in schedule.templates)
     order = {id(template): index for index, template in enumerate(templates)}
     found: list[StageGroup] = []
@@ -365,7 +364,7 @@ _COMPUTES = ("forward", "recompute", "backward")
 
 
 def _seconds(schedule: Schedule, now: Scenario) -> dict[tuple[int, str], float]:
-    """By stage and compute."""
+    """Seconds by stage index and compute."""
     found: dict[tuple[int, str], float] = {}
     for graph in schedule.graphs.values():
         for node in ops.nodes_that(graph, lambda op: op.code):

@@ -1,4 +1,5 @@
-"""The fit of a step into its budgets, and what would make it fit: the same words everywhere."""
+"""Explains why a step does not fit into its budgets and what would make it fit, in the same words
+everywhere."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from megacompile.plan.scenario import Scenario
 from megacompile.text import format_bytes
 
 _LARGER_DISK = "disk_memory=, or a larger disk"
-TOLERANCE = 1.1  # how much more of the device than there is a plan may need before it is refused
-TRIED = "tried nevertheless"
+TOLERANCE = 1.1  # a plan may exceed device memory by this factor before it is refused
+TRIED = "tried anyway"
 _SMALLER = (
     "use smaller batches or sequences, or raise gpu_memory=; where the head is the largest, let "
     'the model return its loss alone (head="chunked")'
@@ -22,8 +23,8 @@ _SMALLER = (
 
 
 def why_not(now: Scenario) -> tuple[str, ...]:
-    """The memory that is too small, and the smallest changes that would do; () where it fits or may
-    fit."""
+    """The memory that is too small and the smallest changes that would fix it; () if the step fits
+    or nothing is known."""
     over = _device_over_bytes(now)
     if ahead := _first_too_small(now, over):
         return ahead
@@ -31,24 +32,24 @@ def why_not(now: Scenario) -> tuple[str, ...]:
         return _too_small(now, 0)
     first = device_short(now.device.peak.total_bytes, now.device_bytes)
     if is_tried(now):
-        first += f": {TRIED}, as predictions may be off by as little"
+        first += f": {TRIED}, because predictions may be off by that much"
     return first, *(_too_small(now, over) or _more(device=over)), _SMALLER
 
 
 def is_tried(now: Scenario) -> bool:
-    """True if only the device is too small, and by so little that it is tried nevertheless."""
+    """True if only the device is too small, and by so little that the step is tried anyway."""
     most = TOLERANCE * (now.device_bytes or 0)
     little = 0 < _device_over_bytes(now) and now.device.peak.total_bytes <= most
     return little and not (_first_too_small(now, 0) or _too_small(now, 0))
 
 
 def device_short(needed_bytes: int, available_bytes: int | None) -> str:
-    """Bytes needed of the device, and bytes available."""
+    """ "device memory: 12 GiB needed, 10 GiB available"."""
     return _short("device memory", needed_bytes, available_bytes)
 
 
 def device_table(problem: Problem, choice: Choice, peak: MemoryMoment) -> str:
-    """Device memory by kind, and the memory that there is; `peak` is that of the choice."""
+    """Needed device memory by kind, and the available memory; `peak` is the choice's."""
     schedules = (*problem.others, problem.schedule(choice))
     kinds = device_kinds(peak, schedules, problem.optimizer)
     rows = sorted(kinds.items(), key=lambda item: -item[1])
@@ -57,10 +58,10 @@ def device_table(problem: Problem, choice: Choice, peak: MemoryMoment) -> str:
 
 
 def device_refusal(problem: Problem, choice: Choice, peak: MemoryMoment) -> str:
-    """The error of a model for which there is too little device memory.
+    """The error text of a model that needs too much device memory.
 
     Args:
-        choice: what comes nearest; its peak is `peak`.
+        choice: the closest one; its peak is `peak`.
     """
     how = "".join(
         f", {text}"
@@ -93,8 +94,8 @@ def _device_over_bytes(now: Scenario) -> int:
 
 
 def _first_too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:
-    """The error of `megacompile()` ahead of any plan, where the parameters have no place on the
-    host before buckets may leave it, with changes that would do."""
+    """The error of `megacompile()` before any plan, if the parameters do not fit on the host, where
+    all of them start; with changes that would fix it."""
     there = now.host_bytes
     if there is None or not (lines := too_small(now.first, there)):
         return ()
@@ -103,15 +104,15 @@ def _first_too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:
     able = now.fewest_stored_bytes(weights=True) is not None
     if able and not (device_over_bytes or too_small(now.first_on_disk, there)):
         how = _to_have_weights_there(now)
-        lines += (f"{how} it would fit: what the host does not hold waits there for the plan",)
+        lines += (f"{how} it would fit: parameters beyond host memory wait there for the plan",)
     return *lines, *_more(device=device_over_bytes, host=needed - there, disk=disk)
 
 
 def host_refusal(problem: Problem, choice: Choice, disk_weights: bool | None) -> str:
-    """The error of a model for which there is too little host memory, or disk.
+    """The error text of a model that needs too much host memory or disk.
 
     Args:
-        choice: what comes nearest.
+        choice: the closest one.
         disk_weights: may parameters be on the disk? See `Scenario`.
     """
     host = problem.host_budget_bytes
@@ -129,11 +130,11 @@ def host_refusal(problem: Problem, choice: Choice, disk_weights: bool | None) ->
 
 
 def _refusal(now: Scenario, device_needed_bytes: int) -> str:
-    """The error of a step that fits nowhere, with what it needs of each memory.
+    """The error text of a step that does not fit, with its needs of each memory.
 
     Args:
-        now: what comes nearest to the budgets; more is needed of the host or of the disk.
-        device_needed_bytes: with what other captured graphs need.
+        now: the step closest to the budgets; it needs more host memory or disk.
+        device_needed_bytes: including other captured graphs.
     """
     there = now.device_bytes
     over = 0 if there is None else max(0, device_needed_bytes - there)
@@ -161,13 +162,13 @@ def _table(rows: Sequence[tuple[str, int]]) -> list[str]:
 
 
 def _too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:
-    """Bytes missing of the host, or else of the disk, with changes that would do."""
+    """Bytes missing on the host, or else on the disk, with changes that would fix it."""
     return _host_too_small(now, device_over_bytes) or _disk_too_small(now, device_over_bytes)
 
 
 def _host_too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:
-    """Bytes missing, the optimizer's options up to the first that would do, and how much more
-    memory would."""
+    """Bytes missing, the optimizer's options up to the first that would fit, and how much more
+    memory would be enough."""
     needed, there = sum(now.host().values()), now.host_bytes
     if there is None or needed <= there:
         return ()
@@ -184,7 +185,7 @@ def _host_too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:
 
 
 def _instead(now: Scenario, there: int, device_over_bytes: int) -> list[str]:
-    """Changes that would do without more host memory."""
+    """Changes that would fit without more host memory."""
     lines: list[str] = []
     for name, size in now.host_with_less().items() if not device_over_bytes else ():
         fits = "would fit" if size <= there else "would not fit either"
@@ -202,13 +203,14 @@ def _instead(now: Scenario, there: int, device_over_bytes: int) -> list[str]:
 
 
 def _with_weights(now: Scenario) -> list[str]:
-    """Parameters go to the disk too, where nothing else that may is enough."""
+    """The change that moves parameters to the disk too, if states and saved tensors there are not
+    enough."""
     stored, on_disk = now.fewest_stored_bytes(weights=True), now.disk_bytes
     if stored is None:
         return []
     how = _to_have_weights_there(now)
     if on_disk is None:
-        return [f"{how} it would fit: {format_bytes(stored)} there, parameters among it"]
+        return [f"{how} it would fit: {format_bytes(stored)} there, including parameters"]
     if stored <= on_disk:
         return [f"{how} it would fit: {format_bytes(stored)} on the disk"] if how else []
     more = f"with {format_bytes(stored - on_disk)} more of the disk"
@@ -216,7 +218,7 @@ def _with_weights(now: Scenario) -> list[str]:
 
 
 def _to_have_weights_there(now: Scenario) -> str:
-    """The change of options that lets parameters go to a disk."""
+    """The change of options that allows parameters on a disk."""
     without = "" if now.disk_weights is None else "without disk_weights=False"
     if now.disk_bytes is not None:
         return without
@@ -236,7 +238,7 @@ def _short(memory: str, needed: int, there: int | None) -> str:
 
 
 def _more(*, device: int = 0, host: int = 0, disk: int = 0) -> tuple[str, ...]:
-    """The memory that would do; () where nothing is missing."""
+    """The additional memory that would be enough; () if nothing is missing."""
     sizes = {"device memory": device, "host memory": host, "the disk": disk}
     parts = [f"{format_bytes(size)} more of {name}" for name, size in sizes.items() if size]
     where = f" ({_LARGER_DISK})" if disk else ""

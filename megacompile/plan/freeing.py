@@ -1,10 +1,10 @@
-"""Device memory that a plan which fits could still free: the inputs that stages are computed again
-from wait on the host, or are themselves computed again.
+"""Frees device memory that a fitting plan does not have to free: the inputs of recomputed stages
+wait on the host, or are recomputed themselves.
 
-That pays where other things can use the memory: more buckets live on the device, or more stages are
-kept. It is tried for the fastest plan that frees nothing. Without that, a device on which a plan
-just fits would get a slower one than a smaller device, where memory has to be freed. A bound on the
-gain comes first, from what is known of other plans; where it is too little, no draft is made.
+This pays if the memory can hold more resident buckets or more kept stages. It is tried for the
+fastest plan that frees nothing. Otherwise a device on which a plan just fits would get a slower
+plan than a smaller device, which has to free memory. A bound on the gain is computed first from
+known plans; if it is too small, no draft is built.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from dataclasses import replace
 from megacompile.ir.plan import Choice
 from megacompile.plan.problem import Problem
 
-_FREEING_PAYS = 0.01  # of a step: what inputs on the host must be able to save
-_MUCH = 0.03  # the same, where inputs are computed again, or other updates go to the device
+_FREEING_PAYS = 0.01  # of a step: the least possible gain from inputs on the host
+_MUCH = 0.03  # the same, if inputs are recomputed or other updates move to the device
 
 
 def freed(problem: Problem, best: Choice, step_s: float, *, resident: bool) -> Iterator[Choice]:
-    """Choices that may be faster, each with something else in the memory that is freed.
+    """Choices that may be faster, each using the freed memory in another way.
 
     Args:
         best: the fastest choice that frees nothing.
-        step_s: what it takes.
-        resident: the number of residents is for the search to say.
+        step_s: its time.
+        resident: the search chooses the number of residents.
     """
     if best.offload or best.rerun or best.keep == problem.stages:
         return
@@ -47,18 +47,18 @@ def freed(problem: Problem, best: Choice, step_s: float, *, resident: bool) -> I
 
 
 def _with_residents(problem: Problem, way: Choice) -> Iterator[Choice]:
-    """With as many residents as fit, if these are more than there are."""
+    """The choice with as many residents as fit, if that is more than now."""
     most = problem.most_residents(way) or 0
     if most > len(way.places.resident - problem.here.resident):
         yield replace(way, places=problem.places(most))
 
 
 def _by_residents_s(problem: Problem, best: Choice, step_s: float, size: float) -> float:
-    """The most that buckets can save by living in the freed memory, seconds of a step: they need no
-    copies and no updates of the host. The step still takes as long as its computes.
+    """The most seconds per step that residents in the freed memory can save: they need no copies
+    and no host updates. The step still takes at least as long as its computes.
 
     Args:
-        size: bytes that are freed.
+        size: freed bytes.
     """
     streamed = [b.key for b in problem.candidates if b.key not in best.places.resident]
     share = size / max(1.0, problem.resident_bytes(streamed, gradients=False))
@@ -66,8 +66,7 @@ def _by_residents_s(problem: Problem, best: Choice, step_s: float, size: float) 
 
 
 def _by_keeping(problem: Problem, best: Choice, size: float) -> tuple[int, float]:
-    """Number of stages that can be kept in `size` bytes, at most, and the seconds that this
-    saves."""
+    """The most stages that can be kept in `size` bytes, and the seconds that this saves."""
     again = problem.again(best)
     if again is None:
         return 0, 0.0

@@ -1,6 +1,6 @@
-"""Running passes: what each took, what it did, and how long, in `Schedule.history` and in the log.
+"""Runs passes and records each one's input, output and time in `Schedule.history` and in the log.
 
-A draft has no history: it is only simulated, and there are many.
+A draft has no history: it is only simulated, and there are many of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CapturePass = tuple[str, Callable[[Capture], tuple[Capture, tuple[str, ...]]]]
 
 
 def run(schedule: Schedule, passes: Sequence[SchedulePass]) -> Schedule:
-    """The schedule after these passes, each a name and a function."""
+    """Run passes, each a name and a function."""
     for name, function in passes:
         if schedule.draft:
             schedule = function(schedule)
@@ -36,10 +36,10 @@ def timed(
     function: Callable[[], Schedule],
     history: tuple[PassRecord, ...] = (),
 ) -> Schedule:
-    """Runs a pass, with a record of it.
+    """Run a pass and record it.
 
     Args:
-        before: what it is made from; None where `history` alone comes before it.
+        before: the pass's input; None if only `history` precedes it.
     """
     start = time.perf_counter()
     after = function()
@@ -63,12 +63,12 @@ class Rewritten(NamedTuple):
     """A captured graph after the passes on it."""
 
     capture: Capture
-    reasons: tuple[str, ...]  # what they did or left, for the plan
+    reasons: tuple[str, ...]  # of the passes, for the plan
     history: tuple[PassRecord, ...]
 
 
 def run_on_capture(capture: Capture, passes: Sequence[CapturePass]) -> Rewritten:
-    """The captured graph after these passes, each a name and a function."""
+    """Run passes on a captured graph, each a name and a function."""
     reasons: tuple[str, ...] = ()
     history: tuple[PassRecord, ...] = ()
     for name, function in passes:
@@ -87,5 +87,5 @@ def run_on_capture(capture: Capture, passes: Sequence[CapturePass]) -> Rewritten
 
 
 def _called(capture: Capture) -> str:
-    """The functions that a captured graph calls, as their nodes are named."""
+    """Names of the call nodes of a captured graph."""
     return " ".join(n.name for n in capture.module.graph.nodes if n.op.startswith("call_"))

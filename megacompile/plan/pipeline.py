@@ -1,11 +1,11 @@
-"""From a captured graph and a `Choice` to a schedule: the passes in their order.
+"""Runs the passes in order, from a captured graph and a `Choice` to a schedule.
 
     partition        capture            ->  stages
     differentiated   stages             ->  forward and backward: what a plan is sought for
     planned          those, and Choice  ->  the schedule: a plan, what is saved, what moves
     lowered          the schedule       ->  with code
 
-Nothing is decided here. Traced templates are kept, and the stages of the last captures.
+Nothing is decided here. Traced templates and the stages of the latest captures are cached.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class Pipeline:
     """The passes, bound to the options.
 
     Args:
-        setting: the options, and the machine whose optimizer costs count.
+        setting: the options, and the machine whose costs count.
         units: of the model.
-        templates: what was traced already; grows.
+        templates: already traced code; new templates are added.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class Pipeline:
         self.units = units
         self.templates: TemplateCache = {} if templates is None else templates
         self.to_come = CodeToCome(setting.options.device)
-        self._partitioned: list[tuple[tuple[Capture, bool], Schedule]] = []  # the last ones
+        self._partitioned: list[tuple[tuple[Capture, bool], Schedule]] = []  # the latest
 
     def partition(self, capture: Capture, *, whole: bool = False) -> Schedule:
-        """Stages only; the same where the same capture comes again, because buckets have moved.
+        """Divide a graph into stages; cached, because a call starts over after buckets have moved.
 
         Args:
-            whole: one stage for all of the graph.
+            whole: one stage for the whole graph.
         """
         key = (capture, whole)
         found = next((stages for before, stages in self._partitioned if before == key), None)
@@ -142,7 +142,7 @@ class Pipeline:
         return [("losses", functools.partial(widen_losses, compute_dtype=dtype))]
 
     def differentiated(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
-        """The passes before the choice of a plan."""
+        """Run the passes before the choice of a plan."""
         trace = functools.partial(
             trace_templates,
             ambient=capture.ambient,
@@ -161,12 +161,12 @@ class Pipeline:
         *,
         draft: bool = False,
     ) -> Schedule:
-        """The passes after the choice of a plan: `with_plan`, `saving`, `moving`.
+        """Run the passes after the choice of a plan: `with_plan`, `saving`, `moving`.
 
         Args:
             schedule: what `differentiated` returns.
-            reasons: of the choice.
-            draft: only to be simulated.
+            reasons: for the choice.
+            draft: for simulation only.
         """
         schedule = replace(schedule, draft=draft)
         schedule = self.with_plan(schedule, variant, choice, reasons)
@@ -179,13 +179,13 @@ class Pipeline:
         choice: Choice,
         reasons: tuple[str, ...] = (),
     ) -> Schedule:
-        """With what the choice and the options together say written down."""
+        """Write down the plan that the choice and the options determine."""
         schedule = replace(schedule, plan=Plan(reasons=(*schedule.plan.reasons, *reasons)))
         return run(schedule, [("plan", self._plan_pass(schedule, variant, choice))])
 
     def bundled(self, schedule: Schedule, variant: Variant, tiles: int) -> Schedule:
-        """For drafts, what `differentiated` returns: each stage saves as few values as can be, and
-        runs in so many tiles."""
+        """Prepare the output of `differentiated` for drafts: each stage saves as few values as
+        possible and runs in `tiles` tiles."""
         planned = replace(schedule, draft=True)
         planned = self.with_plan(planned, variant, Choice(0, tiles=tiles))
         return replace(self._split(planned, bundle=True), plan=schedule.plan)
@@ -197,12 +197,13 @@ class Pipeline:
         return run(schedule, [("split", split)])
 
     def saving(self, schedule: Schedule, *, bundle: bool = False) -> Schedule:
-        """With what backwards need of forwards: it is kept, computed again, or waits elsewhere.
+        """Insert what backwards need from forwards: saved tensors are kept, recomputed, or wait
+        elsewhere.
 
-        The same for all choices whose `computing` is the same.
+        The result depends only on `Choice.computing`.
 
         Args:
-            bundle: it is a draft, made of what `bundled` gave.
+            bundle: build a draft from the output of `bundled`.
         """
         lookahead = self.setting.options.lookahead
         offload = functools.partial(offload_saved_tensors, lookahead=lookahead)
@@ -219,7 +220,7 @@ class Pipeline:
         )
 
     def moving(self, schedule: Schedule, variant: Variant, choice: Choice) -> Schedule:
-        """With what comes and goes: weights, gradients, states.
+        """Insert the movement of weights, gradients and states.
 
         Args:
             schedule: what `saving` returns.
@@ -227,10 +228,10 @@ class Pipeline:
         options = self.setting.options
         slots = options.least_slots + choice.more_slots
         if options.ranks > 1 and options.optimizer is not None:
-            slots += 1  # updates come a stage later: see `delay_reduced`
+            slots += 1  # updates run a stage later: see `delay_reduced`
             slots += options.replicas > 1 and variant.accumulate and variant.update  # or two
         if choice.stay:
-            slots = options.lookahead + 1  # and one more for each that stays
+            slots = options.lookahead + 1  # and one for each bucket that stays
         plan, cost = schedule.plan, self.setting.cost()
         disk = functools.partial(
             insert_disk,
@@ -258,7 +259,7 @@ class Pipeline:
     def _plan_pass(
         self, schedule: Schedule, variant: Variant, choice: Choice
     ) -> functools.partial[Schedule]:
-        """The plan pass, with what the choice and the options together say."""
+        """The plan pass, bound to the choice and the options."""
         options = self.setting.options
         share = choice.device_update if options.device_update is None else options.device_update
         choice = replace(
@@ -271,7 +272,7 @@ class Pipeline:
             keys = {b.key for b in schedule.buckets} - choice.places.resident
             choice = replace(choice, places=choice.places.changed(keys, weights=Tier.DISK))
         cut = stages_in_tiles(schedule, choice.tiles, self.templates)
-        alone = cut if options.ranks == 1 else frozenset()  # plans of ranks may keep other stages
+        alone = cut if options.ranks == 1 else frozenset()  # ranks may keep different stages
         return functools.partial(
             make_plan,
             choice=choice,
@@ -284,7 +285,7 @@ class Pipeline:
         )
 
     def _gradient_passes(self, choice: Choice, variant: Variant) -> list[SchedulePass]:
-        """The passes for gradients: they are offloaded, or updates are made of them."""
+        """The passes that offload gradients or update parameters with them."""
         options = self.setting.options
         cost = self.setting.cost()
         every = functools.partial(insert_all_reduce, defers=variant.defers)
@@ -303,7 +304,7 @@ class Pipeline:
         offload = functools.partial(offload_gradients, accumulate=variant.accumulate)
         give = functools.partial(insert_device_update, state_bytes=cost.updated_of)
         fused = options.lowering is Lowering.INDUCTOR
-        # of ranks with eager too: else clipping is a collective of torch's, which no fault ends
+        # with ranks in eager too: else torch clips with a collective that hangs if a rank fails
         norms = fused or options.ranks > 1
         return [
             ("offload_grad", offload),
@@ -314,14 +315,14 @@ class Pipeline:
         ]
 
     def _with_ranks(self, one: SchedulePass) -> list[SchedulePass]:
-        """A pass for ranks that share the model; none where they do not."""
+        """The pass, if ranks share the model; else none."""
         return [one] if self.setting.options.ranks > 1 else []
 
     def lowered(self, schedule: Schedule, *, waits: bool = True) -> Schedule:
-        """With code for its templates.
+        """Lower a schedule's templates to code.
 
         Args:
-            waits: for code to be compiled.
+            waits: wait until code is compiled.
         """
         lowering = self.setting.options.lowering
         return timed(
@@ -348,13 +349,13 @@ class Pipeline:
                 step(1)
 
     def retain(self, schedules: Collection[Schedule]) -> None:
-        """Forget what was traced for all but these."""
+        """Forget the templates that none of these schedules uses."""
         used = {template for schedule in schedules for template in schedule.templates}
         count = 0
         while len(used) > count:
             count = len(used)
             for key, template in self.templates.items():
                 if template in used and isinstance(key, tuple) and isinstance(key[0], Template):
-                    used.add(key[0])  # what it was split from, or planned again from
+                    used.add(key[0])  # that it was split or planned again from
         for key in [key for key, template in self.templates.items() if template not in used]:
             del self.templates[key]

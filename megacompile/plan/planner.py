@@ -1,22 +1,23 @@
-"""Search for the fastest plan that fits: which stages are kept, which buckets live on the device.
+"""Searches for the fastest plan that fits: which stages are kept, which buckets are resident.
 
-More memory can be used in four ways: a kept stage saves its recompute, a resident bucket its copies
-and the host's update, a bucket that is updated on the device the host's update, a slot more the
-second copy of a bucket that the backward reads soon. They trade against one another, so plans are
-built and simulated: for a number of resident buckets (the first in forward order, whose updates the
-next forward waits for) and a share of the others that is updated on the device, as many kept stages
-as fit (the last ones, whose saved tensors are held the shortest; fewer too where copies may leave
-no time). Share and number are sought in turns, each over a coarse grid; then the number is refined,
-stages that are not kept are kept on the host where that pays, and what is left goes to slots.
+There are four uses for more memory. A kept stage avoids its recompute. A resident bucket avoids its
+copies and the host update. A bucket updated on the device avoids the host update. One more slot
+avoids copying a bucket twice if the backward reads it soon. They compete for memory, so plans are
+built and simulated. Each candidate has a number of resident buckets (the first in forward order,
+whose updates the next forward waits for), a share of the other buckets that is updated on the
+device, and as many kept stages as fit (the last ones, whose saved tensors live the shortest; fewer
+are tried too if copies bound the step). The search alternates between the share and the number,
+each over a coarse grid, and then refines the number. Then stages that are not kept may be kept on
+the host if that pays, and the remaining memory goes to slots.
 
-Host memory is a budget too, and so is a disk. As many buckets live on the device as it takes for
-the others to fit, with the gradients and states that they will get: nothing is allocated that would
-not. Where nothing fits that way, memory is traded for time: inputs of the first stages wait on the
-host, stages run again for their outputs, and what still does not fit on the host goes to a disk.
+Host memory and the disk are budgets too. Enough buckets are made resident that the others fit on
+the host, including the gradients and states that they will get. If nothing fits that way, memory is
+traded for time: inputs of the first stages wait on the host, stages run again for their outputs,
+and what still does not fit on the host goes to a disk.
 
-The host is less sure than the device: its rates differ from day to day and with what else it does.
-The fastest plan for the rates that were measured lets its updates end just when the next forward
-needs them, so plans are compared by their mean over that host and a slower one.
+The host's rates are less certain than the device's: they vary from day to day and with its other
+load. The fastest plan for the measured rates would finish its updates just when the next forward
+needs them, so plans are compared by their mean time over the measured host and a slower one.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from megacompile.plan.problem import Problem
 from megacompile.plan.tries import Tries, between
 from megacompile.text import format_bytes
 
-_COUNTS = (0, 1 / 24, 1 / 12, 1 / 6, 1 / 3, 2 / 3, 1)  # of the buckets, to be resident
-_SHARES = (0.0, 0.1, 0.2, 0.4, 0.7, 1.0)  # of the parameters, to be updated on the device
+_COUNTS = (0, 1 / 24, 1 / 12, 1 / 6, 1 / 3, 2 / 3, 1)  # of the buckets, resident
+_SHARES = (0.0, 0.1, 0.2, 0.4, 0.7, 1.0)  # of the parameters, updated on the device
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The best choice, and what is expected of it."""
+    """The best choice and its predicted costs."""
 
     choice: Choice
     step_s: float
@@ -45,7 +46,9 @@ class SearchResult:
     reasons: tuple[str, ...]
 
 
-Search = Callable[[Problem], SearchResult | None]  # the fastest choice that fits; None: none does
+Search = Callable[
+    [Problem], SearchResult | None
+]  # returns the fastest choice that fits; None: none does
 
 
 @old_objects_left_out()
@@ -57,13 +60,13 @@ def search(
     device_update: bool = True,
     slots: bool = True,
 ) -> SearchResult | None:
-    """The fastest choice that fits; None where not even the floor does.
+    """Find the fastest choice that fits; None if not even the smallest does.
 
     Args:
-        resident: buckets may live on the device.
-        activations_fixed: what is kept or offloaded is not for the search to say.
+        resident: buckets may be resident.
+        activations_fixed: the options determine what is kept or offloaded.
         device_update: streamed buckets may be updated on the device.
-        slots: there may be more than were asked for.
+        slots: there may be more than the options ask for.
     """
     least = problem.fewest_residents() if resident else 0
     if least is None:
@@ -74,9 +77,9 @@ def search(
         _add_grid(tries, (least, most), resident=resident, device_update=device_update)
     streamed = problem.with_residents(least)
     in_backward = problem.optimizer.in_backward
-    if in_backward:  # states may leave later, or be fetched later
+    if in_backward:  # states may leave or be fetched later
         tries.add_late_states(streamed, resident=resident)
-        if resident:  # which leaves memory for a few more
+        if resident:  # that frees memory for a few more
             later = Choice(0, state_lookahead=1)
             count = problem.most_residents(later) or 0
             if count > tries.count(tries.best):
@@ -101,9 +104,9 @@ def search(
 
 @old_objects_left_out()
 def search_near(problem: Problem, near: Choice) -> SearchResult | None:
-    """The fastest of a few choices that are like one which was found for a little less memory: with
-    as many resident buckets, with a few more, with as many as fit, and with a number between; then
-    with as many stages kept on the host, and with twice as many. None where nothing of it fits."""
+    """Find the fastest of a few choices similar to one found for slightly less memory: with the
+    same number of residents, a few more, as many as fit, and a number between; then with the same
+    number of stages kept on the host, and twice as many. None if none of them fits."""
     tries = Tries(problem, (0, problem.stages))
     at = tries.count(near)
     most = max(at, problem.most_residents(Choice(0)) or 0)
@@ -127,11 +130,11 @@ def search_near(problem: Problem, near: Choice) -> SearchResult | None:
 def _add_grid(
     tries: Tries, residents: tuple[int, int], *, resident: bool, device_update: bool
 ) -> None:
-    """Numbers of residents and shares of device updates, in turns; then the number is refined.
+    """Try numbers of residents and shares of device updates in turn; then refine the number.
 
     Args:
-        residents: at least so many, for the others to fit on the host, and at most so many, for
-            these to fit on the device.
+        residents: the least number, so that the others fit on the host, and the most that fit on
+            the device.
         resident: as in `search`.
         device_update: as in `search`.
     """
@@ -139,12 +142,12 @@ def _add_grid(
     least, most = residents
     counts = sorted({min(max(least, round(total * part)), most) for part in _COUNTS})
     shares = _SHARES if device_update else _SHARES[:1]
-    # without the disk: of what is there the device updates nothing, whatever the share
+    # # without the disk: the device never updates buckets with states there
     first = problem.fewest_residents(disk=False) if resident and device_update else least
     tries.add_each(sorted({least, least if first is None else first}), shares)
     if not resident:
         return
-    handed = tries.best.device_update  # with residents less will do
+    handed = tries.best.device_update  # with residents a smaller share is enough
     likely = {0.0, handed, max((share for share in shares if share < handed), default=0.0)}
     tries.add_each(counts, likely)
     tries.add_each({tries.count(tries.best)}, shares)
@@ -154,19 +157,19 @@ def _add_grid(
 
 
 def _result(tries: Tries, best: Choice) -> SearchResult:
-    """The result of a search that ends with this choice."""
+    """The result of a search that ends at this choice."""
     peak, step_s = tries.problem.peak_bytes(best), tries.problem.step_s(best)
     why = _reasons(tries, best, step_s, peak)
     return SearchResult(best, step_s, peak, len(tries.times), why)
 
 
 def _reasons(tries: Tries, best: Choice, step_s: float, peak: int) -> tuple[str, ...]:
-    """The reasons for this plan: what it needs, what it takes, and the floor next to it."""
+    """The reasons for this plan: its memory, its time, and the time of the streamed plan."""
     problem, tried = tries.problem, tries.times
     budget = format_bytes(problem.budget_bytes)
     lines = [
         f"{best.keep} of {problem.stages} stages are kept and {len(best.places.resident)} of "
-        f"{len(problem.buckets)} buckets live on the device: {format_bytes(peak)} of {budget} of "
+        f"{len(problem.buckets)} buckets are resident: {format_bytes(peak)} of {budget} of "
         f"device memory, {step_s * 1e3:.0f} ms a step predicted, "
         + (
             f"the fastest of {len(tried)} plans that fit"
@@ -177,8 +180,8 @@ def _reasons(tries: Tries, best: Choice, step_s: float, peak: int) -> tuple[str,
     floor = {choice: s for choice, s in tried.items() if not choice.places.resident}
     if best.state_lookahead is not None:
         lines.append(
-            f"optimizer states are fetched {best.state_lookahead} stage ahead, later than weights: "
-            "they take less memory"
+            f"optimizer states are fetched {best.state_lookahead} stage ahead, later than weights, "
+            "to save memory"
         )
     if floor and best.places.resident:
         streamed_s = problem.step_s(min(floor, key=floor.__getitem__))

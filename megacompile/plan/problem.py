@@ -1,7 +1,7 @@
-"""The problem that a plan solves: a captured graph, a machine, budgets; and the cost of a choice
-there.
+"""The problem that a plan solves, a captured graph on a machine with budgets, and the costs of
+choices.
 
-Memory is found by walking the schedule of a choice, time by simulating it. Both are remembered.
+Memory is computed by walking a choice's schedule, time by simulating it. Both are cached.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from megacompile.passes.schedule.plan import reruns, stages_on_host
 from megacompile.plan.drafts import Drafts
 from megacompile.plan.tiers import Tiers, spread
 
-_BUILT = 2  # drafts that are kept: what memory was asked of is often simulated next
-_AT_ONCE = 3  # buckets that the next forward waits for, should they are updated last and streamed
-_STRAIGHT = 0.01  # by so much may the slopes differ of what is taken for a straight line
+_BUILT = 2  # cached drafts: the one measured for memory is often simulated next
+_AT_ONCE = (
+    3  # buckets that the next forward waits for if they are streamed, as they are updated last
+)
+_STRAIGHT = 0.01  # slopes that differ by less make a straight line
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,28 +37,29 @@ class Problem:
     """The problem that a plan solves.
 
     Args:
-        drafts: makes schedules of choices.
+        drafts: builds schedules of choices.
         buckets: in forward order.
-        stages: how many have a backward.
+        stages: number of stages with a backward.
         hardware: rates of the machine.
-        optimizer: what updates between two steps.
+        optimizer: its costs.
         budget_bytes: device memory.
-        host_budget_bytes: host memory, for all buckets; None: not known.
+        host_budget_bytes: host memory for all buckets; None: unknown.
         elsewhere_bytes: host memory of the buckets that this graph does not read.
         fused: elementwise operations are fused.
-        here: where the buckets are that are not to move: those on the device, and those with states
-            or weights on the disk.
-        trained: the parameters that get a gradient: bucket key -> indices.
-        others: schedules of other captured graphs of the model, whose memory counts too.
-        undecided: the buckets that may become resident; None: all of them.
-        disk_budget_bytes: of the disk that states may be on; None: there is none.
-        storable: keys of the buckets whose states may go there, and weights; None: all of them.
-        accumulates: gradients of micro-batches wait for an update in a later backward.
-        gradients_stay: those of resident buckets are there when a forward begins.
-        disk_weights: the weights of streamed buckets are on the disk; False: no more than are there
-            already; None: of as few as it takes.
-        disk_saved: what waits on the host goes on to the disk; None: as little as it takes.
-        offloads: saved tensors wait elsewhere, whatever is chosen.
+        here: places of the buckets that may not move: the residents, and those with states or
+            weights on the disk.
+        trained: the parameters that get a gradient, bucket key -> indices.
+        others: schedules of the model's other captured graphs, whose memory counts too.
+        undecided: the buckets that may become resident; None: all.
+        disk_budget_bytes: of the disk for states; None: no disk.
+        storable: keys of the buckets whose states and weights may move to the disk; None: all.
+        accumulates: gradients of micro-batches wait for the update in a later backward.
+        gradients_stay: gradients of resident buckets are on the device when a forward begins.
+        disk_weights: put the weights of streamed buckets on the disk; False: no more than are there
+            already; None: as few as necessary.
+        disk_saved: saved tensors that wait on the host go on to the disk; None: as few as
+            necessary.
+        offloads: saved tensors wait on the host or disk, whatever the choice.
     """
 
     drafts: Drafts
@@ -79,13 +82,15 @@ class Problem:
     disk_weights: bool | None = False
     disk_saved: bool | None = None
     offloads: bool = False
-    # What is known of choices.
-    _peaks: dict[Choice, dict[int, int]] = field(default_factory=dict, init=False)  # by the kept
+    # # Known costs of choices.
+    _peaks: dict[Choice, dict[int, int]] = field(
+        default_factory=dict, init=False
+    )  # by the number of kept stages
     _steps_s: dict[Choice, float] = field(default_factory=dict, init=False)
     _slower_s: dict[Choice, float] = field(default_factory=dict, init=False)
     _computes_s: dict[Choice, float] = field(default_factory=dict, init=False)
-    _built: dict[Choice, Schedule] = field(default_factory=dict, init=False)  # the last ones
-    _scripts: dict[Choice, Script] = field(default_factory=dict, init=False)  # the last one
+    _built: dict[Choice, Schedule] = field(default_factory=dict, init=False)  # the latest
+    _scripts: dict[Choice, Script] = field(default_factory=dict, init=False)  # the latest
     _steepest: dict[Choice, float] = field(default_factory=dict, init=False)  # bytes a kept stage
     _places: dict[int, Places] = field(default_factory=dict, init=False)  # by new residents
     tiers: Tiers = field(init=False)  # host and disk
@@ -118,7 +123,7 @@ class Problem:
         return self.buckets if self.undecided is None else self.undecided
 
     def in_tiles(self, tiles: int) -> Problem:
-        """The same, where what acts on each token alone runs in so many tiles."""
+        """The same problem with tokenwise pieces in `tiles` tiles."""
         return replace(self, drafts=self.drafts.in_tiles(tiles))
 
     def schedule(self, choice: Choice) -> Schedule:
@@ -132,13 +137,13 @@ class Problem:
         return self._built[choice]
 
     def least_s(self, choice: Choice) -> float:
-        """Seconds that no step of a choice is shorter than: those of its computes. They are the
-        same wherever buckets are; 0.0 where none that computes the same has been built yet."""
+        """Lower bound of a step in seconds: the time of its computes, which does not depend on the
+        places of buckets. 0.0 if no choice with the same computes was built yet."""
         return self._computes_s.get(choice.computing, 0.0)
 
     def again(self, choice: Choice) -> tuple[float, float] | None:
-        """Seconds of a step that one more kept stage saves, the mean over all stages, and bytes of
-        the device that it takes, the most; None where that is not known of choices like this."""
+        """Mean seconds per step that one more kept stage saves, and the most device memory that it
+        takes; None if unknown for similar choices."""
         like = choice.computing
         none, every = (self._computes_s.get(replace(like, keep=n)) for n in (0, self.stages))
         known = self._known(self._streamed(choice))
@@ -166,15 +171,15 @@ class Problem:
         return self._steps_s[choice]
 
     def expected_s(self, choice: Choice) -> float:
-        """The mean of that and of the time with a slower host."""
+        """The mean of `step_s` and the time with a slower host."""
         step_s = self.step_s(choice)
         if choice not in self._slower_s:
             self._slower_s[choice], _ = self._simulated(choice, with_slower_host(self.hardware))
         return (step_s + self._slower_s[choice]) / 2
 
     def learn(self, other: Problem) -> None:
-        """Take what is known of choices from a problem with the same options: of its drafts, and
-        of their costs where it differs in its budgets alone."""
+        """Reuse what a problem with the same options knows: its drafts, and the costs of choices if
+        only budgets differ."""
         self.drafts.learn(other.drafts)
         mine, its = (
             (p.here.resident, p.optimizer, p.fused, p.others, p.accumulates, p.gradients_stay)
@@ -189,7 +194,7 @@ class Problem:
             self._computes_s.update(other._computes_s)
 
     def _simulated(self, choice: Choice, hardware: Hardware) -> tuple[float, bool]:
-        """Seconds of a step, and whether the rates of the host made a difference to it."""
+        """Seconds of a step, and whether they depend on the host's rates."""
         if hardware.locked_bytes is not None:
             hardware = with_pageable(hardware, self.host_bytes(choice))
         timeline = simulate_script(self._script(choice), hardware, steps=3)
@@ -203,45 +208,45 @@ class Problem:
         return self._scripts[choice]
 
     def fits(self, choice: Choice) -> bool:
-        """Does it stay within the budgets? Quick, and mostly a little pessimistic of the device.
+        """True if a choice fits the budgets, by a quick and slightly pessimistic estimate of the
+        device.
 
-        Adds new resident buckets to the peak without them. Ignores the slots that they free, and
-        that the device updates other buckets where fewer are streamed.
+        Adds new residents to the peak without them. Ignores the slots that they free and the
+        changed set of device updates.
         """
         return self.fits_host(choice) and self._fits_device(choice)
 
     def _fits_device(self, choice: Choice) -> bool:
         if self.resident_bytes(choice.places.resident, gradients=True) > self.budget_bytes:
-            return False  # when the backward ends
+            return False  # at the end of the backward
         streamed, buffer = self._streamed(choice), self._buffer_bytes(choice)
-        for delay in range(1, choice.state_delay):  # with states that leave sooner
+        for delay in range(1, choice.state_delay):  # if states that leave sooner do not fit
             if self._known(replace(streamed, state_delay=delay)).get(choice.keep, 0) > buffer:
                 return False
         return self.peak_bytes(streamed) <= buffer
 
     def fits_host(self, choice: Choice) -> bool:
-        """True if it stays within the budgets of host memory and of the disk, where they are
-        known."""
+        """True if a choice fits the known budgets of host memory and disk."""
         return self.tiers.fit(choice)
 
     def host_bytes(self, choice: Choice) -> int:
-        """Host memory once training runs, with the gradients and states that are made by then."""
+        """Host memory during training, including gradients and states."""
         return self.tiers.of_host(choice)
 
     def settled(self, choice: Choice) -> Choice:
-        """With as little on the disk as can be; see `Tiers.settled`."""
+        """The choice with as little on the disk as possible; see `Tiers.settled`."""
         return self.tiers.settled(choice)
 
     def _streamed(self, choice: Choice) -> Choice:
         return replace(choice, places=self.here.without_disk, saved_on_disk=0)
 
     def _buffer_bytes(self, choice: Choice) -> float:
-        """The budget less what new resident buckets take all the time."""
+        """Device memory left by new residents, which take theirs all the time."""
         new = choice.places.resident - self.here.resident
         return self.budget_bytes - self.resident_bytes(new, gradients=self.gradients_stay)
 
     def resident_bytes(self, keys: Collection[int], *, gradients: bool) -> float:
-        """Bytes of buckets that live on the device, with their gradients or without."""
+        """Device memory of resident buckets, with or without their gradients."""
         return sum(
             self.optimizer.resident_bytes(
                 bucket, self.trained.get(bucket.key, ()), gradients=gradients
@@ -251,29 +256,29 @@ class Problem:
         )
 
     def fits_exactly(self, choice: Choice) -> bool:
-        """As `fits`, but by the peak of the choice itself: slower, and not pessimistic."""
+        """Like `fits`, but exact: computes the peak of the choice itself, which is slower."""
         if self._buffer_bytes(choice) < 0 or not self.fits_host(choice):
             return False
         return self.peak_bytes(choice) <= self.budget_bytes
 
     def with_residents(self, count: int, *, keep: int = 1) -> Choice:
-        """`count` more buckets live on the device, and as little as can be is on the disk."""
+        """The choice with `count` more residents and as little on the disk as possible."""
         return self.settled(Choice(keep, self.places(count)))
 
     def places(self, count: int) -> Places:
-        """The places of buckets, with `count` more on the device (see `_residents`)."""
+        """The places of buckets with `count` more residents (see `_residents`)."""
         if count not in self._places:
             keys = (bucket.key for bucket in self._residents(count))
             self._places[count] = self.here.changed(keys, weights=Tier.DEVICE, states=Tier.DEVICE)
         return self._places[count]
 
     def _residents(self, count: int) -> Sequence[Bucket]:
-        """`count` of those that may live on the device: the first ones in forward order.
+        """The best `count` candidates for residents: the first in forward order.
 
-        Where updates in the backward may take states from a disk, others are better. The first few
-        come first still: the next forward wants their new parameters at once. Then the large ones:
-        slots and buffers are as large as the largest bucket that is streamed. The others are as far
-        from one another as can be: a drive has work all through the backward then.
+        If updates in the backward may take states from a disk, another order is better. The first
+        few still come first, because the next forward needs their new parameters at once. Then come
+        large buckets, because slots and buffers are as large as the largest streamed bucket. The
+        rest are spread evenly, so that the drive has work during the whole backward.
         """
         candidates = self.candidates
         if not (self.optimizer.in_backward and self.disk_budget_bytes and candidates):
@@ -285,14 +290,14 @@ class Problem:
         return [*first[:count], *spread(rest, count - len(first))]
 
     def fewest_residents(self, like: Choice | None = None, *, disk: bool = True) -> int | None:
-        """Number of buckets that must live on the device for the others to fit elsewhere.
+        """The fewest residents for which the other buckets fit elsewhere.
 
         Args:
-            like: what is chosen otherwise.
-            disk: more may go there than is there already.
+            like: the rest of the choice.
+            disk: more may move to the disk than is there already.
 
         Returns:
-            None where even all of them are too few.
+            None if even all of them are not enough.
         """
         for count in range(len(self.candidates) + 1):
             choice = replace(like or Choice(), places=self.places(count))
@@ -301,55 +306,55 @@ class Problem:
         return None
 
     def fewest_offloaded(self, choice: Choice) -> int | None:
-        """Number of the first stages that must have their inputs on the host, for a choice to fit
-        on the device; None where not even all of them are enough."""
+        """The fewest first stages with inputs on the host for which a choice fits on the device;
+        None if even all of them are not enough."""
         return _fewest(self.stages, lambda n: self._fits_device(replace(choice, offload=n)))
 
     def fewest_reruns(self, choice: Choice) -> int | None:
-        """Number of stages that must run again for what waits on the host to fit there; None where
-        even every other one is too few."""
+        """The fewest stages that must run again so that what waits on the host fits there; None if
+        even every other stage is not enough."""
         return _fewest(self.reruns(1), lambda n: self.fits_host(replace(choice, rerun=n)))
 
     def reruns(self, row: int) -> int:
-        """Number of stages that run again, where `row` in a row do for each whose output is saved.
+        """Number of stages that run again if `row` consecutive ones do for each saved output.
 
-        0 where ranks share the model: see `Options.ranks`.
+        0 if ranks share the model: see `Options.ranks`.
         """
         shared = any(bucket.ranks > 1 for bucket in self.buckets)
         return 0 if shared else reruns(self.stages, row)
 
     def most_residents(self, like: Choice) -> int | None:
-        """Number of buckets that fit on the device, all else being as in `like`; None if not even
-        zero fit. Ignores the slots that they free, as `fits` does."""
+        """The most residents that fit on the device with the rest of the choice `like`; None if
+        none does. Ignores the slots that they free, as `fits` does."""
         for count in range(len(self.candidates), -1, -1):
             if self._fits_device(replace(like, places=self.places(count))):
                 return count
         return None
 
     def tightest(self) -> Choice:
-        """The choice that needs the least host memory: as many residents as fit on the device."""
+        """The choice with the least host memory: as many residents as fit on the device."""
         ahead = 1 if self.optimizer.in_backward else None
         least = Choice(0, self.here, state_lookahead=ahead)
         return self.settled(replace(least, places=self.places(self.most_residents(least) or 0)))
 
     def floor(self) -> DeviceMemory:
-        """Device memory of the smallest plan with the residents that there are."""
+        """Device memory of the smallest plan with the current residents."""
         streamed = Choice(0, self.here, state_lookahead=1)
         both = [self.memory(streamed), self.memory(replace(streamed, offload=self.stages))]
         return min(both, key=lambda memory: memory.peak.total_bytes)
 
     def floor_bytes(self) -> int:
-        """Its peak."""
+        """Peak of `floor`."""
         return self.floor().peak.total_bytes
 
     def most_kept(self, choice: Choice, least: int, most: int) -> int:
-        """The largest number of stages that can be kept, from `least`, which is known to fit, up to
-        `most`; approximate.
+        """The most stages that can be kept, approximately, between `least`, which is known to fit,
+        and `most`.
 
-        The peak rises by more and more with each: it is flat as long as it is somewhere else, then
-        it rises by a stage's saved tensors. So it is below a chord between two known peaks, on the
-        chord where the next interval is as steep, and above a line that is as steep as it gets:
-        that, found once, is the same wherever buckets are.
+        The peak is a convex function of the number: it is flat while the peak is elsewhere in the
+        step, then rises by a stage's saved tensors. So it is below the chord between two known
+        peaks, on the chord if the neighboring interval is as steep, and above a line with the
+        steepest slope. That slope does not depend on the places of buckets, so it is cached.
         """
         streamed, buffer = self._streamed(choice), self._buffer_bytes(choice)
         family = replace(streamed.computing, keep=0)
@@ -380,32 +385,32 @@ class Problem:
             self.peak_bytes(replace(streamed, keep=middle))
 
     def most_waiting(self, choice: Choice, least: int, most: int) -> int:
-        """The largest number of stages, from `least`, which fits, up to `most`, that can be kept
-        where what they save waits on the host."""
+        """The most stages, between `least`, which fits, and `most`, that can be kept if their saved
+        tensors wait on the host."""
         if not choice.offload or self.fits_host(replace(choice, keep=most)):
             return most
         fewer = _fewest(most - least, lambda n: self.fits_host(replace(choice, keep=most - n)))
         return least if fewer is None else most - fewer
 
     def most_on_host(self, choice: Choice) -> int:
-        """Number of stages that may be kept on the host, at most."""
+        """The most stages that may be kept on the host."""
         lookahead = self.drafts.pipeline.setting.options.lookahead
         graphs = self.drafts.graphs
         every = replace(choice, saved_on_host=self.stages)
         return len(stages_on_host(graphs, every, lookahead=lookahead))
 
     def peak_bytes(self, choice: Choice) -> int:
-        """The peak of its device memory."""
+        """Peak device memory of a choice."""
         known = self._known(choice)
         if choice.keep not in known:
             known[choice.keep] = self.memory(choice).peak.total_bytes
         return known[choice.keep]
 
     def _known(self, choice: Choice) -> dict[int, int]:
-        """The peaks that are known, by how many stages are kept; a choice as this otherwise.
+        """The known peaks of choices like this one, by their number of kept stages.
 
-        Where states, parameters and saved tensors are outside of the device makes no difference to
-        it, unless the device makes updates of what is on the host.
+        The peak does not depend on whether states, parameters and saved tensors are on the host or
+        the disk, unless the device updates buckets that are on the host.
         """
         place = replace(choice, keep=0, saved_on_disk=0)
         if not (choice.device_update or self.optimizer.helped):
@@ -414,10 +419,10 @@ class Problem:
 
 
 def _fewest(most: int, fits: Callable[[int], bool]) -> int | None:
-    """The smallest number that fits, where all larger ones do; None: not even `most` fits."""
+    """The smallest number that fits, by bisection; None: not even `most` fits."""
     if not fits(most):
         return None
-    low, high = -1, most  # low does not fit, as far as is known; high does
+    low, high = -1, most  # low may not fit, high does
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
@@ -425,12 +430,12 @@ def _fewest(most: int, fits: Callable[[int], bool]) -> int | None:
 
 
 def _slopes(known: Mapping[int, int]) -> list[float]:
-    """Slopes of the intervals between known points."""
+    """Slopes between neighboring known points."""
     return [(known[b] - known[a]) / (b - a) for a, b in itertools.pairwise(sorted(known))]
 
 
 def _is_straight(known: Mapping[int, int], low: int, high: int) -> bool:
-    """True if the points next to an interval say that a convex function is straight in it."""
+    """True if the neighboring points show that a convex function is straight in an interval."""
     at = sorted(known)
     i, k = at.index(low), at.index(high)
     steep = (known[high] - known[low]) / (high - low)

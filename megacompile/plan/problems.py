@@ -1,4 +1,4 @@
-"""The problems that plans solve: a captured graph, and the memory that all else leaves it."""
+"""Builds the problems that plans solve, from a captured graph and the memory left for it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from megacompile.plan.wanted import OpenTo, WantedPlaces
 
 
 class Problems:
-    """Makes the problems of one model's captured graphs.
+    """Builds the problems of one model's captured graphs.
 
     Args:
         setting: the options, and the machine.
         pipeline: builds what is simulated.
-        budget: the device memory and the disk that there are.
-        wanted: the places where buckets are to be.
+        budget: of device memory and disk.
+        wanted: the places that plans want buckets to be in.
     """
 
     def __init__(
@@ -46,12 +46,11 @@ class Problems:
         placement: Placement,
         others: Sequence[Schedule],
     ) -> Problem:
-        """The problem of a plan to which some decisions are open.
+        """The problem of a plan that may make some decisions.
 
         Args:
-            schedule: what `Pipeline.differentiated` returns.
-            placement: where the buckets of the model are.
-            others: drafts of the other captured graphs.
+            schedule: from `Pipeline.differentiated`.
+            placement: where the model's buckets are. others: drafts of the other captured graphs.
         """
         own = frozenset(bucket.key for bucket in schedule.buckets)
         if placement.accumulates:
@@ -66,7 +65,7 @@ class Problems:
         )
 
     def budget_bytes(self, schedule: Schedule, placement: Placement) -> int:
-        """Device memory for a graph, and for other graphs."""
+        """Device memory for a graph and the other graphs."""
         return self.budget.size_bytes() - self.wanted.bytes_next_to(schedule, placement)
 
     def of(
@@ -78,7 +77,7 @@ class Problems:
         """The problem that a plan solves.
 
         Args:
-            schedule: what `Pipeline.differentiated` returns.
+            schedule: from `Pipeline.differentiated`.
             placement: where the buckets of the model are. Default: on the host.
         """
         placement = placement or Placement()
@@ -110,8 +109,8 @@ class Problems:
     def _elsewhere_bytes(
         self, schedule: Schedule, wanted: Places, accumulates: bool
     ) -> tuple[int, int]:
-        """Host memory, and memory on the disk, of the buckets that a captured graph does not read,
-        as far as is known."""
+        """Known bytes on the host and on the disk of the buckets that a captured graph does not
+        read."""
         here = {bucket.key for bucket in schedule.buckets} | wanted.resident
         others = (unit.bucket for unit in self.pipeline.units if unit.bucket.key not in here)
         cost = self.setting.cost()

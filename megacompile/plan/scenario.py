@@ -1,8 +1,8 @@
-"""A planned step on a machine: its time, its memory, what bounds it.
+"""A planned step on a machine: its time, its memory and its bottleneck.
 
-What bounds a step is found by asking the simulation: each resource in turn is made a tenth faster,
-and the one that shortens the step most is the bound. A stream can be busy all the time and bound
-nothing, and host memory has no stream of its own.
+The bottleneck is found by simulation: each resource in turn is made a tenth faster, and the one
+that shortens the step most is the bound. A stream can be busy all the time without being the bound,
+and host memory bandwidth has no stream.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from megacompile.passes.schedule.disk import (
 )
 from megacompile.plan.tiers import Tiers
 
-FASTER = 1.1  # a resource that is asked for its share
-_RATES = {  # what a resource's speed stands for in `Hardware`
+FASTER = 1.1  # the factor by which a resource is sped up to find its share
+_RATES = {  # the rates of `Hardware` that make up a resource
     "compute": ("matmul_tflop_s", "matmul32_tflop_s", "matmul8_tflop_s", "memory_gb_s"),
     "h2d": ("h2d_gb_s", "h2d_both_gb_s"),
     "d2h": ("d2h_gb_s", "d2h_both_gb_s"),
@@ -51,20 +51,20 @@ _RATES = {  # what a resource's speed stands for in `Hardware`
 
 @dataclass(frozen=True)
 class Scenario:
-    """Everything that a prediction depends on.
+    """The inputs of a prediction.
 
     Args:
         schedules: of a step, in the order of their forwards.
         hardware: the machine.
-        optimizer: what updates between two steps.
+        optimizer: its costs.
         fused: elementwise operations are fused.
-        device_bytes: device memory that may be used; None: not known.
-        host_bytes: the same of the host.
-        disk_bytes: of the disk that states may be on; None: there is none.
-        first: what `megacompile()` needs of host memory ahead of the plan: (what, bytes). ():
-            the model is there already.
+        device_bytes: device memory that may be used; None: unknown.
+        host_bytes: the same for the host.
+        disk_bytes: of the disk for states; None: no disk.
+        first: host memory that `megacompile()` needs before the plan, as (what, bytes); () if the
+            model is already compiled.
         first_on_disk: the same with parameters on the disk.
-        disk_weights: may parameters be there too? None: where nothing else fits; see `Options`.
+        disk_weights: parameters may be on the disk; None: only if nothing else fits; see `Options`.
     """
 
     schedules: tuple[Schedule, ...]
@@ -80,7 +80,7 @@ class Scenario:
     _kept: dict[Hardware, Prediction] = field(default_factory=dict, init=False, repr=False)
 
     def timeline(self, hardware: Hardware | None = None) -> Prediction:
-        """Three steps; the last one's period is that of training."""
+        """Simulate three steps; the period of the last is a training step."""
         machine = hardware or self.hardware
         if machine not in self._kept:
             rates = with_pageable(machine, sum(self.host().values()))
@@ -98,7 +98,7 @@ class Scenario:
 
     @property
     def replicas(self) -> int:
-        """Number of them that have the same part of it."""
+        """Number of ranks that have the same shard."""
         return max((b.replicas for schedule in self.schedules for b in schedule.buckets), default=1)
 
     @property
@@ -111,31 +111,31 @@ class Scenario:
         return self.timeline().memory
 
     def device_kinds(self) -> dict[str, int]:
-        """Bytes of device memory by kind where it is fullest; of resident buckets by what it is."""
+        """Device memory by kind at its peak, with resident buckets split into their parts."""
         return device_kinds(self.device.peak, self.schedules, self.optimizer)
 
     def host(self) -> dict[str, int]:
-        """Bytes in host memory by kind, activations that wait there included."""
+        """Host memory by kind, including activations that wait there."""
         return {kind.value: n for kind, n in host_memory(self.schedules, self.optimizer).items()}
 
     @property
     def pageable_bytes(self) -> int:
-        """Bytes of host memory that the system will not lock, as far as is known."""
+        """Bytes of host memory beyond the system's known limit of page-locked memory."""
         return pageable_bytes(self.hardware, sum(self.host().values()))
 
     @property
     def pageable_s(self) -> float:
-        """By how much a step is longer for that: this plan's, which may not be the fastest one
-        where all is locked."""
+        """Seconds that pageable memory adds to a step of this plan, which need not be the fastest
+        plan if everything could be locked."""
         return self.step_s - self.timeline(replace(self.hardware, locked_bytes=None)).step_s
 
     def disk(self) -> dict[str, int]:
-        """Bytes on the disk by kind."""
+        """Disk space by kind, in bytes."""
         return {kind.value: n for kind, n in disk_memory(self.schedules, self.optimizer).items()}
 
     def disk_traffic(self) -> dict[Stream, int]:
-        """Bytes that a step reads from the disk, and writes to it. Buffers there are whole pages,
-        so a few thousand more go with each."""
+        """Bytes that a step reads from the disk and writes to it, without padding to whole
+        pages."""
         found = {Stream.READ: 0, Stream.WRITE: 0}
         for schedule in self.schedules:
             for graph in schedule.graphs.values():
@@ -144,12 +144,12 @@ class Scenario:
         return found
 
     def fewest_stored_bytes(self, *, weights: bool = False) -> int | None:
-        """Bytes that would have to be on a disk, however large, for the rest to fit on the host:
-        optimizer states, and saved tensors; None where even all of them are too few.
+        """The fewest bytes of optimizer states and saved tensors that must be on a disk of any size
+        for the rest to fit on the host; None if even all of them are not enough.
 
         Args:
-            weights: parameters too, of as few buckets as it takes; None where they cannot be, or
-                all of them are there in any case.
+            weights: parameters may move too, of as few buckets as necessary; None if they may not,
+                or all of them are there already.
         """
         every = self.disk_weights is True
         if weights and (every or self.ranks > 1 or self.optimizer.master_bytes is not None):
@@ -190,7 +190,7 @@ class Scenario:
         return tiers.of_disk(choice) if tiers.fit(choice) else None
 
     def host_with_less(self) -> dict[str, int]:
-        """Bytes in host memory with options of the optimizer that need fewer; plan as it is."""
+        """Host memory of the same plan with optimizer options that need less, by name."""
         now = self.optimizer
         small = replace(now, state_bytes=EIGHT_BITS) if now.states else now
         options = {"8-bit optimizer states": small}
@@ -208,9 +208,9 @@ class Scenario:
         return {name: size for name, size in sums.items() if size < before}
 
     def bounds(self) -> dict[str, float]:
-        """The share of the step that each resource is responsible for, the largest first.
+        """The share of the step that each resource accounts for, the largest first.
 
-        1.0 means that the step is shorter by as much as the resource is faster.
+        1.0 means that the step speeds up as much as the resource.
         """
         found = {}
         used = {"disk": bool(self.disk()), "interconnect": self.ranks > 1}
@@ -225,7 +225,7 @@ class Scenario:
 
 
 def _states_in_use(schedule: Schedule) -> int:
-    """The most streamed buckets whose states a backward has in use at once."""
+    """The most streamed buckets whose states a backward uses at once."""
     if schedule.backward is None:
         return 0
     streamed = {bucket.key for bucket in schedule.buckets} - schedule.plan.resident
@@ -233,7 +233,7 @@ def _states_in_use(schedule: Schedule) -> int:
 
 
 def faster(hardware: Hardware, resource: str, times: float) -> Hardware:
-    """The same machine with one resource so many times as fast."""
+    """The same machine with one resource faster by a factor."""
     rates = {name: getattr(hardware, name) for name in _RATES[resource]}
     changes = {name: rate * times for name, rate in rates.items() if rate is not None}
     if resource == "interconnect":

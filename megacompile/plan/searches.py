@@ -1,5 +1,5 @@
-"""The searches that the options allow: in tiles or not, near what is known, with fewer states, with
-parameters on the disk; and the choice that comes nearest, where nothing fits."""
+"""The searches that options allow: in tiles, near a known choice, with fewer states, with
+parameters on the disk; and the closest choice if nothing fits."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ class Searches:
         self.setting = setting
 
     def everywhere(self, problem: Problem) -> SearchResult | None:
-        """The fastest choice that fits: in tiles too, where the plan may choose them."""
+        """Find the fastest choice that fits, also in tiles if the plan may choose them."""
         if self._may_cut:
             return search_in_tiles(problem, self._uncut)
         return self._uncut(problem)
 
     def near(self, problem: Problem, near: Choice | None) -> SearchResult | None:
-        """The fastest near a choice that was found for other budgets, if there is one and anything
-        near it fits; else everywhere."""
+        """Search near a choice found for other budgets, or everywhere if there is none or nothing
+        near it fits."""
         found = None if near is None else search_near(problem, near)
         return found or self.everywhere(problem)
 
     def with_fewer_states(self, problem: Problem) -> SearchResult | None:
-        """The fastest with as many optimizer states as the host holds; says how many.
+        """Find the fastest choice with as many optimizer states as the host holds, and warn about
+        it.
 
-        Where a model runs, its optimizer is not known before the first step. A plan counts the
-        states of AdamW. Where the host does not hold these, the model may still be trained by
-        another one.
+        A model's optimizer is unknown before the first step, so plans assume AdamW's states. If the
+        host does not hold these, another optimizer may still be able to train the model.
         """
         known = self.setting.options.optimizer is not None or self.setting.hardware is not None
         if known or problem.host_budget_bytes is None:
@@ -69,23 +69,24 @@ class Searches:
         return None
 
     def smallest(self, problem: Problem) -> tuple[Problem, int]:
-        """The problem in so many tiles, or in none (1): what needs least of the device. The most
-        may need more than fewer ones, which have attention in them where they divide the batch."""
+        """The problem with the number of tiles (1: none) that needs the least device memory. More
+        tiles may need more, because tiles that divide the batch include attention."""
         counts = (1, *TILES) if self._may_cut else (1,)
         each = [(problem.in_tiles(tiles), tiles) for tiles in counts]
         return min(each, key=lambda pair: pair[0].floor_bytes())
 
     @property
     def _may_cut(self) -> bool:
-        """May the plan choose tiles? A matrix kernel may round otherwise for fewer rows, and eager
-        code is to be bitwise. Ranks choose nothing that decides which weights a backward reads."""
+        """True if the plan may choose tiles. Matrix kernels may round differently for fewer rows,
+        but eager code must be bitwise equal; and ranks must all read the same weights in a
+        backward."""
         options = self.setting.options
         return (
             options.lowering is Lowering.INDUCTOR and options.ranks == 1 and options.tiles is None
         )
 
     def _uncut(self, problem: Problem) -> SearchResult | None:
-        """In the tiles of the problem."""
+        """Search with the tiles of the problem."""
         options = self.setting.options
         return search(
             problem,
@@ -100,27 +101,27 @@ class Searches:
         )
 
 
-# Tiles: in as few as it takes to fit, and in some where that is faster.
+# Tiles: as few as necessary to fit, and more if that is faster.
 #
-# What acts on each token alone needs less device memory in tiles, and a kept stage saves less: only
-# what attention reads and returns. That leaves memory to keep more stages. But what tiles compute
-# is computed again in the backward, whatever is kept: with short sequences, most of a stage.
+# Tokenwise pieces need less device memory in tiles, and a kept stage saves less: only the inputs
+# and outputs of attention. That leaves memory to keep more stages. But whatever tiles compute is
+# recomputed in the backward, even in kept stages: with short sequences, most of a stage.
 #
-# A search in tiles takes as long as one without. So two bounds on the gain come first: the memory
-# that tiles can free, and the time of the computes in tiles where all stages are kept. Where
-# nothing of a model can be cut, tiles are not tried.
+# A search in tiles takes as long as one without. So two bounds on the gain are checked first: the
+# memory that tiles can free, and the time of the computes in tiles if all stages are kept. Tiles
+# are not tried if nothing in a model can be tiled.
 
-TILES = (4, 16, 64, 256)  # that are tried
-_TILES_PAY = 0.03  # of a step: what tiles must save where a plan fits without
-_NOTABLE = 0.1  # of the budget: workspace that is worth cutting
+TILES = (4, 16, 64, 256)  # numbers that are tried
+_TILES_PAY = 0.03  # of a step: the least gain if a plan fits without tiles
+_NOTABLE = 0.1  # of the budget: the least workspace worth cutting
 
 
 def search_in_tiles(problem: Problem, search: Search) -> SearchResult | None:
-    """The fastest choice that fits, with or without tiles.
+    """Find the fastest choice that fits, with or without tiles.
 
     Args:
         problem: without tiles.
-        search: finds the fastest choice that fits, and runs in the tiles of its problem.
+        search: finds the fastest choice with the tiles of its problem.
     """
     best, at, count = search(problem), problem, 1
     why: tuple[str, ...] = ()
@@ -128,7 +129,7 @@ def search_in_tiles(problem: Problem, search: Search) -> SearchResult | None:
         cut = problem.in_tiles(tiles)
         if best is not None and not _may_pay(at, best, cut):
             break
-        if not cut.drafts.cut:  # and more tiles cut no more
+        if not cut.drafts.cut:  # more tiles cut nothing either
             break
         found = search(cut)
         if found is not None and best is not None:
@@ -153,13 +154,13 @@ def _may_pay(problem: Problem, best: SearchResult, cut: Problem) -> bool:
     """True if more tiles may save enough of a step.
 
     Args:
-        problem: what `best` was found for.
+        problem: that `best` solves.
         cut: the same in more tiles.
     """
     enough_s = problem.expected_s(best.choice) * (1 - _TILES_PAY)
     every = Choice(problem.stages)
     if problem.least_s(every) > enough_s:
-        return False  # hardly anything is computed again, and nothing waited for
+        return False  # little is recomputed and the device never waits
     moments = problem.memory(best.choice).moments
     workspace = max(moment.live_bytes.get(MemoryKind.WORKSPACE, 0) for moment in moments)
     if workspace < _NOTABLE * problem.budget_bytes:
@@ -168,23 +169,23 @@ def _may_pay(problem: Problem, best: SearchResult, cut: Problem) -> bool:
     return cut.least_s(every) < enough_s
 
 
-# Parameters on the disk that need not be there.
+# Optional parameters on the disk.
 #
-# A plan with parameters on the disk reads each of their buckets twice a step. So one is sought only
-# where none fits without, or only with saved tensors on the disk; decision 30 says why.
+# A plan with parameters on the disk reads each of these buckets twice a step. So it is tried only
+# if no plan fits without, or only with saved tensors on the disk; see decision 30.
 
-_NO_OTHER = "no other plan fits: host memory does not hold all parameters beside the rest"
+_NO_OTHER = "no other plan fits: host memory does not hold all parameters next to the rest"
 
 
 def search_with_weights(
     problem: Problem, found: SearchResult | None, search: Search
 ) -> tuple[Problem, SearchResult | None]:
-    """The problem and the choice with parameters of as few buckets on the disk as it takes, where
-    nothing fits without, or where that is faster than saved tensors there.
+    """Put the parameters of as few buckets as necessary on the disk, if nothing fits without or if
+    that is faster than saved tensors there.
 
     Args:
-        problem: where no more parameters are there than before.
-        found: what was found for it; None: nothing fits.
+        problem: without more parameters on the disk.
+        found: its solution; None: nothing fits.
         search: finds the fastest choice that fits.
     """
     if found is not None and not found.choice.saved_on_disk:
@@ -205,22 +206,22 @@ def search_with_weights(
     return more, replace(other, reasons=(*other.reasons, why))
 
 
-# The choice that comes nearest to the budgets, where none is within all of them.
+# The choice closest to the budgets, if none fits all of them.
 #
-# It is what a refusal shows: what it lacks is the least memory that would make the step fit, as far
-# as the search goes. What waits on the host or is computed again leaves the device less to hold, so
-# the device may have too little with neither, and the host with both.
+# A refusal shows this choice: the memory that it lacks is the least that would make the step fit,
+# among the candidates. Offloading and recomputing move the shortage from the device to the host, so
+# candidates with and without them are compared.
 
 DEVICE, HOST, DISK = "device memory", "host memory", "the disk"
 
 
 def nearest(problem: Problem) -> Choice:
-    """The choice that lacks the fewest bytes, of all memories together."""
+    """The choice that lacks the fewest bytes in all memories together."""
     return min(_candidates(problem), key=lambda choice: sum(lacking(problem, choice).values()))
 
 
 def lacking(problem: Problem, choice: Choice) -> dict[str, int]:
-    """Bytes that a choice needs beyond the budgets, by memory; empty where it fits."""
+    """Bytes that a choice needs beyond each budget; empty if it fits."""
     host, there = problem.host_bytes(choice), problem.host_budget_bytes
     found = {
         DEVICE: problem.peak_bytes(choice) - problem.budget_bytes,
@@ -231,8 +232,8 @@ def lacking(problem: Problem, choice: Choice) -> dict[str, int]:
 
 
 def _candidates(problem: Problem) -> Iterator[Choice]:
-    """With as many residents as fit, and with none; what stages take waits on the device, or on
-    the host as far as it must; rows of stages run again, or none does."""
+    """Choices with as many residents as fit and with none, with inputs of stages on the device or
+    as many as necessary on the host, and with or without rows of stages that run again."""
     tightest = problem.tightest()
     for places in dict.fromkeys((tightest.places, problem.here)):
         for rerun in (0, *map(problem.reruns, ROWS)):
@@ -242,9 +243,10 @@ def _candidates(problem: Problem) -> Iterator[Choice]:
                 yield problem.settled(replace(choice, offload=offload))
 
 
-# Number of buckets that stay in slots of their own between forwards without a backward.
+# Buckets that stay in their own slots between forwards without a backward.
 #
-# Evaluation and generation read the same weights in every forward. What fits is fetched once.
+# Evaluation and generation read the same weights in every forward, so those that fit are fetched
+# once.
 
 
 def stay_that_fit(
@@ -254,12 +256,12 @@ def stay_that_fit(
     places: Places,
     budget_bytes: int,
 ) -> int:
-    """The largest number of streamed buckets that fit into device memory next to everything else.
+    """The most streamed buckets that fit into device memory next to everything else.
 
     Args:
-        schedule: what `Pipeline.differentiated` returns, without a backward.
-        places: where the buckets are. Those on the device have gradients and states there too,
-            as training leaves them.
+        schedule: from `Pipeline.differentiated`, without a backward.
+        places: where the buckets are. Training leaves the gradients and states of residents on the
+            device too.
     """
     variant = Variant((), keep_last=True)
     draft = pipeline.planned(schedule, variant, Choice(places=places), draft=True)
@@ -275,7 +277,7 @@ def stay_that_fit(
     left_bytes = budget_bytes - peak.total_bytes - trained_bytes
     streamed = [b for b in draft.buckets if b.key not in places.resident]
     if sum(b.size_bytes for b in streamed) <= left_bytes + slots_bytes:
-        return len(streamed)  # which then need no other slots
+        return len(streamed)  # and no other slots are needed
     return max(
         count
         for count in range(len(streamed))

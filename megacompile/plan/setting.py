@@ -1,5 +1,4 @@
-"""The setting that plans are made for: the options, and the machine whose rates and memory
-count."""
+"""The setting of plans: the options, and the machine whose rates and memory count."""
 
 from __future__ import annotations
 
@@ -15,24 +14,23 @@ from megacompile.cost.rates import cached, load, load_disk
 from megacompile.host_memory import PAGE_LOCKS
 from megacompile.options import Options
 
-_MARGIN = 0.05  # of free device memory, for what is not planned: fragmentation, cuBLAS, NCCL
-_MARGIN_BYTES = 4 * 2**30  # at most: most of that does not grow with the memory
+_MARGIN = 0.05  # of free device memory, for unplanned uses: fragmentation, cuBLAS, NCCL
+_MARGIN_BYTES = 4 * 2**30  # at most: these hardly grow with the memory
 _ASSUMED = H200.replace(name="this CPU (rates of an H200 assumed)")
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The options of a model, and a machine.
+    """The options of a model and the machine to plan for.
 
     Args:
         options: validated.
-        hardware: a GPU that plans are made for. None: the device of the options.
-        host_bytes: host memory that the model may take, when the user says nothing. None: not
-            known, or that of `hardware`.
-        agreed: the rates of the ranks that share the model; None: it has no ranks, or they are not
-            known.
-        disk_bytes: of the disk, the part of one of the ranks that share it. None: it is not shared.
-        least: returns the least that a rank says, of bytes, where ranks plan together.
+        hardware: the GPU to plan for. None: the device of the options.
+        host_bytes: host memory that the model may take, unless the user limits it. None: that of
+            `hardware`, or unknown.
+        agreed: the rates of the ranks that share the model; None: no ranks, or unknown rates.
+        disk_bytes: one rank's share of a disk that ranks share. None: not shared.
+        least: returns the minimum over all ranks, if ranks plan together.
     """
 
     options: Options
@@ -53,26 +51,28 @@ class Setting:
         return self.options.plans or self.hardware is not None
 
     def cost(self, *, states: int | None = None) -> OptimizerCost:
-        """The cost of an optimizer with `states` moments, under the options."""
+        """The costs of an optimizer with `states` moments, under the options."""
         return OptimizerCost.of(self.options, states=states, on_gpu=self.on_gpu)
 
     def rates(self) -> Hardware:
-        """The rates of the machine that is planned for."""
+        """The rates of the machine to plan for."""
         if self.hardware is not None:
             return self.hardware
         if self.options.device.type == "cuda":
             found = load(self.options.device) if self.agreed is None else self.agreed.hardware
             folder = self.options.disk
             found = replace(found, locked_bytes=PAGE_LOCKS.limit_bytes)
-            if folder is None or self.agreed is not None:  # ranks have agreed on the disk too
+            if (
+                folder is None or self.agreed is not None
+            ):  # the agreement of ranks includes the disk
                 return found
             return load_disk(folder).on(found)
         if self.agreed is not None:
             return self.agreed.hardware
-        return cached(self.options.device) or _ASSUMED  # nothing is measured for a plan on the CPU
+        return cached(self.options.device) or _ASSUMED  # plans on the CPU measure nothing
 
     def host_budget_bytes(self) -> int | None:
-        """Host memory for parameters, gradients, states and what waits there; None: not known."""
+        """Host memory for parameters, gradients, states and offloaded tensors; None: unknown."""
         found = self.host_bytes
         if found is None and self.hardware is not None:
             found = self.hardware.host_bytes
@@ -80,20 +80,21 @@ class Setting:
         return found if limit is None else min(limit, found or limit)
 
     def disk_budget_bytes(self) -> int | None:
-        """Bytes that optimizer states may take on the disk: what the user said, and what is free,
-        of which a rank has its part; None: there is no disk."""
+        """Disk space for the model: the user's limit or the free space, of which a rank gets its
+        share; None: no disk."""
         folder, limit = self.options.disk, self.options.disk_memory
         if folder is None:
             return None
         if self.hardware is not None and limit is not None and self.disk_bytes is None:
-            return limit  # it need not be a disk of this machine
+            return limit  # the disk may be another machine's
         free = shutil.disk_usage(folder).free
         if self.disk_bytes is not None:
             free = min(free, self.disk_bytes)
         return free if limit is None else min(limit, free)
 
     def free_bytes(self) -> int:
-        """Device memory that plans may use: what is free, or what the GPU has, less a margin."""
+        """Device memory that plans may use: the free memory, or all of a given GPU's, less a
+        margin."""
         free_bytes = self.hardware.device_bytes if self.hardware is not None else None
         if not free_bytes:
             free_bytes = compat.free_device_bytes(self.options.device)

@@ -1,26 +1,26 @@
-"""The parts of a choice on the host and on the disk: which states, parameters and saved tensors go.
+"""Chooses which states, parameters and saved tensors go to the disk, and sizes host and disk.
 
-States are faster on the host. So as few buckets as it takes have theirs on the disk: which, depends
-on when a step uses them.
+States are faster on the host, so as few buckets as necessary have theirs on the disk. Which ones
+depends on when a step uses them.
 
     exact            the last ones in forward order. Reads begin with `optimizer.step()`, and the
-                     next forward waits for updates in its order: the drive has until the end of
-                     that forward for the last ones, and no other update waits after theirs.
-    in the backward  as far from one another as can be, but for the end of the forward, where the
-                     backward begins. A read comes a few uses ahead of its own, so the drive works
-                     all through the backward; next to one another they would wait for it, and leave
-                     it idle before and after.
+                     next forward waits for updates in its order. So the drive has until the end of
+                     that forward for the last ones, and no other update waits for theirs.
+    in the backward  evenly spread, except for the end of the forward, where the backward begins.
+                     Reads run a few uses ahead, so the drive works during the whole backward.
+                     Neighboring buckets would wait for the drive, and leave it idle before and
+                     after.
 
-Parameters go there where all states are not enough, of as few buckets as it takes, if the search
-has found nothing without (`megacompile.ir.plan.first_to_disk` says which).
+If all states are not enough, parameters of as few buckets as necessary go there too, provided that
+the search found nothing without (`megacompile.ir.plan.first_to_disk` orders them).
 
-Saved tensors that wait on the host go there where that is not enough, of as few stages as it takes:
-the first ones, whose tensors wait the longest. They are written and read in each step, as
-states are, and those of a stage are mostly larger than its states in 8 bits.
+If that is not enough, saved tensors that wait on the host go there, of as few stages as necessary:
+the first ones, whose tensors wait the longest. Like states, they are written and read in each step,
+and a stage's saved tensors are usually larger than its 8-bit states.
 
-Buckets that are much larger than most (an embedding, a head) come last: each set of buffers has to
-be as large as the largest of them. So has each slot, and where the backward takes states from a
-disk, the large ones live on the device before most others do (`Problem.with_residents`).
+Buckets that are much larger than most (an embedding, a head) come last, because each set of buffers
+must be as large as the largest of them. So must each slot; therefore large buckets become resident
+before most others if the backward takes states from a disk (`Problem.with_residents`).
 
 Decision 28 has figures.
 """
@@ -46,24 +46,24 @@ _SPREAD = 0.9  # of the buckets, in forward order
 
 
 def spread(buckets: Sequence[Bucket], count: int) -> list[Bucket]:
-    """`count` of them, as far from one another as can be."""
+    """`count` of the buckets, evenly spread."""
     return [buckets[(2 * i + 1) * len(buckets) // (2 * count)] for i in range(count)]
 
 
 def _with(choice: Choice, keys: Iterable[int], **parts: Tier) -> Choice:
-    """With parts of the rows of some buckets replaced."""
+    """The choice with some buckets' weights or states moved."""
     return replace(choice, places=choice.places.changed(keys, **parts))
 
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Bytes of one bucket that is streamed."""
+    """Bytes of a streamed bucket."""
 
-    rest: int  # on the host, wherever states and parameters are
+    rest: int  # on the host in any case
     states: int
     parameters: int
-    stored: int  # of the states, on the disk
-    weights: int  # of the parameters, there
+    stored: int  # states on the disk
+    weights: int  # parameters on the disk
 
 
 @dataclass(eq=False, kw_only=True)
@@ -72,21 +72,22 @@ class Tiers:
 
     Args:
         buckets: in forward order.
-        trained: the parameters that get a gradient: bucket key -> indices.
-        optimizer: what updates between two steps.
-        host_bytes: the budget of host memory; None: not known.
-        disk_bytes: the budget of the disk; None: there is no disk.
+        trained: the parameters that get a gradient, bucket key -> indices.
+        optimizer: its costs.
+        host_bytes: the budget of host memory; None: unknown.
+        disk_bytes: the budget of the disk; None: no disk.
         elsewhere_bytes: host memory of the buckets that this graph does not read.
-        here: where the buckets are that are not to move.
-        undecided: keys of the buckets whose states may go to the disk, and parameters.
-        accumulates: gradients of micro-batches wait on the host, whatever updates.
-        waiting: saved tensors of a choice that wait on the host or on the disk: stage, bytes.
-        plan_of_all: the plan of a draft where all states are on the disk: it says how many sets of
-            buffers they need, and parameters.
-        disk_weights: the parameters of streamed buckets are on the disk too; False: no more than
-            do already; None: of as few as it takes.
-        disk_saved: what waits on the host goes on to the disk; None: as little as it takes.
-        offloads: saved tensors wait elsewhere, whatever is chosen.
+        here: places of the buckets that may not move.
+        undecided: keys of the buckets whose states and parameters may move to the disk.
+        accumulates: gradients of micro-batches wait on the host, wherever updates run.
+        waiting: returns a choice's saved tensors on the host or disk as (stage, bytes).
+        plan_of_all: returns the plan of a draft with all states on the disk, which has the number
+            of buffer sets for states and parameters.
+        disk_weights: put the parameters of streamed buckets on the disk too; False: no more than
+            are there already; None: as few as necessary.
+        disk_saved: saved tensors that wait on the host go on to the disk; None: as few as
+            necessary.
+        offloads: saved tensors wait on the host or disk, whatever the choice.
     """
 
     buckets: Sequence[Bucket]
@@ -105,10 +106,10 @@ class Tiers:
     offloads: bool = False
     _sizes: dict[int, _Sizes] = field(default_factory=dict, init=False)
     _settled: dict[object, Choice] = field(default_factory=dict, init=False)
-    host_too_small: bool = field(default=False, init=False)  # for something that was asked about
+    host_too_small: bool = field(default=False, init=False)  # for some queried choice
 
     def of_host(self, choice: Choice) -> int:
-        """Host memory once training runs, with the gradients and states that are made by then."""
+        """Host memory during training, including gradients and states."""
         size = self.elsewhere_bytes
         resident, on_disk = choice.places.resident, choice.places.on_disk
         weights = self._weights(choice)
@@ -122,20 +123,20 @@ class Tiers:
         return size + sum(on_host) + 2 * SAVED_SETS * max(stored, default=0)
 
     def of_disk(self, choice: Choice) -> int:
-        """Bytes on the disk."""
+        """Disk space of a choice."""
         on_disk, there = choice.places.on_disk, self._weights(choice)
         weights = sum(self._of(b).weights for b in self.buckets if b.key in there)
         states = sum(self._of(b).stored for b in self.buckets if b.key in on_disk)
         return weights + states + sum(map(whole_pages, self._saved(choice)[1]))
 
     def _weights(self, choice: Choice) -> frozenset[int]:
-        """Keys of the buckets whose parameters are there."""
+        """Keys of the buckets with parameters on the disk."""
         if self.disk_weights:
             return frozenset(bucket.key for bucket in self.buckets) - choice.places.resident
         return choice.places.weights_on_disk
 
     def _saved(self, choice: Choice) -> tuple[list[int], list[int]]:
-        """Bytes of the saved tensors that wait on the host, and of those on the disk."""
+        """Sizes of the saved tensors that wait on the host and on the disk."""
         each = self._each(choice)
         count = math.inf if self.disk_saved else choice.saved_on_disk
         on_host = [size for index, size in each if index >= count]
@@ -146,17 +147,17 @@ class Tiers:
         return self.waiting(choice) if waits else ()
 
     def fit(self, choice: Choice) -> bool:
-        """True if it stays within both budgets, as far as they are known."""
+        """True if a choice fits both known budgets."""
         if self.host_bytes is not None and self.of_host(choice) > self.host_bytes:
             self.host_too_small = True
             return False
         return self.of_disk(choice) <= (self.disk_bytes or 0)
 
     def settled(self, choice: Choice) -> Choice:
-        """The choice with the states of as few buckets on the disk as it takes for the others to
-        fit on the host; where that is not known or not enough, of as many as the disk holds. Where
-        it is not enough, with parameters of as few buckets there as it takes, and then with saved
-        tensors of as few stages."""
+        """The choice with as few states on the disk as necessary for the rest to fit on the host,
+        or as many as the disk holds if that is not enough or host memory is unknown. If it is not
+        enough, parameters of as few buckets as necessary follow, and then saved tensors of as few
+        stages."""
         resident = choice.places.resident
         if self.disk_bytes is None:
             return replace(choice, places=choice.places.without_disk, saved_on_disk=0)
@@ -172,8 +173,8 @@ class Tiers:
         return replace(choice, places=found.places, saved_on_disk=found.saved_on_disk)
 
     def _with_weights(self, choice: Choice) -> Choice:
-        """With parameters on the disk too, where all states are not enough: of as few buckets as it
-        takes, or else of as many as the disk holds, if that needs less of the host."""
+        """With parameters on the disk too, if all states are not enough: of as few buckets as
+        necessary, or the number that needs the least host memory."""
         if self.disk_weights is not None or self.host_bytes is None:
             return choice
         if self.of_host(choice) <= self.host_bytes:
@@ -197,7 +198,8 @@ class Tiers:
         return min(map(chosen, range(most + 1)), key=self.of_host)
 
     def _without_large_states(self, choice: Choice) -> Choice:
-        """Their sets of buffers may take more of the host than they do."""
+        """Without large states on the disk, whose buffers may take more host memory than the
+        states."""
         states = {b.key: self._of(b).states for b in self.buckets if b.key in choice.places.on_disk}
         usual = LARGE * statistics.median(states.values()) if states else 0
         large = {key for key, size in states.items() if size > usual}
@@ -208,7 +210,7 @@ class Tiers:
         return first_to_disk(self.buckets, {key for key in self.trained if self.trained[key]})
 
     def _with_saved(self, choice: Choice) -> Choice:
-        """With saved tensors on the disk, where that makes it fit."""
+        """With saved tensors on the disk, if that makes the choice fit."""
         if self.disk_saved is not None or self.host_bytes is None or self.fit(choice):
             return choice
         each = self._each(choice)
@@ -218,12 +220,14 @@ class Tiers:
         return choice
 
     def _fewest(self, choice: Choice) -> Choice:
-        """With the states of as few buckets there as it takes; see `settled`."""
+        """With the states of as few buckets as necessary on the disk; see `settled`."""
         order = [b for b in self.buckets if b.key in self.undecided - choice.places.resident]
         order = [bucket for bucket in order if self._of(bucket).stored]
         places = itertools.accumulate(sorted(self._of(bucket).stored for bucket in order))
         left = (self.disk_bytes or 0) - self.of_disk(choice)
-        most = sum(place <= left for place in places)  # that the disk holds, were they the smallest
+        most = sum(
+            place <= left for place in places
+        )  # an upper bound: the smallest ones that the disk holds
 
         def chosen(count: int) -> Choice:
             keys = (bucket.key for bucket in self._picked(order, count))
@@ -242,7 +246,7 @@ class Tiers:
         return chosen(most)
 
     def _picked(self, order: Sequence[Bucket], count: int) -> Sequence[Bucket]:
-        """`count` of them; see above."""
+        """The best `count` buckets; see the module's docstring."""
         if not count:
             return ()
         usual = LARGE * statistics.median(self._of(bucket).states for bucket in order)
@@ -259,14 +263,14 @@ class Tiers:
         return spread(pool, count)
 
     def _staged(self, on_disk: frozenset[int]) -> int:
-        """Bytes of the sets of buffers that states from the disk come to."""
+        """Bytes of the buffer sets for states from the disk."""
         if not on_disk:
             return 0
         largest = max((self._of(b).stored for b in self.buckets if b.key in on_disk), default=0)
         return largest * min(len(on_disk), self._plan.state_sets)
 
     def _staged_weights(self, choice: Choice) -> int:
-        """Bytes of the buffers that parameters from the disk come to, and go there from."""
+        """Bytes of the buffers for parameters from and to the disk."""
         if not (keys := self._weights(choice)):
             return 0
         sets = self._plan.weight_sets

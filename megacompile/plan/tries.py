@@ -1,8 +1,8 @@
-"""The choices that a search for a plan has simulated, and the moves from one to the next.
+"""The choices that a search has simulated, and the moves from one to the next.
 
-Each move begins at a choice that fits, and returns the fastest that it found, or the same. What was
-simulated is remembered by all of them. A choice whose computes alone take longer than the fastest
-known step is passed over.
+Each move starts at a fitting choice and returns the fastest that it found, or the same choice. All
+moves share the simulated times. A choice is skipped if its computes alone take longer than the
+fastest known step.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from megacompile.passes.schedule.plan import ROWS
 from megacompile.plan.freeing import freed
 from megacompile.plan.problem import Problem
 
-_SLOTS = (1, 2, 4, 8, 16)  # more than asked for
-_DELAYS = (1, 2, 4, 8)  # backwards, of states on their way to the host
-_APART = 1 / 24  # of the stages: how exactly their number that is kept on the host is sought
-_FEWER = (0, 1, 2, 3)  # residents, where stages are kept on the host
-_EQUAL = 0.002  # predictions this close are as good as one another; what is resident is then surer
-_PAYS = 0.01  # of a step's time: what a move must save
-_IN_VAIN = 3  # numbers of slots in a row that save less
+_SLOTS = (1, 2, 4, 8, 16)  # beyond the options'
+_DELAYS = (1, 2, 4, 8)  # in backwards, of states on their way to the host
+_APART = 1 / 24  # of the stages: resolution of the search for stages kept on the host
+_FEWER = (0, 1, 2, 3)  # residents, if stages are kept on the host
+_EQUAL = 0.002  # predictions this close count as equal; residents break the tie
+_PAYS = 0.01  # of a step's time: the least gain of a move
+_IN_VAIN = 3  # numbers of slots tried without a gain before giving up
 
 
 def between(counts: Sequence[int], at: int) -> set[int]:
-    """Counts in the middle of intervals: of the nearest one on each side that has a middle."""
+    """Midpoints of the nearest interval on each side that has one."""
     k = counts.index(at)
     middles = [(a + b) // 2 for a, b in itertools.pairwise(counts)]
     sides = (middles[:k][::-1], middles[k:])
@@ -35,53 +35,53 @@ def between(counts: Sequence[int], at: int) -> set[int]:
 
 
 def _beside(counts: Sequence[int], at: int, least: int) -> list[int]:
-    """The middles of the two intervals that meet at a count, where they are so long at least."""
+    """Midpoints of the two intervals that meet at `at`, if they are at least `least` long."""
     k = counts.index(at)
     near = itertools.pairwise(counts[max(k - 1, 0) : k + 2])
     return [(a + b) // 2 for a, b in near if b - a >= least]
 
 
 class Tries:
-    """The choices that were simulated.
+    """The simulated choices of one search.
 
     Args:
-        problem: what a plan is sought for.
-        keeps: at least and at most so many stages are kept.
+        problem: to solve.
+        keeps: the least and the most kept stages.
     """
 
     def __init__(self, problem: Problem, keeps: tuple[int, int]) -> None:
         self.problem = problem
         self.keeps = keeps
-        self.times: dict[Choice, float] = {}  # seconds; of equals, `best` is the first
+        self.times: dict[Choice, float] = {}  # seconds; the first of equals wins
         self.too_many: set[int] = set()  # counts of resident buckets that do not fit
-        self.passed_over: set[int] = set()  # the same, of choices that are too slow in any case
+        self.passed_over: set[int] = set()  # the same, of choices that are certainly too slow
 
     @property
     def best(self) -> Choice:
-        """The fastest; streamed, where nothing fits."""
+        """The fastest choice; the streamed one if nothing fits."""
         return min(self.times, key=self.times.__getitem__, default=Choice(0, self.problem.here))
 
     @property
     def counts(self) -> list[int]:
-        """The new resident buckets that were tried and do not fit among the others."""
+        """The tried numbers of new residents, including those that do not fit."""
         tried = {self.count(choice) for choice in (*self.times, self.best)}
         return sorted(tried | self.too_many | self.passed_over)
 
     def count(self, choice: Choice) -> int:
-        """Number of buckets that become resident."""
+        """Number of new residents."""
         return len(choice.places.resident - self.problem.here.resident)
 
     def add_everything(self, count: int) -> bool:
-        """Simulate what keeps all stages and has all buckets resident, if that fits."""
+        """Simulate the choice that keeps all stages and has all buckets resident, if it fits."""
         choice = self._with(count, 0.0, keep=self.keeps[1])
         everything = len(choice.places.resident) == len(self.problem.buckets)
         return everything and self.problem.fits_exactly(choice) and self._simulate(choice)
 
     def add_each(self, counts: Iterable[int], shares: Iterable[float]) -> None:
-        """Every combination of so many resident buckets and shares of device updates.
+        """Try every combination of numbers of residents and shares of device updates.
 
-        More on the device takes more memory, but not with every step. Where one share fits and the
-        next two do not, larger ones are not tried.
+        Larger shares generally take more memory, but not always. If one share fits and the next two
+        do not, larger ones are skipped.
         """
         for count in counts:
             fits: list[bool] = []
@@ -93,17 +93,17 @@ class Tries:
                 self.too_many.add(count)
 
     def add(self, choice: Choice, *, fewer: bool = True) -> bool:
-        """Simulate a choice with as many kept stages as fit; False where it does not fit at all.
+        """Simulate a choice with as many kept stages as fit; False if it does not fit at all.
 
         Args:
-            fewer: where the backward updates, or inputs of stages wait on the host, copies may
-                leave no time to save: keeping less is tried as well, but for stages that are kept
-                on the host.
+            fewer: also try keeping fewer stages if copies may bound the step, that is if the
+                backward updates or inputs of stages wait on the host; not for stages kept on the
+                host.
         """
         problem, (lowest, most) = self.problem, self.keeps
-        if choice.saved_on_host:  # where none is kept, none is kept on the host
+        if choice.saved_on_host:  # without kept stages, none is kept on the host
             lowest, most = 1, max(1, choice.keep)
-        elif choice.offload and not fewer:  # what is kept stays on the device
+        elif choice.offload and not fewer:  # kept tensors stay on the device
             most = max(lowest, problem.stages - choice.offload)
         least = problem.settled(replace(choice, keep=lowest))
         if not problem.fits(least):
@@ -123,12 +123,12 @@ class Tries:
         return most_kept is not None
 
     def _prefer_others(self, choice: Choice) -> None:
-        """Prefers any choice that is as fast: this one keeps more."""
+        """Move a choice behind equally fast ones, because it keeps more."""
         self.times[choice] = self.times.pop(choice)
 
     def _most_that_fit(self, choice: Choice, keeps: range) -> Choice | None:
-        """Simulate a choice with as many kept stages as fit; None where even the last of `keeps` is
-        too many: gradients of resident buckets need the memory when the backward ends."""
+        """Simulate a choice with as many kept stages as fit. None if even the last of `keeps` is
+        too many, because gradients of residents need the memory at the end of the backward."""
         for keep in keeps:
             kept = replace(choice, keep=keep)
             if self._simulate(kept):
@@ -139,13 +139,13 @@ class Tries:
         return None
 
     def add_late_states(self, streamed: Choice, *, resident: bool) -> None:
-        """With states that leave some backwards later, or are fetched no sooner than that: with the
-        fewest residents, and with as many as the best has. Slots for such states take the place of
-        residents, so that with fewer of these they may leave later still.
+        """Try states that leave some backwards later, or are fetched only one stage ahead, with the
+        fewest residents and with the best choice's number. Late states take slots from residents,
+        so with fewer residents they may leave later still.
 
         Args:
             streamed: with the fewest residents.
-            resident: the number of residents is for the search to say.
+            resident: the search chooses the number of residents.
         """
 
         def add(places: Places, delay: int) -> None:
@@ -174,16 +174,15 @@ class Tries:
         *,
         enough: float = 0.0,
     ) -> None:
-        """Look at so many residents fewer than the fastest has, and more, as long as that finds a
-        faster one; then at half as many, and so on.
+        """Hill climbing over the number of residents: look `step` below and above the fastest while
+        that improves it, then halve the step.
 
         Args:
             step: the first difference, in residents.
-            least: residents.
+            least: the fewest residents.
             top: returns the fastest so far.
-            look: simulates choices with a number of residents, next to the one that was the
-                fastest.
-            enough: the share of a step that another one must save for the same step again.
+            look: simulates choices with a number of residents, given the fastest so far.
+            enough: the share of a step that must be saved to repeat the same step size.
         """
         while step > 0:
             before = top()
@@ -194,16 +193,16 @@ class Tries:
                 step //= 2
 
     def add_offloaded(self, choice: Choice, *, resident: bool) -> None:
-        """Simulate a choice with inputs of stages on the host: of as few as it takes, and of more,
-        which may leave memory to keep stages; where stages are kept, of numbers between too.
+        """Simulate a choice with inputs of stages on the host: as few as necessary, and more, which
+        may leave memory to keep stages. If stages are kept, numbers between are tried too.
 
-        If that is more than the host has, stages run again instead of having their outputs wait,
-        or what waits goes on to a disk (`Tiers.settled`). If it still is, every other stage does,
-        then two of three and so on. They leave device memory to more buckets, and as few wait as
-        can be.
+        If the host does not hold them, stages run again instead of having their outputs wait, or
+        what waits goes on to a disk (`Tiers.settled`). If nothing fits yet, every other stage runs
+        again, then two of three and so on, with as few inputs on the host as possible and the freed
+        device memory used for residents.
 
         Args:
-            resident: more buckets may live on the device as well.
+            resident: more buckets may become resident.
         """
         problem = self.problem
         few = problem.fewest_offloaded(choice)
@@ -212,7 +211,7 @@ class Tries:
             waiting = replace(choice, offload=count)
             self._add_with_residents(waiting, resident=resident)
             again = problem.fewest_reruns(waiting)
-            if again is None:  # with a disk for the rest of it
+            if again is None:  # the rest goes to a disk
                 again = problem.reruns(1)
             if again:
                 self.add(replace(waiting, rerun=again))
@@ -226,8 +225,9 @@ class Tries:
                 self._add_with_residents(replace(rerun, offload=count), resident=resident)
 
     def _add_with_residents(self, choice: Choice, *, resident: bool) -> None:
-        """A choice with as few residents as it takes for the others to fit elsewhere, and with as
-        many as fit: a disk has less to do then. They need no slots, so a few more may fit."""
+        """Simulate a choice with as few residents as necessary for the others to fit elsewhere, and
+        with as many as fit, which leave less work to a disk. Residents need no slots, so a few more
+        than estimated may fit."""
         problem = self.problem
         if not resident:
             self.add(choice)
@@ -241,8 +241,8 @@ class Tries:
                 break
 
     def _add_exactly(self, choice: Choice, places: Places) -> bool:
-        """Simulate what may fit though an estimate says that it does not, with one kept stage or
-        none."""
+        """Simulate a choice that may fit although the estimate says otherwise, with one kept stage
+        or none."""
         problem, (lowest, most) = self.problem, self.keeps
         least, more = (
             problem.settled(replace(choice, places=places, keep=keep))
@@ -253,13 +253,14 @@ class Tries:
         return any(problem.fits_exactly(exact) and self._simulate(exact) for exact in (more, least))
 
     def _with(self, count: int, share: float, *, keep: int = 1) -> Choice:
-        """The first `count` buckets that may become resident do."""
+        """The choice with `count` new residents and a share of device updates."""
         choice = self.problem.with_residents(count, keep=keep)
-        others = len(choice.places) < len(self.problem.buckets)  # all of which is on the host
+        others = len(choice.places) < len(self.problem.buckets)  # streamed, entirely on the host
         return replace(choice, device_update=share if others else 0.0)
 
     def _simulate(self, choice: Choice) -> bool:
-        """Note a choice's time; False where it does not fit after all: `fits` only estimates."""
+        """Record a choice's time; False if it does not fit after all, because `fits` only
+        estimates."""
         if choice not in self.times:
             if self._is_in_vain(choice):
                 self.passed_over.add(self.count(choice))
@@ -271,19 +272,19 @@ class Tries:
         return True
 
     def _is_in_vain(self, choice: Choice) -> bool:
-        """True if its computes alone take too long."""
+        """True if the computes alone take too long."""
         return self.problem.least_s(choice) > self._enough_s(choice)
 
     def _enough_s(self, choice: Choice) -> float:
-        """A choice that takes longer than this is neither chosen nor reported."""
+        """Upper bound in seconds: a slower choice is neither chosen nor reported."""
         known = self.times.items()
         none = not choice.places.resident
         likes = (s for other, s in known if not (none and other.places.resident))
         return min(likes, default=math.inf) * (1 + _EQUAL)
 
     def _expected_s(self, choice: Choice) -> float | None:
-        """A choice's time; None where its peak is more than there is. Where it takes too long with
-        the host that was measured, a slower one, which only makes it longer, is not asked."""
+        """A choice's expected time; None if it does not fit. If it is already too slow on the
+        measured host, the slower host is not simulated."""
         problem = self.problem
         if not problem.fits_host(choice) or problem.peak_bytes(choice) > problem.budget_bytes:
             return None
@@ -291,17 +292,17 @@ class Tries:
         return step_s if step_s > self._enough_s(choice) else problem.expected_s(choice)
 
     def surest(self) -> Choice:
-        """The choice with the most residents, of those as fast as the fastest."""
+        """The choice with the most residents among those as fast as the fastest."""
         least = min(self.times.values()) * (1 + _EQUAL)
         fast = [choice for choice, step_s in self.times.items() if step_s <= least]
         return max(fast, key=lambda choice: (len(choice.places.resident), -self.times[choice]))
 
     def with_halves(self, best: Choice, *, resident: bool) -> Choice:
-        """With stages that keep half of what they save, if that pays: more of them fit, and what
-        they compute again is cheap. With fewer residents, or more, it may pay more.
+        """Keep half of some stages' saved tensors if that pays: more stages fit, and the dropped
+        half is cheap to recompute. Other numbers of residents are tried with it.
 
         Args:
-            resident: the number of residents is for the search to say.
+            resident: the search chooses the number of residents.
         """
         if best.keep == self.problem.stages:
             return best  # nothing is computed again
@@ -322,28 +323,29 @@ class Tries:
         return top() if self._time(top()) < before * (1 - _PAYS) else best
 
     def _in_halves(self, best: Choice, count: int) -> Choice:
-        """The fastest with so many residents; what was never simulated, where nothing fits."""
+        """The fastest choice in halves with `count` residents; an unsimulated one if nothing
+        fits."""
         before = set(self.times)
         halves = replace(best, places=self.problem.places(count), halves=True)
         self.add(halves)
         return self._fastest_since(before, halves)
 
     def _fastest_since(self, before: set[Choice], default: Choice) -> Choice:
-        """The fastest choice that was simulated since then; of equals the first, so that each run
-        has the same."""
+        """The fastest choice simulated since `before`; the first of equals, so that runs are
+        deterministic."""
         new = (choice for choice in self.times if choice not in before)
         return min(new, key=self.times.__getitem__, default=default)
 
     def _time(self, choice: Choice) -> float:
-        """Seconds of a choice that was simulated; else infinite."""
+        """Seconds of a simulated choice; infinite for others."""
         return self.times.get(choice, math.inf)
 
     def with_memory_freed(self, best: Choice, *, resident: bool) -> Choice:
-        """With the inputs of recomputed stages on the host, or computed again, if what the memory
-        then holds pays for it: more resident buckets, or more kept stages.
+        """Free device memory for more residents or kept stages, if that pays: the inputs of
+        recomputed stages wait on the host or are recomputed.
 
         Args:
-            resident: the number of residents is for the search to say.
+            resident: the search chooses the number of residents.
         """
         before = self.times[best]
         for choice in freed(self.problem, best, before, resident=resident):
@@ -352,10 +354,10 @@ class Tries:
         return fastest if self._time(fastest) < before * (1 - _PAYS) else best
 
     def with_saved_on_host(self, best: Choice) -> Choice:
-        """With as many stages kept on the host as pay. Half of those that are not kept are tried
-        first, so that between two that are copied is one that is computed again. Where that does
-        not fit, more are tried, as evenly spread: they may hold less of the device while they are
-        copied. The memory that they leave keeps more stages on the device."""
+        """Keep as many stages on the host as pays. Half of the stages that are not kept are tried
+        first, so that copied and recomputed stages alternate. If that does not fit, more are tried,
+        because evenly spread they may hold less device memory while they are copied. The freed
+        memory keeps more stages on the device."""
         count = (self.problem.stages - best.keep) // 2
         most = self.problem.most_on_host(best)
         times, choices = {0: self.times[best], self.problem.stages - best.keep: math.inf}, {0: best}
@@ -379,7 +381,7 @@ class Tries:
         return self._with_more_kept(choices[fastest()])
 
     def _with_more_kept(self, best: Choice) -> Choice:
-        """With more stages kept on the device, where those on the host have left memory."""
+        """Keep more stages on the device, in memory freed by stages kept on the host."""
         again = self.problem.again(best)
         left = self.problem.budget_bytes - self.problem.peak_bytes(best)
         if again is None or again[1] > left:
@@ -389,8 +391,8 @@ class Tries:
         return min((best, self.best), key=self.times.__getitem__)
 
     def kept_on_host(self, best: Choice, count: int) -> Choice:
-        """The fastest with `count` stages kept on the host, and as many residents as leave device
-        memory for it; what has none kept there, where nothing fits."""
+        """The fastest choice with `count` stages kept on the host and up to a few residents less;
+        `best` if nothing fits."""
         before = set(self.times)
         for fewer in _FEWER[: self.count(best) + 1]:
             places = self.problem.places(self.count(best) - fewer)
@@ -399,7 +401,7 @@ class Tries:
         return best
 
     def with_more_slots(self, best: Choice) -> Choice:
-        """With as many slots more as fit and pay; a few may pay where one does not."""
+        """Add as many slots as fit and pay; several may pay even if one does not."""
         in_vain = 0
         for more in _SLOTS:
             choice = replace(best, more_slots=more)

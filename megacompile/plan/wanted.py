@@ -1,12 +1,11 @@
-"""The places where the buckets of a model are to be: as its plans have decided, and for code that
-is not captured.
+"""The places that plans and uncaptured code want a model's buckets to be in.
 
-The first plan that reads a bucket decides about it, and all later ones are made with that. Code
-that is not captured fetches what is elsewhere at each use, and computes nothing meanwhile. So what
-it reads lives on the device, where plans leave room. No plan counts what such code computes: half
-of the room is for that. Only buckets that no plan has decided about come into question, and a plan
-that reads one decides about it. They leave where a plan finds no room next to them, and where the
-device runs out of memory: then they go back to where they were.
+The first plan that reads a bucket decides about it, and all later plans keep that decision.
+Uncaptured code fetches every streamed bucket at each use and waits for it. So the buckets that it
+reads become resident if plans leave room. Half of the room is left for what such code computes,
+because no plan counts it. Only buckets that no plan has decided about are eligible, and a plan that
+reads one takes over the decision. They go back to where they were if a plan does not fit next to
+them or the device runs out of memory.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ from megacompile.ir.plan import RESIDENT, BucketPlan, Choice, Placement, Places,
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Options
 
-_SHARE = 0.5  # of the room, for buckets; the rest is for what their code computes
+_SHARE = 0.5  # of the room, for buckets; the rest is for the code's tensors
 
 
 @dataclass(frozen=True, slots=True)
 class OpenTo:
-    """The decisions that are open to a plan: of which buckets, by their keys."""
+    """The decisions that a plan may make, as keys of buckets."""
 
-    residents: frozenset[int] = frozenset()  # whether they live on the device
-    states: frozenset[int] = frozenset()  # whether their states are on the disk
-    weights: frozenset[int] = frozenset()  # whether their weights are
+    residents: frozenset[int] = frozenset()  # may become resident
+    states: frozenset[int] = frozenset()  # states may move to the disk
+    weights: frozenset[int] = frozenset()  # weights may move to the disk
 
     @property
     def keys(self) -> frozenset[int]:
-        """Buckets about which there is anything to decide; where weights are open, states are."""
+        """Buckets with any open decision; open weights imply open states."""
         return self.residents | self.states
 
     def closed(self, places: Places) -> Places:
-        """The part of a table about which there is nothing to decide."""
+        """The decided part of a table."""
         return Places.of(
             places.resident - self.residents,
             places.on_disk - self.states,
@@ -45,7 +44,7 @@ class OpenTo:
 
 
 class WantedPlaces:
-    """The places where buckets are to be; a model's plans have one for all of them.
+    """The wanted places of buckets; one instance is shared by all plans of a model.
 
     Args:
         options: of the model.
@@ -53,9 +52,9 @@ class WantedPlaces:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self._places: Places | None = None  # as plans have it; None: where the buckets are
-        self._decided: frozenset[int] = frozenset()  # keys: plans have decided about these
-        self._stored: frozenset[int] = frozenset()  # the same, of their states and weights
+        self._places: Places | None = None  # of plans; None: where the buckets are
+        self._decided: frozenset[int] = frozenset()  # keys of buckets that plans have decided about
+        self._stored: frozenset[int] = frozenset()  # the same for states and weights
         self._uncaptured = _Uncaptured(
             BucketPlan(
                 Tier.DISK if options.disk_weights else Tier.HOST,
@@ -65,11 +64,11 @@ class WantedPlaces:
 
     @property
     def known(self) -> bool:
-        """True if a plan has said where buckets are to be."""
+        """True if a plan has decided where buckets should be."""
         return self._places is not None
 
     def places(self, now: Placement) -> Places:
-        """The places of all buckets, as far as is decided.
+        """The wanted places of all buckets.
 
         Args:
             now: where the buckets are.
@@ -78,7 +77,7 @@ class WantedPlaces:
         return self._uncaptured.placed(places, now)
 
     def placement(self, now: Placement) -> Placement:
-        """The placement that is wanted; weights stay where nothing may move."""
+        """The wanted placement; weights stay if nothing may move."""
         places = self.places(now)
         if now.stays:
             stored = now.places.weights_on_disk
@@ -86,10 +85,10 @@ class WantedPlaces:
         return replace(now, places=places)
 
     def open_to(self, schedule: Schedule, now: Placement, *, again: bool) -> OpenTo:
-        """The decisions that are open to the plan of a captured graph.
+        """The decisions that a captured graph's plan may make.
 
         Args:
-            again: residents may leave the device, where a plan has put them.
+            again: buckets that a plan made resident may leave the device.
         """
         own = frozenset(bucket.key for bucket in schedule.buckets)
         none = frozenset[int]()
@@ -101,7 +100,7 @@ class WantedPlaces:
         return OpenTo(residents, states, states if move else none)
 
     def decide(self, open_to: OpenTo, choice: Choice, now: Placement) -> None:
-        """A plan has decided what was open to it."""
+        """Record a plan's decisions."""
         if not open_to.keys:
             return
         self._places = self.places(now).taken(open_to.keys, choice.places)
@@ -110,18 +109,18 @@ class WantedPlaces:
         self._uncaptured.decided_by_plan(open_to.residents)
 
     def set(self, places: Places) -> None:
-        """Buckets are to be there, whatever was decided."""
+        """Want these places, whatever was decided."""
         self._places = places
 
     def forget(self) -> None:
-        """Buckets are to be where they are."""
+        """Want every bucket to stay where it is."""
         self._places = None
 
     def reopen(self) -> None:
-        """All may be decided again."""
+        """Open all decisions again."""
         self._decided = self._stored = frozenset()
 
-    # For code that is not captured.
+    # # For uncaptured code.
 
     def note_fetches(
         self,
@@ -131,13 +130,13 @@ class WantedPlaces:
         room_bytes: Callable[[], float],
         now: Placement,
     ) -> None:
-        """Such code reads buckets: as many of those that no plan has decided about live on the
-        device as there is room for.
+        """Uncaptured code reads these buckets: make as many resident as fit, of those that no plan
+        has decided about.
 
         Args:
             read: keys of the buckets that plans read.
-            size: of one on the device, with gradients and states.
-            room_bytes: that plans leave.
+            size: returns a resident bucket's bytes, with gradients and states.
+            room_bytes: returns the device memory that plans leave.
         """
         known = self._decided.union(read)
         new = self._uncaptured.new(bucket for bucket in buckets if bucket.key not in known)
@@ -145,41 +144,41 @@ class WantedPlaces:
             self._uncaptured.decide(new, size, room_bytes(), now.places)
 
     def uncaptured_bytes(self) -> int:
-        """Device memory of the buckets that live there for such code."""
+        """Device memory of the buckets that are resident for uncaptured code."""
         return self._uncaptured.all_bytes()
 
     def bytes_next_to(self, schedule: Schedule, now: Placement) -> int:
-        """Device memory of those of them that a captured graph does not read."""
+        """The part of `uncaptured_bytes` that a captured graph does not read."""
         own = {bucket.key for bucket in schedule.buckets}
         return self._uncaptured.next_to(own, self.places(now).resident)
 
     def leave(self) -> None:
-        """A plan finds no room next to them: they leave."""
+        """Evict these buckets, because a plan does not fit next to them."""
         self._uncaptured.leave()
 
     def end(self) -> bool:
-        """The device ran out of memory. True if some leave for that; none comes any more."""
+        """Evict these buckets for good, because the device ran out of memory; True if there were
+        any."""
         return self._uncaptured.end()
 
 
 class _Uncaptured:
-    """Buckets that live on the device because code reads them that is not captured, and those that
-    are to leave.
+    """Buckets that are resident because uncaptured code reads them, and those that must leave.
 
     Args:
-        home: where a bucket is that no plan has decided about.
+        home: place of a bucket that no plan has decided about.
     """
 
     def __init__(self, home: BucketPlan) -> None:
         self.home = home
-        self._bytes: dict[int, float] = {}  # of those that live there, by key
+        self._bytes: dict[int, float] = {}  # of those that are resident, by key
         self._before: dict[int, BucketPlan] = {}  # where they were
-        self._asked: frozenset[int] = frozenset()  # keys of those that were decided about
+        self._asked: frozenset[int] = frozenset()  # keys of buckets already decided about
         self._leaving: frozenset[int] = frozenset()  # keys
         self._ended = False  # did the device run out of memory with them?
 
     def new(self, buckets: Iterable[Bucket]) -> list[Bucket]:
-        """Those of some buckets that are still to be decided about."""
+        """The buckets among these that are not decided about yet."""
         if self._ended:
             return []
         return [bucket for bucket in buckets if bucket.key not in self._asked]
@@ -191,8 +190,7 @@ class _Uncaptured:
         room_bytes: float,
         now: Places,
     ) -> None:
-        """Decides which of some buckets live on the device: as many as fit, the first ones first;
-        those that are there already stay."""
+        """Decide which buckets become resident: the first ones, as many as fit; residents stay."""
         self._asked = self._asked.union(bucket.key for bucket in buckets)
         left = _SHARE * room_bytes - self.all_bytes()
         for bucket in sorted(buckets, key=lambda bucket: bucket.key not in now.resident):
@@ -203,39 +201,40 @@ class _Uncaptured:
                 left -= size_bytes
 
     def next_to(self, own: Collection[int], resident: frozenset[int]) -> int:
-        """Bytes that they take next to a graph that reads the buckets `own`.
+        """Bytes that these buckets take next to a graph that reads the buckets `own`.
 
         Args:
-            resident: keys of all buckets that are to live on the device.
+            resident: keys of all buckets that should be resident.
         """
         keys = resident.intersection(self._bytes).difference(own)
         return int(sum(self._bytes[key] for key in keys))
 
     def all_bytes(self) -> int:
-        """Bytes that they take together."""
+        """Bytes that these buckets take together."""
         return int(sum(self._bytes.values()))
 
     def leave(self) -> None:
-        """A plan finds no room next to them."""
+        """Evict these buckets, because a plan does not fit next to them."""
         self._leaving = self._leaving.union(self._bytes)
         self._bytes.clear()
 
     def end(self) -> bool:
-        """The device ran out of memory. True if some leave for that; none comes any more."""
+        """Evict these buckets for good, because the device ran out of memory; True if there were
+        any."""
         some, self._ended = bool(self._bytes), True
         self.leave()
         return some
 
     def decided_by_plan(self, keys: Collection[int]) -> None:
-        """A plan has decided about buckets."""
+        """Give up buckets that a plan has decided about."""
         self._asked = self._asked.union(keys)
         self._leaving = self._leaving.difference(keys)
         for key in keys:
             self._bytes.pop(key, None)
 
     def placed(self, places: Places, now: Placement) -> Places:
-        """The places that plans want, with these on the device, and without those that leave; where
-        nothing may move, with those of these that are there."""
+        """The places that plans want, with these buckets resident and evicted ones back where they
+        were. If nothing may move, only those that are on the device now are resident."""
         if now.stays:
             stay = now.places.resident.intersection(self._bytes)
             return places.taken(stay, now.places)

@@ -220,16 +220,16 @@ def last(**changed: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("found", "text"),
     [
-        (slow(), "- 3 (host b): matrix products at 610 TFLOP/s where the others reach 655; at that "
-         "a step would be 5% shorter"),
+        (slow(), "- 3 (host b): matrix products at 610 TFLOP/s while the others reach 655; at "
+         "their rate a step would be 5% shorter"),
         (slow(matters=False), ""),
         (slow(name="kernel launches", unit="us", value=8.0, median=4.0) | {"hosts": ("a",)},
-         "- 3: kernel launches at 8 us where the others take 4; at that a step would be 5% "
-         "shorter"),
-        (last(), "- 1 (host b) came last in 1 of 1 traced steps: its h2d is busy for 900 ms a step "
-         "where the others' is for 300 ms; the others wait 200 ms a step longer in collectives"),
-        (last(lane="none of them"), "- 1 (host b) came last in 1 of 1 traced steps: no recorded op "
-         "of it takes longer than those of the others: its host has other work; the others wait "
+         "- 3: kernel launches at 8 us while the others take 4; at their rate a step would be "
+         "5% shorter"),
+        (last(), "- 1 (host b) came last in 1 of 1 traced steps: its h2d is busy for 900 ms a "
+         "step, the others' for 300 ms; the others wait 200 ms a step longer in collectives"),
+        (last(lane="none of them"), "- 1 (host b) came last in 1 of 1 traced steps: none of its "
+         "recorded ops takes longer than the others': its host has other work; the others wait "
          "200 ms a step longer in collectives"),
         (last(waited_s=0.02), ""),
     ],
