@@ -88,7 +88,7 @@ class DiskTraffic:
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """How busy a stream is over a step."""
+    """Busy and waiting times of a stream over a step."""
 
     stream: str
     predicted_s: float

@@ -1,1 +1,1 @@
-"""Proof that a schedule is free of hazards, from its graphs alone."""
+"""Proves from its graphs that a schedule is free of hazards."""

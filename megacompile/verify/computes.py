@@ -1,12 +1,12 @@
-"""The part of `verify` that is about what ops are given, computes above all.
+"""Checks of the arguments of ops, mainly of computes.
 
 What must hold:
 
-- every op is given the values that it cannot do without, and they are made before it;
-- a compute is given as much as its template takes, and the weights of its stage's buckets;
+- every op gets its required arguments, and they are made before it;
+- a compute gets as many values as its template takes, and the weights of its stage's buckets;
 - the backward sees what the forward saw: arguments, saved tensors, random numbers.
 
-The forward's own arguments are what a schedule means: nothing is there to hold them against.
+The forward's own arguments define the schedule, so there is nothing to check them against.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 
 
 def incomplete(view: View) -> Iterator[Hazard]:
-    """Ops that are not given what they cannot do without; the other checks rely on it."""
+    """Ops that lack a required argument; the other checks rely on these."""
     for node in view.that(lambda op: op.takes):
         for takes in ops.effects(node).takes:
             given = node.args[takes.at] if takes.at < len(node.args) else None
@@ -48,7 +48,7 @@ def incomplete(view: View) -> Iterator[Hazard]:
 
 
 def _lacks(view: View, node: fx.Node, what: str) -> Hazard:
-    message = f"{label(node)} is not given {what}, which it reads; pass it"
+    message = f"{label(node)} does not get {what}, which it reads; pass it"
     return view.hazard(HazardKind.ARGUMENTS, node, None, message)
 
 
@@ -61,34 +61,34 @@ def _made_before_used(view: View) -> Iterator[Hazard]:
             kind = HazardKind.GRADIENTS_NOT_READY if writes else HazardKind.USE_BEFORE_MADE
             message = (
                 f"{label(node)} takes {named(value)}, which is made after it; "
-                f"move {label(node)} behind {label(value)}"
+                f"move {label(node)} after {label(value)}"
             )
             yield view.hazard(kind, node, value, message)
 
 
 def _arguments(view: View) -> Iterator[Hazard]:
-    """A stage is given as much as its template takes, and all that it reads."""
+    """A stage gets as many values as its template takes, including all that it reads."""
     for node in view.that(lambda op: op.code):
         stage: Any = node.args[0]
         for what, position, needed in _counts(node):
             got = len(node.args[position]) if position < len(node.args) else 0  # type: ignore[arg-type]
             if got != needed:
                 message = (
-                    f"{label(node)} is given {got} {what}, but stage {stage.name!r} takes "
-                    f"{needed}; give it {needed}"
+                    f"{label(node)} gets {got} {what}, but stage {stage.name!r} takes "
+                    f"{needed}; pass {needed}"
                 )
                 yield view.hazard(HazardKind.ARGUMENTS, node, None, message)
         for index in sorted({ref.index for ref in stage.arg_refs(_primals_read(node))}):
             if _at(node.args[2], index) is None:
                 message = (
-                    f"{label(node)} reads argument {index} of stage {stage.name!r}, but is not "
-                    "given it; pass the value that the forward read"
+                    f"{label(node)} reads argument {index} of stage {stage.name!r}, but does "
+                    "not get it; pass the value that the forward read"
                 )
                 yield view.hazard(HazardKind.ARGUMENTS, node, None, message)
 
 
 def _counts(node: fx.Node) -> Iterator[tuple[str, int, int]]:
-    """The values that a stage op takes: its name, its position in `args`, how many."""
+    """The lists of values that a stage op takes: name, position in `args`, needed length."""
     stage: Any = node.args[0]
     yield "weights", 1, len(stage.buckets)
     refs = stage.arg_refs(range(len(stage.primals)))
@@ -110,7 +110,8 @@ def _backwards_before(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _gives(call: fx.Node) -> tuple[Bucket, ...]:
-    """The buckets whose gradients a backward adds to; it carries what there is of them so far."""
+    """The buckets whose gradients a backward adds to; it takes the gradients so far as
+    arguments."""
     stage: Any = call.args[0]
     gives: tuple[Bucket, ...] = stage.buckets_read(stage.traced.gradients)
     return gives
@@ -130,7 +131,7 @@ def _at(values: Any, index: int) -> fx.Node | None:
 
 
 def _weights(view: View) -> Iterator[Hazard]:
-    """A compute is given every bucket it reads, as what it is."""
+    """A compute gets the weights of every bucket that it reads."""
     for node in view.that(lambda op: op.code):
         stage: Any = node.args[0]
         needed = {bucket.key for bucket in stage.buckets_read(_primals_read(node))}
@@ -139,23 +140,23 @@ def _weights(view: View) -> Iterator[Hazard]:
             given = _at(node.args[1], i)
             if given is None:
                 if bucket.key in needed:
-                    message = f"{where}, but is given no weights for it; prefetch it and pass it"
+                    message = f"{where}, but gets no weights for it; prefetch it and pass it"
                     yield view.hazard(HazardKind.MISSING_WEIGHTS, node, None, message)
                 continue
             got = bucket_of(given) if kind_of(given) is Value.WEIGHTS else None
             if got is None or got.key != bucket.key:
                 message = (
-                    f"{where}, but is given what {label(given)} gives; give it a prefetch of "
+                    f"{where}, but gets the result of {label(given)}; pass a prefetch of "
                     f"bucket {bucket.label}"
                 )
                 yield view.hazard(HazardKind.WRONG_WEIGHTS, node, given, message)
 
 
-# What the backward takes from the forward.
+# The backward's values from the forward.
 
 
 def _sees_the_forward(view: View) -> Iterator[Hazard]:
-    """Checks that the backward takes the arguments and saved tensors of its stage's forward."""
+    """The backward takes the arguments and saved tensors of its stage's forward."""
     for node, forward in view.with_forwards(ops.recompute, ops.rerun, ops.backward):
         yield from _same_arguments(view, node, forward)
         if node.target is ops.backward:
@@ -182,7 +183,7 @@ def _same_arguments(view: View, node: fx.Node, forward: fx.Node) -> Iterator[Haz
 
 
 def _is_made_again(arg: fx.Node, source: fx.Node) -> bool:
-    """True if `arg` of the backward is the same output of a rerun as `source` is of the forward."""
+    """True if `arg` is the output of a rerun that `source` is of the same stage's forward."""
     again, call = producer(arg), producer(source)
     if again.target is not ops.rerun or call.target is not ops.forward:
         return False
@@ -207,13 +208,13 @@ def _own_saved(view: View, node: fx.Node, forward: fx.Node) -> Iterator[Hazard]:
         if not right:
             message = (
                 f"{label(node)} takes {named(value)} as saved tensor {i} of stage "
-                f"{stage.name!r}, which it is not; pass that of {label(forward)} or its recompute"
+                f"{stage.name!r}, but is not; pass that of {label(forward)} or its recompute"
             )
             yield view.hazard(HazardKind.WRONG_SAVED, node, value, message)
 
 
 def _random_numbers(view: View) -> Iterator[Hazard]:
-    """A stage that draws again starts from the state that was saved before its forward."""
+    """A recomputed stage draws from the generator state saved before its forward."""
     saved = {node.name: node for node in ops.nodes_that(view.schedule.forward, _saves_rng)}
     if view.name == "forward":
         yield from _states_saved(view)
@@ -228,18 +229,21 @@ def _random_numbers(view: View) -> Iterator[Hazard]:
             yield view.hazard(HazardKind.WRONG_RNG, node, None, message)
         elif rng.name not in saved or _draws_next(saved[rng.name]) != stage.index:
             message = (
-                f"{where}, but {rng.name} is not the state just before its forward; save it "
+                f"{where}, but {rng.name} is not the state at its forward; save it "
                 f"directly before {stage.index}F"
             )
             yield view.hazard(HazardKind.WRONG_RNG, node, None, message)
 
 
 def _states_saved(view: View) -> Iterator[Hazard]:
-    """A backward for other outputs may take the states that this one does not."""
+    """Every saved state is the one at its stage's forward, because a backward for other outputs may
+    use states that this one does not."""
     for node in view.that(_saves_rng):
         stage: Any = node.args[0]
         if stage.traced.random and _draws_next(node) != stage.index:
-            message = f"{label(node)} is not just before {stage.index}F draws; move it there"
+            message = (
+                f"{label(node)} is not directly before {stage.index}F, which draws; move it there"
+            )
             yield view.hazard(HazardKind.WRONG_RNG, node, None, message)
 
 
@@ -248,7 +252,7 @@ def _saves_rng(op: Op) -> bool:
 
 
 def _draws_next(save: fx.Node) -> int | None:
-    """The index of the first random stage whose forward is after `save`."""
+    """Index of the first random stage whose forward follows `save`."""
     following = save.next
     while following.op != "output":
         if following.target is ops.forward:

@@ -1,23 +1,23 @@
-"""The part of `verify` that is about the cycle: a step's graphs, one after the other, and again.
+"""Checks across the graphs of a step, which run in a cycle.
 
-What must hold of the parts of buckets that ops read and write, over all graphs:
+What must hold for the parts of buckets that ops read and write, across all graphs:
 
-- a read is after the last write before it;
-- a write is after all earlier reads and writes;
-- what a backward leaves is given back after the copies out of it.
+- a read waits for the last write before it;
+- a write waits for all earlier reads and writes;
+- memory that a backward leaves is freed after the copies out of it.
 
-[Note: cycle] The graphs of a schedule are joined at tokens (`megacompile.ir.tokens`), at what the
-backward leaves for the update, and by the streams that are in order: they are the same for all
-graphs. What comes first is the step of another schedule, which may write every part: an update of
-each bucket, then gradients of it. Then come forward, backward, update, forward and backward; where
-backwards add to gradients on the host, the first two come twice; where the backward updates, the
-update is left out. Pairs of ops of one graph are for the checks of that graph.
+[Note: cycle] The graphs of a schedule are ordered by tokens (`megacompile.ir.tokens`), by the
+values that the backward leaves for the update, and by the in-order streams, which all graphs share.
+The cycle starts after a step of another schedule, which may have written every part: an update of
+each bucket, then its gradients. Then run forward, backward, update, forward and backward. If
+backwards add to gradients on the host, the first two run twice; if the backward updates, there is
+no update graph. Pairs of ops within one graph are checked with that graph.
 
-A forward returns when its copies to the device are done: so parameters may be edited at once.
+A forward returns when its copies to the device are done, so that parameters may be edited at once.
 
-An update may have nothing to do for some buckets: another optimizer steps for them. Its ops on them
-do nothing then, and wait for nothing. So in an update ops of two buckets do not order one another.
-Threads make its copies to the host, in chunks: these are in no order with those of a backward.
+An update may skip some buckets because another optimizer steps for them. Its ops on these do
+nothing and wait for nothing, so in an update, ops on different buckets do not order one another.
+Threads make its copies to the host in chunks, unordered with the copies of a backward.
 """
 
 from __future__ import annotations
@@ -43,19 +43,20 @@ from megacompile.verify.hazard import Hazard, HazardKind, Step, View, walk
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """An op that reads or writes a part of a bucket, in one run of its graph."""
+    """A read or write of a part of a bucket, in one run of its graph."""
 
     run: int  # 0: another schedule's step
     graph: str
-    node: fx.Node | None  # None: of another schedule
+    node: fx.Node | None  # None: another schedule's
     bit: int
 
     def races(self, run: int, before: int) -> bool:
-        """True if it is of an earlier run, and not done when an op begins that is after these."""
+        """True if this access belongs to an earlier run and is not among the ops done in
+        `before`."""
         return self.run != run and not before & self.bit
 
     def named(self, reader: str) -> tuple[str, str]:
-        """The name of the access in a message of graph `reader`, the first time and again."""
+        """Names of this access in a message of graph `reader`: the first, and on repetition."""
         if self.node is None:
             return "an earlier schedule", "that"
         name = label(self.node)
@@ -74,13 +75,13 @@ def hazards(views: list[View]) -> Iterator[Hazard]:
             found.setdefault(key, hazard)
     for key, hazard in found.items():
         others = [other for other in found if len(other) > len(key) and other[: len(key)] == key]
-        if not others:  # of what any schedule may do, and this one does, this one is told
+        if not others:  # a race with this schedule's op replaces the same race with any schedule
             yield hazard
 
 
 def _runs(views: Mapping[str, View]) -> list[str]:
     if "backward" not in views:
-        return list(views)  # the rest of a step, too: its gradients are another schedule's
+        return list(views)  # also for the rest of a step, whose gradients are another schedule's
     once = ["forward", "backward"]
     adds = views["backward"].that(lambda op: Part.GRADIENTS in op.reads)
     step = ["update"] if "update" in views else []
@@ -89,33 +90,33 @@ def _runs(views: Mapping[str, View]) -> list[str]:
 
 @dataclass
 class _Cycle:
-    """The runs so far. What is done is a set of ops, as the bits of an integer."""
+    """The runs so far. A set of finished ops is the bits of an integer."""
 
     schedule: Schedule
     runs: int = 0
     bits: Iterator[int] = field(default_factory=lambda: (1 << i for i in itertools.count()))
-    streams: dict[Stream, int] = field(default_factory=dict)  # what is done at its next op
-    handed: dict[Handed, int] = field(default_factory=dict)  # what is done when it is there
-    writer: dict[Place, Access] = field(default_factory=dict)  # the last one
+    streams: dict[Stream, int] = field(default_factory=dict)  # done before its next op
+    handed: dict[Handed, int] = field(default_factory=dict)  # done when it is available
+    writer: dict[Place, Access] = field(default_factory=dict)  # the last
     readers: dict[Place, list[Access]] = field(default_factory=lambda: defaultdict(list))
-    copies: dict[str, list[tuple[fx.Node, int]]] = field(default_factory=dict)  # of what is left
-    drained: int = 0  # what was done when the host went on
+    copies: dict[str, list[tuple[fx.Node, int]]] = field(default_factory=dict)  # out of left values
+    drained: int = 0  # done when the host continued
 
     def __post_init__(self) -> None:
         for bucket in self.schedule.buckets:
             self._earlier(bucket)
 
     def _earlier(self, bucket: Bucket) -> None:
-        """A step of another schedule, of which nothing is done yet."""
+        """A step of another schedule that may still be running."""
         plan = self.schedule.plan
         resident = bucket.key in plan.resident
         update, gradients = (Access(0, "", None, next(self.bits)) for _ in range(2))
-        weights, states = (  # what is on a disk is written after the update
+        weights, states = (  # parts on a disk are written after the update
             Access(0, "", None, next(self.bits)) if bucket.key in keys else update
             for keys in (plan.weights_on_disk, plan.on_disk)
         )
         done = update.bit | (self.streams.get(Stream.COMPUTE, 0) if resident else 0)
-        left = done | gradients.bit  # in whatever order
+        left = done | gradients.bit  # in any order
         stream = Stream.COMPUTE if resident else Stream.D2H
         self.streams[stream] = self.streams.get(stream, 0) | left
         for part, wrote, there in (
@@ -127,7 +128,7 @@ class _Cycle:
             self.writer[bucket.key, part] = wrote
 
     def run(self, view: View) -> Iterator[Hazard]:
-        """Go on with a graph."""
+        """Run a graph next, and yield its hazards."""
         self.runs += 1
         steps, apart = view.order.steps, {}
         if view.name == "update":
@@ -145,7 +146,7 @@ class _Cycle:
         for node, touches in accesses.items():
             if touches:
                 yield from self._accesses(view, node, bits[node], before[node])
-        if view.name == "forward":  # whose saved values are for other checks
+        if view.name == "forward":  # other checks cover its saved values
             self.drained |= self.streams.get(Stream.H2D, 0)
             return
         if view.name == "update":
@@ -201,22 +202,22 @@ class _Cycle:
         message = (
             f"{label(node)} writes the {part.value} of bucket {bucket.label}, which {other} may "
             f"still {does}: no edge orders {again} before it; let {label(node)} wait for a "
-            "token, or an op, that comes behind it"
+            "token, or an op, that comes after it"
         )
         return view.hazard(HazardKind.WRITTEN_TOO_EARLY, node, earlier.node, message)
 
-    # What a backward leaves.
+    # Values that a backward leaves.
 
     def _lifetimes(
         self, view: View, before: Mapping[fx.Node, int], done: Mapping[fx.Node, int]
     ) -> Iterator[Hazard]:
-        """Memory that the backward left goes after the copies out of it."""
+        """Memory that the backward left is freed after the copies out of it."""
         frees = {node.args[0]: node for node in view.that(lambda op: op.frees is not None)}
         for root, shared in sharing(view.graph).items():
             copies = self.copies.get(root.name, []) if root in view.left else []
             releases = [frees[name] for name in shared if name in frees]
             if not copies or len(releases) < len(shared):
-                continue  # what is not freed is reported as such
+                continue  # a leak is reported elsewhere
             gone = 0
             for release in releases:
                 gone |= before[release]
@@ -236,7 +237,7 @@ class _Cycle:
 def _copies_of_left(
     view: View, bits: Mapping[fx.Node, int]
 ) -> dict[str, list[tuple[fx.Node, int]]]:
-    """The copies out of the memory of what a backward leaves, by its name."""
+    """The copies out of the memory of each value that a backward leaves, by its name."""
     roots = {memory(value): value.name for value in ops.returned(view.graph)[1]}
     found: dict[str, list[tuple[fx.Node, int]]] = defaultdict(list)
     for node in view.graph.nodes if roots else ():
@@ -247,7 +248,7 @@ def _copies_of_left(
 
 
 def _apart(view: View) -> dict[fx.Node, int]:
-    """The ops of an update, by the bucket that they are of."""
+    """The bucket key of each op of an update."""
     found: dict[fx.Node, int] = {}
     for node, _ in view.order.calls:
         subject: object = node.args[0] if node.args else None
@@ -259,10 +260,10 @@ def _apart(view: View) -> dict[fx.Node, int]:
 
 
 def _by_thread(step: Step) -> Step:
-    """A step of an update: threads make its copies to the host, in no order."""
+    """A step of an update, whose copies to the host are made by threads and so are unordered."""
     return replace(step, stream=None) if step.stream is Stream.D2H else step
 
 
 def _token(bucket: Bucket, part: Part) -> str:
-    """The name of a placeholder for a part."""
+    """Placeholder name of the token for a part."""
     return f"{part.value}_{bucket.label}"

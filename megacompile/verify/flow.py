@@ -1,11 +1,12 @@
-"""The part of `verify` that is about what flows through the graphs, to those whom it is for.
+"""Checks that values reach the graphs and ops that they are meant for.
 
 What must hold:
 
-- the forward returns the saved values, and the backward takes nothing else of it;
-- the update takes what the backward leaves: of each bucket all of its gradients, and its states;
-- the gradient of a value goes, whole, to the backward of the stage that made the value;
-- what a stage changes in place reaches the input that it belongs to.
+- the forward returns the saved values, and the backward takes nothing else from it;
+- the update takes everything that the backward leaves: each bucket's complete gradients and its
+  states;
+- the complete gradient of a value goes to the backward of the stage that made the value;
+- changes that a stage makes in place reach the input that they belong to.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 
 
 def saved_values(views: list[View]) -> Iterator[Hazard]:
-    """The forward returns the saved values, in order; the backward takes nothing else of it."""
+    """The forward returns the saved values, in order; the backward takes nothing else from it."""
     forward, *others = views
     names = list(forward.schedule.saved_values)
     returned: Any = forward.graph.output_node().args[0]
@@ -37,7 +38,7 @@ def saved_values(views: list[View]) -> Iterator[Hazard]:
         )
         yield forward.hazard(HazardKind.SAVED_VALUES, forward.graph.output_node(), None, message)
     for view in (view for view in others if view.name == "backward"):
-        # it may leave out what its outputs' gradients do not need
+        # it may take fewer if the gradients of its outputs need fewer
         named = signature.tangents(view.graph)
         known = {*names, *(named[k] for k in view.schedule.tangents if k in named)}
         for node in view.graph.find_nodes(op="placeholder"):
@@ -70,8 +71,8 @@ def left_taken(views: list[View]) -> Iterator[Hazard]:
     for node in left:
         if kind_of(node) is Value.GRADIENTS and not _complete(node):
             message = (
-                f"it leaves {named(node)}, which are not what it offloads: there are more to come; "
-                "leave what it offloads"
+                f"it leaves {named(node)}, which are incomplete: later backwards add to them; "
+                "leave the gradients that it offloads"
             )
             yield backward.hazard(HazardKind.LEFT_BEHIND, node, None, message)
 
@@ -82,14 +83,14 @@ def _complete(gradients: fx.Node) -> bool:
 
 
 def _gradients_flow(view: View) -> Iterator[Hazard]:
-    """A backward takes the gradients of what its forward gave, summed over all who read it.
+    """A backward takes the gradients of its forward's outputs, summed over all readers.
 
-    The gradients so far of a forward's value are what the last backward of a reader gave for it.
+    The gradient so far of a forward's value is what the last backward of a reader returned for it.
     """
     if view.name != "backward":
         return
     outputs = ops.returned(view.schedule.forward)[0]
-    so_far: dict[fx.Node, str] = {}  # a forward's value -> the name of its gradient
+    so_far: dict[fx.Node, str] = {}  # forward value -> name of its gradient
     names = signature.tangents(view.graph)
     for k in view.schedule.tangents:
         if k < len(outputs) and isinstance(outputs[k], fx.Node):
@@ -127,16 +128,16 @@ def _returned(view: View, so_far: dict[fx.Node, str]) -> Iterator[Hazard]:
 
 
 def _changes_kept(view: View) -> Iterator[Hazard]:
-    """The last new value of an input that stages change in place is assigned to it.
+    """If stages change an input in place, its last new value is assigned to it.
 
-    A backward takes the memory of an input as the backwards before left it, and its new value is
-    assigned before another takes it.
+    A backward takes the memory of such an input as the previous backwards left it, and its new
+    value is assigned before another backward takes it.
     """
     if view.name == "backward":
         yield from _writes_of_backward(view)
     if view.name != "forward":
         return
-    last: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}  # input -> who changes it last, its new value
+    last: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}  # input -> its last writer, its new value
     root: dict[fx.Node, fx.Node] = {n: n for n in view.graph.find_nodes(op="placeholder")}
     for node in view.nodes(ops.forward, ops.assign):
         args: Any = node.args
@@ -164,8 +165,8 @@ def _changes_kept(view: View) -> Iterator[Hazard]:
         new: Any = assign.args[1]
         if new is target or root.get(new) is not root.get(target):
             message = (
-                f"{label(assign)} writes {named(new)} over {target.name}, whose new value it is "
-                "not; assign what the stage gives for it"
+                f"{label(assign)} writes {named(new)} to {target.name}, but that is not its new "
+                "value; assign the value that the stage returns for it"
             )
             yield view.hazard(HazardKind.CHANGE_LOST, assign, None, message)
 
@@ -173,15 +174,15 @@ def _changes_kept(view: View) -> Iterator[Hazard]:
 def _writes_of_backward(view: View) -> Iterator[Hazard]:
     behind = inputs_behind(view.schedule)
     left = {node.name: node for node in view.graph.find_nodes(op="placeholder")}
-    wanted: dict[fx.Node, str] = {}  # a backward's new value -> the input that it is for
+    wanted: dict[fx.Node, str] = {}  # backward's new value -> its input
     for node in view.nodes(ops.backward, ops.assign):
         args: Any = node.args
         if node.target is ops.assign:
             name = wanted.pop(args[1], None)
             if name is None or args[0] is not left.get(name):
                 message = (
-                    f"{label(node)} writes {named(args[1])} over {args[0].name}, whose new value "
-                    "it is not; assign what the backward gives for it"
+                    f"{label(node)} writes {named(args[1])} to {args[0].name}, but that is not its "
+                    "new value; assign the value that the backward returns for it"
                 )
                 yield view.hazard(HazardKind.CHANGE_LOST, node, None, message)
             else:
@@ -196,8 +197,8 @@ def _writes_of_backward(view: View) -> Iterator[Hazard]:
         for name, got in zip(names, args[6] if len(args) > 6 else (), strict=False):
             if got is not left.get(name) or name in wanted.values():
                 message = (
-                    f"{label(node)} takes {named(got)} for the memory of input {name}; pass what "
-                    "the backward before it leaves there"
+                    f"{label(node)} takes {named(got)} as the memory of input {name}; pass the "
+                    "value that the previous backward left there"
                 )
                 yield view.hazard(HazardKind.CHANGE_LOST, node, None, message)
         taken, of_primal = dict(ops.items(node)), dict(zip(stage.traced.live, names, strict=True))

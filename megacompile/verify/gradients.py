@@ -1,12 +1,13 @@
-"""The part of `verify` that is about buckets: gradients and states arrive once, and whole.
+"""Checks of buckets: gradients and states arrive once and complete.
 
 What must hold, given [Note: happens-before] in `megacompile.ir.edges`:
 
-- an op takes what its declaration says, of its own bucket: gradients, norms, buffers, states;
-- norms that are taken of gradients are given to what takes these;
-- what ends somewhere ends once: a backward's gradients go on to the next contributor, or to one
-  sum, update or copy to the host; new states go to the host; a buffer is filled once;
-- a part of a bucket in host memory is read before it is overwritten, and nothing there is lost.
+- an op takes the kinds of values that it declares, of its own bucket: gradients, norms, buffers,
+  states;
+- norms go to the op that takes the gradients that they were computed from;
+- each value is consumed once: a backward's gradients go to the next contributor, or to one sum,
+  update or copy to the host; new states go to the host; a buffer is filled once;
+- a part of a bucket in host memory is read before it is overwritten, and none is lost.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megacompile.ir.ops import Op, Part, Takes, Value, effects
 from megacompile.ir.values import bucket_of, groups, kind_of, label, reads, taken
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 
-_WRONG = {  # what the wrong value is called, by what was needed
+_WRONG = {  # the hazard of a wrong value, by the needed kind
     Value.GRADIENTS: HazardKind.WRONG_GRADIENTS,
     Value.GRADIENTS_SO_FAR: HazardKind.WRONG_GRADIENTS,
     Value.NORMS: HazardKind.WRONG_GRADIENTS,
@@ -40,8 +41,7 @@ _PLACEHOLDERS = (Value.SAVED_ON_HOST, Value.SAVED_ON_DISK)  # in a backward
 
 
 def _arguments_match(view: View) -> Iterator[Hazard]:
-    """Checks that an op takes a value of the kind that it declares, of its own bucket, for it
-    alone."""
+    """An op takes a value of the declared kind, of its own bucket, and is its only consumer."""
     for node in view.that(lambda op: op.takes):
         for takes in effects(node).takes:
             value = node.args[takes.at] if takes.at < len(node.args) else None
@@ -51,8 +51,8 @@ def _arguments_match(view: View) -> Iterator[Hazard]:
             kind = _WRONG.get(takes.kind, HazardKind.WRONG_ARGUMENT)
             if not _matches(node, takes, view.source(value)):
                 message = (
-                    f"{label(node)} takes what {label(value)} gives as {wanted}{_of(node)}; "
-                    "give it what was made for it"
+                    f"{label(node)} takes the result of {label(value)} as {wanted}{_of(node)}; "
+                    "pass the value that was made for it"
                 )
                 if kind is HazardKind.STATE_LOST:
                     yield view.hazard(kind, value, None, message)
@@ -78,7 +78,7 @@ def _matches(node: fx.Node, takes: Takes, value: fx.Node) -> bool:
 
 
 def _made_of(value: Any) -> Any:
-    """The gradients, or the copy on a disk, that a value was made of; itself, if it is that."""
+    """The gradients or the copy on a disk that a value was made from, or the value itself."""
     for takes in effects(value).takes if isinstance(value, fx.Node) else ():
         if takes.kind in _SOURCES and effects(value).gives is not takes.kind:
             return value.args[takes.at]
@@ -94,7 +94,7 @@ def _of(node: fx.Node) -> str:
 
 
 def _ends(value: fx.Node) -> list[fx.Node]:
-    """The ops that take a value as its end."""
+    """The ops that consume a value."""
     return [user for user in value.users if _takes_to_end(user, value)]
 
 
@@ -106,8 +106,9 @@ def _takes_to_end(user: fx.Node, value: fx.Node) -> bool:
 
 
 def _of_backwards(view: View) -> Iterator[Hazard]:
-    """Each gradient that a backward returns goes on to exactly one place: the next contributor, or
-    its end. Those that ranks share are averaged first. What it adds to is of its own buckets."""
+    """Each gradient that a backward returns goes to exactly one op: the next contributor or its
+    consumer. Gradients that ranks share are averaged first. A backward adds only to gradients of
+    its own buckets."""
     for call in view.nodes(ops.backward):
         items = dict(ops.items(call))
         own = dict(groups(call))
@@ -117,7 +118,7 @@ def _of_backwards(view: View) -> Iterator[Hazard]:
             adders = [] if value is None else [n for n in value.users if n.target is ops.backward]
             if not ends and not adders:
                 message = (
-                    f"{label(call)} gives gradients of bucket {bucket.label} that nobody takes; "
+                    f"{label(call)} returns gradients of bucket {bucket.label} that no op takes; "
                     "offload them"
                 )
                 yield view.hazard(HazardKind.GRADIENTS_LOST, call, None, message)
@@ -130,8 +131,8 @@ def _of_backwards(view: View) -> Iterator[Hazard]:
             for user in ends if bucket.ranks > 1 else ():
                 if user.target is not ops.reduce_scatter:
                     message = (
-                        f"{label(user)} takes gradients of bucket {bucket.label} that are of this "
-                        "rank alone; give it what a reduce_scatter gives of them"
+                        f"{label(user)} takes gradients of bucket {bucket.label} that only this "
+                        "rank has contributed to; pass the result of their reduce_scatter"
                     )
                     yield view.hazard(HazardKind.WRONG_GRADIENTS, user, call, message)
         keys = {bucket.key for bucket in own.values()}
@@ -147,9 +148,8 @@ def _of_backwards(view: View) -> Iterator[Hazard]:
 
 
 def _summed_over_replicas(view: View) -> Iterator[Hazard]:
-    """Checks that gradients which are kept, measured or updated with are the mean over replicas,
-    with nothing added since; where a later backward makes that, nothing is measured or updated
-    with."""
+    """Gradients that are kept, used for norms or used for updates are the mean over replicas, with
+    nothing added since. If a later backward computes the mean, they may only be kept."""
     for node in view.that(lambda op: op.takes):
         gradients = taken(node, Value.GRADIENTS)
         bucket: Any = node.args[0]
@@ -162,7 +162,7 @@ def _summed_over_replicas(view: View) -> Iterator[Hazard]:
             continue
         message = (
             f"{label(node)} takes gradients of bucket {bucket.label} that are not summed over its "
-            f"{bucket.replicas} replicas; give it what an all_reduce gives of them"
+            f"{bucket.replicas} replicas; pass the result of their all_reduce"
         )
         yield view.hazard(HazardKind.WRONG_GRADIENTS, node, gradients, message)
 
@@ -170,16 +170,16 @@ def _summed_over_replicas(view: View) -> Iterator[Hazard]:
 _BUFFERS = (Value.GRADIENT_BUFFER, Value.STATE_BUFFER, Value.SAVED_BUFFER)
 
 
-def _made_for_somebody(view: View) -> Iterator[Hazard]:
-    """Sums and new states end somewhere, new states in one place. Norms go where the gradients go:
-    they cannot be taken again of some."""
+def _consumed(view: View) -> Iterator[Hazard]:
+    """Sums and new states are consumed, new states exactly once. Norms go where the gradients go,
+    because they cannot be computed again for parts of them."""
     for node, op in view.order.calls:
         if op.gives in (Value.GRADIENTS, Value.UPDATED):
             ends, updated = _ends(node), op.gives is Value.UPDATED
             if not ends or (updated and len(ends) > 1):
-                took = ", ".join(map(label, ends)) or "nobody"
+                took = ", ".join(map(label, ends)) or "no op"
                 message = (
-                    f"{label(node)} gives {op.gives.value}{_of(node)} that {took} takes; offload "
+                    f"{label(node)} returns {op.gives.value}{_of(node)} that {took} takes; offload "
                     "once"
                 )
                 kind = HazardKind.STATE_LOST if updated else HazardKind.GRADIENTS_LOST
@@ -187,37 +187,37 @@ def _made_for_somebody(view: View) -> Iterator[Hazard]:
         elif op.gives is Value.NORMS:
             if not any(taken(user, Value.NORMS) is node for user in node.users):
                 message = (
-                    f"{label(node)} gives norms that nobody takes; give them with the gradients"
+                    f"{label(node)} returns norms that no op takes; pass them with the gradients"
                 )
                 yield view.hazard(HazardKind.GRADIENTS_LOST, node, None, message)
 
 
 def _once(view: View) -> Iterator[Hazard]:
-    """An update takes all gradients of its bucket."""
+    """Each bucket has one update, which takes all of its gradients."""
     for first, *others in _by_bucket(view, lambda op: op.is_update).values():
         for node in others:
-            message = f"{label(node)} comes again for its bucket; let one do all of it"
+            message = f"{label(node)} updates its bucket again; use one update"
             yield view.hazard(HazardKind.STATE_LOST, first, node, message)
 
 
 def _weights_or_masters(view: View) -> Iterator[Hazard]:
-    """Parameters that are updated come from the bucket's slot, or with the states (masters)."""
+    """Updated parameters come from the bucket's slot or, as masters, with the states."""
     for node in view.that(lambda op: op.gives is Value.UPDATED):
         weights, state = taken(node, Value.WEIGHTS), taken(node, Value.STATES)
         state = None if state is None else view.source(state)
         if state is None or kind_of(state) is not Value.STATES:
-            continue  # reported as such
+            continue  # reported elsewhere
         bucket, masters = ops.arguments(node)[0], ops.arguments(state)[2]
         if weights is None and not masters:
             message = (
-                f"{label(node)} is given neither weights of bucket {bucket.label} nor masters; "
+                f"{label(node)} gets neither weights of bucket {bucket.label} nor masters; "
                 "prefetch the bucket and pass it"
             )
             yield view.hazard(HazardKind.MISSING_WEIGHTS, node, None, message)
         elif weights is not None and masters and kind_of(weights) is Value.WEIGHTS:
             message = (
-                f"{label(node)} is given what {label(weights)} gives, a copy of the parameters "
-                f"that come with the states of bucket {bucket.label}; give it None"
+                f"{label(node)} gets the result of {label(weights)}, a copy of the parameters "
+                f"that come with the states of bucket {bucket.label}; pass None"
             )
             yield view.hazard(HazardKind.WRONG_WEIGHTS, node, weights, message)
 
@@ -233,7 +233,7 @@ def _by_bucket(view: View, wanted: Callable[[Op], object]) -> dict[int, list[fx.
 
 
 def _host_memory(view: View) -> Iterator[Hazard]:
-    """Each part of a bucket on the host is read before it is written, and never lost."""
+    """Each part of a bucket on the host is read before it is overwritten, and never lost."""
     for part in Part:
         readers = _by_bucket(view, lambda op, part=part: part in op.reads)  # type: ignore[misc]
         writers = _by_bucket(view, lambda op, part=part: part in op.writes)  # type: ignore[misc]
@@ -246,7 +246,7 @@ def _host_memory(view: View) -> Iterator[Hazard]:
 def _read_first(
     view: View, part: Part, readers: list[fx.Node], writers: list[fx.Node]
 ) -> Iterator[Hazard]:
-    """A reader is before a writer, or, of gradients that are added to, between two."""
+    """A reader is before every writer or, of accumulated gradients, between two writers."""
     before = view.order.before
     for reader in readers:
         adds = part is Part.GRADIENTS and any(before(reader, writer) for writer in writers)
@@ -254,11 +254,11 @@ def _read_first(
             if before(reader, writer) or (adds and before(writer, reader)):
                 continue
             if effects(reader).is_update and effects(writer).is_update:
-                continue  # itself, or reported as such
+                continue  # the same op, or reported elsewhere
             message = (
                 f"{label(reader)} reads the {part.value}{_of(reader)} on the host, which "
                 f"{label(writer)} may have changed by then: no edge orders {label(reader)} before "
-                "it; write behind the last reader"
+                "it; write after the last reader"
             )
             changed = part is Part.GRADIENTS
             kind = HazardKind.GRADIENTS_REFILLED if changed else HazardKind.UPDATED_TOO_EARLY
@@ -266,7 +266,7 @@ def _read_first(
 
 
 def _lent(view: View) -> Iterator[Hazard]:
-    """A part that is read where it is, on the device, is read before it is written."""
+    """A part that ops read in place on the device is read before it is written."""
     for lender in view.that(lambda op: op.lends):
         part, bucket = effects(lender).lends, ops.arguments(lender)[0]
         assert part is not None
@@ -277,7 +277,7 @@ def _lent(view: View) -> Iterator[Hazard]:
                     continue
                 message = (
                     f"{label(reader)} reads the {part.value}{_of(lender)} on the device, which "
-                    f"{label(writer)} has changed by then; update behind the last reader"
+                    f"{label(writer)} has changed by then; update after the last reader"
                 )
                 yield view.hazard(HazardKind.UPDATED_TOO_EARLY, reader, writer, message)
 
@@ -285,7 +285,7 @@ def _lent(view: View) -> Iterator[Hazard]:
 def _not_overwritten(
     view: View, readers: list[fx.Node], writers: list[fx.Node]
 ) -> Iterator[Hazard]:
-    """Between two writers of a bucket's gradients, the first one's are fetched to be added."""
+    """Between two writes of a bucket's gradients, the first ones are fetched to be added."""
     before = view.order.before
     for earlier, later in zip(writers, writers[1:], strict=False):
         if any(before(earlier, reader) and before(reader, later) for reader in readers):
@@ -301,7 +301,7 @@ CHECKS: tuple[Check, ...] = (
     _arguments_match,
     _of_backwards,
     _summed_over_replicas,
-    _made_for_somebody,
+    _consumed,
     _once,
     _weights_or_masters,
     _host_memory,

@@ -1,13 +1,13 @@
-"""The part of `verify` that is about memory: slots, lifetimes, changes in place.
+"""Checks of memory: slots, lifetimes, in-place changes.
 
 What must hold, given [Note: happens-before] in `megacompile.ir.edges`:
 
-- a compute reads its bucket from a slot that is not filled again until it is done, and no slot is
-  filled while an earlier schedule may read it;
-- `reuse` takes from a slot only what the forward left there; where there is no backward, what the
-  forward before left, which is this graph itself;
-- a value is freed once, after all its readers, and nothing that owns memory is forgotten;
-- `assign` comes after every reader of the old value, and the backward gets no changed value.
+- a slot is not refilled until the computes that read it are done, including those of an earlier
+  schedule;
+- `reuse` takes from a slot only the bucket that the forward left there; without a backward, the
+  bucket that the same graph left there in the previous forward;
+- a value is freed once, after all its readers, and no memory leaks;
+- `assign` runs after every reader of the old value, and the backward gets no changed value.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _slot(node: fx.Node) -> Slot:
 
 
 def _holds(op: Op) -> bool:
-    """True if it takes what is in a slot already."""
+    """True if the op takes a bucket that is already in a slot."""
     return op.slot is not None and not op.fills_slot
 
 
@@ -59,26 +59,28 @@ def _slots_fit(view: View) -> Iterator[Hazard]:
         bucket, slot = _bucket(node), _slot(node)
         where = f"{label(node)} takes bucket {bucket.label} of {format_bytes(bucket.size_bytes)}"
         if slot.index not in sizes:
-            message = f"{where} to slot {slot.index}, the schedule has {sorted(sizes)}; raise slots"
+            message = (
+                f"{where} to slot {slot.index}, but the schedule has {sorted(sizes)}; raise slots"
+            )
             yield view.hazard(HazardKind.UNKNOWN_SLOT, node, None, message)
             continue
         size_bytes = min(sizes[slot.index], slot.size_bytes)
         if size_bytes < bucket.size_bytes:
             message = (
                 f"{where} to slot {slot.index} of {format_bytes(size_bytes)}; make the slot as "
-                "large as the largest bucket that it gets"
+                "large as its largest bucket"
             )
             yield view.hazard(HazardKind.SLOT_TOO_SMALL, node, None, message)
 
 
 def _slots_in_order(view: View) -> Iterator[Hazard]:
-    """The last reader of what a slot holds is before the next prefetch into it.
+    """The last reader of a slot's content is before the next prefetch into it.
 
-    Neighbours are enough: prefetches share a stream, so what is before one is before the next.
+    Checking neighbors is enough: prefetches share a stream, so an op before one is before the next.
     """
     held: dict[int, list[fx.Node]] = defaultdict(list)
     for node in view.that(_holds):
-        held[_slot(node).index].append(node)  # it was there before this graph
+        held[_slot(node).index].append(node)  # filled before this graph
     prefetches: dict[int, list[fx.Node]] = defaultdict(list)
     for node in view.that(lambda op: op.fills_slot):
         prefetches[_slot(node).index].append(node)
@@ -100,9 +102,9 @@ def _after_begin(view: View, first: fx.Node) -> Iterator[Hazard]:
 
 
 def _readers_done(view: View, content: list[fx.Node], following: fx.Node) -> Iterator[Hazard]:
-    """The readers of a slot's `content` are before `following`, which fills it again.
+    """The readers of a slot's `content` are before `following`, which refills it.
 
-    One that fills the rest of it (`all_gather`) is the reader of what is there.
+    An `all_gather`, which fills the rest of a slot, counts as a reader of its part.
     """
     users = [(n, w) for w in content for n in w.users if w in reads(n)]
     readers = [(n, w) for n, w in users if n is not following]
@@ -113,7 +115,7 @@ def _readers_done(view: View, content: list[fx.Node], following: fx.Node) -> Ite
     for reader, weights in late[:1]:
         message = (
             f"{_reading(reader, weights)}, but {fill} may have filled it by then; raise slots, "
-            f"lower lookahead, or move {fill} behind {label(reader)}"
+            f"lower lookahead, or move {fill} after {label(reader)}"
         )
         yield view.hazard(HazardKind.SLOT_REFILLED, reader, following, message)
     for reader, weights in early[-1:]:  # compute is one stream: the others are before it
@@ -133,10 +135,11 @@ def _reading(reader: fx.Node, weights: fx.Node) -> str:
 
 
 def _held(view: View) -> Iterator[Hazard]:
-    """The forward leaves in its slots what `schedule.reused` says; the backward holds only that.
+    """The forward leaves the buckets of `schedule.reused` in its slots; the backward reuses only
+    these.
 
-    Without a backward the next graph is a forward again, which holds what the one before left: a
-    forward that leaves what it holds may follow itself.
+    Without a backward the same forward runs next and reuses what the previous run left, so it must
+    leave the buckets that it reuses.
     """
     promised = {(index, bucket.key) for index, bucket in view.schedule.reused}
     if view.name == "forward":
@@ -168,17 +171,17 @@ def _left(view: View) -> Iterator[Hazard]:
 
 
 def _gathers_in_place(view: View) -> Iterator[Hazard]:
-    """A gather takes this rank's part of its own bucket from where that is: from its own slot."""
+    """A gather takes this rank's part of its own bucket from its own slot."""
     for node in view.that(lambda op: op.stream is Stream.COMM and op.fills_slot):
         bucket, slot, part = ops.arguments(node)
         if kind_of(part) is not Value.SHARD:
-            continue  # reported as what it takes
+            continue  # reported by the check of arguments
         given: Any = ops.arguments(part)
         if _place(given[0], given[1]) != _place(bucket, slot):
             message = (
                 f"{label(node)} takes the part that {label(part)} fetched: bucket "
                 f"{given[0].label} in slot {given[1].index}, but it fills slot {slot.index} with "
-                f"bucket {bucket.label}; give it a prefetch of that"
+                f"bucket {bucket.label}; pass a prefetch of that"
             )
             yield view.hazard(HazardKind.WRONG_WEIGHTS, node, part, message)
 
@@ -191,7 +194,7 @@ def _place(bucket: Bucket, slot: Slot) -> tuple[int, int]:
 
 
 def _lifetimes(view: View) -> Iterator[Hazard]:
-    """Memory is given back when the last of its names is freed, and is not read after that."""
+    """Memory is freed with the last of its names, and is not read after that."""
     frees: dict[fx.Node, fx.Node] = {}
     for node in view.that(_frees):
         value: Any = node.args[0]
@@ -214,7 +217,7 @@ def _lifetimes(view: View) -> Iterator[Hazard]:
                     yield view.hazard(HazardKind.DOUBLE_FREE, name, frees[name], message)
             elif (owns(name) or name in view.left) and name not in frees:
                 message = (
-                    f"{named(name)} is neither freed nor returned; free it behind its last reader"
+                    f"{named(name)} is neither freed nor returned; free it after its last reader"
                 )
                 yield view.hazard(HazardKind.LEAK, name, None, message)
 
@@ -226,10 +229,10 @@ def _used_after_free(
         for user in name.users:
             if name in frees and view.order.issued_before(frees[name], user):
                 if _frees(ops.effects(user)) and user.args[0] is name:
-                    continue  # a double free, reported as such
+                    continue  # a double free, reported elsewhere
                 message = (
                     f"{label(user)} takes {named(name)}, which is freed before it; "
-                    f"free it behind {label(user)}"
+                    f"free it after {label(user)}"
                 )
                 yield view.hazard(HazardKind.USE_AFTER_FREE, user, name, message)
     releases = [frees[name] for name in shared if name in frees]
@@ -263,7 +266,7 @@ def _after(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _assigns(view: View) -> Iterator[Hazard]:
-    """Checks that the readers of a value as it was are before the op that changes it."""
+    """The readers of a value's old version are before the op that changes it."""
     versions = sharing(view.graph)
     for assign in view.that(_changes_anything):
         for old in versions[memory(assign)]:
@@ -272,12 +275,13 @@ def _assigns(view: View) -> Iterator[Hazard]:
 
 
 def _changes_anything(op: Op) -> bool:
-    """Does it change a value that others may read? (A buffer has one taker, by its declaration.)"""
+    """True if the op changes a value that others may read; a buffer has only one consumer by its
+    declaration."""
     return any(takes.at == op.fills and takes.kind is None for takes in op.takes)
 
 
 def _read_before(view: View, old: fx.Node, assign: fx.Node) -> Iterator[Hazard]:
-    """The readers of `old` are before `assign`, and the backward is not among them."""
+    """The readers of `old` are before `assign`, and the backward does not read it."""
     for reader in old.users:
         op = ops.effects(reader)
         if op.fills is not None or op.frees is not None or ops.op_of(reader) is None:
@@ -289,10 +293,10 @@ def _read_before(view: View, old: fx.Node, assign: fx.Node) -> Iterator[Hazard]:
                 f"after=({label(reader)}) to {label(assign)}"
             )
             yield view.hazard(HazardKind.CHANGED_IN_PLACE, reader, assign, message)
-    live = view.schedule.written  # the backward takes their memory, as it is then
+    live = view.schedule.written  # the backward takes their memory in its current state
     if old.name in view.schedule.saved_values and old.name not in live and view.name == "forward":
         message = (
-            f"the backward takes {old.name} as it was before {label(assign)} changes it; give it a "
+            f"the backward takes {old.name} as it was before {label(assign)} changes it; pass a "
             "snapshot made before"
         )
         yield view.hazard(HazardKind.CHANGED_IN_PLACE, old, assign, message)

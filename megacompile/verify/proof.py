@@ -1,29 +1,30 @@
-"""Proof that a schedule is free of races, leaks and mix-ups; every schedule passes before it runs.
+"""Proves that a schedule is free of races, leaks and mix-ups; every schedule is checked before it
+runs.
 
 What must hold, given [Note: happens-before] in `megacompile.ir.edges`:
 
-- ops are given what they read, and the backward what the forward read: see `verify.computes`;
-- what flows through the graphs reaches those that it is for: see `verify.flow`;
-- memory is not reused while it is read, and ranks gather a bucket where its part is: see
+- ops get the values that they read, and the backward gets those that the forward read:
+  `verify.computes`;
+- values reach the graphs and ops that they are meant for: `verify.flow`;
+- memory is not reused while it is read, and ranks gather a bucket in the slot of its part:
   `verify.memory`;
-- gradients reach the host once and whole: see `verify.gradients`;
-- `optimizer.step()` updates what got gradients, once: see `verify.updates`;
-- what waits on the host or on a disk is found there again: see `verify.storage`;
-- one graph waits for what another does to a bucket: see `verify.cycle`.
+- gradients reach the host once and complete: `verify.gradients`;
+- `optimizer.step()` updates the buckets that got gradients, once: `verify.updates`;
+- tensors that wait on the host or on a disk are found there again: `verify.storage`;
+- one graph waits for another's accesses to a bucket: `verify.cycle`.
 
-The checks read the graphs alone: no device, no data.
+The checks read only the graphs, without device or data.
 
-[Note: collectives of ranks] A collective is done when all ranks have issued it, and those of one
-rank are done in the order in which it issues them. So ranks must issue the same sequence: else one
-waits for what another never issues, or values meet that do not belong together. A rank issues its
-collectives in program order in every interleaving: they share a stream that is in order, and the
-runtime lets none overtake one that is put off (`Streams._must_wait`). The sequence of a rank is
-therefore what its graph says.
+[Note: collectives of ranks] A collective completes when all ranks have issued it, and the
+collectives of one rank complete in the order in which it issues them. So ranks must issue the same
+sequence; otherwise one waits for a collective that another never issues, or unrelated values are
+combined. A rank issues its collectives in program order in every interleaving, because they share
+an in-order stream and the runtime lets none overtake a deferred one (`Streams._must_wait`). The
+sequence of a rank can therefore be read from its graph.
 
-Then nothing waits for ever. Of each rank, program order is an order in which all of its ops can
-run, because edges that point backward are hazards. Ranks of the same sequence meet at each
-collective in turn: their program orders joined there are an order in which all ops of all ranks can
-run.
+Then there is no deadlock. Program order is an order in which all ops of a rank can run, because
+edges that point backward are hazards. Ranks with the same sequence meet at each collective in turn,
+so their program orders, joined there, are an order in which all ops of all ranks can run.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ _CHECKS: tuple[Check, ...] = (
 )
 _JOINED = (flow.saved_values, flow.left_taken, updates.updated_once, cycle.hazards)
 
-_IN_FULL = 5  # hazards that the error spells out; the table marks them all
+_IN_FULL = 5  # hazards listed in the error; its table marks all
 
 
 def verify(schedule: Schedule) -> None:
-    """Prove a schedule safe.
+    """Prove that a schedule is safe.
 
     Raises:
         ScheduleError: it has hazards; the message lists them and marks them in its table.
@@ -76,10 +77,10 @@ def verify(schedule: Schedule) -> None:
 
 
 def hazards(schedule: Schedule) -> list[Hazard]:
-    """Everything that is wrong with a schedule; [] if nothing."""
+    """All hazards of a schedule."""
     views = View.all_of(schedule)
     found = [hazard for view in views for hazard in computes.incomplete(view)]
-    if found:  # the checks below rely on what is missing
+    if found:  # the checks below need complete arguments
         return found
     found = [hazard for view in views for check in _CHECKS for hazard in check(view)]
     return found + [hazard for joined in _JOINED for hazard in joined(views)]
@@ -89,10 +90,10 @@ def hazards(schedule: Schedule) -> list[Hazard]:
 
 
 def verify_ranks(schedules: Sequence[Schedule]) -> None:
-    """Prove that ranks can run their schedules together; each is proved alone elsewhere.
+    """Prove that ranks can run their schedules together; `verify` proves each alone.
 
     Args:
-        schedules: of rank 0, 1, ...: what they run at the same time.
+        schedules: of rank 0, 1, ..., which run at the same time.
 
     Raises:
         ScheduleError: their collectives differ.
@@ -128,7 +129,7 @@ def _differences(name: str, first: Schedule, other: Schedule, rank: int) -> Iter
     labels = [ops.label(nodes[i]) if i < len(nodes) else "" for nodes in (mine, theirs)]
     message = (
         f"{name}: collective {i + 1} is {here} in rank 0, but {there} in rank {rank}; each rank "
-        "would wait for what the other does not issue; give all ranks one plan"
+        "would wait for one that the other does not issue; use one plan for all ranks"
     )
     yield Hazard(HazardKind.RANKS_DIFFER, name, labels[0], labels[1], message, nodes)
 

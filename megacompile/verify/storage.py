@@ -1,28 +1,26 @@
-"""The part of `verify` that is about what waits on the host or on a disk.
+"""Checks of values that wait on the host or on a disk.
 
 Between a forward and its backward:
 
-- every `offload_saved` of a forward is returned, or written to a disk and that is returned, and a
-  `fetch_saved` brings back one of those: what is returned has the event of its copy, so that the
-  fetch comes after it in whatever graph;
-- only the fetch and its buffer read the copy on the host, and only `read_saved` that on a disk;
-- a buffer that values pass through on their way to a disk or back is given back once, and no more
-  of them are taken than there are.
+- the result of every `offload_saved` of a forward, or of its write to a disk, is returned, and a
+  `fetch_saved` brings back one of these. A returned value carries the event of its copy, so that
+  the fetch waits for it in any graph;
+- only the fetch reads the copy on the host, and only `read_saved` the copy on a disk;
+- a staging buffer for the disk is returned once, and no more are in use than exist.
 
-That a value is given back only after its offload, and the copy on the host after its fetch, is
-shown by the lifetimes in `megacompile.verify.memory`; that each stage gets its own values, by
-`megacompile.verify.computes`, which looks through the fetch.
+`megacompile.verify.memory` checks that a value is freed after its offload and the copy on the host
+after its fetch. `megacompile.verify.computes` looks through the fetch and checks that each stage
+gets its own values.
 
-Of states and parameters that are on a disk:
+For states and parameters on a disk:
 
-- they are used after a read of the same graph;
-- a prefetch names a read of its own, in whose buffer it finds its bucket, and each read has one;
-- new ones are written after the op that makes them;
+- they are used after a read in the same graph;
+- each prefetch names its own read, whose buffer holds its bucket, and each read has one prefetch;
+- new values are written after the op that makes them;
 - nothing else is read or written there.
 
-That a read is after the last write, and a write after the reads before it, is shown where all
-parts of buckets are: within a graph in `megacompile.verify.gradients`, around the cycle of a step
-in `megacompile.verify.cycle`.
+The order of reads and writes is checked for all parts of buckets: within a graph in
+`megacompile.verify.gradients`, across graphs in `megacompile.verify.cycle`.
 """
 
 from __future__ import annotations
@@ -42,33 +40,33 @@ from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 
 
 def _offloads_returned(view: View) -> Iterator[Hazard]:
-    """Checks that what goes to the host or to a disk is what the forward hands to the backward."""
+    """Every copy to the host or to a disk is returned to the backward."""
     returned = set(view.graph.output_node().all_input_nodes)
     for node in view.that(lambda op: op.to_backward):
         if node not in returned and not _written(node):
             message = (
-                f"{label(node)} copies {node.all_input_nodes[0].name} away, where no "
+                f"{label(node)} moves {node.all_input_nodes[0].name} to where no "
                 f"backward finds it; return {node.name} as a saved value"
             )
             yield view.hazard(HazardKind.OFFLOAD_LOST, node, None, message)
 
 
 def _fetches_match(view: View) -> Iterator[Hazard]:
-    """Checks that what is brought back, by way of a disk or not, is what the forward took away."""
+    """Every fetched value is one that the forward offloaded, to the host or to a disk."""
     for node in view.that(lambda op: op.gives is Value.SAVED):
         on_host = taken(node, Value.SAVED_ON_HOST)
         assert on_host is not None
         if fetched_from(view.copies, node) is node:
             message = (
-                f"{label(node)} takes {named(on_host)}, which no offload of the forward gives: "
-                "nothing says when it is on the host; give it an offload's saved value, or a read "
-                "of what the forward has written to a disk"
+                f"{label(node)} takes {named(on_host)}, which no offload of the forward returned, "
+                "so nothing orders the copy before it; pass an offload's saved value, or a read "
+                "of a value that the forward wrote to a disk"
             )
             yield view.hazard(HazardKind.NOT_OFFLOADED, node, None, message)
 
 
 def _read_on_the_device(view: View) -> Iterator[Hazard]:
-    """Computes take values in device memory."""
+    """Ops other than fetches take values in device memory."""
     names = elsewhere(view.schedule.forward)
     for node in view.nodes():
         if ops.effects(node).frees is not None:
@@ -77,8 +75,8 @@ def _read_on_the_device(view: View) -> Iterator[Hazard]:
         for value in reads(node):
             if value not in allowed and _is_elsewhere(value, names):
                 message = (
-                    f"{label(node)} takes {value.name}, a copy on the host or on a disk; give it "
-                    "the value, or what a fetch brings back"
+                    f"{label(node)} takes {value.name}, a copy on the host or on a disk; pass "
+                    "the value, or the result of a fetch"
                 )
                 yield view.hazard(HazardKind.ON_HOST, node, value, message)
 
@@ -90,18 +88,18 @@ def _is_elsewhere(value: fx.Node, names: dict[str, str]) -> bool:
 
 
 def _buffers(view: View) -> Iterator[Hazard]:
-    """Buffers on the way to a disk and back: each is given back once, and there are enough."""
-    lent: list[fx.Node] = []  # the ops that return them
+    """Staging buffers of the disk are each returned once, and there are enough."""
+    lent: list[fx.Node] = []  # the ops that return the buffers
     sets = view.schedule.plan.saved_sets
     for node in view.that(lambda op: op.gives is Value.SAVED_ON_HOST):
         if taken(node, Value.SAVED_ON_DISK) is None and not _written(node):
             continue  # it waits on the host
         users = [user for user in node.users if node in reads(user)]
         if len(users) != 1:
-            others = ", ".join(map(label, users)) or "nobody"
+            others = ", ".join(map(label, users)) or "no op"
             message = (
-                f"{label(node)} takes a buffer that one op gives back, and its value is for "
-                f"{others}; give it to that op alone"
+                f"{label(node)} takes a buffer that one op must return, but its value goes to "
+                f"{others}; pass it to that op alone"
             )
             yield view.hazard(HazardKind.WRONG_BUFFER, node, None, message)
             continue
@@ -109,7 +107,7 @@ def _buffers(view: View) -> Iterator[Hazard]:
         if len(taken_still) >= sets:
             end = taken_still[0]
             message = (
-                f"{label(node)} takes a buffer before {label(end)} has given one back, of {sets}; "
+                f"{label(node)} takes a buffer before {label(end)} has returned one of {sets}; "
                 f"add after=({end.name},) to it"
             )
             yield view.hazard(HazardKind.TOO_MANY_BUFFERS, node, end, message)
@@ -132,12 +130,12 @@ _WORDS = {Part.STATES: ("states", "STATE"), Part.WEIGHTS: ("parameters", "WEIGHT
 
 
 def _on_disk(view: View) -> Iterator[Hazard]:
-    """Parts of buckets that are on a disk are used after a read, and written after a change; no
-    others are read or written there."""
+    """Parts of buckets on a disk are used after a read and written after a change; no other parts
+    are read or written there."""
     plan = view.schedule.plan
-    for part, keys, lie in (
-        (Part.STATES, plan.on_disk, "lie on the host"),
-        (Part.WEIGHTS, plan.weights_on_disk, "lie elsewhere"),
+    for part, keys, places in (
+        (Part.STATES, plan.on_disk, "are on the host"),
+        (Part.WEIGHTS, plan.weights_on_disk, "are elsewhere"),
     ):
         what, op_name = _WORDS[part]
         touching = view.that(lambda op, part=part: part in (*op.reads, *op.writes))  # type: ignore[misc]
@@ -146,7 +144,7 @@ def _on_disk(view: View) -> Iterator[Hazard]:
         writes = [node for node in stored if ops.stream_of(node) is Stream.WRITE]
         for node in stored:
             if ops.bucket_of(node).key not in keys:
-                message = f"{label(node)} is of a bucket whose {what} {lie}; drop it"
+                message = f"{label(node)} touches a bucket whose {what} {places}; drop it"
                 yield view.hazard(HazardKind.WRONG_UPDATE, node, None, message)
         of_disk = [node for node in touching if ops.bucket_of(node).key in keys]
         for node in of_disk:
@@ -154,8 +152,8 @@ def _on_disk(view: View) -> Iterator[Hazard]:
             if makes and not any(view.order.before(node, write) for write in _of(node, writes)):
                 bucket = ops.bucket_of(node)
                 message = (
-                    f"{label(node)} makes new {what} of bucket {bucket.label}, which lie on a "
-                    f"disk, and no {bucket.label}WRITE_{op_name} comes behind it; write them"
+                    f"{label(node)} makes new {what} of bucket {bucket.label}, which are on a "
+                    f"disk, but no {bucket.label}WRITE_{op_name} follows; write them"
                 )
                 yield view.hazard(HazardKind.NOT_WRITTEN, node, None, message)
         if part is Part.STATES:
@@ -167,7 +165,7 @@ def _on_disk(view: View) -> Iterator[Hazard]:
 
 
 def _of(node: fx.Node, others: Sequence[fx.Node]) -> list[fx.Node]:
-    """Those of the bucket that a node is of."""
+    """The nodes among `others` with the same bucket."""
     key = ops.bucket_of(node).key
     return [other for other in others if ops.bucket_of(other).key == key]
 
@@ -179,7 +177,7 @@ def _states_read(
         if not any(view.order.before(read, node) for read in _of(node, reads)):
             bucket = ops.bucket_of(node)
             message = (
-                f"{label(node)} uses the states of bucket {bucket.label}, which lie on a disk, and "
+                f"{label(node)} uses the states of bucket {bucket.label}, which are on a disk, but "
                 f"no edge orders {bucket.label}READ_STATE before it; add after=(rs{bucket.suffix},)"
             )
             yield view.hazard(HazardKind.NOT_READ, node, None, message)
@@ -188,7 +186,7 @@ def _states_read(
 def _weights_read(
     view: View, users: Sequence[fx.Node], reads: Sequence[fx.Node]
 ) -> Iterator[Hazard]:
-    """A prefetch or an update names a read of its bucket, which no other op has named."""
+    """A prefetch or an update names its own read of its bucket."""
     taken: dict[fx.Node, fx.Node] = {}
     for node in users:
         bucket, fetches = ops.bucket_of(node), effects(node).fills_slot
@@ -202,32 +200,32 @@ def _weights_read(
             if read in taken:
                 message = (
                     f"{label(node)} takes the buffer of {read.name}, which {label(taken[read])} "
-                    "has given back; read again"
+                    "has returned; read again"
                 )
                 yield view.hazard(HazardKind.NOT_READ, node, taken[read], message)
             taken[read] = node
         if len(named) != 1:
             message = (
-                f"{label(node)} reads the parameters of bucket {bucket.label}, which lie on a "
-                f"disk, and names {len(named)} of its reads; name one "
+                f"{label(node)} reads the parameters of bucket {bucket.label}, which are on a "
+                f"disk, but names {len(named)} of its reads; name one "
                 f"{bucket.label}{wanted.__name__.upper()}"
             )
             yield view.hazard(HazardKind.NOT_READ, node, None, message)
     for read in reads:
         if read not in taken:
             message = (
-                f"{label(read)} takes a buffer, and nobody gives that back, because no prefetch or "
+                f"{label(read)} takes a buffer that is never returned, because no prefetch or "
                 "update names it; drop it, or name it"
             )
             yield view.hazard(HazardKind.LEAK, read, None, message)
 
 
 def _written_once(view: View, writes: Sequence[fx.Node]) -> Iterator[Hazard]:
-    """A bucket's parameters are written once: there is one buffer."""
+    """A bucket's parameters are written once, because there is one buffer."""
     written: set[int] = set()
     for node in writes:
         if ops.bucket_of(node).key in written:
-            message = f"{label(node)} comes twice, and there is one buffer; drop one of them"
+            message = f"{label(node)} runs twice, but there is one buffer; drop one of them"
             yield view.hazard(HazardKind.WRONG_UPDATE, node, None, message)
         written.add(ops.bucket_of(node).key)
 

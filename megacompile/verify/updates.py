@@ -1,13 +1,13 @@
-"""The part of `verify` that is about the graph of `optimizer.step()`, and what it gets and returns.
+"""Checks of updates, and of the tokens that graphs take and return.
 
 What must hold:
 
-- every bucket that gets gradients is updated once, where it is, and no other one is;
-- a graph returns, as tokens, the ops that were the last to write a part of a bucket, and takes
-  tokens of parts that there are;
-- the device helps with updates of the host whose states are there.
+- every bucket that gets gradients is updated once, in its place, and no other bucket is;
+- a graph returns as tokens the last ops that wrote each part of a bucket, and takes tokens only of
+  existing parts;
+- the device helps only with host updates whose states are on the host.
 
-That graphs wait for one another is shown in `megacompile.verify.cycle`.
+`megacompile.verify.cycle` checks that graphs wait for one another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 
 
 def updated_once(views: list[View]) -> Iterator[Hazard]:
-    """Each bucket that gets gradients is updated once, by the backward or by the update."""
+    """Each bucket that gets gradients is updated once, in the backward or in the update."""
     step = views[-1]
     if step.name == "forward":
         return
@@ -58,18 +58,18 @@ def updated_once(views: list[View]) -> Iterator[Hazard]:
 
 
 def _given_here(view: View) -> set[int]:
-    """The buckets that a backward returns gradients of."""
+    """Keys of the buckets whose gradients a backward returns."""
     return {bucket.key for call in view.nodes(ops.backward) for _, bucket in groups(call)}
 
 
-def _where_it_lies(view: View) -> Iterator[Hazard]:
-    """The compute stream alone writes the states and gradients of what is resident, and of nothing
-    else."""
+def _in_place(view: View) -> Iterator[Hazard]:
+    """The compute stream writes the states and gradients of resident buckets, and other streams
+    those of streamed ones."""
     resident = view.schedule.plan.resident
     for node in view.that(lambda op: _MOVES & set(op.writes)):
         bucket = ops.bucket_of(node)
         if (bucket.key in resident) != (ops.stream_of(node) is Stream.COMPUTE):
-            where = "lives on the device" if bucket.key in resident else "lies on the host"
+            where = "lives on the device" if bucket.key in resident else "is on the host"
             states = Part.STATES in effects(node).writes
             message = (
                 f"{label(node)} runs on stream {ops.stream_of(node).value}, but bucket "
@@ -80,7 +80,8 @@ def _where_it_lies(view: View) -> Iterator[Hazard]:
 
 
 def _tokens(view: View) -> Iterator[Hazard]:
-    """A graph returns the last writers of the parts of buckets, and takes tokens of such parts."""
+    """A graph returns the last writers of the parts of buckets, and takes tokens only of existing
+    parts."""
     schedule = view.schedule
     keys, trained = {bucket.key for bucket in schedule.buckets}, schedule.gradient_params
     for node in view.graph.find_nodes(op="placeholder"):
@@ -90,13 +91,13 @@ def _tokens(view: View) -> Iterator[Hazard]:
         key, part = token.place
         if key not in keys or (part is not Part.WEIGHTS and key not in trained):
             message = (
-                f"{node.name} stands for the {part.value} of bucket {token.bucket.label}, which "
-                "there are none of; take a token of a part that there is"
+                f"{node.name} is a token of the {part.value} of bucket {token.bucket.label}, which "
+                "do not exist; take a token of an existing part"
             )
             yield view.hazard(HazardKind.WRONG_TOKEN, node, None, message)
         for user in node.users:
             if node in reads(user) and effects(user).frees is None:
-                message = f"{label(user)} takes {node.name}, a token; give it a value"
+                message = f"{label(user)} takes {node.name}, a token; pass a value"
                 yield view.hazard(HazardKind.WRONG_TOKEN, user, node, message)
     if view.name == "forward":
         return
@@ -119,7 +120,7 @@ def _tokens(view: View) -> Iterator[Hazard]:
 
 
 def _helps(view: View) -> Iterator[Hazard]:
-    """The device helps with updates of the host, each named once, and waits for no disk."""
+    """The device helps only with host updates, each named once, that wait for no disk."""
     plan = view.schedule.plan
     for node in view.that(lambda op: op.helps):
         updates: Any = node.args[0]
@@ -127,22 +128,22 @@ def _helps(view: View) -> Iterator[Hazard]:
             op = effects(update)
             if not op.is_update or op.stream is not Stream.HOST:
                 message = (
-                    f"{label(node)} is to help with {named(update)}, which the host does not do; "
+                    f"{label(node)} helps with {named(update)}, which the host does not run; "
                     "name updates of the host"
                 )
                 yield view.hazard(HazardKind.WRONG_HELP, node, update, message)
             elif (key := ops.bucket_of(update).key) in plan.on_disk | plan.weights_on_disk:
                 what = "states" if key in plan.on_disk else "parameters"
                 message = (
-                    f"{label(node)} is to help with {named(update)}, whose {what} come from a "
+                    f"{label(node)} helps with {named(update)}, whose {what} come from a "
                     "disk; leave it to the host"
                 )
                 yield view.hazard(HazardKind.WRONG_HELP, node, update, message)
             elif update in updates[:k]:
-                message = f"{label(node)} is to help with {named(update)} twice; name it once"
+                message = f"{label(node)} helps with {named(update)} twice; name it once"
                 yield view.hazard(HazardKind.WRONG_HELP, node, update, message)
 
 
-_MOVES = {Part.STATES, Part.GRADIENTS}  # which a bucket has where it is
+_MOVES = {Part.STATES, Part.GRADIENTS}  # parts that are in the bucket's place
 
-CHECKS: tuple[Check, ...] = (_where_it_lies, _tokens, _helps)
+CHECKS: tuple[Check, ...] = (_in_place, _tokens, _helps)
