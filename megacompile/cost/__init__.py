@@ -1,1 +1,1 @@
-"""The cost of a schedule on a machine: seconds, bytes, memory."""
+"""Predicts a schedule's time and memory on a machine."""

@@ -1,7 +1,7 @@
-"""The amount of work of each op of a schedule on a machine: seconds of a compute, bytes of all
-else.
+"""The amount of work of each op of a schedule on a machine: seconds of a compute, bytes of other
+ops.
 
-What takes time to set up counts as the bytes that could have been copied meanwhile.
+Setup time counts as the bytes that could have been copied in that time.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megacompile.ir.stages import Code
 
 
 class Amounts:
-    """Those of one graph of a schedule.
+    """The amounts of one graph of a schedule.
 
     Args:
         name: of the graph.
         fused: elementwise operations are fused (lowering "inductor").
-        sizes: by the key of a bucket, its update in `optimizer.step()`.
+        sizes: the cost of a bucket's update in `optimizer.step()`, by the bucket's key.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Amounts:
         self._seconds: dict[tuple[int, Code], float] = {}
 
     def whole(self, node: fx.Node, queue: int) -> float:
-        """Seconds of a compute, bytes of everything else."""
+        """Seconds of a compute, bytes of other ops."""
         op = ops.effects(node)
         if self.name == "update" and op.is_update:
             return self._update(ops.arguments(node)[0], queue)
@@ -65,7 +65,7 @@ class Amounts:
         return self._seconds[key]
 
     def halves(self, node: fx.Node) -> list[float]:
-        """Work of the copies of new parameters and of states, which go one after the other."""
+        """Bytes of the copies of new parameters and of states, in this order."""
         bucket: Bucket = ops.arguments(node)[0]
         params = self._param_bytes(bucket)
         if self.name == "update":
@@ -76,7 +76,7 @@ class Amounts:
         return [self._copy(params, count), self._copy(whole - params, 2 * count)]
 
     def _update(self, bucket: Bucket, queue: int) -> float:
-        """Work of a step's update: by what the optimizer reads and writes, wherever that is."""
+        """Amount of an update, from the bytes that the optimizer reads and writes on its device."""
         update, hardware = self.sizes.get(bucket.key), self.hardware
         if update is None:
             return 0.0
@@ -85,26 +85,25 @@ class Amounts:
         return max(update.size_bytes, update.arithmetic_s * hardware.update_gb_s * 1e9)
 
     def _moved_bytes(self, node: fx.Node) -> int:
-        """Those of a copy that are not on the device, or need not leave it."""
+        """Bytes that a copy has to move, without those that the device already has or keeps."""
         op, size, subject = ops.effects(node), ops.copied_bytes(node), ops.arguments(node)[0]
         if not isinstance(subject, Bucket):
             return size
         plan = self.schedule.plan
         if Part.WEIGHTS in op.reads and subject.key in plan.device_update | plan.resident:
-            return 0  # the device made them, and has them still; or they live there
+            return 0  # the device has them already
         if Part.GRADIENTS in (*op.reads, *op.writes) and subject.key in plan.resident:
             return 0
         if Part.STATES in op.reads and not ops.arguments(node)[2]:  # masters
-            return size - self._param_bytes(subject)  # they are on the device already
+            return size - self._param_bytes(subject)  # parameters are on the device already
         return size
 
     def _copy(self, size_bytes: float, copies: int) -> float:
-        """Bytes, with those that could have been copied while copies were set up."""
+        """Bytes of copies, plus the equivalent of their setup time."""
         return size_bytes + copies * self.hardware.copy_s * self.hardware.h2d_gb_s * 1e9
 
     def _exchanged(self, node: fx.Node) -> float:
-        """Bytes that a rank gets from the others in a collective, and what those of setting it up
-        would have been."""
+        """Bytes that a rank receives in a collective, plus the equivalent of its setup time."""
         op = ops.effects(node)
         ranks: int = ops.arguments(node)[0].ranks
         assert op.gathered is not None
@@ -113,8 +112,8 @@ class Amounts:
         return op.gathered(node) * (ranks - 1) / ranks + start
 
     def _of_replicas(self, node: fx.Node) -> float:
-        """Bytes that a rank gets in a sum of its part over ranks with the same rows: each sums a
-        share of it, and all gather these; and what those of setting it up would have been."""
+        """Bytes that a rank receives in a sum of its shard over replicas, which is a reduce-scatter
+        and an all-gather, plus the equivalent of its setup time."""
         op, hardware = ops.effects(node), self.hardware
         bucket: Bucket = ops.arguments(node)[0]
         assert op.gathered is not None

@@ -1,8 +1,8 @@
-"""The share of a model that one token passes: all of it but the experts that it does not choose.
+"""Counts a model's active parameters per token, without the experts that the token does not choose.
 
-A grouped product multiplies each row by the matrix of its expert: (rows, k) by (experts, k, n).
-So does a gather of a matrix for each row, `weight[expert_ids]`. Of such a parameter a token passes
-rows / (tokens * experts). Every other one counts whole, as it does in the usual 6 N T.
+A grouped product multiplies each row by its expert's matrix: (rows, k) by (experts, k, n). So does
+a gather of a matrix for each row, `weight[expert_ids]`. Of such a parameter, the share rows /
+(tokens * experts) is active. Every other parameter counts fully, as in the usual 6 N T.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from megacompile.ir.stages import Code, ParamRef, Stage
 
 _CASTS = set("convert_element_type _to_copy clone".split())
 _GATHERS = set("index index_select".split())
-_LEAST_DIMENSIONS = 3  # of a parameter with a matrix for each expert
+_LEAST_DIMENSIONS = 3  # of a parameter that holds one matrix per expert
 
 
 def active_parameters(schedules: Iterable[Schedule], parameters: int, tokens: int) -> int:
-    """Number of a model's parameters that a token passes.
+    """The number of a model's parameters that are active for a token.
 
     Args:
         schedules: of all its captured graphs.
-        parameters: how many there are.
-        tokens: in a step.
+        parameters: number of all parameters.
+        tokens: per step.
     """
-    shares: dict[tuple[int, int], tuple[int, float]] = {}  # by place: elements, and the share
+    shares: dict[tuple[int, int], tuple[int, float]] = {}  # (bucket, index) -> elements, share
     for schedule in schedules:
         for stage in schedule.stages:
             for ref, rows in _expert_reads(stage):
@@ -41,7 +41,7 @@ def active_parameters(schedules: Iterable[Schedule], parameters: int, tokens: in
 
 
 def _expert_reads(stage: Stage) -> Iterator[tuple[ParamRef, int]]:
-    """The parameters of a stage that are read by experts, and of how many rows."""
+    """The expert parameters that a stage reads, each with the number of rows."""
     graphs = stage.traced.graphs
     module = graphs.get(Code.FORWARD) or graphs.get(Code.FORWARD_SAVING)
     if module is None:
@@ -64,7 +64,7 @@ def _expert_reads(stage: Stage) -> Iterator[tuple[ParamRef, int]]:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """The value before views and casts."""
+    """The value that views and casts start from."""
     while node.op == "call_function" and (is_view(node) or name_of(node) in _CASTS):
         before = node.args[0]
         if not isinstance(before, fx.Node):

@@ -1,20 +1,20 @@
-"""Find the kernels of an ATen graph: their operations, the bytes they move, the memory they need.
+"""Finds the kernels of an ATen graph: their operations, the bytes they move, the memory they need.
 
     ATen graph  ->  kernels: matrix products | attention | scatters | groups of the rest, fused
 
-[Note: fusion] Inductor calls libraries for matrix products and attention, and operators of other
-packages as they are, and writes kernels for the rest. Elementwise nodes cost nothing by themselves:
-they are part of their readers. A value is *realized*, written to memory, where a library, a
-reduction's reader or the caller needs it, or where several readers would repeat too much. Realized
-nodes that no library call separates, and that reduce in the same direction, share one kernel, which
-reads and writes only what crosses its border. What depends on a number that is reduced from a whole
-tensor (the scale of an fp8 cast) comes in a kernel after it, and reads that tensor again. Without
-fusion (lowering "eager") every node is a kernel.
+[Note: fusion] Inductor calls libraries for matrix products and attention, calls operators of other
+packages directly, and generates kernels for the rest. Elementwise nodes cost nothing by themselves
+because they are computed in their readers. A value is *realized*, written to memory, if a library
+call, the reader of a reduction or the caller needs it, or if several readers would repeat too much
+work. Realized nodes that no library call separates and that reduce in the same direction share one
+kernel, which reads and writes only the values that cross its border. A value that depends on a
+number reduced from a whole tensor (the scale of an fp8 cast) needs a second kernel, which reads
+that tensor again. Without fusion (lowering "eager") every node is a kernel.
 
-[Note: instructions] Elementwise nodes are computed in every kernel that reads them. Where they are
-many, or slow ones, a kernel takes the time of its instructions and not that of its bytes: casts to
-fp8 after silu do. A kernel that reduces long rows and then uses what it has found goes over them
-twice, from the cache, and computes all of it twice.
+[Note: instructions] Elementwise nodes are computed in every kernel that reads them. With many or
+slow ones, such as casts to fp8 after silu, a kernel is bound by its instructions and not by its
+bytes. A kernel that reduces long rows and then uses the result passes over them twice, the second
+time from the cache, and computes everything twice.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from megacompile.ir import ops
 from megacompile.ir.lifetimes import endings
 
 _MANY_READS = 4  # Inductor's realize_reads_threshold
-_INSTRUCTIONS_A_BYTE = 1.5  # to read or write it, with the address, in numbers of 16 bits
+_INSTRUCTIONS_A_BYTE = 1.5  # to load or store 16-bit elements, including addresses
 
 
 def analyse(graph: fx.Graph, *, fused: bool = True) -> Analysis:
@@ -65,7 +65,7 @@ def analyse(graph: fx.Graph, *, fused: bool = True) -> Analysis:
     return Analysis(tuple(walk.kernels()), walk.peak_bytes(), tuple(walk.returned()))
 
 
-Reads = dict[int, int]  # buffer -> bytes that are read of it
+Reads = dict[int, int]  # buffer -> bytes read from it
 
 
 @dataclass(slots=True)
@@ -73,26 +73,26 @@ class _Buffer:
     """A value in memory."""
 
     size_bytes: int
-    level: int  # library calls and reductions to one number on the longest way to it
+    level: int  # longest chain of library calls and full reductions before it
 
 
 @dataclass(slots=True)
 class _Op:
-    """A node that is realized, in program order."""
+    """A realized node."""
 
     node: fx.Node
     reads: Reads
     writes: tuple[int, ...]
     library: bool
     level: int
-    inner: bool  # reduces rows, or nothing: can share a kernel with elementwise nodes
-    inlined: frozenset[fx.Node] = frozenset()  # elementwise nodes that are computed in it
+    inner: bool  # reduces rows or nothing, so it can share a kernel with elementwise nodes
+    inlined: frozenset[fx.Node] = frozenset()  # elementwise nodes computed in it
     flops: int = 0
-    extra_bytes: int = 0  # beyond what is read and written once
-    inside_bytes: int = 0  # that are allocated while it runs
+    extra_bytes: int = 0  # beyond reading inputs and writing outputs once
+    inside_bytes: int = 0  # allocated while it runs
 
 
-Group = Sequence[_Op]  # that share a kernel
+Group = Sequence[_Op]  # nodes that share a kernel
 Reused = Callable[[Group, set[int]], set[int]]
 
 
@@ -104,8 +104,8 @@ class _Walk:
     fused: bool
     buffers: list[_Buffer] = field(default_factory=list)
     done: list[_Op] = field(default_factory=list)
-    of: dict[fx.Node, Reads] = field(default_factory=dict)  # what reading a node reads
-    inlined: dict[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)  # and computes
+    of: dict[fx.Node, Reads] = field(default_factory=dict)  # buffers that reading a node reads
+    inlined: dict[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)  # computed with it
     inputs: dict[int, int] = field(default_factory=dict)  # buffer -> index of the placeholder
     realized: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)  # -> its buffers
 
@@ -153,10 +153,10 @@ class _Walk:
         source, index = node.args
         assert isinstance(source, fx.Node) and isinstance(index, int)
         made = self.realized.get(source)
-        if made is None:  # part of its readers
+        if made is None:  # computed in its readers
             return self.of[source]
         values = source.meta["val"]
-        if not isinstance(values[index], torch.Tensor):  # a gradient that is not needed is None
+        if not isinstance(values[index], torch.Tensor):  # an unneeded gradient is None
             return {}
         buffer = made[sum(isinstance(value, torch.Tensor) for value in values[:index])]
         return {buffer: self.buffers[buffer].size_bytes}
@@ -175,7 +175,7 @@ class _Walk:
             self.inlined[node] = inlined
 
     def _inlined_by(self, node: fx.Node) -> frozenset[fx.Node]:
-        """The nodes that are computed by each reader of a node's inputs."""
+        """The elementwise nodes that every reader of a node's inputs computes."""
         each = (self.inlined.get(source, frozenset()) for source in node.all_input_nodes)
         return frozenset().union(*each)
 
@@ -209,7 +209,7 @@ class _Walk:
     # The results.
 
     def kernels(self) -> Iterator[Kernel]:
-        """Library calls as they are; the others in groups."""
+        """The kernels: one per library call, and one per group of other nodes."""
         readers: dict[int, set[int]] = {}  # buffer -> kernels that read it
         groups = self._groups()
         for k, group in enumerate(groups):
@@ -245,7 +245,7 @@ class _Walk:
         return Kernel(last.node.name, kind, last.flops, moved, itemsize, reached, instructions)
 
     def _groups(self) -> list[list[_Op]]:
-        """Realized nodes that share a kernel, in the order of their last node."""
+        """Groups of realized nodes that share a kernel, in the order of their last node."""
         groups: list[list[_Op]] = []
         touching: dict[tuple[int, bool], dict[int, int]] = {}  # buffer -> group, by level and kind
         for op in self.done:
@@ -281,10 +281,10 @@ class _Walk:
             yield Returned(memory, self.buffers[buffer].size_bytes)
 
     def peak_bytes(self) -> int:
-        """The most that realized values take at once: as the graph stands, and as it is fused.
+        """Peak memory of realized values, the larger of program order and fused order.
 
-        Fused, elementwise nodes reuse what they read. Kernels run as Inductor orders them: one that
-        several nodes share has all that they read, and all that they write, at once.
+        Fused elementwise nodes reuse the buffers that they read. Kernels run in Inductor's order;
+        the inputs and outputs of a kernel's nodes are all live at once.
 
             before: a, b -> y;  c, d -> z;  y * z -> x     at most y c d x
             after:  a, b, c, d -> y, z, x                  a b c d, of which two become y z, and x
@@ -296,11 +296,11 @@ class _Walk:
         return max(peak, self._peak(self._in_order(self._groups()), self._reused, inner=True))
 
     def _peak(self, groups: Sequence[Group], reused: Reused, *, inner: bool = False) -> int:
-        """Peak of kernels one after another.
+        """Peak memory of kernels in sequence.
 
         Args:
-            reused: of the buffers that a kernel reads last, those that it writes into.
-            inner: what a kernel makes for itself takes no memory.
+            reused: returns the buffers that a kernel reads last and writes into.
+            inner: values used only inside a kernel take no memory.
         """
         used = [{b for op in group for b in (*op.reads, *op.writes)} for group in groups]
         returned = {b for reads in self._returned_reads() for b in reads}
@@ -320,7 +320,7 @@ class _Walk:
         return sum(self.buffers[b].size_bytes for b in buffers)
 
     def _in_order(self, groups: Sequence[Group]) -> list[Group]:
-        """Each where its first node stands, behind whatever writes what it reads."""
+        """Groups in the order of their first node, each after the writers of its inputs."""
         first = {id(op): i for i, op in enumerate(self.done)}
         waiting = sorted(groups, key=lambda group: first[id(group[0])], reverse=True)
         writer = {b: group for group in groups for op in group for b in op.writes}
@@ -341,8 +341,8 @@ class _Walk:
         return found
 
     def _reused(self, group: Group, dying: set[int]) -> set[int]:
-        """The buffers that a kernel reads last and writes into: for each that one of its nodes
-        writes, one of equal size that no other of its nodes reads."""
+        """The buffers that a kernel reads last and writes into: for each output of a node, an input
+        of equal size that no other node of the kernel reads."""
         if group[0].library:
             return set()
         readers = Counter(b for op in group for b in op.reads)
@@ -356,7 +356,7 @@ class _Walk:
 
 
 def _instructions(group: Group, moved: int) -> int:
-    """Operations of a kernel that is written for its nodes: see [Note: instructions]."""
+    """Instructions of a generated kernel: see [Note: instructions]."""
     if group[0].library:
         return 0
     reduced = {b for op in group if op.inner and reduces_long_rows(op.node) for b in op.writes}

@@ -1,8 +1,8 @@
 """The rates and sizes of a machine.
 
-Units: GB/s are 1e9 bytes a second, TFLOP/s 1e12 operations a second. `copy` rates are of
-page-locked memory; "both" is what each direction gets while the other runs too. `cost/probe.py`
-measures a machine, `cost/rates.py` keeps what was measured and finds machines by name.
+Units: GB/s are 1e9 bytes a second, TFLOP/s 1e12 operations a second. Copy rates are for page-locked
+memory; "both" rates apply to each direction while the other runs too. `cost/probe.py` measures a
+machine; `cost/rates.py` caches measurements and finds machines by name.
 """
 
 from __future__ import annotations
@@ -19,40 +19,46 @@ ASSUMED_NETWORK_GB_S = 12.5
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The figures that a schedule's time and its fit depend on."""
+    """The figures that determine a schedule's time and whether it fits."""
 
     name: str
     h2d_gb_s: float  # alone
     d2h_gb_s: float
     h2d_both_gb_s: float  # while d2h runs too
     d2h_both_gb_s: float
-    matmul_tflop_s: float  # a large bf16 matrix product, at once (fp32 on the CPU)
+    matmul_tflop_s: float  # a large bf16 matrix product, cold (fp32 on the CPU)
     memory_gb_s: float  # device memory, bytes read plus bytes written
-    launch_s: float  # a kernel among others that does nothing
-    matmul32_tflop_s: float = 1.0  # a large fp32 matrix product, as torch is set (TF32 or not)
-    matmul8_tflop_s: float | None = None  # a large fp8 matrix product; None: it has no such kernels
-    sustained: float = 1.0  # of the matmul rates: what products of a model's shapes get for long
-    attention_share: float = 0.7  # of the matmul rate: what attention gets with long sequences
-    copy_s: float = 0.0  # of a copy, whatever its size
+    launch_s: float  # an empty kernel among others
+    matmul32_tflop_s: float = 1.0  # a large fp32 matrix product, under torch's TF32 setting
+    matmul8_tflop_s: float | None = None  # a large fp8 matrix product; None: no fp8 kernels
+    sustained: float = 1.0  # share of the matmul rates that a model's products sustain
+    attention_share: float = (
+        0.7  # share of the matmul rate that attention reaches with long sequences
+    )
+    copy_s: float = 0.0  # per copy, regardless of its size
     host_memory_gb_s: float = math.inf  # host memory, shared by copies and the CPU
-    update_gb_s: float = math.inf  # read plus written by the optimizer's update on the CPU
-    device_bytes: int | None = None  # None: not known
+    update_gb_s: float = math.inf  # bytes read plus written by the optimizer's update on the CPU
+    device_bytes: int | None = None  # None: unknown
     host_bytes: int | None = None
-    locked_bytes: int | None = None  # of host memory, page-locked at most; None: all of it
+    locked_bytes: int | None = None  # limit of page-locked host memory; None: no limit
     disk_read_gb_s: float | None = None  # direct I/O of a scratch file; None: no disk
     disk_write_gb_s: float | None = None
-    disk_read_both_gb_s: float | None = None  # while it is written too
+    disk_read_both_gb_s: float | None = None  # while writes run too
     disk_write_both_gb_s: float | None = None
-    interconnect_gb_s: float = math.inf  # of a collective: what one rank gets from the others
-    collective_s: float = 0.0  # of a collective, whatever its size
-    gathers_over_pcie: float = 0.0  # 1.0: collectives share the link to the host, both ways; or 0.0
-    network_gb_s: float | None = None  # of sums over replicas; see `replicas_gb_s`
+    interconnect_gb_s: float = math.inf  # that one rank receives in a collective
+    collective_s: float = 0.0  # per collective, regardless of its size
+    gathers_over_pcie: float = (
+        0.0  # 1.0: collectives use the link to the host in both directions; else 0.0
+    )
+    network_gb_s: float | None = (
+        None  # that one rank receives in sums over replicas; see `replicas_gb_s`
+    )
 
     def replace(self, **changes: Any) -> Hardware:
         """The same machine with other figures: `h200.replace(host_bytes=256 * 2**30)`.
 
         Raises:
-            OptionError: a figure that there is none of, or that is not positive.
+            OptionError: an unknown figure, or one that is not positive.
         """
         names = [field.name for field in fields(self)]
         for name, value in changes.items():
@@ -67,35 +73,34 @@ class Hardware:
         return replace(self, **changes)
 
     def with_interconnect(self, gb_s: float) -> Hardware:
-        """The same machine where collectives bring a rank so many GB/s.
+        """The same machine with an interconnect of `gb_s` per rank.
 
-        What is no faster than the link to the host is taken to go over that link, to other GPUs of
-        this host or to its network, and to share it with copies.
+        An interconnect that is no faster than the link to the host is assumed to use that link, to
+        other GPUs of this host or to its network, and to share it with copies.
 
         Raises:
-            OptionError: it is no positive number.
+            OptionError: not a positive number.
         """
         over_pcie = 1.0 if gb_s <= self.h2d_gb_s else 0.0
         return self.replace(interconnect_gb_s=gb_s, gathers_over_pcie=over_pcie)
 
     @property
     def replicas_gb_s(self) -> float:
-        """Bandwidth of one rank from those with the same rows, while all ranks of its host do the
-        same.
+        """Bandwidth of one rank from its replicas, while all ranks of its host communicate.
 
-        These are on other hosts, as a rule. Where that was not measured and it was not given
-        (`network_gb_s`), each rank is taken to have 100 Gbit/s.
+        Replicas are usually on other hosts. If `network_gb_s` was neither measured nor given, 100
+        Gbit/s per rank are assumed.
         """
         return ASSUMED_NETWORK_GB_S if self.network_gb_s is None else self.network_gb_s
 
     def with_link(self, gb_s: float) -> Hardware:
-        """The same machine where a copy between host and device has so many GB/s, alone.
+        """The same machine with a link of `gb_s` between host and device, in one direction at a
+        time.
 
-        While both directions run, each keeps the share of it that it has on this machine. So do
-        collectives that go over this link.
+        The rates with both directions busy and of collectives over this link scale with it.
 
         Raises:
-            OptionError: it is no positive number.
+            OptionError: not a positive number.
         """
         changes = {
             "h2d_gb_s": gb_s,
@@ -108,9 +113,8 @@ class Hardware:
         return self.replace(**changes)
 
     def shared_by(self, ranks: int) -> Hardware:
-        """The share of one of several ranks on this host: a GPU of its own, and a part of the
-        host's memory, of what can be page-locked there, of its bandwidth, of the cores that update,
-        and of its disk."""
+        """One rank's share of a host with several: its own GPU, and equal parts of the host's
+        memory, page-lock limit, bandwidth, update rate and disk."""
         if ranks == 1:
             return self
         changes: dict[str, Any] = {
@@ -122,7 +126,7 @@ class Hardware:
         return replace(self.disk_shared_by(ranks), **changes)
 
     def disk_shared_by(self, ranks: int) -> Hardware:
-        """The same machine with what each of several ranks that use its disk at once counts on."""
+        """The same machine with one rank's share of a disk that several use at once."""
         rates = {name: getattr(self, name) for name in DISK_RATES}
         known = {name: rate / ranks for name, rate in rates.items() if rate is not None}
         return replace(self, **known)
@@ -135,7 +139,7 @@ DISK_RATES = (
 
 
 def least(name: str) -> float:
-    """The smallest figure of this name that there can be."""
+    """The smallest valid value of a figure."""
     zero = ("launch_s", "copy_s", "locked_bytes", "collective_s", "gathers_over_pcie")
     return 0.0 if name in zero else 1e-12
 
@@ -155,35 +159,37 @@ H200 = Hardware(
 )
 """One H200 on PCIe 5 with 16 CPU cores, on torch 2.11 with CUDA 13.
 
-Measured: copies, matmul, memory, host memory, the update (0.18 s per billion parameters of 22
-bytes), a gather over NVLink. Fitted to whole steps (benchmarks/results): `sustained`, that is, to
-one layer's forward, recompute and backward in 48 ms, and `attention_share`, to those of 28 layers
-at 131072 tokens in 39.5 s. fp32 is of the data sheet (67 TFLOP/s), and so is fp8: 1979 TFLOP/s,
-times the share of its own that bf16 reached.
+Measured: copies, matmul, memory, host memory, the update (0.18 s per billion parameters at 22
+bytes), a gather over NVLink. Fitted to whole steps (benchmarks/results): `sustained`, to one
+layer's forward, recompute and backward in 48 ms, and `attention_share`, to those of 28 layers at
+131072 tokens in 39.5 s. fp32 (67 TFLOP/s) and fp8 (1979 TFLOP/s) are from the data sheet, scaled by
+the share of its sheet's rate that bf16 reached.
 """
 
 
-# Machines that need not be at hand: one that was measured, and data sheets of others.
+# Machines by name: one that was measured, and the data sheets of others.
 
 _GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class _Sheet:
-    """A data sheet, and the host that such a GPU usually has."""
+    """A data sheet, with a typical host of such a GPU."""
 
     name: str
     memory_bytes: int
     memory_gb_s: float
     bf16_tflop_s: float  # dense, fp32 accumulation
     fp32_tflop_s: float
-    pcie_gb_s: float  # of 16 lanes, each way, after encoding
+    pcie_gb_s: float  # 16 lanes, per direction, after encoding
     host_memory_gb_s: float
-    nvlink_gb_s: float | None = None  # each way; None: collectives go over PCIe, by the host
-    fp8_tflop_s: float | None = None  # dense, fp32 accumulation; None: it has none
+    nvlink_gb_s: float | None = (
+        None  # per direction; None: collectives go over PCIe, through the host
+    )
+    fp8_tflop_s: float | None = None  # dense, fp32 accumulation; None: no fp8
 
     def hardware(self) -> Hardware:
-        """Expected rates: the sheet times the share that the H200 reached of its own."""
+        """Expected rates: the sheet's, times the share that the H200 reached of its sheet."""
         link, both, product = 55.5 / 63.0, 50.8 / 63.0, 804.0 / 989.0
         made = Hardware(
             self.name,
@@ -206,7 +212,7 @@ class _Sheet:
         return made.with_interconnect(self._interconnect_gb_s())
 
     def _interconnect_gb_s(self) -> float:
-        """Bandwidth of a collective: of NVLink as much as on the H200 (450 GB/s each way)."""
+        """Bandwidth of a collective, with the H200's share of NVLink (450 GB/s per direction)."""
         if self.nvlink_gb_s is not None:
             return self.nvlink_gb_s * H200.interconnect_gb_s / 450.0
         return self.pcie_gb_s * 50.8 / 63.0 / 2
@@ -215,10 +221,10 @@ class _Sheet:
 # Not measured. NVIDIA's data sheets: H100 SXM5 (989 TFLOP/s dense bf16, 3.35 TB/s), A100 SXM4 80 GB
 # (312, 2.04 TB/s), and the Ada (RTX 4090) and Ampere GA102 (RTX 3090, 3080) architecture papers,
 # whose bf16 figures with fp32 accumulation are 165, 71 and 59.5. In fp8, with that accumulation,
-# the H100 has 1979 and the RTX 4090 330; Ampere has none. PCIe 5.0 has 63 GB/s a direction
-# over 16 lanes, 4.0 half of it; NVLink of the H100 450 GB/s a direction, of the A100 300. Hosts: a
-# server as the H200's; two channels of DDR5-5600 (90 GB/s) and DDR4-3200 (51 GB/s) at 80 %. Memory
-# is what torch reports, a little under the sheet's.
+# the H100 has 1979 and the RTX 4090 330; Ampere has no fp8. PCIe 5.0 has 63 GB/s per direction over
+# 16 lanes, 4.0 half of that; NVLink has 450 GB/s per direction on the H100 and 300 on the A100.
+# Hosts: a server like the H200's; two channels of DDR5-5600 (90 GB/s) and DDR4-3200 (51 GB/s) at 80
+# %. Memory is the size that torch reports, slightly below the sheet's.
 _SHEETS = {
     "h100": _Sheet("NVIDIA H100 SXM", 79 * _GIB, 3350.0, 989.0, 67.0, 63.0, 150.0, 450.0, 1979.0),
     "a100": _Sheet("NVIDIA A100 SXM 80GB", 79 * _GIB, 2039.0, 312.0, 19.5, 31.5, 120.0, 300.0),
@@ -233,24 +239,24 @@ NAMES = ("h200", *_SHEETS, "this")
 
 
 def of_sheet(name: str) -> Hardware | None:
-    """One of `NAMES`; None for another name, and for "this", which has no sheet."""
+    """The machine of a name in `NAMES`; None for other names and for "this", which has no sheet."""
     if name == "h200":
         return H200
     return _SHEETS[name].hardware() if name in _SHEETS else None
 
 
-# Copies where not all of host memory can be page-locked. A copy from or to pageable memory goes
-# through a small locked buffer of the driver, at about half the rate. Which buffers are locked
-# depends on the order in which they are made, so each copy is taken to have the share of pageable
-# memory that all of them have.
+# Copies if the system limits page-locked memory. A copy from or to pageable memory goes through a
+# small locked buffer of the driver, at about half the rate. Which buffers are locked depends on the
+# order in which they are allocated, so each copy is assumed to have the average share of pageable
+# memory.
 
-SHORT = "page-locked memory: "  # what `pageable_words` begins with
+SHORT = "page-locked memory: "  # prefix of `pageable_words`
 SHARE = 0.5  # of the rate of a copy from or to page-locked memory
 _COPIES = ("h2d_gb_s", "d2h_gb_s", "h2d_both_gb_s", "d2h_both_gb_s")
 
 
 def with_pageable(hardware: Hardware, host_bytes: int) -> Hardware:
-    """The machine with the rates that copies have where this much host memory is used."""
+    """The machine with the copy rates that apply if `host_bytes` of host memory are used."""
     share = _rate_share(hardware, host_bytes)
     if share == 1.0:
         return hardware
@@ -258,13 +264,14 @@ def with_pageable(hardware: Hardware, host_bytes: int) -> Hardware:
 
 
 def pageable_bytes(hardware: Hardware, host_bytes: int) -> int:
-    """Bytes of so much host memory that the system is known not to lock."""
+    """The part of `host_bytes` beyond the known limit of page-locked memory."""
     locked = hardware.locked_bytes
     return 0 if locked is None else max(0, host_bytes - locked)
 
 
 def pageable_words(hardware: Hardware, host_bytes: int) -> str:
-    """The words of a plan about that; "" where all is locked, as far as is known."""
+    """A plan's reason about pageable memory; "" if all host memory can be locked or the limit is
+    unknown."""
     pageable = pageable_bytes(hardware, host_bytes)
     if not pageable:
         return ""
@@ -277,21 +284,21 @@ def pageable_words(hardware: Hardware, host_bytes: int) -> str:
 
 
 def _rate_share(hardware: Hardware, host_bytes: int) -> float:
-    """The share of the rate that copies have where all of host memory is locked."""
+    """The share of the page-locked rate that copies reach."""
     if not (pageable := pageable_bytes(hardware, host_bytes)):
         return 1.0
     share = pageable / host_bytes
     return 1 / (1 - share + share / SHARE)
 
 
-# Plans are compared with a slower host too.
+# Plans are also compared on a slower host.
 
-_SLOWER = 0.65  # of the host's rates: what it gets on another day
+_SLOWER = 0.65  # of the host's measured rates, on a bad day
 
 
 def with_slower_host(hardware: Hardware) -> Hardware:
-    """Seconds of an update on another day. Copies that are alone take as long as ever: a choice
-    without updates is not simulated twice."""
+    """The same machine with a slower host. Copies alone keep their rates, so a choice without host
+    updates need not be simulated again."""
     memory_gb_s = hardware.host_memory_gb_s
     copies_gb_s = min(memory_gb_s, hardware.h2d_both_gb_s + hardware.d2h_both_gb_s)
     return replace(

@@ -1,4 +1,5 @@
-"""The work of a piece of code on a device: kernels with their operations and bytes, and its memory.
+"""The work of compiled code on a device: its kernels with their operations and bytes, and its
+memory.
 
     kernel  ->  seconds: the largest of operations / rate, bytes / bandwidth, instructions / rate,
                 plus a launch
@@ -16,10 +17,10 @@ from megacompile.cost.hardware import Hardware
 
 
 class KernelBound(Enum):
-    """The limit of a kernel."""
+    """The limiting resource of a kernel."""
 
-    PRODUCT = "product"  # the matrix units, or memory where it is thin
-    ATTENTION = "attention"  # the matrix units, at a lower rate: softmax runs between
+    PRODUCT = "product"  # the matrix units, or memory for thin shapes
+    ATTENTION = "attention"  # the matrix units at a lower rate, because of the softmax
     MEMORY = "memory"  # device memory
 
 
@@ -27,20 +28,20 @@ class KernelBound(Enum):
 class Kernel:
     """One launch: operations, bytes read and written."""
 
-    name: str  # of the node that it ends with
+    name: str  # of its last node
     kind: KernelBound
     flops: int
     size_bytes: int
-    itemsize: int  # bytes of a number of the operands: 1 (fp8), 2 or 4
-    reached: float = 1.0  # of the rate of what limits it, for its size or the way it reads
-    instructions: int = 0  # of elementwise code, for all numbers together
+    itemsize: int  # bytes of an operand's element: 1 (fp8), 2 or 4
+    reached: float = 1.0  # share of the limiting rate that its size and access pattern allow
+    instructions: int = 0  # of elementwise code, for all elements
 
     def seconds(self, hardware: Hardware) -> float:
-        """On a device, one kernel after the other."""
+        """Time on a device, without overlap between kernels."""
         moved = self.size_bytes / (hardware.memory_gb_s * 1e9)
         if self.kind is KernelBound.MEMORY:
             moved /= self.reached
-        # fp32 products are FMAs, of two operations each; with TF32 they are not, and this is less
+        # fp32 products are FMAs of two operations; with TF32 the rate is higher and this too small
         issued = self.instructions / (hardware.matmul32_tflop_s / 2 * 1e12)
         return max(self.flops / self._rate(hardware), moved, issued) + hardware.launch_s
 
@@ -55,7 +56,7 @@ class Kernel:
 
 
 class KernelWork(NamedTuple):
-    """The sums over a piece of code."""
+    """The totals of compiled code."""
 
     flops: int  # of matrix products and attention
     size_bytes: int  # through device memory
@@ -64,7 +65,7 @@ class KernelWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """The memory behind one tensor that a graph returns."""
+    """The memory of a tensor that a graph returns."""
 
     memory: int  # equal for tensors that share it; negative: an input's
     size_bytes: int
@@ -75,7 +76,7 @@ class Analysis:
     """The result of `megacompile.cost.fusion.analyse` for a graph."""
 
     kernels: tuple[Kernel, ...]
-    peak_bytes: int  # the most that is allocated while it runs, what it returns included
+    peak_bytes: int  # allocated while it runs, including results
     returned: tuple[Returned | None, ...]
     _seconds: dict[Hardware, float] = field(
         default_factory=dict, init=False, repr=False, compare=False

@@ -1,11 +1,10 @@
-"""Memory that a schedule holds on the device, by kind, over its program.
+"""Device memory of a schedule over a step, by kind.
 
-Device memory is given and taken back in program order, when ops are issued: the allocator's blocks
-are reused along the compute stream, whatever the copies do. So the peak does not depend on time:
-it is found by walking the graphs, with the memory that a compute needs inside of it on top.
+Device memory is allocated and freed in program order, when ops are issued, because the allocator
+reuses blocks along the compute stream, independent of copies. So the peak does not depend on time.
+It is found by walking the graphs and adding each compute's internal memory.
 
-What a forward returns to the user is dropped where the backward does not need it, as in
-`loss = model(...).loss`.
+The user is assumed to drop outputs that the backward does not need, as in `loss = model(...).loss`.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ class MemoryKind(enum.Enum):
 
     SLOTS = "slots"
     INPUTS = "inputs and buffers"
-    ACTIVATIONS = "activations"  # what stages give to each other
+    ACTIVATIONS = "activations"  # passed between stages
     SAVED = "saved tensors"
     GRADIENTS = "gradients"
     STATES = "optimizer states"
-    WORKSPACE = "workspace"  # inside of a compute, its results included
+    WORKSPACE = "workspace"  # inside a compute, including its results
     PARAMETERS = "parameters"
     MASTERS = "masters"
-    STAGED = "buffers"  # that states and parameters from a disk come to
+    STAGED = "buffers"  # host buffers for states and parameters on a disk
 
-    __hash__ = object.__hash__  # a member is one object; Enum hashes its name, in Python
+    __hash__ = object.__hash__  # members are singletons; Enum would hash the name in Python
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +69,8 @@ class MemoryMoment:
 class DeviceMemory:
     """Device memory over a step, in program order."""
 
-    moments: tuple[MemoryMoment, ...]  # where something is computed or allocated
-    end: Mapping[MemoryKind, int] = field(
-        default_factory=dict
-    )  # what is left when the step is over
+    moments: tuple[MemoryMoment, ...]  # at each compute or allocation
+    end: Mapping[MemoryKind, int] = field(default_factory=dict)  # after the step
 
     @property
     def peak(self) -> MemoryMoment:
@@ -88,15 +85,16 @@ def device_memory(
     fused: bool = True,
     gradients_stay: bool = False,
 ) -> DeviceMemory:
-    """Walk a step of schedules that follow one another in the forward.
+    """Walk a step of schedules whose forwards run in sequence.
 
-    Slots are shared. What a backward or an update defers is there until a forward drains it (where
-    none does, until something is deferred again). Chunks of updates that the device makes for the
-    host are there in forwards. Resident buckets are there all the time. Their gradients are there
-    from where a backward keeps them on; all the time, where it adds to what others have left.
+    Slots are shared by the schedules. Memory whose free a backward or an update defers is live
+    until a forward drains it, or without a drain until the next deferral. Chunks of updates that
+    the device makes for the host are live in forwards. Resident buckets are always live. Their
+    gradients are live from the backward that keeps them, or always if backwards add to earlier
+    gradients.
 
     Args:
-        gradients_stay: they are there all the time, whatever the schedules do.
+        gradients_stay: gradients of resident buckets are always live.
     """
     each = [schedules] if isinstance(schedules, Schedule) else list(schedules)
     cost = optimizer or OptimizerCost(states=0)
@@ -126,7 +124,7 @@ def device_memory(
 
 
 def _resident_bytes(schedules: Sequence[Schedule], keys: Iterable[int], cost: OptimizerCost) -> int:
-    """A bucket that several schedules read is there once."""
+    """Memory of resident buckets; one that several schedules read counts once."""
     largest = dict.fromkeys(keys, 0)
     for schedule in schedules:
         trained = schedule.gradient_params if schedule.backward is not None else {}
@@ -139,7 +137,7 @@ def _resident_bytes(schedules: Sequence[Schedule], keys: Iterable[int], cost: Op
 
 
 def accumulated(schedule: Schedule, *, reads: bool = False) -> list[Bucket]:
-    """Those that a backward adds gradients to, or, unless `reads`, leaves them in."""
+    """Buckets whose gradients a backward adds to or, unless `reads`, leaves."""
     if schedule.backward is None:
         return []
 
@@ -155,28 +153,28 @@ class _Block:
 
     kind: MemoryKind
     size_bytes: int
-    owned: bool  # by the schedule; else by the user, or part of a slot
-    names: int = 0  # values that still name it
+    owned: bool  # by the schedule; else it belongs to the user or to a slot
+    names: int = 0  # live values that share it
 
 
 @dataclass(slots=True)
 class _Replay:
-    """The walk: which blocks live."""
+    """The walk, with the live blocks."""
 
     fused: bool
     cost: OptimizerCost
     live: dict[MemoryKind, int] = field(default_factory=lambda: dict.fromkeys(MemoryKind, 0))
     blocks: dict[fx.Node, _Block] = field(default_factory=dict)
     moments: list[MemoryMoment] = field(default_factory=list)
-    before: dict[MemoryKind, int] = field(default_factory=dict)  # deferred, and not taken back yet
-    in_chunks: int = 0  # device memory that the next `help_host` takes
+    before: dict[MemoryKind, int] = field(default_factory=dict)  # live until their deferred free
+    in_chunks: int = 0  # device memory that the next `help_host` allocates
     kept: dict[int, int] = field(default_factory=dict)  # gradients of residents, by bucket
 
     def find_gradients(self, schedules: Sequence[Schedule], *, every: bool) -> None:
-        """Gradients of resident buckets that a backward adds to are there before it.
+        """Count gradients of resident buckets that a backward adds to as live before it.
 
         Args:
-            every: those that one makes too.
+            every: also gradients that a backward creates.
         """
         for schedule in schedules:
             for bucket in accumulated(schedule, reads=not every):
@@ -184,7 +182,7 @@ class _Replay:
                     self._keep(schedule, bucket)
 
     def _keep(self, schedule: Schedule, bucket: Bucket) -> int:
-        """Gradients of a resident bucket are there from now on; returns the bytes that are new."""
+        """Count gradients of a resident bucket as live from now on; returns the new bytes."""
         mine = largest_shard(bucket)
         params = [mine.params[i] for i in schedule.gradient_params[bucket.key]]
         size = int(sum(p.numel * self.cost.grad_of(p.dtype.itemsize) for p in params))
@@ -194,7 +192,7 @@ class _Replay:
         return more
 
     def defer_from_before(self, schedule: Schedule) -> None:
-        """Adds what the step before has deferred."""
+        """Add the memory whose free the previous step deferred."""
         for name, graph in schedule.graphs.items():
             for node in ops.nodes_that(graph, lambda op: op.frees is not None and not op.waits):
                 value = node.args[0]
@@ -207,7 +205,7 @@ class _Replay:
                 self.before[kind] = self.before.get(kind, 0) + size
 
     def forward(self, schedule: Schedule) -> dict[str, _Block]:
-        """Returns the saved values by name, each named once more."""
+        """Walk a forward; returns the saved values by name, each with one more name."""
         for node in schedule.forward.find_nodes(op="placeholder"):
             size = value_bytes(node)
             self._name(node, _Block(MemoryKind.INPUTS, size, owned=False))
@@ -226,7 +224,7 @@ class _Replay:
         return kept
 
     def backward(self, schedule: Schedule, saved_values: dict[str, _Block]) -> None:
-        """Adds what is computed from the saved values."""
+        """Walk a backward that takes the saved values."""
         assert schedule.backward is not None
         waiting = elsewhere(schedule.forward)
         for node in schedule.backward.find_nodes(op="placeholder"):
@@ -241,18 +239,17 @@ class _Replay:
         self._walk("backward", schedule)
 
     def update(self, schedule: Schedule) -> None:
-        """Adds what a step makes of what its backward has left; all of it is deferred."""
+        """Walk an update of the values that its backward left, all of whose frees are deferred."""
         assert schedule.update is not None
         for node, source in left_by_backward(schedule).items():
-            self.blocks[source].names = 0  # the backward's names of it are gone
+            self.blocks[source].names = 0  # the backward's names are gone
             self._name(node, self.blocks[source])
         for node in ops.nodes_that(schedule.update, lambda op: op.fills is not None):
             self.live[MemoryKind.STATES] += self._copy_bytes(schedule, node)
         self._walk("update", schedule)
 
     def _copy_bytes(self, schedule: Schedule, updated: fx.Node) -> int:
-        """Bytes of new parameters as they are streamed, where an update makes them next to the
-        masters."""
+        """Bytes of the new streamed parameters that an update makes from the masters."""
         if self.cost.master_bytes is None or ops.effects(updated).fills is None:
             return 0
         bucket = largest_shard(ops.arguments(updated)[0])
@@ -270,7 +267,7 @@ class _Replay:
                 self._drop(node.args[op.frees])
             elif op.frees is not None:
                 self._drain()
-                self.blocks.pop(node.args[op.frees], None)  # it stays
+                self.blocks.pop(node.args[op.frees], None)  # the block stays live
             elif op.drains:
                 self._drain()
             elif op.helps:
@@ -282,8 +279,8 @@ class _Replay:
                 self._make(name, node)
 
     def _give(self, name: str, schedule: Schedule, node: fx.Node) -> None:
-        """A bucket keeps gradients in their memory. Those of another dtype, or that it has a place
-        for, are copied."""
+        """A bucket takes over its gradients' memory. Gradients of another dtype, or with an
+        existing buffer, are copied instead."""
         bucket, value, *_ = ops.arguments(node)
         new_bytes = self._keep(schedule, bucket)
         block = self.blocks.get(value)
@@ -318,7 +315,7 @@ class _Replay:
         kind = _kind_of(call, stage, k)
         key: Any = k
         each = [returned[place] for place in _places(call, stage, k) if place < len(returned)]
-        if len(each) > 1:  # a bundle, in memory of its own
+        if len(each) > 1:  # a bundle, which has its own memory
             sizes = {one.memory: one.size_bytes for one in each if one is not None}
             return _Block(kind, sum(sizes.values()), owned=True)
         found = each[0] if each else None
@@ -349,7 +346,7 @@ class _Replay:
             kind = _KINDS.get(ops.effects(node).gives, MemoryKind.GRADIENTS)
             block = _Block(kind, value_bytes(node), owned=True)
             self.live[kind] += block.size_bytes
-        else:  # what is more than the buffer that it fills is its own
+        else:  # it owns the part beyond the buffer that it fills
             block = self.blocks[place]
             more = max(0, value_bytes(node) - block.size_bytes)
             block.size_bytes += more
@@ -370,7 +367,7 @@ class _Replay:
             self.live[block.kind] -= block.size_bytes
 
     def _drain(self) -> None:
-        """Frees what the step before deferred."""
+        """Free the memory that the previous step deferred."""
         for kind, size in self.before.items():
             self.live[kind] -= size
         self.before.clear()
@@ -387,8 +384,8 @@ _KINDS: dict[Value | None, MemoryKind] = {
 
 
 def _places(call: fx.Node, stage: Stage, k: int) -> tuple[int, ...]:
-    """The places where the graph of a call returns its result k: several where that is a bundle of
-    saved tensors, none where it is a group of gradients."""
+    """The positions at which a call's graph returns result k: several for a bundle of saved
+    tensors, none for a group of gradients."""
     template, results = stage.traced, stage.result_count
     if call.target is ops.backward:
         of_args = [
@@ -402,7 +399,7 @@ def _places(call: fx.Node, stage: Stage, k: int) -> tuple[int, ...]:
     if not again and k < results:
         return (k,)
     saved = k if again else k - results
-    first = 0 if again and not template.random else results  # in the forward's graph: results first
+    first = 0 if again and not template.random else results  # the forward's graph has results first
     bundle = stage.bundles[saved] if stage.bundles else (saved,)
     return tuple(first + i for i in bundle)
 

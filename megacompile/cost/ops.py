@@ -1,7 +1,7 @@
 """The cost of ops: seconds of computes, bytes of copies.
 
-A piece of a template takes the sum over its kernels (`megacompile.cost.fusion`). Its analysis is
-made once and kept with its graph, so that many schedules of one model can be simulated quickly.
+The time of a template's code is the sum over its kernels (`megacompile.cost.fusion`). The analysis
+is cached with the graph, so that many schedules of one model can be simulated quickly.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ _EMPTY = Analysis((), 0, ())
 
 
 def analysis_of(template: Template, code: Code, *, fused: bool = True) -> Analysis:
-    """The analysis of a piece of a template, made once and kept with its graph."""
+    """The analysis of a template's code, cached with its graph."""
     module = template.graphs.get(code)
     if module is None:
         return _EMPTY
     kept: dict[bool, tuple[fx.Graph, Analysis]] = module.meta.setdefault("megacompile_cost", {})
     found = kept.get(fused)
-    if found is None or found[0] is not module.graph:  # `meta` is copied along with a module
+    if found is None or found[0] is not module.graph:  # copies of a module share `meta`
         count = analyse_pieces if pieces_of(module.graph) else analyse
         found = kept[fused] = module.graph, count(module.graph, fused=fused)
     return found[1]
 
 
 def work_of(template: Template, code: Code, *, fused: bool = True) -> KernelWork:
-    """Operations, bytes and kernels of a piece of a template."""
+    """Operations, bytes and kernels of a template's code."""
     return analysis_of(template, code, fused=fused).work
 
 
 def compute_s(template: Template, code: Code, hardware: Hardware, *, fused: bool = True) -> float:
-    """Seconds that a piece of a template takes alone."""
+    """Seconds that a template's code takes alone."""
     return analysis_of(template, code, fused=fused).seconds(hardware)
 
 
 def copies_of(node: fx.Node) -> int:
-    """Number of copies that an op issues: a bucket's parameters are one, its gradients one each."""
+    """Number of copies that an op issues: one for a bucket's parameters, one for each gradient."""
     copies = ops.effects(node).copies
     return 1 if copies is None else copies(node)
 
@@ -66,8 +66,8 @@ def node_s(node: fx.Node, hardware: Hardware, *, fused: bool = True) -> float:
 
 
 def computes_s(schedule: Schedule, hardware: Hardware, *, fused: bool = True) -> float:
-    """Seconds that what a step computes takes, wherever its buckets are: the templates, one after
-    another as they run, and updates in the backward with what else there is."""
+    """Seconds of all computes of a step, which do not depend on the places of buckets: its
+    templates, and updates and other computes in the backward."""
     runs: Counter[tuple[Template, Code]] = Counter()
     others_s = 0.0
     for graph in schedule.graphs.values():
@@ -79,9 +79,9 @@ def computes_s(schedule: Schedule, hardware: Hardware, *, fused: bool = True) ->
     return others_s + sum(n * compute_s(*run, hardware, fused=fused) for run, n in runs.items())
 
 
-# A graph of pieces: the kernels of its pieces, tile by tile, and its memory. A tile's results are
-# copied to where they belong in the whole; a product over tokens is added to a sum, which is read
-# and written for each tile.
+# Graphs of pieces: the kernels of the pieces, tile by tile, and their memory. A tile's results are
+# copied into the whole result; a product over tokens is added to a sum, which is read and written
+# for each tile.
 
 
 def analyse_pieces(graph: fx.Graph, *, fused: bool = True) -> Analysis:
@@ -109,7 +109,7 @@ def _kernels(piece: Piece, found: dict[Tile, Analysis]) -> Iterator[Kernel]:
 
 
 def _joined(piece: Piece, tile: Tile, *, first: bool) -> Iterator[Kernel]:
-    """Kernels of the loop over tiles: copies into the whole, and sums."""
+    """Kernels of the loop over tiles: copies into the whole result, and sums."""
     made = iter(ops.returned(tile.module.graph))
     for (kind, _), meta in zip(piece.results, piece.metas, strict=True):
         name = f"{piece.__name__}_{kind.value}"
@@ -129,7 +129,7 @@ def _sum_bytes(meta: TensorMeta) -> int:
 
 
 def _peak_bytes(graph: fx.Graph, found: dict[Tile, Analysis]) -> int:
-    """The most that pieces hold at once: values for others, and what a tile needs."""
+    """Peak memory: values passed between pieces, and the memory of a tile."""
     nodes = list(graph.nodes)
     live: dict[fx.Node, int] = {}
     peak = 0

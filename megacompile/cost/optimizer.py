@@ -1,13 +1,12 @@
 """The cost of the optimizer in a step: bytes in host memory, and time on the CPU.
 
-    exact            the CPU updates bucket after bucket, in forward order, next to the next
-    forward;
-                     the device those that live there, and those of a device update
+    exact            the CPU updates bucket after bucket, in forward order, during the next forward;
+                     the device updates residents and device-updated buckets
     in the backward  the schedule has the update; the CPU does nothing
 
-An update on the CPU is limited by host memory: it reads parameters, gradients and states once and
+An update on the CPU is bound by host memory: it reads parameters, gradients and states once and
 writes parameters and states once. AdamW with bf16 parameters and gradients and float32 moments
-moves 22 bytes a parameter.
+moves 22 bytes per parameter.
 """
 
 from __future__ import annotations
@@ -23,41 +22,41 @@ from megacompile.options import Options
 from megacompile.runtime.optim.blockwise import BLOCK
 from megacompile.runtime.optim.registry import rule_of
 
-EIGHT_BITS = 1.0 + 4.0 / BLOCK  # bytes of an 8-bit state: a code, its share of a float32 scale
+EIGHT_BITS = 1.0 + 4.0 / BLOCK  # bytes of an 8-bit state: a code, and its share of a float32 scale
 
-# Seconds per billion parameters where arithmetic is the limit, measured on 16 CPU cores.
+# Seconds per billion parameters if arithmetic is the limit, measured on 16 CPU cores.
 _EIGHT_BITS_S = 2.5
 _STOCHASTIC_S = 0.8
 
 
-# Of updates in chunks (`megacompile.runtime.updates.chunks`).
-CHUNKS = 3  # at a time: one is fetched, one updated, one brought back
-CHUNK_BYTES = 96 * 2**20  # about two milliseconds of the link
-LEAST_HELPED = 2**20  # parameters of a bucket; fewer are not worth the way
+# Updates in chunks (`megacompile.runtime.updates.chunks`).
+CHUNKS = 3  # in flight: one is fetched, one updated, one copied back
+CHUNK_BYTES = 96 * 2**20  # about two milliseconds on the link
+LEAST_HELPED = 2**20  # parameters of a bucket; smaller ones are not worth the copies
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerCost:
-    """An optimizer, as far as time and memory depend on it. Bytes are of one element."""
+    """The properties of an optimizer that determine time and memory. Bytes are per element."""
 
-    states: int = 2  # moments of a parameter, such as AdamW's
-    state_bytes: float | None = None  # None: as the parameter
-    master_bytes: float | None = None  # where what is streamed is a copy of the parameter
-    grad_bytes: float | None = None  # None: as the parameter
+    states: int = 2  # per parameter; AdamW has two
+    state_bytes: float | None = None  # None: same as the parameter
+    master_bytes: float | None = None  # None: the streamed parameters are the masters
+    grad_bytes: float | None = None  # None: same as the parameter
     in_backward: bool = False
-    arithmetic_s: float = 0.0  # of a billion elements, where it can take longer than the memory
-    helped: bool = False  # by the device, with updates of host memory
+    arithmetic_s: float = 0.0  # per billion elements, if it may exceed the memory time
+    helped: bool = False  # the device helps with host updates
 
     @staticmethod
     def of(
         options: Options, *, states: int | None = None, on_gpu: bool | None = None
     ) -> OptimizerCost:
-        """The cost of an optimizer under these options.
+        """The costs of an optimizer under these options.
 
         Args:
-            options: with the optimizer, where it is known before it steps.
-            states: moments of a parameter. Default: of that optimizer, or else 2.
-            on_gpu: is what computes a GPU? Default: the device of the options is.
+            options: including the optimizer, if it is known before its first step.
+            states: per parameter. Default: the optimizer's, or 2.
+            on_gpu: the model computes on a GPU. Default: according to the options' device.
         """
         if states is None:
             states = _states_of(options.optimizer)
@@ -82,27 +81,27 @@ class OptimizerCost:
         )
 
     def master_of(self, item_bytes: int) -> float:
-        """Bytes of the parameter that is updated."""
+        """Bytes of an element of the master parameter."""
         return float(item_bytes) if self.master_bytes is None else self.master_bytes
 
     def states_of(self, item_bytes: int) -> float:
-        """Bytes of all states of an element."""
+        """Bytes of an element's states."""
         each = self.master_of(item_bytes) if self.state_bytes is None else self.state_bytes
         return self.states * each
 
     def updated_of(self, item_bytes: int) -> float:
-        """Bytes that an update reads and writes again: the parameter and its states."""
+        """Bytes that an update reads and writes: the parameter and its states."""
         return self.master_of(item_bytes) + self.states_of(item_bytes)
 
     def resident_bytes(
         self, bucket: Bucket, trained: Iterable[int], *, gradients: bool = True
     ) -> float:
-        """Device memory of a bucket that lives there: parameters, and what training adds.
+        """Device memory of a resident bucket: parameters, states and gradients.
 
-        Gradients of micro-batches, which an update in the backward waits for, are not counted.
+        Accumulated gradients of updates in the backward are not counted.
 
         Args:
-            gradients: those that `optimizer.step()` takes too. Else what is there all the time.
+            gradients: include the gradients that `optimizer.step()` takes.
         """
         bucket = largest_shard(bucket)
         masters = (self.master_bytes or 0.0) * sum(param.numel for param in bucket.params)
@@ -114,16 +113,16 @@ class OptimizerCost:
         return size
 
     def kept_grad_of(self, item_bytes: int) -> float:
-        """Bytes of a gradient until the step: none where the backward uses it up."""
+        """Bytes of a gradient element between backward and step; 0 if the backward consumes it."""
         return 0.0 if self.in_backward else self.grad_of(item_bytes)
 
     def grad_of(self, item_bytes: int) -> float:
-        """Bytes of a gradient outside of the backward: a master's is as wide as the master."""
+        """Bytes of a gradient element outside the backward, by default those of the master."""
         return self.master_of(item_bytes) if self.grad_bytes is None else self.grad_bytes
 
 
 def _states_of(optimizer: torch.optim.Optimizer | None) -> int:
-    """Moments of a parameter, of the group with the most."""
+    """States per parameter, of the group with the most."""
     rule = None if optimizer is None else rule_of(optimizer)
     if optimizer is None or rule is None:
         return 2
@@ -137,19 +136,21 @@ class UpdateCost:
     bucket: Bucket
     numel: int
     size_bytes: float  # read plus written
-    grad_bytes: float  # of that, the gradient
-    helped_bytes: float  # of the busier direction of the link, both ways, in chunks; 0: it cannot
-    arithmetic_s: float  # on the host, where it can take longer than the memory
+    grad_bytes: float  # the gradient's part of that
+    helped_bytes: (
+        float  # over the link in chunks, twice its busier direction; 0: the device cannot help
+    )
+    arithmetic_s: float  # on the host, if it may exceed the memory time
 
 
 def host_updates(schedule: Schedule, optimizer: OptimizerCost) -> list[UpdateCost]:
-    """Those that the CPU makes between two steps, in the order in which the forward reads."""
+    """The updates that the CPU runs between steps, in forward order."""
     there = schedule.plan.resident | schedule.plan.device_update
     return [u for u in updates(schedule, optimizer) if u.bucket.key not in there]
 
 
 def updates(schedule: Schedule, optimizer: OptimizerCost) -> list[UpdateCost]:
-    """The updates of `optimizer.step()`, wherever they are made, in the same order."""
+    """All updates of `optimizer.step()`, in forward order."""
     if optimizer.in_backward or schedule.backward is None:
         return []
     trained = schedule.gradient_params
@@ -176,6 +177,6 @@ def updates(schedule: Schedule, optimizer: OptimizerCost) -> list[UpdateCost]:
 
 
 def chunks_bytes(schedule: Schedule, optimizer: OptimizerCost) -> int:
-    """Device memory for updates of host memory in chunks, while the forward begins."""
+    """Device memory for host updates in chunks, at the start of the forward."""
     largest = max((u.helped_bytes / 2 for u in host_updates(schedule, optimizer)), default=0.0)
     return CHUNKS * min(int(largest), CHUNK_BYTES)

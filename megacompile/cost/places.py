@@ -1,7 +1,7 @@
-"""Bytes that buckets and saved tensors take where they are: on the host and on a disk.
+"""Sizes of buckets and saved tensors on the host and on a disk.
 
-On the host the tensors of a part are in one buffer (`megacompile.ir.buckets`). On a disk buffers
-begin and end at pages, and so do the buffers of host memory that they come to.
+On the host the tensors of a part share one buffer (`megacompile.ir.buckets`). On a disk, and in the
+host buffers for it, each buffer takes whole pages.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from megacompile.ir.ops.op import value_bytes
 from megacompile.ir.schedule import Schedule
 from megacompile.runtime.optim.blockwise import absmax_numel, quantizes
 
-_PAGE = 4096  # places in a scratch file begin and end at pages
-_FLOAT32 = 4.0  # bytes, of the states of small parameters, which are never in 8 bits
+_PAGE = 4096  # unit of allocation in a scratch file
+_FLOAT32 = 4.0  # bytes; states of small parameters are never in 8 bits
 
 
 def flat_bytes(bucket: Bucket, indices: Iterable[int], item_of: Callable[[int], float]) -> int:
-    """Bytes of a buffer with a tensor like each of some parameters.
+    """Bytes of a buffer with one tensor for each of some parameters.
 
     Args:
-        item_of: the bytes of an element, by those of the parameter's as it is streamed.
+        item_of: maps the bytes of a streamed parameter's element to those of the tensor's.
     """
     items = {i: math.ceil(item_of(bucket.params[i].dtype.itemsize)) for i in indices}
     return mirrored(bucket, items)[1]
 
 
 def state_bytes(bucket: Bucket, trained: Iterable[int], cost: OptimizerCost) -> list[int]:
-    """Bytes of the buffers of each optimizer state that every parameter has; of a rank.
+    """Bytes of a rank's buffers for one optimizer state of a bucket.
 
     Args:
-        bucket: what ranks have together.
+        bucket: unsharded.
         trained: indices of the parameters that get a gradient.
     """
     if not cost.states or not (indices := list(trained)):
@@ -53,12 +53,12 @@ def state_bytes(bucket: Bucket, trained: Iterable[int], cost: OptimizerCost) -> 
 
 
 def stored_bytes(bucket: Bucket, trained: Iterable[int], cost: OptimizerCost) -> int:
-    """Bytes that a rank's states of a bucket take on a disk, where each parameter's has a place.
+    """Bytes of a rank's states of a bucket on a disk, where each tensor has its own place.
 
-    The set of buffers that they come to in host memory is as large.
+    A set of host buffers for them is as large.
 
     Args:
-        bucket: what ranks have together.
+        bucket: unsharded.
         trained: indices of the parameters that get a gradient.
     """
     size, mine = 0, largest_shard(bucket)
@@ -75,17 +75,17 @@ def stored_bytes(bucket: Bucket, trained: Iterable[int], cost: OptimizerCost) ->
 
 
 def stored_weights_bytes(bucket: Bucket) -> int:
-    """Bytes that the parameters of a bucket take there, which have one place together."""
+    """Bytes of a bucket's parameters on a disk, which share one place."""
     return whole_pages(bucket.size_bytes)
 
 
 def whole_pages(size_bytes: int) -> int:
-    """Bytes of the place on a disk that so many take."""
+    """Size rounded up to whole pages of a disk."""
     return _rounded(size_bytes, _PAGE)
 
 
 def _codes_bytes(numel: int) -> int:
-    """Bytes of the codes and largest magnitudes of a parameter."""
+    """Bytes of a parameter's 8-bit codes and scales."""
     return _rounded(numel, ALIGNMENT_BYTES) + _rounded(4 * absmax_numel(numel), ALIGNMENT_BYTES)
 
 
@@ -99,12 +99,12 @@ def host_memory(
     *,
     for_step: bool = False,
 ) -> dict[MemoryKind, int]:
-    """Bytes in host memory by kind, once training runs: gradients and states are made by then, and
-    at the boundary of forward and backward saved tensors wait there.
+    """Host memory by kind during training: with gradients and states, and with the saved tensors
+    that wait there between forward and backward.
 
     Args:
-        for_step: the schedules were made for `optimizer.step()`, whatever the optimizer here: the
-            gradients that a backward leaves are for that. Those that it adds to wait in any case.
+        for_step: the schedules were made for `optimizer.step()`, even if `optimizer` updates in the
+            backward. Then only gradients that a backward adds to are counted as accumulated.
     """
     each = [schedules] if isinstance(schedules, Schedule) else list(schedules)
     buckets = {b.key: b for schedule in each for b in schedule.buckets}
@@ -120,7 +120,7 @@ def host_memory(
     on_disk = {key for schedule in each for key in schedule.plan.on_disk}
     read = {key for schedule in each for key in schedule.plan.weights_on_disk}
     added_to = {b.key for one in each for b in accumulated(one, reads=for_step)}
-    staged = weights = 0  # of the largest bucket on a disk
+    staged = weights = 0  # the largest bucket on a disk
     for key, bucket in buckets.items():
         if key in resident:
             continue
@@ -145,11 +145,11 @@ def host_memory(
 def streamed_bytes(
     bucket: Bucket, trained: Iterable[int], cost: OptimizerCost, *, accumulates: bool = False
 ) -> dict[MemoryKind, int]:
-    """Host memory of a bucket that is streamed, by kind.
+    """Host memory of a streamed bucket, by kind.
 
     Args:
         trained: indices of the parameters that get a gradient.
-        accumulates: gradients of micro-batches wait for an update in a later backward.
+        accumulates: gradients of micro-batches wait for the update in a later backward.
     """
     mine = largest_shard(bucket)
     found = {MemoryKind.PARAMETERS: mine.size_bytes}
@@ -164,7 +164,7 @@ def streamed_bytes(
 
 
 def saved_elsewhere(schedule: Schedule) -> list[tuple[int, int]]:
-    """The saved tensors that wait on the host or on a disk: the index of a stage, bytes."""
+    """The saved tensors that wait on the host or on a disk, as (stage index, bytes)."""
     if schedule.backward is None:
         return []
     copies = ops.nodes_that(schedule.forward, lambda op: op.gives is Value.SAVED_ON_HOST)
@@ -172,22 +172,22 @@ def saved_elsewhere(schedule: Schedule) -> list[tuple[int, int]]:
 
 
 def stored_saved_bytes(schedule: Schedule) -> list[int]:
-    """Those that wait on a disk."""
+    """Sizes of the saved tensors that wait on a disk."""
     return [size for i, size in saved_elsewhere(schedule) if i in schedule.plan.saved_on_disk]
 
 
 def _waiting_bytes(schedule: Schedule) -> list[int]:
-    """Those that wait on the host."""
+    """Sizes of the saved tensors that wait on the host."""
     return [size for i, size in saved_elsewhere(schedule) if i not in schedule.plan.saved_on_disk]
 
 
 def _passing_bytes(schedule: Schedule) -> int:
-    """Bytes of the host buffers that saved tensors are in on their way to the disk and back."""
+    """Bytes of the host buffers through which saved tensors go to the disk and back."""
     return 2 * schedule.plan.saved_sets * max(stored_saved_bytes(schedule), default=0)
 
 
 def disk_memory(schedules: Sequence[Schedule], cost: OptimizerCost) -> dict[MemoryKind, int]:
-    """Bytes on a disk by kind, at the boundary of forward and backward."""
+    """Disk space by kind between forward and backward."""
     states: dict[int, int] = {}
     weights: dict[int, int] = {}
     for schedule in schedules:
@@ -206,7 +206,7 @@ def disk_memory(schedules: Sequence[Schedule], cost: OptimizerCost) -> dict[Memo
 def device_kinds(
     moment: MemoryMoment, schedules: Iterable[Schedule], cost: OptimizerCost
 ) -> dict[str, int]:
-    """Bytes of device memory at a moment by kind, and of resident buckets by what it is.
+    """Device memory at a moment by kind, with resident buckets split into their parts.
 
     Args:
         schedules: of the step.

@@ -1,4 +1,4 @@
-"""Measure what a machine can do, in a few seconds."""
+"""Measures a machine's rates in a few seconds."""
 
 from __future__ import annotations
 
@@ -20,29 +20,28 @@ from megacompile.runtime.disk.transfers import FileSpan, Request, Transfers, Way
 
 _COPY_BYTES = 256 * 2**20
 _REPEATS = 5
-_SUSTAINED_S = 2.0  # how long matrix products run for the sustained rate; on the CPU a quarter
+_SUSTAINED_S = 2.0  # duration of the sustained-rate test; a quarter of it on the CPU
 _LAUNCHES = 100
 _FP8_CAPABILITY = (8, 9)  # of CUDA: Ada, Hopper and later
 
 
 def measure(device: torch.device | str, *, meet: Callable[[], object] = lambda: None) -> Hardware:
-    """Measure `device` (about six seconds on a GPU); the random generators stay as they are.
+    """Measure `device` (about six seconds on a GPU) without changing the random generators.
 
-    On the CPU, a copy is one within host memory, and directions do not overlap.
+    On the CPU, copies are within host memory and directions do not overlap.
 
     Args:
         device: a GPU, or the CPU.
-        meet: called three times: before the device is measured, before updates are, and before
-            updates next to copies are. Processes that measure one GPU each wait for one another in
-            it. So all of them copy at the same time, and update at the same time. Each finds what
-            it gets of the host then; the host has the sum.
+        meet: a barrier between processes that each measure one GPU, called three times: before
+            copies, before updates, and before updates next to copies. So all of them copy and
+            update at the same time. Each measures its share of the host; the host has the sum.
     """
     device = torch.device(device)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         probe = _Probe(device)
         meet()
         measured = _measure_device(probe)
-        probe.update()  # which makes its memory
+        probe.update()  # allocates its memory
         meet()
         return _measure_host(probe, measured, meet)
 
@@ -78,7 +77,7 @@ def _measure_device(probe: _Probe) -> Hardware:
 
 
 def _measure_host(probe: _Probe, measured: Hardware, meet: Callable[[], object]) -> Hardware:
-    """Host memory has at least what was seen to go over it at once."""
+    """Measure the host; its memory rate is at least every combined rate that was observed."""
     update_s = probe.seconds(probe.update)
     update = probe.update_bytes / update_s / 1e9
     copies = measured.h2d_both_gb_s + measured.d2h_both_gb_s
@@ -94,7 +93,7 @@ def _device_bytes(device: torch.device) -> int | None:
 
 
 class _Probe:
-    """The operations that are timed, on buffers of their own."""
+    """The timed operations and their buffers."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -106,7 +105,7 @@ class _Probe:
 
     def _host_buffer(self) -> torch.Tensor:
         make = pinned_empty if self.cuda else torch.empty
-        with numa.bound(numa.node_of(self.device)):  # near the GPU, as buckets are
+        with numa.bound(numa.node_of(self.device)):  # near the GPU, like buckets
             buffer = make((_COPY_BYTES,), dtype=torch.uint8)
         return buffer.fill_(1)
 
@@ -159,9 +158,10 @@ class _Probe:
         return lambda: a @ b
 
     def fp8_tflop_s(self, n: int) -> float | None:
-        """Rate of products with a scale for each operand; None where the device has no kernels.
+        """Rate of products with one scale per operand; None if the device has no fp8 kernels.
 
-        Of random numbers: equal ones take less power, and a GPU at its limit is faster with them.
+        Uses random numbers, because equal ones take less power, which makes a power-limited GPU
+        faster.
         """
         if not self.cuda or torch.cuda.get_device_capability(self.device) < _FP8_CAPABILITY:
             return None
@@ -171,10 +171,10 @@ class _Probe:
         return 2 * n**3 / self.seconds(product) / 1e12
 
     def sustained_flop_s(self, dtype: torch.dtype) -> float:
-        """A linear layer's three products again and again: the mean of `_SUSTAINED_S`.
+        """Mean rate of a linear layer's three products over `_SUSTAINED_S`.
 
-        At the limit of its power a GPU's clock swings. An H100 ran them at 730 TFLOP/s for 0.8 s,
-        at 590 for the next 0.2 s, and so on around 693, each swing a little smaller.
+        At its power limit a GPU's clock oscillates. An H100 ran them at 730 TFLOP/s for 0.8 s, at
+        590 for the next 0.2 s, and so on around 693 with decreasing amplitude.
         """
         m, k, n = (8192, 4096, 14336) if self.cuda else (256, 512, 1024)
         x, w, dy = (
@@ -194,7 +194,7 @@ class _Probe:
 
     @property
     def update_bytes(self) -> int:
-        """AdamW in float32 reads four values and writes three."""
+        """Bytes of one update: AdamW in float32 reads four values and writes three."""
         return 7 * 4 * self._update_numel()
 
     @staticmethod
@@ -209,7 +209,7 @@ class _Probe:
         self._optimizers[0].step()
 
     def host_gb_s(self, update_s: float, h2d_gb_s: float) -> float:
-        """Bandwidth of the update and of copies next to it, together."""
+        """Combined bandwidth of the update and concurrent copies."""
         if not self.cuda:
             return 0.0
         copies = max(1, round(update_s * h2d_gb_s * 1e9 / _COPY_BYTES))
@@ -222,12 +222,12 @@ class _Probe:
         return (self.update_bytes + copies * _COPY_BYTES) / self.seconds(together) / 1e9
 
 
-# Measure what a disk can do for a step: direct reads and writes of a scratch file.
+# Measures a disk with direct reads and writes of a scratch file.
 #
-# A drive that is written for long may become slower (its fast cache is full, it gets warm), which a
-# measurement of seconds does not see.
+# A drive may slow down after long writes (its fast cache is full, it gets warm), which a
+# measurement of seconds does not show.
 
-_FILE_BYTES = 512 * 2**20  # each of two places
+_FILE_BYTES = 512 * 2**20  # in each of two places
 _DISK_REPEATS = 3
 
 
@@ -241,7 +241,7 @@ class DiskRates:
     write_both_gb_s: float
 
     def on(self, hardware: Hardware) -> Hardware:
-        """A machine with this disk."""
+        """The machine with this disk."""
         return hardware.replace(
             disk_read_gb_s=self.read_gb_s,
             disk_write_gb_s=self.write_gb_s,
@@ -251,10 +251,10 @@ class DiskRates:
 
 
 def measure_disk(folder: str | os.PathLike[str]) -> DiskRates:
-    """Measure the disk that a folder is on, in seconds; it takes 1 GiB there for as long.
+    """Measure the disk of a folder in a few seconds; uses 1 GiB of it meanwhile.
 
     Raises:
-        DiskError: no file can be made there, it has no place for it, or an I/O error.
+        DiskError: no file can be created there, the disk is full, or I/O failed.
     """
     file, transfers = ScratchFile(folder), Transfers()
     spans = {}
@@ -268,7 +268,8 @@ def measure_disk(folder: str | os.PathLike[str]) -> DiskRates:
         _begun(transfers, Way.WRITE, file, spans[way]).wait()  # new places are slower
 
     def seconds(*ways: Way) -> dict[Way, float]:
-        """Until each is done; the best of some runs, because others use the disk as well."""
+        """Seconds until each way is done, the best of several runs because others may use the
+        disk."""
         found = dict.fromkeys(ways, float("inf"))
         for _ in range(_DISK_REPEATS):
             start = time.perf_counter()
@@ -280,7 +281,7 @@ def measure_disk(folder: str | os.PathLike[str]) -> DiskRates:
 
     size = _FILE_BYTES / 1e9
     alone = {way: size / seconds(way)[way] for way in Way}
-    together = max(seconds(*Way).values())  # the one that ends first leaves the disk to the other
+    together = max(seconds(*Way).values())  # after the first ends, the other has the disk alone
     both = size / together
     return DiskRates(
         alone[Way.READ],

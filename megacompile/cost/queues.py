@@ -1,10 +1,10 @@
-"""Run work on queues whose rates depend on what else runs: a discrete-event simulation.
+"""A discrete-event simulation of queues whose rates depend on what else runs.
 
-Each queue does its work in the order in which it is given, an item at a time, and an item begins
-when everything that it waits for is done. Copies take their bytes over the bandwidth, which is less
-while both directions run. The CPU's update and the copies share host memory: where they want more
-than it has, each gets a fair share. A device that helps takes updates from the CPU, over the link
-(`runtime.updates.workers` says which). Times are in seconds.
+Each queue runs its work in order, one item at a time, and an item begins when everything that it
+waits for is done. Copies take their bytes over the bandwidth, which is lower while both directions
+run. The CPU's updates and the copies share host memory bandwidth; if they need more than there is,
+each gets a fair share. A helping device takes updates from the CPU over the link, chosen as in
+`runtime.updates.workers`. Times are in seconds.
 """
 
 from __future__ import annotations
@@ -18,50 +18,59 @@ from dataclasses import dataclass
 from megacompile.cost.hardware import Hardware
 from megacompile.ir.stream import Stream
 
-STREAMS = tuple(Stream)  # a queue is its stream's place here
+STREAMS = tuple(Stream)  # a queue is the index of its stream
 COMPUTE, H2D, D2H, HOST, DEVICE, READ, WRITE, COMM = range(len(STREAMS))
-_NETWORK = len(STREAMS)  # the bit of a mask of what runs: the collective is between replicas
-_IN_TURN = (COMPUTE, H2D, D2H, DEVICE, READ, WRITE, COMM, HOST)  # it takes what the device leaves
+_NETWORK = len(STREAMS)  # bit of the busy mask: the running collective is between replicas
+_IN_TURN = (
+    COMPUTE,
+    H2D,
+    D2H,
+    DEVICE,
+    READ,
+    WRITE,
+    COMM,
+    HOST,
+)  # the device chooses before the host
 
 
 @dataclass(slots=True)
 class Work:
-    """An op of one step, or a part of one."""
+    """An op of a step, or half of one."""
 
     graph: str
     label: str
     queue: int
     amount: float  # seconds of a compute, bytes of a copy or an update
-    waits: list[int]  # places in `Queues.works`
+    waits: list[int]  # indices in `Queues.works`
     step: int
-    since: int = -1  # the work that it is the second half of
-    helped: float = 0.0  # its amount where the device makes it; 0: it cannot
-    of_replicas: bool = False  # a collective of ranks with the same rows
+    since: int = -1  # index of its first half; -1: it is not a second half
+    helped: float = 0.0  # its amount on the device; 0: the device cannot help
+    of_replicas: bool = False  # a collective between replicas
 
 
 class Queues:
-    """Work in the order of its queues, and when it ran."""
+    """Queues of work, and the times when it ran."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.works: list[Work] = []
         self.start_s: list[float] = []
         self.stop_s: list[float] = []
-        self.before: list[int] = []  # the work that its queue did before, or -1
+        self.before: list[int] = []  # index of the previous work on the same queue, or -1
         self.rates = _rates_of(hardware)
         self._host_s, self._device_s = (1 / self.rates[1 << k][k] for k in (HOST, DEVICE))
 
     def add(self, work: Work) -> int:
-        """Returns its place."""
+        """Append work; returns its index."""
         self.works.append(work)
         return len(self.works) - 1
 
     @property
     def uses_host(self) -> bool:
-        """True if there is work for the host, or for the device that helps it."""
+        """True if there is work for the host or a helping device."""
         return any(work.queue in (HOST, DEVICE) for work in self.works)
 
     def go(self) -> None:
-        """Run everything."""
+        """Run all work."""
         count = len(self.works)
         self.start_s, self.stop_s = [0.0] * count, [0.0] * count
         self.before = [-1] * count
@@ -72,7 +81,7 @@ class Queues:
             queues[work.queue].append(i)
             for wait in work.waits:
                 readers[wait].append(i)
-        host = queues[DEVICE] = queues[HOST]  # the device takes what the host would
+        host = queues[DEVICE] = queues[HOST]  # the device takes updates of the host
         order = [k for k in _IN_TURN if queues[k]]
         runs, left, running, now, done = [-1] * len(STREAMS), [0.0] * len(STREAMS), 0, 0.0, 0
         last_of = [-1] * len(STREAMS)
@@ -113,8 +122,8 @@ class Queues:
                     missing[reader] -= 1
 
     def _next(self, k: int, queue: Iterable[int], device_left: float) -> int:
-        """Index of the update that the host or the device would begin now, while the device has so
-        much left to do; -1: none."""
+        """Index of the update that the host or the device would begin now, or -1; `device_left` is
+        the rest of the device's current work."""
         if k == DEVICE:
             return next((i for i in self._of_a_step(queue) if self.works[i].helped), -1)
         device_s = device_left * self._device_s
@@ -126,7 +135,7 @@ class Queues:
         return -1
 
     def _of_a_step(self, queue: Iterable[int]) -> Iterator[int]:
-        """Works of the first step that wait there."""
+        """The waiting work of the first step."""
         step = -1
         for i in queue:
             if step not in (-1, self.works[i].step):
@@ -135,7 +144,7 @@ class Queues:
             yield i
 
     def critical(self, last: int, start_s: float) -> dict[Stream, float]:
-        """Seconds by stream on the way back from an op to a time: who let whom start."""
+        """Seconds by stream on the critical path, from an op back to a start time."""
         found = dict.fromkeys(STREAMS, 0.0)
         while last >= 0 and self.stop_s[last] > start_s:
             begin = max(self.start_s[last], start_s)
@@ -144,25 +153,25 @@ class Queues:
         return found
 
     def _blocker(self, i: int) -> int:
-        """The work whose end let this one start, or -1."""
+        """The work whose end allowed this one to start, or -1."""
         before = [self.before[i]] if self.before[i] >= 0 else []
         return max([*self.works[i].waits, *before], key=self.stop_s.__getitem__, default=-1)
 
 
 @functools.lru_cache(maxsize=16)
 def _rates_of(hardware: Hardware) -> tuple[tuple[float, ...], ...]:
-    """By the mask of what runs, work a second of each queue."""
+    """Work per second of each queue, by the mask of busy queues."""
     return tuple(_rates(hardware, busy) for busy in range(2 << len(STREAMS)))
 
 
 def _rates(hardware: Hardware, busy: int) -> tuple[float, ...]:
-    """Work a second of each queue while those in the mask run.
+    """Work per second of each queue while the queues in the mask are busy.
 
-    The device's updates use both directions of the link to the host, and so do collectives where
-    GPUs have no other interconnect: each direction is divided among all that use it. Every copy to
-    or from the host also takes host memory bandwidth. Collectives are taken to need none of it: the
-    GPUs reach one another directly, or through the processor's caches. That was not measured.
-    Between hosts a collective goes over the link too, to the host's network.
+    The device's updates use both directions of the link to the host, and so do collectives if GPUs
+    have no other interconnect; each direction is divided among its users. Every copy to or from the
+    host also takes host memory bandwidth. Collectives are assumed to take none, because GPUs reach
+    one another directly or through the processor's caches; this was not measured. Collectives
+    between hosts use the link too, to reach the network.
     """
     h2d, d2h, host, device, comm = (busy >> k & 1 for k in (H2D, D2H, HOST, DEVICE, COMM))
     if busy >> _NETWORK & 1:
@@ -174,7 +183,7 @@ def _rates(hardware: Hardware, busy: int) -> tuple[float, ...]:
     down = hardware.h2d_both_gb_s if d2h or device or over_link else hardware.h2d_gb_s
     up = hardware.d2h_both_gb_s if h2d or device or over_link else hardware.d2h_gb_s
     gathers = gather if over_link else 0.0
-    ways = ((h2d, down), (d2h, up))  # a gather alone gets its own rate, which was measured
+    ways = ((h2d, down), (d2h, up))  # a gather alone gets its measured rate
     (down, helps_down, comes), (up, helps_up, goes) = (
         _shares([copies * rate, device * rate, gathers], max(rate, gathers))
         for copies, rate in ways
@@ -188,7 +197,7 @@ def _rates(hardware: Hardware, busy: int) -> tuple[float, ...]:
 
 
 def _disk_rates(hardware: Hardware, *, read: bool, write: bool) -> tuple[float, float]:
-    """Reading and writing; what was not measured takes no time."""
+    """Rates of reading and writing; unmeasured ones take no time."""
     both = read and write
     reads = hardware.disk_read_both_gb_s if both else hardware.disk_read_gb_s
     writes = hardware.disk_write_both_gb_s if both else hardware.disk_write_gb_s
@@ -196,7 +205,7 @@ def _disk_rates(hardware: Hardware, *, read: bool, write: bool) -> tuple[float, 
 
 
 def _shares(wanted: Sequence[float], total: float) -> list[float]:
-    """Max-min fair: who wants less than an equal share gets it, the others divide the rest."""
+    """Max-min fair shares: demands below an equal share are met, and the others divide the rest."""
     given = [0.0] * len(wanted)
     left = total
     order = sorted((k for k in range(len(wanted)) if wanted[k]), key=wanted.__getitem__)

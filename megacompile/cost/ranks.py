@@ -1,14 +1,14 @@
-"""The rates of ranks that share a model: the slowest of each, and the interconnect; where several
-have the same rows, what they get from one another.
+"""The rates of ranks that share a model: the slowest of each kind, the interconnect and, with
+replicas, the network.
 
-Each rank measures its own GPU and its own updates, all at the same time: training gets what the
-links of a host give when all of its GPUs copy, and what its memory gives when all of its cores
-update. Ranks of one host share its memory, its bandwidth and the bytes: the host has the sum of
-what its ranks got at once, and each rank counts on its share. An update's rate is a rank's own
-already: its cores are its share, and the other ranks' were busy too.
+All ranks measure their own GPU and updates at the same time, because in training all GPUs of a host
+copy at once and all cores update at once. Ranks of one host share its memory bandwidth and its
+bytes: the host has the sum of what its ranks reached together, and each rank plans with its share.
+An update's rate needs no division, because each rank measured it on its share of the cores while
+the others were busy.
 
-A disk that several ranks use is measured by one of them, while the others wait, as one process
-would measure it. Each counts on its share of the rates and of the place.
+A disk that several ranks use is measured by one of them while the others wait. Each plans with its
+share of the rates and of the space.
 """
 
 from __future__ import annotations
@@ -32,47 +32,47 @@ from megacompile.cost.hardware import Hardware
 from megacompile.cost.probe import DiskRates
 from megacompile.cost.rates import cached, cached_of_rank, load_disk, measure_of_rank
 
-_BYTES = 256 * 2**20  # that the ranks gather together: about a layer of a 7 B model
+_BYTES = 256 * 2**20  # size of a gather: about a layer of a 7 B model
 _SMALL = 64 * 2**10
 _REPEATS = 5
 _LONGEST = ("launch_s", "copy_s", "collective_s")
 
-AllGather = Callable[[Any], list[Any]]  # what each rank says, in the mesh's order
+AllGather = Callable[[Any], list[Any]]  # gathers one value per rank, in the mesh's order
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """The rates that all ranks plan with, and those that each of them has."""
+    """The rates that all ranks plan with, and each rank's own rates."""
 
-    hardware: Hardware  # the slowest rates of all; of its host and its disk, a rank's share
-    ranks: tuple[RankRates, ...]  # by number
+    hardware: Hardware  # the slowest of all ranks; a rank's share of its host and disk
+    ranks: tuple[RankRates, ...]  # in order of rank
 
 
 @dataclass(frozen=True, slots=True)
 class SharedDisk:
-    """The disk that a rank's folder is on."""
+    """The disk of a rank's folder."""
 
-    ranks: int  # that use it
-    share_bytes: int  # of its place, for each of them
-    rates: DiskRates | None  # of one process that has it alone; None: not measured
+    ranks: int  # that use the disk
+    share_bytes: int  # of free space, per rank
+    rates: DiskRates | None  # for one process alone; None: not measured
 
 
 def ranks_of_host(mesh: DeviceMesh) -> int:
-    """Number of ranks on this host, as torchrun says; else all of the mesh."""
+    """Number of ranks on this host according to torchrun, or else all of the mesh."""
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(said) if said.isdigit() and int(said) else mesh.size()
 
 
 def host_of_rank() -> tuple[str, str]:
-    """Identity of this rank's host: the machine of torchrun's, and its name."""
+    """Identity of this rank's host: torchrun's group rank and the host name."""
     return os.environ.get("GROUP_RANK", ""), platform.node()
 
 
 def use_cores(mesh: DeviceMesh) -> None:
-    """Limits this rank's work on the host to its share of the cores.
+    """Limit this rank's work on the host to its share of the cores.
 
-    torchrun sets OMP_NUM_THREADS to 1 where the user has set nothing: updates on the host would
-    take as many times longer as there are cores.
+    torchrun sets OMP_NUM_THREADS to 1 by default, which would slow down host updates by the number
+    of cores.
     """
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and torch.get_num_threads() == 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -87,13 +87,13 @@ class _DiskOfRank:
 
     rank: int  # of all processes
     host: tuple[str, str]
-    of_host: int  # how many ranks torchrun has there
-    device: int | None  # that the folder is on; None: it has none
+    of_host: int  # number of torchrun's ranks there
+    device: int | None  # st_dev of the folder; None: no folder
     free_bytes: int
 
     @property
     def disk(self) -> tuple[tuple[str, str], int | None]:
-        """Identity of the disk: folders of many hosts may be on the same device."""
+        """Identity of the disk; device numbers are only unique per host."""
         return self.host, self.device
 
 
@@ -105,20 +105,20 @@ def agree_disks(
     measured: bool,
     load: Callable[[str], DiskRates] = load_disk,
 ) -> dict[int, SharedDisk]:
-    """The disks of the ranks that have one, by the rank's number: a collective of all of them.
+    """Find the disks of the ranks that have one, by rank. This is a collective.
 
-    The first rank of each disk measures it, once, in some seconds. Ranks of this host that are not
-    in the mesh are taken to use it too.
+    The first rank of each disk measures it once, in a few seconds. Ranks of this host outside the
+    mesh are assumed to use it too.
 
     Args:
         mesh: the ranks.
-        folder: this one's, of scratch files; None: it has none.
+        folder: this rank's folder of scratch files, if any.
         all_gather_object: as in `agree`.
-        measured: are rates needed? The same in all ranks.
-        load: gives the rates of a folder's disk.
+        measured: rates are needed. The same in all ranks.
+        load: returns the rates of a folder's disk.
 
     Raises:
-        DiskError: no file can be made there, or it cannot be read or written.
+        DiskError: no file can be created there, or it cannot be read or written.
     """
     device, free_bytes = None, 0
     if folder is not None:
@@ -155,31 +155,31 @@ def agree(
     *,
     probe: Probe | None = None,
 ) -> Agreed | None:
-    """The slowest rates of all ranks: a collective of all of them.
+    """Find the slowest rates of all ranks. This is a collective.
 
-    Each GPU is measured once, in a few seconds. On the CPU nothing is measured for a plan: None
-    there, unless every rank has rates on file.
+    Each GPU is measured once, in a few seconds. On the CPU nothing is measured; the result is None
+    unless every rank has cached rates.
 
     Args:
         mesh: the ranks.
-        device: where this one computes.
-        all_gather_object: what each of them says; raises where one of them cannot go on.
-        disks: what `agree_disks` has given.
-        probe: how ranks with GPUs measure. Default: `Probe()`.
+        device: of this rank.
+        all_gather_object: gathers a value from each rank; raises if one of them failed.
+        disks: from `agree_disks`.
+        probe: measures ranks with GPUs. Default: `Probe()`.
     """
     probe = probe or Probe()
     of_host, cuda = ranks_of_host(mesh), device.type == "cuda"
     here = all_gather_object(host_of_rank()).count(host_of_rank())
     mine = probe.kept(device, here) if cuda else cached(device)
     found = all_gather_object(_said(mesh, of_host, mine))
-    if any(hardware is None for *_, hardware in found):  # some must measure: all do, at once
+    if any(hardware is None for *_, hardware in found):  # if one must measure, all do at once
         if not cuda:
             return None
         mine = probe.measure(device, here, lambda: all_gather_object(None))
         found = all_gather_object(_said(mesh, of_host, mine))
     ranks, shares = _with_hosts(found, disks or {}, together=cuda)
     slowest = _slowest(shares)
-    if not cuda or len(ranks) == 1:  # which has no rank to gather from
+    if not cuda or len(ranks) == 1:  # no other rank to gather from
         return Agreed(slowest, ranks)
     gather_gb_s, start_s = probe.gathers(mesh, device, all_gather_object)
     slowest = slowest.with_interconnect(gather_gb_s)
@@ -189,7 +189,7 @@ def agree(
 
 
 def all_gather_object(mesh: DeviceMesh, value: Any) -> list[Any]:
-    """Gathers a value from each rank of a mesh, in their order: a collective of all of them."""
+    """Gather a value from each rank of a mesh, in order. This is a collective."""
     found = [value]
     for dim in reversed(range(mesh.ndim)):
         group = mesh.get_group(dim)
@@ -199,7 +199,7 @@ def all_gather_object(mesh: DeviceMesh, value: Any) -> list[Any]:
     return found
 
 
-# rank, its host, how many ranks torchrun has there, its rates
+# rank, its host, number of torchrun's ranks there, its rates
 _Said = tuple[int, tuple[str, str], int, Hardware | None]
 
 
@@ -210,13 +210,12 @@ def _said(mesh: DeviceMesh, of_host: int, hardware: Hardware | None) -> _Said:
 def _with_hosts(
     found: Sequence[_Said], disks: Mapping[int, SharedDisk], *, together: bool
 ) -> tuple[tuple[RankRates, ...], list[Hardware]]:
-    """Each rank's rates, with those of its host and its disk as a whole; and with its share of
-    these.
+    """Each rank's rates with its whole host and disk, and with its share of them.
 
     Args:
         disks: of the ranks that have one.
-        together: ranks have measured at the same time, so its host has what all of them got.
-            Otherwise each has had the host alone.
+        together: ranks measured at the same time, so the host has the sum. Otherwise each had the
+            host alone.
     """
     rates: dict[tuple[str, str], list[float]] = {}
     for _, host, _, hardware in found:
@@ -249,15 +248,14 @@ def _slowest(rates: Sequence[Hardware]) -> Hardware:
             worst = max if field.name in _LONGEST else min
             found[field.name] = worst(values, default=None)
     for_long = min(each.matmul_tflop_s * each.sustained for each in rates)
-    found["sustained"] = for_long / found["matmul_tflop_s"]  # the two may be of two ranks
+    found["sustained"] = for_long / found["matmul_tflop_s"]  # the two may come from different ranks
     return Hardware(**found)
 
 
 def interconnect(
     mesh: DeviceMesh, device: torch.device, all_gather_object: AllGather, size_bytes: int = _BYTES
 ) -> tuple[float, float]:
-    """GB/s that a rank gets from the others in a gather, and seconds that a small one takes; the
-    slowest rank's."""
+    """The slowest rank's GB/s received in a gather, and seconds of a small gather."""
     group = mesh.get_group(mesh.ndim - 1)
     count, rank = dist.get_world_size(group), dist.get_rank(group)
     whole = torch.empty(size_bytes // count * count, dtype=torch.uint8, device=device)
@@ -273,8 +271,8 @@ def interconnect(
 def network(
     mesh: DeviceMesh, device: torch.device, all_gather_object: AllGather, size_bytes: int = _BYTES
 ) -> float | None:
-    """GB/s that a rank gets from those with the same rows in a sum of its part, while all ranks of
-    its host do that; the slowest rank's. None: no others have these rows."""
+    """The slowest rank's GB/s received in a sum over replicas, while all ranks of a host run one;
+    None without replicas."""
     if mesh.ndim == 1:
         return None
     group = mesh.get_group(0)
@@ -294,7 +292,7 @@ def _slowest_s(
     device: torch.device,
     all_gather_object: AllGather,
 ) -> tuple[float, float]:
-    """Seconds that a small one takes in the slowest rank, and one of so many bytes."""
+    """Seconds of a small collective and of one with `size_bytes`, in the slowest rank."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -307,7 +305,7 @@ def _slowest_s(
         wait()
         return time.perf_counter() - start
 
-    # all have their memory then: no rank waits in a collective for one that has not
+    # all ranks have allocated by now, so none waits in a collective for an allocation
     all_gather_object(None)
     small = statistics.median(seconds(_SMALL) for _ in range(2 * _REPEATS))
     large = statistics.median(seconds(size_bytes) for _ in range(_REPEATS))
@@ -325,7 +323,7 @@ def _measured(device: torch.device, ranks: int, meet: Callable[[], object]) -> H
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Measures what ranks with GPUs get."""
+    """The measurements of ranks with GPUs."""
 
     kept: Callable[[torch.device, int], Hardware | None] = cached_of_rank
     measure: Callable[[torch.device, int, Callable[[], object]], Hardware] = _measured
@@ -333,19 +331,19 @@ class Probe:
     sums: Callable[[DeviceMesh, torch.device, AllGather], float | None] = network
 
 
-# The slow ones of several ranks, and what they are slow at.
+# Slow ranks and their slow rates.
 #
 #     matrix products   655 652 610 657 TFLOP/s   ->   rank 2: 610, the others 655, the fastest 657
 #
-# A rank is slow if it is nearer to the slowest than to the fastest. So a host whose memory is slow
-# is named with all of its ranks.
+# A rank is slow if it is closer to the slowest than to the fastest. So a host with slow memory is
+# reported with all of its ranks.
 
-FELT = 0.03  # to be behind by less is noise: a rate is measured within seconds
+FELT = 0.03  # smaller gaps are noise: a rate is measured within seconds
 
 
 @dataclass(frozen=True, slots=True)
 class RankRates:
-    """Rates of one rank: a GPU of its own, and its host as a whole."""
+    """Rates of one rank: its GPU, and its whole host."""
 
     rank: int  # of all processes
     host: str
@@ -354,17 +352,17 @@ class RankRates:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Something that ranks are compared by."""
+    """A rate by which ranks are compared."""
 
     name: str
     unit: str
-    fields: tuple[str, ...]  # of `Hardware`; the first one is compared
-    times: str = ""  # another field, by which it is multiplied
+    fields: tuple[str, ...]  # of `Hardware`; the first is compared
+    times: str = ""  # another field, a factor
     scale: float = 1.0  # from a field's unit to this one
-    seconds: bool = False  # more is slower
+    seconds: bool = False  # larger is slower
 
     def of(self, hardware: Hardware) -> float | None:
-        """In the unit; None: not known, or none."""
+        """The figure in its unit; None if unknown."""
         value: float | None = getattr(hardware, self.fields[0])
         if value is None:
             return None
@@ -389,16 +387,16 @@ FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class SlowRate:
-    """A rate at which some ranks are behind the others."""
+    """A rate at which some ranks are slower than the others."""
 
     name: str
     unit: str
     ranks: tuple[int, ...]  # the slow ones
-    hosts: tuple[str, ...]  # theirs
-    value: float  # of the slowest, which plans are made with
+    hosts: tuple[str, ...]  # of the slow ranks
+    value: float  # of the slowest rank, used by plans
     median: float  # of the others
     fastest: float
-    behind: float  # of the median: 0.07 is 7 % slower
+    behind: float  # relative to the median: 0.07 is 7 % slower
     fields: tuple[str, ...]  # of `Hardware`
 
     def at_median(self, hardware: Hardware) -> Hardware:
@@ -408,7 +406,7 @@ class SlowRate:
 
 
 def slow_rates(ranks: Sequence[RankRates]) -> list[SlowRate]:
-    """Rates at which ranks are behind by more than `FELT`, the largest gap first."""
+    """Rates at which ranks are slower by more than `FELT`, the largest gap first."""
     found = [_slow(figure, ranks) for figure in FIGURES]
     slow = [each for each in found if each is not None and each.behind > FELT]
     return sorted(slow, key=lambda each: -each.behind)
@@ -418,7 +416,7 @@ def _slow(figure: Figure, ranks: Sequence[RankRates]) -> SlowRate | None:
     given = [(each, figure.of(each.hardware)) for each in ranks]
     values = [(each, value) for each, value in given if value and math.isfinite(value)]
     if len(values) != len(ranks) or not ranks:
-        return None  # some rank has no such rate
+        return None  # a rank has no such rate
     sign = 1 if figure.seconds else -1
     values.sort(key=lambda item: (-sign * item[1], item[0].rank))
     (_, slowest), (_, fastest) = values[0], values[-1]

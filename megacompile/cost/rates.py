@@ -1,4 +1,4 @@
-"""Measured rates in a file, so that a machine is measured once."""
+"""Caches measured rates in files, so that each machine is measured once."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _DISK_FORMAT = 2
 
 
 def load(device: torch.device | str, *, again: bool = False) -> Hardware:
-    """The measured figures of `device`, from the cache file if it was measured before.
+    """The measured figures of `device`, from the cache if it was measured before.
 
-    The file is of this device, this number of threads, this version of torch and this version of
-    the format; one that cannot be read is written again.
+    The cache file depends on the device, the number of threads, torch's version and the version of
+    the format. An unreadable file is replaced.
 
     Args:
-        again: measure even if that was done before: something else may have used the device then.
-            Ranks that share a model measure it again, too.
+        again: measure even if cached, for example because the device was busy then. Ranks that
+            share a model measure it again too.
     """
     device = torch.device(device)
     found = None if again else cached(device)
@@ -46,13 +46,13 @@ def load(device: torch.device | str, *, again: bool = False) -> Hardware:
 
 
 def cached(device: torch.device) -> Hardware | None:
-    """The figures of `device` if it was measured before, and they are figures."""
+    """The cached figures of `device`, if they are valid."""
     return _on_file(_file(device))
 
 
 def _on_file(path: Path | None) -> Hardware | None:
     try:
-        if path is None or not path.is_file():  # to open a FIFO would wait for ever
+        if path is None or not path.is_file():  # opening a FIFO would block
             return None
         found = Hardware(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
@@ -61,15 +61,15 @@ def _on_file(path: Path | None) -> Hardware | None:
 
 
 def cached_of_rank(device: torch.device, ranks: int) -> Hardware | None:
-    """The figures of one of `ranks` GPUs of this host, if they were measured together before."""
+    """The cached figures of one of `ranks` GPUs of this host that were measured together."""
     return _on_file(_file_of_rank(device, ranks))
 
 
 def measure_of_rank(device: torch.device, ranks: int, *, meet: Callable[[], object]) -> Hardware:
-    """Measure this GPU while the other ranks of this host measure theirs, and keep it.
+    """Measure this GPU while the other ranks of this host measure theirs, and cache the result.
 
     Args:
-        meet: waits until all ranks are here; called as often in each of them.
+        meet: a barrier of all ranks, called equally often in each.
     """
     with phase("measuring the machine's rates"):
         measured = measure(device, meet=meet)
@@ -78,7 +78,7 @@ def measure_of_rank(device: torch.device, ranks: int, *, meet: Callable[[], obje
 
 
 def _are_figures(hardware: Hardware) -> bool:
-    """Is every figure a number that there can be? 0, NaN and text are in no measurement."""
+    """True if every figure is plausible: 0, NaN and text are not."""
     for field in fields(hardware):
         value = getattr(hardware, field.name)
         if field.name == "name":
@@ -95,13 +95,13 @@ def _are_figures(hardware: Hardware) -> bool:
 
 
 def load_disk(folder: str | os.PathLike[str], *, again: bool = False) -> DiskRates:
-    """The measured rates of the disk that a folder is on, from the cache file as `load` does.
+    """The measured rates of a folder's disk, cached as in `load`.
 
     Args:
         again: measure even if that was done before.
 
     Raises:
-        DiskError: no file can be made there, or it cannot be read or written.
+        DiskError: no file can be created there, or it cannot be read or written.
     """
     path = _disk_file(Path(folder))
     found = None if again else disk_on_file(folder)
@@ -113,7 +113,7 @@ def load_disk(folder: str | os.PathLike[str], *, again: bool = False) -> DiskRat
 
 
 def disk_on_file(folder: str | os.PathLike[str]) -> DiskRates | None:
-    """The measured rates of the disk that a folder is on; None: none that can be used."""
+    """The cached rates of a folder's disk; None if there are no valid ones."""
     path = _disk_file(Path(folder))
     try:
         found = DiskRates(**json.loads(path.read_text())) if path and path.is_file() else None
@@ -126,19 +126,18 @@ def disk_on_file(folder: str | os.PathLike[str]) -> DiskRates | None:
 
 
 def _disk_file(folder: Path) -> Path | None:
-    """The file for this machine and this device: folders of many machines may have the same
-    name."""
+    """The cache file for a disk of this machine, because machines may share a cache."""
     cache = _cache()
     try:
         device = os.stat(folder).st_dev
     except OSError:
-        return None  # to measure says what is wrong
+        return None  # measuring reports the error
     where = f"{_words(platform.node())}-{os.major(device)}-{os.minor(device)}"
     return None if cache is None else cache / f"disk-{where}-v{_DISK_FORMAT}.json"
 
 
 def _keep(path: Path | None, text: str) -> None:
-    """Write the cache file as a whole, or say that there is none."""
+    """Write a cache file atomically, or warn if that fails."""
     try:
         if path is None:
             raise OSError("there is no home directory")
@@ -148,8 +147,8 @@ def _keep(path: Path | None, text: str) -> None:
         os.replace(file.name, path)
     except OSError as error:
         notices.warn(
-            f"megacompile: the machine's rates cannot be kept ({error}), and are measured anew by "
-            "each process; set XDG_CACHE_HOME to a directory that can be written",
+            f"megacompile: the machine's rates cannot be cached ({error}), so each process "
+            "measures them; set XDG_CACHE_HOME to a directory that can be written",
             notices.Whose.HOST,
         )
 
@@ -160,7 +159,8 @@ def _file(device: torch.device) -> Path | None:
 
 
 def _file_of_rank(device: torch.device, ranks: int | str) -> Path | None:
-    """One for each GPU of each machine: GPUs of one name differ, and machines may share a home."""
+    """One file for each GPU of each machine: GPUs of the same model differ, and machines may share
+    a home."""
     folder = _cache()
     which = f"{_words(platform.node())}-{torch.cuda.get_device_properties(device).uuid}"
     name = f"{_key(device)}-{which}-of-{ranks}.json"
@@ -168,7 +168,7 @@ def _file_of_rank(device: torch.device, ranks: int | str) -> Path | None:
 
 
 def _forget_of_ranks(device: torch.device) -> None:
-    """Remove the figures of this GPU as one of several, however many."""
+    """Remove the figures of this GPU measured together with any number of others."""
     files = _file_of_rank(device, "*")
     for path in () if files is None else files.parent.glob(files.name):
         path.unlink(missing_ok=True)
@@ -180,30 +180,30 @@ def _words(name: str) -> str:
 
 def _key(device: torch.device) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    threads = torch.get_num_threads()  # that the update on the host has
+    threads = torch.get_num_threads()  # of host updates
     return f"{name.lower().replace(' ', '-')}-{threads}-torch-{torch.__version__}-v{_FORMAT}"
 
 
 def _cache() -> Path | None:
-    """The folder where rates are kept; None where there is no home directory."""
+    """The cache folder; None without a home directory."""
     root = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(root) if root else Path.home() / ".cache") / "megacompile"
-    except RuntimeError:  # an unknown user, and no HOME
+    except RuntimeError:  # an unknown user without HOME
         return None
 
 
-# Machines by name: one that was measured, data sheets of others, and the one at hand.
+# Machines by name: a measured one, data sheets of others, and this machine.
 
 
 def known(name: str) -> Hardware:
     """A machine by name: h200 (measured), h100, a100, 4090, 3090, 3080 (data sheets), this.
 
-    "this" is the machine at hand, measured once. How much memory a host has is not known but of
-    this one: `known("4090").replace(host_bytes=128 * 2**30)`.
+    "this" is the current machine, measured once. Host memory is only known for this one; set it for
+    others: `known("4090").replace(host_bytes=128 * 2**30)`.
 
     Raises:
-        OptionError: a name that is not among them.
+        OptionError: an unknown name.
     """
     key = name.lower() if isinstance(name, str) else name
     if key == "this":
@@ -212,6 +212,6 @@ def known(name: str) -> Hardware:
     if found is None:
         raise OptionError(
             f"known(): got {name!r}; needed one of {', '.join(NAMES)}; or make a "
-            "megacompile.cost.hardware.Hardware of your own figures"
+            "megacompile.cost.hardware.Hardware with your own figures"
         )
     return found

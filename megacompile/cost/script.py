@@ -1,17 +1,17 @@
-"""The graphs of a schedule as work on queues: what each op waits for.
+"""Turns the graphs of a schedule into work on queues, with the waits of each op.
 
-An op waits for what it names. What a graph takes of an earlier one is a placeholder: a token
-(`megacompile.ir.tokens`), what a backward left for the update (`schedule.left`), or a saved value
-that a forward has written to a disk. A placeholder that was not given yet stands for nothing.
+An op waits for its arguments. A value from an earlier graph is a placeholder: a token
+(`megacompile.ir.tokens`), a value that a backward left for the update (`schedule.left`), or a saved
+value that a forward wrote to a disk. A placeholder without a value yet is ignored.
 
-Four things are waited for that no edge shows, because the host issues the ops:
+Four waits have no edge, because they come from the host, which issues the ops:
 
-    a forward returns when its prefetches are done, and the next graph begins then
-    a backward returns when gradients are on the host; `optimizer.step()` comes then
-    a forward's drain waits for the copies of what was deferred before it
-    a read of states from a disk waits for a set of buffers that is free
+    a forward returns when its prefetches are done; then the next graph begins
+    a backward returns when gradients are on the host; then `optimizer.step()` begins
+    a forward's drain waits for the copies that deferred frees wait for
+    a read of states from a disk waits for a free set of buffers
 
-None of that depends on the machine: how much work it is there, `megacompile.cost.amounts` says.
+None of this depends on the machine; `megacompile.cost.amounts` computes the amount of work on one.
 """
 
 from __future__ import annotations
@@ -39,39 +39,39 @@ _QUEUES = {stream: STREAMS.index(stream) for stream in STREAMS}
 
 @dataclass(slots=True)
 class _Item:
-    """An op of a graph, before it belongs to a step of a machine."""
+    """An op of a graph, independent of the step and the machine."""
 
     node: fx.Node
     label: str
     queue: int
-    waits: list[int] = field(default_factory=list)  # positions in the graph's items
-    takes: list[Handed] = field(default_factory=list)  # what earlier graphs gave
-    begins: bool = False  # waits for what the graph before it left running
-    since: int = -1  # the item that it is the second half of
-    drains: bool = False  # waits for the copies of what was deferred
-    helped: float = 0.0  # its amount where the device makes it
-    half: int | None = None  # which half of the copy
-    of_replicas: bool = False  # a collective of ranks with the same rows
-    fresh: bool = False  # what it would copy is on the device still
-    reads_weights: int | None = None  # the key of the bucket that it copies to the device
-    stages: bool = False  # brings states from a disk to a set of buffers, or back
+    waits: list[int] = field(default_factory=list)  # indices in the graph's items
+    takes: list[Handed] = field(default_factory=list)  # values of earlier graphs
+    begins: bool = False  # waits for what the previous graph left running
+    since: int = -1  # index of its first half, or -1
+    drains: bool = False  # waits for the copies that deferred frees wait for
+    helped: float = 0.0  # its amount on the device
+    half: int | None = None  # index of its half of the copy
+    of_replicas: bool = False  # a collective between replicas
+    fresh: bool = False  # its data are still on the device
+    reads_weights: int | None = None  # key of the bucket that it copies to the device
+    stages: bool = False  # copies states between a disk and a set of buffers
 
 
 class _Graph:
     """One graph of a schedule as items.
 
     Args:
-        sizes: by the key of a bucket, its update in `optimizer.step()`.
+        sizes: the cost of a bucket's update in `optimizer.step()`, by the bucket's key.
     """
 
     def __init__(self, schedule: Schedule, name: str, sizes: dict[int, UpdateCost]) -> None:
         self.name, self.schedule = name, schedule
         self.sizes = sizes
         self.items: list[_Item] = []
-        self.gives: dict[Handed, int] = {}  # what a later graph may take -> its item
-        self.deferred: list[int] = []  # items whose copies the next drain waits for
+        self.gives: dict[Handed, int] = {}  # value that a later graph may take -> its item
+        self.deferred: list[int] = []  # copies that the next drain waits for
         self.awaited: list[Handed] = []  # the same, of earlier graphs
-        self.fresh: set[int] = set()  # buckets whose new values stay on the device until then
+        self.fresh: set[int] = set()  # buckets whose new weights stay on the device until then
         self._position: dict[fx.Node, int] = {}
         self._lands: dict[Handed, int] = {}
         self._stored = on_disk(schedule.forward)  # names of saved values
@@ -83,18 +83,18 @@ class _Graph:
 
     @property
     def returns_behind(self) -> int:
-        """The queue that is empty when the graph returns; -1: none is waited for.
+        """The queue that must be empty before the graph returns; -1: none.
 
-        New parameters, where the backward makes them, reach the host while the next forward begins.
+        New parameters of updates in the backward reach the host while the next forward begins.
         """
         if self.name == "forward":
             return H2D
         return -1 if self._lands else D2H
 
     def keep_fresh(self, keys: set[int]) -> None:
-        """Prefetches of a forward take what is still on the device.
+        """Make prefetches of a forward use weights that are still on the device.
 
-        It was made on the compute stream, after which the forward begins.
+        They were computed on the compute stream, before the forward begins.
         """
         plan = self.schedule.plan
         on_device = keys - plan.weights_on_disk
@@ -116,13 +116,13 @@ class _Graph:
         ]
 
     def _give(self) -> None:
-        """Notes what later graphs wait for. Of a forward that is what goes to a disk: everything
-        else is there when it returns, or is behind it on the stream of its copies."""
+        """Record the values that later graphs wait for. For a forward these are values written to a
+        disk; all others are ready when it returns, or ordered by the stream of their copies."""
         for what, node in handed(self.schedule, self.name).items():
             if self.name == "forward" and what[1] not in self._stored:
                 continue
             at = self._position[node]
-            if ops.stream_of(node) is Stream.D2H:  # one half of it
+            if ops.stream_of(node) is Stream.D2H:  # one of its halves
                 at = self._lands.get(what, at)
             self.gives[what] = at
 
@@ -153,7 +153,7 @@ class _Graph:
         self.items.append(item)
 
     def _waits(self, node: fx.Node, queue: int) -> tuple[list[int], list[Handed]]:
-        """Those of other queues, in this graph and in earlier ones."""
+        """The ops on other queues that a node waits for, in this graph and in earlier ones."""
         waits: list[int] = []
         takes: list[Handed] = []
         for source in waits_for(node):
@@ -165,20 +165,20 @@ class _Graph:
         return waits, takes
 
     def _add_half(self, node: fx.Node, item: _Item) -> None:
-        """Add the first half; `item` becomes the second one. New parameters reach the host ahead of
-        the states, and ranks that shard sum gradients ahead of those with the same rows."""
+        """Add the first half of a copy; `item` becomes the second. New parameters reach the host
+        before the states."""
         item.since, item.half = len(self.items), 1
         self.items.append(_Item(node, "", item.queue, item.waits, item.takes, half=0))
         item.waits, item.takes = [], []
 
     def _help(self, node: fx.Node) -> None:
-        """From here on the device may make these updates."""
+        """Allow the device to help with these updates."""
         for update in node.all_input_nodes:
             size = self.sizes.get(ops.arguments(update)[0].key)
             self.items[self._position[update]].helped = 0.0 if size is None else size.helped_bytes
 
     def _defer(self, node: fx.Node) -> None:
-        """No stream waits for `after` here, but the next drain does."""
+        """Record a deferred free: no stream waits for its `after`, but the next drain does."""
         value = node.args[0]
         for source in node.all_input_nodes:
             if source is value:
@@ -192,12 +192,12 @@ class _Graph:
 
 
 class Script:
-    """The work of the graphs of a step, on any machine.
+    """The work of a step's graphs, independent of the machine.
 
     Args:
-        schedules: of one step: their forwards run in order, their backwards in the opposite one,
-            and then their updates.
-        optimizer: what updates; None: nothing.
+        schedules: of one step; their forwards run in order, then their backwards in reverse, then
+            their updates.
+        optimizer: its costs; None: no updates.
         fused: elementwise operations are fused (lowering "inductor").
     """
 
@@ -222,20 +222,20 @@ class Script:
 
 
 class Steps:
-    """Adds the work of whole steps on a machine to queues."""
+    """Adds the work of steps on a machine to queues."""
 
     def __init__(self, script: Script, hardware: Hardware) -> None:
         self.graphs = [(g, g.amounts(hardware, fused=script.fused)) for g in script.graphs]
         self.sets = script.sets
-        self.given: dict[Handed, int] = {}  # by earlier graphs: what -> the work that makes it
-        self.returned: list[int] = []  # work that is done when the graph before has returned
+        self.given: dict[Handed, int] = {}  # value of an earlier graph -> the work that makes it
+        self.returned: list[int] = []  # work that is done when the previous graph returns
         self.deferred: list[int] = []  # the copies that the next drain waits for
-        self.read: list[int] = []  # states from a disk, in order
-        self.written: list[int] = []  # the same back to it
+        self.read: list[int] = []  # reads of states from a disk, in order
+        self.written: list[int] = []  # writes of states to a disk
 
     def add(self, queues: Queues, step: int) -> int:
-        """Add a step. Returns the work that ends it: the last compute, with gradients on the
-        host."""
+        """Add a step; returns the work that ends it, after the last compute and with gradients on
+        the host."""
         last_compute: list[int] = []
         for graph, amounts in self.graphs:
             first = len(queues.works)
@@ -256,7 +256,7 @@ class Steps:
         return queues.add(end)
 
     def _stage(self, queues: Queues, graph: _Graph, first: int) -> None:
-        """A read of states begins when its graph does, and when a write has left a set free."""
+        """A read of states begins after its graph, and after a write has freed a set of buffers."""
         before = len(self.read)
         for at, item in enumerate(graph.items, first):
             if item.stages:

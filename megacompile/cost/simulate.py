@@ -1,9 +1,9 @@
-"""Predict when each op of a schedule runs: a simulation of its streams, and of what they share.
+"""Predicts when each op of a schedule runs by simulating its streams and the resources they share.
 
-An op starts when its stream has come to it and everything that it waits for is done: the edges that
-`megacompile.verify` checks and the runtime keeps, within a graph and between graphs, and what the
-host waits for (`megacompile.cost.script`). Computes take what `megacompile.cost.ops` says, updates
-what `megacompile.cost.optimizer` says; how fast copies and updates go depends on what else runs
+An op starts when the previous op of its stream and everything that it waits for are done: the edges
+that `megacompile.verify` checks and the runtime keeps, within and between graphs, and the host's
+waits (`megacompile.cost.script`). The costs of computes come from `megacompile.cost.ops`, those of
+updates from `megacompile.cost.optimizer`; the rates of copies and updates depend on what else runs
 (`megacompile.cost.queues`). Times are in seconds.
 """
 
@@ -39,26 +39,27 @@ class Event:
 class Prediction:
     """The predicted run of one or more steps."""
 
-    total_s: float  # from the start to the end of everything
-    step_s: float  # from the end of the step before the last one to the end of the last
-    start_s: float  # where that period starts
-    critical_s: Mapping[Stream, float]  # of that period: what the end of the step waited for
+    total_s: float  # from start to end
+    step_s: float  # from the end of the second-to-last step to the end of the last
+    start_s: float  # start of that period
+    critical_s: Mapping[Stream, float]  # of that period, by the stream on the critical path
     _run: Queues = field(repr=False, compare=False)
     _memory: Callable[[], DeviceMemory] = field(repr=False, compare=False)
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
-        """Events of every step, in the order in which they end."""
+        """Events of all steps, ordered by their ends."""
         return _events(self._run)
 
     @cached_property
     def memory(self) -> DeviceMemory:
-        """Device memory over a step; it is the same on every machine."""
+        """Device memory over a step, which does not depend on the machine."""
         return self._memory()
 
     @property
     def uses_host(self) -> bool:
-        """Is anything updated in host memory? Else its rates make no difference."""
+        """True if anything is updated in host memory; otherwise the host's update rate is
+        irrelevant."""
         return self._run.uses_host
 
     @property
@@ -67,7 +68,7 @@ class Prediction:
         return self.start_s + self.step_s
 
     def busy_s(self, stream: Stream) -> float:
-        """Seconds of the last step's period in which a stream has work."""
+        """Busy seconds of a stream in the last step's period."""
         spans = ((e.start_s, e.stop_s) for e in self.events if e.stream is stream)
         return sum(
             max(0.0, min(stop, self.stop_s) - max(start, self.start_s)) for start, stop in spans
@@ -75,11 +76,11 @@ class Prediction:
 
     @property
     def bound(self) -> Stream:
-        """The stream that the step waits for most of its time."""
+        """The stream that the step waits for the longest."""
         return max(Stream, key=lambda stream: self.critical_s.get(stream, 0.0))
 
     def device_bytes(self) -> list[tuple[float, int]]:
-        """Device memory over the last step: (time, bytes) where its computes start."""
+        """Device memory over the last step, as (time, bytes) at the start of each compute."""
         last = max((e.step for e in self.events), default=0)
         starts: dict[tuple[str, str], list[float]] = {}
         for event in self.events:
@@ -118,10 +119,10 @@ def simulate(
     """Predict `steps` steps on `hardware`.
 
     Args:
-        schedule: or several, where the model was captured in several graphs: their forwards run
-            in order, their backwards in the opposite one.
-        optimizer: what updates between two steps; None: nothing.
-        steps: one runs from idle to idle; with three, the last one's period is that of training.
+        schedule: one, or one for each captured graph of a model; their forwards run in order, their
+            backwards in reverse.
+        optimizer: its costs; None: no updates.
+        steps: one runs from idle to idle; with three, the period of the last is a training step.
         fused: elementwise operations are fused (lowering "inductor").
     """
     schedules = [schedule] if isinstance(schedule, Schedule) else list(schedule)
@@ -129,7 +130,7 @@ def simulate(
 
 
 def simulate_script(script: Script, hardware: Hardware, *, steps: int = 1) -> Prediction:
-    """The same, where the script is known: it is that of every machine."""
+    """Like `simulate`, with a script, which can be reused for all machines."""
     run, added = Queues(hardware), Steps(script, hardware)
     ends = [added.add(run, step) for step in range(steps)]
     run.go()
