@@ -21,16 +21,7 @@ from megacompile.ir.stream import Stream
 STREAMS = tuple(Stream)  # a queue is the index of its stream
 COMPUTE, H2D, D2H, HOST, DEVICE, READ, WRITE, COMM = range(len(STREAMS))
 _NETWORK = len(STREAMS)  # bit of the busy mask: the running collective is between replicas
-_IN_TURN = (
-    COMPUTE,
-    H2D,
-    D2H,
-    DEVICE,
-    READ,
-    WRITE,
-    COMM,
-    HOST,
-)  # the device chooses before the host
+_IN_TURN = (COMPUTE, H2D, D2H, DEVICE, READ, WRITE, COMM, HOST)  # the device before the host
 
 
 @dataclass(slots=True)

@@ -82,10 +82,8 @@ class Problem:
     disk_weights: bool | None = False
     disk_saved: bool | None = None
     offloads: bool = False
-    # # Known costs of choices.
-    _peaks: dict[Choice, dict[int, int]] = field(
-        default_factory=dict, init=False
-    )  # by the number of kept stages
+    # Known costs of choices.
+    _peaks: dict[Choice, dict[int, int]] = field(default_factory=dict, init=False)  # by kept stages
     _steps_s: dict[Choice, float] = field(default_factory=dict, init=False)
     _slower_s: dict[Choice, float] = field(default_factory=dict, init=False)
     _computes_s: dict[Choice, float] = field(default_factory=dict, init=False)

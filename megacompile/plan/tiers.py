@@ -225,9 +225,7 @@ class Tiers:
         order = [bucket for bucket in order if self._of(bucket).stored]
         places = itertools.accumulate(sorted(self._of(bucket).stored for bucket in order))
         left = (self.disk_bytes or 0) - self.of_disk(choice)
-        most = sum(
-            place <= left for place in places
-        )  # an upper bound: the smallest ones that the disk holds
+        most = sum(place <= left for place in places)  # an upper bound: the smallest that fit
 
         def chosen(count: int) -> Choice:
             keys = (bucket.key for bucket in self._picked(order, count))
