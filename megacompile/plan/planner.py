@@ -142,7 +142,7 @@ def _add_grid(
     least, most = residents
     counts = sorted({min(max(least, round(total * part)), most) for part in _COUNTS})
     shares = _SHARES if device_update else _SHARES[:1]
-    # # without the disk: the device never updates buckets with states there
+    # without the disk: the device never updates buckets with states there
     first = problem.fewest_residents(disk=False) if resident and device_update else least
     tries.add_each(sorted({least, least if first is None else first}), shares)
     if not resident:

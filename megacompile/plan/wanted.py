@@ -120,7 +120,7 @@ class WantedPlaces:
         """Open all decisions again."""
         self._decided = self._stored = frozenset()
 
-    # # For uncaptured code.
+    # For uncaptured code.
 
     def note_fetches(
         self,

@@ -1,7 +1,7 @@
 """Views of a schedule (Python, table, differences, graph) and of the times of its ops.
 
 Measured times come from a recorder, predicted ones from the cost model. Both are timelines, which
-are summed, followed back along the critical path, saved for Perfetto and drawn.
+can be summed, reduced to their critical path, saved for Perfetto and plotted.
 """
 
 from megacompile.ir.schedule import VIEWS

@@ -1,16 +1,16 @@
-"""The critical path of a measured step: the ops that it waited for, followed back from its end.
+"""Finds the critical path of a measured step: the ops that it waited for, from its end back.
 
-An op starts when the op before it on its stream is done and so is everything else that it waits
-for; it waited for the one that was done last. From the last op of a step back to its beginning
-these are a path without overlaps, whose pieces by stream say what the step's time went to: a stream
-can be busy all the time and not be waited for. The method is that of the critical path of a
-program's activity graph (Yang and Miller, "Critical path analysis for the execution of parallel and
-distributed programs", 1988); `megacompile.cost.simulate` does the same for what it predicts.
+An op starts when the previous op of its stream and everything else that it waits for are done; it
+waited for the last of these. From the last op of a step back to its beginning they form a path
+without overlaps, and its pieces by stream show where the step's time went: a stream can be busy all
+the time without being waited for. This is the critical path of a program activity graph (Yang and
+Miller, "Critical path analysis for the execution of parallel and distributed programs", 1988);
+`megacompile.cost.simulate` does the same for predictions.
 
-The waits of an op are known: the schedule's edges within a graph, and the tokens between graphs.
-The simulation knows which of them was the last one; here that is concluded from the times. Time on
-the path in which no recorded op ran (the host had not issued the next one yet, or something was at
-work that is no op of a schedule) belongs to none of the streams.
+The waits of an op are the schedule's edges within a graph and the tokens between graphs. The
+simulation knows which of them was the last; here it is inferred from the times. Time on the path
+without a recorded op (the host had not issued the next one yet, or work outside the schedule ran)
+belongs to no stream.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.values import producer, reads
 from megacompile.views.timeline import COMM, UPDATERS, Span, Timeline
 
-NONE = "none of them"  # where no recorded op was what the step waited for
-_CLOCK_S = 20e-6  # by how much the clocks of two lanes, or an event's, may be apart
+NONE = "none of them"  # the step waited for no recorded op
+_CLOCK_S = 20e-6  # possible error between the clocks of two lanes, or of an event
 
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """Steps in the middle of training, one after the other; seconds of the timeline's axis."""
+    """Consecutive steps in the middle of training, in seconds of the timeline's axis."""
 
     start_s: float
     stop_s: float
@@ -48,7 +48,7 @@ class Period:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a critical path: a span of it, or a time in which there was none."""
+    """A piece of a critical path: a span, or a gap without one."""
 
     span: Span | None
     start_s: float
@@ -60,13 +60,13 @@ class Chunk:
 
 
 def period(timeline: Timeline, model: str, *, last: int | None = None) -> Period | None:
-    """From the end of the first backward's computes to the end of the last one's.
+    """The period from the end of the first backward's computes to the end of the last one's.
 
-    Where there are fewer than two backwards it is everything that ran; None if nothing did.
-    With several captured graphs, the backward is that of the first, which ends a step.
+    With fewer than two backwards it covers everything that ran; None if nothing did. With several
+    captured graphs, the first one's backward counts, because it ends a step.
 
     Args:
-        last: only so many of the last steps; default: all of them.
+        last: number of last steps to include; default: all.
     """
     ends = step_ends(timeline, model)
     if last is not None:
@@ -81,12 +81,12 @@ def period(timeline: Timeline, model: str, *, last: int | None = None) -> Period
 
 
 def step_ends(timeline: Timeline, model: str) -> list[float]:
-    """When the computes of each step ended; seconds of the timeline's axis."""
+    """The end of each step's computes, in seconds of the timeline's axis."""
     return _ends(timeline, model, "backward") or _ends(timeline, model, "forward")
 
 
 def _ends(timeline: Timeline, model: str, graph: str) -> list[float]:
-    """When the computes of each run ended, of the schedule that ran most often."""
+    """The end of the computes of each run, for the schedule that ran most often."""
     last: dict[int, float] = {}
     for span in timeline.spans:
         if span.model == model and span.run >= 0 and span.op.lane == "compute":
@@ -102,15 +102,15 @@ def _ends(timeline: Timeline, model: str, graph: str) -> list[float]:
 
 
 def critical_path(timeline: Timeline, model: str, within: Period | None = None) -> list[Chunk]:
-    """The pieces of the path that ends with a period, in the order of time.
+    """The pieces of the path that ends at the end of a period, in order of time.
 
     Args:
-        timeline: measured; of a predicted one, too.
-        model: whose ops are looked at.
+        timeline: measured or predicted.
+        model: name of the model whose ops count.
         within: default: `period(timeline, model)`.
 
     Returns:
-        Nothing for a timeline that was read from a file: that has no schedule, and so no edges.
+        [] for a timeline read from a file, which has no schedule and so no edges.
     """
     within = within or period(timeline, model)
     if within is None or any(run.schedule is None for run in timeline.runs):
@@ -120,7 +120,7 @@ def critical_path(timeline: Timeline, model: str, within: Period | None = None) 
     now, chunks = within.stop_s, list[Chunk]()
     while at >= 0 and now > within.start_s:
         span = known.spans[at]
-        if span.stop_s < now:  # nothing of what is recorded: wait for the next one
+        if span.stop_s < now:  # a gap without recorded ops
             chunks.append(Chunk(None, max(span.stop_s, within.start_s), now))
             now = span.stop_s
         if min(span.start_s, now) < now and now > within.start_s:
@@ -133,7 +133,7 @@ def critical_path(timeline: Timeline, model: str, within: Period | None = None) 
 
 
 def waited_s(chunks: Sequence[Chunk]) -> dict[str, float]:
-    """Seconds of a path by lane, `NONE` among them, the most first."""
+    """Seconds of a path by lane, including `NONE`, the longest first."""
     found: defaultdict[str, float] = defaultdict(float)
     for chunk in chunks:
         found[chunk.lane] += chunk.stop_s - chunk.start_s
@@ -142,15 +142,15 @@ def waited_s(chunks: Sequence[Chunk]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """The figures that a trace has of a model's steps; seconds of one step, by stream."""
+    """A model's steps in a trace: seconds per step, by stream."""
 
     step_s: float
     busy_s: Mapping[str, float]
-    waited_s: Mapping[str, float]  # with `NONE`
+    waited_s: Mapping[str, float]  # including `NONE`
 
 
 def traced_steps(timeline: Timeline, model: str) -> StepFigures | None:
-    """The steps of `period`, on average; None where the model did not run."""
+    """Averages over the steps of `period`; None if the model did not run."""
     found = period(timeline, model)
     if found is None or not any(run.model == model for run in timeline.runs):
         return None
@@ -164,22 +164,22 @@ def traced_steps(timeline: Timeline, model: str) -> StepFigures | None:
 
 
 class _Ops:
-    """The spans of a model, and the spans that each may have waited for."""
+    """A model's spans, and the spans that each may have waited for."""
 
     def __init__(self, timeline: Timeline, model: str) -> None:
         chosen = [span for span in timeline.spans if span.model == model]
         self.spans = sorted(chosen, key=lambda span: (span.start_s, span.stop_s))
         self.timeline = timeline
-        self.before: list[int] = []  # on the same lane, or -1
+        self.before: list[int] = []  # index of the previous span on the same lane, or -1
         last: dict[str, int] = {}
         for i, span in enumerate(self.spans):
             lane = span.op.lane
             if timeline.device == "cpu" and lane not in UPDATERS:
-                lane = "issue"  # without a GPU every op runs where it is issued, one at a time
+                lane = "issue"  # without a GPU every op runs when it is issued, one at a time
             self.before.append(last.get(lane, -1))
             last[lane] = i
-        self.waits: dict[int, list[int]] = {}  # for those of other lanes
-        self.begins: set[int] = set()  # they begin a graph's lane
+        self.waits: dict[int, list[int]] = {}  # on other lanes
+        self.begins: set[int] = set()  # the first span of each lane of a graph
         self._find_edges()
 
     def _find_edges(self) -> None:
@@ -189,7 +189,7 @@ class _Ops:
                 members[span.run].append(i)
         known: dict[tuple[int, str], RecordedEdges] = {}
         made: dict[Handed, list[int]] = {}  # by earlier graphs
-        for run in sorted(members):  # as they were issued
+        for run in sorted(members):  # in the order of issue
             schedule, graph = self.timeline.runs[run].schedule, self.timeline.runs[run].graph
             assert schedule is not None
             key = id(schedule), graph
@@ -225,19 +225,19 @@ class _Ops:
             lanes.add(self.spans[i].op.lane)
 
     def ending(self, at_s: float) -> int:
-        """The span that ends at a time: of several, the one that ended last before it."""
+        """Index of the last span that ends by a time; -1: none."""
         able = [i for i, span in enumerate(self.spans) if span.stop_s <= at_s]
         return max(able, key=lambda i: self.spans[i].stop_s, default=-1)
 
     def blocker(self, at: int) -> int:
-        """The one that ended last of those that a span waited for; -1: none."""
+        """Index of the span that ended last among those that a span waited for; -1: none."""
         span = self.spans[at]
         able = [self.before[at], *self.waits.get(at, ())]
         if at in self.begins:
-            able += self._latest(range(at), span)  # the host came to this graph when that was done
-        if self._graph_of(at) == "update":  # which a backward that has returned comes before
+            able += self._latest(range(at), span)  # the host began this graph after that
+        if self._graph_of(at) == "update":  # the step begins after a backward has returned
             able += self._latest([i for i in range(at) if self._graph_of(i) == "backward"], span)
-        # An op that began later was not waited for; so the way back comes to an end.
+        # Only ops that began earlier are candidates, so that the path back terminates.
         able = [i for i in able if 0 <= i < at and self._done_before(i, span)]
         return max(able, key=lambda i: self.spans[i].stop_s, default=-1)
 
@@ -253,22 +253,25 @@ class _Ops:
         return self.timeline.runs[run].graph if run >= 0 else ""
 
 
-_Name = tuple[str, int]  # as printed, and which one of those that print alike
+_Name = tuple[str, int]  # printed name, and its number among equal ones
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedEdges:
-    """The ops that those of a graph wait for, and those that ops of later graphs may wait for."""
+    """The waits of a graph's ops, and the ops that later graphs may wait for."""
 
-    waits: Mapping[_Name, Sequence[_Name]]  # of other streams of the graph
-    takes: Mapping[_Name, Sequence[Handed]]  # from earlier graphs
-    hands_on: Mapping[Handed, Sequence[_Name]]  # to later graphs, with the ops that made it
+    waits: Mapping[_Name, Sequence[_Name]]  # on other streams of the graph
+    takes: Mapping[_Name, Sequence[Handed]]  # values of earlier graphs
+    hands_on: Mapping[
+        Handed, Sequence[_Name]
+    ]  # values for later graphs, with the ops that made them
 
 
 def recorded_edges(schedule: Schedule, graph_name: str) -> RecordedEdges:
-    """The edges that the runtime keeps, by op.
+    """The edges that the runtime enforces, by op.
 
-    What is not recorded hands on its waits to the next op of its stream: a `free` after a copy.
+    An op that is not recorded, such as a `free` after a copy, passes its waits to the next op of
+    its stream.
     """
     names: dict[fx.Node, _Name] = {}
     counts: defaultdict[str, int] = defaultdict(int)
@@ -291,28 +294,28 @@ def recorded_edges(schedule: Schedule, graph_name: str) -> RecordedEdges:
         takes[names[node]] = [stands_for(schedule, n) for n in made if n.op == "placeholder"]
     hands_on = {}
     for what, node in handed(schedule, graph_name).items():
-        is_part = isinstance(what[1], Part)  # new values of it: with the ops that made them
+        is_part = isinstance(what[1], Part)  # new values: include the ops that made them
         makers = [node, *map(producer, reads(node))] if is_part else [node]
         hands_on[what] = [names[n] for n in makers if n in names]
     return RecordedEdges(waits, takes, hands_on)
 
 
-# Finds the rank that comes last, by what all of them have measured.
+# Finds the rank that comes last, from the traces of all ranks.
 #
 # Ranks meet in every collective, so the steps of all ranks take equally long. The rank that comes
-# last waits for no rank: its critical path (`megacompile.views.critical_path`) has less time in
-# collectives than those of the others. On the CPU ranks also meet before a graph, where no op runs.
+# last does not wait, so its critical path has less time in collectives than the others'. On the
+# CPU, ranks also meet before a graph, where no op runs.
 
 
 @dataclass(frozen=True, slots=True)
 class RankSteps:
-    """The figures that a trace has of the steps of one rank; seconds."""
+    """The steps of one rank in a trace, in seconds."""
 
     rank: int  # of all processes
     host: str
-    step_s: float  # a step
-    busy_s: Mapping[str, float]  # of a step, by stream
-    waited_s: tuple[float, ...]  # of each step, for other ranks
+    step_s: float  # per step
+    busy_s: Mapping[str, float]  # per step, by stream
+    waited_s: tuple[float, ...]  # for other ranks, in each step
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,17 +324,17 @@ class LastRank:
 
     rank: int
     host: str
-    steps: int  # in which it came last
-    of: int  # of so many
+    steps: int  # number of steps in which it came last
+    of: int  # out of this number
     step_s: float
-    lane: str  # what takes it longer than the others; `NONE`: nothing that was recorded
-    busy_s: float  # a step, of that
-    others_busy_s: float  # the median of theirs
-    waited_s: float  # how much longer than it the others wait in a step (their median)
+    lane: str  # stream on which it takes longer than the others; `NONE`: no recorded one
+    busy_s: float  # per step, on that stream
+    others_busy_s: float  # median of the others
+    waited_s: float  # additional seconds per step that the others wait (median)
 
 
 def rank_steps(timeline: Timeline, model: str, rank: int, host: str) -> RankSteps | None:
-    """The figures that one rank sends to the others; None where the model did not run."""
+    """The steps of this rank, to be sent to the others; None if the model did not run."""
     steps, within = traced_steps(timeline, model), period(timeline, model)
     if steps is None or within is None:
         return None
@@ -347,7 +350,7 @@ def rank_steps(timeline: Timeline, model: str, rank: int, host: str) -> RankStep
 
 
 def last_rank(ranks: Sequence[RankSteps]) -> LastRank | None:
-    """The rank that came last in most steps; None where there is nothing to compare."""
+    """The rank that came last in most steps; None if there is nothing to compare."""
     count = min((len(each.waited_s) for each in ranks), default=0)
     if len(ranks) < 2 or not count:
         return None

@@ -1,6 +1,6 @@
-"""A schedule as a graph for other programs: networkx, and the DOT language of Graphviz.
+"""Exports a schedule as a graph: networkx, and the DOT language of Graphviz.
 
-Nodes are ops. An edge leads from the op that comes first, with the `kind`
+Nodes are ops. An edge goes from the earlier op to the later one and has a `kind`:
 
     data      the second takes a value that the first returns, perhaps in the graph before
     after     the second waits for the first to be done with a slot or with memory
@@ -9,9 +9,9 @@ Nodes are ops. An edge leads from the op that comes first, with the `kind`
     token     the second waits for what the first, of another graph or run, writes to a bucket
     names     the second names the first and does not wait for it (`defer_free`, `help_host`)
 
-Tokens go around: from an update to the next forward, from a backward to its update, and with
-accumulation from a backward to the next one. Without them there are no circles. Tokens and names
-are no order within a run.
+Tokens form cycles: from an update to the next forward, from a backward to its update, and with
+accumulation from a backward to the next one. Without them the graph is acyclic. Tokens and names do
+not order ops within a run.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def to_networkx(schedule: Schedule) -> nx.MultiDiGraph:
     """Ops as nodes, by "<graph>.<name of the FX node>".
 
     A node has `label` (as printed), `op`, `graph`, `stream`, `position` (in the program), `stage`
-    (index, -1 for an op of no stage), `module` (the unit's path or ""), `slot` (index or -1) and
-    `bytes` (that a copy moves). The attributes are strings and ints, for any file format.
+    (index, or -1), `module` (the unit's path or ""), `slot` (index or -1) and `bytes` (that a copy
+    moves). The attributes are strings and ints, which any file format supports.
     """
     found = nx.MultiDiGraph(name=schedule.name)
     stages = schedule.first_readers()

@@ -1,8 +1,8 @@
-"""A timeline in the trace event format, which ui.perfetto.dev and chrome://tracing open.
+"""Saves a timeline in the trace event format of ui.perfetto.dev and chrome://tracing.
 
-One process a model and one for what was predicted of it, a thread a lane, a complete event ("X") an
-op, counter events ("C") for device memory; times in microseconds. The format:
-https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+Each model has one process for the measurement and one for the prediction, with a thread per lane, a
+complete event ("X") per op, and counter events ("C") for device memory; times are in microseconds.
+The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from megacompile.views.timeline import OpInfo, Run, Span, Timeline, in_order
 
 
 def save(path: str | Path, measured: Timeline, predicted: Timeline | None = None) -> None:
-    """Write a file; `predicted` becomes processes of its own."""
+    """Write a file; `predicted` gets its own processes."""
     write(path, document(measured, predicted))
 
 
 def write(path: str | Path, whole: dict[str, Any]) -> None:
-    """Write what `document` or `together` returns."""
+    """Write the result of `document` or `together`."""
     Path(path).write_text(json.dumps(whole) + "\n")
 
 
 def together(documents: Sequence[dict[str, Any]], starts_s: Sequence[float]) -> dict[str, Any]:
-    """One document of those of several ranks, each of which has processes of its own.
+    """Merge the documents of several ranks into one, in which each rank has its own processes.
 
     Args:
         documents: by rank.
-        starts_s: when the trace of each began, on one clock.
+        starts_s: start of each rank's trace, on a common clock.
     """
     events: list[dict[str, Any]] = []
     pids = 0
@@ -69,13 +69,12 @@ def document(measured: Timeline, predicted: Timeline | None = None) -> dict[str,
 
 
 def load(path: str | Path) -> tuple[Timeline, Timeline | None]:
-    """The content of a file that `save` wrote: what was measured, and the prediction if there was
-    one.
+    """Read a file that `save` wrote: the measured timeline, and the predicted one if there was one.
 
-    Its runs have no schedules.
+    The runs have no schedules.
 
     Raises:
-        TraceError: it is no such file.
+        TraceError: not such a file.
     """
     try:
         whole = json.loads(Path(path).read_text())
@@ -87,13 +86,13 @@ def load(path: str | Path) -> tuple[Timeline, Timeline | None]:
             f"load(): {str(path)!r} is not a trace that megacompile saved ({error!r})"
         ) from error
     if not measured.spans:
-        raise TraceError(f"load(): {str(path)!r} has no ops that were measured")
+        raise TraceError(f"load(): {str(path)!r} has no measured ops")
     predicted = found["predicted"].timeline(found["predicted"].where)
     return measured, predicted if predicted.spans else None
 
 
 class _Read:
-    """The events of what was measured, or of what was predicted."""
+    """The measured or the predicted events of a file."""
 
     def __init__(self, events: list[dict[str, Any]], what: str) -> None:
         names = [e for e in events if e["ph"] == "M" and e["name"] == "process_name"]
@@ -105,7 +104,7 @@ class _Read:
         self.lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in threads}
         ops = [e for e in events if e["ph"] == "X"]
         self.events = [e for e in ops if e["pid"] in self.models]
-        # of a part of a trace the runs that are in it
+        # a file of part of a trace has only some runs
         graphs = {e["args"]["run"]: e["args"]["graph"] for e in ops if "run" in e["args"]}
         numbers = sorted(graphs)
         self.place = {run: k for k, run in enumerate(numbers)} | {-1: -1}

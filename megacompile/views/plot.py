@@ -1,9 +1,9 @@
-"""A timeline as a picture: streams over time, the prediction above what was measured, then memory.
+"""Plots a timeline: streams over time, the prediction above the measurement, and memory.
 
-A bar an op, coloured by its kind and named where the name fits: "3RECOMPUTE", or "3", the stage's
-number, where that is all there is room for. A line below the bars follows the ops that the end
-waited for (`megacompile.views.critical_path`), unless the timeline was read from a file, which
-has no edges. Needs matplotlib, the extra `viz`.
+Each op is a bar, colored by its kind and labeled if the name fits: "3RECOMPUTE", or just the
+stage's number "3". A line below the bars shows the critical path
+(`megacompile.views.critical_path`), unless the timeline was read from a file, which has no edges.
+Needs matplotlib, the extra `viz`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megacompile.errors import MissingExtraError, TraceError
 from megacompile.views.critical_path import Period, critical_path
 from megacompile.views.timeline import COMM, DEVICE, HOST, Span, Timeline
 
-_COLOURS = {  # distinct for readers with any kind of colour vision (Okabe and Ito, 2008), and tints
+_COLOURS = {  # distinct with any kind of color vision (Okabe and Ito, 2008), and tints
     "prefetch": "#56B4E9",
     "prefetch_shard": "#56B4E9",
     "all_gather": "#5A6FA8",
@@ -42,7 +42,7 @@ _COLOURS = {  # distinct for readers with any kind of colour vision (Okabe and I
     "offload_state": "#F2A37A",
 }
 _OTHER = "#9A9A9A"
-# They take no time worth a colour.
+# Too short to need a color.
 _QUIET = (
     "reuse",
     "resident",
@@ -60,25 +60,25 @@ _NAMES = {
     DEVICE: "helped by\nthe device",
 }
 _INCHES, _LANE_INCHES, _MEMORY_INCHES = 13.0, 0.5, 1.6
-_LEFT_INCHES, _RIGHT_INCHES = 1.3, 1.75  # of names, of the legend
+_LEFT_INCHES, _RIGHT_INCHES = 1.3, 1.75  # for lane names and the legend
 _FONT = 8.0  # points
 _BAR = 0.74  # of a lane's height
-_THIN = 2.0  # points: a bar without a white edge, which would hide it
+_THIN = 2.0  # points; thinner bars get no white edge, which would hide them
 _PATH = "#202020"
 
 
 def draw(path: str | Path, measured: Timeline, predicted: Timeline | None = None) -> None:
-    """Write a picture in the format that the ending of `path` names.
+    """Write a picture; the suffix of `path` determines the format.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
-        TraceError: nothing was traced, or an ending that matplotlib does not know.
+        TraceError: nothing was traced, or matplotlib does not know the suffix.
     """
     figure = _figure(measured, predicted)
     ending = Path(path).suffix.removeprefix(".") or "png"
     known = sorted(figure.canvas.get_supported_filetypes())
     if ending not in known:
-        raise TraceError(f"plot(): got {str(path)!r}; needed an ending among {', '.join(known)}")
+        raise TraceError(f"plot(): got {str(path)!r}; needed a suffix among {', '.join(known)}")
     figure.savefig(path, dpi=150, format=ending)
 
 
@@ -136,7 +136,7 @@ def lanes(timeline: Timeline) -> list[tuple[str, str]]:
 
 
 def name_in(width_points: float, name: str, font: float = _FONT) -> str:
-    """As much of an op's name as fits into a bar: all of it, its number, or nothing."""
+    """The part of an op's name that fits into a bar: all of it, its number, or nothing."""
     number = re.match(r"[\d.]*", name)
     assert number is not None
     for text in (name, name.partition("@")[0], number[0]):
@@ -146,7 +146,7 @@ def name_in(width_points: float, name: str, font: float = _FONT) -> str:
 
 
 def _points(text: str) -> float:
-    """The width of a text in DejaVu Sans of one point: its capitals are wider than its digits."""
+    """Approximate width of a text in DejaVu Sans, in ems."""
     return sum({".": 0.32, "_": 0.5, "@": 1.0}.get(c, 0.64 if c.isdigit() else 0.7) for c in text)
 
 
@@ -213,7 +213,7 @@ def _path(
     start: float,
     unit: float,
 ) -> None:
-    """A line below the ops that the end of what is shown waited for."""
+    """Draw the critical path as a line below the bars."""
     whole = Period(timeline.start_s, timeline.stop_s, 1)
     xs: list[float] = []
     ys: list[float] = []
@@ -288,11 +288,11 @@ def _colour(kind: str) -> str:
 
 
 def _name(kind: str) -> str:
-    """The kind in the legend: an update is one, wherever it is made."""
+    """Name of an op's kind in the legend, the same for all kinds of updates."""
     return "update" if kind.startswith("update") else kind.replace("_", " ")
 
 
 def _ink(colour: str) -> str:
-    """Black or white, whichever is read better on a colour (its luminance by Rec. 709)."""
+    """Black or white, whichever has more contrast on a color (luminance by Rec. 709)."""
     red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.45 else "white"

@@ -1,4 +1,4 @@
-"""The cost model's timeline: laid over what was measured, or of whole steps."""
+"""Predicted timelines: aligned with a measured one, or of whole steps."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def predicted(
     hardware: Hardware,
     optimizers: Mapping[str, OptimizerCost] | None = None,  # by model
 ) -> Timeline:
-    """The prediction of each run that was measured, from where the measured one begins; nothing of
-    the updates of a model without an optimizer."""
-    steps: dict[int, Prediction] = {}  # by schedule
-    alike: dict[tuple[int, str], list[Span]] = {}  # of a run of each graph, from 0 on
+    """Predict each measured run, starting at its measured start. Updates of a model without an
+    optimizer are not predicted."""
+    steps: dict[int, Prediction] = {}  # by id of the schedule
+    alike: dict[tuple[int, str], list[Span]] = {}  # spans of one run of each graph, starting at 0
     spans: list[Span] = []
     for i, run in enumerate(measured.runs):
         if not (ran := measured.of_run(i)):
@@ -56,9 +56,9 @@ def predicted_steps(
     model: str = "",
     steps: int = 3,
 ) -> Timeline:
-    """Whole steps, one after the other, updates included: what a trace would have of them.
+    """Predict consecutive whole steps, including updates, as a trace would show them.
 
-    `predicted` begins every graph where it was measured to begin; here nothing is measured.
+    Unlike `predicted`, this needs no measured start times.
     """
     graphs = [name for name in schedule.graphs if name != "update" or optimizer is not None]
     runs = tuple(Run(model, graph, schedule) for _ in range(steps) for graph in graphs)
@@ -80,7 +80,7 @@ def _spans(
     run: int = -1,
     later_s: float = 0.0,
 ) -> Iterator[Span]:
-    """The spans of a run of one graph; `begin` and frees are left out.
+    """The spans of a run of one graph, without `begin` and frees.
 
     Args:
         infos: of the graph's ops.
@@ -98,18 +98,18 @@ def _spans(
             yield Span(info, event.start_s + later_s, event.stop_s + later_s, model, run, size)
 
 
-# The facts about a schedule's ops that are known before they run: for traces and predictions.
+# Static facts about a schedule's ops, for traces and predictions.
 
 
 def describe(schedule: Schedule, graph_name: str) -> tuple[OpInfo, ...]:
-    """The ops of a graph that run, in program order: all but `begin`, `free` and `defer_free`."""
+    """The ops of a graph in program order, except `begin`, `free` and `defer_free`."""
     held = Held(device_memory(schedule))
     nodes = ops.nodes_that(schedule.graphs[graph_name], lambda op: op.issues)
     return tuple(OpInfo.of(node, held.next(graph_name, ops.label(node))) for node in nodes)
 
 
 class Held:
-    """Device memory when each op begins, without its workspace, asked for in program order."""
+    """Device memory at the start of each op, without its workspace; queried in program order."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._sizes: defaultdict[tuple[str, str], deque[int]] = defaultdict(deque)
@@ -118,6 +118,6 @@ class Held:
             self._sizes[moment.graph, moment.label].append(moment.total_bytes - inside)
 
     def next(self, graph: str, label: str) -> int | None:
-        """In bytes, of the next op of this printed name; None where memory does not change."""
+        """Bytes at the next op with this printed name; None if it does not change memory."""
         sizes = self._sizes[graph, label]
         return sizes.popleft() if sizes else None

@@ -1,9 +1,9 @@
-"""A schedule as text: the Python that runs, the step x stream table.
+"""Prints a schedule as the Python code that runs.
 
-The code is what the executor runs, not a rendering of it: one function a graph, one line an op,
-with the stream, the printed name and the bytes or shapes as a comment. `getitem` nodes vanish
-(their op's line unpacks), `free` becomes `del`, and frees that wait for readers on other streams
-become `wait(...)` and `del`.
+The executor runs exactly this code: one function per graph and one line per op, with the stream,
+the printed name and the bytes or shapes as a comment. `getitem` nodes disappear (the line of their
+op unpacks), `free` becomes `del`, and frees that wait for readers on other streams become
+`wait(...)` and `del`.
 
     def run_forward(inputs):
         # x bf16[16]
@@ -16,8 +16,8 @@ become `wait(...)` and `del`.
         # outputs, saved values
         return (y0,), (x,)
 
-The comment on a token says which op it stands for (see `megacompile.ir.tokens`). A variable has the
-name of its FX node, with "_" after it where an op or object has that name.
+The comment on a token names the op that it stands for (see `megacompile.ir.tokens`). A variable has
+the name of its FX node, with "_" appended if an op or object has that name.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _RESERVED = {op.name for op in ops.OPS.values()} | {"wait", "inputs"} | _RUNS
 
 
 class _CodeLine(NamedTuple):
-    """A line of code and its comment's columns."""
+    """A line of code, and the columns of its comment."""
 
     code: str
     stream: str = ""
@@ -66,17 +66,17 @@ class _CodeLine(NamedTuple):
 
 
 def code(schedule: Schedule) -> str:
-    """The schedule as executable Python; it runs with `names(schedule)`, the ops and `wait`."""
+    """The schedule as executable Python; it needs `names(schedule)`, the ops and `wait`."""
     functions = [graph_code(schedule, name) for name in schedule.graphs]
-    comments = map(printable, header(schedule))  # names from outside stay within them
+    comments = map(printable, header(schedule))  # user-given names cannot break out of the comments
     return "\n\n".join(["\n".join(comments), *functions])
 
 
 def graph_code(schedule: Schedule, graph_name: str) -> str:
     """One of the schedule's graphs as the function `run_<graph_name>(inputs)`.
 
-    `inputs` is a list of what the placeholders stand for; the function empties it, so that
-    nothing else keeps them alive.
+    `inputs` is a list of the placeholders' values; the function empties it, so that it keeps none
+    of them alive.
     """
     graph = schedule.graphs[graph_name]
     variables = _variables(schedule, graph)
@@ -97,9 +97,9 @@ def graph_code(schedule: Schedule, graph_name: str) -> str:
 
 
 def names(schedule: Schedule) -> dict[str, object]:
-    """The stages, buckets and slots that the code refers to, by the names it uses."""
+    """The stages, buckets and slots that the code refers to, by name."""
     objects: list[Stage | Bucket | Slot] = [*schedule.stages, *schedule.buckets, *schedule.slots]
-    if schedule.update is not None:  # it may be an update of buckets that no stage here reads
+    if schedule.update is not None:  # it may update buckets that no stage reads
         updates = ops.nodes_that(schedule.update, lambda op: op.is_update)
         objects += [ops.arguments(node)[0] for node in updates]
     found: dict[str, object] = {repr(item): item for item in objects}
@@ -110,7 +110,7 @@ def names(schedule: Schedule) -> dict[str, object]:
 
 
 def _variables(schedule: Schedule, graph: fx.Graph) -> dict[fx.Node, str]:
-    """A variable for each node: its name, made different from every op and object."""
+    """A variable for each node: its name, made unique among ops and objects."""
     taken = _RESERVED | set(names(schedule)) | set(keyword.kwlist) | set(dir(builtins)) | {"_"}
     node_names = {node.name for node in graph.nodes}
     variables = {}
@@ -127,9 +127,10 @@ def _positions(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _whole_tuples(graph: fx.Graph) -> list[fx.Node]:
-    """Ops that are taken apart and named as a whole too, as in `after=(forward_3,)`.
+    """Ops whose results are unpacked and that are also named as a whole, as in
+    `after=(forward_3,)`.
 
-    Their tuple would keep every item alive, so it is deleted after its last use.
+    The tuple would keep every item alive, so it is deleted after its last use.
     """
     tuples = ops.nodes_that(graph, lambda op: op.count)
     return [n for n in tuples if any(ops.items(n)) and _is_named(n)]
@@ -157,7 +158,7 @@ def _unpacking(
 def _tokens(
     schedule: Schedule, nodes: Sequence[fx.Node], variables: Mapping[fx.Node, str]
 ) -> Iterator[str]:
-    """The meaning of tokens: "weights_3: the last 3UPDATE"."""
+    """Comments on tokens: "weights_3: the last 3UPDATE"."""
     maker = makers(schedule) if nodes else {}
     places = {node: token.place for node in nodes if (token := token_of(node))}
     for node, place in places.items():
@@ -169,7 +170,7 @@ def _tokens(
 
 
 def _comment(parts: Iterable[str]) -> Iterator[str]:
-    """Parts of a comment, none of them divided."""
+    """Comment lines that wrap only between parts."""
     glued = "; ".join(part.strip().replace(" ", "\0") for part in parts)
     yield from (f"# {line.replace(chr(0), ' ')}" for line in textwrap.wrap(glued, _WIDTH - 2))
 
@@ -198,7 +199,7 @@ def _call(node: fx.Node, variables: Mapping[fx.Node, str]) -> Iterator[_CodeLine
 
 
 def _waits_to_free(node: fx.Node) -> tuple[fx.Node, ...] | None:
-    """The ops that a `free` waits for; neighbours that wait for the same share a `del`."""
+    """The ops that a `free` waits for, or None. Neighbors with the same waits share a `del`."""
     op = ops.effects(node)
     after: Any = node.kwargs.get("after", ())
     return tuple(after) if op.frees is not None and op.waits else None
@@ -207,7 +208,7 @@ def _waits_to_free(node: fx.Node) -> tuple[fx.Node, ...] | None:
 def _free(
     nodes: Sequence[fx.Node], variables: Mapping[fx.Node, str], gone: Mapping[fx.Node, int]
 ) -> Iterator[_CodeLine]:
-    """`del` of what the nodes free, after what they wait for."""
+    """A `del` of the values that the nodes free, after their waits."""
     if after := _waits_to_free(nodes[0]):
         waited = _text(after, variables).replace(",)", ")")
         yield _CodeLine(f"wait{waited}", ops.stream_of(nodes[0]).value, "WAIT")
@@ -218,7 +219,7 @@ def _free(
 
 
 def _given_back(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The bytes that go with each free: those of memory whose last name it is."""
+    """Bytes that each free returns, if it frees the last name of its memory."""
     last: dict[fx.Node, tuple[fx.Node, int]] = {}
     for node in ops.nodes_that(graph, lambda op: op.frees is not None):
         (value,) = values.reads(node)
@@ -245,13 +246,13 @@ def _text(value: Any, variables: Mapping[fx.Node, str]) -> str:
 
 
 def _bare(text: str) -> str:
-    """A returned pair without its outer parentheses, unless it is too long for a line."""
+    """A returned pair without its outer parentheses if it fits on one line."""
     pair = text.startswith("((") and len("    return ") + len(text[1:-1]) <= _WIDTH
     return text[1:-1] if pair else text
 
 
 def _layout(lines: Iterable[_CodeLine]) -> Iterator[str]:
-    """Indent, wrap long lines, and put the comments into columns."""
+    """Indent, wrap long lines, and align comments in columns."""
     wrapped = [(_wrap(line.code), line) for line in lines]
     commented = [(text[0], line) for text, line in wrapped if line.stream]
     column = max((len(code) for code, _ in commented), default=0)
@@ -264,7 +265,7 @@ def _layout(lines: Iterable[_CodeLine]) -> Iterator[str]:
 
 
 def _wrap(text: str) -> list[str]:
-    """Break at commas only; assignments are long because of a parenthesis that goes on."""
+    """Wrap only at commas, inside parentheses."""
     if text.startswith("#"):
         return [f"    {text}"]
     glued = text.replace(" = ", "\0=\0").replace("return ", "return\0").replace("del ", "del\0")
@@ -280,7 +281,7 @@ def _wrap(text: str) -> list[str]:
 
 
 def _detail(node: fx.Node) -> str:
-    """Bytes of what is a bucket's, shapes of other values."""
+    """Bytes of a bucket's values, shapes of other values."""
     value = node.meta.get("value")
     subject: Any = node.args[0] if node.args else None
     if isinstance(subject, Bucket):
@@ -293,7 +294,7 @@ def _detail(node: fx.Node) -> str:
 
 
 def _shapes(value: Any) -> str:
-    """ "bf16[16, 1024], f32[]"; of more than three the count and bytes."""
+    """ "bf16[16, 1024], f32[]"; for more than three also the count and bytes."""
     metas = list(_leaves(value))
     shown = ", ".join(str(meta) for meta in metas[:_SHAPES])
     if len(metas) <= _SHAPES:
@@ -313,7 +314,7 @@ def _leaves(value: Any) -> Iterator[TensorMeta]:
 
 
 def header(schedule: Schedule) -> Iterator[str]:
-    """The comment above the functions: stages, slots, passes, and why the plan is as it is."""
+    """The comment above the functions: stages, slots, passes and the reasons of the plan."""
     slots = sum(slot.size_bytes for slot in schedule.slots)
     buckets = sum(bucket.size_bytes for bucket in schedule.buckets)
     yield (
@@ -334,7 +335,7 @@ def header(schedule: Schedule) -> Iterator[str]:
 
 
 def _kind(stage: Stage) -> object:
-    """Neighbours of one template and equal bucket sizes share a line of the header."""
+    """Key of stages that share a line: one template and equal bucket sizes."""
     alone = stage.index if stage.template is None else None
     return alone, id(stage.template), tuple(b.size_bytes for b in stage.buckets)
 

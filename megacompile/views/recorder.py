@@ -1,14 +1,14 @@
-"""Records when ops really run: `with megacompile.trace(model) as t:`.
+"""Records the times of ops: `with megacompile.trace(model) as t:`.
 
-On CUDA each op gets two timed events on its own stream, one before and one after its work; nothing
-waits for them until the times are read. What is between them is the op's work, without its
-waits for other streams, and with any time in which the host had not issued it yet. On the CPU an
-op runs where it is issued, and the host's clock is read around it.
+On CUDA each op gets two timed events on its own stream, before and after its work; nothing waits
+for them until the times are read. Between them is the op's work, without its waits for other
+streams, but with any time before the host had issued it. On the CPU an op runs when it is issued,
+and the host's clock is read around it.
 
-[Note: one time axis] Events know the time between two of them, the host its own clock. A pair of
-both is taken when recording begins: an event on a new stream, which has nothing to wait for, is
-recorded and waited for between two readings of the clock. The streams that work are not touched.
-Their distance, some microseconds, is the error of what the host's lane shows next to the others.
+[Note: one time axis] Events measure the time between each other, and the host has its own clock.
+The two are aligned when recording begins: an event on a new, idle stream is recorded and waited for
+between two readings of the clock, without touching the streams in use. The distance between the
+readings, a few microseconds, is the error of the host's lane relative to the others.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _CLOCK_TRIES = 3
 
 @dataclass(slots=True, eq=False)
 class _Mark:
-    """An op that was issued; its times are filled in when it runs, which may be later."""
+    """An issued op; its times are filled in when it runs."""
 
     info: OpInfo
     run: int
-    done: threading.Event | None = None  # of what a thread does
+    done: threading.Event | None = None  # set when a background thread is done
     start: Any = None  # seconds of the host's clock, or an event
     stop: Any = None
     memory_bytes: int | None = None
@@ -57,7 +57,7 @@ class _Clock:
         if device.type != "cuda":
             return
         with torch.cuda.device(device):
-            stream = torch.cuda.Stream(device, priority=-1)  # of a pool that copies do not use
+            stream = torch.cuda.Stream(device, priority=-1)  # from a pool that copies do not use
             best = float("inf")
             for _ in range(_CLOCK_TRIES):
                 event = torch.cuda.Event(enable_timing=True)
@@ -70,7 +70,7 @@ class _Clock:
                     self.event, self.host_s = event, (before + after) / 2
 
     def at_s(self, mark: Any) -> float:
-        """Waits for an event that has not happened yet."""
+        """Seconds of an event on the host's clock; waits for the event."""
         if isinstance(mark, float):
             return mark
         mark.synchronize()
@@ -78,7 +78,7 @@ class _Clock:
 
 
 class Recording:
-    """One run of a graph that is being recorded."""
+    """The recording of one run of a graph."""
 
     def __init__(self, tracer: Tracer, infos: Sequence[OpInfo], index: int) -> None:
         self.tracer = tracer
@@ -87,11 +87,11 @@ class Recording:
         self._current: OpInfo | None = None
 
     def next_op(self) -> None:
-        """The program has come to its next op."""
+        """Advance to the program's next op."""
         self._current = next(self._infos)
 
     def timed(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        """The op's work with its times noted; for what is no op of the table, `work` itself."""
+        """Wrap the op's work to record its times; returns `work` itself if it is not an op."""
         info, self._current = self._current, None
         if info is None:
             return work
@@ -101,9 +101,9 @@ class Recording:
         return lambda: measure(mark, work)
 
     def noted_later(self) -> Callable[[str, float, float], None]:
-        """For what several threads do: notes the lane, and when it began and ended.
+        """For work in several threads: returns a function that records the lane, start and end.
 
-        A trace waits for that, so it must be done.
+        It must be called, because a trace waits for it.
         """
         info, self._current = self._current, None
         assert info is not None
@@ -112,32 +112,32 @@ class Recording:
         return functools.partial(_note, mark)
 
     def in_background(self) -> Callable[[str, Callable[[], None]], None]:
-        """For what a thread does: does it, and notes when and on which lane.
+        """For work in a thread: returns a function that runs it and records its lane and times.
 
-        A trace waits for its end, so it must be done.
+        It must be called, because a trace waits for it.
         """
         return functools.partial(_timed, self.noted_later())
 
 
 class Tracer:
-    """The record of one model, for every trace of it that is on."""
+    """The recorder of one model, shared by all its active traces."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.steps = frozenset(op.name for op in ops.OPS.values() if op.show is ops.Show.STEP)
         self.clock = _Clock(device)
-        self.marks: list[_Mark] = []  # in the order of issue; appended to by several threads
+        self.marks: list[_Mark] = []  # in the order of issue; several threads append
         self.runs: list[tuple[Schedule, str]] = []
         self.users = 0
         self._infos: dict[tuple[int, str], tuple[OpInfo, ...]] = {}
         self.measure = self._on_stream if device.type == "cuda" else self._here
 
     def run(self, schedule: Schedule, graph: str) -> Recording:
-        """A graph begins to run."""
+        """Start recording a run of a graph."""
         key = (id(schedule), graph)
         if key not in self._infos:
             self._infos[key] = describe(schedule, graph)
-        self.runs.append((schedule, graph))  # keeps the schedule, and so its id
+        self.runs.append((schedule, graph))  # keeps the schedule alive, and so its id
         return Recording(self, self._infos[key], len(self.runs) - 1)
 
     def _here(self, mark: _Mark, work: Callable[[], Any]) -> Any:
@@ -148,7 +148,7 @@ class Tracer:
         return value
 
     def _on_stream(self, mark: _Mark, work: Callable[[], Any]) -> Any:
-        """The op's stream is the current one."""
+        """Record events around the work on the current stream, which is the op's."""
         if mark.info.kind in self.steps:
             stats = torch.cuda.memory_stats_as_nested_dict(self.device)
             mark.memory_bytes = int(stats["allocated_bytes"]["all"]["current"])
@@ -178,30 +178,29 @@ def _timed(note: Callable[[str, float, float], None], lane: str, work: Callable[
 
 @dataclass(slots=True, eq=False)
 class Traced:
-    """A model under a trace: where its tracer stands, and how much of that is the trace's."""
+    """A model under a trace, with its tracer and the range of marks that belong to the trace."""
 
     name: str
     machine: Any  # runtime.ops.machine.Machine
     schedules: Callable[[], list[Schedule]]
-    optimizer: OptimizerCost | None = None  # what its updates are predicted with
+    optimizer: OptimizerCost | None = None  # for predicting its updates
     tracer: Tracer | None = None
     first: int = 0
     last: int | None = None
 
 
-_TURN = threading.Lock()  # traces may begin and end in several threads
+_TURN = threading.Lock()  # traces may begin and end in any thread
 
 
 class Trace:
-    """When every op of some models ran on every stream, and what they add up to.
+    """The times of every op of some models, and their totals.
 
-    A block of `with`, entered once. The times are read when they are first asked for, which waits
-    for what was issued in the block and is still under way, updates on the host included. Ops that
-    failed are left out.
+    A context manager, entered once. The first access to the times waits for all work that was
+    issued in the block, including updates on the host. Ops that failed are left out.
 
     Args:
         models: each once, with its name.
-        hardware: the rates that the prediction is made with.
+        hardware: the rates for the prediction.
     """
 
     def __init__(self, models: Sequence[Traced], hardware: Hardware | None) -> None:
@@ -215,7 +214,7 @@ class Trace:
 
     def __enter__(self) -> Self:
         if self._start_s is not None:
-            raise TraceError("trace(): this trace was on already; make a new one for each block")
+            raise TraceError("trace(): this trace was already used; make a new one for each block")
         with _TURN:
             for model in self._models:
                 machine = model.machine
@@ -244,7 +243,7 @@ class Trace:
 
     @property
     def measured(self) -> Timeline:
-        """The timeline of what ran, so far or in all."""
+        """The measured timeline, so far or complete."""
         if self._measured is not None:
             return self._measured
         spans: list[Span] = []
@@ -263,12 +262,12 @@ class Trace:
 
     def _spans(self, model: Traced, tracer: Tracer, runs: list[Run]) -> Iterator[Span]:
         assert self._start_s is not None
-        places: dict[int, int] = {}  # the tracer's runs -> ours
+        places: dict[int, int] = {}  # the tracer's runs -> this trace's
         for mark in tracer.marks[model.first : model.last]:
             if mark.done is not None:
                 mark.done.wait()
             if mark.stop is None:
-                continue  # it failed, or was never issued
+                continue  # failed or never issued
             if mark.run not in places:
                 schedule, graph = tracer.runs[mark.run]
                 places[mark.run] = len(runs)
@@ -284,15 +283,16 @@ class Trace:
 
     @property
     def predicted(self) -> Timeline | None:
-        """The prediction of the cost model for each run, from where it began; None without rates.
+        """The cost model's prediction of each run, from its measured start; None without rates.
 
-        The rates are those given to `trace()`, or on file for this machine
-        (`python -m megacompile hardware` measures them).
+        The rates are those given to `trace()`, or those cached for this machine (`python -m
+        megacompile hardware` measures them).
         """
         if self._predicted is None or not self._over:
             hardware = self._hardware
             if hardware is None and self._models:
-                # not measured now: that takes device memory, which a training leaves none of
+                # not measured now, because that needs device memory, which training may have used
+                # up
                 hardware = rates.cached(self._models[0].machine.device)
             if hardware is None:
                 return None
@@ -302,24 +302,24 @@ class Trace:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Every op with its start and end, in the order of their starts."""
+        """Every op with its start and end, ordered by start."""
         return self.measured.spans
 
     def table(self) -> str:
-        """Per stream busy and idle time, per kind of op count, time and bytes; the prediction."""
+        """A table of busy and idle time per stream, of count, time and bytes per kind of op, and of
+        the prediction."""
         return timeline.table(self.measured, self.predicted)
 
     def to_dict(self) -> dict[str, Any]:
-        """The totals of what was measured and predicted, for programs: seconds and bytes."""
+        """The measured and predicted totals for programs, in seconds and bytes."""
         return timeline.totals(self.measured, self.predicted)
 
     def save(self, path: str) -> None:
-        """Write the trace event format, which ui.perfetto.dev and chrome://tracing open.
+        """Write a file for ui.perfetto.dev or chrome://tracing (the trace event format).
 
-        A process for each model, with a row for each stream, and one for what was predicted.
-        Where ranks share a model, all of them call this, and the first writes one file of all:
-        their clocks are one where they are of one host. What goes wrong in one of them raises in
-        all.
+        Each model has a process with a row per stream, and another for the prediction. If ranks
+        share a model, all of them call this, and the first writes one file for all. Their clocks
+        agree if they run on one host. An error in one rank raises in all.
         """
         ranks = self._ranks()
         if ranks is None:
@@ -334,30 +334,30 @@ class Trace:
                 perfetto.write(path, perfetto.together(documents, starts_s))
 
     def compare_ranks(self) -> dict[str, tuple[RankSteps, ...]]:
-        """The steps of each rank, by model, in the ranks' order.
+        """Gather the steps of all ranks, by model, in the order of ranks.
 
-        All ranks that share the models call this, or `save()`, after the block: a collective.
-        `explain(model)` then says which rank the others wait for.
+        This is a collective: all ranks that share the models call it, or `save()`, after the block.
+        Then `explain(model)` shows which rank the others wait for.
 
         Raises:
-            TraceError: the block is not over, or no ranks share the models.
+            TraceError: the block has not ended, or no ranks share the models.
         """
         ranks = self._ranks()
         if ranks is None:
             raise TraceError(
-                "compare_ranks(): no ranks share what was traced; needed a model of "
+                "compare_ranks(): no ranks share the traced models; needed a model of "
                 "megacompile(model, mesh=...)"
             )
         with ranks.together("compare_ranks() of a trace"):
             if not self._over:
                 raise TraceError(
-                    "compare_ranks(): this trace is still on; call it in all ranks, after the block"
+                    "compare_ranks(): this trace is still active; call it in all ranks after it"
                 )
             return self._compare(ranks)
 
     @property
     def rank_steps(self) -> Mapping[str, tuple[RankSteps, ...]]:
-        """The result of `compare_ranks()` or `save()`, by model; {}: neither was called."""
+        """The result of `compare_ranks()` or `save()`, by model; {} if neither was called."""
         return self._rank_steps
 
     def _compare(self, ranks: Any) -> dict[str, tuple[RankSteps, ...]]:
@@ -373,13 +373,13 @@ class Trace:
         return found
 
     def _ranks(self) -> Any:
-        """A `runtime.device.ranks.Ranks` of those that share a model; None: none do."""
+        """The `runtime.device.ranks.Ranks` that share a model, if any."""
         return next((m.machine.ranks for m in self._models if m.machine.ranks is not None), None)
 
     def plot(self, path: str) -> None:
-        """Draw streams and device memory over time, the prediction above what was measured.
+        """Plot streams and device memory over time, the prediction above the measurement.
 
-        The format goes by the ending: png, svg, pdf.
+        The suffix determines the format: png, svg, pdf.
 
         Raises:
             MissingExtraError: matplotlib is not installed.

@@ -1,6 +1,7 @@
-"""A schedule in rows: steps by streams, the time of each pass, the differences of two schedules.
+"""Prints tables of a schedule: steps by streams, the time of each pass, differences of two
+schedules.
 
-A table has steps down and streams across. The differences of two schedules are a unified diff:
+The table of steps has steps down and streams across. Differences are a unified diff:
 
     --- GPT: 6 stages by lower
     +++ GPT: 6 stages by lower
@@ -10,10 +11,10 @@ A table has steps down and streams across. The differences of two schedules are 
     -  0 token      | 0PREFETCH@0 0.1PREFETCH@1 1PREFETCH@2 2PREFETCH@3 0F
     +  0 token      | 0PREFETCH@0 0.1PREFETCH@1 1PREFETCH@2 0F
 
-A line is a compute of a stage and what was issued since the one before: copies stand in the line of
-the compute after them. What comes after the last compute has a line of its own. An update has a
-line for each bucket, under the first stage that reads it. What an op waits for is shown where it is
-of the same graph; with `code=True` tokens are compared too.
+A line shows a compute of a stage and the ops issued since the previous one, so copies are in the
+line of the next compute. Ops after the last compute have their own line. An update has one line per
+bucket, labeled with the first stage that reads it. Waits are shown within the same graph; with
+`code=True` tokens are compared too.
 """
 
 from __future__ import annotations
@@ -40,23 +41,23 @@ _ORDER = (
     *(Stream.READ, Stream.H2D, Stream.COMM, Stream.COMPUTE, Stream.D2H),
     *(Stream.HOST, Stream.DEVICE, Stream.WRITE),
 )
-_ALWAYS = dict.fromkeys(("forward", "backward"), _COPIES_AND_COMPUTE)  # whether used or not
+_ALWAYS = dict.fromkeys(("forward", "backward"), _COPIES_AND_COMPUTE)  # shown even if unused
 
 
 def table(schedule: Schedule, marks: Mapping[fx.Node, str] | None = None) -> str:
-    """Steps down, streams across: a copy stands in the row of the compute issued after it.
+    """A table with steps down and streams across; a copy is in the row of the next compute.
 
-    A row is when ops are issued. Updates on the host have one each, though nothing orders them but
-    their gradients. An update's table has the streams that it uses.
+    Rows follow the order of issue. Each update on the host has its own row, although only gradients
+    order them. The table of an update graph has only the streams that it uses.
 
-    `marks` appends "<-- text" to the row of a node, which then has a row even where it is quiet.
+    `marks` appends "<-- text" to the row of a node, which is then shown even if it is quiet.
     """
     blocks = [_block(name, graph, marks or {}) for name, graph in schedule.graphs.items()]
     return "\n\n".join(blocks)
 
 
 def _block(name: str, graph: fx.Graph, marks: Mapping[fx.Node, str]) -> str:
-    """One graph: what is issued before a step stands in its row."""
+    """The table of one graph; ops issued before a step are in its row."""
     shown = (
         node
         for node in graph.nodes
@@ -74,7 +75,7 @@ def _block(name: str, graph: fx.Graph, marks: Mapping[fx.Node, str]) -> str:
 
 
 def _until(nodes: Iterable[fx.Node], ends: Callable[[fx.Node], bool]) -> Iterator[list[fx.Node]]:
-    """Divides nodes after each one that `ends` a row; the last row may have none."""
+    """Split nodes after each one that `ends` a row; the last row may lack one."""
     row: list[fx.Node] = []
     for node in nodes:
         row.append(node)
@@ -103,10 +104,10 @@ def _rows(name: str, rows: list[dict[Stream, list[str]]], notes: list[list[str]]
 
 
 def passes(schedule: Schedule) -> str:
-    """Seconds of each pass, and the nodes before and after it.
+    """A table of each pass's time and its nodes before and after.
 
-    "actions" tells whether the pass changed what is issued: "+9" for nine more actions, "=" for the
-    same ones.
+    The column "actions" shows whether the pass changed the issued ops: "+9" for nine more, "=" for
+    the same ones.
     """
     if not schedule.history:
         return f"{printable(schedule.name)}: made by hand, no pass has run"
@@ -137,11 +138,11 @@ def _change(record: PassRecord) -> str:
 
 
 def diff(before: Schedule, after: Schedule, *, code: bool = False, lines: int = 2) -> str:
-    """A unified diff of two schedules; "" where they do the same.
+    """A unified diff of two schedules; "" if they do the same.
 
     Args:
         code: compare the Python that runs instead of the actions.
-        lines: unchanged ones around each change.
+        lines: unchanged lines around each change.
     """
     old, new = _named(before), _named(after)
     form = _code if code else _actions
@@ -169,8 +170,7 @@ def differences(before: Schedule, after: Schedule) -> list[str]:
 
 
 def lookahead(schedule: Schedule) -> int:
-    """Number of computes that a forward issues, at most, between a prefetch and its first
-    reader."""
+    """The most computes that a forward issues between a prefetch and its first reader."""
     graph = schedule.forward
     count, at = 0, {}
     for node in ops.nodes_of(graph):
@@ -199,7 +199,7 @@ def _left(schedule: Schedule) -> str:
 
 
 def _updates(schedule: Schedule) -> str:
-    """Counts of the places where buckets are updated: "3 on the host, 1 on the device"; "none"."""
+    """Counts of updates by place: "3 on the host, 1 on the device", or "none"."""
     count: Counter[str] = Counter()
     for name, graph in schedule.graphs.items():
         for node in ops.nodes_that(graph, lambda op: op.is_update):
@@ -246,7 +246,7 @@ def _shown(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def _action(node: fx.Node) -> str:
-    """The label, and what it waits for besides its arguments: "2PREFETCH@0(after=0F)"."""
+    """The label and its waits other than arguments: "2PREFETCH@0(after=0F)"."""
     after: Any = node.kwargs.get("after", ())
     sources = [values.producer(n) for n in after]
     waits = [ops.label(n) for n in sources if ops.effects(n).issues]
@@ -254,6 +254,6 @@ def _action(node: fx.Node) -> str:
 
 
 def _code(schedule: Schedule) -> list[str]:
-    """The code's lines without the columns of comments, which one long line would shift."""
+    """The code's lines with unaligned comments, because one long line would shift all of them."""
     lines = "\n".join(python.graph_code(schedule, name) for name in schedule.graphs).splitlines()
     return [re.sub(r"(?<=\S) {2,}", "  ", line) for line in lines]

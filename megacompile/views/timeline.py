@@ -1,15 +1,13 @@
 """Timelines: spans on lanes, measured or predicted, and their sums.
 
-A lane is a stream of the schedule (h2d, compute, d2h), or what updates host memory in
-`optimizer.step()`: the host, and the device, which helps it. Times are seconds on one axis that
-begins with the trace. A lane is busy where it has a span; what the others have while a lane is idle
-is what it may be waiting for.
+A lane is a stream of the schedule (h2d, compute, d2h), or an updater of host memory in
+`optimizer.step()`: the host, or the device that helps it. Times are in seconds from the start of
+the trace. A lane is busy while it has a span.
 
-Memory is that of the device as the program order of the compute stream sees it: on CUDA what the
-allocator had given out when an op was issued, drawn where the op begins to run (the allocator hands
-memory on in the order of the stream, so the host being ahead does not matter); elsewhere, and of a
-prediction, what `megacompile.cost.memory` says. What is allocated and freed inside of an op shows
-in none.
+Memory is the device's in the program order of the compute stream. On CUDA it is the size that the
+allocator reported when an op was issued, shown at the op's start; this is valid although the host
+runs ahead, because the allocator reuses memory in stream order. On other devices and in predictions
+it comes from `megacompile.cost.memory`. Memory allocated and freed inside an op is not shown.
 """
 
 from __future__ import annotations
@@ -29,25 +27,25 @@ from megacompile.text import columns, format_bytes
 
 HOST, DEVICE = "host", "device"
 UPDATERS = (HOST, DEVICE)
-COMM = "comm"  # collectives, where several ranks share the model
+COMM = "comm"  # collectives of ranks that share the model
 LANES = ("h2d", COMM, "compute", "d2h", *UPDATERS)
 _OPTIONAL = (COMM, *UPDATERS)
 
 
 @dataclass(frozen=True, slots=True)
 class OpInfo:
-    """The facts about an op that are known before it runs."""
+    """Static facts about an op."""
 
     name: str  # as printed: "3F", "2PREFETCH@1"
     kind: str  # of the op: "forward", "prefetch"
     lane: str
-    module: str  # the path of the unit it works on, "layers.3"; "" where it has none
+    module: str  # path of its unit, "layers.3", or ""
     size_bytes: int = 0  # that a copy moves
-    memory_bytes: int | None = None  # of the device when it begins, by the schedule; if it changes
+    memory_bytes: int | None = None  # predicted device memory at its start, if the op changes it
 
     @classmethod
     def of(cls, node: fx.Node, memory_bytes: int | None = None) -> OpInfo:
-        """The facts about the op that a node of a schedule calls."""
+        """The facts about the op of a schedule's node."""
         op = ops.op_of(node)
         assert op is not None
         subject: Any = node.args[0] if node.args else None
@@ -58,14 +56,14 @@ class OpInfo:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One op from its start to its end."""
+    """One op with its start and end."""
 
     op: OpInfo
     start_s: float
     stop_s: float
     model: str
     run: int  # index into Timeline.runs
-    memory_bytes: int | None = None  # of the device, when it began
+    memory_bytes: int | None = None  # device memory at its start
 
     @property
     def duration_s(self) -> float:
@@ -78,12 +76,12 @@ class Run:
 
     model: str
     graph: str  # "forward", "backward" or "update"
-    schedule: Schedule | None = field(repr=False)  # None: it was read from a file
+    schedule: Schedule | None = field(repr=False)  # None: read from a file
 
 
 @dataclass(frozen=True, slots=True)
 class KindTotal:
-    """The spans of one kind of op on one lane, together."""
+    """Totals of one kind of op on one lane."""
 
     kind: str
     lane: str
@@ -94,12 +92,12 @@ class KindTotal:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Spans in the order in which they start."""
+    """Spans, ordered by start."""
 
     spans: tuple[Span, ...]
     runs: tuple[Run, ...] = ()
     device: str = ""
-    order: tuple[str, ...] = ()  # of the models, where it is not that of their first spans
+    order: tuple[str, ...] = ()  # of the models; default: of their first spans
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -109,22 +107,22 @@ class Timeline:
 
     @property
     def start_s(self) -> float:
-        """When the first op began."""
+        """Start of the first op."""
         return min((span.start_s for span in self.spans), default=0.0)
 
     @property
     def stop_s(self) -> float:
-        """When the last op ended."""
+        """End of the last op."""
         return max((span.stop_s for span in self.spans), default=0.0)
 
     @property
     def total_s(self) -> float:
-        """From the first op's start to the last one's end."""
+        """Seconds from the first op's start to the last op's end."""
         return self.stop_s - self.start_s
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        """The lanes that have spans, and the schedule's three where anything ran."""
+        """The lanes with spans; h2d, compute and d2h are always included if anything ran."""
         used = {span.op.lane for span in self.spans}
         known = tuple(lane for lane in LANES if lane in used or (used and lane not in _OPTIONAL))
         return known + tuple(sorted(used - set(LANES)))
@@ -132,10 +130,10 @@ class Timeline:
     def busy_s(
         self, lane: str, model: str | None = None, within: tuple[float, float] | None = None
     ) -> float:
-        """Seconds in which a lane has work; what runs at once (of two models) counts once.
+        """Busy seconds of a lane; overlapping spans (of two models) count once.
 
         Args:
-            within: from when to when; default: always.
+            within: start and stop of the period; default: everything.
         """
         spans = [s for s in self.spans if s.op.lane == lane and model in (None, s.model)]
         start, stop = within or (float("-inf"), float("inf"))
@@ -143,7 +141,7 @@ class Timeline:
         return covered_s((begin, end) for begin, end in times if begin < end)
 
     def kinds(self) -> list[KindTotal]:
-        """Spans by lane and kind of op, the longest first in each lane."""
+        """Totals by lane and kind of op, the longest first in each lane."""
         groups: defaultdict[tuple[str, str], list[Span]] = defaultdict(list)
         for span in self.spans:
             groups[span.op.lane, span.op.kind].append(span)
@@ -170,12 +168,12 @@ class Timeline:
         return Timeline(spans).total_s
 
     def memory(self) -> list[tuple[float, int]]:
-        """(second, bytes on the device): steps, each lasting until the next."""
+        """Device memory as a step function of (second, bytes)."""
         points = [(s.start_s, s.memory_bytes) for s in self.spans if s.memory_bytes is not None]
         return sorted(points)
 
     def to_dict(self) -> dict[str, Any]:
-        """The totals, for programs: seconds and bytes."""
+        """The totals for programs, in seconds and bytes."""
         total = self.total_s
         memory = [size for _, size in self.memory()]
         return {
@@ -211,7 +209,7 @@ def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def cut(timeline: Timeline, start_s: float, stop_s: float) -> Timeline:
-    """The part between two times, which become 0 and their distance; spans end where it does."""
+    """Cut out the part between two times; spans are clipped and times shifted to start at 0."""
     spans = []
     for span in timeline.spans:
         if span.stop_s > start_s and span.start_s < stop_s:
@@ -229,15 +227,15 @@ def cut(timeline: Timeline, start_s: float, stop_s: float) -> Timeline:
 
 
 def in_order(spans: Iterable[Span]) -> Iterator[Span]:
-    """Spans by start; the longer one first where two start at once."""
+    """Spans ordered by start; of equal starts, the longer span first."""
     return iter(sorted(spans, key=lambda span: (span.start_s, -span.stop_s)))
 
 
-# The sums of a timeline, measured next to predicted: as data, and as a table.
+# Totals of measured and predicted timelines, as data and as a table.
 
 
 def totals(measured: Timeline, predicted: Timeline | None = None) -> dict[str, Any]:
-    """The sums of both, in types that JSON has: seconds and bytes."""
+    """The totals of both as JSON types, in seconds and bytes."""
     found: dict[str, Any] = {"measured": measured.to_dict(), "predicted": None}
     if predicted is not None:
         graphs = [
@@ -258,7 +256,7 @@ def totals(measured: Timeline, predicted: Timeline | None = None) -> dict[str, A
 
 
 def table(measured: Timeline, predicted: Timeline | None = None) -> str:
-    """The time of each stream, and of each kind of op; with a prediction, how far that was off."""
+    """A table of times by stream and by kind of op and, with a prediction, its errors."""
     if not measured.spans:
         return "nothing ran while the trace was on"
     blocks = [_head(measured), _streams(measured, predicted), _ops(measured)]
@@ -322,7 +320,7 @@ class Comparison:
 
 
 def compare(measured: Timeline, predicted: Timeline) -> list[Comparison]:
-    """The runs that were predicted too, by model and graph."""
+    """Compare the runs that are both measured and predicted, by model and graph."""
     groups: dict[tuple[str, str], list[int]] = {}
     for i, run in enumerate(measured.runs):
         if measured.of_run(i) and predicted.of_run(i):
@@ -348,7 +346,7 @@ def _graphs(measured: Timeline, predicted: Timeline) -> str:
     sums = [
         sum(getattr(f, name) * f.count for f in found) for name in ("measured_s", "predicted_s")
     ]
-    rows.append(_compared("all of them, in all", sum(f.count for f in found), *sums))
+    rows.append(_compared("all, in total", sum(f.count for f in found), *sums))
     return columns(rows)
 
 
