@@ -1,7 +1,7 @@
 """The command line: `python -m megacompile COMMAND`.
 
-The commands are listed in `commands`, which imports no torch. A user's fault is one line on stderr
-and exit code 2, what a library says of it in full.
+`commands` declares the commands without importing torch. A user error prints a message on stderr
+and exits with code 2.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         command = self.prog.removeprefix("python -m ")
-        self.exit(2, f"{command}: {message} (--help lists what there is)\n")
+        self.exit(2, f"{command}: {message} (see --help)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(
         prog="python -m megacompile",
         usage="python -m megacompile COMMAND [options]",
-        description="Train models that do not fit on the GPU, and see how.",
-        epilog="python -m megacompile COMMAND --help tells more of each.",
+        description="Train models that do not fit on the GPU, and inspect how.",
+        epilog="See python -m megacompile COMMAND --help for each command.",
     )
     commands = parser.add_subparsers(
         title="commands",

@@ -1,7 +1,7 @@
-"""The commands of the command line: help, options, and the mistakes in them.
+"""Declares the commands of the command line: their help, options and checks.
 
-Nothing here imports torch, so that `--help` and mistakes are answered at once. The work of a
-command is `run(args)` in the module of its name. The options of `plan` are in `plan_arguments`.
+Nothing here imports torch, so that `--help` and errors appear at once. The work of a command is
+`run(args)` in the module of its name. The options of `plan` are in `plan_arguments`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 from megacompile.cli import plan_arguments
 from megacompile.errors import OptionError
 
-TRACED = 3  # the step of `demo` that is traced: what is compiled, is by then
+TRACED = 3  # the step that `demo` traces, after everything is compiled
 _SAVED = (".json", ".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command, as far as it is known without torch."""
+    """The parts of a command that need no torch."""
 
-    name: str  # and that of the module whose `run` does the work
+    name: str  # also of the module with its `run`
     help: str
     description: str
     add_options: Callable[[argparse.ArgumentParser], None]
@@ -68,19 +68,21 @@ def _trace_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=3,
         metavar="N",
-        help="which call of optimizer.step() the traced step leads to; default: 3, after what is "
-        "compiled in the first two",
+        help="trace the step that ends with the N-th call of optimizer.step(); default: 3, "
+        "because the first two compile",
     )
     _add_save(parser)
     parser.add_argument("--json", action="store_true", help="print the totals as JSON")
-    parser.add_argument("--go-on", action="store_true", help="let the script run to its end")
+    parser.add_argument("--go-on", action="store_true", help="run the script to its end")
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     parser.add_argument(
         "script",
         metavar="SCRIPT",
-        help="a Python file, or with -m a module; or a .json that --save wrote",
+        help="a Python file, a module (with -m), or a .json file that --save wrote",
     )
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    parser.add_argument(
+        "args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script"
+    )
 
 
 def _check_trace(args: argparse.Namespace) -> None:
@@ -89,12 +91,12 @@ def _check_trace(args: argparse.Namespace) -> None:
     if args.module:
         _check_module(args.script)
     elif not Path(args.script).is_file():
-        raise OptionError(f"there is no file {args.script!r} (for a module's name, give -m)")
+        raise OptionError(f"no such file: {args.script!r} (for a module's name, give -m)")
     _check_save(args.save)
 
 
 def _check_module(name: str) -> None:
-    """Refuse what `python -m` could not run. The packages that a module is in are imported."""
+    """Check that `python -m` can run a module. Imports the packages that contain it."""
     sys.path.insert(0, str(Path.cwd()))
     try:
         found = _spec(name)
@@ -104,7 +106,7 @@ def _check_module(name: str) -> None:
         sys.path.pop(0)
     if found is None:
         raise OptionError(
-            f"-m {name}: there is no module of that name that can be run (a package needs a "
+            f"-m {name}: no such module that can be run (a package needs a "
             "__main__.py); run the command where `import` finds it, or give a file without -m"
         )
 
@@ -114,15 +116,15 @@ def _spec(name: str) -> ModuleSpec | None:
         return importlib.util.find_spec(name)
     except (ModuleNotFoundError, ValueError) as error:  # ValueError: "a..b", ""
         if isinstance(error, ModuleNotFoundError) and not f"{name}.".startswith(f"{error.name}."):
-            raise  # a package that it is in lacks something else
+            raise  # a containing package fails to import something else
         return None
 
 
-# --- what commands write
+# --- output files
 
 
 def _add_save(parser: argparse.ArgumentParser) -> None:
-    """The option `--save`."""
+    """Add the option `--save`."""
     parser.add_argument(
         "--save",
         metavar="FILE",
@@ -135,21 +137,21 @@ def _add_save(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_save(paths: list[Path]) -> None:
-    """Check that each file can be written, before anything runs.
+    """Check before anything runs that each file can be written.
 
     Raises:
-        OptionError: an ending that is not known, or a folder that is not there.
+        OptionError: an unknown suffix, or a missing folder.
     """
     for path in paths:
         if path.suffix not in _SAVED:
             known = ", ".join(_SAVED)
-            raise OptionError(f"--save {path}: got the ending {path.suffix!r}; needed {known}")
+            raise OptionError(f"--save {path}: got the suffix {path.suffix!r}; needed {known}")
         if not path.parent.is_dir():
-            raise OptionError(f"--save {path}: there is no folder {str(path.parent)!r}")
+            raise OptionError(f"--save {path}: no such folder: {str(path.parent)!r}")
 
 
 def print_json(value: Any) -> None:
-    """JSON on stdout."""
+    """Print JSON on stdout."""
     print(json.dumps(value, indent=2))
 
 
@@ -158,42 +160,40 @@ def print_json(value: Any) -> None:
 
 def _hardware_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cuda:0, cpu; default: the GPU if there is one")
-    parser.add_argument("--disk", metavar="PATH", help="the rates of the disk of this folder too")
-    parser.add_argument(
-        "--again", action="store_true", help="measure, and keep it, even if that is on file"
-    )
+    parser.add_argument("--disk", metavar="PATH", help="also measure the disk of this folder")
+    parser.add_argument("--again", action="store_true", help="measure even if rates are cached")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 COMMANDS = (
     Command(
         "demo",
-        "train a small model, and see its schedule and its trace",
-        """Train a small GPT on the source of this package, and see what runs.
+        "train a small model and show its schedule and trace",
+        """Train a small GPT on the source of this package and show what runs.
 
-It prints the losses, the schedule as a table of steps by streams, and a trace of one step.""",
+Prints the losses, the schedule as a table of steps by streams, and a trace of one step.""",
         _demo_options,
         _check_demo,
     ),
     Command(
         "plan",
-        "if a model fits on a machine, and how fast it trains",
+        "find out if a model fits on a machine and how fast it trains",
         plan_arguments.DESCRIPTION,
         plan_arguments.add_options,
         plan_arguments.check,
     ),
     Command(
         "trace",
-        "when every op of a script's training step runs",
+        "trace a training step of a script",
         """Run a training script and trace one step of its megacompiled models.
 
-The trace has the time of every op, on every stream. It begins with the update of the step before,
-which the step's forward overlaps, and ends with the step's backward. The script ends there, unless
+The trace has the times of all ops on all streams. It begins with the update of the previous step,
+which overlaps the step's forward, and ends with the step's backward. The script ends there unless
 you give --go-on.
 
     python -m megacompile trace --save step.json train.py --batch 16
 
-A saved trace can be read again, also on another machine. Its last whole step is printed or drawn:
+A saved trace can be read later, also on another machine. Its last whole step is printed or plotted:
 
     python -m megacompile trace --save step.png step.json""",
         _trace_options,
@@ -201,10 +201,10 @@ A saved trace can be read again, also on another machine. Its last whole step is
     ),
     Command(
         "hardware",
-        "bandwidths and rates of this machine",
-        """Measure the bandwidths and rates of this machine. It takes seconds.
+        "measure the rates of this machine",
+        """Measure the bandwidths and rates of this machine in a few seconds.
 
-The rates are kept in a file. Predictions are made from them.""",
+The rates are cached in a file, and predictions use them.""",
         _hardware_options,
     ),
 )

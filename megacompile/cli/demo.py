@@ -1,4 +1,4 @@
-"""The command `demo`: its model, and what it prints."""
+"""The command `demo`: trains a small model and prints its schedule and trace."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Block(nn.Module):
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:  # (batch, context, width), and so its result
+    def forward(self, x: Tensor) -> Tensor:  # (batch, context, width), same as the result
         heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, -1, 32)).transpose(1, 3)
         q, k, v = heads.unbind(2)  # each (batch, heads, context, 32)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A language model of bytes; returns the loss, nats a byte."""
+    """A byte-level language model; returns the loss in nats per byte."""
 
     def __init__(self, layers: int, width: int, context: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class GPT(nn.Module):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, trace one step, print."""
+    """Train, trace one step and print the results."""
     device = Options.resolve(device=args.device).device
     context = 128
     torch.manual_seed(0)
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _text() -> Tensor:  # (bytes,) uint8
-    """The source of this package: it is there wherever the package is."""
+    """The source of this package as training data, which needs no download."""
     root = Path(__file__).resolve().parent.parent
     source = b"".join(path.read_bytes() for path in sorted(root.rglob("*.py")))
     return torch.frombuffer(bytearray(source), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The command `hardware`: measures, or reads what was measured."""
+"""The command `hardware`: measures rates, or reads the cached ones."""
 
 from __future__ import annotations
 

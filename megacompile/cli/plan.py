@@ -1,4 +1,4 @@
-"""The command `plan`: plans the model that its target names, and prints the answer."""
+"""The command `plan`: plans the training of a model and prints the answer."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from megacompile.text import columns, duration, format_bytes
 from megacompile.validate import host_rows
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
-_LARGEST = 2**16  # batch of a sweep
-_NO_FASTER = 1.01  # a larger batch must bring as much, or the sweep ends
+_LARGEST = 2**16  # largest batch of a sweep
+_NO_FASTER = 1.01  # the sweep ends when a larger batch gains less
 _DAY_S = 86400
 
 
@@ -43,27 +43,27 @@ class Answer:
     target: Target
     batch: int
     explained: Explanation
-    why_not: tuple[str, ...]  # it does not fit; empty if it does, as far as is known
+    why_not: tuple[str, ...]  # reasons; empty if it fits as far as known
     planning_s: float
-    gpus: int  # that do as much, each
-    hosts: int  # with as many of these each
-    active: int  # parameters that a token passes: not the experts that it does not choose
-    tried: bool  # though it does not fit, by so little
+    gpus: int  # per host, each with this throughput
+    hosts: int  # number of hosts
+    active: int  # parameters per token, without the experts that it does not choose
+    tried: bool  # does not fit, but by so little that it is tried
 
     @property
     def tokens_s(self) -> float | None:
-        """Tokens a second."""
+        """Tokens per second."""
         tokens = self.target.tokens
         return None if tokens is None else self.gpus * self.hosts * tokens / self.explained.step_s
 
     @property
     def tflop_s(self) -> float | None:
-        """6 N T, by the parameters that a token passes."""
+        """6 N T, with N the active parameters."""
         rate = self.tokens_s
         return None if rate is None else 6 * self.active * rate / 1e12
 
     def to_dict(self, tokens: float) -> dict[str, Any]:
-        """For programs."""
+        """The answer as JSON types."""
         rate = self.tokens_s
         return {
             "target": self.target.name,
@@ -86,7 +86,7 @@ class Answer:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, and print."""
+    """Plan and print the answer."""
     hardware = _hardware(args)
     answers = _sweep(args, hardware) if args.sweep else [_answer(args, hardware, args.batch)]
     fitting = [answer for answer in answers if not answer.why_not]
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _hardware(args: argparse.Namespace) -> Hardware:
-    """The machine that the options describe: the part of it that one GPU has."""
+    """One GPU's share of the machine that the options describe."""
     found = known(args.gpu)
     given = machine(args, device_bytes=found.device_bytes, host_bytes=found.host_bytes)
     if given.link_gb_s is not None:
@@ -129,14 +129,14 @@ def _with_disk(hardware: Hardware, disk: DiskArguments | None) -> Hardware:
     rates = disk_on_file(disk.folder)
     if rates is None:
         raise OptionError(
-            f"--disk {disk.folder}: its speed is not known; give it (--disk-rates "
-            f"2.2/2.2), or measure it: python -m megacompile hardware --disk {disk.folder}"
+            f"--disk {disk.folder}: its rates are unknown; give them (--disk-rates "
+            f"2.2/2.2), or measure them: python -m megacompile hardware --disk {disk.folder}"
         )
     return rates.on(hardware)
 
 
 def _sweep(args: argparse.Namespace, hardware: Hardware) -> list[Answer]:
-    """Powers of two until one does not fit or brings nothing more."""
+    """Try powers of two until one does not fit or gains nothing."""
     answers: list[Answer] = []
     batch = 1
     while batch <= _LARGEST:
@@ -201,7 +201,7 @@ def _answer(args: argparse.Namespace, hardware: Hardware, batch: int) -> Answer:
 def _first(
     made: Target, options: Options, hardware: Hardware, *, on_disk: bool
 ) -> list[tuple[str, int]]:
-    """The checks of host memory that `megacompile()` makes before it plans."""
+    """Host memory that `megacompile()` checks before it plans."""
     return host_rows(
         made.model,
         gradients=options.optimizer is None,
@@ -233,7 +233,7 @@ def _options(args: argparse.Namespace, made: Target, hardware: Hardware) -> Opti
     disk = given.disk
     if disk is None:
         return options
-    return replace(  # it may be elsewhere
+    return replace(  # the disk may be another machine's
         options,
         disk=disk.folder,
         disk_memory=disk.free_bytes // args.gpus,
@@ -249,7 +249,7 @@ def _programs(made: Target, options: Options, hardware: Hardware) -> list[Abstra
         )
     except MegacompileError:
         raise
-    except Exception as error:  # what the model's own code raises, in Dynamo's words
+    except Exception as error:  # raised by the model's code, through Dynamo
         first = (str(error).strip().splitlines() or [""])[0]
         raise OptionError(
             f"{made.name} cannot be captured: {type(error).__name__}: {first}"
@@ -257,14 +257,14 @@ def _programs(made: Target, options: Options, hardware: Hardware) -> list[Abstra
 
 
 def _schedules(programs: list[AbstractProgram]) -> list[Schedule]:
-    """The schedules; where memory is too small, those that come nearest to fitting."""
+    """The schedules; if memory is too small, those closest to fitting."""
     found: list[Schedule] = []
     for program in programs:
         reuse = program is programs[-1]
         try:
             found.append(program.schedule(reuse=reuse))
         except (DeviceMemoryError, HostMemoryError):
-            program.plans.choose_least(program.stages, "this is the plan that comes nearest")
+            program.plans.choose_least(program.stages, "this is the closest plan")
             found.append(program.schedule(reuse=reuse))
     return found
 
@@ -282,7 +282,7 @@ def _text(answer: Answer, args: argparse.Namespace) -> str:
     if args.gpus > 1:
         hosts = "" if args.hosts == 1 else f" of each of {args.hosts} hosts"
         machine = f"each of {args.gpus} {explained.hardware}{hosts}"
-        machine += "; memory is that of one GPU's part"
+        machine += "; memory is for one GPU"
     lines = [
         f"{made.name}: {made.parameters / 1e9:,.3g} B parameters{active}, {' and '.join(dtypes)}"
         + products,
@@ -312,7 +312,7 @@ def _verdict(answer: Answer) -> list[str]:
         return [f"{verdict}: {first}", *(f"  {other}" for other in others)]
     if answer.explained.host.fits is None:
         needed = format_bytes(answer.explained.host.needed_bytes)
-        return [f"it fits on the device; the host needs {needed} (--host-memory says what it has)"]
+        return [f"it fits on the device; the host needs {needed} (set --host-memory to check)"]
     return ["it fits"]
 
 
@@ -330,7 +330,7 @@ def _speed(answer: Answer, tokens: float) -> list[str]:
 
 
 def _figures(value: float) -> str:
-    """Three figures, or all before the point."""
+    """Three significant digits, or all digits before the point."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:,.3g}"
 
 

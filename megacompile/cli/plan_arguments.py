@@ -1,7 +1,7 @@
 """The options of the command `plan`, read and checked without torch.
 
-Sizes may be fractions of the machine's memory. That of this machine is not known without torch: its
-options are checked as if it had 1 TiB, and read again once torch has said what it has.
+Sizes may be fractions of the machine's memory. This machine's memory is unknown without torch, so
+its options are checked as if it had 1 TiB and parsed again with its real size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megacompile.cost.hardware import ASSUMED_NETWORK_GB_S, NAMES, Hardware, of_
 from megacompile.errors import MissingExtraError, OptionError
 from megacompile.option_values import COMPUTE_DTYPES, STATE_DTYPES, Activations, parse_bytes
 
-DESCRIPTION = """Plan the training of a model on a machine; you need neither the memory nor the GPU.
+DESCRIPTION = """Plan the training of a model on a machine that you need not have.
 
 TARGET is a Hugging Face config of a causal language model (a folder with a config.json, or a json
 file), or package.module:function. The function returns a module, or (module, args, kwargs). It gets
@@ -27,11 +27,11 @@ memory, weights or a GPU. A module alone gets token ids (batch, seq) and should 
 
     python -m megacompile plan examples/configs/qwen2.5-72b.json --gpu h200 --host-memory 1.5TB
 
-Exit code: 0 if it fits, 1 if it does not, 2 if it cannot be planned. What lacks less than a tenth
-of the device's memory does not fit, and megacompile() tries it anyway: the answer says so.
+Exit code: 0 if it fits, 1 if it does not, 2 if it cannot be planned. A model that lacks less than
+a tenth of the device's memory does not fit, but megacompile() tries it anyway; the answer says so.
 """
 
-OPTIMIZERS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}  # states of each
+OPTIMIZERS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}  # number of states
 DTYPES = ("bfloat16", "float16", "float32")
 STATES = (*STATE_DTYPES, "same")
 FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao's recipes
@@ -45,89 +45,95 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("target", metavar="TARGET", help="a config (folder or json), or package.module:function")
     add("--gpu", default="h200", help=f"{', '.join(NAMES)}; default: h200")
     default = "default: the GPU's, less 5 %% (4 GiB at most)"
-    add("--gpus", type=int, default=1, metavar="N", help="that share the model, on one host")
+    add("--gpus", type=int, default=1, metavar="N", help="GPUs of one host that share the model")
     add(
         "--interconnect",
         type=float,
         metavar="GB/S",
-        help="what one GPU gets from the others, with --gpus; default: NVLink's of the GPU. "
-        "What is no faster than the link to the host is taken to share that link",
+        help="bandwidth from the other GPUs to one, with --gpus; default: the GPU's NVLink. "
+        "A rate no faster than the link to the host is assumed to share that link",
     )
     add(
         "--hosts",
         type=int,
         default=1,
         metavar="N",
-        help="that replicate it, each with --gpus (a mesh of two dimensions)",
+        help="hosts that replicate the model, each with --gpus (a mesh of two dimensions)",
     )
     add(
         "--network",
         type=float,
         metavar="GB/S",
-        help="what one GPU gets from other hosts while all of its host do, with --hosts; "
+        help="bandwidth from other hosts to one GPU while all GPUs communicate, with --hosts; "
         f"default: {ASSUMED_NETWORK_GB_S:g}, 100 Gbit/s each",
     )
     add(
         "--link",
         metavar="GB/S",
-        help="between host and GPU, each way alone: about 25 of PCIe 4 x16, 12 of x8; "
+        help="between host and GPU, one direction at a time: about 25 for PCIe 4 x16, 12 for x8; "
         "default: the GPU's",
     )
     add("--gpu-memory", metavar="SIZE", help=f"20GiB, or 0.5 of it; {default}")
     add(
         "--host-memory",
         metavar="SIZE",
-        help="1.5TB, 128GiB, taken whole, as megacompile(model, host_memory=SIZE) does; "
-        "default: not known, or all of this one's",
+        help="1.5TB, 128GiB, used in full, as by megacompile(model, host_memory=SIZE); "
+        "default: unknown, or all of this machine's",
     )
     add(
         "--page-locked",
         metavar="SIZE",
-        help="of host memory, what the system locks for copies: 1GiB, of a WSL 2; 0 of containers "
-        "that lock none; default: all of it",
+        help="host memory that the system can lock for copies: 1GiB for WSL 2; 0 for containers "
+        "that lock none; default: all",
     )
-    add("--disk", metavar="PATH", help="what the host does not hold may lie on this folder's disk")
-    add("--disk-memory", metavar="SIZE", help="200GiB, for all GPUs; default: its free")
+    add("--disk", metavar="PATH", help="this folder's disk may hold what the host does not")
+    add("--disk-memory", metavar="SIZE", help="200GiB, for all GPUs; default: the free space")
     add("--disk-weights", action="store_true", help="megacompile(model, disk_weights=True)")
     add("--disk-saved", action="store_true", help="megacompile(model, disk_saved=True)")
     add(
         "--disk-rates",
         metavar="R/W",
-        help="2.2/2.2: GB/s of reads and of writes, each alone; half of it each where both run; "
-        "default: those that `hardware --disk PATH` has measured",
+        help="2.2/2.2: GB/s of reads and writes alone; together each has half; "
+        "default: measured by `hardware --disk PATH`",
     )
     add(
         "--batch",
         type=int,
         default=16,
         metavar="N",
-        help="sequences a step, of each GPU; default: 16",
+        help="sequences per step and GPU; default: 16",
     )
-    add("--seq", type=int, default=1024, metavar="N", help="tokens a sequence; default: 1024")
+    add("--seq", type=int, default=1024, metavar="N", help="tokens per sequence; default: 1024")
     add("--sweep", choices=["batch"], help="find the batch with the most tokens/s: 1, 2, 4, ...")
     add("--optimizer", choices=[*OPTIMIZERS], default="adamw", help="default: adamw")
     add(
         "--state-dtype",
         choices=STATES,
         default="float32",
-        help="of the optimizer's moments; same: as the parameters; default: float32",
+        help="of the optimizer's moments; same: the parameters'; default: float32",
     )
     add("--update-in-backward", action="store_true", help="megacompile(model, optimizer=...)")
     add("--dtype", choices=[*DTYPES], help="of the parameters; default: bfloat16 for a config")
-    add("--compute-dtype", choices=COMPUTE_DTYPES, help="of float32 masters' copies")
-    add("--float8", choices=FLOAT8, help="torchao's recipe for all linear layers but the head")
+    add("--compute-dtype", choices=COMPUTE_DTYPES, help="of streamed copies of float32 masters")
+    add("--float8", choices=FLOAT8, help="torchao's recipe for all linear layers except the head")
     add("--activations", choices=[each.value for each in Activations], default="auto")
     add("--tiles", type=int, metavar="N", help="megacompile(model, tiles=N); default: auto")
-    add("--tokens", type=float, default=1e12, metavar="N", help="how long do so many take; 1e12")
-    add("--changes", action="store_true", help="try other plans too: what would help most")
+    add(
+        "--tokens",
+        type=float,
+        default=1e12,
+        metavar="N",
+        help="show the time for this many tokens; default: 1e12",
+    )
+    add("--changes", action="store_true", help="also try other plans and show what would help most")
     add("--json", action="store_true", help="print JSON")
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse what cannot be planned, before torch is imported.
+    """Check the options before torch is imported.
 
     Raises:
-        OptionError: an option, or what TARGET names.
+        OptionError: an invalid option or target.
     """
     for name in ("batch", "seq", "tokens", "gpus", "hosts", "tiles"):
         value = getattr(args, name)
@@ -148,7 +154,7 @@ def check(args: argparse.Namespace) -> None:
         raise OptionError(
             f"--network {args.network:g}: needed GB/s, more than 0, and --hosts 2 or more"
         )
-    hardware = of_sheet(gpu)  # None: this machine, which torch is asked for
+    hardware = of_sheet(gpu)  # None: this machine, which needs torch
     if args.float8 is not None:
         _check_float8(args, hardware)
     if hardware is None:
@@ -160,14 +166,14 @@ def check(args: argparse.Namespace) -> None:
 
 
 def _check_on_disk(args: argparse.Namespace) -> None:
-    """Refuse what cannot be on a disk, as `megacompile()` does."""
+    """Check which tensors may be on a disk, as `megacompile()` does."""
     asked = {"--disk-weights": args.disk_weights, "--disk-saved": args.disk_saved}
     for name in [name for name, value in asked.items() if value and args.disk is None]:
-        raise OptionError(f"{name}: where? name the disk's folder: --disk PATH")
+        raise OptionError(f"{name}: needed the disk's folder: --disk PATH")
     if args.disk_weights and args.compute_dtype is not None:
-        raise OptionError("--disk-weights: with --compute-dtype masters do not go to a disk")
+        raise OptionError("--disk-weights: masters (--compute-dtype) cannot be on a disk")
     if args.disk_weights and args.gpus > 1:
-        raise OptionError("--disk-weights: with --gpus parts of parameters cannot lie on a disk")
+        raise OptionError("--disk-weights: shards of parameters (--gpus) cannot be on a disk")
     if args.disk_saved and args.activations not in ("auto", "offload"):
         raise OptionError(
             f"--disk-saved: with --activations {args.activations} nothing waits on the host; "
@@ -190,31 +196,31 @@ class DiskArguments:
 
     folder: str
     free_bytes: int
-    rates: tuple[float, float] | None  # GB/s read and written; None: those that were measured
+    rates: tuple[float, float] | None  # GB/s read and written; None: use measured rates
 
 
 @dataclass(frozen=True, slots=True)
 class MachineArguments:
-    """Options about a machine; None where they say nothing."""
+    """Options about a machine; None if not given."""
 
-    link_gb_s: float | None  # each way alone
+    link_gb_s: float | None  # one direction at a time
     device_bytes: int | None
     host_bytes: int | None
-    locked_bytes: int | None  # that the system locks for copies
+    locked_bytes: int | None  # that the system can lock for copies
     disk: DiskArguments | None
 
 
 def machine(
     args: argparse.Namespace, *, device_bytes: int | None, host_bytes: int | None
 ) -> MachineArguments:
-    """Read the options about a machine.
+    """Parse the options about a machine.
 
     Args:
-        device_bytes, host_bytes: that it has, of which sizes may be fractions; None: not known.
+        device_bytes, host_bytes: of the machine, for sizes given as fractions; None: unknown.
 
     Raises:
-        OptionError: no size or rate, a fraction of what is not known, or a disk's folder that there
-            is not, of which not everything is said.
+        OptionError: an invalid size or rate, a fraction of an unknown size, or a missing disk
+            folder without its size and rates.
     """
     host = _size("--host-memory", args.host_memory, host_bytes, "128GiB")
     locked: int | None = 0
@@ -234,13 +240,13 @@ def _disk(args: argparse.Namespace) -> DiskArguments | None:
     if args.disk is None:
         for name, value in given.items():
             if value is not None:
-                raise OptionError(f"{name} {value}: of what? name the disk's folder: --disk PATH")
+                raise OptionError(f"{name} {value}: needed the disk's folder: --disk PATH")
         return None
     there = os.path.isdir(args.disk)
     missing = [name for name, value in given.items() if value is None]
     if not there and missing:
         raise OptionError(
-            f"--disk {args.disk}: no such folder; needed one, or, for a disk that is elsewhere, "
+            f"--disk {args.disk}: no such folder; needed one or, for another machine's disk, "
             f"{' and '.join(missing)}"
         )
     free = shutil.disk_usage(args.disk).free if there else 0
@@ -257,7 +263,7 @@ def _rates(text: str | None) -> tuple[float, float] | None:
     except ValueError:
         read = write = 0.0
     if not (0 < read < math.inf and 0 < write < math.inf):
-        raise OptionError(f"--disk-rates {text}: needed GB/s of reads and of writes, such as 2.2/2")
+        raise OptionError(f"--disk-rates {text}: needed GB/s of reads and writes, such as 2.2/2")
     return read, write
 
 
@@ -274,11 +280,11 @@ def _link(text: str | None) -> float | None:
 
 
 def _size(name: str, text: str | None, total_bytes: int | None, example: str) -> int | None:
-    """Bytes that an option says, perhaps as a fraction of `total_bytes` (None: not known)."""
+    """Parse a size in bytes or as a fraction of `total_bytes` (None: unknown)."""
     if text is None:
         return None
     if _is_fraction(text) and not total_bytes:
-        raise OptionError(f"{name} {text}: of what? give a size: {example}")
+        raise OptionError(f"{name} {text}: a fraction of an unknown size; give a size: {example}")
     try:
         size = parse_bytes(name, float(text) if _is_fraction(text) else text, total_bytes or 0)
     except OptionError:

@@ -1,7 +1,7 @@
-"""Parses the target of a command: a config, or a function. Needs no torch.
+"""Parses a command's target, a config or a function, without torch.
 
-Nor is transformers, to say that it has no such model: importing it takes seconds, since it imports
-torch. Its list of model types is read as text.
+Importing transformers takes seconds because it imports torch, so its list of model types is read as
+text.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 
 from megacompile.errors import MissingExtraError, OptionError
 
-# Files that people have at hand in place of a config.
+# Files that users may give instead of a config.
 _WEIGHTS = {
     ".gguf": "a GGUF file: quantized weights for inference",
     **dict.fromkeys((".safetensors", ".bin", ".pt", ".pth", ".ckpt"), "a file of weights"),
 }
 
-_NEAREST = 3  # model types that are named where one is not known
-# Where transformers lists its model types (4.50 to 5.24), and how.
+_NEAREST = 3  # model types that are suggested for an unknown one
+# Files and format of transformers' list of model types (4.50 to 5.24).
 _TYPE_LISTS = ("models/auto/auto_mappings.py", "models/auto/configuration_auto.py")
 _TYPE = re.compile(r'"([^"]+)"[,:] "\w+Config"')
 
@@ -50,33 +50,33 @@ class Function:
 
 
 def parse(text: str) -> Config | Function:
-    """Read a folder with a config.json, a json file, or `package.module:function`.
+    """Parse a folder with a config.json, a json file, or `package.module:function`.
 
     Raises:
-        OptionError: it is none of them, or the file has no config in it.
+        OptionError: none of these, or a file without a config.
     """
     path = Path(text)
     if path.suffix.lower() in _WEIGHTS and ":" not in text:
         raise OptionError(
-            f"{text} is {_WEIGHTS[path.suffix.lower()]}; needed the config of the model that they "
-            "are of: a folder with a Hugging Face config.json, or a json file"
+            f"{text} is {_WEIGHTS[path.suffix.lower()]}; needed the model's config: "
+            "a folder with a Hugging Face config.json, or a json file"
         )
     if path.is_dir() or path.suffix == ".json":
         return _config(path / "config.json" if path.is_dir() else path)
     module, _, function = text.partition(":")
     if not function or not module:
         raise OptionError(
-            f"{text!r} is no folder with a config.json, no json file, no package.module:function"
+            f"{text!r} is not a folder with a config.json, a json file or package.module:function"
         )
     return Function(module, function)
 
 
 def check(text: str, *, seq: int) -> None:
-    """Refuse what `text` names, as far as can be said at once. A function's module is imported.
+    """Check a target without torch, as far as possible. Imports a function's module.
 
     Args:
         text: as for `parse`.
-        seq: tokens a sequence.
+        seq: tokens per sequence.
 
     Raises:
         OptionError: no such target, model type or function, or a sequence that is too long.
@@ -89,7 +89,9 @@ def check(text: str, *, seq: int) -> None:
     spec = importlib.util.find_spec("transformers")
     if spec is None:
         raise needs_transformers()
-    if spec.origin and "transformers" not in sys.modules:  # loaded, it may have been given others
+    if (
+        spec.origin and "transformers" not in sys.modules
+    ):  # once imported, users may have registered more types
         types = _model_types(Path(spec.origin).parent)
         if types and named.model_type not in types:
             raise unknown_type(named, types, importlib.metadata.version("transformers"))
@@ -97,18 +99,18 @@ def check(text: str, *, seq: int) -> None:
 
 
 def _model_types(package: Path) -> set[str]:
-    """Those that transformers lists; none where its files are others than those that are known."""
+    """The model types that transformers lists; empty if its files have changed."""
     files = (package / name for name in _TYPE_LISTS)
     return {name for file in files if file.is_file() for name in _TYPE.findall(file.read_text())}
 
 
 def needs_transformers() -> MissingExtraError:
-    """The error where it is not installed."""
+    """The error if transformers is not installed."""
     return MissingExtraError("a config needs transformers: pip install transformers")
 
 
 def unknown_type(named: Config, types: Collection[str], version: str) -> OptionError:
-    """The error of a config whose model type transformers does not have."""
+    """The error for a model type that transformers does not have."""
     near = difflib.get_close_matches(named.model_type, types, n=_NEAREST, cutoff=0.0)
     return OptionError(
         f"{named.file}: transformers {version} has no model_type {named.model_type!r}; nearest: "
@@ -117,17 +119,17 @@ def unknown_type(named: Config, types: Collection[str], version: str) -> OptionE
 
 
 def check_length(seq: int, longest: object) -> None:
-    """Refuse sequences that are longer than the config's positions, where it says how many.
+    """Check the sequence length against the config's positions, if it limits them.
 
     Raises:
-        OptionError: they are.
+        OptionError: too long.
     """
     if isinstance(longest, int) and seq > longest:
         raise OptionError(f"--seq {seq}: the config has max_position_embeddings {longest}")
 
 
 def function(text: str, named: Function) -> Callable[..., Any]:
-    """The function that a target names. Its module is imported.
+    """Import and return the function that a target names.
 
     Raises:
         OptionError: the module cannot be imported, or has no such function.
@@ -145,23 +147,23 @@ def function(text: str, named: Function) -> Callable[..., Any]:
 
 
 def first_line(error: Exception) -> str:
-    """An error of the user's code in one line."""
+    """An error of user code in one line."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _config(file: Path) -> Config:
     if not file.is_file():
-        raise OptionError(f"there is no file {str(file)!r}{_others(file.parent)}")
+        raise OptionError(f"no such file: {str(file)!r}{_others(file.parent)}")
     try:
         given = json.loads(file.read_text())
     except ValueError as error:
-        raise OptionError(f"{file} is no JSON: {error}") from None
+        raise OptionError(f"{file} is not JSON: {error}") from None
     if not isinstance(given, dict) or not isinstance(given.get("model_type"), str):
-        raise OptionError(f"{file} has no model_type, as Hugging Face's config.json has it")
+        raise OptionError(f"{file} has no model_type; needed a Hugging Face config.json")
     return Config(file, given.pop("model_type"), given)
 
 
 def _others(folder: Path) -> str:
-    """Lists the files of a folder without a config that look like a model."""
+    """Note about weight files in a folder without a config."""
     found = sorted({p.suffix for p in folder.glob("*") if p.suffix.lower() in _WEIGHTS})
-    return f" (the folder has {', '.join(found)} files, which are weights alone)" if found else ""
+    return f" (the folder has {', '.join(found)} files, which are only weights)" if found else ""

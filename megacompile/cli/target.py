@@ -1,4 +1,4 @@
-"""The model that a command plans for, on `meta`: from a config, or from a function."""
+"""Builds the model that a command plans for, on `meta`, from a config or a function."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megacompile.errors import OptionError
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model, what it is called with, and what that is."""
+    """A model and its inputs."""
 
     name: str
     model: nn.Module
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    tokens: int | None  # a step; None: not known
-    shape: str  # of the batch, for people
+    tokens: int | None  # per step; None: unknown
+    shape: str  # description of the batch
     note: str = ""
 
     @property
@@ -34,7 +34,8 @@ class Target:
 
 
 class LossAlone(nn.Module):
-    """A causal language model that returns its loss and no logits: its head can be in chunks."""
+    """A causal language model that returns its loss and no logits, so that its head can run in
+    chunks."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -48,16 +49,16 @@ class LossAlone(nn.Module):
 def build(
     text: str, *, batch: int, seq: int, dtype: torch.dtype | None, float8: str | None = None
 ) -> Target:
-    """The model that `text` names.
+    """Build the model of a target.
 
     Args:
         text: a folder with a config.json, a json file, or `package.module:function`.
-        batch, seq: of the tokens that it gets; a function may take them as arguments.
-        dtype: of its floating parameters. None: bfloat16 for a config, a function's as they are.
+        batch, seq: shape of the token ids; a function may take them as arguments.
+        dtype: of floating-point parameters. None: bfloat16 for a config, unchanged for a function.
         float8: torchao's recipe for the linear layers of a config.
 
     Raises:
-        OptionError: nothing of that name, or one that returns no model.
+        OptionError: no such target, or it returns no model.
         MissingExtraError: transformers is not installed, and a config needs it.
     """
     named = source.parse(text)
@@ -80,7 +81,7 @@ def _of_config(
         config = AutoConfig.for_model(kind, **named.values)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # whatever a config's values lead to
+    except Exception as error:  # depends on the config's values
         raise OptionError(f"{file}: transformers: {type(error).__name__}: {error}") from None
     source.check_length(seq, getattr(config, "max_position_embeddings", None))
     _cast(model, dtype)
@@ -94,7 +95,7 @@ def _of_config(
         {},
         batch * seq,
         f"{batch} x {seq} tokens",
-        "the model gives its loss and no logits, so that its head can be computed in chunks",
+        "the model returns its loss and no logits, so that its head can run in chunks",
     )
 
 
@@ -127,19 +128,19 @@ def _of_function(
         raise OptionError(f"{text}: needed (module, args, kwargs): a module, a tuple and a dict")
     if set(sizes) <= set(known):
         return Target(text, model, args, kwargs, batch * seq, f"{batch} x {seq} tokens")
-    return Target(text, model, args, kwargs, None, "inputs as the function gives them")
+    return Target(text, model, args, kwargs, None, "the function's inputs")
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters alone: buffers such as rotary frequencies stay as the model made them."""
+    """Cast parameters only: buffers such as rotary frequencies keep their dtype."""
     for param in model.parameters():
         if param.is_floating_point():
             param.data = param.data.to(dtype)
 
 
 def _to_float8(model: nn.Module, recipe: str) -> None:
-    """Linear layers as torchao trains them in float8, but for the head and what is no multiple of
-    16 wide."""
+    """Convert linear layers to torchao's float8 training, except the head and widths that are not
+    multiples of 16."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     head = model.get_output_embeddings()  # type: ignore[operator]

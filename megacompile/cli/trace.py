@@ -1,4 +1,4 @@
-"""The command `trace`: runs a script, or reads what one has left."""
+"""The command `trace`: runs a script and traces a step, or reads a saved trace."""
 
 from __future__ import annotations
 
@@ -27,28 +27,29 @@ from megacompile.views.timeline import Timeline, cut, table, totals
 
 
 class StepIsOver(BaseException):
-    """The step is over. Not an Exception: the script's `except Exception` must not stop it."""
+    """Ends the script after the traced step; not an Exception, so that `except Exception` does not
+    catch it."""
 
 
 class TooFewSteps(MegacompileError, RuntimeError):
-    """The script ended before the step that was asked for."""
+    """The script ended before the requested step."""
 
 
 class StepTracer:
-    """Traces every megacompiled model, through the nth step of the one that gets there first."""
+    """Traces all megacompiled models during the N-th step of the first one to reach it."""
 
     def __init__(self, step: int, *, stop: bool) -> None:
         self.step = step
         self.stop = stop
         self.models: list[nn.Module] = []
-        self.counts: dict[nn.Module, int] = {}  # calls of optimizer.step(), where there were any
-        self.first: nn.Module | None = None  # whose step is traced
+        self.counts: dict[nn.Module, int] = {}  # calls of optimizer.step()
+        self.first: nn.Module | None = None  # the model whose step is traced
         self.trace: Trace | None = None
         self.done = False
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """For its duration, models and steps are noticed."""
+        """Observes models and steps inside the block."""
         api.LISTENERS.append(self._made)
         hooks = [
             register_optimizer_step_pre_hook(self._before),
@@ -98,7 +99,7 @@ class StepTracer:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the script, then print and write what was traced."""
+    """Run the script, then print and save the trace."""
     if not args.module and args.script.endswith(".json"):
         return _again(args)
     tracer = StepTracer(args.step, stop=not args.go_on)
@@ -117,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _again(args: argparse.Namespace) -> int:
-    """The last whole step of a saved trace."""
+    """Print and save the last whole step of a saved trace."""
     measured, predicted = perfetto.load(args.script)
     whole = period(measured, measured.models[0], last=1)
     if whole is not None:
@@ -132,7 +133,8 @@ def _again(args: argparse.Namespace) -> int:
 
 
 def _run_script(args: argparse.Namespace) -> None:
-    """As `python SCRIPT ...` or `python -m MODULE ...` would; until it ends or is traced."""
+    """Run the script like `python SCRIPT ...` or `python -m MODULE ...` until it ends or the step
+    is traced."""
     before = sys.argv[:], sys.path[:]
     try:
         sys.argv[:] = [args.script, *args.args]
@@ -161,11 +163,11 @@ def _why_not(tracer: StepTracer, args: argparse.Namespace) -> str:
     )
 
 
-# --- what a command leaves
+# --- output files
 
 
 def write(measured: Timeline, predicted: Timeline | None, paths: Sequence[Path]) -> None:
-    """Write each of the files, and say so on stderr."""
+    """Write each file and report it on stderr."""
     for path in paths:
         save = perfetto.save if path.suffix == ".json" else plot.draw
         save(path, measured, predicted)

@@ -1,1 +1,1 @@
-"""Passes from schedule to schedule."""
+"""Passes that take a schedule and return a new one."""

@@ -1,7 +1,7 @@
-"""Collectives of ranks that share a model: weights are gathered, gradients are averaged.
+"""Inserts collectives of ranks that share a model: weights are gathered, gradients averaged.
 
-Each rank has its rows of every parameter. `insert_all_gather` lets it copy them to the device,
-where ranks exchange them:
+Each rank has its rows of every parameter. With `insert_all_gather` it copies them to the device,
+where the ranks exchange them:
 
     before: 2PREFETCH@0 1F     after: 2PREFETCH_SHARD@0 2ALL_GATHER@0 1F
 
@@ -10,7 +10,7 @@ where ranks exchange them:
 
     before: 2B 2OFFLOAD_GRAD   after: 2B 2REDUCE_SCATTER 2ALL_REDUCE 2OFFLOAD_GRAD
 
-`delay_reduced` computes the next stage meanwhile:
+`delay_reduced` overlaps these with the next stage's computes:
 
     before: 2B 2REDUCE_SCATTER 2NORM_GRAD 2OFFLOAD_GRAD 1RECOMPUTE 1B
     after:  2B 2REDUCE_SCATTER 1RECOMPUTE 1B 2NORM_GRAD 2OFFLOAD_GRAD
@@ -32,10 +32,10 @@ from megacompile.passes.schedule.offload_grad import last_gradients, last_item
 
 
 def insert_all_gather(schedule: Schedule) -> Schedule:
-    """The schedule that fetches this rank's part of each bucket, and the others' from there.
+    """Fetch this rank's part of each bucket, then gather the other ranks' parts.
 
-    Both ops fill the same slot. So a slot is given to a bucket, and filled again, as without ranks;
-    the gather waits for the copy, and the stage for the gather.
+    Both ops fill the same slot, so slots are assigned as without ranks; the gather waits for the
+    copy, and the stage for the gather.
     """
     if all(bucket.ranks == 1 for bucket in schedule.buckets):
         return schedule
@@ -55,13 +55,13 @@ def insert_all_gather(schedule: Schedule) -> Schedule:
 
 
 def insert_reduce_scatter(schedule: Schedule, *, rank: int) -> Schedule:
-    """The schedule whose backward leaves the mean over ranks; each rank keeps its own part.
+    """Average each bucket's gradients over ranks; each rank keeps its own part.
 
-    It comes after the last contribution to a bucket's gradients. All that follows (sums with
-    earlier backwards, norms, copies to the host, updates) is about this rank's part.
+    The reduction follows the last contribution to a bucket's gradients. All later ops (sums with
+    earlier backwards, norms, copies to the host, updates) use this rank's part.
 
     Args:
-        rank: this process's, among those that share a bucket.
+        rank: of this process, among those that share a bucket.
     """
     if schedule.backward is None or all(bucket.ranks == 1 for bucket in schedule.buckets):
         return schedule
@@ -83,17 +83,16 @@ def insert_reduce_scatter(schedule: Schedule, *, rank: int) -> Schedule:
 
 
 def insert_all_reduce(schedule: Schedule, *, defers: bool) -> Schedule:
-    """The schedule whose backward leaves the mean over replicas too.
+    """Average gradients over replicas too.
 
-    It is the last that becomes of gradients before they are taken, so sums with earlier backwards
-    come first: `2REDUCE_SCATTER 2ADD_GRAD 2ALL_REDUCE 2UPDATE`. What earlier backwards have left
-    may therefore lack its sum over replicas. Where it does not, it is the same in all replicas, as
-    is then the mean of it. The backward of a micro-batch that is not the last needs no such sum
-    (`Schedule.defers`): a rank keeps its part of the gradients anyway, and the network between
-    hosts is slow.
+    This is the last step before gradients are consumed, so sums with earlier backwards come first:
+    `2REDUCE_SCATTER 2ADD_GRAD 2ALL_REDUCE 2UPDATE`. The gradients of earlier backwards may
+    therefore not be averaged yet. If they are, they are equal in all replicas, and averaging does
+    not change them. The backwards of all micro-batches except the last skip the average
+    (`Schedule.defers`), because the network between hosts is slow.
 
     Args:
-        defers: it does not: a later backward will.
+        defers: skip it; a later backward averages.
     """
     if schedule.backward is None or all(bucket.replicas == 1 for bucket in schedule.buckets):
         return schedule
@@ -116,18 +115,19 @@ def insert_all_reduce(schedule: Schedule, *, defers: bool) -> Schedule:
 
 
 def _takes_part(op: ops.Op) -> bool:
-    """True if an op ends the gradients of a bucket: it leaves them, or updates with them."""
+    """True if an op consumes a bucket's gradients: it leaves them, or updates with them."""
     if op.gives in (Value.GRADIENTS, Value.NORMS):
         return False
     return any(takes.kind is Value.GRADIENTS and takes.ends for takes in op.takes)
 
 
 def delay_reduced(schedule: Schedule) -> Schedule:
-    """The schedule in which what is made of averaged gradients comes a stage later.
+    """Delay the ops that use averaged gradients by a stage.
 
-    Norms and updates run on the compute stream, and would make it wait for the interconnect. A mean
-    over replicas comes right after that of the ranks that shard. Where sums with earlier backwards
-    come between the two, these are made a stage later, and what follows the second mean comes two:
+    Norms and updates run on the compute stream and would make it wait for the interconnect. The
+    average over replicas directly follows the one over ranks. If sums with earlier backwards come
+    between the two, the sums run a stage later, and the ops after the second average run two stages
+    later:
 
         before: 2B 2REDUCE_SCATTER 2ADD_GRAD 2ALL_REDUCE 2OFFLOAD_GRAD 1B 0B
         after:  2B 2REDUCE_SCATTER 1B 2ADD_GRAD 2ALL_REDUCE 0B 2OFFLOAD_GRAD
@@ -158,7 +158,7 @@ def _next_backward(node: fx.Node) -> fx.Node | None:
 
 
 def _made_of(mean: fx.Node) -> list[fx.Node]:
-    """All that depends on a value, in program order."""
+    """All ops that depend on a value, in program order."""
     found, todo = set(), [mean]
     while todo:
         users = [user for user in todo.pop().users if user.op != "output" and user not in found]

@@ -1,17 +1,18 @@
-"""Leave what `optimizer.step()` needs of some buckets on the device, so that it updates them there.
+"""Leaves some buckets on the device after the backward, so that `optimizer.step()` updates them
+there.
 
     before: 2B 1B 0B 0OFFLOAD_GRAD    after: 2B 0FETCH_STATE 1B 0B 0OFFLOAD_GRAD
     (forward: 0F 1F 2F)               (forward: 0F 1F DRAIN 2F)
 
-The host alone would take longer for its updates than the next forward does, while during the
-backward its memory and the h2d stream have little to do. So the buckets that the next forward reads
-first get their parameters and optimizer states fetched then. The backward returns them with their
-gradients (`schedule.left`), and the update begins with them (see `update_graph`), while the host
-does the others. The gradients go to the host as ever, so that `p.grad` is all there.
+The host alone may need longer for its updates than the next forward takes, while its memory and the
+h2d stream have little to do during the backward. So parameters and optimizer states of the buckets
+that the next forward reads first are fetched then. The backward returns them with their gradients
+(`schedule.left`), and the update begins with them (see `update_graph`), while the host updates the
+others. The gradients are still offloaded, so that `p.grad` is complete.
 
 The fetches are spread over the backward after its first stage, the head, when the logits have been
-freed. The next forward has the new values where they are until they have reached the host: see
-`insert_drain`.
+freed. The new values stay on the device during the next forward until they have reached the host:
+see `insert_drain`.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ from megacompile.passes.schedule.prefetch import buckets_read, uses
 
 
 def insert_device_update(schedule: Schedule, *, state_bytes: Callable[[int], float]) -> Schedule:
-    """The schedule whose backward leaves the buckets of `plan.device_update`.
+    """Leave the buckets of `plan.device_update` on the device.
 
     Args:
-        state_bytes: of one element and its states, by its bytes as streamed; for the cost model.
+        state_bytes: maps the bytes of a streamed element to those of the element and its states,
+            for the cost model.
     """
     if schedule.backward is None or not schedule.plan.device_update:
         return schedule
@@ -67,11 +69,11 @@ def insert_device_update(schedule: Schedule, *, state_bytes: Callable[[int], flo
 
 
 def fetch_states(where: fx.Node, bucket: Bucket, *, masters: bool, meta: TensorMeta) -> fx.Node:
-    """The states of a bucket, fetched before a node to memory that is allocated there.
+    """Fetch a bucket's states before a node, into memory allocated there.
 
     Args:
-        masters: the parameters come with them.
-        meta: of both together.
+        masters: fetch the parameters with them.
+        meta: of states and parameters together.
     """
     graph, suffix = where.graph, bucket.suffix
     with graph.inserting_before(where):

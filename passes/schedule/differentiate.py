@@ -1,14 +1,15 @@
-"""Write the backward schedule: each stage's backward, from last to first.
+"""Writes the backward graph: each stage's backward, from last to first.
 
     before: 0F 1F 2F        after: 0F 1F 2F | 2B 1B 0B
 
     with a hook in 1 that writes a buffer:      SNAPSHOT 0F 1F 2F | 2B 1B ASSIGN 0B
 
-Every forward keeps its saved tensors, for now: `recompute` decides otherwise. What the backward
-may need of the forward are the *saved values*: the forward returns them, and the backward graph has
-placeholders of the same names for those that it does need. An input that the model changes in
-place is copied first (`snapshot`), where the backward needs it as it was. So is one that a backward
-changes: its code takes that input twice, as the forward read it and as it is now (`live`).
+At this point every forward keeps its saved tensors; `recompute` drops some later. The values that
+the backward may need from the forward are the *saved values*: the forward returns them, and the
+backward graph has placeholders with the same names for those that it needs. If the model changes an
+input in place and the backward needs its old value, the input is copied first (`snapshot`). The
+same applies to an input that a backward changes: its code takes that input twice, as the forward
+read it and in its current state (`live`).
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class _Gradients:
     of_bucket: dict[int, fx.Node] = field(default_factory=dict)
     live: dict[str, fx.Node] = field(
         default_factory=dict
-    )  # inputs as the backwards so far left them
+    )  # inputs in the state that earlier backwards left
 
 
 def differentiate(schedule: Schedule) -> Schedule:
-    """The schedule with a backward graph, where `schedule.tangents` asks for one."""
+    """Add a backward graph if `schedule.tangents` asks for one."""
     if not any(stage.traced.has_backward for stage in schedule.stages):
         return schedule
     new = schedule.copy()
@@ -83,21 +84,21 @@ def differentiate(schedule: Schedule) -> Schedule:
 
 
 def _live(call: fx.Node, stage: Stage, behind: Mapping[str, str]) -> list[str]:
-    """The inputs that a stage's backward takes as they are then.
+    """The inputs that a stage's backward takes in their current state.
 
     Args:
         call: its forward.
-        behind: what `inputs_behind` returns.
+        behind: from `inputs_behind`.
     """
     args = ops.arguments(call)[2]
     return [behind[args[ref.index].name] for ref in stage.arg_refs(stage.traced.live)]
 
 
 def _boundary(graph: fx.Graph, call: fx.Node, stage: Stage) -> list[str]:
-    """Everything that any backward of the stage could take: its arguments and its random state.
+    """The values that any backward of the stage could take: its arguments and its random state.
 
-    Which outputs get a gradient is a guess until `backward()` is called. With all boundaries at
-    hand, a backward for other outputs can be built then, recomputing every stage.
+    The outputs that get a gradient are a guess until `backward()` is called. With all boundaries
+    saved, a backward for other outputs can be built then by recomputing every stage.
     """
     metas = call.meta["value"][: stage.result_count]
     if not any(meta.requires_grad for meta in metas):
@@ -113,10 +114,10 @@ def _boundary(graph: fx.Graph, call: fx.Node, stage: Stage) -> list[str]:
 
 
 def _unread(stage: Stage, results: Sequence[int]) -> set[int]:
-    """Arguments that a stage changes in place, and that no backward of these results can take: what
-    they give is their new value alone, as BatchNorm's statistics do.
+    """Arguments that a stage changes in place and that no backward of these results can take,
+    because only their new value depends on them, such as BatchNorm's statistics.
 
-    A recompute that draws random numbers runs all of the forward.
+    Empty for a stage with random numbers, whose recompute runs the whole forward.
     """
     template = stage.traced
     if template.random or Code.FORWARD not in template.graphs:
@@ -136,7 +137,7 @@ def _unread(stage: Stage, results: Sequence[int]) -> set[int]:
 
 
 def _save(graph: fx.Graph, call: fx.Node, stage: Stage) -> None:
-    """Returns the saved tensors of a forward after its outputs and new values."""
+    """Make a forward return its saved tensors, after its outputs and new values."""
     results = stage.result_count
     compat.set_args(call, (*call.args[:3], True))
     saved = stage.saved_values
@@ -159,7 +160,7 @@ def forget_saved_tensors(graph: fx.Graph, calls: Sequence[tuple[fx.Node, Stage]]
     outputs, kept = ops.returned(graph)
     compat.set_args(
         output, ((outputs, tuple(n for n in kept if n not in dropped)),)
-    )  # once: it is long
+    )  # one replacement, because the list is long
     for item in dropped:
         graph.erase_node(item)
     return {item.name for item in dropped}
@@ -178,7 +179,7 @@ def _needed(graph: fx.Graph, call: fx.Node, stage: Stage) -> list[fx.Node]:
 
 
 def backward_args(call: fx.Node, stage: Stage, primals: tuple[int, ...]) -> list[fx.Node | None]:
-    """The forward's arguments of a stage, None for those that `primals` does not name."""
+    """The arguments of a stage's forward, with None for those not in `primals`."""
     wanted = {ref.index for ref in stage.arg_refs(primals)}
     args = ops.arguments(call)[2]
     return [arg if i in wanted else None for i, arg in enumerate(args)]
@@ -193,7 +194,7 @@ def _backward(
     saved_values: dict[str, fx.Node],
     names: Sequence[str],
 ) -> None:
-    """Add a stage's backward. `names` are the inputs that it takes as they are then."""
+    """Add a stage's backward. `names` are the inputs that it takes in their current state."""
     template = stage.traced
     args = ops.arguments(call)[2]
     results = dict(ops.items(call))
@@ -231,7 +232,7 @@ def _backward(
 
 
 def _group_meta(stage: Stage, template: Template, bucket: Bucket) -> tuple[Any, ...]:
-    """A meta for each parameter of the bucket that gets a gradient here."""
+    """The metas of the bucket's parameters that get a gradient here."""
     position = stage.buckets.index(bucket)
     refs = [(i, stage.primals[i]) for i in template.gradients]
     return tuple(

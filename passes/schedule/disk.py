@@ -1,10 +1,9 @@
-"""Send what waits in host memory on to a disk: optimizer states, saved tensors, parameters.
+"""Moves data from host memory to a disk: optimizer states, saved tensors, parameters.
 
-Reads keep the order of their uses, and come a few uses before their own. A use is after its read, a
-write is after the use, and reads of the next step are after the write (see `tokens`). A read waits
-until a buffer is free, so as many of them are on their way as there are buffers. Buffers are lent
-in the order of the ops (`megacompile.runtime.updates.leases`); no holder of one waits for one that
-is lent later.
+Reads are issued in the order of their uses, a few uses ahead. A use waits for its read, a write for
+the use, and reads of the next step for the write (see `tokens`). A read waits until a buffer is
+free, so the number of buffers limits the reads in flight. Buffers are leased in the order of the
+ops (`megacompile.runtime.updates.leases`), and the holder of one never waits for a later lease.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from megacompile.ir.tokens import take
 from megacompile.passes.edit import body_of, set_saved_values, trained_bytes, wait_for
 from megacompile.text import format_bytes, numbered
 
-AHEAD = 2  # uses that a read of states or parameters comes before its own
-STATE_SETS = 4  # at least: one is updated, one is written, and two are read ahead
-SAVED_SETS = 3  # each way: one is copied, and two are written, or read ahead
-WEIGHT_SETS = 3  # for prefetches: one is copied to the device, and two are read ahead
-NEW_SETS = 4  # for updates: one is updated, one is written, and two are read ahead
-LANDING_SETS = 3  # for updates on the device: one lands, and two are written
+AHEAD = 2  # uses by which a read of states or parameters runs ahead
+STATE_SETS = 4  # at least: one updated, one written, two read ahead
+SAVED_SETS = 3  # per direction: one copied, two written or read ahead
+WEIGHT_SETS = 3  # for prefetches: one copied to the device, two read ahead
+NEW_SETS = 4  # for updates: one updated, one written, two read ahead
+LANDING_SETS = 3  # for updates on the device: one arriving, two written
 
 
 def _places(graph: fx.Graph, uses: Sequence[fx.Node], ahead: int) -> list[fx.Node]:
-    """The nodes before which to read for each of these uses."""
+    """The nodes before which to read, for each use."""
     body = body_of(graph)
     return [uses[k - ahead] if k >= ahead else body for k in range(len(uses))]
 
@@ -49,7 +48,7 @@ def insert_disk(
     set_bytes: Callable[[Bucket, Sequence[int]], int] | None = None,
     ahead: int = AHEAD,
 ) -> Schedule:
-    """The schedule in which the buckets of `plan.on_disk` have their states on a disk.
+    """Read and write the optimizer states of the buckets in `plan.on_disk`.
 
         before: 2FETCH_STATE 2B 2UPDATE 2OFFLOAD_STATE
         after:  2READ_STATE 1READ_STATE 2FETCH_STATE 2B 2UPDATE 2OFFLOAD_STATE 2WRITE_STATE
@@ -58,9 +57,10 @@ def insert_disk(
         after:  1READ_STATE 2READ_STATE 1UPDATE 1WRITE_STATE 2UPDATE 2WRITE_STATE
 
     Args:
-        state_bytes: of one element's states, by its bytes as streamed; for the cost model.
-        set_bytes: of a buffer that all states of a bucket come to, with the trained parameters.
-        ahead: how many uses of states ahead of its own a read comes.
+        state_bytes: maps the bytes of a streamed element to those of its states, for the cost
+            model.
+        set_bytes: bytes of a buffer for all states of a bucket's trained parameters.
+        ahead: number of uses by which a read runs ahead.
     """
     trained = schedule.gradient_params if schedule.backward is not None or schedule.rest else {}
     streamed = frozenset(trained) - schedule.plan.resident
@@ -76,8 +76,8 @@ def insert_disk(
     stored = [bucket for bucket in new.buckets if bucket.key in keys]
     sizes = [trained_bytes(new, bucket, state_bytes).size_bytes for bucket in stored]
     reason = (
-        f"the optimizer states of {len(keys)} of {len(streamed)} streamed buckets lie on a disk: "
-        f"each step reads {format_bytes(sum(sizes))} there and writes as much, by way of {sets} "
+        f"the optimizer states of {len(keys)} of {len(streamed)} streamed buckets are on a disk: "
+        f"each step reads and writes {format_bytes(sum(sizes))} there, through {sets} "
         f"sets of buffers ({format_bytes(sets * max(sizes))} of host memory)"
     )
     largest = 0
@@ -90,11 +90,11 @@ def insert_disk(
 
 
 def states_in_use(graph: fx.Graph, keys: Collection[int]) -> int:
-    """The most of these streamed buckets whose states are in use at once, in program order: from
-    the first op that touches them to the one that changes them, after which they would be written.
+    """The most streamed buckets whose states are in use at once, in program order: from the first
+    op that touches them to the one that changes them, after which they are written.
 
-    Each needs buffers of its own: a host that waits for the states of one bucket must not wait for
-    the write of another that it has not issued yet.
+    Each needs its own buffers: while the host waits for the states of one bucket, it must not
+    depend on the write of another that it has not issued yet.
     """
     used: set[int] = set()
     most = 0
@@ -141,7 +141,7 @@ def _touching(
 
 
 def _first_of(use: fx.Node) -> fx.Node:
-    """The op ahead of which a read comes: the allocation of what is fetched into, or the use."""
+    """The op before which to read: the allocation of the fetch's buffer, or the use itself."""
     buffers = [arg for arg in use.all_input_nodes if ops.effects(arg).gives in _BUFFERS]
     return buffers[0] if buffers else use
 
@@ -150,7 +150,7 @@ _BUFFERS = (ops.Value.STATE_BUFFER, ops.Value.SAVED_BUFFER)
 
 
 def _written(graph: fx.Graph, op: Callable[..., object], writer: fx.Node, prefix: str) -> fx.Node:
-    """A write of what `writer` has made, right after it."""
+    """Insert a write of `writer`'s result directly after it."""
     bucket = ops.bucket_of(writer)
     with graph.inserting_after(writer):
         return ops.call(graph, op, bucket, name=f"{prefix}{bucket.suffix}", after=(writer,))
@@ -160,18 +160,17 @@ def _written(graph: fx.Graph, op: Callable[..., object], writer: fx.Node, prefix
 
 
 def insert_disk_saved(schedule: Schedule) -> Schedule:
-    """The schedule in which saved values of the stages in `plan.saved_on_disk` wait on a disk.
+    """Keep saved values of the stages in `plan.saved_on_disk` on a disk until their backward.
 
         before: 0F 1OFFLOAD_SAVED 1F
                 1FETCH_SAVED 2B 1RECOMPUTE 1B
         after:  0F 1OFFLOAD_SAVED 1WRITE_SAVED 1F
                 2READ_SAVED 1READ_SAVED 2FETCH_SAVED 3B 1FETCH_SAVED 2RECOMPUTE 2B 1RECOMPUTE 1B
 
-    A value is written as soon as it is on the host; then its buffer is free. It is read into
-    another one, `SAVED_SETS - 1` fetches ahead of its own, and that is free after the fetch. There
-    are `SAVED_SETS` buffers each way: an offload waits for the write that returns one, and a read
-    for the fetch. The values of the first stages go: they wait the longest, and are wanted back
-    last.
+    A value is written as soon as it is on the host, which frees its buffer. It is read into another
+    buffer `SAVED_SETS - 1` fetches ahead, and the fetch frees that. There are `SAVED_SETS` buffers
+    per direction: an offload waits for the write that returns one, and a read for the fetch. The
+    first stages are chosen because their values wait the longest.
     """
     stages = schedule.plan.saved_on_disk
     if schedule.backward is None or not stages:
@@ -188,7 +187,7 @@ def insert_disk_saved(schedule: Schedule) -> Schedule:
 
 
 def _write_saved(graph: fx.Graph, stages: frozenset[int]) -> dict[str, str]:
-    """Returns the names of the copies on the disk, by those of the copies on the host."""
+    """Insert writes; returns the name of each copy on the disk by that of the copy on the host."""
     writes: list[fx.Node] = []
     names = {}
     for copy in ops.nodes_of(graph, ops.offload_saved):
@@ -206,7 +205,7 @@ def _write_saved(graph: fx.Graph, stages: frozenset[int]) -> dict[str, str]:
 
 
 def _read_saved(graph: fx.Graph, names: dict[str, str]) -> None:
-    """Read ahead of each fetch of one of these."""
+    """Insert a read ahead of each fetch of these values."""
     each = ops.nodes_of(graph, ops.fetch_saved)
     fetches = [fetch for fetch in each if ops.arguments(fetch)[1].name in names]
     places = _places(graph, list(map(_first_of, fetches)), SAVED_SETS - 1)
@@ -230,7 +229,7 @@ def _saved_reason(schedule: Schedule, stages: frozenset[int]) -> str:
     sizes = [tensors_bytes(node.meta.get("value")) for node in writes]
     return (
         f"saved tensors of {numbered('stage', 0, max(stages))} go on from the host to a disk: "
-        f"each step writes {format_bytes(sum(sizes))} there and reads it back, by way of "
+        f"each step writes {format_bytes(sum(sizes))} there and reads it back, through "
         f"{2 * SAVED_SETS} buffers ({format_bytes(2 * SAVED_SETS * max(sizes))} of host memory)"
     )
 
@@ -239,7 +238,7 @@ def _saved_reason(schedule: Schedule, stages: frozenset[int]) -> str:
 
 
 def insert_disk_weights(schedule: Schedule, *, ahead: int = AHEAD) -> Schedule:
-    """The schedule in which the buckets of `plan.weights_on_disk` have their parameters on a disk.
+    """Read and write the parameters of the buckets in `plan.weights_on_disk`.
 
         before: 1PREFETCH 0F 2PREFETCH 1F
         after:  1READ_WEIGHTS 2READ_WEIGHTS 1PREFETCH 0F 2PREFETCH 1F
@@ -250,13 +249,13 @@ def insert_disk_weights(schedule: Schedule, *, ahead: int = AHEAD) -> Schedule:
         before: 1UPDATE 2UPDATE                          (of `optimizer.step()`)
         after:  1READ_TRAINED 2READ_TRAINED 1UPDATE 1WRITE_WEIGHTS 2UPDATE 2WRITE_WEIGHTS
 
-    Each prefetch has a read of its own, and names it; one that is left out, because the bucket is
-    in its slot still, needs none. So this comes after `slots`. Where the device updates, the new
-    parameters are left in a buffer without a read, since they are all written. Buffers of
-    prefetches go back after the copy, those of updates after the write: one of each kind would do.
+    Each prefetch names its own read. A prefetch that `slots` drops because the bucket is still in
+    its slot needs none, so this pass runs after `slots`. Updates on the device need no read,
+    because they write all new parameters into a buffer. Buffers of prefetches are returned after
+    the copy, those of updates after the write, so one of each kind would be enough.
 
     Args:
-        ahead: how many prefetches, or updates, ahead of its own a read comes.
+        ahead: number of prefetches or updates by which a read runs ahead.
     """
     if not schedule.plan.weights_on_disk:
         return schedule
@@ -281,7 +280,9 @@ def _insert_reads(schedule: Schedule, graph: fx.Graph, ahead: int) -> None:
         if ops.bucket_of(node).key in schedule.plan.weights_on_disk
     ]
     places = _places(graph, fetches, ahead) if fetches else []
-    first: dict[int, fx.Node] = {}  # read of a bucket in this graph, which waits for its last write
+    first: dict[
+        int, fx.Node
+    ] = {}  # first read of a bucket in this graph; it waits for the last write
     for fetch, place in zip(fetches, places, strict=True):
         bucket = ops.bucket_of(fetch)
         after = (first[bucket.key],) if bucket.key in first else None
@@ -304,7 +305,7 @@ def _insert_reads_of_updates(schedule: Schedule, graph: fx.Graph, ahead: int) ->
 
 
 def _insert_writes(schedule: Schedule, graph: fx.Graph) -> set[int]:
-    """Returns the keys of the buckets that are written."""
+    """Insert writes; returns the keys of the written buckets."""
     written = set()
     for writer in list(_writers(schedule, graph)):
         bucket = ops.bucket_of(writer)
@@ -315,7 +316,7 @@ def _insert_writes(schedule: Schedule, graph: fx.Graph) -> set[int]:
 
 
 def _writers(schedule: Schedule, graph: fx.Graph) -> Iterator[fx.Node]:
-    """The ops that change parameters which are on a disk."""
+    """The ops that change parameters on a disk."""
     for node in ops.nodes_that(graph, lambda op: Part.WEIGHTS in op.writes):
         on_disk = ops.bucket_of(node).key in schedule.plan.weights_on_disk
         if on_disk and ops.stream_of(node) is not Stream.WRITE:
@@ -327,7 +328,7 @@ def _is_on_host(writer: fx.Node) -> bool:
 
 
 def _changed_bytes(schedule: Schedule, bucket: Bucket) -> TensorMeta:
-    """The parameters that an update changes, as bytes."""
+    """Meta of the parameters that an update changes, as bytes."""
     trained = schedule.gradient_params[bucket.key]
     size = sum(bucket.params[i].size_bytes for i in trained)
     return TensorMeta((size,), torch.uint8, (1,))
@@ -341,7 +342,7 @@ def _weights_reason(schedule: Schedule, sets: int) -> str:
     read = sum(ops.stored_bytes(node) for node in nodes if node.target in reads)
     written = sum(ops.stored_bytes(node) for node in nodes if node.target is ops.write_weights)
     return (
-        f"the parameters of {len(buckets)} buckets ({format_bytes(whole)}) lie on a disk: each "
-        f"step reads {format_bytes(read)} there and writes {format_bytes(written)}, by way of "
+        f"the parameters of {len(buckets)} buckets ({format_bytes(whole)}) are on a disk: each "
+        f"step reads {format_bytes(read)} there and writes {format_bytes(written)}, through "
         f"{sets} buffers ({format_bytes(sets * largest)} of host memory)"
     )

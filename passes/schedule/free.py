@@ -1,15 +1,14 @@
-"""Say where each value dies.
+"""Inserts frees: where each value dies.
 
     before: 2F(y1) 3F(y2)        after: 2F(y1) del y1 3F(y2) del y2
 
-Memory comes from the compute stream's allocator, so a value that a copy on another stream reads
-may be given back only when that copy is done: `free(value, after=copy)` makes the compute stream
-wait for it. To keep that wait from stalling, such a free is put off until `delay` further
-backwards (in a forward: forwards) have been issued. New optimizer states on their way to the host
-are put off for `plan.state_delay` backwards. After the last backward, and in an update, nothing is
-left to compute, and the next forward should not begin with a wait. There the free of states, and
-of gradients that the update takes, is deferred: `defer_free(value, after=copy)`. The next forward
-returns that memory (`insert_drain`).
+Memory comes from the compute stream's allocator, so a value that a copy on another stream reads may
+be freed only after that copy: `free(value, after=copy)` makes the compute stream wait for it. To
+avoid a stall, such a free is placed after `delay` further backwards (in a forward: forwards). Frees
+of new optimizer states on their way to the host are placed after `plan.state_delay` backwards.
+After the last backward, and in an update, no computes are left, and the next forward should not
+begin with a wait. There the free of states, and of gradients that the update takes, is deferred:
+`defer_free(value, after=copy)`. The next forward frees that memory (`insert_drain`).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from megacompile.passes.schedule.offload_grad import last_item
 
 
 def insert_free(schedule: Schedule, *, delay: int = 1) -> Schedule:
-    """The schedule with the lifetime of every value that owns device memory."""
+    """Free every value that owns device memory."""
     new = schedule.copy()
     for name, graph in new.graphs.items():
         copied = _still_copied(new) if name == "update" else {}
@@ -40,7 +39,7 @@ def insert_free(schedule: Schedule, *, delay: int = 1) -> Schedule:
 
 
 def _still_copied(schedule: Schedule) -> dict[str, list[fx.Node]]:
-    """By the name of what the backward leaves: tokens of the copies of it to the host."""
+    """Tokens of the copies to the host of each value that the backward leaves, by its name."""
     assert schedule.backward is not None and schedule.update is not None
     found = {}
     for node in schedule.backward.nodes:
@@ -64,7 +63,9 @@ def _insert(
 ) -> None:
     nodes = list(graph.nodes)
     position = {node: p for p, node in enumerate(nodes)}
-    ends = {producer(node): at for at, node in enumerate(nodes)}  # of each op, its last result
+    ends = {
+        producer(node): at for at, node in enumerate(nodes)
+    }  # op -> position of its last result
     lasting = outliving(graph)
     steps = ops.nodes_of(graph, ops.backward) or ops.nodes_of(graph, ops.forward)
     computes = [position[n] for n in steps]
@@ -90,8 +91,8 @@ def _insert(
                 so_many = plan.state_delay if state else plan.saved_delay if saved else delay
                 last = ends[nodes[later[min(so_many, len(later)) - 1]]]
         frees.append((last, node, waits, deferred))
-    # a value that another free waits for is named there: its own free comes after that
-    named: dict[fx.Node, tuple[int, int]] = {}  # by it: the last such free, in how long a chain
+    # a free names the values that it waits for, so these are freed after it
+    named: dict[fx.Node, tuple[int, int]] = {}  # value -> the last such free, length of the chain
     for k, (last, node, waits, deferred) in enumerate(frees):
         behind, chain = named.get(node, (0, 0))
         last = max(last, behind)
@@ -107,10 +108,10 @@ def _insert(
 
 
 def _readers(node: fx.Node, users: Sequence[fx.Node]) -> list[fx.Node]:
-    """The readers of a value; those of a buffer read it as what was brought into it.
+    """The readers of a value; for a buffer, also those of the value that a copy brings into it.
 
-    What waits on the host, or on a disk, is done with when what was fetched from it is: no wait is
-    needed then.
+    A copy on the host or on a disk is dead when the value fetched from it is; then no wait is
+    needed.
 
     Args:
         users: of the value's node.
@@ -127,8 +128,7 @@ def _readers(node: fx.Node, users: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _fills_later(user: fx.Node, op: Op, node: fx.Node) -> bool:
-    """True if a copy or a collective brings something to memory, which is read as what it
-    returns."""
+    """True if a copy or a collective fills memory that is read through its result."""
     if op.stream is Stream.COMPUTE:
         return False
     return op.stream is Stream.H2D or user.args[op.fills] is node  # type: ignore[index]
@@ -141,7 +141,7 @@ def _owns(node: fx.Node, owns_inputs: bool) -> bool:
 
 
 def _unordered(user: fx.Node, position: Mapping[fx.Node, int], last: int) -> bool:
-    """True if the user is on another stream, with no compute that waits for it by then."""
+    """True if the user is on another stream and no compute up to `last` waits for it."""
     if ops.stream_of(user) is Stream.COMPUTE:
         return False
     if taken(user, Value.SAVED_ON_DISK) is not None:
@@ -153,18 +153,18 @@ def _unordered(user: fx.Node, position: Mapping[fx.Node, int], last: int) -> boo
 
 
 def insert_drain(graph: fx.Graph, *, late: bool = False, behind: int = 0) -> None:
-    """Take back, in a forward, the device memory that the step before it left to copies.
+    """Free, in a forward, the device memory whose free the previous step deferred.
 
         before: 0F 1F 2F 3F          after: 0F 1F 2F DRAIN 3F
 
-    It comes after the middle one of a forward's stages, or ahead of the last; nowhere without any.
-    New parameters and states, and gradients that the update took on the device, are on their way to
-    the host while the forward begins. The compute stream waits for the copies as late as the memory
-    allows.
+    The drain is in the middle of a forward's stages, or before the last; a forward without stages
+    has none. New parameters and states, and gradients that the update took on the device, are on
+    their way to the host while the forward begins. The compute stream waits for the copies as late
+    as the memory allows.
 
     Args:
-        late: ahead of the last.
-        behind: not before this one, counted from the first.
+        late: before the last stage.
+        behind: index of the stage that it must follow.
     """
     computes = ops.nodes_of(graph, ops.forward)
     if not computes:

@@ -1,19 +1,19 @@
-"""Take the norms of each bucket's gradients while they are on the device.
+"""Computes the norms of each bucket's gradients while they are on the device.
 
     before: 2B 2OFFLOAD_GRAD             after: 2B 2NORM_GRAD 2OFFLOAD_GRAD
     before: 2B 2UPDATE 2OFFLOAD_STATE    after: 2B 2NORM_GRAD 2UPDATE 2OFFLOAD_STATE
 
-What is offloaded is what is measured, sums over several backwards included, so that clipping needs
-no pass over host memory. Gradients that stay on the device for `optimizer.step()` are measured
-there, by the code that asks.
+The norms are those of the offloaded gradients, including sums over several backwards, so that
+clipping needs no pass over host memory. For gradients that stay on the device for
+`optimizer.step()`, they are computed on demand.
 
-Of gradients that an update in the backward consumes, of resident buckets too, the L2 norm alone is
-taken. It is too late to clip by it, but loops log it.
+For gradients that an update in the backward consumes, only the L2 norm is computed. It is too late
+for clipping, but loops log it.
 
-Gradients that are not summed over replicas yet (`Schedule.defers`) have no norms to ask for.
+Gradients that are not averaged over replicas yet (`Schedule.defers`) have no norms.
 
-With `lowering="eager"` and one rank this does not run: torch takes the norms, in the order that the
-plain loop has. Ranks that share a model have it with every lowering.
+With `lowering="eager"` and one rank this pass does not run: torch computes the norms in the same
+order as for the plain model. With several ranks it always runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megacompile.ir.schedule import Schedule
 
 
 def insert_norms(schedule: Schedule) -> Schedule:
-    """The schedule in which every gradient that leaves the backward has its norms taken along."""
+    """Insert norms of every gradient that leaves the backward."""
     if schedule.backward is None or schedule.defers:
         return schedule
     new = schedule.copy()
@@ -38,7 +38,7 @@ def insert_norms(schedule: Schedule) -> Schedule:
             continue
         before, gradients = node, value
         if node.target is ops.offload_state:
-            before, gradients = value, ops.arguments(value)[2]  # of the update
+            before, gradients = value, ops.arguments(value)[2]  # the update's
         consumed = node.target is not ops.offload_grad
         with graph.inserting_before(before):
             call = (bucket, gradients, False) if consumed else (bucket, gradients)
@@ -52,5 +52,5 @@ def _have_norms(bucket: Bucket) -> bool:
 
 
 def _has_norms(param: Param) -> bool:
-    """True if a gradient like this has an L2 norm and a largest value, in float32 as torch has."""
+    """True if such a gradient has an L2 norm and a maximum in float32, as in torch."""
     return param.numel > 0 and param.dtype.is_floating_point and param.dtype.itemsize <= 4

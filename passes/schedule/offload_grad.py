@@ -1,16 +1,16 @@
-"""Send each bucket's gradients to the host as soon as its last contribution is there.
+"""Offloads each bucket's gradients to the host right after the last contribution.
 
     before: 2B 1B 0B     after: 2B 2OFFLOAD_GRAD 1B 1OFFLOAD_GRAD 0B 0OFFLOAD_GRAD
 
-With `accumulate=True` the gradients that are on the host already come first and are added:
+With `accumulate=True` the gradients already on the host are fetched first and added:
 
     1FETCH_GRAD 1RECOMPUTE 1B 1ADD_GRAD 1OFFLOAD_GRAD
 
-The update of a bucket may begin when its gradients are on the host: they do not leave before the
-last reader of its weights.
+The update of a bucket may begin when its gradients are on the host, so they are not offloaded
+before the last reader of its weights.
 
-A bucket that lives on the device keeps its gradients in the memory that the backward has made them
-in: `2B 2KEEP_GRAD`. So they take none before.
+A resident bucket keeps its gradients in the memory in which the backward made them: `2B
+2KEEP_GRAD`. So they take no memory before that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megacompile.passes.schedule.prefetch import last_readers
 
 
 def offload_gradients(schedule: Schedule, *, accumulate: bool) -> Schedule:
-    """The schedule whose backward leaves every gradient in its bucket."""
+    """Move every gradient to its bucket."""
     if schedule.backward is None:
         return schedule
     new = schedule.copy()
@@ -51,9 +51,9 @@ def offload_gradients(schedule: Schedule, *, accumulate: bool) -> Schedule:
 
 
 def last_gradients(graph: fx.Graph) -> dict[int, tuple[Bucket, fx.Node, fx.Node]]:
-    """By bucket key: the bucket, the backward that contributes last, its group of gradients.
+    """For each bucket key: the bucket, its last contributing backward, and that group of gradients.
 
-    Where several ranks share a bucket, the group is what `reduce_scatter` makes of that.
+    If ranks share a bucket, the group is the result of its `reduce_scatter`.
     """
     last: dict[int, tuple[Bucket, fx.Node, fx.Node]] = {}
     for node in ops.nodes_of(graph, ops.backward):
@@ -66,7 +66,7 @@ def last_gradients(graph: fx.Graph) -> dict[int, tuple[Bucket, fx.Node, fx.Node]
 
 
 def add_so_far(graph: fx.Graph, bucket: Bucket, call: fx.Node, group: fx.Node) -> fx.Node:
-    """Fetch what is on the host before the stage runs; add to it after."""
+    """Fetch the gradients so far before the stage runs, and add to them after it."""
     suffix = bucket.suffix
     first = call
     while first.prev.op != "root" and _same_stage(first.prev, call):
@@ -83,7 +83,7 @@ def add_so_far(graph: fx.Graph, bucket: Bucket, call: fx.Node, group: fx.Node) -
 
 
 def _same_stage(node: fx.Node, call: fx.Node) -> bool:
-    """True if the node is the recompute of the stage, or an item of it."""
+    """True if the node is the stage's recompute, or an item of it."""
     if node.target is ops.recompute:
         return node.args[0] is call.args[0]
     return bool(
@@ -95,5 +95,5 @@ def _same_stage(node: fx.Node, call: fx.Node) -> bool:
 
 
 def last_item(call: fx.Node) -> fx.Node:
-    """The last of the nodes that take an op's result apart; the op itself if there is none."""
+    """The last `getitem` of an op's results, or the op itself."""
     return max((item for _, item in ops.items(call)), default=call)

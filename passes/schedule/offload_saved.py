@@ -1,26 +1,26 @@
-"""Keeps what a stage's backward takes from the forward on the host in between.
+"""Offloads a stage's saved values to the host between its forward and backward.
 
     before: 0F 1F 2F 3F
             3B 2RECOMPUTE 2B 1RECOMPUTE 1B
     after:  0F 1OFFLOAD_SAVED 1F 2OFFLOAD_SAVED 2F 3F
             2FETCH_SAVED 3B 2RECOMPUTE 1FETCH_SAVED 2B 1RECOMPUTE 1B
 
-A value goes to the host as soon as it is made, while the next stages compute; `free` then returns
-its device memory back after its last reader of the forward and the copy. In the backward it comes
-back `lookahead` stages ahead of the first that needs it, to memory that is allocated there, and
-stays until the last one that needs it. A value goes once, however many stages take it.
+A value is copied as soon as it is made, while the next stages compute; `free` releases its device
+memory after the copy and the forward's last reader. In the backward it is fetched `lookahead`
+stages before its first use, into memory allocated there, and stays until its last use. Each value
+is offloaded once, even if several stages take it.
 
-What stays on the device:
+These values stay on the device:
 
-- values that a stage outside of `plan.offload` takes too: they must be there at the boundary;
-- what the graph is given (the user, or the autograd graph of the code around it, holds that) and
-  what it returns to the user: to copy it would give no memory back;
-- a saved tensor that is another name for memory that stays: the stage's input, or its output that
+- values that a stage outside `plan.offload` takes too, which must be on the device at the boundary;
+- inputs of the graph and outputs to the user, because the user or the autograd graph keeps them
+  alive anyway;
+- a saved tensor that shares memory with a value that stays: the stage's input, or its output that
   the next stage takes;
-- the state of random generators, which is on the host already.
+- generator states, which are on the host already.
 
-Which values go depends on the plan and on the forward alone, not on the outputs that get a
-gradient: a backward for other outputs finds them under the same names.
+The choice of values depends only on the plan and the forward, not on the outputs that get a
+gradient, so a backward for other outputs finds them under the same names.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from megacompile.passes.schedule.prefetch import uses
 
 
 def offload_saved_tensors(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
-    """The schedule in which the saved values of the stages in `plan.offload` wait on the host.
+    """Offload the saved values of the stages in `plan.offload`.
 
     Args:
-        schedule: with its recomputes; `plan.offload` are indices of stages.
-        lookahead: how many stages ahead of its first use a value comes back.
+        schedule: after `insert_recompute`.
+        lookahead: number of stages by which a value is fetched before its first use.
     """
     if schedule.backward is None or not schedule.plan.offload:
         return schedule
     new = schedule.copy()
     assert new.backward is not None
-    names: dict[str, tuple[Stage, str]] = {}  # saved value -> whose it is, its name on the host
+    names: dict[str, tuple[Stage, str]] = {}  # saved value -> its stage, its name on the host
     for value, stage in _waiting(new).items():
         made = producer(value)
         with new.forward.inserting_after(max(value, last_item(made))):
@@ -63,7 +63,7 @@ def offload_saved_tensors(schedule: Schedule, *, lookahead: int = 1) -> Schedule
 
 
 def _waiting(schedule: Schedule) -> dict[fx.Node, Stage]:
-    """The saved values that go to the host, and the first stage whose backward needs each."""
+    """The saved values to offload, each with the first stage whose backward needs it."""
     outputs, saved_values = ops.returned(schedule.forward)
     kept = {node for node in outputs if isinstance(node, fx.Node)}
     takers = takers_of(schedule, set(saved_values))
@@ -83,7 +83,7 @@ def _waiting(schedule: Schedule) -> dict[fx.Node, Stage]:
 
 
 def _held_anyway(schedule: Schedule, staying: set[fx.Node]) -> Iterator[fx.Node]:
-    """The saved values of kept stages that are in memory that one of `staying` is in too."""
+    """The saved values of kept stages that share memory with one of `staying`."""
     calls = ops.calls_by_stage(schedule.forward, ops.forward)
     for stage in schedule.stages:
         if stage.index not in schedule.plan.keep & schedule.plan.offload:
@@ -103,7 +103,7 @@ def _held_anyway(schedule: Schedule, staying: set[fx.Node]) -> Iterator[fx.Node]
 
 
 def takers_of(schedule: Schedule, saved_values: set[fx.Node]) -> dict[fx.Node, list[Stage]]:
-    """For each saved value the stages whose backward, for whatever outputs, may take it."""
+    """For each saved value, the stages whose backward may take it, for any outputs."""
     graph = schedule.forward
     takers: dict[fx.Node, list[Stage]] = {}
     calls = ops.calls_by_stage(graph, ops.forward)
@@ -111,7 +111,7 @@ def takers_of(schedule: Schedule, saved_values: set[fx.Node]) -> dict[fx.Node, l
         call = calls[stage.index]
         count = stage.result_count
         if not any(meta.requires_grad for meta in call.meta["value"][:count]):
-            continue  # no backward, whatever outputs get a gradient
+            continue  # no backward for any outputs
         found = [value_that_is_saved(arg) for arg in ops.arguments(call)[2]]
         found += [item for k, item in ops.items(call) if k >= count]  # its saved tensors
         for value in dict.fromkeys(found):
@@ -121,7 +121,7 @@ def takers_of(schedule: Schedule, saved_values: set[fx.Node]) -> dict[fx.Node, l
 
 
 def _fetch(graph: fx.Graph, names: dict[str, tuple[Stage, str]], lookahead: int) -> None:
-    """Bring values back ahead of their first readers, in the order in which they are needed."""
+    """Fetch values ahead of their first readers, in the order of use."""
     steps = uses(graph)
     step_of = {node: i for i, step in enumerate(steps) for node in step.nodes}
     placeholders: list[fx.Node] = graph.find_nodes(op="placeholder")

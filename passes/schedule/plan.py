@@ -1,8 +1,8 @@
-"""Write a choice out as a plan: a row a bucket, and a row a stage.
+"""Expands a choice into a plan, with a row per bucket and a row per stage.
 
-Which choice that is, is for the caller to say (`megacompile.plan.planner`). By default, the last
-stage is kept: its backward comes right after its forward, so its saved tensors take no memory at
-any other time, and it saves one pass over the head, the largest matrix of most language models.
+The caller makes the choice (`megacompile.plan.planner`). By default, the last stage is kept: its
+backward directly follows its forward, so its saved tensors take no memory at any other time, and
+this avoids a second pass over the head, the largest matrix of most language models.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megacompile.ir.plan import Choice, Places, Plan, SavedPart, StagePlan, Tier
 from megacompile.ir.schedule import Schedule
 from megacompile.text import format_bytes, numbered
 
-ROWS = (1, 2, 3, 5)  # stages that run again for each whose output is saved: what is tried
+ROWS = (1, 2, 3, 5)  # tried numbers of consecutive stages that run again per saved output
 
 
 def make_plan(
@@ -30,21 +30,21 @@ def make_plan(
     cut: frozenset[int] = frozenset(),
     samples: frozenset[int] = frozenset(),
 ) -> Schedule:
-    """The schedule with its plan.
+    """Add the plan to a schedule.
 
     Args:
-        choice: the decisions. The device updates none of the streamed buckets that have states or
-            weights on a disk.
-        saves: False: nothing is kept, whatever is chosen: a backward for other gradients than those
-            that the forward was traced for has no saved tensors. Stages that would be kept on the
-            host are recomputed from what waits there.
-        in_backward: the backward updates the buckets that it has gradients of.
-        activations: "auto", "keep", "selective", "recompute" or "offload": all stages are kept, or
-            all inputs wait on the host, whatever is chosen.
-        lookahead: how many stages ahead an offloaded value comes back.
-        cut: the stages that have something to run in tiles; see `stages_in_tiles`.
-        samples: those of them that can run in tiles as a whole; see `stages_by_samples`. Where
-            they are recomputed, they do.
+        choice: the decisions. The device never updates streamed buckets with states or weights on a
+            disk.
+        saves: if False, nothing is kept, regardless of the choice, because a backward for other
+            gradients than the forward was traced for has no saved tensors. Stages that would be
+            kept on the host are recomputed from the values there.
+        in_backward: the backward updates the buckets whose gradients it computes.
+        activations: "auto", "keep", "selective", "recompute" or "offload", which may override the
+            choice: all stages are kept, or all inputs wait on the host.
+        lookahead: number of stages by which an offloaded value is fetched ahead.
+        cut: the stages with pieces that run in tiles; see `stages_in_tiles`.
+        samples: those among `cut` that run in tiles as a whole if they are recomputed; see
+            `stages_by_samples`.
     """
     keys = frozenset(bucket.key for bucket in schedule.buckets)
     places = choice.places.only(keys)
@@ -66,20 +66,16 @@ def make_plan(
     on_host = away if count else frozenset[int]()
     halves: frozenset[int] = frozenset()
     within: tuple[str, ...] = ()
-    if not cut:  # in tiles they save little, and compute the rest again
+    if not cut:  # tiles save little anyway, and recompute the rest
         if choice.halves or activations == "selective":
             halves, within = _halves(schedule, kept)
-        halves |= on_host  # which takes half of the copies
+        halves |= on_host  # halves the copies
     kept |= on_host
     places, device = _updaters(schedule, places, choice.device_update, in_backward)
     offloaded = waiting | away
     rows = tuple(
         StagePlan(
-            saved=SavedPart.HALF
-            if i in halves
-            else SavedPart.ALL
-            if i in kept
-            else SavedPart.INPUTS,
+            saved=_saved(i, kept, halves),
             tier=_tier(i, offloaded, choice.saved_on_disk),
             rerun=i in again,
             tiles=choice.tiles if i in cut else 1,
@@ -111,18 +107,17 @@ def _saved(stage: int, kept: Collection[int], halves: Collection[int]) -> SavedP
 
 
 def _tier(stage: int, offloaded: Collection[int], on_disk: int) -> Tier:
-    """The memory in which saved values of a stage wait."""
+    """The tier of a stage's saved values."""
     if stage not in offloaded:
         return Tier.DEVICE
     return Tier.DISK if stage < on_disk else Tier.HOST
 
 
 def stages_on_host(schedule: Schedule, choice: Choice, *, lookahead: int) -> frozenset[int]:
-    """The stages that are kept on the host: as many as chosen, before the last ones, which are kept
-    on the device, and as far from one another as can be: while one is copied to the host, the next
-    ones compute.
+    """The stages that are kept on the host: the chosen number, before the last ones, which are kept
+    on the device, and evenly spread, so that the next stages compute while one is copied.
 
-    The last `lookahead + 1` stages are not among them: theirs is wanted back as the backward
+    The last `lookahead + 1` stages are excluded, because the backward needs their tensors as it
     begins.
     """
     able = [stage.index for stage in schedule.stages if stage.traced.has_backward]
@@ -134,7 +129,7 @@ def stages_on_host(schedule: Schedule, choice: Choice, *, lookahead: int) -> fro
 
 
 def _apart(stages: frozenset[int]) -> int:
-    """The most stages from one of these to the next: for so long a copy may take."""
+    """The largest distance between neighboring stages in the set, the time that a copy may take."""
     gaps = (after - one for one, after in itertools.pairwise(sorted(stages)))
     return max(gaps, default=2 if stages else 1)
 
@@ -144,8 +139,8 @@ def _away(stages: frozenset[int], what: str) -> tuple[str, ...]:
         return ()
     return (
         f"{len(stages)} stages from {min(stages)} to {max(stages)} are kept on the host: {what} "
-        "they save goes there behind their forward, and is back ahead of their backward, which "
-        "computes the rest again",
+        "they save is copied there after their forward and fetched before their backward, which "
+        "recomputes the rest",
     )
 
 
@@ -154,14 +149,13 @@ def _residents(schedule: Schedule, resident: frozenset[int]) -> tuple[str, ...]:
         return ()
     size = sum(bucket.shard_bytes for bucket in schedule.buckets if bucket.key in resident)
     return (
-        f"{len(resident)} of {len(schedule.buckets)} buckets live on the device "
+        f"{len(resident)} of {len(schedule.buckets)} buckets are resident "
         f"({format_bytes(size)} of parameters)",
     )
 
 
 def staying(buckets: Sequence[Bucket], count: int) -> list[Bucket]:
-    """`count` buckets, as far from one another as can be: computes of those that stay give time to
-    fetch the others."""
+    """`count` buckets, evenly spread, so that the others are fetched while these compute."""
     return [buckets[i * len(buckets) // count] for i in range(count)]
 
 
@@ -192,27 +186,26 @@ def _keep(schedule: Schedule, count: int, activations: str) -> tuple[frozenset[i
     if not kept:
         return frozenset(), "every stage is recomputed"
     if kept == [last]:
-        reason = f"stage {last.index} ({last.name}) is kept: its backward comes next"
+        reason = f"stage {last.index} ({last.name}) is kept: its backward is next"
     else:
         many = numbered("stage", kept[0].index, kept[-1].index)
-        reason = f"{many} {'are' if len(kept) > 1 else 'is'} kept: there is room"
+        reason = f"{many} {'are' if len(kept) > 1 else 'is'} kept: they fit"
     return frozenset(stage.index for stage in kept), reason
 
 
 def _offload(
     schedule: Schedule, count: int, lookahead: int
 ) -> tuple[frozenset[int], tuple[str, ...]]:
-    """The first stages; at least the last ones stay: what these take is wanted back as soon as the
-    backward begins.
+    """The first `count` stages, except the last ones, whose values the backward needs as it begins.
 
-    The same for every backward of a forward, whatever outputs get a gradient.
+    The result is the same for every backward of a forward, for any outputs.
     """
     if not count:
         return frozenset(), ()
     stay = len(schedule.stages) - min(count, max(0, len(schedule.stages) - lookahead - 1))
     chosen = frozenset(range(len(schedule.stages) - stay))
     if not chosen:
-        why = f"the backward wants the saved tensors of all {stay} stages too soon"
+        why = f"the backward needs the saved tensors of all {stay} stages too soon"
         return chosen, (f"nothing waits on the host: {why}",)
     reason = (
         f"saved tensors of {numbered('stage', 0, max(chosen))} wait on the host; the backward "
@@ -222,20 +215,20 @@ def _offload(
 
 
 def reruns(stages: int, row: int) -> int:
-    """Number of stages that run again, of so many, where `row` in a row do for each whose output is
-    saved.
+    """Number of stages that run again if `row` consecutive ones do for each saved output.
 
-    The first and the last do not: they give what all others read, and the loss.
+    The first and the last do not: all others read the first's outputs, and the last returns the
+    loss.
     """
     able = max(0, stages - 2)
     return able - able // (row + 1)
 
 
 def _rerun(schedule: Schedule, count: int) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Stages 1, 3, 5, ...: the first of them all returns what all others read, in most models.
-    Where that is too few, all but some that are as far from one another as can be.
+    """Stages 1, 3, 5, ..., without the first stage, whose outputs all others read in most models.
+    If these are not enough, all stages but a few, evenly spread.
 
-    The same for every backward of a forward, as of those that wait on the host.
+    The result is the same for every backward of a forward.
     """
     able = range(1, len(schedule.stages) - 1)
     chosen: Sequence[int] = able[::2][:count]
@@ -244,23 +237,23 @@ def _rerun(schedule: Schedule, count: int) -> tuple[frozenset[int], tuple[str, .
         saved = len(able) - count
         between = {able[(i + 1) * len(able) // (saved + 1)] for i in range(saved)}
         chosen = [index for index in able if index not in between]
-        which = f", but for {saved} in between,"
+        which = f", except {saved} in between,"
     elif count > len(chosen):
         chosen, which = able, ""
     if not chosen:
         return frozenset(), ()
     if len(chosen) == 1:
-        reason = f"stage {chosen[0]} runs again in the backward: what it gives is not saved"
+        reason = f"stage {chosen[0]} runs again in the backward: its outputs are not saved"
     else:
         reason = (
-            f"stages {chosen[0]} to {chosen[-1]}{which} run again in the backward: what they give "
-            "to the next ones is not saved"
+            f"stages {chosen[0]} to {chosen[-1]}{which} run again in the backward: their outputs "
+            "are not saved"
         )
     return frozenset(chosen), (reason,)
 
 
 def _tiles(schedule: Schedule, tiles: int, cut: frozenset[int]) -> tuple[str, ...]:
-    """In how many tiles how many stages run, and why others do not."""
+    """Reasons about tiles: which stages run in tiles, and why others do not."""
     if tiles == 1:
         return ()
     count = len(schedule.stages)
@@ -270,26 +263,26 @@ def _tiles(schedule: Schedule, tiles: int, cut: frozenset[int]) -> tuple[str, ..
     if cut:
         where = "" if len(cut) == count else f", in {len(cut)} of {count} stages"
         reasons.append(
-            f"what acts on each token alone runs in {tiles} tiles{where}; their gradients of "
-            "weights are added up in float32"
+            f"tokenwise pieces run in {tiles} tiles{where}; their gradients of "
+            "weights are summed in float32"
         )
     if changing:
         reasons.append(
-            f"{changing} of {count} stages are not cut: their sizes change from call to call "
+            f"{changing} of {count} stages are not in tiles: their sizes change from call to call "
             "(dynamic=False)"
         )
     if others and cut:
         reasons.append(
-            f"{others} of {count} stages are not cut: no product of matrices in them acts on each "
-            "token alone"
+            f"{others} of {count} stages are not in tiles: they have no tokenwise matrix product"
         )
     elif others:
-        reasons.append("nothing is cut: no product of matrices acts on each token alone")
+        reasons.append("nothing is in tiles: no matrix product is tokenwise")
     return tuple(reasons)
 
 
 def _by_samples(stages: frozenset[int]) -> tuple[str, ...]:
-    """Stages without attention are among them, whose tiles may be of tokens."""
+    """Reasons about stages in tiles as a whole; those without attention may have tiles of
+    tokens."""
     if not stages:
         return ()
     return (
@@ -299,18 +292,18 @@ def _by_samples(stages: frozenset[int]) -> tuple[str, ...]:
 
 
 def _halves(schedule: Schedule, keep: frozenset[int]) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Half of what each kept stage saves, but for the last: its backward comes next."""
+    """Keep half in all kept stages except the last, whose backward is next."""
     chosen = keep - {schedule.stages[-1].index}
     if not chosen:
         return chosen, ()
-    return chosen, ("all but the last save 50% of it, and compute the rest again",)
+    return chosen, ("all but the last save only half and recompute the rest",)
 
 
 def _updaters(
     schedule: Schedule, places: Places, share: float, in_backward: bool
 ) -> tuple[Places, tuple[str, ...]]:
-    """With what updates each bucket that gets gradients: the device, of the first ones that make up
-    no more than a share of the streamed parameters which are on the host with their states."""
+    """Choose the updater of each bucket that gets gradients. The device updates the first ones, up
+    to a share of the streamed parameters that are on the host with their states."""
     trained = schedule.gradient_params
     sizes = {
         bucket.key: sum(bucket.params[i].numel for i in trained[bucket.key])
@@ -325,7 +318,7 @@ def _updaters(
         if bucket.key not in elsewhere and 0 < sizes.get(bucket.key, 0) <= left:
             left -= sizes[bucket.key]
             chosen.append(bucket)
-    places = places.changed(frozen, states=Tier.HOST)  # they have none
+    places = places.changed(frozen, states=Tier.HOST)  # without states
     if in_backward:
         places = places.changed(trained, updater=Updater.BACKWARD)
     else:
@@ -338,7 +331,7 @@ def _updaters(
         which = f"buckets {chosen[0].label} to {chosen[-1].label}"
     reason = (
         f"optimizer.step() updates {which} ({part / total:.0%} of the streamed parameters) on the "
-        "device, and the host the others meanwhile"
+        "device while the host updates the others"
     )
     places = places.changed((bucket.key for bucket in chosen), updater=Updater.DEVICE)
     return places, (reason,)

@@ -1,17 +1,17 @@
-"""Fetch each bucket `lookahead` stages before its use.
+"""Prefetches each bucket `lookahead` stages before its use.
 
     before: 0F 1F 2F 3F      after: BEGIN 0PREFETCH 1PREFETCH 0F 2PREFETCH 1F 3PREFETCH 2F 3F
 
-A recompute and the backward after it are one use. Buckets that a stage's code does not read then
-(an embedding's backward needs no weight) are not fetched. A bucket that the use before reads too
-is fetched once for both. Buckets that live on the device (`plan.resident`) are taken from there.
+A recompute and the backward after it are one use. Buckets that the code does not read (an
+embedding's backward needs no weight) are not fetched. A bucket that the previous use reads too is
+fetched once for both. Resident buckets (`plan.resident`) are used in place.
 
-Ranks that share a bucket fetch it together, and may keep other stages than one another. So they
-fetch for the backward of a stage that is kept what its recompute would read. And where a streamed
-bucket stays in its slot for its update, it does so in ranks that update it where it lives.
+Ranks that share a bucket fetch it together, but may keep different stages. So the backward of a
+kept stage fetches what its recompute would read. If a streamed bucket stays in its slot for its
+update, it also does so in ranks where it is resident and updated in place.
 
-A prefetch waits for nothing yet: `slots` adds the last reader of its slot, `tokens` the last update
-of its bucket.
+Prefetches have no waits yet: `slots` adds the last reader of the slot, `tokens` the last update of
+the bucket.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from megacompile.passes.edit import body_of
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Computes of one stage in a row, and the buckets they read."""
+    """Consecutive computes of one stage, and the buckets that they read."""
 
     nodes: tuple[fx.Node, ...]
     buckets: tuple[Bucket, ...]
 
 
 def insert_prefetch(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
-    """The schedule in which every compute has its weights."""
+    """Give every compute its weights."""
     new = schedule.copy()
-    for graph in (new.forward, new.backward):  # an update has what the backward left
+    for graph in (new.forward, new.backward):  # an update takes values that the backward left
         if graph is not None:
             _insert(graph, uses(graph), lookahead, schedule.plan.resident)
     return new
@@ -51,9 +51,9 @@ _UPDATES = (ops.update, ops.update_in_place)
 
 
 def uses(graph: fx.Graph) -> list[Use]:
-    """The computes of a graph, those of one stage together, in program order.
+    """The computes of a graph in program order, grouped by stage.
 
-    An update is part of the use that it follows.
+    An update belongs to the use that it follows.
     """
     found: list[Use] = []
     for node in ops.nodes_of(graph, *_COMPUTES, *_UPDATES):
@@ -79,7 +79,7 @@ def last_readers(graph: fx.Graph) -> dict[int, fx.Node]:
 
 
 def buckets_read(node: fx.Node) -> tuple[Bucket, ...]:
-    """The buckets that a compute reads parameters of, or an update keeps in their slot."""
+    """The buckets whose parameters a compute reads, or that an update needs in their slot."""
     if node.target is ops.update_in_place:
         return (ops.arguments(node)[0],) if node.meta.get("gathered") else ()
     if node.target is ops.update:
@@ -100,11 +100,11 @@ def _insert(
     graph: fx.Graph, all_uses: Sequence[Use], lookahead: int, resident: Collection[int]
 ) -> None:
     body = body_of(graph)
-    there: dict[int, fx.Node] = {}  # bucket key -> its weights, where it is resident
+    there: dict[int, fx.Node] = {}  # bucket key -> weights of a resident bucket
     with graph.inserting_before(body):
         ops.call(graph, ops.begin, name="start")
         for bucket in dict.fromkeys(bucket for use in all_uses for bucket in use.buckets):
-            alone = bucket.ranks == 1  # else what lives here is a part, which is gathered in a slot
+            alone = bucket.ranks == 1  # else the resident part is gathered in a slot
             if bucket.key in resident and alone and bucket.key not in there:
                 name = f"w{bucket.suffix}"
                 there[bucket.key] = ops.call(graph, ops.resident, bucket, name=name)
@@ -149,7 +149,7 @@ _PREPARES = (
 
 
 def first_node(use: Use) -> fx.Node:
-    """The op ahead of which to issue what is wanted before a use: ahead of what prepares it too."""
+    """The op before which to issue copies for a use: before the ops that prepare it."""
     node = use.nodes[0]
     while node.prev.target in _PREPARES:
         node = node.prev

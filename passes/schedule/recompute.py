@@ -1,11 +1,11 @@
-"""Run a stage's forward again in the backward instead of keeping what it computed.
+"""Runs a stage's forward again in the backward instead of keeping its results.
 
     before:  0F 1F 2F | 2B 1B 0B
     after:   0F 1F 2F | 2B 1RECOMPUTE 1B 0RECOMPUTE 0B            its saved tensors
     or:      0F 1F 2F | 1RERUN 2RECOMPUTE 2B 1RECOMPUTE 1B 0B     its outputs too
 
-A stage that draws random numbers has the generators' state of its forward set again, so that both
-draw the same.
+For a stage with random numbers, the generator state of its forward is restored, so that both draw
+the same numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megacompile.passes.schedule.prefetch import Use, first_node, uses
 
 
 def insert_recompute(schedule: Schedule) -> Schedule:
-    """The schedule in which every stage that the plan does not keep is recomputed."""
+    """Recompute every stage that the plan does not keep."""
     if schedule.backward is None:
         return schedule
     new = schedule.copy()
@@ -48,7 +48,7 @@ def insert_recompute(schedule: Schedule) -> Schedule:
 
 
 class _Inputs:
-    """The values that forwards which run again in a backward take there."""
+    """The inputs of forwards that run again in a backward."""
 
     def __init__(self, forward: fx.Graph, backward: fx.Graph) -> None:
         self.forward = forward
@@ -58,8 +58,8 @@ class _Inputs:
     def of(
         self, call: fx.Node, stage: Stage, primals: tuple[int, ...]
     ) -> tuple[tuple[fx.Node | None, ...], fx.Node | None]:
-        """The arguments among `primals` as the forward read them, and the random state, if any: as
-        placeholders, which have the names of the saved values."""
+        """Placeholders, named like the saved values, for the arguments among `primals` as the
+        forward read them, and for the random state if there is one."""
         args = tuple(
             None if arg is None else self.placeholders.of(saved_value(self.forward, arg))
             for arg in backward_args(call, stage, primals)
@@ -75,7 +75,7 @@ def _recompute(
     rng: fx.Node | None,
     placeholders: Placeholders,
 ) -> None:
-    """Insert a recompute before a backward, in the place of its saved tensors."""
+    """Insert a recompute before a backward and use its results as saved tensors."""
     graph, saved = backward.graph, ops.arguments(backward)[3]
     with graph.inserting_before(backward):
         again = ops.call(graph, ops.recompute, stage, (), args, rng, name=f"rc{stage.index}")
@@ -89,24 +89,24 @@ def _recompute(
 
 
 def insert_reruns(schedule: Schedule) -> Schedule:
-    """The schedule in which the outputs of the stages in `plan.rerun` are not saved.
+    """Rerun the stages in `plan.rerun` instead of saving their outputs.
 
-    A recompute rebuilds what a stage computes inside from its inputs, and those are saved: one
-    value a stage. A rerun rebuilds the inputs too, from the inputs of the stage before. It costs
-    one more forward of that stage, and nothing is saved for it. Of stages in a row each takes what
-    the one before returns, so a row saves what its first is given:
+    A recompute rebuilds a stage's intermediate values from its saved inputs, one value per stage. A
+    rerun rebuilds these inputs too, from the inputs of the previous stage. It costs one more
+    forward of that stage, and saves nothing for it. In a row of stages each takes the outputs of
+    the previous one, so a row saves only the inputs of its first:
 
         1RERUN 2RERUN 3RECOMPUTE 3B 2RECOMPUTE 2B 1RECOMPUTE 1B
 
-    What a row returns is on the device until its backwards have read it. What is not computed
-    again:
+    The outputs of a row stay on the device until its backwards have read them. These outputs are
+    not rebuilt:
 
-    - outputs of a stage that changes something in place;
-    - outputs that more than one stage's backward takes, which would be there for as long anyway;
-    - outputs that the user gets;
-    - outputs of a stage that is given what is neither saved nor computed again.
+    - outputs of a stage with in-place changes;
+    - outputs that several stages' backwards take, which would live as long anyway;
+    - outputs returned to the user;
+    - outputs of a stage with an input that is neither saved nor rebuilt.
 
-    As with `offload_saved`, which values these are depends on the plan and on the forward alone.
+    As in `offload_saved`, the choice of values depends only on the plan and the forward.
 
     Args:
         schedule: with its recomputes.
@@ -119,17 +119,17 @@ def insert_reruns(schedule: Schedule) -> Schedule:
     calls = ops.calls_by_stage(new.forward, ops.forward)
     computes = uses(new.backward)
     inputs = _Inputs(new.forward, new.backward)
-    for stage, outputs in reversed(_not_saved(new).items()):  # the last of a row asks for the rest
+    for stage, outputs in reversed(_not_saved(new).items()):  # the last of a row needs the others
         dropped |= {item.name for item in outputs}
         _rerun(new.backward, calls[stage.index], stage, outputs, computes, inputs)
     return set_saved_values(new, [name for name in new.saved_values if name not in dropped])
 
 
 def _not_saved(schedule: Schedule) -> dict[Stage, list[fx.Node]]:
-    """The stages that are run again, in forward order, and the outputs of each that it is for."""
+    """The stages to rerun, in forward order, with the outputs that are rebuilt."""
     graph = schedule.forward
     returned, saved_values = ops.returned(graph)
-    saved = set(saved_values)  # now; when a stage runs again, they are there or made again
+    saved = set(saved_values)  # by the time of a rerun these are available or rebuilt
     takers = takers_of(schedule, saved)
     calls = ops.calls_by_stage(graph, ops.forward)
     found: dict[Stage, list[fx.Node]] = {}
@@ -163,7 +163,7 @@ def _rerun(
     """Insert a rerun ahead of the first use of its outputs in the backward.
 
     Args:
-        computes: the uses of the backward in program order; gets the rerun.
+        computes: the uses of the backward in program order; the rerun is added.
     """
     placeholders = inputs.placeholders
     wanted = {item: found for item in outputs if (found := placeholders.find(item.name))}

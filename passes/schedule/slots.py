@@ -1,17 +1,18 @@
-"""Give every prefetch a slot, and the `after=` edges that keep it from being filled too early.
+"""Assigns a slot to every prefetch, with the `after=` edges that keep it from being filled too
+early.
 
     before: 2PREFETCH@? 1F        after: 2PREFETCH@0(after=0F) 1F
 
-A slot may be filled again once the last compute that reads it has been issued. Among the slots
-that are free, the one whose bucket is needed last (or never again) is taken (Belady, 1966). A slot
-is as large as the largest bucket that it gets, so buckets that are larger than most (an embedding,
-a head) prefer one that is large already. At the boundary of forward and backward, buckets that the
-forward left in their slots are not fetched again where `reuse` allows:
+A slot may be refilled once the last compute that reads it has been issued. Among the free slots,
+the one whose bucket is needed last or never again is taken (Belady, 1966). A slot is as large as
+its largest bucket, so buckets that are larger than most (an embedding, a head) prefer a slot that
+is already large. At the boundary of forward and backward, buckets that the forward left in their
+slots are not fetched again if `reuse` allows:
 
     forward ends ... 2F 3F        backward begins 3REUSE@0 2REUSE@2 1REUSE@1 3B 2RECOMPUTE 2B
 
-Where there is no backward (evaluation, generation), the buckets of `plan.stay` have slots of their
-own, after the others. The first forward fetches them, and with `reuse` the next takes them:
+Without a backward (evaluation, generation), the buckets of `plan.stay` have their own slots, after
+the others. The first forward fetches them, and with `reuse` the next ones take them:
 
     the first  0PREFETCH@3 1PREFETCH@0 0F ...        the others  0REUSE@3 1PREFETCH@0 0F ...
 """
@@ -31,13 +32,13 @@ from megacompile.ir.schedule import Schedule
 
 
 def assign_slots(schedule: Schedule, *, slots: int, reuse: bool) -> Schedule:
-    """The schedule with slots: `slots` of them, or more where one stage reads many buckets.
+    """Assign `slots` slots, or more if one stage reads many buckets.
 
     Args:
-        slots: how many to use at least.
-        reuse: let the backward take what the forward left in the slots; where there is none, let
-            the forward take what the one before left. Right only when nothing else used the slots
-            in between and no parameter changed.
+        slots: the least number to use.
+        reuse: the backward takes buckets that the forward left in the slots; without a backward,
+            the forward takes those that the previous one left. Only valid if nothing else used the
+            slots in between and no parameter changed.
     """
     new = schedule.copy()
     count = slots
@@ -68,16 +69,18 @@ def assign_slots(schedule: Schedule, *, slots: int, reuse: bool) -> Schedule:
 class _SlotChoice:
     """The choice of a slot for each prefetch of one graph."""
 
-    holds: dict[int, Bucket]  # slot -> bucket, while the graph is walked
-    sizes: dict[int, int]  # of the slots that are used, in bytes
+    holds: dict[int, Bucket]  # slot -> bucket at the current op
+    sizes: dict[int, int]  # of used slots, in bytes
     chosen: dict[fx.Node, int] = field(default_factory=dict)
     after: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
     held: set[fx.Node] = field(default_factory=set)
-    reused: dict[fx.Node, fx.Node] = field(default_factory=dict)  # -> prefetch that is still there
+    reused: dict[fx.Node, fx.Node] = field(
+        default_factory=dict
+    )  # -> the earlier prefetch whose bucket is still in its slot
 
 
 def _attempt(schedule: Schedule, count: int, reuse: bool) -> list[_SlotChoice] | None:
-    """Places for every graph, or None if `count` slots are too few."""
+    """The choice for every graph, or None if `count` slots are too few."""
     stay = _own_slots(schedule, count)
     forward = _place(schedule.forward, count, stay if reuse else {}, {}, stay)
     if forward is None:
@@ -90,7 +93,7 @@ def _attempt(schedule: Schedule, count: int, reuse: bool) -> list[_SlotChoice] |
 
 
 def _own_slots(schedule: Schedule, count: int) -> dict[int, Bucket]:
-    """The slots after the first `count` of them, and the buckets that stay there."""
+    """The slots after the first `count`, with the buckets that stay there."""
     stay = [b for b in schedule.buckets if b.key in schedule.plan.stay]
     if schedule.backward is not None:
         return {}
@@ -104,7 +107,7 @@ def _place(
     count: int,
     initial: Mapping[int, Bucket],
     sizes: Mapping[int, int],
-    own: Mapping[int, Bucket] | None = None,  # slots that have one bucket for good
+    own: Mapping[int, Bucket] | None = None,  # slots with a permanent bucket
 ) -> _SlotChoice | None:
     at = {bucket.key: slot for slot, bucket in (own or {}).items()}
     position = {node: p for p, node in enumerate(graph.nodes)}
@@ -153,7 +156,7 @@ def _place(
 
 
 def _result(call: fx.Node) -> fx.Node:
-    """A value of a compute: done when the compute is, and it does not keep the others alive."""
+    """One result of a compute, to wait for it without keeping all results alive."""
     return min((item for _, item in ops.items(call)), default=call)
 
 
@@ -170,7 +173,7 @@ def _is_free(
 
 
 def _next_use(bucket: Bucket | None, upcoming: list[int]) -> int:
-    """Number of prefetches until a bucket is wanted again; large for never."""
+    """Number of prefetches until a bucket is needed again; large if never."""
     if bucket is None:
         return len(upcoming) + 1
     return upcoming.index(bucket.key) if bucket.key in upcoming else len(upcoming)

@@ -1,12 +1,12 @@
-"""Split stages again, so that they save a given share of what they would save, or run in tiles.
+"""Splits stages again, so that they save a given share of their saved tensors or run in tiles.
 
     the plan: kept -> half kept
     before: 1F returns s1_0 s1_1 s1_2        after: 1F returns s1_0, and 1B computes more
 
-The plan is made when sizes are known, so a stage has been split for speed by then. A stage that is
-to save less, or to run in tiles, is split again, from the traced graph that is at
-hand. How much it saves changes what its forward returns and its backward takes, so the backward is
-written again. A draft's stages get their bundles here too, for the same reason.
+Plans need sizes, so by then each stage has been split for speed. A stage that must save less or run
+in tiles is split again from its traced graph. This changes the values that its forward returns and
+its backward takes, so the backward is written again. A draft's stages get their bundles here too,
+for the same reason.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from megacompile.passes.stages.templates import (
     planned_for,
 )
 
-Bundles = tuple[tuple[int, ...], ...]  # places among a template's saved tensors, in order
-_SELECTIVE = 0.5  # of the saved tensors of a 7B layer: 4 % of its time for half of the memory
+Bundles = tuple[tuple[int, ...], ...]  # indices of a template's saved tensors, in order
+_SELECTIVE = 0.5  # of saved tensors; on a 7B layer, 4 % more time for half of the memory
 
 
 def split_stages(
@@ -40,11 +40,11 @@ def split_stages(
     cache: TemplateCache,
     bundles: Callable[[Template], Bundles] | None = None,
 ) -> Schedule:
-    """The schedule in which every stage that the plan keeps in half saves no more than that, and
-    every one that it runs in tiles runs in so many.
+    """Split the stages that the plan keeps in half or runs in tiles.
 
     Args:
-        bundles: for a draft: which saved tensors of a template are one value (see `bundles_of`).
+        bundles: for a draft, returns the saved tensors of a template that become one value (see
+            `bundles_of`).
     """
     plan, templates = schedule.plan, _templates(schedule, cache)
     together: dict[Template, Bundles] = {}
@@ -65,9 +65,9 @@ def split_stages(
 
 
 def stages_in_tiles(schedule: Schedule, tiles: int, cache: TemplateCache) -> frozenset[int]:
-    """The stages that have something to run in so many tiles.
+    """The stages with pieces that can run in `tiles` tiles.
 
-    The others are split as without tiles: to compute again what tiles compute saves nothing there.
+    The others are split as without tiles, because recomputing would save nothing there.
     """
     if tiles == 1:
         return frozenset()
@@ -78,9 +78,9 @@ def stages_in_tiles(schedule: Schedule, tiles: int, cache: TemplateCache) -> fro
 def stages_by_samples(
     schedule: Schedule, cut: frozenset[int], tiles: int, cache: TemplateCache
 ) -> frozenset[int]:
-    """Those of `stages_in_tiles` of which nothing that matters stays outside of tiles.
+    """The stages among `stages_in_tiles` that can run in tiles as a whole.
 
-    Tiles of a stage with attention are of whole samples then; those of others may be of tokens.
+    Tiles of a stage with attention are whole samples; those of others may be tokens.
     """
     return frozenset(
         index
@@ -90,7 +90,7 @@ def stages_by_samples(
 
 
 def _templates(schedule: Schedule, cache: TemplateCache) -> list[Template]:
-    """That of each stage, as the plan wants it."""
+    """Each stage's template according to the plan."""
     found = []
     for stage, row in zip(schedule.stages, schedule.plan.stages, strict=True):
         halved = row.saved is SavedPart.HALF and stage.traced.has_backward
@@ -103,7 +103,7 @@ def _templates(schedule: Schedule, cache: TemplateCache) -> list[Template]:
 
 
 def _with(stage: Stage, template: Template, bundles: Bundles) -> Stage:
-    """The stage with this template and these bundles; itself where it has them."""
+    """The stage with this template and these bundles; the same object if nothing changes."""
     if (stage.template, stage.bundles) == (template, bundles):
         return stage
     return replace(stage, template=template, bundles=bundles)
@@ -117,9 +117,9 @@ def _within(
     *,
     samples: bool = False,
 ) -> Template:
-    """The stage's template, split to save so much and to run in so many tiles; one for all stages
-    that share the template. Where not all is cut along samples, the one in tiles of tokens; where
-    nothing is cut, the one without tiles."""
+    """The stage's template, split for a saved fraction and a number of tiles; shared by all stages
+    with the same template. Falls back to tiles of tokens if the stage cannot run by samples, and to
+    no tiles if nothing can be tiled."""
     base = stage.traced
     samples = samples and runs_by_samples(stage)
     wanted = (saved_fraction, tiles, samples)
@@ -147,7 +147,7 @@ def _within(
 
 
 def _undifferentiated(schedule: Schedule) -> Schedule:
-    """The forward alone, as it was before `differentiate`: a draft, in a graph of its own."""
+    """Undo `differentiate`: the forward only, as a draft in a new graph."""
     new = replace(schedule, backward=None, saved_values=(), gradients=(), draft=True).fresh()
     graph = new.forward
     calls = ops.calls_by_stage(graph, ops.forward)
@@ -156,23 +156,22 @@ def _undifferentiated(schedule: Schedule) -> Schedule:
     compat.set_args(graph.output_node(), ((outputs, ()),))
     for node in ops.nodes_of(graph, ops.save_rng, ops.snapshot):
         graph.erase_node(node)
-    return new.fresh()  # in a graph of its own, the names of what was erased are free
+    return new.fresh()  # a new graph, in which the erased names are free
 
 
 # Bundles of saved tensors, in drafts.
 
 
 def bundles_of(template: Template, *, fused: bool) -> Bundles:
-    """The saved tensors of a template as values, those together that are one; () where each is
-    one.
+    """Group the saved tensors of a template into bundles; () if every tensor stays separate.
 
         before: 1F returns y1 s1_0 s1_1 ... s1_13        after: 1F returns y1 s1_0
 
-    A draft is only simulated, and most of its nodes were saved tensors: a layer saves a dozen, each
-    with a node for itself, for its placeholder and for its end. All of a stage are made together
-    and die together. So those with memory of their own are one value there, a *bundle*, of their
-    sizes together. Not one of them is what is in the memory of an input or an output of the stage,
-    which may live longer, nor what waits on the host: it is copied tensor by tensor.
+    A draft is only simulated, and most of its nodes would be for saved tensors: a layer saves a
+    dozen, each with a node, a placeholder and a free. All saved tensors of a stage are created and
+    freed together. So those that own their memory become one value, a *bundle*, with the sum of
+    their sizes. Tensors that share memory with the stage's inputs or outputs are excluded, because
+    these may live longer, and so are tensors that wait on the host, which are copied one by one.
 
     Args:
         fused: elementwise operations are fused (lowering "inductor").
@@ -188,8 +187,8 @@ def bundles_of(template: Template, *, fused: bool) -> Bundles:
 
 
 def _with_own_memory(template: Template, code: Code, fused: bool) -> set[int]:
-    """The saved tensors that share no memory with what else a piece of the template is given or
-    returns."""
+    """Indices of the saved tensors that share no memory with other inputs or outputs of the
+    code."""
     returned = analysis_of(template, code, fused=fused).returned
     first = len(returned) - len(template.saved)
     places = [None if each is None else each.memory for each in returned]

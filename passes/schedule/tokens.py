@@ -1,12 +1,12 @@
-"""Orders graphs after one another: an op that touches a bucket on the host names its last writer.
+"""Orders ops across graphs: an op that touches a bucket on the host names its last writer.
 
     before: 3PREFETCH@1              after: 3PREFETCH@1 after=(weights_3)
 
 The first op of a forward or a backward that reads a part of a bucket in host memory takes the token
-of that part, and a backward or an update returns the ops that were the last to write one (see
-`megacompile.ir.tokens`). The compute stream is in order over all graphs, so its ops need no token
-of the weights and states of a resident bucket; the h2d stream fetches the gradients of one. What an
-update reads is after the gradients that it waits for.
+of that part, and a backward or an update returns the last ops that wrote a part (see
+`megacompile.ir.tokens`). The compute stream is in order across graphs, so its ops need no tokens
+for the weights and states of a resident bucket, but the h2d stream needs one for its gradients. The
+ops of an update already wait for the bucket's gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megacompile.passes.edit import body_of
 
 
 def insert_tokens(schedule: Schedule) -> Schedule:
-    """The schedule whose graphs take and return tokens."""
+    """Make graphs take and return tokens."""
     new = schedule.copy()
     for name, graph in new.graphs.items():
         if name != "update":
@@ -49,7 +49,7 @@ def _wait(graph: fx.Graph) -> None:
 
 
 def _in_order(op: Op, part: Part) -> bool:
-    """True if an op is in any case after the last write of a part of a resident bucket."""
+    """True if stream order puts an op after the last write of a resident bucket's part."""
     return op.stream is Stream.COMPUTE and part is not Part.GRADIENTS
 
 
@@ -58,5 +58,5 @@ def _return(graph: fx.Graph) -> None:
     for node in ops.nodes_that(graph, lambda op: op.writes):
         last |= dict.fromkeys(written(node), node)
     *others, _ = ops.returned(graph)
-    tokens = sorted(set(last.values()))  # in program order: of two, the later one wrote last
+    tokens = sorted(set(last.values()))  # in program order, so the later of two wrote last
     compat.set_args(graph.output_node(), ((*others, tuple(tokens)),))

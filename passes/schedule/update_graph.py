@@ -1,13 +1,13 @@
-"""Write the graph of `optimizer.step()`: each bucket that gets gradients is updated once.
+"""Writes the graph of `optimizer.step()`: each bucket that gets gradients is updated once.
 
     before: 2B 1B 0B        after: 2B 1B 0B | 1UPDATE 2UPDATE HELP_HOST 0UPDATE 0OFFLOAD_STATE
 
-Buckets come in the order in which the next forward reads them. Threads of the host update what is
-in its memory (`update_host`), and the device helps (`help_host`) unless states come from a disk: it
-would wait for the drive. Who makes which is decided while they do (`runtime.updates.workers`). The
-compute stream updates what lives on the device (`update_resident`) and what the backward has left
-there (`schedule.left`), whose new values then go to the host. An update on the host waits for the
-gradients of its bucket (`gradients_1`), and a later graph takes its token (see `tokens`).
+Buckets are updated in the order in which the next forward reads them. Threads of the host update
+buckets in host memory (`update_host`), and the device helps (`help_host`), except with states on a
+disk, for which it would wait. The work is divided at run time (`runtime.updates.workers`). The
+compute stream updates resident buckets (`update_resident`) and buckets that the backward left on
+the device (`schedule.left`), whose new values then go to the host. An update on the host waits for
+its bucket's gradients (`gradients_1`), and a later graph takes its token (see `tokens`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megacompile.passes.schedule.tokens import insert_tokens
 
 
 def insert_update_graph(schedule: Schedule, *, helps: bool) -> Schedule:
-    """The schedule with an update, where its backward has gradients of parameters.
+    """Add an update graph if the backward has gradients of parameters.
 
     Args:
         helps: the device helps the host.
@@ -46,8 +46,8 @@ def insert_update_graph(schedule: Schedule, *, helps: bool) -> Schedule:
 
 
 def _update_of(buckets: Sequence[Bucket], places: Places, *, helps: bool) -> fx.Graph:
-    """The graph that updates buckets where they are. The device does not help with those that have
-    states or weights on a disk."""
+    """The graph that updates buckets in their places. The device does not help with states or
+    weights on a disk."""
     graph = fx.Graph()
     graph.output(((),))
     made: list[fx.Node] = []
@@ -74,12 +74,12 @@ def rest_of(
     helps: bool,
     state_bytes: Callable[[int], float] = float,
 ) -> Schedule:
-    """A schedule that is an update alone: of buckets that no other schedule's update makes.
+    """A schedule with only an update, of buckets that no other schedule updates.
 
     Args:
-        places: where they are.
+        places: of the buckets.
         helps: the device helps the host.
-        state_bytes: of one element's states, by its bytes as streamed.
+        state_bytes: maps the bytes of a streamed element to those of its states.
     """
     forward = fx.Graph()
     forward.output(((), ()))

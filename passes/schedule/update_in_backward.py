@@ -1,4 +1,4 @@
-"""Update each bucket right after its gradients, which then never leave the device.
+"""Updates each bucket in the backward right after its gradients, which never leave the device.
 
     before: 2B 1B            after: 2FETCH_STATE 2B 2UPDATE 2OFFLOAD_STATE
                                     1FETCH_STATE 1B 1UPDATE 1OFFLOAD_STATE
@@ -7,23 +7,23 @@
 
     of a resident bucket:    2B 2UPDATE
 
-An update comes after the bucket's last gradient and its last reader in the backward. A bucket that
-lives on the device is updated there in place (`update_in_place`), which needs no copy and no memory
-next to its gradients. For the others, the optimizer states are fetched `lookahead` stages ahead, as
-the weights are, in the order of the updates. The update reads the weights in their slot, and takes
-memory for new ones only then. They and the states go back while the next stages compute. With
-`accumulate`, what earlier backwards left in the bucket is added first, as in `offload_grad`.
+An update follows the bucket's last gradient and its last reader in the backward. A resident bucket
+is updated in place (`update_in_place`), without copies or additional memory. For the others, the
+optimizer states are fetched `lookahead` stages ahead, like the weights, in the order of the
+updates. The update reads the weights from their slot and allocates memory for the new ones only
+then. New weights and states are offloaded while the next stages compute. With `accumulate`,
+gradients of earlier backwards are added first, as in `offload_grad`.
 
-Of a bucket that several ranks share, an update needs this rank's part alone. Where the stage before
-it does not read the bucket (an embedding), the part comes with the states: a prefetch would be a
-gather, in which ranks that have the bucket on the device would not take part. Else it comes from
-the slot, which those ranks keep as long.
+If ranks share a bucket, an update needs only this rank's part. If the stage of the update does not
+read the bucket (an embedding), the part is fetched with the states, because a prefetch would be a
+gather, in which ranks where the bucket is resident would not take part. Otherwise it comes from the
+slot, which those ranks keep as long.
 
-The last updates of a backward are deferred (see `free`), because the next forward should not begin
-with a wait for their copies. Its first half hides them; then a `drain` returns their memory,
-before anybody needs as much as a backward does. Where the plan lets more of them wait
-(`plan.state_delay`), that is before the forward's last stage. A forward without a backward, as in
-an evaluation between two steps, does it too.
+The frees of a backward's last updates are deferred (see `free`), because the next forward should
+not begin with a wait for their copies. Its first half hides these copies; then a `drain` frees
+their memory, before the backward needs it. If the plan delays more frees (`plan.state_delay`), the
+drain is before the forward's last stage. A forward without a backward, as in an evaluation between
+two steps, drains too.
 """
 
 from __future__ import annotations
@@ -55,24 +55,25 @@ def insert_updates(
     updated_bytes: Callable[[int], float],
     state_bytes: Callable[[int], float],
 ) -> Schedule:
-    """The schedule whose backward updates every bucket that gets gradients.
+    """Update every bucket that gets gradients in the backward.
 
-    Its forward drains what the backward before it deferred.
+    The forward drains the memory whose free the previous backward deferred.
 
     Args:
-        accumulate: add the gradients that are on the host already.
-        lookahead: how many stages ahead states are fetched.
-        masters: the parameters are fetched with the states, because what is streamed is a copy.
-        updated_bytes: of one element and its states, by its bytes as streamed; for the cost model.
-        state_bytes: of its states alone.
+        accumulate: add the gradients that are already on the host.
+        lookahead: number of stages by which states are fetched ahead.
+        masters: fetch parameters with the states, because streamed weights are copies.
+        updated_bytes: maps the bytes of a streamed element to those of the element and its states,
+            for the cost model.
+        state_bytes: the same for its states only.
     """
     new = schedule.copy()
     graph = new.backward
     if graph is None:
         insert_drain(new.forward)
         return new
-    steps, readers = uses(graph), last_readers(graph)  # before there are updates
-    # updates, the uses that they follow, and whether the parameters come apart from a slot
+    steps, readers = uses(graph), last_readers(graph)  # before updates are inserted
+    # updates, the uses that they follow, and whether the parameters come with the states
     made: list[tuple[fx.Node, int, bool]] = []
     for bucket, call, group in last_gradients(graph).values():
         total = add_so_far(graph, bucket, call, group) if accumulate else group
@@ -81,7 +82,7 @@ def insert_updates(
         suffix = bucket.suffix
         use = next(i for i, use in enumerate(steps) if last in use.nodes)
         in_slot = bucket.ranks == 1 or bucket in steps[use].buckets
-        apart = masters or not in_slot  # what ranks share is not on a disk
+        apart = masters or not in_slot  # shared buckets are never on a disk
         if bucket.key in new.plan.resident:
             with graph.inserting_after(where):
                 done = ops.call(graph, ops.update_in_place, bucket, total, name=f"u{suffix}")

@@ -158,15 +158,14 @@ def test_what_is_said_of_masks() -> None:
         (
             nn.Linear(8, 8),
             [
-                "what acts on each token alone runs in 2 tiles, in 3 of 4 stages; their gradients "
-                "of weights are added up in float32",
-                "1 of 4 stages are not cut: no product of matrices in them acts on each token "
-                "alone",
+                "tokenwise pieces run in 2 tiles, in 3 of 4 stages; their gradients of weights are "
+                "summed in float32",
+                "1 of 4 stages are not in tiles: they have no tokenwise matrix product",
                 "2 recomputed stages run tile by tile as a whole, including any attention, as over "
                 "micro-batches",
             ],
         ),
-        (nn.LayerNorm(8), ["nothing is cut: no product of matrices acts on each token alone"]),
+        (nn.LayerNorm(8), ["nothing is in tiles: no matrix product is tokenwise"]),
     ],
 )
 def test_what_a_plan_says_of_tiles(layer: nn.Module, lines: list[str]) -> None:
