@@ -50,7 +50,8 @@ class Problems:
 
         Args:
             schedule: from `Pipeline.differentiated`.
-            placement: where the model's buckets are. others: drafts of the other captured graphs.
+            placement: where the model's buckets are.
+            others: drafts of the other captured graphs.
         """
         own = frozenset(bucket.key for bucket in schedule.buckets)
         if placement.accumulates:

@@ -191,11 +191,21 @@ class Tiers:
             return _with(choice, (bucket.key for bucket in order[:count]), weights=Tier.DISK)
 
         sizes = (self._of(bucket).parameters for bucket in order[:most])
+        found = self._first_that_fits(chosen, sizes, over)
+        return found or min(map(chosen, range(most + 1)), key=self.of_host)
+
+    def _first_that_fits(
+        self, chosen: Callable[[int], Choice], sizes: Iterable[int], over: int
+    ) -> Choice | None:
+        """The first of `chosen(0)`, `chosen(1)`, ... that fits; None if none does.
+
+        Args:
+            sizes: the most host bytes that each further bucket can free.
+            over: host bytes missing in `chosen(0)`.
+        """
         saved = list(itertools.accumulate(sizes, initial=0))
-        for count in range(bisect.bisect_left(saved, over), most + 1):
-            if self.fit(chosen(count)):
-                return chosen(count)
-        return min(map(chosen, range(most + 1)), key=self.of_host)
+        choices = map(chosen, range(bisect.bisect_left(saved, over), len(saved)))
+        return next(filter(self.fit, choices), None)
 
     def _without_large_states(self, choice: Choice) -> Choice:
         """Without large states on the disk, whose buffers may take more host memory than the
@@ -235,10 +245,8 @@ class Tiers:
             gains = sorted((self._of(bucket).states for bucket in order), reverse=True)
             over = self.of_host(chosen(0)) - self.host_bytes
             self.host_too_small |= over > 0
-            saved = list(itertools.accumulate(gains[:most], initial=0))
-            for count in range(bisect.bisect_left(saved, over), most + 1):
-                if self.fit(chosen(count)):
-                    return chosen(count)
+            if (found := self._first_that_fits(chosen, gains[:most], over)) is not None:
+                return found
         while most and self.of_disk(chosen(most)) > (self.disk_bytes or 0):
             most -= 1
         return chosen(most)

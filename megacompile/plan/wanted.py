@@ -10,7 +10,7 @@ them or the device runs out of memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from megacompile.ir.buckets import Bucket
@@ -55,12 +55,16 @@ class WantedPlaces:
         self._places: Places | None = None  # of plans; None: where the buckets are
         self._decided: frozenset[int] = frozenset()  # keys of buckets that plans have decided about
         self._stored: frozenset[int] = frozenset()  # the same for states and weights
-        self._uncaptured = _Uncaptured(
-            BucketPlan(
-                Tier.DISK if options.disk_weights else Tier.HOST,
-                Tier.HOST if options.disk is None else Tier.DISK,
-            )
+        # Of the buckets that are resident because uncaptured code reads them.
+        self._home = BucketPlan(  # the place of a bucket that no plan has decided about
+            Tier.DISK if options.disk_weights else Tier.HOST,
+            Tier.HOST if options.disk is None else Tier.DISK,
         )
+        self._bytes: dict[int, float] = {}  # device memory, by key
+        self._before: dict[int, BucketPlan] = {}  # where they were
+        self._asked: frozenset[int] = frozenset()  # keys of buckets already decided about
+        self._leaving: frozenset[int] = frozenset()  # keys of evicted ones
+        self._ended = False  # did the device run out of memory with them?
 
     @property
     def known(self) -> bool:
@@ -68,13 +72,18 @@ class WantedPlaces:
         return self._places is not None
 
     def places(self, now: Placement) -> Places:
-        """The wanted places of all buckets.
+        """The wanted places of all buckets: those of plans, with the buckets of uncaptured code
+        resident and evicted ones back where they were. If nothing may move, only buckets of
+        uncaptured code that are on the device now are resident.
 
         Args:
             now: where the buckets are.
         """
         places = now.places if self._places is None else self._places
-        return self._uncaptured.placed(places, now)
+        if now.stays:
+            return places.taken(now.places.resident.intersection(self._bytes), now.places)
+        places = places.taken(self._leaving & places.resident, Places(self._before))
+        return places.taken(self._bytes, Places(dict.fromkeys(self._bytes, RESIDENT)))
 
     def placement(self, now: Placement) -> Placement:
         """The wanted placement; weights stay if nothing may move."""
@@ -106,7 +115,10 @@ class WantedPlaces:
         self._places = self.places(now).taken(open_to.keys, choice.places)
         self._decided |= open_to.residents
         self._stored |= open_to.states
-        self._uncaptured.decided_by_plan(open_to.residents)
+        self._asked |= open_to.residents
+        self._leaving -= open_to.residents
+        for key in open_to.residents:
+            self._bytes.pop(key, None)
 
     def set(self, places: Places) -> None:
         """Want these places, whatever was decided."""
@@ -131,113 +143,44 @@ class WantedPlaces:
         now: Placement,
     ) -> None:
         """Uncaptured code reads these buckets: make as many resident as fit, of those that no plan
-        has decided about.
+        has decided about. Residents stay, and the first of the others come first.
 
         Args:
             read: keys of the buckets that plans read.
             size: returns a resident bucket's bytes, with gradients and states.
             room_bytes: returns the device memory that plans leave.
         """
-        known = self._decided.union(read)
-        new = self._uncaptured.new(bucket for bucket in buckets if bucket.key not in known)
-        if new:
-            self._uncaptured.decide(new, size, room_bytes(), now.places)
+        known = self._decided.union(read, self._asked)
+        new = [bucket for bucket in buckets if bucket.key not in known]
+        if self._ended or not new:
+            return
+        self._asked = self._asked.union(bucket.key for bucket in new)
+        left, resident = _SHARE * room_bytes() - self.uncaptured_bytes(), now.places.resident
+        for bucket in sorted(new, key=lambda bucket: bucket.key not in resident):
+            there, size_bytes = bucket.key in resident, size(bucket)
+            if there or size_bytes <= left:
+                self._bytes[bucket.key] = size_bytes
+                self._before[bucket.key] = self._home if there else now.places[bucket.key]
+                left -= size_bytes
 
     def uncaptured_bytes(self) -> int:
         """Device memory of the buckets that are resident for uncaptured code."""
-        return self._uncaptured.all_bytes()
+        return int(sum(self._bytes.values()))
 
     def bytes_next_to(self, schedule: Schedule, now: Placement) -> int:
         """The part of `uncaptured_bytes` that a captured graph does not read."""
         own = {bucket.key for bucket in schedule.buckets}
-        return self._uncaptured.next_to(own, self.places(now).resident)
-
-    def leave(self) -> None:
-        """Evict these buckets, because a plan does not fit next to them."""
-        self._uncaptured.leave()
-
-    def end(self) -> bool:
-        """Evict these buckets for good, because the device ran out of memory; True if there were
-        any."""
-        return self._uncaptured.end()
-
-
-class _Uncaptured:
-    """Buckets that are resident because uncaptured code reads them, and those that must leave.
-
-    Args:
-        home: place of a bucket that no plan has decided about.
-    """
-
-    def __init__(self, home: BucketPlan) -> None:
-        self.home = home
-        self._bytes: dict[int, float] = {}  # of those that are resident, by key
-        self._before: dict[int, BucketPlan] = {}  # where they were
-        self._asked: frozenset[int] = frozenset()  # keys of buckets already decided about
-        self._leaving: frozenset[int] = frozenset()  # keys
-        self._ended = False  # did the device run out of memory with them?
-
-    def new(self, buckets: Iterable[Bucket]) -> list[Bucket]:
-        """The buckets among these that are not decided about yet."""
-        if self._ended:
-            return []
-        return [bucket for bucket in buckets if bucket.key not in self._asked]
-
-    def decide(
-        self,
-        buckets: Collection[Bucket],
-        size: Callable[[Bucket], float],
-        room_bytes: float,
-        now: Places,
-    ) -> None:
-        """Decide which buckets become resident: the first ones, as many as fit; residents stay."""
-        self._asked = self._asked.union(bucket.key for bucket in buckets)
-        left = _SHARE * room_bytes - self.all_bytes()
-        for bucket in sorted(buckets, key=lambda bucket: bucket.key not in now.resident):
-            there, size_bytes = bucket.key in now.resident, size(bucket)
-            if there or size_bytes <= left:
-                self._bytes[bucket.key] = size_bytes
-                self._before[bucket.key] = self.home if there else now[bucket.key]
-                left -= size_bytes
-
-    def next_to(self, own: Collection[int], resident: frozenset[int]) -> int:
-        """Bytes that these buckets take next to a graph that reads the buckets `own`.
-
-        Args:
-            resident: keys of all buckets that should be resident.
-        """
-        keys = resident.intersection(self._bytes).difference(own)
+        keys = self.places(now).resident.intersection(self._bytes).difference(own)
         return int(sum(self._bytes[key] for key in keys))
 
-    def all_bytes(self) -> int:
-        """Bytes that these buckets take together."""
-        return int(sum(self._bytes.values()))
-
     def leave(self) -> None:
-        """Evict these buckets, because a plan does not fit next to them."""
+        """Evict the buckets of uncaptured code, because a plan does not fit next to them."""
         self._leaving = self._leaving.union(self._bytes)
         self._bytes.clear()
 
     def end(self) -> bool:
-        """Evict these buckets for good, because the device ran out of memory; True if there were
-        any."""
+        """Evict the buckets of uncaptured code for good, because the device ran out of memory; True
+        if there were any."""
         some, self._ended = bool(self._bytes), True
         self.leave()
         return some
-
-    def decided_by_plan(self, keys: Collection[int]) -> None:
-        """Give up buckets that a plan has decided about."""
-        self._asked = self._asked.union(keys)
-        self._leaving = self._leaving.difference(keys)
-        for key in keys:
-            self._bytes.pop(key, None)
-
-    def placed(self, places: Places, now: Placement) -> Places:
-        """The places that plans want, with these buckets resident and evicted ones back where they
-        were. If nothing may move, only those that are on the device now are resident."""
-        if now.stays:
-            stay = now.places.resident.intersection(self._bytes)
-            return places.taken(stay, now.places)
-        leaving = Places(self._before)
-        places = places.taken(self._leaving & places.resident, leaving)
-        return places.taken(self._bytes, Places(dict.fromkeys(self._bytes, RESIDENT)))
