@@ -50,7 +50,7 @@ from benchmarks.peers.wheels import importable
 from benchmarks.process_memory import shared_bytes
 from benchmarks.report import publish
 from megacompile import explain, megacompile
-from megacompile.cost.ranks import use_cores
+from megacompile.cost.rank_rates import use_cores
 from megacompile.runtime.updates.compiled import wait_until_compiled
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megacompile import compat, log
 from megacompile.beside import compile_pool
 from megacompile.beside.process import processes
-from megacompile.cost.ranks import agree, agree_disks, ranks_of_host, use_cores
+from megacompile.cost.rank_rates import agree, agree_disks, ranks_of_host, use_cores
 from megacompile.errors import ModelError, OptionError, OptionTypeError
 from megacompile.host_memory import budget_bytes, check_host_memory, free_bytes
 from megacompile.ir.collectives import Collectives

@@ -13,7 +13,7 @@ from unittest import mock
 from torch import Tensor
 
 from megacompile.errors import HostMemoryError, OptimizerError
-from megacompile.passes.schedule import disk
+from megacompile.passes.schedule import insert_disk
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.device.pool import BufferPool, Lease, Lender
 from megacompile.runtime.disk import transfers
@@ -83,11 +83,11 @@ def few_buffers(rng: random.Random) -> Iterator[None]:
     """For its duration schedules are planned with any number of buffers, down to one."""
     with ExitStack() as stack:
         for module, name in (
-            (disk, "STATE_SETS"),
-            (disk, "SAVED_SETS"),
-            (disk, "WEIGHT_SETS"),
-            (disk, "NEW_SETS"),
-            (disk, "LANDING_SETS"),
+            (insert_disk, "STATE_SETS"),
+            (insert_disk, "SAVED_SETS"),
+            (insert_disk, "WEIGHT_SETS"),
+            (insert_disk, "NEW_SETS"),
+            (insert_disk, "LANDING_SETS"),
         ):
             count = rng.choice((1, 2, 4))
             stack.enter_context(mock.patch.object(module, name, count))

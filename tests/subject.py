@@ -20,7 +20,7 @@ from megacompile import megacompile
 from megacompile.errors import BackwardError, OptimizerError
 from megacompile.ir.plan import SavedPart, Tier
 from megacompile.ir.schedule import Schedule
-from megacompile.passes.schedule.plan import make_plan
+from megacompile.passes.schedule.make_plan import make_plan
 from megacompile.plan import pipeline
 from megacompile.runtime.model.streamed import streamed_model
 from megacompile.runtime.params.proxies import StreamedParameter

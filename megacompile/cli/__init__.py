@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = next(command for command in COMMANDS if args.command == command.name)
     try:
         command.check(args)
-        work = importlib.import_module(f"{__name__}.{command.name}")
+        work = importlib.import_module(f"{__name__}.{command.name}_command")
         return int(work.run(args))
     except (MegacompileError, OSError) as error:
         print(f"megacompile {command.name}: {error}", file=sys.stderr)

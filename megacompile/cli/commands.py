@@ -27,7 +27,7 @@ _SAVED = (".json", ".png", ".svg", ".pdf")
 class Command:
     """The parts of a command that need no torch."""
 
-    name: str  # also of the module with its `run`
+    name: str  # its `run` is in the module `{name}_command`
     help: str
     description: str
     add_options: Callable[[argparse.ArgumentParser], None]

@@ -51,7 +51,7 @@ from megacompile.cost.aten import (
     unpacked_bytes,
     workspace_bytes,
 )
-from megacompile.cost.kernels import Analysis, Kernel, KernelBound, Returned
+from megacompile.cost.roofline import Analysis, Kernel, KernelBound, Returned
 from megacompile.ir import ops
 from megacompile.ir.lifetimes import endings
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import fx
 
-from megacompile.cost.kernels import Returned
 from megacompile.cost.ops import analysis_of
 from megacompile.cost.optimizer import OptimizerCost, chunks_bytes
+from megacompile.cost.roofline import Returned
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, largest_shard
 from megacompile.ir.ops import Op, Part, Value

@@ -14,7 +14,7 @@ from torch import fx
 from megacompile.cost.aten import bytes_of, tensors_of
 from megacompile.cost.fusion import analyse
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.kernels import Analysis, Kernel, KernelBound, KernelWork, Returned
+from megacompile.cost.roofline import Analysis, Kernel, KernelBound, KernelWork, Returned
 from megacompile.ir import ops
 from megacompile.ir.head import sum_dtype
 from megacompile.ir.lifetimes import endings

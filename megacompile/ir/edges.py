@@ -5,7 +5,8 @@ that is not (`Stream.in_order`) are ordered by edges alone. An op waits for ever
 arguments and in its `after=`; an item of a tuple stands for the op that returns the tuple.
 Nothing else orders anything: two ops are ordered if a path of such edges joins them, and race if
 none does. The host issues ops in program order too, so an edge that points backward (a value that
-is used before it is made) orders nothing. How graphs are joined is in `megacompile.verify.cycle`.
+is used before it is made) orders nothing. `megacompile.verify.cycle_checks` says how graphs are
+joined.
 
 The proof, the simulation, traces and pictures all read the edges from here. What they add is their
 own: the proof distrusts edges that point backward, the simulation drops those between ops of one

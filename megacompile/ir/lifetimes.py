@@ -2,9 +2,9 @@
 
 `owns` and `memory` of `megacompile.ir.values` say which value has memory, and whose it is. Three
 uses of this differ in kind, and stay where they are: `passes/schedule/free` chooses where the
-compute stream gives memory back without a wait; `verify/memory` proves from the graph alone that
-frees come after readers in every interleaving; `cost/memory` replays the frees over all graphs of a
-step, because values share memory inside of stages too, which only the code of these tells.
+compute stream gives memory back without a wait; `verify/memory_checks` proves from the graph alone
+that frees come after readers in every interleaving; `cost/memory` replays the frees over all graphs
+of a step, because values share memory inside of stages too, which only the code of these tells.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ saves, and where that waits.
     Plan       what passes read: the choice written out for the buckets and stages of a schedule
     Placement  what the runtime keeps: the table of the buckets as they are now
 
-`megacompile.passes.schedule.plan` makes a `Plan` of a `Choice`.
+`megacompile.passes.schedule.make_plan` makes a `Plan` of a `Choice`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 from megacompile import compat, log
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.memory import device_memory
-from megacompile.cost.ranks import Agreed
+from megacompile.cost.rank_rates import Agreed
 from megacompile.errors import UnsupportedGraphError
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.capture import Capture, Variant

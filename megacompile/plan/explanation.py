@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Sequence
 
 from megacompile.cost.memory import MemoryKind
-from megacompile.cost.ranks import FELT
+from megacompile.cost.rank_rates import FELT
 from megacompile.plan.findings import DiskTraffic, Findings, SlowRank
 from megacompile.text import as_lines, duration, format_bytes, percent, short_count
 from megacompile.views.critical_path import NONE, LastRank

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from megacompile.cost.hardware import SHORT
 from megacompile.cost.ops import node_s
-from megacompile.cost.ranks import RankRates, SlowRate, slow_rates
+from megacompile.cost.rank_rates import RankRates, SlowRate, slow_rates
 from megacompile.cost.simulate import Prediction
 from megacompile.ir import ops
 from megacompile.ir.plan import SavedPart, Tier

@@ -28,30 +28,34 @@ from megacompile.passes.capture.causal import use_causal_attention
 from megacompile.passes.capture.chunk import STOOD_BACK, chunk_head
 from megacompile.passes.capture.inputs import rebase_overlaps, unpack
 from megacompile.passes.capture.losses import widen_losses
-from megacompile.passes.schedule.collectives import (
+from megacompile.passes.schedule.assign_slots import assign_slots
+from megacompile.passes.schedule.device_update import insert_device_update
+from megacompile.passes.schedule.differentiate import differentiate
+from megacompile.passes.schedule.free import insert_free
+from megacompile.passes.schedule.insert_collectives import (
     delay_reduced,
     insert_all_gather,
     insert_all_reduce,
     insert_reduce_scatter,
 )
-from megacompile.passes.schedule.device_update import insert_device_update
-from megacompile.passes.schedule.differentiate import differentiate
-from megacompile.passes.schedule.disk import insert_disk, insert_disk_saved, insert_disk_weights
-from megacompile.passes.schedule.free import insert_free
+from megacompile.passes.schedule.insert_disk import (
+    insert_disk,
+    insert_disk_saved,
+    insert_disk_weights,
+)
+from megacompile.passes.schedule.insert_tokens import insert_tokens
+from megacompile.passes.schedule.make_plan import make_plan
 from megacompile.passes.schedule.norms import insert_norms
 from megacompile.passes.schedule.offload_grad import offload_gradients
 from megacompile.passes.schedule.offload_saved import offload_saved_tensors
-from megacompile.passes.schedule.plan import make_plan
 from megacompile.passes.schedule.prefetch import insert_prefetch
 from megacompile.passes.schedule.recompute import insert_recompute, insert_reruns
-from megacompile.passes.schedule.slots import assign_slots
 from megacompile.passes.schedule.split import (
     bundles_of,
     split_stages,
     stages_by_samples,
     stages_in_tiles,
 )
-from megacompile.passes.schedule.tokens import insert_tokens
 from megacompile.passes.schedule.update_graph import insert_update_graph
 from megacompile.passes.schedule.update_in_backward import insert_updates
 from megacompile.passes.stages.lower import CodeToCome, lower

@@ -21,7 +21,7 @@ from megacompile.cost.simulate import simulate_script
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.plan import LARGE, Choice, Places, Tier
 from megacompile.ir.schedule import Schedule
-from megacompile.passes.schedule.plan import reruns, stages_on_host
+from megacompile.passes.schedule.make_plan import reruns, stages_on_host
 from megacompile.plan.drafts import Drafts
 from megacompile.plan.tiers import Tiers, spread
 

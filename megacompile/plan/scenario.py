@@ -27,7 +27,7 @@ from megacompile.ir import ops
 from megacompile.ir.plan import Choice, Places, Plan
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
-from megacompile.passes.schedule.disk import (
+from megacompile.passes.schedule.insert_disk import (
     LANDING_SETS,
     NEW_SETS,
     STATE_SETS,

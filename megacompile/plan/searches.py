@@ -12,7 +12,7 @@ from megacompile.ir.capture import Variant
 from megacompile.ir.plan import Choice, Places
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Activations, Lowering
-from megacompile.passes.schedule.plan import ROWS, staying
+from megacompile.passes.schedule.make_plan import ROWS, staying
 from megacompile.plan.pipeline import Pipeline
 from megacompile.plan.planner import Search, SearchResult, search, search_near
 from megacompile.plan.problem import Problem

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from megacompile import compat
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.cost.optimizer import OptimizerCost
-from megacompile.cost.ranks import Agreed
+from megacompile.cost.rank_rates import Agreed
 from megacompile.cost.rates import cached, load, load_disk
 from megacompile.host_memory import PAGE_LOCKS
 from megacompile.options import Options

@@ -40,7 +40,7 @@ from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.places import stored_bytes, stored_weights_bytes, streamed_bytes, whole_pages
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.plan import LARGE, Choice, Places, Plan, Tier, first_to_disk
-from megacompile.passes.schedule.disk import SAVED_SETS
+from megacompile.passes.schedule.insert_disk import SAVED_SETS
 
 _SPREAD = 0.9  # of the buckets, in forward order
 

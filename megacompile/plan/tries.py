@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from megacompile.ir.plan import Choice, Places
-from megacompile.passes.schedule.plan import ROWS
+from megacompile.passes.schedule.make_plan import ROWS
 from megacompile.plan.freeing import freed
 from megacompile.plan.problem import Problem
 

@@ -4,14 +4,14 @@ runs.
 What must hold, given [Note: happens-before] in `megacompile.ir.edges`:
 
 - ops get the values that they read, and the backward gets those that the forward read:
-  `verify.computes`;
-- values reach the graphs and ops that they are meant for: `verify.flow`;
+  `verify.argument_checks`;
+- values reach the graphs and ops that they are meant for: `verify.flow_checks`;
 - memory is not reused while it is read, and ranks gather a bucket in the slot of its part:
-  `verify.memory`;
-- gradients reach the host once and complete: `verify.gradients`;
-- `optimizer.step()` updates the buckets that got gradients, once: `verify.updates`;
-- tensors that wait on the host or on a disk are found there again: `verify.storage`;
-- one graph waits for another's accesses to a bucket: `verify.cycle`.
+  `verify.memory_checks`;
+- gradients reach the host once and complete: `verify.gradient_checks`;
+- `optimizer.step()` updates the buckets that got gradients, once: `verify.update_checks`;
+- tensors that wait on the host or on a disk are found there again: `verify.storage_checks`;
+- one graph waits for another's accesses to a bucket: `verify.cycle_checks`.
 
 The checks read only the graphs, without device or data.
 
@@ -37,21 +37,34 @@ from megacompile.errors import ScheduleError
 from megacompile.ir import ops
 from megacompile.ir.collectives import Collectives, first_difference
 from megacompile.ir.schedule import Schedule
-from megacompile.verify import computes, cycle, flow, gradients, memory, storage, updates
+from megacompile.verify import (
+    argument_checks,
+    cycle_checks,
+    flow_checks,
+    gradient_checks,
+    memory_checks,
+    storage_checks,
+    update_checks,
+)
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
-from megacompile.views.table import table
+from megacompile.views.schedule_table import table
 
 __all__ = ["Hazard", "HazardKind", "hazards", "hazards_of_ranks", "verify", "verify_ranks"]
 
 _CHECKS: tuple[Check, ...] = (
-    *computes.CHECKS,
-    *memory.CHECKS,
-    *storage.CHECKS,
-    *gradients.CHECKS,
-    *flow.CHECKS,
-    *updates.CHECKS,
+    *argument_checks.CHECKS,
+    *memory_checks.CHECKS,
+    *storage_checks.CHECKS,
+    *gradient_checks.CHECKS,
+    *flow_checks.CHECKS,
+    *update_checks.CHECKS,
 )
-_JOINED = (flow.saved_values, flow.left_taken, updates.updated_once, cycle.hazards)
+_JOINED = (
+    flow_checks.saved_values,
+    flow_checks.left_taken,
+    update_checks.updated_once,
+    cycle_checks.hazards,
+)
 
 _IN_FULL = 5  # hazards listed in the error; its table marks all
 
@@ -79,7 +92,7 @@ def verify(schedule: Schedule) -> None:
 def hazards(schedule: Schedule) -> list[Hazard]:
     """All hazards of a schedule."""
     views = View.all_of(schedule)
-    found = [hazard for view in views for hazard in computes.incomplete(view)]
+    found = [hazard for view in views for hazard in argument_checks.incomplete(view)]
     if found:  # the checks below need complete arguments
         return found
     found = [hazard for view in views for check in _CHECKS for hazard in check(view)]

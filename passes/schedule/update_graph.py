@@ -25,8 +25,8 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.tokens import add
 from megacompile.ir.values import left_of
 from megacompile.passes.edit import body_of
-from megacompile.passes.schedule.disk import insert_disk, insert_disk_weights
-from megacompile.passes.schedule.tokens import insert_tokens
+from megacompile.passes.schedule.insert_disk import insert_disk, insert_disk_weights
+from megacompile.passes.schedule.insert_tokens import insert_tokens
 
 
 def insert_update_graph(schedule: Schedule, *, helps: bool) -> Schedule:

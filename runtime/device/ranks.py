@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megacompile import compat
-from megacompile.cost.ranks import all_gather_object
+from megacompile.cost.rank_rates import all_gather_object
 from megacompile.errors import RankError
 from megacompile.ir.buckets import Bucket, shard_shape
 from megacompile.ir.collectives import Collectives

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megacompile import compat
-from megacompile.cost.ranks import ranks_of_host
+from megacompile.cost.rank_rates import ranks_of_host
 from megacompile.errors import HostMemoryError, ModelError, OptionError
 from megacompile.host_memory import available_bytes
 from megacompile.ir.buckets import shard_shape

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megacompile import compat, notices, numa
 from megacompile.cost.optimizer import OptimizerCost
-from megacompile.cost.ranks import host_of_rank
+from megacompile.cost.rank_rates import host_of_rank
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.plan import first_to_disk
 from megacompile.options import Lowering, Options

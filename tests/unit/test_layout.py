@@ -125,8 +125,11 @@ UPWARD = (
 )
 DOWNWARD = (
     ("api", "from megacompile import runtime, views, ir\nfrom megacompile.plan import compiler"),
-    ("passes.schedule.slots", "from megacompile.passes.edit import x\nimport megacompile.ir.ops"),
-    ("views.table", "import torch.fx\nfrom runtime_of_others import x"),
+    (
+        "passes.schedule.assign_slots",
+        "from megacompile.passes.edit import x\nimport megacompile.ir.ops",
+    ),
+    ("views.graph", "import torch.fx\nfrom runtime_of_others import x"),
 )
 
 

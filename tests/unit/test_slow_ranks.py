@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacompile.cost import ranks
+from megacompile.cost import rank_rates
 from megacompile.cost.hardware import H200, Hardware
 
 CUDA = torch.device("cuda")
@@ -74,14 +74,14 @@ class Threads:
             meet()
             return machines[self.rank] or SMALL
 
-        probe = ranks.Probe(
+        probe = rank_rates.Probe(
             lambda device, here: machines[self.rank],
             measure,
             lambda *_: (395.0, 1e-5),
             lambda *_: 7.0,
         )
         found = self.each(
-            lambda rank: ranks.agree(
+            lambda rank: rank_rates.agree(
                 self.mesh, CUDA, self.all_gather_object, probe=probe, **options
             )
         )
@@ -109,7 +109,8 @@ def test_ranks_measure_together_where_one_of_them_has_no_rates(
     assert slowest.host_bytes == 3 * 2**30 // 2, "of two ranks"
     assert (slowest.interconnect_gb_s, slowest.collective_s) == (395.0, 1e-5)
     assert slowest.network_gb_s == 7.0 and slowest.name == H200.name
-    disk = ranks.SharedDisk(2, 500, SimpleNamespace(on=lambda machine: machine.replace(**DISK)))  # type: ignore[arg-type]
+    rates: Any = SimpleNamespace(on=lambda machine: machine.replace(**DISK))
+    disk = rank_rates.SharedDisk(2, 500, rates)
     found, measured = threads.agree([SMALL, LARGE, OTHER], disks={0: disk, 1: disk})
     assert measured == [], "all have rates"
     assert found.ranks[0].hardware.disk_read_gb_s == 9.0 == 2 * found.hardware.disk_read_gb_s
@@ -139,7 +140,9 @@ def test_a_disk_is_measured_by_one_of_its_ranks(
         def body(rank: int) -> Any:
             folder = str(tmp_path) if str(rank) in users else None
             options: dict[str, Any] = {"measured": is_measured, "load": load}
-            return ranks.agree_disks(threads.mesh, folder, threads.all_gather_object, **options)
+            return rank_rates.agree_disks(
+                threads.mesh, folder, threads.all_gather_object, **options
+            )
 
         measured.clear()
         disks = threads.each(body)

@@ -8,9 +8,9 @@ Between a forward and its backward:
 - only the fetch reads the copy on the host, and only `read_saved` the copy on a disk;
 - a staging buffer for the disk is returned once, and no more are in use than exist.
 
-`megacompile.verify.memory` checks that a value is freed after its offload and the copy on the host
-after its fetch. `megacompile.verify.computes` looks through the fetch and checks that each stage
-gets its own values.
+`megacompile.verify.memory_checks` checks that a value is freed after its offload and the copy on
+the host after its fetch. `megacompile.verify.argument_checks` looks through the fetch and checks
+that each stage gets its own values.
 
 For states and parameters on a disk:
 
@@ -20,7 +20,7 @@ For states and parameters on a disk:
 - nothing else is read or written there.
 
 The order of reads and writes is checked for all parts of buckets: within a graph in
-`megacompile.verify.gradients`, across graphs in `megacompile.verify.cycle`.
+`megacompile.verify.gradient_checks`, across graphs in `megacompile.verify.cycle_checks`.
 """
 
 from __future__ import annotations

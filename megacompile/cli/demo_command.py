@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from megacompile import api, inspection
 from megacompile.cli.commands import TRACED, print_json
-from megacompile.cli.trace import write
+from megacompile.cli.trace_command import write
 from megacompile.options import Options
 
 _VOCABULARY = 256  # bytes

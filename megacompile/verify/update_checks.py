@@ -7,7 +7,7 @@ What must hold:
   existing parts;
 - the device helps only with host updates whose states are on the host.
 
-`megacompile.verify.cycle` checks that graphs wait for one another.
+`megacompile.verify.cycle_checks` checks that graphs wait for one another.
 """
 
 from __future__ import annotations
