@@ -19,7 +19,7 @@ from megacompile.cost.probe import DiskRates, measure, measure_disk
 from megacompile.errors import OptionError
 from megacompile.progress import phase
 
-_FORMAT = 8  # of the file: raised when fields change, or what they mean
+_FORMAT = 8  # of the file; raised when fields or their meaning change
 _DISK_FORMAT = 2
 
 
@@ -140,7 +140,7 @@ def _keep(path: Path | None, text: str) -> None:
     """Write a cache file atomically, or warn if that fails."""
     try:
         if path is None:
-            raise OSError("there is no home directory")
+            raise OSError("no home directory")
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             file.write(text)

@@ -184,7 +184,7 @@ class _Capturing:
                 why = f": {found.why}" + (f" ({found.file}:{found.line})" if found.file else "")
             raise ModelError(
                 f"{type(self.model).__name__} cannot be captured{why}; TORCH_LOGS=graph_breaks "
-                "says more"
+                "shows more"
             )
         partition = self.plans.compiler.partition
         return [AbstractProgram(each, partition(each), self.plans) for each in self.captures]

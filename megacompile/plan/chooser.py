@@ -81,7 +81,7 @@ class Chooser:
 
     Args:
         setting: the options, and the machine.
-        pipeline: builds what is simulated.
+        pipeline: builds the schedules to simulate.
         budget: of device memory; records the needs of chosen plans.
     """
 
@@ -113,7 +113,7 @@ class Chooser:
 
         Args:
             stages: from `Pipeline.partition`.
-            schedule: what `Pipeline.differentiated` made of it.
+            schedule: the same, from `Pipeline.differentiated`.
             placement: where the buckets are.
             again: buckets may leave the device that a plan for smaller inputs made resident.
 
@@ -159,7 +159,7 @@ class Chooser:
         Args:
             stages: that `may_merge`.
             whole: the same graph as one stage.
-            schedule: what `Pipeline.differentiated` made of it.
+            schedule: the same, from `Pipeline.differentiated`.
         """
         problem = self._problem(whole, schedule, variant, placement, OpenTo())
         choice = Choice(places=problem.here)

@@ -173,7 +173,7 @@ class PassCompiler:
         """Choose what `plan` builds; returns the placement that the plans made so far want.
 
         Args:
-            stages: what `partition` gave.
+            stages: from `partition`.
             placement: where the buckets are.
             again: buckets may leave the device that a plan for smaller inputs made resident.
 
@@ -197,7 +197,7 @@ class PassCompiler:
         """Build the verified schedule, whose templates have graphs but no code yet.
 
         Args:
-            stages: what `partition` gave.
+            stages: from `partition`.
             placement: where the buckets are when the schedule runs.
             draft: for simulation only: not verified, and without a history.
 

@@ -93,7 +93,7 @@ def _sections(found: Findings) -> list[Section]:
     if found.disk_traffic is not None:
         page.append(("the disk", _disk_lines(found.disk_traffic)))
     if found.code:
-        page.append(("code, in this process", _code_rows(found)))
+        page.append(("code", _code_rows(found)))
     return [*page, *budget_sections(found), *change_sections(found)]
 
 
@@ -212,7 +212,7 @@ def _slowest_lines(found: Findings) -> list[str]:
 
 
 def _slow_text(slow: SlowRank, *, with_host: bool) -> str:
-    """ "3 (host b): matrix products at 610 TFLOP/s where the others reach 655; ..."."""
+    """ "3 (host b): matrix products at 610 TFLOP/s while the others reach 655; ..."."""
     rate = slow.rate
     who = ", ".join(map(str, rate.ranks)) + _hosts(rate.hosts if with_host else ())
     reach = "take" if rate.unit == "us" else "reach"
@@ -251,7 +251,7 @@ def _disk_lines(traffic: DiskTraffic) -> list[str]:
 
 def _code_rows(found: Findings) -> list[list[str]]:
     beside = any(counts.beside for counts in found.code.values())
-    head = ["of", "from caches", *(["compiled beside it"] if beside else []), "compiled in it"]
+    head = ["of", "from caches", *(["compiled by workers"] if beside else []), "compiled here"]
     rows = [[*head, "took"]]
     for kind, counts in found.code.items():
         cells = [kind, str(counts.found - counts.beside if beside else counts.found)]
@@ -283,5 +283,5 @@ def change_sections(found: Findings) -> list[Section]:
             ]
         )
     notes = [f"{change.name}: {change.note}" for change in found.changes if change.note]
-    page: list[Section] = [("what would help, of what was tried", rows), ("", notes)]
+    page: list[Section] = [("changes that were tried", rows), ("", notes)]
     return page if found.changes else []

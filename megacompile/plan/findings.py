@@ -79,7 +79,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class DiskTraffic:
-    """Bytes between host memory and a disk, whose life writes shorten."""
+    """Bytes between host memory and a disk; writes wear it out."""
 
     read_bytes: int  # per step, planned
     written_bytes: int

@@ -17,7 +17,7 @@ _LARGER_DISK = "disk_memory=, or a larger disk"
 TOLERANCE = 1.1  # a plan may exceed device memory by this factor before it is refused
 TRIED = "tried anyway"
 _SMALLER = (
-    "use smaller batches or sequences, or raise gpu_memory=; where the head is the largest, let "
+    "use smaller batches or sequences, or raise gpu_memory=; if the head needs the most, let "
     'the model return its loss alone (head="chunked")'
 )
 
@@ -150,9 +150,7 @@ def _refusal(now: Scenario, device_needed_bytes: int) -> str:
     resident = {key for schedule in now.schedules for key in schedule.plan.resident}
     if resident:
         count = len({b.key for schedule in now.schedules for b in schedule.buckets})
-        lines.append(
-            f"  ({len(resident)} of {count} buckets live on the device: no more fit there)"
-        )
+        lines.append(f"  ({len(resident)} of {count} buckets are resident: no more fit)")
     return "\n".join([f"megacompile(): {first}", *lines, *others])
 
 

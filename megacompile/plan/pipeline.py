@@ -1,9 +1,9 @@
 """Runs the passes in order, from a captured graph and a `Choice` to a schedule.
 
     partition        capture            ->  stages
-    differentiated   stages             ->  forward and backward: what a plan is sought for
-    planned          those, and Choice  ->  the schedule: a plan, what is saved, what moves
-    lowered          the schedule       ->  with code
+    differentiated stages -> forward and backward, the input of the search for a plan planned those,
+    and Choice -> the schedule with a plan, saved tensors and movement lowered the schedule -> with
+    code
 
 Nothing is decided here. Traced templates and the stages of the latest captures are cached.
 """
@@ -168,7 +168,7 @@ class Pipeline:
         """Run the passes after the choice of a plan: `with_plan`, `saving`, `moving`.
 
         Args:
-            schedule: what `differentiated` returns.
+            schedule: from `differentiated`.
             reasons: for the choice.
             draft: for simulation only.
         """
@@ -227,7 +227,7 @@ class Pipeline:
         """Insert the movement of weights, gradients and states.
 
         Args:
-            schedule: what `saving` returns.
+            schedule: from `saving`.
         """
         options = self.setting.options
         slots = options.least_slots + choice.more_slots

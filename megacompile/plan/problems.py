@@ -24,7 +24,7 @@ class Problems:
 
     Args:
         setting: the options, and the machine.
-        pipeline: builds what is simulated.
+        pipeline: builds the schedules to simulate.
         budget: of device memory and disk.
         wanted: the places that plans want buckets to be in.
     """

@@ -125,7 +125,7 @@ def _of_backwards(view: View) -> Iterator[Hazard]:
             elif ends and adders:
                 message = (
                     f"{label(ends[0])} takes the gradients of bucket {bucket.label} that "
-                    f"{label(adders[0])} still adds to; let it take those of {label(adders[0])}"
+                    f"{label(adders[0])} still adds to; pass those of {label(adders[0])}"
                 )
                 yield view.hazard(HazardKind.GRADIENTS_NOT_READY, ends[0], adders[0], message)
             for user in ends if bucket.ranks > 1 else ():

@@ -25,7 +25,7 @@ class HazardKind(enum.Enum):
     WRONG_ARGUMENT = "wrong argument"  # the backward reads a different value than the forward
     MISSING_WEIGHTS = "missing weights"  # a compute does not get a bucket that it reads
     WRONG_WEIGHTS = "wrong weights"  # a compute gets the weights of another bucket
-    UNKNOWN_SLOT = "unknown slot"  # a bucket goes to a slot that the schedule does not have
+    UNKNOWN_SLOT = "unknown slot"  # a bucket is assigned to a nonexistent slot
     SLOT_TOO_SMALL = "slot too small"  # a bucket does not fit into its slot
     SLOT_OVERWRITTEN = "slot overwritten"  # write after read: a reader may still run
     SLOT_REFILLED = "slot refilled"  # read after write: another bucket may be there by then
@@ -58,7 +58,7 @@ class HazardKind(enum.Enum):
     )
     WRONG_STATE = "wrong state"  # an update takes states of another bucket, or old ones
     STATE_LOST = "state lost"  # an update's result is not offloaded
-    UPDATED_TOO_EARLY = "updated too early"  # a later op reads the bucket as it was before
+    UPDATED_TOO_EARLY = "updated too early"  # a later op reads the old values of the bucket
     READ_TOO_EARLY = "read too early"  # an earlier graph may still write what an op reads
     WRITTEN_TOO_EARLY = "written too early"  # an earlier graph may still use what an op writes
     WRONG_TOKEN = "wrong token"  # a graph returns or takes a token that is not the last writer's

@@ -69,7 +69,7 @@ def _in_place(view: View) -> Iterator[Hazard]:
     for node in view.that(lambda op: _MOVES & set(op.writes)):
         bucket = ops.bucket_of(node)
         if (bucket.key in resident) != (ops.stream_of(node) is Stream.COMPUTE):
-            where = "lives on the device" if bucket.key in resident else "is on the host"
+            where = "is resident" if bucket.key in resident else "is on the host"
             states = Part.STATES in effects(node).writes
             message = (
                 f"{label(node)} runs on stream {ops.stream_of(node).value}, but bucket "

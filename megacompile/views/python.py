@@ -49,7 +49,7 @@ _SHAPES = 3  # more tensors than this are counted, not listed
 
 _RETURNS = {
     "forward": "outputs, saved values",
-    "backward": "gradients of inputs, what is left for the update, tokens",
+    "backward": "gradients of inputs, values left for the update, tokens",
     "update": "tokens",
 }
 _RUNS = {f"run_{name}" for name in _RETURNS}

@@ -64,7 +64,7 @@ def insert_device_update(schedule: Schedule, *, state_bytes: Callable[[int], flo
     if chosen:
         reads = (buckets_read(node) for node in ops.nodes_of(new.forward, ops.forward))
         last = [i for i, read in enumerate(reads) if {b.key for b in read} & new.plan.device_update]
-        insert_drain(new.forward, behind=max(last, default=0))
+        insert_drain(new.forward, after=max(last, default=0))
     return replace(new, left=tuple(node.name for node in left))
 
 

@@ -152,7 +152,7 @@ def _unordered(user: fx.Node, position: Mapping[fx.Node, int], last: int) -> boo
     )
 
 
-def insert_drain(graph: fx.Graph, *, late: bool = False, behind: int = 0) -> None:
+def insert_drain(graph: fx.Graph, *, late: bool = False, after: int = 0) -> None:
     """Free, in a forward, the device memory whose free the previous step deferred.
 
         before: 0F 1F 2F 3F          after: 0F 1F 2F DRAIN 3F
@@ -164,11 +164,11 @@ def insert_drain(graph: fx.Graph, *, late: bool = False, behind: int = 0) -> Non
 
     Args:
         late: before the last stage.
-        behind: index of the stage that it must follow.
+        after: index of the stage that it must follow.
     """
     computes = ops.nodes_of(graph, ops.forward)
     if not computes:
         return
     position = max(len(computes) - 2, 0) if late else len(computes) // 2
-    with graph.inserting_after(last_item(computes[max(position, behind)])):
+    with graph.inserting_after(last_item(computes[max(position, after)])):
         ops.call(graph, ops.drain, name="drained")
