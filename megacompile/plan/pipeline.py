@@ -1,9 +1,9 @@
 """Runs the passes in order, from a captured graph and a `Choice` to a schedule.
 
     partition        capture            ->  stages
-    differentiated stages -> forward and backward, the input of the search for a plan planned those,
-    and Choice -> the schedule with a plan, saved tensors and movement lowered the schedule -> with
-    code
+    differentiated   stages             ->  forward and backward, the input of the search for a plan
+    planned          those, and Choice  ->  the schedule with a plan, saved tensors and movement
+    lowered          the schedule       ->  with code
 
 Nothing is decided here. Traced templates and the stages of the latest captures are cached.
 """

@@ -2,11 +2,12 @@
 
 Nodes are ops. An edge goes from the earlier op to the later one and has a `kind`:
 
-    data the second takes a value that the first returns, perhaps in an earlier graph after the
-    second waits for the first to be done with a slot or with memory stream the second is the next
-    op on the first's in-order stream boundary from the last op of the forward to the first of the
-    backward token the second waits for what the first, of another graph or run, writes to a bucket
-    names the second names the first and does not wait for it (`defer_free`, `help_host`)
+    data      the second takes a value that the first returns, perhaps in an earlier graph
+    after     the second waits for the first to be done with a slot or with memory
+    stream    the second is the next op on the first's in-order stream
+    boundary  from the last op of the forward to the first of the backward
+    token     the second waits for what the first, of another graph or run, writes to a bucket
+    names     the second names the first and does not wait for it (`defer_free`, `help_host`)
 
 Tokens form cycles: from an update to the next forward, from a backward to its update, and with
 accumulation from a backward to the next one. Without them the graph is acyclic. Tokens and names do
