@@ -180,11 +180,8 @@ def _attention_flops(node: fx.Node) -> int:
         flops = sdpa_backward_flop_count(query, query[:3] + value[3:], key, value)
     else:
         flops = sdpa_flop_count(query, key, value)
-    return int(flops) // 2 if _is_causal(node) else int(flops)
-
-
-def _is_causal(node: fx.Node) -> bool:
-    return bool(dict(compat.arguments_of(node)).get("is_causal"))
+    causal = dict(compat.arguments_of(node)).get("is_causal")
+    return int(flops) // 2 if causal else int(flops)
 
 
 _HALF_RATE_LENGTH = 900  # of attention; fitted to 1024 to 131072 tokens on an H200

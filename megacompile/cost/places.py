@@ -138,7 +138,9 @@ def host_memory(
     sets = (plan.weight_sets + plan.new_weight_sets for plan in plans)
     found[MemoryKind.STAGED] += weights * max(sets, default=0)
     found[MemoryKind.STAGED] += max(map(_passing_bytes, each), default=0)
-    found[MemoryKind.ACTIVATIONS] = sum(size for one in each for size in _waiting_bytes(one))
+    found[MemoryKind.ACTIVATIONS] = sum(
+        size for one in each for i, size in saved_elsewhere(one) if i not in one.plan.saved_on_disk
+    )
     return {kind: size for kind, size in found.items() if size}
 
 
@@ -174,11 +176,6 @@ def saved_elsewhere(schedule: Schedule) -> list[tuple[int, int]]:
 def stored_saved_bytes(schedule: Schedule) -> list[int]:
     """Sizes of the saved tensors that wait on a disk."""
     return [size for i, size in saved_elsewhere(schedule) if i in schedule.plan.saved_on_disk]
-
-
-def _waiting_bytes(schedule: Schedule) -> list[int]:
-    """Sizes of the saved tensors that wait on the host."""
-    return [size for i, size in saved_elsewhere(schedule) if i not in schedule.plan.saved_on_disk]
 
 
 def _passing_bytes(schedule: Schedule) -> int:

@@ -99,7 +99,9 @@ class _Probe:
         self.device = device
         self.cuda = device.type == "cuda"
         self.on_host = [self._host_buffer() for _ in range(2)]
-        self.on_device = [self._device_buffer() for _ in range(2)]
+        self.on_device = [
+            torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)
+        ]
         self._optimizers: list[torch.optim.Optimizer] = []
         self.streams = [torch.cuda.Stream(device) for _ in range(2)] if self.cuda else []
 
@@ -108,9 +110,6 @@ class _Probe:
         with numa.bound(numa.node_of(self.device)):  # near the GPU, like buckets
             buffer = make((_COPY_BYTES,), dtype=torch.uint8)
         return buffer.fill_(1)
-
-    def _device_buffer(self) -> torch.Tensor:
-        return torch.ones(_COPY_BYTES, dtype=torch.uint8, device=self.device)
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Median wall time of `work`, after one run to warm up."""

@@ -317,16 +317,12 @@ def _gb_s(received: float, seconds: float) -> float:
     return received / max(seconds, 1e-9) / 1e9
 
 
-def _measured(device: torch.device, ranks: int, meet: Callable[[], object]) -> Hardware:
-    return measure_of_rank(device, ranks, meet=meet)
-
-
 @dataclass(frozen=True, slots=True)
 class Probe:
     """The measurements of ranks with GPUs."""
 
     kept: Callable[[torch.device, int], Hardware | None] = cached_of_rank
-    measure: Callable[[torch.device, int, Callable[[], object]], Hardware] = _measured
+    measure: Callable[[torch.device, int, Callable[[], object]], Hardware] = measure_of_rank
     gathers: Callable[[DeviceMesh, torch.device, AllGather], tuple[float, float]] = interconnect
     sums: Callable[[DeviceMesh, torch.device, AllGather], float | None] = network
 

@@ -65,7 +65,7 @@ def cached_of_rank(device: torch.device, ranks: int) -> Hardware | None:
     return _on_file(_file_of_rank(device, ranks))
 
 
-def measure_of_rank(device: torch.device, ranks: int, *, meet: Callable[[], object]) -> Hardware:
+def measure_of_rank(device: torch.device, ranks: int, meet: Callable[[], object]) -> Hardware:
     """Measure this GPU while the other ranks of this host measure theirs, and cache the result.
 
     Args:

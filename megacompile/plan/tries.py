@@ -119,12 +119,9 @@ class Tries:
         for keep in sorted(others - {low}):
             self._simulate(replace(least, keep=keep))
         if most_kept is not None and most_kept in self.times.keys() - known:
-            self._prefer_others(most_kept)
+            # it keeps more than equally fast ones, so these come first
+            self.times[most_kept] = self.times.pop(most_kept)
         return most_kept is not None
-
-    def _prefer_others(self, choice: Choice) -> None:
-        """Move a choice behind equally fast ones, because it keeps more."""
-        self.times[choice] = self.times.pop(choice)
 
     def _most_that_fit(self, choice: Choice, keeps: range) -> Choice | None:
         """Simulate a choice with as many kept stages as fit. None if even the last of `keeps` is
@@ -262,7 +259,7 @@ class Tries:
         """Record a choice's time; False if it does not fit after all, because `fits` only
         estimates."""
         if choice not in self.times:
-            if self._is_in_vain(choice):
+            if self.problem.least_s(choice) > self._enough_s(choice):  # by its computes alone
                 self.passed_over.add(self.count(choice))
                 return True
             expected_s = self._expected_s(choice)
@@ -270,10 +267,6 @@ class Tries:
                 return False
             self.times[choice] = expected_s
         return True
-
-    def _is_in_vain(self, choice: Choice) -> bool:
-        """True if the computes alone take too long."""
-        return self.problem.least_s(choice) > self._enough_s(choice)
 
     def _enough_s(self, choice: Choice) -> float:
         """Upper bound in seconds: a slower choice is neither chosen nor reported."""

@@ -38,7 +38,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import Place, token_of, written
 from megacompile.ir.values import bucket_of, label, memory, producer, reads
-from megacompile.verify.hazard import Hazard, HazardKind, Step, View, walk
+from megacompile.verify.hazard import Hazard, HazardKind, View, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,9 @@ class _Cycle:
         self.runs += 1
         steps, apart = view.order.steps, {}
         if view.name == "update":
-            steps, apart = list(map(_by_thread, steps)), _apart(view)
+            # threads make its copies to the host, so these are unordered
+            steps = [replace(s, stream=None) if s.stream is Stream.D2H else s for s in steps]
+            apart = _apart(view)
         accesses = {node: op.reads or op.writes for node, op in view.order.calls}
         copies = (Stream.H2D, Stream.D2H)
         bits = {
@@ -257,11 +259,6 @@ def _apart(view: View) -> dict[fx.Node, int]:
         if isinstance(subject, Bucket):
             found[node] = subject.key
     return found
-
-
-def _by_thread(step: Step) -> Step:
-    """A step of an update, whose copies to the host are made by threads and so are unordered."""
-    return replace(step, stream=None) if step.stream is Stream.D2H else step
 
 
 def _token(bucket: Bucket, part: Part) -> str:

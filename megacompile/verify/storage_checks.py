@@ -116,11 +116,8 @@ def _buffers(view: View) -> Iterator[Hazard]:
 
 def _written(copy: fx.Node) -> bool:
     """True if a copy goes on to a disk."""
-    return any(taken(user, Value.SAVED_ON_HOST) is copy for user in copy.users if _stores(user))
-
-
-def _stores(node: fx.Node) -> bool:
-    return ops.effects(node).gives is Value.SAVED_ON_DISK
+    writes = (user for user in copy.users if effects(user).gives is Value.SAVED_ON_DISK)
+    return any(taken(write, Value.SAVED_ON_HOST) is copy for write in writes)
 
 
 # States and parameters on a disk.

@@ -82,7 +82,8 @@ def graph_code(schedule: Schedule, graph_name: str) -> str:
     variables = _variables(schedule, graph)
     lines = [_CodeLine(text) for text in _unpacking(schedule, graph, variables)]
     gone = _given_back(graph)
-    last_use = {n: max(n.users, key=_positions(graph).__getitem__) for n in _whole_tuples(graph)}
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    last_use = {n: max(n.users, key=position.__getitem__) for n in _whole_tuples(graph)}
     for after, run in itertools.groupby(ops.nodes_of(graph), key=_waits_to_free):
         for nodes in [[node] for node in run] if after is None else [list(run)]:
             made = _call(nodes[0], variables) if after is None else _free(nodes, variables, gone)
@@ -120,10 +121,6 @@ def _variables(schedule: Schedule, graph: fx.Graph) -> dict[fx.Node, str]:
             name += "_"
         variables[node] = name
     return variables
-
-
-def _positions(graph: fx.Graph) -> dict[fx.Node, int]:
-    return {node: i for i, node in enumerate(graph.nodes)}
 
 
 def _whole_tuples(graph: fx.Graph) -> list[fx.Node]:

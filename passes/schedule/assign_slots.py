@@ -141,7 +141,7 @@ def _place(
                 key=lambda i: (
                     _next_use(places.holds.get(i), upcoming),
                     wanted.size_bytes <= max(typical, places.sizes.get(i, 0)),
-                    -_age(occupant, i, position),
+                    -position[occupant[i]] if i in occupant else 1,
                 ),
             )
             previous = occupant.get(slot)
@@ -177,7 +177,3 @@ def _next_use(bucket: Bucket | None, upcoming: list[int]) -> int:
     if bucket is None:
         return len(upcoming) + 1
     return upcoming.index(bucket.key) if bucket.key in upcoming else len(upcoming)
-
-
-def _age(occupant: Mapping[int, fx.Node], slot: int, position: Mapping[fx.Node, int]) -> int:
-    return position[occupant[slot]] if slot in occupant else -1

@@ -294,7 +294,8 @@ def _insert_reads(schedule: Schedule, graph: fx.Graph, ahead: int) -> None:
 
 
 def _insert_reads_of_updates(schedule: Schedule, graph: fx.Graph, ahead: int) -> None:
-    updates = [node for node in _writers(schedule, graph) if _is_on_host(node)]
+    writers = _writers(schedule, graph)
+    updates = [node for node in writers if Part.WEIGHTS in ops.effects(node).reads]  # on the host
     for k, update in enumerate(updates):
         bucket = ops.bucket_of(update)
         after = (take(graph, bucket, Part.WEIGHTS),)
@@ -321,10 +322,6 @@ def _writers(schedule: Schedule, graph: fx.Graph) -> Iterator[fx.Node]:
         on_disk = ops.bucket_of(node).key in schedule.plan.weights_on_disk
         if on_disk and ops.stream_of(node) is not Stream.WRITE:
             yield node
-
-
-def _is_on_host(writer: fx.Node) -> bool:
-    return Part.WEIGHTS in ops.effects(writer).reads
 
 
 def _changed_bytes(schedule: Schedule, bucket: Bucket) -> TensorMeta:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from megacompile import compat
 from megacompile.ir import ops
-from megacompile.ir.buckets import Bucket, Param
+from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
 
 
@@ -48,9 +48,8 @@ def insert_norms(schedule: Schedule) -> Schedule:
 
 
 def _have_norms(bucket: Bucket) -> bool:
-    return all(map(_has_norms, bucket.params))
-
-
-def _has_norms(param: Param) -> bool:
-    """True if such a gradient has an L2 norm and a maximum in float32, as in torch."""
-    return param.numel > 0 and param.dtype.is_floating_point and param.dtype.itemsize <= 4
+    """True if all its gradients have an L2 norm and a maximum in float32, as in torch."""
+    return all(
+        param.numel > 0 and param.dtype.is_floating_point and param.dtype.itemsize <= 4
+        for param in bucket.params
+    )
