@@ -178,8 +178,8 @@ class PassCompiler:
             again: buckets may leave the device that a plan for smaller inputs made resident.
 
         Raises:
-            DeviceMemoryError: nothing fits.
-            HostMemoryError: nothing fits that fits on the device.
+            DeviceMemoryError: no plan fits on the device.
+            HostMemoryError: no plan that fits on the device fits on the host.
         """
         schedule = self._differentiated(stages, capture, variant)
         self.chooser.choose(stages, schedule, variant, placement, again=again)
@@ -202,8 +202,8 @@ class PassCompiler:
             draft: for simulation only: not verified, and without a history.
 
         Raises:
-            DeviceMemoryError: nothing fits.
-            HostMemoryError: nothing fits that fits on the device.
+            DeviceMemoryError: no plan fits on the device.
+            HostMemoryError: no plan that fits on the device fits on the host.
         """
         stages = self._as_run(stages, capture, variant, placement)
         schedule = self._differentiated(stages, capture, variant)

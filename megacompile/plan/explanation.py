@@ -283,5 +283,5 @@ def change_sections(found: Findings) -> list[Section]:
             ]
         )
     notes = [f"{change.name}: {change.note}" for change in found.changes if change.note]
-    page: list[Section] = [("changes that were tried", rows), ("", notes)]
+    page: list[Section] = [("what would help", rows), ("", notes)]
     return page if found.changes else []
