@@ -25,6 +25,7 @@ from megacompile.ir.collectives import Collectives
 from megacompile.options import Activations, Head, Lowering, Options, check_alike
 from megacompile.passes.stages.units import find_units
 from megacompile.plan.compiler import PassCompiler
+from megacompile.plan.setting import Setting
 from megacompile.progress import line
 from megacompile.runtime.checkpoint.contents import Contents, on_meta
 from megacompile.runtime.checkpoint.match import Checkpoint as Checkpoint
@@ -219,7 +220,7 @@ def _make(
     )
     check_host_memory(rows, options.host_memory)
     room = _room(rows, options) if options.may_store_weights else None
-    compiler = _compiler(model, options, ranks)
+    compiler = functools.partial(PassCompiler, _setting(model, options, ranks))
     if options.device.type == "cuda" and options.lowering is Lowering.INDUCTOR:
         compat.start_compile_workers()  # they are ready when parameters have moved
         compile_pool.start(options.device)
@@ -283,11 +284,9 @@ def _is_megacompiled(
     return True
 
 
-def _compiler(
-    model: nn.Module, options: Options, ranks: Ranks | None
-) -> functools.partial[PassCompiler]:
-    """Builds the compiler of captured graphs for this machine; for ranks, with what all of them
-    have."""
+def _setting(model: nn.Module, options: Options, ranks: Ranks | None) -> Setting:
+    """The options and this machine, to plan for; with ranks, also the rates and memory that all of
+    them have."""
     cuda = options.device.type == "cuda"
     share = 1 if ranks is None or not cuda else ranks_of_host(ranks.mesh)
     host_bytes = None
@@ -296,18 +295,16 @@ def _compiler(
         size = sum(size for _, size in beside)
         host_bytes = budget_bytes(held_bytes(model), share=share, beside_bytes=size)
         log.host_budget(type(model).__name__, host_bytes, beside)
-    make = functools.partial(PassCompiler, options, host_bytes=host_bytes)
     if ranks is None:
-        return make
+        return Setting(options, host_bytes=host_bytes)
     use_cores(ranks.mesh)
     with line("", options.progress):  # which says what is measured
         disks = agree_disks(ranks.mesh, options.disk, ranks.all_gather_object, measured=cuda)
         agreed = agree(ranks.mesh, options.device, ranks.all_gather_object, disks)
     disk = disks.get(ranks.mesh.get_rank())
     disk_bytes = None if disk is None else disk.share_bytes
-    make = functools.partial(make, agreed=agreed, disk_bytes=disk_bytes)
     if not all(ranks.all_gather_object(options.plans)):
-        return make
+        return Setting(options, None, host_bytes, agreed, disk_bytes)
     budgets = [
         size
         for both in ranks.all_gather_object((options.host_memory, host_bytes))
@@ -315,7 +312,7 @@ def _compiler(
         if size
     ]
     least = functools.partial(_least, ranks)
-    return functools.partial(make, host_bytes=min(budgets, default=None), least=least)
+    return Setting(options, None, min(budgets, default=None), agreed, disk_bytes, least)
 
 
 def _least(ranks: Ranks, size_bytes: int) -> int:

@@ -275,9 +275,9 @@ def pageable_words(hardware: Hardware, host_bytes: int) -> str:
     pageable = pageable_bytes(hardware, host_bytes)
     if not pageable:
         return ""
-    there, rate = hardware.locked_bytes or 0, _rate_share(hardware, host_bytes)
+    locked_bytes, rate = hardware.locked_bytes or 0, _rate_share(hardware, host_bytes)
     return (
-        f"{SHORT}{format_bytes(host_bytes)} needed, {format_bytes(there)} available: "
+        f"{SHORT}{format_bytes(host_bytes)} needed, {format_bytes(locked_bytes)} available: "
         f"{format_bytes(pageable)} stay pageable, and copies between host and device run at "
         f"{rate:.0%} of their rate"
     )

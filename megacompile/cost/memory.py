@@ -214,8 +214,8 @@ class _Replay:
         outputs, saved_values = ops.returned(schedule.forward)
         backward = schedule.backward
         inputs = () if backward is None else backward.find_nodes(op="placeholder")
-        there = {n.name: self.blocks[n] for n in saved_values if n in self.blocks}
-        kept = {n.name: there[n.name] for n in inputs if n.name in there}
+        saved = {n.name: self.blocks[n] for n in saved_values if n in self.blocks}
+        kept = {n.name: saved[n.name] for n in inputs if n.name in saved}
         for block in kept.values():
             block.names += 1
         ends = [n for n in (*outputs, *saved_values) if isinstance(n, fx.Node)]

@@ -145,8 +145,8 @@ class UpdateCost:
 
 def host_updates(schedule: Schedule, optimizer: OptimizerCost) -> list[UpdateCost]:
     """The updates that the CPU runs between steps, in forward order."""
-    there = schedule.plan.resident | schedule.plan.device_update
-    return [u for u in updates(schedule, optimizer) if u.bucket.key not in there]
+    on_device = schedule.plan.resident | schedule.plan.device_update
+    return [u for u in updates(schedule, optimizer) if u.bucket.key not in on_device]
 
 
 def updates(schedule: Schedule, optimizer: OptimizerCost) -> list[UpdateCost]:
@@ -166,8 +166,8 @@ def updates(schedule: Schedule, optimizer: OptimizerCost) -> list[UpdateCost]:
             copy += 0.0 if optimizer.master_bytes is None else param.numel * item
         numel = sum(param.numel for param in params)
         helped = 2 * (updated + max(gradient, copy))
-        there = bucket.key not in schedule.plan.on_disk | schedule.plan.weights_on_disk
-        if not (optimizer.helped and there) or numel < LEAST_HELPED:
+        on_host = bucket.key not in schedule.plan.on_disk | schedule.plan.weights_on_disk
+        if not (optimizer.helped and on_host) or numel < LEAST_HELPED:
             helped = 0.0
         if params:
             moved = 2 * updated + gradient + copy

@@ -224,13 +224,15 @@ def _with_hosts(
     rows, shares = [], []
     for rank, host, of_host, hardware in sorted(found, key=lambda row: row[0]):
         assert hardware is not None
-        there = rates[host]
-        whole = hardware.replace(host_memory_gb_s=sum(there) if together else min(there))
+        of_host_gb_s = rates[host]
+        whole = hardware.replace(
+            host_memory_gb_s=sum(of_host_gb_s) if together else min(of_host_gb_s)
+        )
         disk = disks.get(rank)
         if disk is not None and disk.rates is not None:
             whole = disk.rates.on(whole)
         rows.append(RankRates(rank, host[1], whole))
-        of_memory = whole.host_memory_gb_s / len(there)
+        of_memory = whole.host_memory_gb_s / len(of_host_gb_s)
         host_bytes = None if whole.host_bytes is None else whole.host_bytes // of_host
         share = whole.disk_shared_by(1 if disk is None else disk.ranks)
         shares.append(replace(share, host_memory_gb_s=of_memory, host_bytes=host_bytes))

@@ -42,6 +42,7 @@ from megacompile.packed import is_wrapper, leaves, members, on_device, taken_apa
 from megacompile.passes.stages.units import find_units
 from megacompile.plan.alternatives import Planned
 from megacompile.plan.compiler import PassCompiler, SettledPlans
+from megacompile.plan.setting import Setting
 from megacompile.text import printable
 
 
@@ -159,7 +160,7 @@ class _Capturing:
             ranks=options.ranks,
             replicas=options.replicas,
         )
-        self.plans = SettledPlans(PassCompiler(options, units, hardware=hardware))
+        self.plans = SettledPlans(PassCompiler(Setting(options, hardware), units))
         self.captures: list[Capture] = []
         self.inputs: dict[int, torch.Tensor] = {}  # fake, by the id of the real input
         self.places: dict[int, tuple[Bucket, int]] = {}  # by the id of a fake leaf

@@ -96,7 +96,7 @@ class Chooser:
         self._stay_now = False  # do buckets stay in slots because memory allows it?
         self._no_stay = False  # did that run out of memory?
         self._planned: dict[_Stages, _Planned] = {}  # in the order of planning
-        self._sought: dict[_Stages, Problem] = {}  # the last one searched
+        self._last_problems: dict[_Stages, Problem] = {}  # the last one searched
         self._nearest: dict[_Stages, Choice] = {}  # the closest choice, if nothing fits
         self._elsewhere: dict[_Stages, Choice] = {}  # the choices for other budgets
 
@@ -183,12 +183,12 @@ class Chooser:
     def learn(self, other: Chooser) -> None:
         """Reuse the predictions of a chooser that differs only slightly, in its budgets; searches
         start near its choices."""
-        self._sought |= other._sought
+        self._last_problems |= other._last_problems
         self._elsewhere = {key: planned.found.choice for key, planned in other._planned.items()}
 
     def host_too_small(self, stages: Schedule) -> bool:
         """True if host memory ruled out a candidate in the last search, or there was no search."""
-        problem = self._sought.get(stages.stages)
+        problem = self._last_problems.get(stages.stages)
         return problem is None or problem.tiers.host_too_small
 
     def note_fetches(
@@ -245,13 +245,13 @@ class Chooser:
         self.budget.agree()
         open_to = self.wanted.open_to(schedule, placement, again=again)
         problem = self._problem(stages, schedule, variant, placement, open_to)
-        found = before = self._found_before(stages, problem)
+        found = before = self._earlier_result(stages, problem)
         if found is None:
-            found = self._sought_anew(stages, problem)
+            found = self._search_again(stages, problem)
         if found is None and problem.budget_bytes < self.budget.size_bytes():
             self.wanted.leave()
             problem = self._problem(stages, schedule, variant, placement, open_to)
-            found = self._sought_anew(stages, problem)
+            found = self._search_again(stages, problem)
         weights = bool(open_to.weights) and before is None
         problem, found = self._search(stages, problem, found, weights=weights)
         self.problems.trained |= schedule.gradient_params
@@ -268,9 +268,9 @@ class Chooser:
             if stages.stages in (key, planned.merged):
                 del self._planned[key]
 
-    def _sought_anew(self, stages: Schedule, problem: Problem) -> SearchResult | None:
+    def _search_again(self, stages: Schedule, problem: Problem) -> SearchResult | None:
         """Search again; None: nothing fits."""
-        self._sought[stages.stages] = problem
+        self._last_problems[stages.stages] = problem
         return self._searches.near(problem, self._elsewhere.get(stages.stages))
 
     def _search(
@@ -282,9 +282,9 @@ class Chooser:
         Returns:
             the problem solved in the end, and its result.
         """
-        anew = functools.partial(self._searches.near, near=self._elsewhere.get(stages.stages))
+        near = functools.partial(self._searches.near, near=self._elsewhere.get(stages.stages))
         if weights:
-            problem, found = search_with_weights(problem, found, anew)
+            problem, found = search_with_weights(problem, found, near)
         if found is None and problem.others:  # and no bucket moves
             problem = replace(problem, others=(), undecided=())
             found = self._searches.everywhere(problem)
@@ -317,7 +317,7 @@ class Chooser:
         own = frozenset(bucket.key for bucket in schedule.buckets)
         others = self._others(stages, own)
         problem = self.problems.open_to(open_to, schedule, variant, placement, others)
-        if (known := self._sought.get(stages.stages)) is not None:
+        if (known := self._last_problems.get(stages.stages)) is not None:
             problem.learn(known)
         return problem
 
@@ -381,7 +381,7 @@ class Chooser:
         self._stay_now |= count > 0
         return count
 
-    def _found_before(self, stages: Schedule, problem: Problem) -> SearchResult | None:
+    def _earlier_result(self, stages: Schedule, problem: Problem) -> SearchResult | None:
         """The earlier choice for these stages, if its buckets have moved to where it wants them."""
         before = self._planned.get(stages.stages)
         if before is None or not before.decided or problem.undecided or problem.storable:
@@ -433,7 +433,7 @@ class Chooser:
         for key in [key for key in self._chosen if key not in stages]:
             del self._chosen[key]
         kept = {each.stages for each in stages}
-        known = (self._planned, self._sought, self._nearest, self._elsewhere)
+        known = (self._planned, self._last_problems, self._nearest, self._elsewhere)
         remembered: dict[_Stages, Any]
         for remembered in known:
             for each in [each for each in remembered if each not in kept]:

@@ -8,7 +8,7 @@ Chooser    searches for a `Choice` that fits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,6 @@ import torch
 from megacompile import compat, log
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.memory import device_memory
-from megacompile.cost.rank_rates import Agreed
 from megacompile.errors import UnsupportedGraphError
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.capture import Capture, Variant
@@ -38,33 +37,23 @@ class PassCompiler:
     """Chooses, builds, verifies and lowers.
 
     Args:
-        options: validated.
+        setting: the options, and the machine to plan for.
         units: of the model.
-        hardware: the GPU to plan for. None: this machine's.
         budget_bytes: device memory that plans may use. None: the user's limit, or the free memory.
-        host_bytes: host memory that the model may take. None: the user's limit, or unknown.
-        templates: already traced code.
-        agreed: the rates of the ranks that share the model.
-        disk_bytes: this rank's share of a disk that ranks share.
-        least: see `Setting`.
         disk_budget_bytes: of the disk. None: the user's limit, or the free space.
+        templates: already traced code.
     """
 
     def __init__(
         self,
-        options: Options,
+        setting: Setting,
         units: tuple[Unit, ...],
         *,
-        hardware: Hardware | None = None,
         budget_bytes: int | None = None,
-        host_bytes: int | None = None,
-        templates: TemplateCache | None = None,
-        agreed: Agreed | None = None,
-        disk_bytes: int | None = None,
         disk_budget_bytes: int | None = None,
-        least: Callable[[int], int] | None = None,
+        templates: TemplateCache | None = None,
     ) -> None:
-        self.setting = Setting(options, hardware, host_bytes, agreed, disk_bytes, least)
+        self.setting = setting
         self.pipeline = Pipeline(self.setting, units, templates)
         self.budget = Budget(self.setting, budget_bytes, disk_budget_bytes)
         self.chooser = Chooser(self.setting, self.pipeline, self.budget)
@@ -94,16 +83,16 @@ class PassCompiler:
             same: only the budgets differ, so that predictions remain valid and the search starts
                 near the current plan.
         """
+        if host_bytes is None:
+            host_bytes = self.setting.host_bytes
         made = PassCompiler(
-            options,
+            replace(
+                self.setting, options=options, hardware=hardware, host_bytes=host_bytes, least=None
+            ),
             self.pipeline.units,
-            hardware=hardware,
             budget_bytes=budget_bytes,
-            host_bytes=self.setting.host_bytes if host_bytes is None else host_bytes,
-            templates=self.pipeline.templates,
-            agreed=self.setting.agreed,
-            disk_bytes=self.setting.disk_bytes,
             disk_budget_bytes=disk_budget_bytes or self.budget.disk_bytes(),
+            templates=self.pipeline.templates,
         )
         if same:
             made._last = self._last

@@ -89,23 +89,23 @@ def device_refusal(problem: Problem, choice: Choice, peak: MemoryMoment) -> str:
 
 
 def _device_over_bytes(now: Scenario) -> int:
-    there = now.device_bytes
-    return 0 if there is None else max(0, now.device.peak.total_bytes - there)
+    available = now.device_bytes
+    return 0 if available is None else max(0, now.device.peak.total_bytes - available)
 
 
 def _first_too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:
     """The error of `megacompile()` before any plan, if the parameters do not fit on the host, where
     all of them start; with changes that would fix it."""
-    there = now.host_bytes
-    if there is None or not (lines := too_small(now.first, there)):
+    available = now.host_bytes
+    if available is None or not (lines := too_small(now.first, available)):
         return ()
     needed = max(sum(size for _, size in now.first), sum(now.host().values()))
     disk = max(0, sum(now.disk().values()) - (now.disk_bytes or 0))
     able = now.fewest_stored_bytes(weights=True) is not None
-    if able and not (device_over_bytes or too_small(now.first_on_disk, there)):
+    if able and not (device_over_bytes or too_small(now.first_on_disk, available)):
         how = _to_have_weights_there(now)
         lines += (f"{how} it would fit: parameters beyond host memory wait there for the plan",)
-    return *lines, *_more(device=device_over_bytes, host=needed - there, disk=disk)
+    return *lines, *_more(device=device_over_bytes, host=needed - available, disk=disk)
 
 
 def host_refusal(problem: Problem, choice: Choice, disk_weights: bool | None) -> str:
@@ -136,13 +136,13 @@ def _refusal(now: Scenario, device_needed_bytes: int) -> str:
         now: the step closest to the budgets; it needs more host memory or disk.
         device_needed_bytes: including other captured graphs.
     """
-    there = now.device_bytes
-    over = 0 if there is None else max(0, device_needed_bytes - there)
+    available = now.device_bytes
+    over = 0 if available is None else max(0, device_needed_bytes - available)
     first, *others = _too_small(now, over)
     rows = [*now.host().items(), ("needed", sum(now.host().values()))]
     rows += [] if now.host_bytes is None else [("available", now.host_bytes)]
-    if there is not None:
-        rows += [("on the device", device_needed_bytes), ("available on the device", there)]
+    if available is not None:
+        rows += [("on the device", device_needed_bytes), ("available on the device", available)]
     if now.disk_bytes is not None:
         rows += [("on the disk", sum(now.disk().values()))]
         rows += [("available on the disk", now.disk_bytes)]
@@ -167,28 +167,28 @@ def _too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:
 def _host_too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:
     """Bytes missing, the optimizer's options up to the first that would fit, and how much more
     memory would be enough."""
-    needed, there = sum(now.host().values()), now.host_bytes
-    if there is None or needed <= there:
+    needed, available = sum(now.host().values()), now.host_bytes
+    if available is None or needed <= available:
         return ()
-    lines = [_short("host memory", needed, there)]
+    lines = [_short("host memory", needed, available)]
     if now.disk_bytes is not None:
-        there_now = now.disk()
-        what = " and ".join(there_now) or MemoryKind.STATES.value
+        on_disk = now.disk()
+        what = " and ".join(on_disk) or MemoryKind.STATES.value
         lines[0] += (
-            f" (with {format_bytes(sum(there_now.values()))} of {what} on the disk, "
+            f" (with {format_bytes(sum(on_disk.values()))} of {what} on the disk, "
             f"which holds {format_bytes(now.disk_bytes)})"
         )
-    lines += _instead(now, there, device_over_bytes)
-    return (*lines, *_more(device=device_over_bytes, host=needed - there))
+    lines += _instead(now, available, device_over_bytes)
+    return (*lines, *_more(device=device_over_bytes, host=needed - available))
 
 
-def _instead(now: Scenario, there: int, device_over_bytes: int) -> list[str]:
+def _instead(now: Scenario, available: int, device_over_bytes: int) -> list[str]:
     """Changes that would fit without more host memory."""
     lines: list[str] = []
     for name, size in now.host_with_less().items() if not device_over_bytes else ():
-        fits = "would fit" if size <= there else "would not fit either"
+        fits = "would fit" if size <= available else "would not fit either"
         lines.append(f"with {name} it {fits}: {format_bytes(size)}")
-        if size <= there:
+        if size <= available:
             break
     stored, on_disk = now.fewest_stored_bytes(), now.disk_bytes
     if stored is not None and on_disk is not None and stored > on_disk:
@@ -224,15 +224,15 @@ def _to_have_weights_there(now: Scenario) -> str:
 
 
 def _disk_too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:
-    needed, there = sum(now.disk().values()), now.disk_bytes or 0
-    if needed <= there:
+    needed, available = sum(now.disk().values()), now.disk_bytes or 0
+    if needed <= available:
         return ()
-    more = _more(device=device_over_bytes, disk=needed - there)
-    return (_short("the disk", needed, there), *more)
+    more = _more(device=device_over_bytes, disk=needed - available)
+    return (_short("the disk", needed, available), *more)
 
 
-def _short(memory: str, needed: int, there: int | None) -> str:
-    return f"{memory}: {format_bytes(needed)} needed, {format_bytes(there or 0)} available"
+def _short(memory: str, needed: int, available: int | None) -> str:
+    return f"{memory}: {format_bytes(needed)} needed, {format_bytes(available or 0)} available"
 
 
 def _more(*, device: int = 0, host: int = 0, disk: int = 0) -> tuple[str, ...]:

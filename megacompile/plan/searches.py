@@ -222,10 +222,10 @@ def nearest(problem: Problem) -> Choice:
 
 def lacking(problem: Problem, choice: Choice) -> dict[str, int]:
     """Bytes that a choice needs beyond each budget; empty if it fits."""
-    host, there = problem.host_bytes(choice), problem.host_budget_bytes
+    host, budget = problem.host_bytes(choice), problem.host_budget_bytes
     found = {
         DEVICE: problem.peak_bytes(choice) - problem.budget_bytes,
-        HOST: 0 if there is None else host - there,
+        HOST: 0 if budget is None else host - budget,
         DISK: problem.tiers.of_disk(choice) - (problem.disk_budget_bytes or 0),
     }
     return {memory: size for memory, size in found.items() if size > 0}

@@ -124,8 +124,8 @@ class Tiers:
 
     def of_disk(self, choice: Choice) -> int:
         """Disk space of a choice."""
-        on_disk, there = choice.places.on_disk, self._weights(choice)
-        weights = sum(self._of(b).weights for b in self.buckets if b.key in there)
+        on_disk, with_weights = choice.places.on_disk, self._weights(choice)
+        weights = sum(self._of(b).weights for b in self.buckets if b.key in with_weights)
         states = sum(self._of(b).stored for b in self.buckets if b.key in on_disk)
         return weights + states + sum(map(whole_pages, self._saved(choice)[1]))
 
