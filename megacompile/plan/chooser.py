@@ -25,12 +25,11 @@ from megacompile.ir.plan import Choice, Placement
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.options import Activations, Lowering
-from megacompile.plan.budget import Budget
+from megacompile.plan.budget import Budget, Problems
 from megacompile.plan.fit import TOLERANCE, TRIED, device_refusal, device_short, host_refusal
 from megacompile.plan.pipeline import Pipeline
 from megacompile.plan.planner import SearchResult
 from megacompile.plan.problem import Problem
-from megacompile.plan.problems import Problems
 from megacompile.plan.searches import Searches, nearest, search_with_weights, stay_that_fit
 from megacompile.plan.setting import Setting
 from megacompile.plan.wanted import OpenTo, WantedPlaces
