@@ -1,4 +1,4 @@
-"""The command line: what each command prints and writes, and how it fails. README and docs too."""
+"""The command line: the output and errors of each command. README and docs too."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_trace_prints_the_step_and_writes_it(
 def test_trace_of_one_step_of_a_module(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As JSON, with nothing else on stdout: what the script prints goes to stderr."""
+    """As JSON, alone on stdout: the script's output goes to stderr."""
     monkeypatch.chdir(script.parent)
     command = ["trace", "--json", "--step", "2", "--go-on", "-m", "train", "argument"]
     assert main(command) == 0

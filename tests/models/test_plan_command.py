@@ -1,4 +1,5 @@
-"""`python -m megacompile plan`, called in the process: figures, what fits, what would do."""
+"""`python -m megacompile plan`, called in this process: figures, what fits, and the changes that
+would fit."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ TIGHT = ("--gpu-memory", "720KiB")  # most buckets are streamed
 
 
 def test_less_memory_is_slower_until_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    """On the device: what lacks less than a tenth is tried anyway."""
+    """A model that lacks less than a tenth of the device's memory is tried anyway."""
     more = answer(capsys, WORDS, *SMALL, "--gpu-memory", "64MiB")
     less = answer(capsys, WORDS, *SMALL, *TIGHT)
     assert more["fits"] and less["fits"] and more["step_s"] < less["step_s"]
@@ -139,7 +140,7 @@ def test_parameters_pass_through_the_host(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_options_of_the_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
-    """What the states take, wherever they lie."""
+    """The sizes of the states, wherever they are."""
 
     def states(*options: str) -> dict[str, int]:
         plan = answer(capsys, WORDS, *SMALL, "--update-in-backward", *options)["plan"]

@@ -1,4 +1,4 @@
-"""Who decides where buckets live, that it is decided once, and how much memory plans may use."""
+"""The first plan that reads a bucket places it, once; and the memory that plans may use."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ WIDTH = 1024
 
 
 def program(layers: int = 4, width: int = WIDTH, tokens: int = 64, **options: Any) -> Any:
-    """A model whose buckets all fit on the device, unless it is told otherwise."""
+    """A model whose buckets all fit on the device by default."""
     (made,) = captured(equal_layers(layers, width), tokens, width, dtype=torch.float32, **options)
     return made
 
 
 def sought(made: Any) -> Any:
-    """What its last search found, which stands until there is another search."""
+    """The result of the last search."""
     every = made.compiler.chooser._planned.values()
     (planned,) = [planned for planned in every if planned.problem.stages > 1]
     return planned.found
@@ -58,7 +58,7 @@ def test_other_buckets_than_it_wanted_are_planned_for() -> None:
 
 
 class Broken(nn.Module):
-    """Two captured graphs, each with layers of its own."""
+    """Two captured graphs with different layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def test_each_graph_decides_about_its_own_buckets() -> None:
 
 @pytest.mark.parametrize(("layers", "left"), [(4.5, 1), (5.5, 3)])
 def test_a_later_graph_takes_what_earlier_ones_leave(layers: float, left: int) -> None:
-    """In bytes of layers with gradients and states, beside what streaming takes."""
+    """Memory is in layers, with gradients and states, next to the memory of streaming."""
     size = WIDTH * (WIDTH + 1) * 4
     budget = int(layers * 4 * size + 3 * size)
     made = two_programs(budget, device_update=0.0)
@@ -102,7 +102,7 @@ def test_a_later_graph_takes_what_earlier_ones_leave(layers: float, left: int) -
 
 
 def test_the_rest_of_a_step_is_an_update_alone() -> None:
-    """Of buckets that no schedule trains; what it does too early, or leaves out, is found."""
+    """It updates buckets that no schedule trains; missing and premature ops are hazards."""
     made = program()
     one, other, *_ = made.schedule().buckets
 
@@ -124,7 +124,7 @@ def test_the_rest_of_a_step_is_an_update_alone() -> None:
 
 
 def test_less_is_nine_tenths_of_what_was_needed_and_never_less_than_the_smallest_plan() -> None:
-    """A plan steps down until nothing is left to give: it is not planned for ever."""
+    """Stepping down ends at the smallest plan."""
     made = program(8, gpu_memory=GIB)
     budget = made.compiler.chooser.budget
     assert made.compiler.step_down() == "" and budget.size_bytes() == GIB, "nothing was planned"
@@ -187,7 +187,7 @@ LAYER = 4 * WIDTH * (WIDTH + 1) * 4  # bytes, with a gradient and states
 
 
 def uncaptured(plans: Any, read: frozenset[int]) -> list[Any]:
-    """Code that is not captured reads all buckets but these; the buckets."""
+    """Let uncaptured code read all buckets except these; returns the read ones."""
     buckets = [unit.bucket for unit in plans.compiler.pipeline.units]
     others = [bucket for bucket in buckets if bucket.key not in read]
     trained = {bucket.key: range(len(bucket.params)) for bucket in others}
@@ -196,14 +196,14 @@ def uncaptured(plans: Any, read: frozenset[int]) -> list[Any]:
 
 
 def wanted(plans: Any) -> frozenset[int]:
-    """The buckets that are to live on the device."""
+    """The wanted residents."""
     keys: frozenset[int] = plans.compiler.wants(plans.placement).places.resident
     return keys
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_half_of_what_plans_leave_is_for_what_other_code_reads(*, in_backward: bool) -> None:
-    """Its gradients are there until the step whoever makes the update."""
+    """Gradients stay until the step, wherever updates run."""
     made = two_programs(int(6.5 * LAYER), in_backward=in_backward, device_update=0.0)
     first, plans = made[0].schedule(), made[0].plans
     keys = frozenset(bucket.key for bucket in first.buckets)
@@ -222,7 +222,7 @@ def test_half_of_what_plans_leave_is_for_what_other_code_reads(*, in_backward: b
 
 
 def test_a_plan_counts_what_lives_there_for_other_code() -> None:
-    """Until it finds nothing beside it; then that leaves, and does not come again."""
+    """If nothing fits next to these buckets, they are evicted for good."""
     for budget, stays in ((4 * LAYER, 1), (2.2 * LAYER, 0)):
         made = two_programs(int(budget), device_update=0.0)
         plans, second = made[0].plans, made[1]

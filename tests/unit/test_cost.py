@@ -1,4 +1,4 @@
-"""Kernels of ATen graphs, what they move, need and take: against what can be counted by hand."""
+"""Kernels of ATen graphs: their bytes, memory and time, against counts by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SQUARE = N * N * 2  # bytes of a (64, 64) bf16 matrix
 
 @torch.library.custom_op("tests::packed_mm", mutates_args=())
 def packed_mm(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """A product with weights of which two lie in each number, that no registry knows."""
+    """A product with two weights packed into each number, which is in no registry."""
     return x.new_zeros(x.shape[0], 2 * packed.shape[0])
 
 
@@ -31,7 +31,7 @@ packed_mm.register_fake(lambda x, packed: x.new_empty(x.shape[0], 2 * packed.sha
 
 
 def test_products_with_packed_weights_unpack_them_first() -> None:
-    """bf16, whole, for as long as the product runs; those with whole weights need nothing."""
+    """They hold all unpacked bf16 weights while the product runs; other products need no memory."""
     packed = found(packed_mm, (8, N), (N, N))
     (kernel,) = of_kind("PRODUCT", packed)
     taken, given, unpacked = 8 * N * 2, 8 * 2 * N * 2, N * 2 * N * 2
@@ -44,7 +44,7 @@ def test_products_with_packed_weights_unpack_them_first() -> None:
 def found(
     function: Callable[..., Any], *shapes: tuple[int, ...], dtype: Any = HALF, fused: bool = True
 ) -> Any:
-    """What is known of the ATen graph of a function, as the passes trace it for Inductor."""
+    """The analysis of a function's ATen graph, traced as for Inductor."""
     with compat.fake_mode():
         inputs = [torch.empty(shape, dtype=dtype) for shape in shapes]
 
@@ -124,7 +124,7 @@ def attention_gradients(q: Any, k: Any, v: Any) -> Any:
 
 
 def test_attention_has_two_products_and_five_in_its_backward() -> None:
-    """Half of each where it is causal. Gradients of the queries are added up in float32."""
+    """Half of each if it is causal. The queries' gradients are summed in float32."""
     size = 2 * 4 * 128 * 32
     kinds = (HALF, torch.float32)
     halves, wholes = (found(attention_gradients, *SHAPES, dtype=kind) for kind in kinds)
@@ -167,7 +167,7 @@ def test_peak_memory_by_hand(function: Any, inputs: int, fused: bool, squares: i
 
 @torch.library.custom_op("tests::scales", mutates_args=())
 def scales(packed: torch.Tensor) -> torch.Tensor:
-    """Looks elementwise, but Inductor cannot look into it."""
+    """An elementwise operator that is opaque to Inductor."""
     return packed.clone()
 
 
@@ -175,7 +175,7 @@ scales.register_fake(lambda packed: torch.empty_like(packed))
 
 
 def test_operators_of_other_packages_are_not_fused() -> None:
-    """What they take and what they give is in memory."""
+    """Their inputs and outputs are in memory."""
 
     analysis = found(lambda packed, x: x.mm(scales(scales(packed * 2) + 1)), (N, N), (N, N))
     assert len(analysis.kernels) == 5  # * 2, scales, + 1, scales, the product
@@ -206,7 +206,8 @@ def test_returned_memory_is_shared_by_views() -> None:
 
 
 def test_a_value_is_computed_wherever_it_is_read() -> None:
-    """In the kernels that reduce it and that use it behind that; and each of its parts."""
+    """It and its parts are computed in the kernel that reduces it and in the one that uses it
+    afterwards."""
 
     cast = found(lambda x: (y := x.exp()) * y.abs().amax(), (N, N))
     halves = found(lambda x: torch.add(*x.exp().chunk(2, dim=-1)), (N, N))
@@ -218,7 +219,7 @@ def test_a_value_is_computed_wherever_it_is_read() -> None:
 
 
 def test_the_slowest_of_rate_bandwidth_and_instructions_counts() -> None:
-    """With the rate of the dtype and the kind; a launch takes its time too."""
+    """The rate depends on the dtype and the kind, and a launch takes time too."""
     machine = UNIT.replace(matmul32_tflop_s=0.5, sustained=0.8, attention_share=0.25)
     with_fp8 = machine.replace(matmul8_tflop_s=2.0)
     many = UNIT.replace(matmul32_tflop_s=2.0)  # two operations in an instruction
@@ -244,7 +245,7 @@ def test_the_slowest_of_rate_bandwidth_and_instructions_counts() -> None:
 
 
 def fp8_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """`x @ w.t()` in fp8, with a scale for each of both that is of the whole tensor."""
+    """`x @ w.t()` in fp8, with one scale per tensor."""
     cast = []
     for each in (x, w):
         scale = 448.0 / each.abs().max().float()
@@ -254,7 +255,7 @@ def fp8_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def test_an_fp8_product_is_counted() -> None:
-    """Each factor is read for its scale, then again to be cast; the product reads what was cast."""
+    """Each factor is read for its scale and again for the cast; the product reads the casts."""
     kernels = found(fp8_product, (N, N), (N, N)).kernels
     *casts, product = kernels
     assert (product.kind.name, product.itemsize, product.flops) == ("PRODUCT", 1, 2 * N**3)

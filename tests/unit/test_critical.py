@@ -1,4 +1,4 @@
-"""The way back from a step's end: on timelines by hand, and against what the simulation knows."""
+"""The critical path of a step: on timelines by hand, and against the simulation's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", drawn(["balanced", "h2d"], ["d2h", "compute", "host"]))
 def test_it_finds_what_the_simulation_knows(name: str) -> None:
-    """A trace of the simulated run would have what the simulation says."""
+    """A trace of the simulated run has the simulation's critical path."""
     schedule = made("offload" if name in ("balanced", "d2h") else "recompute")
     optimizer = None if name == "d2h" else OptimizerCost()
     told = simulate(schedule, CASES[name], optimizer=optimizer, steps=4)
@@ -91,7 +91,7 @@ def path(timeline: Any) -> list[tuple[str, float, float]]:
 
 
 def test_who_was_done_last_was_waited_for_if_it_was_waited_for_at_all() -> None:
-    """A copy that ends just before a compute that does not take it lets nobody start."""
+    """A copy that ends just before an unrelated compute does not count as waited for."""
     spans = (
         ("0PREFETCH@0", "h2d", 0.0, 1.0, 0),
         ("1PREFETCH@1", "h2d", 1.0, 4.0, 0),

@@ -116,7 +116,7 @@ def deep(disk_saved: bool | None = None) -> Any:
 
 
 def test_as_little_goes_to_a_disk_as_it_takes() -> None:
-    """All states first, and then as few saved tensors; or none, where not even all would do."""
+    """All states first, then as few saved tensors as necessary; none if even all are not enough."""
     plain = deep()
     every = Choice(0, Places.of(on_disk=[bucket.key for bucket in plain.buckets]))
     states, counts = int(plain.host_bytes(every)), []

@@ -1,4 +1,4 @@
-"""Device memory that a backward defers: the next forward drains it, behind the copies out of it.
+"""Memory whose free a backward defers is drained by the next forward, after the copies out of it.
 
 The CPU has no events, so they are played: ops run in program order, and each gives an event that
 has not happened. What waits for which is noted.
@@ -23,7 +23,7 @@ from tests.zoo import Stack
 
 
 class Event:
-    """Stands in for an event behind an op."""
+    """Stands in for an event after an op."""
 
     def query(self) -> bool:
         return False
@@ -40,7 +40,7 @@ class Queue(list[Any]):
 
 
 class Played:
-    """Lets the streams of a model run everything at once, and notes who waits for copies out."""
+    """Runs everything in program order and records the waits for copies to the host."""
 
     def __init__(self, machine: Any) -> None:
         self.streams = machine.streams

@@ -1,4 +1,5 @@
-"""`explain(model)`: its figures against model, schedule and trace; what bounds a step."""
+"""`explain(model)`: its figures against the model, the schedule and a trace; the bound of a
+step."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ SLOW = {
 
 
 def test_a_streamed_model() -> None:
-    """Figures, what bounds the step on other machines, a trace beside the prediction."""
+    """Figures, the bound on other machines, and a trace next to the prediction."""
     model, optimizer = trained(lowering="eager")
     found = mc.explain(model)
     (schedule,) = mc.schedules(model)

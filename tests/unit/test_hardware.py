@@ -24,7 +24,7 @@ MAY_BE_ZERO = ("name", "collective_s", "gathers_over_pcie")
 
 
 def check(found: Hardware, *unknown: str) -> None:
-    """Every figure is there, but for some that nobody can know, and they agree."""
+    """All figures that can be measured are there and consistent."""
     for field in fields(Hardware):
         value = getattr(found, field.name)
         if field.name in unknown or field.name.startswith("disk_"):
@@ -76,7 +76,7 @@ FIGURES = [0, -1.0, math.nan, math.inf, "fast", None, True, [1.0]]
 def test_what_was_measured_is_not_measured_again(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that has no figures is not taken, nor that of another torch or number of threads."""
+    """A file without figures is ignored, as are those of another torch or number of threads."""
     before = cache.stat().st_mtime_ns
     assert rates.load("cpu") == rates.cached(CPU) == H200
     assert main(["hardware", "--device", "cpu"]) == 0

@@ -1,4 +1,4 @@
-"""A refusal shows the plan that lacks the least memory, and what would make it fit."""
+"""A refusal shows the plan that lacks the least memory, and the changes that would make it fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The passes on schedules: strings in, strings out, and what they make is proved safe.
+"""The passes on schedules: strings in, strings out; the results are verified.
 
 The cases are rows of `passes.txt`: the passes that run, a reason and the options; the schedule that
 they get (`tests.actions`); what is seen afterwards, in which "..." is anything. `VIEWS` says what
@@ -193,7 +193,7 @@ def _view(schedule: Schedule, name: str) -> str:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.passes}: {case.reason}")
 def test_a_pass_makes_what_the_table_says(case: Case) -> None:
-    """And leaves the schedule that it got as it was (`apply`)."""
+    """`apply` also checks that the input schedule is unchanged."""
     schedule = case.schedule()
     assert case.seen
     for name, wanted in case.seen.items():
@@ -210,7 +210,7 @@ def test_a_pass_makes_what_the_table_says(case: Case) -> None:
 
 @st.composite
 def chains(draw: st.DrawFn) -> dict[str, Any]:
-    """Stages of no or many buckets, of each other's, that save nothing, that draw numbers."""
+    """Stages with no, many or shared buckets, without saved tensors, or with random numbers."""
     count = draw(st.integers(1, 5))
     stages = range(count)
     known: list[str] = []
@@ -261,7 +261,7 @@ def plans(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(chains(), plans())
 def test_any_plan_of_any_chain_is_safe(stubs: dict[str, Any], plan: dict[str, Any]) -> None:
-    """The whole pipeline. Each value that a graph owns dies once, behind its readers."""
+    """In the whole pipeline, each value that a graph owns dies once, after its readers."""
     schedule = planned(" ".join(f"{i}F" for i in stubs["reads"]), **stubs, **plan)
     verify(schedule)
     for name, graph in schedule.graphs.items():
@@ -334,7 +334,7 @@ DISKS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", DISKS)
 def test_a_disk_takes_its_time(name: str) -> None:
-    """Reads and writes of one drive do not overlap where it does one at a time."""
+    """Reads and writes do not overlap on a drive that does one at a time."""
     schedule = planned(LINE, **DISKS[name])
     cost = OptimizerCost(in_backward=schedule.update is None)
     found = {}

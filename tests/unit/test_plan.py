@@ -1,5 +1,5 @@
-"""`make_plan`: which stages are kept, in part or whole, recomputed, and wait on the host; what of
-these waits there, and what is not copied."""
+"""`make_plan`: which stages are kept fully or in half, recomputed, or wait on the host; and which
+of their values are copied."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def halved(plan: Plan) -> list[int]:
     ],
 )
 def test_what_is_kept(line: str, given: dict[str, Any], keep: set[int]) -> None:
-    """The last stages with a backward; all but the last one in halves, where that is asked for."""
+    """The last stages with a backward; with halves, all except the last one keep half."""
     made = plan(line, **given)
     assert made.keep == keep and not made.offload
     in_halves = given.get("halves") or given.get("activations") == "selective"
@@ -82,7 +82,7 @@ def test_the_first_stages_of_the_backward_stay_on_the_device(
 def test_stages_on_the_host_are_far_from_one_another(
     count: int, keep: int, chosen: set[int]
 ) -> None:
-    """In front of those that are kept, and of those that the backward begins with."""
+    """Before the kept stages and those that the backward begins with."""
 
     def on_host(count: int, lookahead: int) -> frozenset[int]:
         forward, *_ = LONG.partition(" |")

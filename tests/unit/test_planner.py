@@ -1,4 +1,4 @@
-"""The search for a plan: of a tower on an H200, and of toys whose every choice can be tried."""
+"""The search for a plan, for a tower on an H200 and for toys small enough to try every choice."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def floor_of(made: Problem) -> int:
 
 
 def as_kind(kind: type[Problem], like: Problem) -> Any:
-    """The same problem, of a class that answers otherwise."""
+    """The same problem with another class."""
     return kind(**{each.name: getattr(like, each.name) for each in fields(like) if each.init})
 
 
@@ -43,7 +43,7 @@ def as_kind(kind: type[Problem], like: Problem) -> Any:
 
 
 class Patient(Problem):
-    """Knows nothing of how long computes take: a search passes over nothing."""
+    """A problem without lower bounds, so that the search skips nothing."""
 
     def least_s(self, choice: Choice) -> float:
         return 0.0
@@ -104,7 +104,7 @@ def test_near_a_plan_that_was_found_for_a_tenth_less_is_one_that_will_do() -> No
     "how", drawn([(1.3, True)], [(2.5, False), (1.3, False), (2.5, True), (3.2, False)])
 )
 def test_more_host_memory_is_never_slower(how: tuple[float, bool]) -> None:
-    """With little of it, more buckets live on the device, and stages run again for that."""
+    """Little host memory means more residents, for which stages run again."""
     factor, in_backward = how
     tower = problem(GIB, in_backward=in_backward)
     floor, needed = tower.floor_bytes(), tower.host_bytes(Choice())
@@ -165,15 +165,15 @@ def test_the_quick_estimate_of_memory_is_an_upper_bound() -> None:
 
 
 class Whole(Problem):
-    """Has no room for stages that keep half."""
+    """A problem in which halves never fit."""
 
     def peak_bytes(self, choice: Choice) -> int:
         return 2 * self.budget_bytes if choice.halves else super().peak_bytes(choice)
 
 
 def test_stages_keep_half_where_that_pays() -> None:
-    """Where the backward updates, a third of the step may be computed again, and the link leaves
-    no time for saved tensors."""
+    """With updates in the backward, a third of the step may be recomputed, and the link has no time
+    for saved tensors."""
     slow = H200.replace(d2h_gb_s=5.0, d2h_both_gb_s=5.0)
     tower = replace(problem(GIB, 32768, in_backward=True), hardware=slow)
     tower = replace(tower, budget_bytes=int(2.4 * tower.floor_bytes()))
@@ -185,14 +185,14 @@ def test_stages_keep_half_where_that_pays() -> None:
 
 
 class AsMeasured(Problem):
-    """Every day is like the one on which the rates were measured."""
+    """A problem without a slower host."""
 
     def expected_s(self, choice: Choice) -> float:
         return self.step_s(choice)
 
 
 def test_plans_are_compared_on_a_slower_host_too() -> None:
-    """Where updates end just when they are needed, a host of another day would be waited for."""
+    """A plan whose updates end just in time would wait for a slower host."""
     hardware = H200.replace(update_gb_s=45.0)
     tower = problem(0, tokens=8192)
     tower = replace(tower, budget_bytes=int(2.4 * tower.floor_bytes()), hardware=hardware)
@@ -205,7 +205,7 @@ def test_plans_are_compared_on_a_slower_host_too() -> None:
 
 
 def test_states_are_fetched_later_where_that_makes_room() -> None:
-    """With the update in the backward; else there are no states to fetch."""
+    """States are fetched only with the update in the backward."""
     tower = problem(64 * GIB, tokens=1024, in_backward=True)
     early, late = (tower.memory(Choice(0, state_lookahead=k)).peak.total_bytes for k in (None, 1))
     assert late < early and tower.floor_bytes() <= late
@@ -234,8 +234,8 @@ PAYS: dict[str, tuple[dict[str, Any], dict[str, Any], float, dict[str, bool]]] =
 
 @pytest.mark.parametrize("what", PAYS)
 def test_memory_goes_where_it_pays(what: str) -> None:
-    """To slots where the link is slow, to a share of the updates where the host is, to residents
-    where the backward updates."""
+    """A slow link gets slots, a slow host device updates, and an update in the backward
+    residents."""
     how, changes, factor, others = PAYS[what]
     tower = replace(problem(0, **how), **changes)
     tower = replace(tower, optimizer=replace(tower.optimizer, helped=False))
@@ -282,7 +282,7 @@ def long(in_backward: bool) -> AbstractProgram:
 
 
 def planned(made: AbstractProgram, device_bytes: int) -> tuple[float, Choice]:
-    """What a step is expected to take, and its choice."""
+    """The expected time of a step, and its choice."""
     machine = H200.replace(host_bytes=64 * GIB)
     options = made.compiler.setting.options
     other = made.compiler.other(options, hardware=machine, budget_bytes=device_bytes)
@@ -313,7 +313,8 @@ def test_tiles_where_they_fit_or_pay(in_backward: bool) -> None:
 
 
 def test_the_longest_tile_stands_for_all_of_them() -> None:
-    """Where they do not fit, the last one is shorter: three of 3 tokens, and one of 1."""
+    """If the number does not divide the tokens, the last tile is shorter: three of 3 tokens and one
+    of 1."""
     towers = [problem_of(captured(tower_of_blocks(), 1, tokens, 512)[0]) for tokens in (9, 10)]
     fits, rest = (
         tower.memory(Choice(0, tiles=tiles)).peak.total_bytes
@@ -326,7 +327,7 @@ def test_the_longest_tile_stands_for_all_of_them() -> None:
 
 
 class Toy(Problem):
-    """What takes how long and how much, by hand: `COSTS` are those of the toy at hand."""
+    """A problem with the costs of the current toy, `COSTS`."""
 
     def memory(self, choice: Choice) -> Any:
         mine = self.resident_bytes(choice.places.resident, gradients=self.gradients_stay)
@@ -354,7 +355,7 @@ COSTS: dict[str, float] = {}
 
 
 def test_toys_get_about_the_best_of_all_choices() -> None:
-    """Of 20 toys; each choice that the search can make of residents, kept stages and shares."""
+    """The search is compared with all choices of residents, kept stages and shares, for 20 toys."""
     tower = problem(0)
     size = tower.resident_bytes({tower.buckets[0].key}, gradients=False)
     shares = (0.0, 0.1, 0.2, 0.4, 0.7, 1.0)
@@ -378,7 +379,7 @@ def test_toys_get_about_the_best_of_all_choices() -> None:
 
 
 class Slots(Toy):
-    """The first two slots save less than what counts, the fourth one enough."""
+    """The first two slots save too little, the fourth enough."""
 
     def step_s(self, choice: Choice) -> float:
         return {0: 1.0, 1: 0.995, 2: 0.992, 4: 0.96, 8: 0.959, 16: 0.5}[choice.more_slots]
@@ -400,7 +401,7 @@ def test_a_few_slots_may_pay_where_one_does_not(budget: int, slots: int) -> None
 
 @pytest.mark.parametrize("kind", quantized.OWN)
 def test_a_plan_knows_the_leaves_of_packed_parameters(kind: str) -> None:
-    """It has the buckets and the inputs of what runs, and leaves the model as it is."""
+    """It has the buckets and inputs of the real run, and does not change the model."""
     model = quantized.model(quantized.OWN[kind])
     before = [id(param) for param in model.parameters()]
     (plan,) = abstract_schedules(model, (torch.arange(16).view(2, 8),))

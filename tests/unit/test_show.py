@@ -1,4 +1,4 @@
-"""How a schedule is shown: Python that runs and does what the graph says, tables, diffs, graphs."""
+"""Views of a schedule: the Python that runs, tables, diffs, graphs."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ SPECS = [
 
 
 class Value:
-    """What a stub op gives; knows which call it came from."""
+    """The result of a stub op, which knows its call."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 class Recorder:
-    """Stub ops: they note their calls by the names of the values, and hold on to none of them."""
+    """Stub ops that record their calls by the names of the values, without keeping these alive."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
@@ -79,7 +79,7 @@ class Recorder:
 
 
 def results(name: str, stage: Any, *args: Any) -> int:
-    """What the stub stages give, counted apart from the code under test."""
+    """Number of results of the stub stages, counted independently of the code under test."""
     if name == "forward":
         return 1 + len(stage.mutated) + (2 if args[2] else 0)
     return 2 if name == "recompute" else 1 + len(stage.buckets)
@@ -92,7 +92,7 @@ def named(value: Any) -> Any:
 
 
 def waits(free: fx.Node) -> bool:
-    """Does a `free` wait? It need not where the one before it has waited for the same."""
+    """True if a `free` waits; it need not if the previous one has waited for the same."""
     after, before = free.kwargs.get("after"), free.prev
     return bool(after) and (before.target is not ops.free or before.kwargs.get("after") != after)
 
@@ -110,8 +110,8 @@ def run(schedule: Schedule, name: str) -> tuple[Recorder, Any]:
 
 
 def check(schedule: Schedule, name: str) -> None:
-    """The code of a graph makes the calls that the graph stands for, gives what it returns, and
-    lets go of what it frees, from the next call on."""
+    """A graph's code makes the graph's calls, returns its results, and drops freed values before
+    the next call."""
     recorder, returned = run(schedule, name)
     calls: list[tuple[object, ...]] = []
     names: dict[fx.Node, Any] = {}

@@ -1,4 +1,4 @@
-"""The predicted timeline: on schedules whose times can be worked out by hand, and on real ones."""
+"""Predicted timelines of schedules with times worked out by hand, and of real ones."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class Graph:
         return ops.call(self.graph, ops.prefetch, gigabytes(key, size), place, after=waits)
 
     def token(self, key: int, part: Part) -> fx.Node:
-        """What an earlier graph wrote last."""
+        """A token of an earlier graph."""
         return take(self.graph, gigabytes(key, 2.0), part)
 
     def place(self, name: str, size: float) -> fx.Node:
-        """What an earlier graph has left under that name."""
+        """The value that an earlier graph left under a name."""
         node = self.graph.placeholder(name)
         node.meta["value"] = floats(size)
         return node
@@ -76,7 +76,7 @@ class Graph:
         return ops.call(self.graph, ops.offload_grad, gigabytes(key, size), source)
 
     def done(self, *tokens: fx.Node, left: tuple[fx.Node, ...] = ()) -> fx.Graph:
-        """Of any graph; a forward has no tokens to return."""
+        """End any graph; a forward returns no tokens."""
         self.graph.output(((), left, tokens) if left or tokens else ((), ()))
         return self.graph
 
@@ -127,7 +127,7 @@ class OfTwo(Schedule):
 
 
 class OfOne(Schedule):
-    """The same, of the first of them."""
+    """The same with the first bucket only."""
 
     gradient_params = {0: (0,)}
     buckets = BUCKETS[:1]
@@ -136,7 +136,7 @@ class OfOne(Schedule):
 def trained(helped: tuple[int, ...] = ()) -> Schedule:
     """Two buckets of 2 GB: forward 1 s each, backward 1 s each, gradients offloaded.
 
-    The host updates both, the device helps with some.
+    The host updates both, and the device may help.
     """
     forward, backward, update = Graph(), Graph(), Graph(begins=False)
     for key in (0, 1):
@@ -176,7 +176,7 @@ def test_the_next_forward_waits_for_its_own_buckets_alone() -> None:
 
 
 def left_for_the_update() -> Schedule:
-    """One bucket of 2 GB, whose gradients and states (6 GB with the parameters) stay there.
+    """One bucket of 2 GB, whose gradients and states (6 GB with the parameters) stay on the device.
 
     The forward computes a second, drains, and computes a second.
     """
@@ -295,7 +295,7 @@ RATES = (
 
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_ops_keep_their_order_and_more_of_anything_is_never_slower(in_backward: bool) -> None:
-    """No two ops of a lane overlap, and each is over no sooner than what it waits for."""
+    """Ops of a lane do not overlap, and none ends before an op that it waits for."""
     schedule, cost = streamed(in_backward=in_backward), OptimizerCost(in_backward=in_backward)
     timeline = simulate(schedule, H200, optimizer=cost)
     for name, graph in schedule.graphs.items():
@@ -332,7 +332,7 @@ def test_ops_keep_their_order_and_more_of_anything_is_never_slower(in_backward: 
 
 
 def ends(hardware: Hardware, **gigabytes_of: float) -> dict[str, float]:
-    """When works end that all begin at once, by the name of their stream."""
+    """Ends of works that all begin at the same time, by stream."""
     queues = Queues(hardware)
     for name, size in gigabytes_of.items():
         queues.add(Work("forward", name, STREAMS.index(Stream[name]), size * 1e9, [], 0))
@@ -354,7 +354,7 @@ def test_a_gather_over_pcie_shares_the_link_both_ways() -> None:
 
 
 def test_a_rank_gathers_what_others_have() -> None:
-    """A half of each bucket with two ranks, three quarters with four."""
+    """With two ranks a half of each bucket, with four three quarters."""
     hardware = H200.replace(collective_s=0.0)
     two, four = (
         simulate(planned("0F 1F", ranks=ranks), hardware, optimizer=OptimizerCost())
@@ -384,7 +384,7 @@ def test_ranks_of_a_host_share_its_disk() -> None:
 
 
 def test_another_link_or_interconnect_keeps_the_shares_of_this_one() -> None:
-    """Gathers over the link have their share of it; over another wire they do not change."""
+    """Gathers over the link scale with it; gathers over another interconnect do not change."""
     pcie = UNIT.replace(gathers_over_pcie=1.0, interconnect_gb_s=1.5, h2d_both_gb_s=1.8)
     slow = pcie.with_link(1.0)
     assert slow.h2d_gb_s == slow.d2h_gb_s == 1.0

@@ -24,7 +24,7 @@ CUDA = torch.device("cuda")
 
 
 class Threads:
-    """Ranks in threads, each with a host of its own name, and what they say to one another."""
+    """Ranks in threads, each with its own host name, and their collectives."""
 
     def __init__(self, hosts: str, patch: pytest.MonkeyPatch) -> None:
         self.hosts = hosts
@@ -66,7 +66,7 @@ class Threads:
         return first
 
     def agree(self, machines: list[Hardware | None], **options: Any) -> tuple[Any, list[int]]:
-        """What ranks with GPUs find, and who has measured, among how many."""
+        """The agreed rates of ranks with GPUs, and the ranks that measured, with their number."""
         measured: list[int] = []
 
         def measure(device: torch.device, here: int, meet: Callable[[], object]) -> Hardware:
@@ -96,7 +96,7 @@ OTHER = H200.replace(matmul_tflop_s=400.0, sustained=1.0, host_memory_gb_s=80.0,
 def test_ranks_measure_together_where_one_of_them_has_no_rates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two are of one host, the third has one of its own."""
+    """Two ranks share a host; the third has its own."""
     threads = Threads("aab", monkeypatch)
     found, measured = threads.agree([None, LARGE, OTHER])
     assert sorted(measured) == [1, 2, 2], "as many as measure there at once"

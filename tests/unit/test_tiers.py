@@ -1,4 +1,5 @@
-"""Budgets of host and disk: what one has no memory for goes to the other, or is refused."""
+"""Budgets of host and disk: tensors that do not fit on the host go to the disk, or the plan is
+refused."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def keys_of(tower: Problem) -> list[int]:
 
 
 def check_sums(tower: Problem, choice: Choice) -> Schedule:
-    """They are those of the cost model, for the schedule that is made of the choice."""
+    """The sums equal the cost model's for the choice's schedule."""
     schedule = tower.schedule(choice)
     host = sum(host_memory(schedule, tower.optimizer).values())
     assert tower.host_bytes(choice) == pytest.approx(host, abs=8)
@@ -37,7 +38,7 @@ def check_sums(tower: Problem, choice: Choice) -> Schedule:
 
 @pytest.mark.parametrize(("in_backward", "dtype"), MODES[1:3])
 def test_the_sums_are_those_of_the_cost_model(in_backward: bool, dtype: Any) -> None:
-    """Of the host and of the disk, with states, and parameters, of some buckets there."""
+    """Sums of host and disk, with states and parameters of some buckets on the disk."""
     tower = wide_problem(in_backward, dtype, disk_weights=dtype == "int8")
     keys = keys_of(tower)
     choice = Choice(0, Places.of(keys[:3], keys[len(keys) - 9 :]))
@@ -60,7 +61,7 @@ def test_saved_tensors_and_other_graphs_count_too() -> None:
 
 
 def test_less_host_memory_means_more_residents() -> None:
-    """And no more than that takes."""
+    """The fewest that are necessary."""
     budget = int(0.4 * uneven_problem().host_bytes(Choice()))
     tower = uneven_problem(host_budget_bytes=budget)
     found = search(tower)
@@ -83,7 +84,7 @@ def test_budgets_that_are_no_limits_change_nothing() -> None:
 
 
 def test_inputs_wait_on_the_host_where_the_device_is_too_small() -> None:
-    """As few as must; that is memory of the host too."""
+    """As few as necessary, because they take host memory."""
     tower = uneven_problem()
     all_here, none_here = (
         tower.memory(Choice(0, offload=n)).peak.total_bytes for n in (0, tower.stages)
@@ -102,7 +103,7 @@ def test_inputs_wait_on_the_host_where_the_device_is_too_small() -> None:
 
 
 def test_stages_run_again_where_the_host_has_too_little_for_their_outputs() -> None:
-    """One where that is enough; every other one; longer rows; then nothing is left to try."""
+    """One stage if that is enough, then every other one, then longer rows, then nothing fits."""
     tower = uneven_problem()
     tight = replace(tower, budget_bytes=tower.floor_bytes())
     few, half = tight.fewest_offloaded(Choice(0)), tower.reruns(1)
@@ -157,7 +158,7 @@ def test_as_few_states_as_it_takes(in_backward: bool, dtype: Any, share: float) 
 
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_which_states(in_backward: bool) -> None:
-    """The last ones; in the backward as far from one another as can be. Large ones come last."""
+    """The last ones or, for updates in the backward, evenly spread ones. Large ones come last."""
     tower = wide_problem(in_backward)
     order, size = keys_of(tower), tower.host_bytes(Choice())
     seen = 0
@@ -176,7 +177,7 @@ def test_which_states(in_backward: bool) -> None:
 
 
 def test_the_largest_live_on_the_device_before_most_others() -> None:
-    """Slots are as large as the largest bucket that is streamed."""
+    """Because slots are as large as the largest streamed bucket."""
     tower = wide_problem(True)
     last = replace(tower, undecided=[*tower.buckets[2:], *tower.buckets[:2]])
     largest = max(tower.buckets, key=lambda bucket: bucket.size_bytes).key
@@ -189,7 +190,7 @@ def test_the_largest_live_on_the_device_before_most_others() -> None:
 
 
 def test_parameters_go_where_states_are_not_enough() -> None:
-    """As few as it takes; none, where a plan fits without, and where the search may not choose."""
+    """As few as necessary; none if a plan fits without, or if options forbid it."""
     tower = replace(wide_problem(True, "int8"), disk_weights=None)
     here = replace(tower, disk_weights=False)
     every = tower.host_bytes(Choice(0))
@@ -234,7 +235,7 @@ def test_frozen_parameters_come_first_and_large_ones_last() -> None:
 
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_the_device_leaves_to_the_host_what_comes_from_the_disk(in_backward: bool) -> None:
-    """But for updates in the backward. The schedule is proved as one that runs is."""
+    """Except for updates in the backward. The schedule is verified too."""
     made = wide(in_backward)
     planned, pipeline = made.planned(), made.compiler.pipeline
     graphs = pipeline.differentiated(*planned)

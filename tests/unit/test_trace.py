@@ -52,7 +52,7 @@ def wanted(schedule: Schedule | None, graph: str) -> list[fx.Node]:
 
 
 def check_order(t: Trace, graphs: int, slack_s: float = 0.0) -> None:
-    """Every op of the first graphs is there once, and begins when what it waits for is over."""
+    """Every op of the first graphs appears once, and begins after the ops that it waits for."""
     for i, run in enumerate(t.measured.runs[:graphs]):
         nodes, spans = wanted(run.schedule, run.graph), t.measured.of_run(i)
         assert Counter(names(spans)) == Counter(map(ops.label, nodes))
@@ -100,7 +100,7 @@ TICK_S = 2.0**-20
 
 @pytest.fixture
 def ahead_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The host's clock moves on by a tick when it is read, and by what is put here."""
+    """The host's clock, which advances by a tick when it is read, and by the values put here."""
     ticks, found = itertools.count(), [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: next(ticks) * TICK_S + sum(found))
     return found
@@ -176,7 +176,7 @@ def test_a_trained_model(ahead_s: list[float]) -> None:
 
 
 def check_sums(t: Trace) -> None:
-    """Of kinds and lanes, where ops may overlap."""
+    """Totals of kinds and lanes, with overlapping ops."""
     counts = Counter(span.op.kind for span in t.spans)
     totals = t.to_dict()["measured"]["streams"]
     rows = {line.split()[0]: line.split() for line in t.table().splitlines() if line}
@@ -205,7 +205,7 @@ def test_nobody_waits_for_an_update_that_has_failed() -> None:
 
 
 def test_blocks_of_several_traces_models_and_threads() -> None:
-    """Each has its part, on an axis of its own; outside of all nothing is recorded."""
+    """Each trace has its part on its own time axis; outside of traces nothing is recorded."""
     models = [twins(stack()[0])[1] for _ in range(2)]
     model, inputs = models[0], stack()[1]
     first, second = trace(model), trace(model)

@@ -1,7 +1,7 @@
-"""`verify` finds every kind of fault in every graph, names it, and finds nothing in what is right.
+"""`verify` finds and names every kind of fault in every graph, and accepts correct schedules.
 
-The faults are rows of `faults.txt`; `tests.edits` says what an edit is. Mutants that nobody chose
-are in `test_mutants.py`.
+The faults are rows of `faults.txt`; `tests.edits` defines the edits. `test_mutants.py` has random
+mutants.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ PLANS: dict[str, Callable[[], Schedule]] = {  # by the product's passes, of what
 
 @functools.cache
 def right(name: str) -> Schedule:
-    """A schedule without faults; edits are made in copies."""
+    """A correct schedule; edits are made in copies."""
     return build(SPECS[name]) if name in SPECS else PLANS[name]()
 
 
@@ -111,7 +111,7 @@ FAULTS = rows(Path(__file__).with_name("faults.txt").read_text())
 
 
 def said(schedule: Schedule) -> list[str]:
-    """What is wrong: "slot overwritten: forward 0F, 2PREFETCH@0"."""
+    """A hazard in short: "slot overwritten: forward 0F, 2PREFETCH@0"."""
     return [
         f"{h.kind.value}: {h.graph} {h.label}" + (f", {h.other}" if h.other else "")
         for h in hazards(schedule)
@@ -120,7 +120,7 @@ def said(schedule: Schedule) -> list[str]:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_is_found_and_named_and_nothing_else_is(fault: Fault) -> None:
-    """Each message begins with the graph, and says behind a semicolon what to do."""
+    """Each message begins with the graph, and a fix follows a semicolon."""
     schedule = fault.planted()
     assert sorted(said(schedule)) == sorted(fault.found)
     for hazard in hazards(schedule):
@@ -141,7 +141,7 @@ def test_the_table_has_every_kind_of_hazard_once_at_least() -> None:
 
 
 def offload_first_part(schedule: Schedule) -> None:
-    """The gradients of the shared bucket go to the host before 0B has added its own."""
+    """Offload the gradients of the shared bucket before 0B has added its own."""
     graph, part = schedule.graphs["backward"], find(schedule, "backward", "d3_2")
     with graph.inserting_after(part):
         offload = call(graph, ops.offload_grad, schedule.buckets[0], part)
@@ -151,7 +151,7 @@ def offload_first_part(schedule: Schedule) -> None:
 
 
 def forget_offload(schedule: Schedule) -> Schedule:
-    """The copy on the host is no saved value; the backward takes the value itself."""
+    """Save the value itself instead of its copy on the host."""
     backward = schedule.graphs["backward"]
     for name in ("alloc_saved_1", "y0_0_host"):
         backward.erase_node(free_of(backward, name))
@@ -170,12 +170,12 @@ def forget_offload(schedule: Schedule) -> Schedule:
 
 
 def update_in_both(schedule: Schedule) -> Schedule:
-    """The backward updates each bucket, and so does the step."""
+    """Update each bucket in the backward and in the step."""
     return replace(schedule, update=build(Spec()).update)
 
 
 def leave_partial_gradients(schedule: Schedule) -> Schedule:
-    """Of the shared bucket, what the first of two contributors gives."""
+    """Leave only the first contributor's gradients of the shared bucket."""
     backward, update = schedule.graphs["backward"], schedule.graphs["update"]
     partial, whole = (find(schedule, "backward", name) for name in ("d3_2", "d0_1"))
     backward.erase_node(free_of(backward, partial.name))
@@ -240,7 +240,7 @@ def test_it_ends_on_values_that_are_made_of_one_another() -> None:
 
 
 def test_memory_lives_as_long_as_one_of_its_names() -> None:
-    """A sum replaces what was fetched to a buffer: three names of one memory."""
+    """A buffer, the value fetched into it and the sum over that share one memory."""
     schedule = build(Spec(accumulate=True))
     graph = schedule.graphs["backward"]
     frees = [free_of(graph, name) for name in ("alloc_grad_1", "fetch_grad_1", "add_grad_1")]
@@ -255,7 +255,7 @@ def test_memory_lives_as_long_as_one_of_its_names() -> None:
 
 
 def test_what_is_deferred_lives_until_its_copy_is_done() -> None:
-    """Another of its names may be given up behind the deferred free."""
+    """Another name of the memory may be freed after the deferred free."""
     schedule = build(Spec(update=True))
     graph = schedule.graphs["backward"]
     graph.output_node().prepend(free_of(graph, "fetch_state_3"))
@@ -265,7 +265,7 @@ def test_what_is_deferred_lives_until_its_copy_is_done() -> None:
 
 
 def test_a_drain_is_safe_wherever_it_is() -> None:
-    """What it gives back was deferred by an earlier graph: nobody here has a name for it."""
+    """It frees memory that an earlier graph deferred, which has no name here."""
     for name in ("forward", "backward"):
         schedule = build(Spec(update=True))
         graph = schedule.graphs[name]
@@ -280,7 +280,8 @@ def test_a_drain_is_safe_wherever_it_is() -> None:
 
 @pytest.mark.parametrize("name", [name for name in PLANS if "disk" in name])
 def test_every_edge_of_an_op_of_a_disk_matters(name: str) -> None:
-    """Reads of weights in a backward or an update are behind a forward, which the host awaits."""
+    """Except for reads of weights in a backward or an update, which follow a forward that the host
+    waits for."""
     schedule = right(name).copy()
     dropped = 0
     for graph in schedule.graphs.values():

@@ -102,7 +102,7 @@ def test_what_another_rank_runs_is_reported(name: str) -> None:
 
 
 def without_sum(graph: fx.Graph, mean: fx.Node) -> fx.Node:
-    """Take a sum over replicas out of a graph; gives what it was of."""
+    """Remove a sum over replicas from a graph; returns its input."""
     gradients: fx.Node = ops.arguments(mean)[1]
     for node in [n for n in mean.users if n.target in (ops.free, ops.defer_free)]:
         graph.erase_node(node)
@@ -117,7 +117,7 @@ def unsummed(schedule: Schedule) -> list[Any]:
 
 @pytest.mark.parametrize("name", REPLICATED)
 def test_gradients_without_their_sum_over_replicas_are_reported(name: str) -> None:
-    """Where it is left out, and where it comes before what is added."""
+    """A missing sum over replicas, and one before the gradients are added."""
     for k, early in itertools.product(range(5), (False, True)):
         mutant = built(replicas=2, **REPLICATED[name])
         graph = mutant.graphs["backward"]
