@@ -91,6 +91,10 @@ TORCH_VERSION = import importlib.metadata as m; print(m.version("torch"))
 IN_PARALLEL = import importlib.util as u; \
 	print("-n auto --dist worksteal" if u.find_spec("xdist") else "")
 
+# A worker takes a test when it is free: on a GPU some take minutes.
+TEST_BY_TEST = import importlib.util as u; \
+	print("-n auto --dist load --maxschedchunk 1" if u.find_spec("xdist") else "")
+
 .PHONY: demo test gpu thorough limits matrix zoo examples lint bench peers format clean
 .DELETE_ON_ERROR:
 
@@ -101,7 +105,7 @@ test: $(INSTALLED)
 	$(PY) -m pytest $$($(PY) -c '$(IN_PARALLEL)') $(ARGS)
 
 gpu: $(INSTALLED)
-	$(PY) -m pytest $$($(PY) -c '$(IN_PARALLEL)') -m gpu --ignore tests/models/test_zoo.py $(ARGS)
+	$(PY) -m pytest $$($(PY) -c '$(TEST_BY_TEST)') -m gpu --ignore tests/models/test_zoo.py $(ARGS)
 
 thorough: $(INSTALLED)
 	$(PY) -m pytest $$($(PY) -c '$(IN_PARALLEL)') -m thorough -o faulthandler_timeout=1200 $(ARGS)

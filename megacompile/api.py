@@ -78,6 +78,7 @@ def megacompile(
     dynamic: bool | None = None,
     lookahead: int = 2,
     slots: int | None = None,
+    cuda_graphs: bool = True,
     detect_anomaly: bool = False,
     **removed: Never,
 ) -> M:
@@ -150,6 +151,7 @@ def megacompile(
         dynamic: sizes are symbols from the start (True), never (False) or once they have changed.
         lookahead: how many stages ahead a bucket is prefetched.
         slots: device buffers for prefetched buckets, at least `lookahead + 1`.
+        cuda_graphs: capture a model that fits, with what it keeps, and replay it in each step.
         detect_anomaly: raise `AnomalyError` if a stage's backward returns NaN or inf.
         removed: no option. One that there was in an earlier version is an error that says what to
             do instead.

@@ -90,6 +90,7 @@ class Options:
     dynamic: bool | None = _option(checks.open_flag, None, alike=True)
     lookahead: int = _option(checks.count, 2, alike=True)
     slots: int | None = _option(checks.slots, None, alike=True)
+    cuda_graphs: bool = _option(checks.flag, True)
     detect_anomaly: bool = _option(checks.flag, False)
 
     @staticmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 import importlib
+import itertools
 import logging
 import os
 import tempfile
@@ -53,6 +54,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if there < count:
             needed = "a CUDA device" if count == 1 else f"{count} CUDA devices"
             item.add_marker(pytest.mark.skip(reason=f"needs {needed}"))
+    items[:] = _long_first(items)
+
+
+def _long_first(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The tests, each of those that take minutes before a short one: a worker gets two at first."""
+    gpu = [(item, item.get_closest_marker("gpu")) for item in items]
+    long = [item for item, marker in gpu if marker and marker.kwargs.get("long")]
+    short = [item for item in items if item not in long]
+    pairs = itertools.zip_longest(long, short[: len(long)])
+    return [*filter(None, itertools.chain(*pairs)), *short[len(long) :]]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

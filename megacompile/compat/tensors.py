@@ -74,6 +74,11 @@ def storage_users(tensor: torch.Tensor) -> int:  # torch 2.11 to 2.15
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
+def storage_uses(storages: Iterable[torch.UntypedStorage]) -> list[int]:  # torch 2.11 to 2.15
+    """Number of tensors, and of these objects, that share each storage."""
+    return [torch._C._storage_Use_Count(storage._cdata) for storage in storages]
+
+
 # The classes of tensors that have memory and no will of their own.
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # torch 2.11 to 2.15
 

@@ -15,12 +15,14 @@ import torch
 
 from megacompile import compat, log
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.memory import device_memory
+from megacompile.cost.memory import MemoryKind, device_memory
 from megacompile.errors import UnsupportedGraphError
+from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.capture import Capture, Variant
 from megacompile.ir.plan import Placement
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.stream import Stream
 from megacompile.ir.symbols import Values
 from megacompile.options import Lowering, Options
 from megacompile.passes.schedule.update_graph import rest_of
@@ -30,6 +32,7 @@ from megacompile.plan.budget import Budget
 from megacompile.plan.chooser import Chooser
 from megacompile.plan.pipeline import Pipeline
 from megacompile.plan.setting import Setting
+from megacompile.text import format_bytes
 from megacompile.verify.proof import verify
 
 
@@ -201,7 +204,27 @@ class PassCompiler:
         schedule = self.pipeline.planned(schedule, variant, choice, reasons, draft=draft)
         if not draft:
             verify(schedule)
-        return schedule
+        return schedule if draft else self._with_cuda_graphs(schedule)
+
+    def _with_cuda_graphs(self, schedule: Schedule) -> Schedule:
+        """The schedule; captured as CUDA graphs, where it is one stage on a device that holds what
+        they keep."""
+        options, graphs = self.setting.options, (schedule.forward, schedule.backward)
+        if (
+            not (options.cuda_graphs and options.may_merge and options.plans)
+            or len(schedule.stages) > 1
+            or any(template.live for template in schedule.templates)
+            or any(graph is not None and ops.nodes_that(graph, _copies) for graph in graphs)
+        ):
+            return schedule
+        peak = device_memory([schedule], optimizer=self.setting.cost()).peak
+        kept = (MemoryKind.PARAMETERS, MemoryKind.STATES)
+        more = peak.total_bytes - sum(peak.live_bytes.get(kind, 0) for kind in kept)
+        if not self.budget.holds(more, peak.total_bytes + more):
+            return schedule
+        words = f"its stage is captured as CUDA graphs, which keep up to {format_bytes(more)}"
+        plan = replace(schedule.plan, cuda_graphs=True, reasons=(*schedule.plan.reasons, words))
+        return replace(schedule, plan=plan)
 
     def _as_run(
         self, stages: Schedule, capture: Capture, variant: Variant, placement: Placement
@@ -312,3 +335,7 @@ class SettledPlans:
         """Plan these stages with the choice closest to the budgets, although it exceeds them."""
         self.placement = self.compiler.wants(self.placement)
         self.compiler.chooser.choose_least(stages, self.placement, reason)
+
+
+def _copies(op: ops.Op) -> bool:
+    return op.stream is not Stream.COMPUTE

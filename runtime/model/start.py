@@ -21,6 +21,7 @@ from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.device.disk_buffers import Disk
 from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.ranks import Ranks
+from megacompile.runtime.device.replay import CudaGraphs
 from megacompile.runtime.device.slots import DeviceSlots
 from megacompile.runtime.device.streams import Streams
 from megacompile.runtime.disk.scratch import ScratchFile
@@ -55,6 +56,7 @@ def machine_of(options: Options, place: Place) -> Machine:
         gradients=Gradients(streams, exact=options.lowering is Lowering.EAGER, ranks=ranks),
         place=place,
         device_update=DeviceUpdates(streams),
+        graphs=CudaGraphs(options.device) if options.device.type == "cuda" else None,
         detect_anomaly=options.detect_anomaly,
         progress=options.progress,
         disk=_scratch_disk(options),

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from megacompile.ir.stages import ArgRef, Code, ParamRef, SavedRef, Stage, Template
+from megacompile.ir.stages import ArgRef, Code, LoweredFn, ParamRef, SavedRef, Stage, Template
 from megacompile.ir.stream import Stream
 from megacompile.ir.tensors import TensorMeta
+from megacompile.runtime.device.replay import Graphs, Replay
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops import anomaly
 from megacompile.runtime.ops.group import Group, OpGroup
+
+# Calls before one is captured: a backward after its forward, which then saves in the same places.
+_FORWARDS, _BACKWARDS = 3, 6
 
 Random = tuple[torch.Tensor, ...]
 
@@ -56,7 +61,7 @@ class ComputeOps(OpGroup):
         return tensor
 
     def forward(self, stage: Stage, weights: Any, args: Any, saving: bool) -> tuple[Handle, ...]:
-        code = stage.traced.code[Code.FORWARD_SAVING if saving else Code.FORWARD]
+        code = self._code(stage, Code.FORWARD_SAVING if saving else Code.FORWARD)
         count = stage.result_count
 
         def run() -> Sequence[Any]:
@@ -64,6 +69,16 @@ class ComputeOps(OpGroup):
             return results if saving else results[:count]
 
         return self._issue_many((weights, args), run)
+
+    def _code(self, stage: Stage, code: Code) -> LoweredFn:
+        """The code of a stage; replayed, where it is the only one and the plan says so."""
+        function = stage.traced.code[code]
+        graphs = self.machine.graphs
+        if self.replays is None or graphs is None or self.recording is not None:
+            return function
+        if code not in self.replays:
+            self.replays[code] = _replay(stage, code, graphs)
+        return functools.partial(self.replays[code], function)
 
     def recompute(self, stage: Stage, weights: Any, args: Any, rng: Any) -> tuple[Handle, ...]:
         template = stage.traced
@@ -136,7 +151,7 @@ class ComputeOps(OpGroup):
             looks = anomaly.wanted(self.machine.detect_anomaly)
             given = list(inputs) if looks else ()
             inputs += [handle.value for handle in live]
-            found = template.code[Code.BACKWARD](inputs)
+            found = self._code(stage, Code.BACKWARD)(inputs)
             if looks:
                 anomaly.check(stage, given, found, inf=self.machine.detect_anomaly)
             return self._sort(stage, found, groups)
@@ -157,6 +172,24 @@ class ComputeOps(OpGroup):
                 # a view holds what it is a view of
                 merged[place[0]][place[1]] = gradient.detach()
         return [*of_args, *merged.items(), *found[len(stage.gradient_places) :]]
+
+
+def _replay(stage: Stage, code: Code, graphs: Graphs) -> Replay:
+    """The replay of a stage's code. Parameters stay in place, and what a captured forward saves."""
+    params = {i for i, ref in enumerate(stage.primals) if isinstance(ref, ParamRef)}
+    if code is not Code.BACKWARD:
+        away = range(len(stage.outputs))
+        return Replay(graphs, in_place=params, given_away=away, after=_FORWARDS)
+    return Replay(
+        graphs,
+        in_place=[
+            k
+            for k, item in enumerate(stage.traced.backward_inputs)
+            if isinstance(item, SavedRef) or item in params
+        ],
+        given_away=[k for k, place in enumerate(stage.gradient_places) if place is None],
+        after=_BACKWARDS,
+    )
 
 
 def _strides(template: Template, primals: Sequence[Any]) -> Sequence[tuple[int, ...]]:

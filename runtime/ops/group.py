@@ -9,7 +9,9 @@ import torch
 
 from megacompile import compat
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import Code
 from megacompile.ir.stream import Stream
+from megacompile.runtime.device.replay import Replay
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.disk.transfers import Request
 from megacompile.runtime.ops.machine import Machine
@@ -25,6 +27,8 @@ class OpGroup:
     def __init__(self, schedule: Schedule, machine: Machine) -> None:
         self.machine = machine
         self.gradient_params = schedule.gradient_params
+        replays = schedule.plan.cuda_graphs and machine.graphs is not None
+        self.replays: dict[Code, Replay] | None = {} if replays else None
         self.recording: Recording | None = None  # of the run that is on
         self.in_step = False  # is it the graph of `optimizer.step()`?
         self.parts: Mapping[int, BucketUpdate] = {}  # of the step that is on, by the bucket's key

@@ -19,6 +19,7 @@ from megacompile.runtime.device.forks import Live
 from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.pool import BufferPool
 from megacompile.runtime.device.ranks import Ranks
+from megacompile.runtime.device.replay import Graphs
 from megacompile.runtime.device.saved import SavedDisk
 from megacompile.runtime.device.slots import DeviceSlots
 from megacompile.runtime.device.streams import Handle, Streams
@@ -63,6 +64,7 @@ class Machine:
     staging: Staging | None = field(init=False)  # of what is on a disk
     host_updates: HostUpdates = field(init=False)
     copies: Background = field(init=False)  # brings what a step made on the device to the host
+    graphs: Graphs | None = None  # what captures code, if the device can
     tracer: Tracer | None = None  # while a trace of the model is on
     disk: Disk | None = None  # where the states of streamed buckets are, if not on the host
     host_budget: HostBudget = field(default_factory=HostBudget)  # makes all host buffers

@@ -67,7 +67,7 @@ def test_few_captures_and_the_same_bits(name: str) -> None:
     assert_few_captures(ours, compiled)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(long=True)
 @pytest.mark.parametrize("name", ON_GPU)
 @pytest.mark.filterwarnings("ignore")
 def test_few_captures_with_inductor(name: str) -> None:

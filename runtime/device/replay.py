@@ -1,0 +1,220 @@
+"""Code that is captured once and replayed: CUDA graphs.
+
+The host bounds the steps of a small model: Python launches hundreds of kernels, one by one. A CUDA
+graph (`torch.cuda.CUDAGraph`) launches all kernels of a stage at once. The first calls run the code
+itself, which tunes kernels and shows that inputs stay in place. The next call is captured.
+
+[Note: memory of a graph] A replay reads and writes the addresses of its capture.
+
+    inputs    that stay in place (parameters, what another graph has left) are read there; others
+              are copied to memory of the graph
+    results   stay in memory of the graph until the next replay. A call while one of them is still
+              held runs the code itself, in other memory. What leaves the schedule is a copy
+
+Numbers among the inputs are sizes that change. A graph is right for those of its capture; a call
+with other ones runs the code itself.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from megacompile import compat, log
+
+Code = Callable[[list[Any]], Sequence[torch.Tensor | None]]
+_MOST = 4  # captures of one piece of code; inputs that move again and again are not worth more
+_PATIENCE = 64  # calls with other inputs, one after another, until a graph goes
+
+
+class Graphs(Protocol):
+    """A device that captures."""
+
+    def capture(
+        self, code: Code, inputs: list[torch.Tensor]
+    ) -> tuple[Callable[[], None], list[torch.Tensor | None]]:
+        """Capture what `code` launches for these inputs; returns a function that launches it again,
+        and the results. Nothing is in these before it is called."""
+
+
+class CudaGraphs:
+    """The CUDA graphs of one model on a device. They share memory: one runs at a time, and what a
+    graph has left stays where it is."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side: torch.cuda.Stream | None = None
+        self._pool: Any = None
+        self._last: torch.cuda.Stream | None = None  # that a graph was launched on
+
+    def capture(
+        self, code: Code, inputs: list[torch.Tensor]
+    ) -> tuple[Callable[[], None], list[torch.Tensor | None]]:
+        """Capture what `code` launches: see `Graphs`.
+
+        Raises:
+            RuntimeError: it does what no graph can hold, such as waiting for the device.
+        """
+        if self._side is None:  # the default stream cannot be captured
+            self._side, self._pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
+        torch.cuda.synchronize(self._device)
+        self._side.wait_stream(current)
+        with torch.cuda.stream(self._side), _no_collections():
+            # other threads go on with their copies
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                results = list(code(inputs))
+            except BaseException:
+                try:
+                    graph.capture_end()
+                except RuntimeError:
+                    pass  # it says again that the capture has failed
+                raise
+            graph.capture_end()
+        current.wait_stream(self._side)
+
+        def replay() -> None:
+            stream = torch.cuda.current_stream(self._device)
+            if self._last is not None and self._last != stream:
+                stream.wait_stream(self._last)
+            self._last = stream
+            graph.replay()
+
+        return replay, results
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """What a collection frees may call CUDA in ways that end a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class Replay:
+    """The calls of one piece of code: see [Note: memory of a graph].
+
+    Args:
+        graphs: that captures.
+        in_place: the positions of the inputs that stay in place.
+        given_away: those of the results that leave the schedule.
+        after: so many calls run the code itself at least.
+    """
+
+    def __init__(
+        self,
+        graphs: Graphs,
+        *,
+        in_place: Collection[int],
+        given_away: Collection[int],
+        after: int,
+    ) -> None:
+        self._graphs = graphs
+        self._in_place = frozenset(in_place)
+        self._given_away = frozenset(given_away)
+        self._after = after
+        self._left = 0  # captures of the code
+        self._code: Code | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._calls = self._others = 0  # with the same places and sizes; with others
+        self._places: list[int] = []  # of inputs of the last call, or of the capture
+        self._sizes: list[Any] = []  # the same
+        self._replay: Callable[[], None] | None = None
+        self._copied: list[int] = []  # the inputs in memory of the graph
+        self._copies: list[torch.Tensor] = []
+        self._results: list[torch.Tensor | None] = []
+        self._storages: list[torch.UntypedStorage] = []  # of results and copies
+        self._uses: list[int] = []  # of them while no caller holds a result
+
+    def __call__(self, code: Code, inputs: list[Any]) -> Sequence[torch.Tensor | None]:
+        """The results of `code` for these inputs: tensors, and the numbers of their layouts."""
+        if code is not self._code:  # that of before may have been uncompiled
+            self._forget()
+            self._code, self._left = code, _MOST
+        if not self._left:
+            return code(inputs)
+        places = [inputs[i].data_ptr() for i in self._in_place]
+        sizes = [x for x in inputs if not isinstance(x, torch.Tensor)]
+        if self._replay is None:
+            same = places == self._places and sizes == self._sizes
+            self._calls = self._calls + 1 if same else 1
+            self._places, self._sizes = places, sizes
+            return self._captured(inputs) if self._calls > self._after else code(inputs)
+        if places != self._places or sizes != self._sizes:
+            self._others += 1
+            if self._others == _PATIENCE:
+                self._forget()
+            return code(inputs)
+        self._others = 0
+        if compat.storage_uses(self._storages) != self._uses:
+            return code(inputs)
+        if self._copied:
+            compat.FOREACH_COPY(self._copies, [inputs[i] for i in self._copied])
+        self._replay()
+        return self._handed()
+
+    def _handed(self) -> list[torch.Tensor | None]:
+        away = self._given_away
+        return [
+            r if r is None else r.clone() if k in away else r.detach()
+            for k, r in enumerate(self._results)
+        ]
+
+    def _captured(self, inputs: list[Any]) -> Sequence[torch.Tensor | None]:
+        """The results of a first replay; of the code itself, where that cannot be captured."""
+        assert self._code is not None
+        self._left -= 1
+        try:
+            replay = self._capture(self._code, inputs)
+        except (RuntimeError, ValueError) as error:  # and torch's OutOfMemoryError
+            log.logger("compile").info("a stage is not captured as a CUDA graph: %s", error)
+            self._forget()
+            self._left = 0
+            return self._code(inputs)
+        replay()
+        return self._handed()
+
+    def _capture(self, code: Code, inputs: list[Any]) -> Callable[[], None]:
+        """Capture the code, with copies of the inputs that do not stay in place.
+
+        Raises:
+            RuntimeError: the code does what no graph can hold, or memory is short.
+            ValueError: its inputs or results are not on one device, or results that leave the
+                schedule share memory.
+        """
+        tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
+        devices = {x.device for x in tensors.values()}
+        if len(devices) != 1:
+            raise ValueError("its inputs are not all on one device")
+        copies = {i: x.clone() for i, x in tensors.items() if i not in self._in_place}
+        given = [copies.get(i, x) for i, x in enumerate(inputs)]
+        replay, results = self._graphs.capture(code, given)
+        if any(r is not None and r.device not in devices for r in results):
+            raise ValueError("its results are not all on the device")
+        theirs = {_memory(x) for x in tensors.values()}
+        leaving = (results[k] for k in self._given_away)
+        away = [_memory(r) for r in leaving if r is not None]
+        if len({*away}) < len(away) or not theirs.isdisjoint(away):
+            raise ValueError("results that leave it share memory")
+        made = [x for x in (*copies.values(), *results) if x is not None]
+        own = {_memory(x): x for x in made if _memory(x) not in theirs}
+        self._replay, self._results = replay, results
+        self._copied, self._copies = list(copies), list(copies.values())
+        self._storages = [x.untyped_storage() for x in own.values()]
+        self._uses = compat.storage_uses(self._storages)
+        return replay
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

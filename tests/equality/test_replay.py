@@ -1,0 +1,305 @@
+"""CUDA graphs of models that fit: what a replay overwrites, and when the code itself runs.
+
+A device that captures is emulated: a replay runs the code again, on the addresses of its capture,
+and writes the results where they were. Beside it runs the same model without: the numbers are equal
+in every bit. On a GPU, beside real ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megacompile import explain, megacompile
+from tests import inside
+
+pytestmark = pytest.mark.skipif(not inside.has_cpp_compiler(), reason="needs a C++ compiler")
+
+STEPS = 16
+SETTLED = 12  # steps after which each call is a replay, in a plain loop
+
+
+class Emulated:
+    """A device that captures: see `megacompile.runtime.device.replay.Graphs`."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.fails = fails
+        self.captures = self.replays = 0
+
+    def capture(
+        self, code: Callable[[list[Tensor]], Sequence[Tensor]], inputs: list[Tensor]
+    ) -> tuple[Callable[[], None], list[Tensor]]:
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.captures += 1
+        state = torch.get_rng_state()
+        results = list(code(inputs))
+        torch.set_rng_state(state)
+        places = [_at_address(x) if isinstance(x, Tensor) else x for x in inputs]
+
+        def replay() -> None:
+            self.replays += 1
+            for old, new in zip(results, code(list(places)), strict=True):
+                if old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+        given = {x.data_ptr() for x in inputs if isinstance(x, Tensor)}
+        for result in results:
+            if result.is_floating_point() and result.data_ptr() not in given:
+                result.fill_(torch.nan)
+        return replay, results
+
+
+class Counted:
+    """The graphs of a GPU, and how often they are launched."""
+
+    def __init__(self) -> None:
+        self.device: Any = None
+        self.captures = self.replays = 0
+
+    def capture(self, code: Any, inputs: list[Tensor]) -> tuple[Callable[[], None], list[Tensor]]:
+        replay, results = self.device.capture(code, inputs)
+        self.captures += 1
+
+        def counted() -> None:
+            self.replays += 1
+            replay()
+
+        return counted, results
+
+
+def _at_address(tensor: Tensor) -> Tensor:
+    """A tensor of the same memory, which does not hold it."""
+    storage = tensor.untyped_storage()
+    if not storage.nbytes():
+        return tensor
+    memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+    there = torch.from_numpy(np.ctypeslib.as_array(memory)).untyped_storage()
+    made = torch.empty(0, dtype=tensor.dtype)
+    return made.set_(there, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+class Net(nn.Module):
+    """Two results; statistics that change; dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Tanh())
+        self.after = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.1), nn.GELU())
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.after(self.before(x))
+        return self.head(hidden), hidden.mean(0)
+
+
+def model(graphs: Any = None, device: str = "cpu") -> nn.Module:
+    torch.manual_seed(0)
+    options: Any = {"device": device, "lowering": "inductor", "gpu_memory": "1GiB"}
+    made = megacompile(Net(), cuda_graphs=graphs is not None, **options)
+    if isinstance(graphs, Counted):
+        graphs.device = inside.machine(made).graphs
+    inside.machine(made).graphs = graphs
+    return made
+
+
+Loop = Callable[[Any, Any, list[Tensor]], list[Tensor]]
+
+
+def usual(net: Any, optimizer: Any, batch: list[Tensor]) -> list[Tensor]:
+    y, mean = net(batch[0])
+    loss = y.square().mean() + mean.sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [y, mean, loss]
+
+
+def accumulates(net: Any, optimizer: Any, batch: list[Tensor]) -> list[Tensor]:
+    """The gradients of the first call are held while those of the second are made."""
+    losses = []
+    for x in batch:
+        losses.append(net(x)[0].square().mean())
+        losses[-1].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return losses
+
+
+def two_forwards(net: Any, optimizer: Any, batch: list[Tensor]) -> list[Tensor]:
+    """What the first forward has saved waits while the second one runs."""
+    (first, mean), (second, other) = map(net, batch)
+    loss = (first * second.detach()).mean() + second.square().mean() + (mean + other).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [first, second]
+
+
+def two_forwards_in_the_end(net: Any, optimizer: Any, batch: list[Tensor]) -> list[Tensor]:
+    """A captured backward meets what a forward has saved that was no replay."""
+    steps = optimizer.state[net.head.weight].get("step", 0)
+    return (usual if steps < SETTLED else two_forwards)(net, optimizer, batch)
+
+
+def keeps_the_graph(net: Any, optimizer: Any, batch: list[Tensor]) -> list[Tensor]:
+    loss = net(batch[0])[0].square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [loss]
+
+
+def holds_gradients(net: Any, optimizer: Any, batch: list[Tensor]) -> list[Tensor]:
+    """The user has the gradients of the step before, and those of `autograd.grad`."""
+    x = batch[0].requires_grad_()
+    of_x, of_head = torch.autograd.grad(net(x)[0].square().mean(), [x, net.head.weight])
+    net(batch[1])[0].square().mean().backward()
+    found = [p.grad for p in net.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    return [of_x, of_head, *found]
+
+
+def fills_gradients_with_zeros(net: Any, optimizer: Any, batch: Any) -> list[Tensor]:
+    net(batch[0])[0].square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    return []
+
+
+def clips(net: Any, optimizer: Any, batch: list[Tensor]) -> list[Tensor]:
+    net(batch[0])[0].square().mean().backward()
+    norm = nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+    optimizer.step()
+    optimizer.zero_grad()
+    return [norm]
+
+
+def evaluates(net: Any, optimizer: Any, batch: list[Tensor]) -> list[Tensor]:
+    net.eval()
+    with torch.no_grad():
+        before = net(batch[1])
+    return [*before, *usual(net.train(), optimizer, batch)]
+
+
+def replaces_a_parameter(net: Any, optimizer: Any, batch: list[Tensor]) -> list[Tensor]:
+    steps = optimizer.state[net.head.weight].get("step", 0)
+    if steps == SETTLED + 1:
+        net.head.weight.data = net.head.weight.data.clone().mul_(0.9)
+    return usual(net, optimizer, batch)
+
+
+def changes_an_output(net: Any, optimizer: Any, batch: list[Tensor]) -> list[Tensor]:
+    y, mean = net(batch[0])
+    y.mul_(2)
+    mean.add_(1)
+    (y.square().mean() + mean.square().sum()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [y, mean]
+
+
+def other_sizes(net: Any, optimizer: Any, batch: list[Tensor]) -> list[Tensor]:
+    """Some batches are smaller. The code for all sizes is captured for those that come again."""
+    steps = optimizer.state[net.head.weight].get("step", 0)
+    return usual(net, optimizer, [x[:5].clone() for x in batch] if steps in (2, SETTLED) else batch)
+
+
+LOOPS = [
+    usual,
+    accumulates,
+    two_forwards,
+    two_forwards_in_the_end,
+    keeps_the_graph,
+    holds_gradients,
+    fills_gradients_with_zeros,
+    clips,
+    evaluates,
+    replaces_a_parameter,
+    changes_an_output,
+    other_sizes,
+]
+
+
+def trained(net: nn.Module, loop: Loop, device: str = "cpu") -> list[Tensor]:
+    """What the steps of a loop return, as it is after the last one; then parameters, buffers."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    found: list[Tensor] = []
+    for _ in range(STEPS):
+        found += loop(net, optimizer, [torch.randn(8, 16, device=device) for _ in range(2)])
+    return [*found, *net.state_dict().values()]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.filterwarnings("ignore")
+def test_replays_change_nothing(loop: Loop) -> None:
+    emulated = Emulated()
+    plain, ours = trained(model(), loop), trained(model(emulated), loop)
+    assert emulated.replays > 0
+    assert [k for k, (a, b) in enumerate(zip(plain, ours, strict=True)) if not a.equal(b)] == []
+
+
+@pytest.fixture
+def waits_for_code() -> Iterator[None]:
+    """No stage runs uncompiled until its code is there: that rounds otherwise."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.filterwarnings("ignore")
+def test_replays_change_nothing_on_a_gpu(loop: Loop, waits_for_code: None) -> None:
+    graphs = Counted()
+    plain = trained(model(device="cuda"), loop, "cuda")
+    ours = trained(model(graphs, device="cuda"), loop, "cuda")
+    assert graphs.replays > 0
+    assert [k for k, (a, b) in enumerate(zip(plain, ours, strict=True)) if not a.equal(b)] == []
+
+
+def test_each_call_is_a_replay_in_the_end() -> None:
+    emulated = Emulated()
+    net = model(emulated)
+    optimizer = torch.optim.AdamW(net.parameters())
+    for _ in range(SETTLED):
+        usual(net, optimizer, [torch.randn(8, 16)])
+    before, held = emulated.replays, []
+    for _ in range(3):
+        held += usual(net, optimizer, [torch.randn(8, 16)])
+    assert emulated.replays - before == 2 * 3
+    assert emulated.captures == 2
+
+
+def test_code_that_cannot_be_captured_runs() -> None:
+    emulated = Emulated(fails=True)
+    plain, ours = trained(model(), usual), trained(model(emulated), usual)
+    assert emulated.captures == 0
+    assert all(map(torch.equal, plain, ours))
+
+
+@pytest.mark.parametrize(
+    ("options", "captured"),
+    [
+        ({}, True),
+        ({"cuda_graphs": False}, False),
+        ({"gpu_memory": "24KiB"}, False),  # it fits; twice what it keeps does not
+        ({"activations": "recompute"}, False),
+        ({"dynamic": True}, True),
+    ],
+    ids=str,
+)
+def test_the_plan_says_what_is_captured(options: dict[str, Any], captured: bool) -> None:
+    options = {"device": "cpu", "lowering": "inductor", "gpu_memory": "1GiB", **options}
+    net = megacompile(Net(), **options)
+    net(torch.randn(8, 16))[0].sum().backward()
+    assert ("captured as CUDA graphs" in str(explain(net))) is captured
