@@ -90,7 +90,7 @@ class CudaGraphs:
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """What a collection frees may call CUDA in ways that end a capture."""
+    """Put garbage collection off: what it frees may call CUDA in a way that ends the capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:

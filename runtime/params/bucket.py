@@ -290,8 +290,8 @@ class HostBucket:
 
     def keep_grads(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Takes gradients for a bucket that lives on the device, by index: in their own memory
-        where that is not shared, else as copies, in the memory of the last ones where nobody has
-        that any more."""
+        where that is not shared, else as copies, in the memory of the last ones where that is free
+        again."""
         dtype, values, strides = self.grad_dtype, self.values, self._strides
         copies: list[torch.Tensor] = []
         copied: list[torch.Tensor] = []

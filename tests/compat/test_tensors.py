@@ -23,6 +23,7 @@ def test_users_of_a_storage_are_counted_exactly() -> None:
     view, detached = tensor[1:], tensor.detach()
     assert [compat.storage_users(each) for each in (tensor, view, detached)] == [3, 3, 3]
     storage = tensor.untyped_storage()
+    assert compat.storage_uses([storage]) == [4]  # for this count it is one
     assert compat.storage_users(tensor) == 3  # Python's object of the storage is none
     del storage, view
     param = torch.nn.Parameter(detached)
