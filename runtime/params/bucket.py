@@ -290,8 +290,7 @@ class HostBucket:
 
     def keep_grads(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Takes gradients for a bucket that lives on the device, by index: in their own memory
-        where that is not shared, else as copies, in the memory of the last ones where that is free
-        again."""
+        where that is not shared, else as copies."""
         dtype, values, strides = self.grad_dtype, self.values, self._strides
         copies: list[torch.Tensor] = []
         copied: list[torch.Tensor] = []
@@ -303,18 +302,10 @@ class HostBucket:
             ):
                 self.grads[i] = gradient.detach()  # one name more: who else has it copies
                 continue
-            last = self.grads.get(i)
-            if last is None or not self._is_grad(last, i) or not compat.is_alone(last):
-                last = self.make_grad(i)
-            copies.append(last)
+            copies.append(self.make_grad(i))
             copied.append(gradient)
         if copies:
             compat.FOREACH_COPY(copies, copied)
-
-    def _is_grad(self, tensor: torch.Tensor, index: int) -> bool:
-        """True if a tensor looks as the gradient of a parameter that lives on the device does."""
-        like = self.values[index]
-        return tensor.device == like.device and tensor.dtype == (self.grad_dtype or like.dtype)
 
     def grads_bytes(self) -> int:
         """Bytes of memory for the gradients, where they are on the host."""
