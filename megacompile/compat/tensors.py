@@ -6,7 +6,7 @@ import functools
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -293,6 +293,13 @@ def free_device_bytes(device: torch.device) -> int:  # torch 2.11 to 2.15
 
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first that is set
+
+
+def end_allocation(device: torch.device, pool: Any) -> None:  # torch 2.11 to 2.15
+    """Stop allocating from the pool of a CUDA graph whose capture failed: ending the capture does
+    not get there if CUDA has invalidated it. No error if that has stopped already."""
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)
 
 
 def use_expandable_segments() -> bool:  # torch 2.11 to 2.15

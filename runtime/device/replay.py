@@ -17,9 +17,10 @@ with other ones runs the code itself.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -49,6 +50,7 @@ class CudaGraphs:
         self._device = device
         self._side: torch.cuda.Stream | None = None
         self._pool: Any = None
+        self._alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # in the pool
         self._last: torch.cuda.Stream | None = None  # that a graph was launched on
 
     def capture(
@@ -60,7 +62,9 @@ class CudaGraphs:
             RuntimeError: it does what no graph can hold, such as waiting for the device.
         """
         if self._side is None:  # the default stream cannot be captured
-            self._side, self._pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
+            self._side = torch.cuda.Stream(self._device)
+        if not self._alive:  # the pool of graphs that are gone may be gone too
+            self._pool = torch.cuda.graph_pool_handle()
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
         torch.cuda.synchronize(self._device)
         self._side.wait_stream(current)
@@ -70,12 +74,12 @@ class CudaGraphs:
             try:
                 results = list(code(inputs))
             except BaseException:
-                try:
+                with contextlib.suppress(RuntimeError):  # it says again that the capture has failed
                     graph.capture_end()
-                except RuntimeError:
-                    pass  # it says again that the capture has failed
+                compat.end_allocation(self._device, self._pool)
                 raise
             graph.capture_end()
+        self._alive.add(graph)
         current.wait_stream(self._side)
 
         def replay() -> None:
@@ -88,7 +92,7 @@ class CudaGraphs:
         return replay, results
 
 
-@contextmanager
+@contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
     """Put garbage collection off: what it frees may call CUDA in a way that ends the capture."""
     enabled = gc.isenabled()

@@ -36,6 +36,11 @@ def test_users_of_a_storage_are_counted_exactly() -> None:
     assert compat.storage_users(value) == 1
 
 
+@pytest.mark.gpu
+def test_allocation_in_a_pool_that_has_ended_already() -> None:
+    compat.end_allocation(torch.device("cuda", 0), torch.cuda.graph_pool_handle())
+
+
 def test_whose_memory_it_is() -> None:
     """Alone, shared with a base, or a part of it."""
     tensor, other = torch.zeros(4), torch.zeros(4)
