@@ -100,6 +100,7 @@ class Released:
         pending = self.buckets.machine.pending
         if pending:
             gc.collect()  # a loss without references lives until then
+            _clear_queue()
         if pending:
             raise ModelError(
                 f"released(): a forward of {self._name} waits for its backward, and what that "
@@ -206,3 +207,14 @@ class Released:
                         self.away.discard(key)
             finally:
                 buckets.moved()
+
+
+def _clear_queue() -> None:
+    """Drops what a failed backward has left in torch's queue of this thread.
+
+    Where a backward fails within another one (a reentrant checkpoint), the queue keeps the graph of
+    the other one until the next backward.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        one = torch.ones((), device="cpu", requires_grad=True)
+        (one * 1).backward()

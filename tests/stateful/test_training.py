@@ -199,7 +199,8 @@ class Training(Both):
 
     def __init__(self, pair: Pair) -> None:
         super().__init__(pair)
-        self.tied = self.stepped = self.replaced = self.frozen = False
+        self.tied = self.stepped = self.frozen = False
+        self.replaced = True  # maybe: parameters of another layout move in the next call
 
     # --- rules
 
@@ -336,7 +337,7 @@ class Training(Both):
         if sure == 0:  # it is captured anew
             for each in ("drop", "forget", "tie"):
                 self.both(each)
-            self.tied = True
+            self.tied = self.replaced = True
 
     @rule()
     def released(self) -> None:
