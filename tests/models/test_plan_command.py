@@ -84,6 +84,13 @@ def test_experts_take_the_time_of_those_that_are_chosen(
     assert dense_s < step_s < 1.5 * dense_s, (dense_s, step_s)
 
 
+def test_a_dtype_is_that_of_all_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of norms and biases too."""
+    assert "float32" in printed(capsys, TOWER, *SMALL).splitlines()[0]
+    first = printed(capsys, TOWER, *SMALL, "--dtype", "bfloat16").splitlines()[0]
+    assert "bfloat16" in first and "float32" not in first
+
+
 # --- what fits
 
 TIGHT = ("--gpu-memory", "720KiB")  # most buckets are streamed

@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,33 @@ def test_processes_that_do_not_get_ready_are_over(does: str, children: Run) -> N
             thread.join()
     assert pool.is_over and jobs.done()
     jobs.take(asked.part)
+
+
+def test_one_that_ends_before_it_has_read_its_request(
+    children: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request is longer than a pipe holds."""
+    monkeypatch.setattr(sys, "path", [*sys.path, "/" + "x" * 2**20])
+    children("exit 1")
+    pool = CompilePool(1, None, 1, loads=True)
+    asked = graph()
+    pool.submit([asked]).take(asked.part)
+    pool.stop()
+
+
+def test_their_children_end_with_them(children: Run, tmp_path: Path) -> None:
+    """Inductor's processes, which compile kernels."""
+    number = tmp_path / "number"
+    children(f"sleep 30 > /dev/null 2>&1 < /dev/null & echo $! > {number}; echo ready; wait")
+    pool = CompilePool(1, None, 1, loads=True)
+    jobs = pool.submit([graph()])
+    while not number.exists() or not number.read_text().strip():
+        time.sleep(0.01)
+    child = psutil.Process(int(number.read_text()))
+    pool.stop()
+    _, left = psutil.wait_procs([child], timeout=5)
+    assert not [each for each in left if each.status() != psutil.STATUS_ZOMBIE]
+    assert jobs.done()
 
 
 def test_they_end_with_an_error_and_are_kept_for_later_programs(
