@@ -109,7 +109,7 @@ def _other_options(
         tried["update in the backward"] = _in_backward(options)
         if options.state_dtype != "int8":
             tried["update in the backward, 8-bit states"] = _in_backward(small)
-    tried["one slot and one lookahead more"] = replace(
+    tried["one more slot and lookahead"] = replace(
         options, lookahead=options.lookahead + 1, slots=options.least_slots + 1
     )
     found = [_tried(now, name, partial(plan, changed)) for name, changed in tried.items()]

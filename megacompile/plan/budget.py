@@ -68,7 +68,8 @@ class Budget:
         self._problems = [*self._problems[-(_REMEMBERED - 1) :], problem]
 
     def holds(self, more_bytes: int, peak_bytes: int) -> bool:
-        """True if code fits that needs `more_bytes` beyond the plans, or `peak_bytes` in total."""
+        """True if code fits that needs `more_bytes` beyond the plans and `peak_bytes` at its
+        peak."""
         return max(self._needed_bytes + more_bytes, peak_bytes) <= self.size_bytes()
 
     def step_down(self) -> str:

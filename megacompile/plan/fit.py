@@ -24,7 +24,7 @@ _SMALLER = (
 
 def why_not(now: Scenario) -> tuple[str, ...]:
     """The memory that is too small and the smallest changes that would fix it; () if the step fits
-    or nothing is known."""
+    or may fit."""
     over = _device_over_bytes(now)
     if ahead := _first_too_small(now, over):
         return ahead
