@@ -28,6 +28,8 @@ import torch
 from megacompile import compat, log
 
 Code = Callable[[list[Any]], Sequence[torch.Tensor | None]]
+# Calls with the same inputs before a capture. A backward has them once its forward is captured.
+_WARM_UP = 3
 _MOST = 4  # captures of one piece of code; inputs that move again and again are not worth more
 _PATIENCE = 64  # calls with other inputs, one after another, until a graph goes
 
@@ -111,7 +113,6 @@ class Replay:
         graphs: that captures.
         in_place: the positions of the inputs that stay in place.
         given_away: those of the results that leave the schedule.
-        after: so many calls run the code itself at least.
     """
 
     def __init__(
@@ -120,12 +121,10 @@ class Replay:
         *,
         in_place: Collection[int],
         given_away: Collection[int],
-        after: int,
     ) -> None:
         self._graphs = graphs
         self._in_place = frozenset(in_place)
         self._given_away = frozenset(given_away)
-        self._after = after
         self._left = 0  # captures of the code
         self._code: Code | None = None
         self._forget()
@@ -154,7 +153,7 @@ class Replay:
             same = places == self._places and sizes == self._sizes
             self._calls = self._calls + 1 if same else 1
             self._places, self._sizes = places, sizes
-            return self._captured(inputs) if self._calls > self._after else code(inputs)
+            return self._captured(inputs) if self._calls > _WARM_UP else code(inputs)
         if places != self._places or sizes != self._sizes:
             self._others += 1
             if self._others == _PATIENCE:

@@ -17,9 +17,6 @@ from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops import anomaly
 from megacompile.runtime.ops.group import Group, OpGroup
 
-# Calls before one is captured: a backward after its forward, which then saves in the same places.
-_FORWARDS, _BACKWARDS = 3, 6
-
 Random = tuple[torch.Tensor, ...]
 
 
@@ -179,7 +176,7 @@ def _replay(stage: Stage, code: Code, graphs: Graphs) -> Replay:
     params = {i for i, ref in enumerate(stage.primals) if isinstance(ref, ParamRef)}
     if code is not Code.BACKWARD:
         away = range(len(stage.outputs))
-        return Replay(graphs, in_place=params, given_away=away, after=_FORWARDS)
+        return Replay(graphs, in_place=params, given_away=away)
     return Replay(
         graphs,
         in_place=[
@@ -188,7 +185,6 @@ def _replay(stage: Stage, code: Code, graphs: Graphs) -> Replay:
             if isinstance(item, SavedRef) or item in params
         ],
         given_away=[k for k, place in enumerate(stage.gradient_places) if place is None],
-        after=_BACKWARDS,
     )
 
 
