@@ -1,9 +1,10 @@
-"""Decides which calls are captured, and which graphs scheduled.
+"""Decides which calls are captured and which graphs are scheduled.
 
-Where that failed for the calls before, few try: what fails takes as long as what does not, and most
-often the next one fails too. Calls in `megacompile.eager(model)`, and those without gradients that
-keep making schedules, such as a loop that samples with a growing cache, run as plain code.
-Parameters are copied to the device for each use, as in any code that is not captured.
+After repeated failures only a few calls try again: a failed attempt takes as long as a successful
+one, and the next attempt usually fails too. Two kinds of calls run as plain code: calls in
+`megacompile.eager(model)`, and calls without gradients that keep making schedules, such as a
+sampling loop with a growing cache. Plain code copies each parameter to the device for each use,
+like any uncaptured code.
 """
 
 from __future__ import annotations
@@ -17,49 +18,48 @@ from typing import Any
 
 from megacompile import compat, notices
 
-_FIRST = 3  # calls in a row that are all tried
+_FIRST = 3  # consecutive calls that are all tried
 _MOST = 256  # calls between two tries
 
 
 class Attempts:
-    """The attempts of one captured function or graph: all calls at first, then every second,
-    fourth, ... one."""
+    """The attempts of one captured function or graph: every call at first, then every second call,
+    every fourth, and so on."""
 
     def __init__(self) -> None:
-        self.why_not = ""  # the last call that was tried failed
-        self._failed = 0  # in a row
-        self._wait = 0  # calls until the next try
+        self.why_not = ""  # the last attempt failed
+        self._failed = 0  # consecutive failures
+        self._wait = 0  # calls until the next attempt
 
     def is_due(self) -> bool:
-        """True if the call that begins is one to try."""
+        """True if the call that begins should be tried."""
         if self._wait:
             self._wait -= 1
             return False
         return True
 
     def traced(self) -> None:
-        """The call needed no attempt, or it succeeded."""
+        """Record a call that needed no attempt or succeeded."""
         self._failed = self._wait = 0
 
     def failed(self, why: str) -> None:
-        """It failed, and without it the call succeeded."""
+        """Record a failed attempt whose call then succeeded in eager mode."""
         self.why_not = why
         self._failed += 1
         if self._failed >= _FIRST:
             self._wait = min(_MOST, 2 ** (self._failed - _FIRST + 1)) - 1
 
 
-# A model that is another case in each call: it is captured, or its code made, at every step.
-#
-# It is one to Dynamo, which gives up only after hundreds of captures (`compat.CALL_OPTIONS`), or
-# what was captured needs other code for each set of sizes. Each takes seconds.
+# A model whose calls all differ: every step captures it again or compiles new code for it.
+# Either Dynamo recaptures it and gives up only after hundreds of captures (`compat.CALL_OPTIONS`),
+# or the captured graph needs new code for each set of sizes. Both take seconds per call.
 
-_CALLS = 16  # the newest ones
-_CAPTURED = 8  # so many of them: it is said
+_CALLS = 16  # the newest calls
+_CAPTURED = 8  # a warning after this many of them
 
 
 class CapturedAgain:
-    """Says once of a model that many of its calls capture it again, and why.
+    """Warns once if many calls of a model capture it again, and says why.
 
     Args:
         name: of the model.
@@ -68,15 +68,16 @@ class CapturedAgain:
     def __init__(self, name: str) -> None:
         self.name = name
         self.said = False
-        self._took_s: deque[float] = deque(maxlen=_CALLS)  # of each call: 0 if it captured nothing
+        self._took_s: deque[float] = deque(maxlen=_CALLS)  # per call; 0 if it captured nothing
 
     def note(self, compiled: Callable[..., Any], took_s: float, for_sizes: str = "") -> None:
-        """After a call that was not the first one.
+        """Record a call that was not the first one.
 
         Args:
-            compiled: what was called: a function that `torch.compile` gave.
-            took_s: what the call took in seconds, if it captured or made code; otherwise 0.
-            for_sizes: why it made code for other sizes of what was captured before, if it did.
+            compiled: the called function, as `torch.compile` returned it.
+            took_s: the call's duration in seconds if it captured or compiled something; otherwise
+                0.
+            for_sizes: why it compiled code for other sizes of an earlier capture, if it did.
         """
         if self.said:
             return
@@ -100,18 +101,18 @@ class CapturedAgain:
 
 # Calls that run as plain code.
 
-_NEW_CALLS = 4  # in a row, which all made programs
-_NEW_PROGRAMS = 24  # that these made: a program costs about a tenth of a second, and a capture more
+_NEW_CALLS = 4  # consecutive calls that all made programs
+_NEW_PROGRAMS = 24  # programs made by those calls: a program costs about 0.1 s, a capture more
 
 
 class EagerBlocks(threading.local):
-    """The blocks of `megacompile.eager` that this thread is in, for one model."""
+    """The `megacompile.eager` blocks of one model that this thread is in."""
 
     depth = 0
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Calls of this thread are not captured inside."""
+        """Disable capture for this thread's calls inside the block."""
         self.depth += 1
         try:
             yield
@@ -120,10 +121,11 @@ class EagerBlocks(threading.local):
 
 
 class EverNew:
-    """Says of calls without gradients which are captured.
+    """Decides which calls without gradients are captured.
 
-    All of them at first. Of a function whose calls made programs several times in a row, many
-    together, every second one, then every fourth, ... One that made none brings them closer again.
+    At first, all of them. If consecutive calls of a function each made programs, and many together,
+    only every second call is captured, then every fourth, and so on. A captured call that made no
+    program shortens the interval again.
 
     Args:
         name: of the model.
@@ -135,10 +137,10 @@ class EverNew:
         self._rows = weakref.WeakKeyDictionary[Callable[..., Any], _Row]()
 
     def is_due(self, compiled: Callable[..., Any]) -> bool:
-        """True if the call that begins is one to capture.
+        """True if the call that begins should be captured.
 
         Args:
-            compiled: what is called: a function that `torch.compile` gave.
+            compiled: the called function, as `torch.compile` returned it.
         """
         row = self._rows.setdefault(compiled, _Row())
         if row.wait:
@@ -147,7 +149,7 @@ class EverNew:
         return True
 
     def note(self, compiled: Callable[..., Any], made: int) -> None:
-        """After a call that was captured, and made so many programs."""
+        """Record a captured call and the number of programs that it made."""
         row = self._rows[compiled]
         row.note(made)
         if self._said or not row.wait:
@@ -164,11 +166,11 @@ class EverNew:
 
 
 class _Row:
-    """The newest calls of one function, those that made programs one after the other."""
+    """The newest consecutive calls of one function that made programs."""
 
     def __init__(self) -> None:
         self.calls = self.programs = 0
-        self.wait = 0  # calls until the next one that is captured
+        self.wait = 0  # calls until the next captured one
         self._between = 0
 
     def note(self, made: int) -> None:

@@ -1,14 +1,14 @@
-"""The nodes that join a program to the user's autograd: one for each captured graph, and gates.
+"""The autograd nodes that connect a program to the user's graph: one per captured graph, and gates.
 
-The node's forward runs the forward schedule, its backward the backward schedule. The parameters are
-inputs of the gates, which hand over their gradients once the node's backward has run:
+The node's forward runs the forward schedule, its backward runs the backward schedule. The
+parameters are inputs of the gates, which return their gradients after the node's backward:
 
     loss <- node <- gate <- parameters
             node <- other inputs of the graph
 
-Autograd then accumulates them and runs the hooks, as it does for any gradient. There is one gate
-for all parameters, or one for each where hooks are registered: they run in the order in which the
-plain model's would, from the parameter that is used last to the first.
+Autograd then accumulates the gradients and runs hooks as usual. All parameters share one gate; if
+hooks are registered, each parameter has its own gate, so that hooks run in the plain model's order:
+from the parameter that is used last to the one that is used first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megacompile.runtime.params.proxies import Link
 
 
 class Recorded(Protocol):
-    """A call of a program, which autograd holds: see `call.Call`."""
+    """A call of a program, held by autograd: see `call.Call`."""
 
     program: Program
 
@@ -39,11 +39,11 @@ class Recorded(Protocol):
         """Run the backward schedule; returns the gradients of the inputs, by position."""
 
     def gradients_for(self, places: Sequence[ParamId]) -> list[torch.Tensor | None]:
-        """The gradients that a gate hands over."""
+        """The gradients that a gate returns."""
 
 
 def users(call: compat.BackwardCall) -> Users:
-    """The users of parameters in a backward, found once."""
+    """The autograd nodes that use parameters in a backward, found once."""
     if call.users is None:
         call.users = users_of(call, Graph, Gate, Link)
     found: Users = call.users
@@ -51,7 +51,7 @@ def users(call: compat.BackwardCall) -> Users:
 
 
 class Gate(torch.autograd.Function):
-    """Joins parameters to a captured graph: their gradients come from its call."""
+    """Connects parameters to a captured graph, whose call computes their gradients."""
 
     @staticmethod
     def forward(
@@ -71,7 +71,7 @@ class Gate(torch.autograd.Function):
 
 
 def nodes_behind(token: torch.Tensor) -> list[object]:
-    """The AccumulateGrad nodes that the gates behind a token lead to, in the order of the gates."""
+    """The AccumulateGrad nodes that a token's gates lead to, in the order of the gates."""
     found: list[object] = []
     gate: Any = token.grad_fn
     while gate is not None:
@@ -85,7 +85,8 @@ class Graph(torch.autograd.Function):
     """A captured graph.
 
     Args:
-        positions: of the inputs that require grad, among all; parameters are the gates' inputs.
+        positions: positions of the inputs that require grad; parameters are inputs of the gates
+            instead.
     """
 
     @staticmethod

@@ -1,9 +1,10 @@
-"""The buckets of a model: its parameters go into them, move with them, and are given up again.
+"""The buckets of a model: takes over its parameters, moves them between host and device, releases
+them.
 
-take over    parameters are in buckets, on the host or, those that live there, on the device
-move         a bucket goes to the other of the two, where the plans want it
-adopt        what the user replaced since the last call goes into the buckets
-let go       parameters that left the model do without them
+take over    copy parameters into buckets, on the host or (residents) on the device
+move         move a bucket between host and device, to where the plans want it
+adopt        copy what the user replaced since the last call into the buckets
+let go       release parameters that left the model from their buckets
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ class ModelBuckets:
         options: validated.
         divide: returns the units of a model.
         compiler: returns a `Compiler` for units.
-        contents: what fills the buckets; None: the parameters have their values.
+        contents: the source of the parameters' values; None: the parameters have them already.
         room: host memory for parameters. Default: no limit.
     """
 
-    plans: Plans  # for the buckets as they are laid out now
+    plans: Plans  # for the current layout of the buckets
     proxies: Proxies
 
     def __init__(
@@ -81,7 +82,7 @@ class ModelBuckets:
         ranks = self.machine.ranks
         self.alone = threading.RLock()  # the swap and the slots serve one call at a time
         self.notice = EagerNotice(self.machine.links)
-        self._noted: set[int] = set()  # of `notice.read`, what the plans know of
+        self._noted: set[int] = set()  # the part of `notice.read` that the plans know
         self._aliases = AliasNotice()
         self._aliases.of_model(model)
         if ranks is not None:
@@ -90,7 +91,7 @@ class ModelBuckets:
                 contents.share(made, ranks)
         self._take_over(frozenset(), contents, room=room)
 
-    @torch.inference_mode(False)  # what is allocated here outlives the mode
+    @torch.inference_mode(False)  # memory allocated here outlives inference mode
     def _take_over(
         self,
         resident: frozenset[int],
@@ -101,19 +102,20 @@ class ModelBuckets:
         """Move parameters to buckets, bucket by bucket, and buffers to the device.
 
         Args:
-            resident: keys of the buckets that live on the device, where the user does not say.
-            contents: what fills the buckets, on the host. They move from there.
-            stored: keys of those on the disk, where they have moved before.
+            resident: keys of the buckets that live on the device, unless the user chose them.
+            contents: the source of the values; it fills the buckets on the host, and they move from
+                there.
+            stored: keys of the buckets on the disk, if they have moved before.
             room: host memory for parameters, the first time.
         """
         packed.settle(self.model)
         self._twins = packed.twins(self.model)
         units = self.divide(self.model)
-        # what packed parameters are made of is frozen: it is not asked whether it is a parameter
+        # the leaves of packed parameters are frozen, parameters or not
         named = {x.name: cast(nn.Parameter, x.tensor) for x in packed.leaves(self.model)}
         before = bool(self.machine.buckets)
         self.machine.buckets.clear()
-        self.machine.trained.clear()  # their updates are of buckets that are gone
+        self.machine.trained.clear()  # their updates refer to old buckets
         self.machine.labels.clear()
         if self.options.resident is not None:
             resident = start.first_that_fit(units, named, self.options)
@@ -133,7 +135,7 @@ class ModelBuckets:
         ):
             filling = Filling(self.options.device, Background("megacompile-parameters"))
         with bar("moving parameters to the host", total, self.options.progress, unit="B") as step:
-            kept = 0  # bytes freed since the last time that they were given back
+            kept = 0  # bytes freed since the cache was last emptied
             for unit in units:
                 params = [named[place.name] for place in unit.bucket.params]
                 key = unit.bucket.key
@@ -153,7 +155,7 @@ class ModelBuckets:
                     trim_heap()
                     kept = 0
         if self.options.device.type == "cuda":
-            torch.cuda.empty_cache()  # where the parameters were
+            torch.cuda.empty_cache()  # the parameters' old memory
         self.machine.gradients.bind(self.machine.buckets)
         self.machine.slots.forget()
         on_disk = frozenset(self.machine.buckets if self.machine.disk is not None else ())
@@ -165,19 +167,20 @@ class ModelBuckets:
         self._make_proxies()
 
     def _make_proxies(self) -> None:
-        """Last of all: if they fit, everything else does, though an interrupt came in between."""
+        """Make the proxies last: if they fit the model, so does everything else, even after an
+        interrupt."""
         self.data_parallel.forget()
         self.follow_leaves()
         self.proxies = Proxies(self.model, self.options.device, self._source, self.notice)
 
     def follow_leaves(self) -> None:
-        """Moves the attributes of packed parameters to where their leaves are now."""
+        """Moves the attributes of packed parameters to the memory of their leaves."""
         for twin, leaf in self._twins:
             twin.data = leaf.data
         follow_parts(self.model)
 
     def before_step(self) -> None:
-        """Say what an optimizer's step would lose, and move what is to move."""
+        """Warn of gradients that an optimizer's step would lose, and apply pending moves."""
         self.machine.steps += 1
         if self.machine.ranks is not None:
             self.machine.ranks.agreement.steps += 1
@@ -187,7 +190,7 @@ class ModelBuckets:
         self.move_if_wanted()
 
     def move_if_wanted(self) -> None:
-        """Carry out what the plans say of buckets and states, unless a backward is to come."""
+        """Apply the plans' placement of buckets and states, unless a backward is pending."""
         now = self.plans.placement
         if self.plans.wanted == now or self.machine.pending:
             return
@@ -195,7 +198,7 @@ class ModelBuckets:
             wanted = self.plans.wanted
             moving = wanted.moving(now)
             if self.machine.links and not self.proxies.are_in:
-                self._make_proxies()  # the last ones hold the links of a forward that is lost
+                self._make_proxies()  # drops the links of an abandoned forward
             if not self.machine.may_move(moving):
                 return
             params = [p for key in moving for p in self.machine.buckets[key].params]
@@ -207,25 +210,25 @@ class ModelBuckets:
                 self._move(wanted)
 
     def _aliased(self, keys: Iterable[int]) -> Iterator[nn.Parameter]:
-        """Parameters of buckets whose memory others have names for."""
+        """Parameters of buckets whose memory other code references."""
         for bucket in (self.machine.buckets[key] for key in keys):
-            bucket.pending.wait()  # an update in flight holds the memory too
+            bucket.pending.wait()  # an update in flight references the memory too
             yield from (p for i, p in enumerate(bucket.params) if bucket.aliased(i))
 
     def _stay(self, why: str) -> None:
-        """Leave the buckets where they are for good, whatever the plan says of them."""
+        """Pin the buckets to where they are, whatever the plan wants."""
         self.data_parallel.say(why)
         self.plans.stay(why)
 
     @torch.inference_mode(False)
     def _move(self, wanted: Placement) -> None:
-        """Moves the buckets to where they are wanted.
+        """Moves the buckets to the given placement.
 
-        Gradients move along; optimizer states when the next step finds them elsewhere.
+        Gradients move with them; optimizer states move in the next step.
         """
-        self.machine.slots.forget()  # its memory is for buckets that come to the device
+        self.machine.slots.forget()  # frees memory for buckets that come to the device
         places = wanted.places
-        first = places.weights_on_disk  # these leave host memory
+        first = places.weights_on_disk  # these free host memory
         with line("", self.options.progress):
             for key in sorted(self.machine.buckets, key=lambda key: key not in first):
                 weights, states, *_ = places[key]
@@ -233,10 +236,11 @@ class ModelBuckets:
                 undone(functools.partial(self.move_bucket, key, resident, stored=stored))
                 self._place_states(self.machine.buckets[key], states is Tier.DISK)
         self.moved()
-        self.plans.moved(wanted)  # until here an interrupt leaves a move that begins again
+        self.plans.moved(wanted)  # after an interrupt before this line, the move starts over
 
     def _place_states(self, bucket: HostBucket, on_disk: bool) -> None:
-        """Moves the states of a streamed bucket to the disk, or to the host, from now on."""
+        """Moves the states of a streamed bucket to the disk or to the host, from the next step
+        on."""
         disk = self.machine.disk if on_disk and bucket.resident is None else None
         if disk is not bucket.disk:
             bucket.pending.wait()
@@ -245,7 +249,7 @@ class ModelBuckets:
             bucket.states = StateMemory(bucket)
 
     def moved(self) -> None:
-        """Buckets are elsewhere."""
+        """Record that buckets have moved."""
         self.machine.gradients.bind(self.machine.buckets)
         self._make_proxies()
 
@@ -258,11 +262,11 @@ class ModelBuckets:
         stored: bool = False,
         reallocate: bool = False,
     ) -> None:
-        """Moves a bucket to the device, or to the host, and there, with `stored`, its parameters to
-        the disk; `moved` comes after the last one.
+        """Moves a bucket to the device or to the host; with `stored`, its parameters move on to the
+        disk. Call `moved` after the last bucket.
 
         Args:
-            reallocate: it gets other memory where it lives there already.
+            reallocate: allocate new memory even if the bucket lives there already.
         """
         old = self.machine.buckets[key]
         stored = stored and not resident
@@ -295,13 +299,13 @@ class ModelBuckets:
         return any(id(part) in self._places.of for part in (param, *parts_of(param)))
 
     def disown(self) -> None:
-        """Own nothing any more: the parameters have left the buckets."""
+        """Drop all buckets, after the parameters have left them."""
         self._places.note(())
         forget(self)
         self.data_parallel.end()
 
     def let_go(self) -> None:
-        """Give up parameters that were taken out of the model since its last call."""
+        """Release parameters that were removed from the model since its last call."""
         with self.alone, unguarded():
             params = {id(param) for param in self.model.parameters()}
             for bucket in self.machine.buckets.values():
@@ -318,7 +322,7 @@ class ModelBuckets:
             sharding.check_divided(self.model, ranks)
 
     def _anew(self) -> None:
-        """Take over again, with each old bucket freed while the next is filled."""
+        """Take over again; each old bucket is freed while the next one is filled."""
         self.proxies.forget()
         self.machine.gradients.bind({})
         now = self.plans.placement.places
@@ -344,13 +348,14 @@ class ModelBuckets:
             if pending.in_flight is not None and pending.in_flight.done():
                 pending.wait()
             if pending.torn is not None:
-                pending.check()  # who restores it may read it, and not train with it
+                pending.check()  # code that restores it may read it, but not train with it
             if bucket.has_copy:
                 bucket.refresh()
         buffers_to(self.model, self.options.device, modules)
 
     def follow_plans(self) -> None:
-        """Move what the plans want elsewhere, unless something around the call forbids it."""
+        """Move buckets to where the plans want them, unless something around the call forbids
+        it."""
         self.plans.say_stays(self.data_parallel.around() or self.plans.placement.stays)
         updates = self.machine.in_backward
         if updates is not None and updates.accumulating:
@@ -361,18 +366,18 @@ class ModelBuckets:
         self.move_if_wanted()
 
     def rest(self, buckets: Sequence[Bucket]) -> Schedule:
-        """A schedule whose update is that of these buckets, where they are."""
+        """Return a schedule that only updates these buckets, at their current placement."""
         return self.plans.rest(buckets)
 
     def _note_fetches(self) -> None:
-        """Tells plans of the buckets that eager code has read since."""
+        """Tells plans which buckets eager code has read since the last call."""
         new = self.notice.read - self._noted
         if not new:
             return
         self._noted |= new
         read = [b for b in self.machine.buckets.values() if not new.isdisjoint(map(id, b.params))]
         if self.data_parallel.holds([param for bucket in read for param in bucket.params]):
-            return  # they cannot move
+            return  # these cannot move
         trained = {
             bucket.layout.key: [i for i, p in enumerate(bucket.params) if p.requires_grad]
             for bucket in read
@@ -380,8 +385,7 @@ class ModelBuckets:
         self.plans.note_fetches([bucket.whole for bucket in read], trained)
 
     def _finds_gradients(self) -> bool:
-        """True if a forward whose backward comes finds gradients on the device, for the first
-        time."""
+        """True if, for the first time, a forward with a backward finds gradients on the device."""
         return (
             torch.is_grad_enabled()
             and self.options.plans
@@ -392,7 +396,7 @@ class ModelBuckets:
         )
 
     def _adopt(self, fits: bool) -> None:
-        """Take over parameters whose memory was replaced, and new ones."""
+        """Take over new parameters and parameters whose memory was replaced."""
         buckets = self.machine.buckets.values()
         params = {id(param) for param in self.model.parameters()}
         for bucket in buckets:
@@ -417,13 +421,13 @@ class ModelBuckets:
             self._make_proxies()  # a parameter's memory may have been moved
 
     def _leave_to_others(self) -> None:
-        """Give buckets other memory where other code holds what a parameter has left: code that has
-        put something else into `p.data` for a while (the average of an EMA) puts that back."""
+        """Reallocate buckets whose old memory other code still references: code that temporarily
+        replaced `p.data` (by the average of an EMA) writes it back later."""
         left = [key for key, bucket in self.machine.buckets.items() if bucket.left_to_others()]
         for key in left:
             old = self.machine.buckets[key]
             resident, stored = old.resident is not None, old.on_disk is not None
-            del old  # its gradients and parameters go one by one
+            del old  # its gradients and parameters move one by one
             undone(
                 functools.partial(self.move_bucket, key, resident, stored=stored, reallocate=True)
             )
@@ -432,7 +436,7 @@ class ModelBuckets:
 
 
 def _show_again(gradients: Sequence[tuple[nn.Parameter, torch.Tensor | None]]) -> None:
-    """Set `p.grad` where an interrupt came before its bucket had moved."""
+    """Set `p.grad` if an interrupt came before its bucket had moved."""
     for param, gradient in gradients:
         if param.grad is None and gradient is not None:
             param.grad = gradient.to(param.device)

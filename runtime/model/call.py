@@ -1,4 +1,4 @@
-"""One call of a program: its forward, what its backward needs, and that backward."""
+"""One call of a program: its forward, the tensors saved for its backward, and the backward."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from megacompile.runtime.params.proxies import StreamedParameter
 def run(program: Program, args: Sequence[Any]) -> list[Any]:
     """Call a program with a captured graph's inputs; returns the graph's outputs.
 
-    What the graph changes in place is changed afterwards, for autograd too.
+    In-place changes of the graph are visible afterwards, to autograd too.
     """
     call = Call(program, args)
     if any(program.differentiable(k) for k in program.tensor_outputs()):
-        with torch.enable_grad():  # the graph itself may do so
+        with torch.enable_grad():  # the graph itself may
             trained = [k for k in program.other_tensors(args) if args[k].requires_grad]
             computed = compat.apply(
                 Graph, call, call.gates(), trained, *map(args.__getitem__, trained)
@@ -73,17 +73,17 @@ def _view(
     *,
     requires_grad: bool,
 ) -> torch.Tensor:
-    """A view of an input, `offset` elements after its first one."""
+    """A view of an input that starts `offset` elements after the input's first."""
     base = tensor if requires_grad or not tensor.requires_grad else tensor.detach()
-    with torch.enable_grad():  # what `no_grad` lets be made must not be changed in place without
+    with torch.enable_grad():  # autograd refuses to change a `no_grad` view in place
         return base.as_strided(shape, stride, base.storage_offset() + offset)
 
 
 def _record(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    """Tells autograd that a tensor, which holds its new value already, was changed in place.
+    """Tells autograd that a tensor was changed in place; the tensor already holds its new value.
 
-    So gradients of later uses go through the graph that changed it. A leaf that requires grad has
-    no history: it can only have been changed where autograd does not look (`detach()`).
+    Gradients of later uses then go through the graph that changed it. A leaf that requires grad
+    gets no history: it can only have been changed outside of autograd (`detach()`).
     """
     if new.requires_grad and not (tensor.is_leaf and tensor.requires_grad):
         with torch.enable_grad():
@@ -91,7 +91,7 @@ def _record(tensor: torch.Tensor, new: torch.Tensor) -> None:
 
 
 class Call:
-    """One forward of a program, and what its backward needs."""
+    """One forward of a program, with the tensors saved for its backward."""
 
     def __init__(self, program: Program, args: Sequence[Any]) -> None:
         self.program = program
@@ -102,23 +102,23 @@ class Call:
         self.streamed: list[StreamedParameter] = [args[k] for k in program.streamed]
         self.values = program.values(args)
         self.saved_values: dict[str, Any] | None = None
-        self.shared: list[Source] = []  # the tensors in whose memory they are
+        self.shared: list[Source] = []  # the tensors whose storage they alias
         self.observed = compat.ddp_around() is not None
-        self.outputs: Watched = {}  # that a user may hook
-        self._handed: dict[int, dict[ParamId, torch.Tensor]] = {}  # to gates, by the backward
+        self.outputs: Watched = {}  # which the user may hook
+        self._handed: dict[int, dict[ParamId, torch.Tensor]] = {}  # from the backward to the gates
 
     def gates(self) -> torch.Tensor | None:
-        """The gates of this call, the one behind the node; None where nothing is trained."""
+        """The node's link to the gates of this call; None if nothing is trained."""
         gradients = self.machine.gradients
         if not self.places:
             return None
         token = self._gates()
         while gradients.follow(self.places, nodes_behind(token)):
-            token = self._gates()  # other nodes have other hooks
+            token = self._gates()  # new nodes may have other hooks
         return token
 
     def _gates(self) -> torch.Tensor:
-        """The gates; each parameter has one of its own where a hook waits for a gradient."""
+        """Create the gates; each parameter has its own gate if a hook waits for a gradient."""
         gradients = self.machine.gradients
         groups = [self.places]
         if gradients.ends(self.places).hooked:
@@ -130,7 +130,7 @@ class Call:
 
     @compat.opaque
     def gradients_for(self, places: Sequence[ParamId]) -> list[torch.Tensor | None]:
-        """The gradients that a gate hands over; they are not held afterwards."""
+        """The gradients that a gate returns; the call no longer references them."""
         number = compat.backward_id()
         handed = self._handed.get(number, {})
         found = [handed.pop(place, None) for place in places]
@@ -142,7 +142,7 @@ class Call:
         """Run the forward schedule; returns the computed outputs, each once.
 
         Args:
-            recorded: autograd holds this call, and a backward may come.
+            recorded: autograd holds this call, and a backward may follow.
         """
         with self.machine.running:
             self.machine.gradients.forget()
@@ -186,8 +186,8 @@ class Call:
     def backward(
         self, node: object, given: Sequence[torch.Tensor | None]
     ) -> dict[int, torch.Tensor]:
-        """Run the backward schedule on the outputs' gradients; returns those of the other inputs,
-        by position. Those of the parameters are for the gates.
+        """Run the backward schedule on the outputs' gradients; returns the gradients of the other
+        inputs, by position. The gates return the gradients of parameters.
         """
         positions = self.program.tensor_outputs()
         tangents = {
@@ -211,19 +211,19 @@ class Call:
             finally:
                 self.machine.run = None
         if self.saved_values is None:
-            self.inputs_by_name = {}  # a reference to the loss keeps this call
+            self.inputs_by_name = {}  # a reference to the loss keeps this call alive
         self.program.ran_backward = True
         self._handed[compat.backward_id()] = of_params
         return {self.program.inputs[name]: gradient for name, gradient in of_inputs.items()}
 
     def _line(self) -> AbstractContextManager[None]:
-        """Says what is waited for, in the first backward."""
+        """Shows progress during the first backward."""
         if self.program.ran_backward or self.machine.steps:
             return nullcontext()
         return line("running the first backward", self.machine.progress)
 
     def _prepare(self, node: object) -> GradientRun:
-        """Find out who wants the parameters' gradients in this backward, and who else is there."""
+        """Find the consumers of the parameters' gradients in this backward, and other producers."""
         found = map(users, compat.backward_calls())
         return GradientRun(
             self.machine.gradients,
@@ -237,12 +237,12 @@ class Call:
             try:
                 return self._attempt(dict(tangents))
             except torch.OutOfMemoryError as error:
-                ran_out = shortage.first_line(error)  # not the error: its frames hold memory
+                ran_out = shortage.first_line(error)  # drop the error: its frames hold memory
             self._start_again(ran_out)
 
     def _start_again(self, ran_out: str) -> None:
-        """After a backward that ran out of device memory: the forward again, by a plan that needs
-        less. Gradients that are on the host already stay as they are."""
+        """After a backward that ran out of device memory, repeat the forward with a plan that needs
+        less. Gradients that are already on the host stay as they are."""
         program, run = self.program, self.machine.current_run()
         self.saved_values = None
         why = ""
@@ -280,11 +280,11 @@ class Call:
                 pool = self.machine.activations
                 inputs[name] = taken(saved_values, name, elsewhere, pool, queue)
         del tangents, saved_values
-        progress.now("running the first backward")  # code may have been made since that was said
+        progress.now("running the first backward")  # code may have been compiled since
         return executor.backward(inputs)
 
     def _executor(self, tangents: tuple[int, ...]) -> Executor:
-        """The schedule for these gradients; wrong guesses of the forward are corrected here."""
+        """Return the schedule for these gradients; corrects wrong guesses of the forward."""
         program, wanted = self.program, self._wanted(tangents).schedule
         forward = program.executor(self.variant).schedule
         reuse = self.machine.slots.generation == self.generation and bool(forward.reused)
@@ -318,13 +318,13 @@ class Call:
         return executor
 
     def _wanted(self, tangents: tuple[int, ...]) -> Executor:
-        """Has the backward for these gradients; the forward's own, where that guessed them."""
+        """Return the backward for these gradients: the forward's own if it guessed them."""
         expected = tangents == self.variant.tangents
         variant = self.variant if expected else Variant(tangents, keep_last=False)
         return self.program.executor(variant)
 
     def _defers(self, run: GradientRun) -> bool:
-        """True if the sum of gradients over replicas is left to a later backward."""
+        """True if a later backward sums the gradients over replicas."""
         ranks = self.machine.ranks
         more = ranks is not None and ranks.replicas > 1 and self.machine.micro_steps.more
         run.backward.last = not more
@@ -386,7 +386,7 @@ class Call:
         return taken
 
     def _check(self, tangents: tuple[int, ...]) -> None:
-        """Raise where this backward would compute on other values than the forward did."""
+        """Raise if this backward would compute with other values than the forward did."""
         name = self.program.capture.name
         if compat.in_compiled_autograd():
             raise BackwardError(
@@ -415,7 +415,7 @@ class Call:
             )
 
     def _check_parameters(self, tangents: tuple[int, ...]) -> None:
-        """Raise where one that this backward reads was changed since the forward."""
+        """Raise if a parameter that this backward reads was changed since the forward."""
         read = None if self.machine.in_backward is not None else self._wanted(tangents)
         for proxy, version in zip(self.streamed, self.param_versions, strict=True):
             bucket, index = self.machine.place(proxy)
@@ -428,10 +428,10 @@ class Call:
                 )
 
     def _needed(self, tangents: tuple[int, ...]) -> Iterator[str]:
-        """The names of what this backward takes: not all that a backward may is saved for any."""
+        """The names of the values that this backward reads: a subset of all that may be saved."""
         executor = self._wanted(tangents)
         elsewhere = self.program.executor(self.variant).elsewhere | executor.elsewhere
         for name in executor.inputs("backward"):
-            yield elsewhere.get(name, name)  # where the forward has left it
+            yield elsewhere.get(name, name)  # the forward left it there
             yield name
         yield from executor.constants("backward")

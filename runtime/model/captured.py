@@ -1,8 +1,8 @@
 """The callable that Dynamo gets back for a captured graph: it runs the graph's schedules.
 
-A `CapturedGraph` is called with whatever parameters and shapes come; for each kind of call it
-keeps a `Program`: the schedules for it, built at first use. Where Dynamo captured sizes as symbols,
-one program serves all their values (`megacompile.runtime.model.symbolic`), if it can be traced so.
+A `CapturedGraph` accepts any parameters and shapes. For each kind of call it keeps a `Program`,
+whose schedules are built at first use. If Dynamo captured sizes as symbols, one program serves all
+their values (`megacompile.runtime.model.symbolic`), provided it can be traced with symbols.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from megacompile.runtime.params.eager_notice import share
 from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.runtime.step.step import Updates
 
-_REFUSED = object()  # among a kind's keys: no more programs with symbols are tried
-_NOT_WITH_SYMBOLS = (  # what tracing with symbols may raise where tracing with numbers does not
+_REFUSED = object()  # in a kind's keys: try no more programs with symbols
+_NOT_WITH_SYMBOLS = (  # tracing with symbols may raise these where tracing with numbers succeeds
     UnsupportedGraphError,
     compat.UntraceableSymbols,
     RuntimeError,
@@ -53,37 +53,38 @@ _NOT_WITH_SYMBOLS = (  # what tracing with symbols may raise where tracing with 
     AssertionError,
 )
 _OTHER = "each kind of inputs, and each way that the model's code takes for sizes, has its own code"
-SHAPES_AT_ONCE = 8  # inference shapes that are scheduled when they first come
-SHAPES_MET = 4096  # inference shapes that are known to have come once
-PROGRAMS = 256  # of a captured graph; those that were called longest ago go
+SHAPES_AT_ONCE = 8  # inference shapes that are scheduled at their first call
+SHAPES_MET = 4096  # inference shapes remembered as seen once
+PROGRAMS = 256  # per captured graph; the least recently called are dropped
 
 
 class CapturedGraph:
     """One graph that Dynamo captured, as a callable of its inputs.
 
-    A program is bound to what follows. A call gets one for which all of it is the same:
+    A program is bound to the following properties. A call uses a program that matches in all of
+    them:
 
     | a program is bound to | held by |
     |---|---|
     | parameters: bucket, index, do they train? | `_key`, also where their sizes are symbols |
     | how packed parameters are put together | `_key`: their `Wrapping` |
     | tensors: class, layout, dtype, device, do they require grad? | `_key` |
-    | their shapes and strides | `_key`; of symbols `SymbolicInputs.fits`, `Program.serves` |
-    | numbers | `_key`; of symbols their types, and `Program.serves` |
-    | which inputs share memory, where one is changed in place | `_overlaps`; none with symbols |
-    | grad mode, autocast, the default dtype, what chooses kernels | `Ambient` |
-    | how the buckets are laid out | `plans`: all programs are made again |
-    | where the buckets are | `Plans.version`: all programs are planned again |
-    | the outputs that get a gradient, micro-batches, an update | `Variant`, in the program |
-    | the memory that is planned | `covers` |
-    | the module, and all that Python asked while it was captured | Dynamo's guards: another graph |
+    | their shapes and strides | `_key`; for symbols `SymbolicInputs.fits`, `Program.serves` |
+    | numbers | `_key`; for symbols their types, and `Program.serves` |
+    | which inputs share memory, if one is changed in place | `_overlaps`; none with symbols |
+    | grad mode, autocast, the default dtype, kernel settings | `Ambient` |
+    | the layout of the buckets | `plans`: all programs are rebuilt |
+    | the placement of the buckets | `Plans.version`: all programs are planned again |
+    | outputs with a gradient, micro-batches, update | `Variant`, in the program |
+    | the planned memory | `covers` |
+    | the module, and everything Python read during capture | Dynamo's guards: another graph |
 
     Args:
         name: for messages.
-        module: what Dynamo captured.
+        module: the graph module that Dynamo captured.
         buckets: of the model.
-        updates: its optimizer steps, which are prepared when a plan is made.
-        begins_call: tells whether nothing was done yet in this call of the model.
+        updates: the model's optimizer steps, prepared when a plan is made.
+        begins_call: returns True while this call of the model has done nothing yet.
     """
 
     def __init__(
@@ -101,24 +102,24 @@ class CapturedGraph:
         self.begins_call = begins_call
         self.machine = buckets.machine
         self.plans = buckets.plans
-        self.version = self.plans.version  # of the plans that its programs are made for
-        self.most = PROGRAMS  # that are kept
-        self.has_evicted = False  # were programs given up, whose code may be forgotten?
+        self.version = self.plans.version  # of the plans that the programs were made for
+        self.most = PROGRAMS  # maximum number of programs
+        self.has_evicted = False  # programs were dropped; their code may be freed
         self.programs: dict[Hashable, Program | None] = {}
         self.changed: frozenset[int] = frozenset()  # the inputs that a program changes in place
         self._key = functools.partial(key_of, self.machine.place)
         self._input = functools.partial(input_of, self.machine.place)
         self._met: set[Hashable] = set()
-        self._called: dict[Hashable, None] = {}  # keys of the programs, the last one called last
+        self._called: dict[Hashable, None] = {}  # keys of programs, newest call last
         described = compat.described_inputs(module)
         self.symbolic = () if described is None else symbolic_inputs(described)
         self._kinds: dict[Hashable, list[Hashable]] = {}  # keys of programs with symbols, by kind
         self._built = 0  # programs with symbols
-        self.made = 0  # programs, with those that were given up
+        self.made = 0  # programs so far, including dropped ones
         self.why_made = _OTHER  # the newest one
         self._last: LastCall | None = None  # of a program without symbols
         self._last_key: Hashable = None
-        self._attempts = Attempts()  # to make a program: sizes are seldom why there is none
+        self._attempts = Attempts()  # failed programs: sizes are rarely the reason
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         if self.is_stale:
@@ -147,12 +148,12 @@ class CapturedGraph:
         return self.plans is not plans or self.version != plans.version
 
     def _follow_plans(self) -> None:
-        if self.plans is not self.buckets.plans:  # buckets were laid out again
+        if self.plans is not self.buckets.plans:  # the buckets have a new layout
             self.plans = self.buckets.plans
             self.programs.clear()
             self._called.clear()
             self._kinds.clear()
-        else:  # a backward that is to come has the old programs
+        else:  # a pending backward holds the old programs
             self.programs = {key: p and p.anew() for key, p in self.programs.items()}
         self.version = self.plans.version
         self._last = None
@@ -160,11 +161,11 @@ class CapturedGraph:
     def _program(
         self, ambient: Ambient, args: Sequence[Any], whole: Sequence[Any]
     ) -> Program | None:
-        """The program for a call; None where it runs in eager mode.
+        """The program for a call; None if the call runs in eager mode.
 
         Args:
-            args: what goes into a schedule.
-            whole: what goes into the captured graph: packed parameters are not taken apart.
+            args: inputs of the schedule.
+            whole: inputs of the captured graph, with packed parameters not unpacked.
         """
         last = self._last if args is whole else None  # nothing is packed
         if last is not None and last.program.executors:
@@ -177,7 +178,7 @@ class CapturedGraph:
             with self._building():
                 program = self._build(ambient, args, whole)
             self.made += 1
-            key = self._call_key(ambient, args, whole)  # now it is known which inputs are changed
+            key = self._call_key(ambient, args, whole)  # the program knows which inputs are changed
             self.programs[key] = program
             self._evict()
         if key in self.programs:
@@ -192,7 +193,8 @@ class CapturedGraph:
     def _note_last(
         self, key: Hashable, program: Program | None, ambient: Ambient, args: Sequence[Any]
     ) -> None:
-        """Remember a call that has come twice, to find its program at once when it comes again."""
+        """Remember a call that has occurred twice, so that its program is found at once next
+        time."""
         again, self._last_key = key == self._last_key, key
         self._last = None
         if again and program is not None and not program.capture.overlaps:
@@ -210,7 +212,7 @@ class CapturedGraph:
         args: Sequence[Any],
         whole: Sequence[Any],
     ) -> Program | None:
-        """The program for all calls of this kind; None where there is none for this call."""
+        """The program with symbols for calls of this kind; None if none serves this call."""
         values = symbolic.values(whole)
         if self._overlaps(args) or not symbolic.fits(whole, values):
             return None
@@ -237,12 +239,12 @@ class CapturedGraph:
 
     @contextlib.contextmanager
     def _building(self) -> Iterator[None]:
-        """Around what takes seconds: tracing, planning, and compiling a program."""
+        """Wraps slow work: tracing, planning and compiling a program."""
         with later_line("capturing the model", self.machine.progress), old_objects_left_out():
             yield
 
     def _larger(self, key: Hashable, program: Program, values: Sequence[int | float]) -> Program:
-        """The program, planned for a call that needs more memory. It has the same code.
+        """The same program and code, planned for a call that needs more memory.
 
         Raises:
             DeviceMemoryError: nothing fits.
@@ -263,11 +265,12 @@ class CapturedGraph:
         values: Sequence[int | float],
         put: Callable[[Program], None] = lambda program: None,
     ) -> Program:
-        """The program, planned for calls with these values, and for somewhat larger ones if that
-        fits.
+        """The program, planned for calls with these values and, if memory allows, for slightly
+        larger ones.
 
         Args:
-            put: is given it before its plan, for which buckets may move first.
+            put: called with the program before it is planned, because buckets may have to move
+                first.
         """
         failed: DeviceMemoryError | None = None
         for made in with_room(program, values):
@@ -294,8 +297,8 @@ class CapturedGraph:
         """A new program.
 
         Args:
-            values: of the symbols in this call.
-            broken: what of the newest one does not hold for it.
+            values: the symbols' values in this call.
+            broken: the assumption of the newest program that this call violates.
         """
         keys = self._kinds[kind]
         try:
@@ -331,7 +334,7 @@ class CapturedGraph:
         return program
 
     def _evict(self) -> None:
-        """Removes the programs that were called longest ago, where there are too many."""
+        """Drops the least recently called programs if there are too many."""
         if len(self.programs) <= self.most:
             return
         for key in list(self._called)[: len(self.programs) - self.most]:
@@ -350,7 +353,8 @@ class CapturedGraph:
         return shared_memory.overlaps(args, self.changed, parameters)
 
     def _worth_a_program(self, ambient: Ambient, key: Hashable) -> bool:
-        """Inference on ever new shapes (generation) runs in eager mode until a shape recurs."""
+        """False if this inference runs in eager mode: with many new shapes (generation), until a
+        shape recurs."""
         if ambient.grad_enabled or len(self.programs) < SHAPES_AT_ONCE or key in self._met:
             return True
         if len(self._met) >= SHAPES_MET:
@@ -382,25 +386,25 @@ class CapturedGraph:
         return program
 
     def _plan_again(self, program: Program) -> None:
-        """Plan the schedules of a program whose buckets have moved since."""
+        """Plan the schedules of a program again after its buckets have moved."""
         with self._building():
             self._plan(program)
 
     def _plan(self, program: Program, *, again: bool = False) -> None:
-        """Plan the schedule that will be needed, and give it code.
+        """Plan the schedule that will be needed, and lower it.
 
         Args:
-            again: buckets may leave the device, where a plan for smaller inputs has put them. Where
-                nothing fits otherwise, they may in any case.
+            again: buckets may leave the device, even if a plan for smaller inputs put them there.
+                If nothing fits otherwise, they may leave it in any case.
 
         Raises:
-            MovesFirst: it is for buckets that are elsewhere, and nothing has been done yet that
-                would be done twice; or nothing fits where they are.
+            MovesFirst: the plan needs buckets to move, and the call has done nothing yet that would
+                be repeated; or nothing fits at their current placement.
             DeviceMemoryError: nothing fits.
         """
         if self.machine.coming():
             progress.now("moving parameters to the host")
-            self.machine.await_parameters()  # a plan is about the memory that is free
+            self.machine.await_parameters()  # a plan counts free memory
         may_move = not self.machine.pending and self.begins_call()
         lacking: DeviceMemoryError | None = None
         try:
@@ -433,7 +437,7 @@ class CapturedGraph:
         kinds: Callable[[], tuple[GraphInput, ...]],
         overlaps: tuple[Overlap, ...] = (),
     ) -> Program:
-        """A program for calls with these inputs, with stages and no schedule yet."""
+        """A program for calls with these inputs: partitioned into stages, not scheduled yet."""
         if transform := compat.transforms(self.module):
             raise UnsupportedGraphError(f"it uses torch.func ({transform})")
         if compat.has_while_loop(self.module):

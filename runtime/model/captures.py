@@ -1,8 +1,8 @@
-"""The captured graphs of a model, and the calls that they are captured in.
+"""The captured graphs of a model, and the calls that capture them.
 
-A call that Dynamo could not trace, and of which no line has run, runs in eager mode. A call begins
-again where buckets have to move first, or where device memory runs out: also one that has begun, if
-nothing fits otherwise and it has changed no buffer.
+A call that Dynamo could not trace, and of which no line has run, runs in eager mode. A call
+restarts if buckets have to move first or device memory runs out. A call that has already run some
+lines restarts only if nothing fits otherwise and it has changed no buffer.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from megacompile.runtime.params.undo import Undos, undone
 from megacompile.runtime.step.step import Updates
 from megacompile.text import printable
 
-_LOADING_S = 1.0  # of a call, for code that was compiled meanwhile
+_LOADING_S = 1.0  # per call, to load code compiled in the background
 
 Compiled = Callable[..., Any]  # a function that `torch.compile` returned
-Run = Callable[[Compiled, Undos], Any]  # a call of the model by such a function
+Run = Callable[[Compiled, Undos], Any]  # calls the model by such a function
 
 
 class Captures:
-    """Owns the captured graphs of a model, for as long as that is megacompiled.
+    """Owns the captured graphs of a model while it is megacompiled.
 
     Args:
-        entry: the code that calls the model: a graph that is called there first begins the call.
+        entry: the code that calls the model: the first graph called from it begins the call.
     """
 
     def __init__(self, buckets: ModelBuckets, updates: Updates, entry: CodeType) -> None:
@@ -58,7 +58,7 @@ class Captures:
         self._attempts = weakref.WeakKeyDictionary[Compiled, Attempts]()
 
     def add(self, module: fx.GraphModule) -> CapturedGraph:
-        """One more graph that Dynamo has captured."""
+        """Add a graph that Dynamo has captured."""
         name = printable(type(self.model).__name__)
         if self.graphs:
             name += f".{len(self.graphs)}"
@@ -70,15 +70,15 @@ class Captures:
         return graph
 
     def programs_made(self) -> int:
-        """The programs of all graphs so far, with those that were given up."""
+        """The number of programs of all graphs so far, including dropped ones."""
         return sum(graph.made for graph in self.graphs)
 
     def current(self) -> list[CapturedGraph]:
-        """The captured graphs whose programs are those that ran last."""
+        """The captured graphs whose programs ran last."""
         return [graph for graph in self.graphs if not graph.is_stale] or self.graphs
 
     def schedules(self) -> list[Schedule]:
-        """The newest schedule of every program that ran, in the order of capture."""
+        """The newest schedule of every program that has run, in the order of capture."""
         return [
             list(program.executors.values())[-1].schedule
             for graph in self.current()
@@ -87,13 +87,13 @@ class Captures:
         ]
 
     def call(self, run: Run, compiled: Compiled, modules: Sequence[nn.Module]) -> Any:
-        """The result of a call, captured where nothing that was captured before serves.
+        """Run a call; captures it if no earlier capture fits.
 
         Args:
             modules: all of the model's.
 
         Raises:
-            DeviceMemoryError: nothing fits, or the call cannot begin again.
+            DeviceMemoryError: nothing fits, or the call cannot restart.
         """
         before = shortage.Before.of(modules, self.machine)
         if not self.graphs:
@@ -106,7 +106,7 @@ class Captures:
         return result
 
     def _use_code(self) -> None:
-        """Use the code that was compiled meanwhile, once all of it is loaded."""
+        """Switch to the code compiled in the background once all of it is loaded."""
         compiler = self.buckets.plans.compiler
         if compiler.code_is_ready() and not self.machine.pending:
             with compiling("the stages that ran uncompiled", self.machine):
@@ -115,7 +115,7 @@ class Captures:
                 compiler.use_code()
 
     def _note_made(self, compiled: Compiled, before: list[int], took_s: float) -> None:
-        """A call that was not the first one has taken so long, and may have captured."""
+        """Record the duration of a call after the first; it may have captured."""
         grown = [g for g, made in zip(self.graphs, before, strict=False) if g.made > made]
         if len(self.graphs) > len(before):
             self._again.note(compiled, took_s)
@@ -127,7 +127,7 @@ class Captures:
             self._forget_evicted()
 
     def _forget_evicted(self) -> None:
-        """Makes the compiler forget what no program uses any more."""
+        """Make the compiler drop what no program uses."""
         programs = [p for graph in self.graphs for p in graph.programs.values() if p is not None]
         made = [e.schedule for program in programs for e in program.executors.values()]
         self.buckets.plans.compiler.retain({program.stages for program in programs}, set(made))
@@ -135,8 +135,7 @@ class Captures:
             graph.has_evicted = False
 
     def _until_done(self, run: Run, compiled: Compiled, before: shortage.Before) -> Any:
-        """The result of a call, which begins again where buckets move first or memory has run
-        out."""
+        """Run a call; restarts it if buckets must move first or memory runs out."""
         attempts = self._attempts.setdefault(compiled, Attempts())
         failed: Exception | None = None
         tried = attempts.is_due()
@@ -148,7 +147,7 @@ class Captures:
                 self.buckets.notice.say(self.model.parameters)
                 return result
             except torch.OutOfMemoryError as error:
-                ran_out = shortage.first_line(error)  # not the error: its frames hold memory
+                ran_out = shortage.first_line(error)  # drop the error: its frames hold memory
             except MovesFirst as first:
                 ran_out, lacking = "", first.lacking
             except compat.CAPTURE_ERRORS as error:
@@ -163,10 +162,10 @@ class Captures:
         return self._in_eager_mode(run, compiled, attempts, failed)
 
     def _move_first(self, before: shortage.Before, lacking: DeviceMemoryError | None) -> None:
-        """Moves buckets before a call begins again.
+        """Move buckets before a call restarts.
 
         Raises:
-            DeviceMemoryError: they cannot move, or a line that has run changed a buffer.
+            DeviceMemoryError: they cannot move, or the call has already changed a buffer.
         """
         placement = self.buckets.plans.placement
         why = "no memory" if lacking is None else shortage.first_line(lacking)
@@ -183,9 +182,9 @@ class Captures:
         attempts: Attempts,
         failed: Exception | None,
     ) -> Any:
-        """A call that Dynamo could not trace (`failed`), and of which no line ran, or that is not
-        tried. Where the fault is the user's (a wrong shape), it is raised at the user's line, as
-        the plain model raises it."""
+        """Run a call in eager mode: Dynamo could not trace it (`failed`) before its first line ran,
+        or it is not attempted. A user error (a wrong shape) is raised at the user's line, as in the
+        plain model."""
         with self.buckets.notice.unless_it_raises():
             try:
                 result = undone(functools.partial(run, compat.uncompiled(compiled)))
@@ -200,7 +199,7 @@ class Captures:
         return result
 
     def _step_down(self, before: shortage.Before, ran_out: str) -> None:
-        """After a forward that ran out of device memory: a plan that needs less, from the start."""
+        """Make a smaller plan after a forward ran out of device memory; the call restarts."""
         before.restore(self.model, self.machine, ran_out)
         compiler = self.buckets.plans.compiler
         shortage.step_down(compiler, self.machine.slots, ran_out, "the forward")

@@ -3,10 +3,10 @@
     before: autograd_function_apply(forward body, backward body, x, w, absmax, ...)
     after:  matmul_4bit(x, w, absmax, ...)
 
-Dynamo captures the forward and the backward of an `autograd.Function` at each of its uses. That is
-half of the time that it takes for a layer with adapters, and a model has hundreds of products.
-During a call one operator is in the place of `bitsandbytes.matmul_4bit`. It runs that function
-itself, so tracing a stage sees what bitsandbytes does: once for each template.
+Dynamo captures the forward and the backward of an `autograd.Function` at each use. This takes half
+of the capture time of a layer with adapters, and a model has hundreds of such products. During a
+call, one operator replaces `bitsandbytes.matmul_4bit`. It runs that function itself, so tracing a
+stage sees the operations of bitsandbytes: once for each template.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def swap_in(undos: Undos) -> None:
 
 
 _OURS: set[Callable[..., Any]] = set()
-_LIBRARY: list[torch.library.Library] = []  # what it defines lives as long as it does
+_LIBRARY: list[torch.library.Library] = []  # the library owns its definitions
 
 
 @functools.cache
 def _made(theirs: Callable[..., Tensor], state_class: type) -> Callable[..., Tensor]:
-    """The function in the place of `theirs`, which it runs."""
+    """The replacement for `theirs`; it runs `theirs`."""
     operator = _defined(theirs, state_class)
 
     def matmul_4bit(
-        A: Tensor,  # the names that theirs has
+        A: Tensor,  # the parameter names of `theirs`
         B: Tensor,
         quant_state: Any,
         out: Tensor | None = None,
@@ -76,13 +76,13 @@ def _made(theirs: Callable[..., Tensor], state_class: type) -> Callable[..., Ten
 
 
 def _plain(state: Any) -> bool:
-    """True if a state is what the operator can be given: none, or not as bitsandbytes packs it on
+    """True if the operator accepts a quantization state: None, or any packing but the one for
     CPUs."""
     return state is not None and not getattr(state, "packing_format_for_cpu", False)
 
 
 def _defined(theirs: Callable[..., Tensor], state_class: type) -> Callable[..., Tensor]:
-    """The operator. It has no kernel of its own: tracing looks through it."""
+    """Define the operator. It has no kernel: tracing decomposes it."""
 
     def run(
         x: Tensor,

@@ -1,10 +1,10 @@
-"""The parameters of a model on the device, one bucket after the other, for an engine next to it.
+"""The parameters of a model on the device, bucket by bucket, for an inference engine beside it.
 
-While the caller uses one bucket, the next one is copied: there are two on the device at a time.
+While the caller uses one bucket, the next one is copied: two buckets are on the device at a time.
 
-[Note: memory that others hold] Each bucket gets new memory from the allocator, and no buffer is
-filled again. A tensor that the caller keeps is never overwritten; one that it drops is reused by
-the allocator, on the stream that computes. So the copy of the next bucket waits for that stream.
+[Note: memory that others hold] Each bucket gets a new allocation, and no buffer is reused. A tensor
+that the caller keeps is never overwritten; the allocator reuses a dropped tensor's memory on the
+compute stream, so the copy of the next bucket waits for the compute stream.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "modules_to_save.defau
 
 
 def hugging_face_names(model: nn.Module) -> dict[int, str]:
-    """The name of each parameter in the checkpoint of the model, by its id; tied ones have one.
+    """The name of each parameter in the model's checkpoint, by its id; tied parameters share one
+    name.
 
-    As in TRL: without the wrappers of PEFT and of checkpointing, and without what PEFT adds.
+    As in TRL: without the prefixes of PEFT and checkpoint wrappers, and without PEFT's own
+    parameters.
     """
     prefix = getattr(model, "prefix", None)  # of a PeftModel: "lora_"
     adapter = prefix if isinstance(prefix, str) and hasattr(model, "peft_config") else None
@@ -46,7 +48,7 @@ def hugging_face_names(model: nn.Module) -> dict[int, str]:
 
 
 def refuse_unmerged(model: nn.Module) -> None:
-    """Raise if adapters of PEFT are at work next to their layers: the weights are without them.
+    """Raise if PEFT adapters are active but not merged: the weights do not include them.
 
     Raises:
         ModelError: with the name of such a layer.
@@ -63,7 +65,7 @@ def refuse_unmerged(model: nn.Module) -> None:
 
 
 def refuse_packed(model: nn.Module) -> None:
-    """Raise if parameters are packed: their names in a checkpoint are for weights in full.
+    """Raise if parameters are packed: a checkpoint's names are names of unpacked weights.
 
     Raises:
         ModelError: with the name of such a parameter's layer.
@@ -78,7 +80,7 @@ def refuse_packed(model: nn.Module) -> None:
 
 
 def refuse_unknown(streamed: StreamedModel, names: Mapping[int, str]) -> None:
-    """Raise if a parameter is in no bucket yet.
+    """Raise if a parameter is not in a bucket yet.
 
     Raises:
         ModelError: with its name.
@@ -95,13 +97,13 @@ def refuse_unknown(streamed: StreamedModel, names: Mapping[int, str]) -> None:
 def full_parameters(
     streamed: StreamedModel, names: Mapping[int, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters of these names (by the parameter's id), bucket by bucket, on the device."""
+    """The parameters with these names (by parameter id), bucket by bucket, on the device."""
     wanted = [
         (bucket, found)
         for bucket in streamed.machine.buckets.values()
         if (found := {i: names[id(p)] for i, p in enumerate(bucket.params) if id(p) in names})
     ]
-    streamed.updates.check()  # before the first is given
+    streamed.updates.check()  # before the first yield
     ahead: _Copy | None = None
     try:
         for k, (bucket, found) in enumerate(wanted):
@@ -109,7 +111,7 @@ def full_parameters(
             ahead = _Copy(streamed, *wanted[k + 1]) if k + 1 < len(wanted) else None
             yield from here.taken()
     finally:
-        if ahead is not None:  # the caller has stopped: its memory must outlive the copy
+        if ahead is not None:  # the caller has stopped: the memory must outlive the copy
             ahead.wait()
 
 
@@ -143,12 +145,12 @@ class _Copy:
         return there
 
     def wait(self) -> None:
-        """Makes the stream that computes wait for the copy."""
+        """Make the compute stream wait for the copy."""
         if self.done is not None:
             torch.cuda.current_stream(self.device).wait_event(self.done)
 
     def taken(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors, after their copy; none is held here any more."""
+        """Yield the tensors after their copy, without keeping references."""
         self.wait()
         while self.tensors:
             i = next(iter(self.tensors))

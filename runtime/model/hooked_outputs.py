@@ -1,8 +1,8 @@
-"""Outputs with hooks, of which a graph computes other outputs.
+"""Outputs with hooks from which a graph computes other outputs.
 
-Autograd sees a captured graph as one node. A hook on an output of it, and `retain_grad()`, get the
-gradient that comes from outside of the graph: the part that comes through other outputs does not
-leave it. That is so with `torch.compile` too; here it is said.
+Autograd sees a captured graph as one node. A hook on one of its outputs, or `retain_grad()`,
+receives only the gradient from outside of the graph: the part through other outputs stays inside.
+`torch.compile` behaves the same way; megacompile warns.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import fx
 from megacompile import compat, notices
 from megacompile.ir.capture import Capture
 
-Watched = Mapping[int, "weakref.ref[torch.Tensor]"]  # by position among the outputs
+Watched = Mapping[int, "weakref.ref[torch.Tensor]"]  # by output position
 
 
 def watched(outputs: Mapping[int, torch.Tensor]) -> Watched:
-    """The outputs that `hooked_inside` looks at in the backward. One output alone has no other.
+    """The outputs that `hooked_inside` checks in the backward; empty for a single output.
 
     Args:
-        outputs: those that require grad, by position.
+        outputs: the outputs that require grad, by position.
     """
     return {k: weakref.ref(tensor) for k, tensor in outputs.items()} if len(outputs) > 1 else {}
 
 
 def hooked_inside(outputs: Watched, capture: Capture, tangents: Container[int]) -> int | None:
-    """The first output that has a hook, with a gradient through others; None: none.
+    """The first output with a hook that also has a gradient through other outputs, or None.
 
     Args:
         tangents: the outputs that get a gradient.
@@ -54,10 +54,10 @@ def say_hooked(name: str, k: int) -> None:
 
 
 def _made_of(k: int, outputs: Watched, capture: Capture) -> list[int]:
-    """The positions of the other outputs that are computed from one."""
+    """The positions of the outputs computed from another output."""
     (returned,) = capture.module.graph.output_node().args
     nodes = returned if isinstance(returned, (list, tuple)) else [returned]
-    start = nodes[k] if k < len(nodes) else None  # others are new values of what it changes
+    start = nodes[k] if k < len(nodes) else None  # the rest are new values of changed inputs
     todo = [start] if isinstance(start, fx.Node) else []
     found: set[object] = set()
     while todo:

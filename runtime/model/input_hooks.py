@@ -1,13 +1,13 @@
-"""Hooks that let a model's inputs require grad, in a form that Dynamo captures.
+"""Hooks that make a model's inputs require grad, in a form that Dynamo captures.
 
 transformers and PEFT register one on the embedding of a model with frozen weights, for reentrant
-checkpoints: `output.requires_grad_(True)`. Dynamo captures no such change, and the graph would
-break at each of its callers. During a call an addition of -0.0, which changes no bit, is in its
-place: its sum requires grad too.
+checkpoints: `output.requires_grad_(True)`. Dynamo cannot capture this, and the graph would break at
+each caller. During a call, the hook is replaced by an addition of -0.0, which changes no bit and
+whose sum requires grad too.
 
-transformers adds another one each time that checkpoints are turned on again, as TRL does in every
-step, and never removes it. Right after one another they do what one does, so during a call there
-is one: a model is captured again when the number of its hooks changes.
+transformers adds another hook each time checkpoints are enabled again, as TRL does in every step,
+and never removes it. Consecutive hooks have the effect of one, so a call keeps one: Dynamo would
+recapture the model whenever the number of hooks changes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _NAMES = ("make_inputs_require_grads", "make_inputs_require_grad")  # transforme
 
 
 class InputHooks:
-    """The hooks of a model, and the exchange."""
+    """Replaces the hooks of a model during a call."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._hook: Any = None
 
     def swap_in(self, modules: Iterable[nn.Module], undos: Undos) -> None:
-        """Until the undos run, what Dynamo captures is in the place of such hooks."""
+        """Replace such hooks by a form that Dynamo captures, until the undos run."""
         found = [
             (hooks, key, hook)
             for hooks in compat.holders_of_forward_hooks(modules)
@@ -70,7 +70,7 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _leave_out(hooks: dict[int, Any], undos: Undos) -> None:
-    """Until the undos run, a module has no such hook right after another one."""
+    """Remove repeated consecutive hooks of a module, until the undos run."""
     keys = list(hooks)
     pairs = zip(keys, keys[1:], strict=False)
     again = [key for before, key in pairs if _is_ours(hooks[before]) and _is_ours(hooks[key])]
@@ -80,7 +80,7 @@ def _leave_out(hooks: dict[int, Any], undos: Undos) -> None:
 
 
 def _put_back(hooks: dict[int, Any], order: list[int], again: dict[int, Any]) -> None:
-    """The hooks that were left out are there again, and all are in their order."""
+    """Restore the removed hooks and the original order."""
     hooks.update(again)
     later = [key for key in hooks if key not in order]
     for key in [*(key for key in order if key in hooks), *later]:

@@ -1,8 +1,8 @@
-"""Keys of a captured graph's inputs: calls with equal ones may share a program.
+"""Keys of a captured graph's inputs: calls with equal keys may share a program.
 
-Keys of hundreds of inputs take milliseconds of Python, and in training they are equal from step to
-step: only the batch is another one. So a call is first compared with the last one (`LastCall`):
-parameters by what they are, other tensors by torch's own guards, in C.
+Building the keys of hundreds of inputs takes milliseconds of Python, and in training they are equal
+from step to step: only the batch differs. So a call is first compared with the last call
+(`LastCall`): parameters by identity, other tensors by torch's guards, in C.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _NUMBERS = (int, float, bool)
 
 
 def key_of(place: Place, arg: Any, any_size: bool = False) -> Hashable:
-    """The key of an input: calls whose inputs have equal ones may share a program.
+    """The key of an input: calls whose inputs have equal keys may share a program.
 
     Args:
         place: returns the bucket of a parameter, and its index there.
         arg: an input of the captured graph.
-        any_size: its sizes are symbols. A parameter is bound to its place whatever they are.
+        any_size: the input's sizes are symbols. A parameter is bound to its place in either case.
     """
     if isinstance(arg, StreamedParameter):
         bucket, index = place(arg)
@@ -57,10 +57,10 @@ def key_of(place: Place, arg: Any, any_size: bool = False) -> Hashable:
 
 
 def input_of(place: Place, arg: Any) -> GraphInput:
-    """The description of an input, which a program is made for.
+    """The description of an input that a program is built for.
 
     Raises:
-        UnsupportedGraphError: no schedule can have it.
+        UnsupportedGraphError: schedules do not support this input.
     """
 
     def of_param(proxy: torch.Tensor) -> ParamInput:
@@ -82,7 +82,7 @@ def input_of(place: Place, arg: Any) -> GraphInput:
 
 
 def taken_apart(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments with what packed parameters are made of in their places."""
+    """The arguments, with packed parameters replaced by their leaves."""
     if _PLAIN.issuperset(map(type, args)):
         return args
     parts = [packed.taken_apart(arg)[1] if _is_packed(arg) else [arg] for arg in args]
@@ -90,7 +90,7 @@ def taken_apart(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def fetched(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Views of parameters that eager code made, on the device; anything else as it is."""
+    """Replace views of parameters that eager code made by device tensors; keep anything else."""
     views = [isinstance(arg, StreamedParameter) and arg.is_view for arg in args]
     if True not in views:
         return args
@@ -108,12 +108,12 @@ _PLAIN = frozenset((StreamedParameter, torch.Tensor, torch.nn.Parameter, int, fl
 
 
 class LastCall:
-    """One call: its program, and what another call must be like to get the same. It keeps no tensor
-    alive.
+    """One call: its program, and the properties another call must share to reuse it. Keeps no
+    tensor alive.
 
     Args:
         args: its inputs: proxies, plain tensors that require no grad, and numbers.
-        changed: the positions of those that the program changes in place.
+        changed: the positions of the inputs that the program changes in place.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class LastCall:
         found = self._tensors_of(args)
         self._alike = compat.tensor_guards(found)
         self._at = list(map(torch.Tensor.data_ptr, found))
-        # the memory that the program changes: nobody else may have a part of it
+        # the memory that the program changes: no other input may overlap it
         self._changed = [k in changed for k in tensors]
         each = zip(found, self._changed, strict=True)
         self._spans = sorted(memory_of(tensor) for tensor, is_changed in each if is_changed)
@@ -157,8 +157,8 @@ class LastCall:
         return self._alike(tensors) and self._is_apart(tensors)
 
     def _is_apart(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """True if what is changed in place lies where it lay, and what is elsewhere now does not
-        meet it."""
+        """True if inputs changed in place have the same addresses, and no moved input overlaps
+        them."""
         if not self._spans:
             return True
         at = list(map(torch.Tensor.data_ptr, tensors))
@@ -178,7 +178,7 @@ _TRAINED = attrgetter("param.requires_grad")
 
 
 def _taker(positions: Sequence[int]) -> Any:
-    """Takes the items at these positions: a tuple of them."""
+    """Return the items at these positions as a tuple."""
     if len(positions) > 1:
         return itemgetter(*positions)
     return lambda items: tuple(items[k] for k in positions)

@@ -1,14 +1,14 @@
-"""Training loops that save in one rank what ranks share: transformers' Trainer, and Accelerate.
+"""Training loops that save a shared model in one rank: transformers' Trainer and Accelerate.
 
-All ranks come to the methods below; the stock ones then write in the first rank alone, what
-`state_dict()` returns there. So all ranks gather first, one tensor at a time, and until the method
-returns the state dicts of the rank that writes are whole:
+All ranks call the methods below; the stock methods then write only the first rank's `state_dict()`.
+So all ranks gather first, one tensor at a time, and the writing rank's state dicts are whole until
+the method returns:
 
     Trainer        save_model, _save_optimizer_and_scheduler
-    Accelerator    save_state, get_state_dict, which save_model and the like call
+    Accelerator    save_state, get_state_dict, called by save_model and others
 
-`Accelerator.load_state` looks for tied tensors by their memory, which DTensors have none of.
-Nothing is imported: a class is looked at when its module is there.
+`Accelerator.load_state` finds tied tensors by their memory, and DTensors have no storage. Nothing
+is imported: a class is patched once its module has been imported.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megacompile import compat
 from megacompile.runtime.model.whole_states import Saving, Shapes
 
 Method = Callable[..., Any]
-_SHARED: list[Callable[[nn.Module], list[nn.Module]]] = []  # finds what ranks share in a model
+_SHARED: list[Callable[[nn.Module], list[nn.Module]]] = []  # finds the shared modules in a model
 
 
 def attend(shared_in: Callable[[nn.Module], list[nn.Module]]) -> None:
-    """Makes loops save what ranks share: those that are imported by now, when a model is moved, or
-    at the step of any optimizer. (Trainer and Accelerate move a model before they do anything.)
+    """Makes loops save shared models. Checks for newly imported loops when a model is moved and at
+    the step of any optimizer. (Trainer and Accelerate first move a model.)
 
     Args:
         shared_in: returns the modules in a model that ranks share.
@@ -49,7 +49,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def take_over() -> None:
-    """Puts our methods around those that are imported by now, once, where ranks share a model."""
+    """Wrap the methods of imported loops, once, if ranks share a model."""
     if not _SHARED:
         return
     for (module, kind, name), ours in _METHODS.items():
@@ -62,7 +62,7 @@ def take_over() -> None:
 
 
 def _around(stock: Method, ours: Method) -> Method:
-    """A method that calls ours with the stock one, bound, before its arguments."""
+    """A method that calls ours with the bound stock method as its first argument."""
 
     @functools.wraps(stock)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ def _accelerate_state(stock: Method, accelerator: Any, *args: Any, **kwargs: Any
 def _accelerate_state_dict(
     stock: Method, accelerator: Any, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Empty in ranks that write nothing, as it is with FSDP2."""
+    """Return an empty dict in ranks that write nothing, like FSDP2."""
     writes = _writes(accelerator)
     with _saving([model], [], writes=writes) as saving:
         state_dict = stock(model, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""The methods that take the place of a streamed model's own."""
+"""The methods that replace those of a streamed model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megacompile.runtime.model.whole_states import is_saved
 
 
 class Replacement:
-    """In the place of a model's method. Copies and pickles of the model leave it out; where a class
-    copies all that it has itself, it becomes the copy's own method."""
+    """Replaces a model's method. Copies and pickles of the model omit it; if a class copies its own
+    `__dict__`, the copy gets its class's method."""
 
     name: str
 
@@ -33,7 +33,7 @@ class Replacement:
 
 
 class PlainMethod(Replacement):
-    """The same as the method; in a copy."""
+    """Return the copy's method."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         super().__init__(model)
@@ -44,8 +44,8 @@ class PlainMethod(Replacement):
 
 
 class OwnCall(Replacement):
-    """The same as the method. Where Dynamo finds that, it captures the model's `forward`, unasked:
-    one that captures a caller of the model would leave the streaming out."""
+    """The same as the method. If Dynamo found the method itself while it captures a caller of the
+    model, it would capture the model's `forward` and bypass streaming."""
 
     name = compat.CALL
 
@@ -55,7 +55,7 @@ class OwnCall(Replacement):
 
 
 class OwnCompile(Replacement):
-    """Does nothing: `torch.compile` would take the place of the streaming."""
+    """Does nothing: `torch.compile` would replace streaming."""
 
     name = "compile"
 
@@ -100,12 +100,13 @@ class HostApply(Replacement):
 
 
 class SharedSave(Replacement):
-    """Raises where nothing was gathered: loops call it in their first rank, which has its rows."""
+    """Raises if nothing was gathered: loops call it in their first rank, which has only its own
+    rows."""
 
     name = "save_pretrained"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("state_dict") is not None or is_saved(self.model):  # it is gathered
+        if kwargs.get("state_dict") is not None or is_saved(self.model):  # already gathered
             return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
         raise ModelError(
             f"save_pretrained(): ranks share {type(self.model).__name__} (mesh=), and this one has "
@@ -116,7 +117,7 @@ class SharedSave(Replacement):
 
 
 def replace_methods(model: nn.Module, *, shared: bool = False) -> None:
-    """Put ours in the place of a model's methods; a copied or loaded model is a plain one.
+    """Replace a model's methods; a copied or loaded model is a plain one.
 
     Args:
         shared: ranks share the model.
@@ -128,25 +129,24 @@ def replace_methods(model: nn.Module, *, shared: bool = False) -> None:
 
 
 def restore_methods(model: nn.Module) -> None:
-    """Gives a model its own methods again."""
+    """Restore a model's methods."""
     for kind in (HostApply, OwnCall, OwnCompile, SharedSave):
         if isinstance(vars(model).get(kind.name), kind):
             delattr(model, kind.name)
 
 
-# The methods of a model's classes: what Dynamo takes for granted once it has captured a module.
-#
-# Dynamo looks at a module's own attributes again in each call, and not at the functions of its
-# class. So what it has captured belongs to the functions that there were.
+# The methods of a model's classes, which Dynamo does not guard once it has captured a module.
+# Dynamo guards a module's attributes in each call, but not the functions of its class. So a capture
+# is valid only for the functions at the time of capture.
 
-State = frozenset[tuple[type, int]]  # classes with other methods than at first, and which
+State = frozenset[tuple[type, int]]  # classes whose methods were replaced, and the replacements
 
 
 class ClassMethods:
-    """The methods that the classes of a model's modules have had; of a streamed model.
+    """The methods that the classes of a streamed model's modules have had.
 
     Args:
-        model: the modules in it, and those that will be.
+        model: covers its current and future modules.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -155,21 +155,21 @@ class ClassMethods:
         self.find()
 
     def find(self) -> None:
-        """Look for classes that came since."""
+        """Look for new classes."""
         for kind in {type(module) for module in compat.modules_of(self._model)}:
             for cls in kind.__mro__:
                 if cls not in self._classes and cls not in (nn.Module, object):
                     self._classes[cls] = _Methods(cls)
 
     def state(self) -> State:
-        """Equal where all classes have the same methods."""
+        """A key that is equal if all classes have the same methods."""
         return frozenset(
             (cls, state) for cls, methods in self._classes.items() if (state := methods.state())
         )
 
 
 class _Methods:
-    """The methods of one class: those that there have been, and which of them there are now."""
+    """The methods of one class: all past sets, and the current one."""
 
     def __init__(self, cls: type) -> None:
         self.cls = cls
@@ -179,7 +179,7 @@ class _Methods:
         self.state()
 
     def state(self) -> int:
-        """Number of others that there were before these first came."""
+        """The number of different sets before the current one first appeared."""
         values = tuple(vars(self.cls).values())
         if len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
             self._values = values

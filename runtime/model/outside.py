@@ -1,7 +1,7 @@
-"""Uses of parameters that no schedule sees: gradients from code outside of every call, and views.
+"""Uses of parameters outside of every schedule: gradients from code outside of calls, and views.
 
-A call of a module in the model is scheduled (`parts`). Its methods, and parameters that a loss
-reads, are not: they compute where the parameter is. They are not seen, but their gradients are.
+A call of a module in the model is scheduled (`parts`). Its other methods, and losses that read
+parameters, are not: they compute where the parameter is. The runtime sees only their gradients.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from megacompile.runtime.params.eager_notice import share
 
 
 class OutsideNotice:
-    """Says once of a model that it is used where no schedule is.
+    """Warns once if a model's parameters are used outside of schedules.
 
     Args:
-        machine: whose buckets have its parameters.
+        machine: its buckets hold the parameters.
     """
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.said = False
         self._noted: weakref.WeakSet[Program] = weakref.WeakSet()
-        self._read: set[int] = set()  # ids of parameters that some schedule has read
+        self._read: set[int] = set()  # ids of parameters read by any schedule
 
     def note(self, graphs: Iterable[CapturedGraph]) -> None:
-        """Remember what schedules have read so far."""
+        """Record the parameters that schedules have read so far."""
         if self.said:
             return
         for program in [program for graph in graphs for program in graph.programs.values()]:
-            if program is None:  # it runs in eager mode, and said so itself
+            if program is None:  # runs in eager mode, with its own warning
                 self.said = True
                 return
             if program in self._noted:
@@ -49,7 +49,7 @@ class OutsideNotice:
                     self._read |= {id(param) for param in params[given.param : given.param + 1]}
 
     def say(self, model: nn.Module) -> None:
-        """At a step: say it, if there are such gradients."""
+        """At a step: warn of such gradients."""
         if self.said:
             return
         params = [p for b in self.machine.buckets.values() for p in b.params]
@@ -70,13 +70,14 @@ class OutsideNotice:
 
 
 class ViewNotice:
-    """Says once of a model that a view of a parameter, which a forward has kept, is a copy."""
+    """Warns once that a view of a parameter, kept by a forward, is a copy."""
 
     def __init__(self) -> None:
         self.said = False
 
     def say(self, model: nn.Module, graphs: Iterable[CapturedGraph]) -> None:
-        """At a step: say it, if there is one. What a forward did not keep is gone by now."""
+        """At a step: warn if such a view exists. Views that a forward did not keep are freed
+        already."""
         if self.said:
             return
         programs = [p for graph in graphs for p in graph.programs.values() if p is not None]

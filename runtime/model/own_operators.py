@@ -1,21 +1,21 @@
-"""The functions that Dynamo captures on the thread of a call instead of torch's.
+"""Functions that Dynamo captures in a call's thread instead of torch's.
 
-Functions that ask what a size is are captured once where sizes change from call to call:
+Functions that read a size as an int are captured once even if sizes change from call to call:
 
     before: torch.nn.functional.affine_grid(theta, x.shape)    captured again for each shape
     after:  megacompile.affine_grid(theta, (2, 3, h, w), False)
 
-torch's operators for them take ints, or are taken apart with ints to see what comes out. Ours are
-in their places where Dynamo has made a size a symbol, and call torch's.
+torch's operators take ints, or decompose with ints. Ours replace them if Dynamo has made a size a
+symbol, and call torch's operators at run time.
 
-Dropout at a rate that changes from call to call is captured once:
+Dropout with a rate that changes from call to call is captured once:
 
     before: torch.nn.functional.dropout(x, 0.1)       captured again for each rate
-    after:  megacompile.draw_dropout(x, rate)[0]      the rate is a number that the graph is given
+    after:  megacompile.draw_dropout(x, rate)[0]      the rate is an input of the graph
 
-torch's operator wants the rate as a Python number, so Dynamo would be asked for its value. Ours is
-in its place where Dynamo has made the rate a symbol, which it does once it has seen two. It draws
-what torch's draws, and rounds as it does.
+torch's operator needs the rate as a Python number, so Dynamo would specialize on its value. Ours
+replaces it if Dynamo has made the rate a symbol, which it does after two different rates. It draws
+the same numbers as torch's and rounds alike.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from megacompile import compat
 from megacompile.runtime.params.undo import Undos, exchange
 
 _LIBRARY = torch.library.Library("megacompile", "FRAGMENT")
-_HERE = threading.local()  # its `on`: is a model called on this thread?
+_HERE = threading.local()  # `on`: True while this thread calls a model
 
 
 def swap_in(undos: Undos) -> None:
-    """Until the undos run, Dynamo captures our operators where a number or a size is a symbol."""
+    """Make Dynamo capture our operators if a number or a size is a symbol, until the undos run."""
     compat.capture_dropout_as(dropout, _is_on)
     for stock, own in _SIZED.items():
         compat.capture_sized_as(stock, own, _is_on)
@@ -50,7 +50,7 @@ def _is_on() -> bool:
     return bool(getattr(_HERE, "on", None))
 
 
-# Functions that ask what a size is.
+# Functions that read a size as an int.
 
 
 def affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool | None = None) -> Tensor:
@@ -75,8 +75,7 @@ def max_pool1d(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Any:
-    """The function that Dynamo captures for `F.max_pool1d`: what that does where gradients are
-    made."""
+    """The function that Dynamo captures for `F.max_pool1d`: its implementation with gradients."""
     found = torch.max_pool1d_with_indices(
         input, kernel_size, stride or [], padding, dilation, ceil_mode
     )
@@ -148,7 +147,7 @@ def dropout(x: Tensor, rate: float) -> Tensor:
 
 
 def _draw(x: Tensor, rate: float) -> tuple[Tensor, Tensor]:
-    """The result, and what its backward takes: a mask, or, off CUDA, the factors."""
+    """The result, and the saved tensor of its backward: a mask on CUDA, the factors elsewhere."""
     if not 0 <= rate <= 1:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {rate}")
     if x.is_cuda and 0 < rate < 1 and x.numel():

@@ -1,4 +1,4 @@
-"""The owner of a parameter: one megacompiled model, in whose buckets it is."""
+"""The owner of a parameter: the one megacompiled model whose buckets hold it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megacompile.runtime.device.forks import Live
 
 
 class Owner(Protocol):
-    """A model that was taken over."""
+    """A megacompiled model that owns parameters."""
 
     model: nn.Module
 
@@ -20,23 +20,23 @@ class Owner(Protocol):
         """True if a parameter is in a bucket of this model."""
 
     def let_go(self) -> None:
-        """Give up parameters that were taken out of the model since its last call."""
+        """Release parameters that were removed from the model since its last call."""
 
 
 def refuse_shared(model: nn.Module) -> None:
-    """Raise if another megacompiled model has a parameter of this one: it has one owner.
+    """Raise if another megacompiled model owns a parameter of this model.
 
-    Two would keep it in two buckets, and each would update it in `optimizer.step()`.
+    Two owners would keep it in two buckets, and each would update it in `optimizer.step()`.
 
     Raises:
-        ModelError: with the names of the parameter here and there.
+        ModelError: with the parameter's name in both models.
     """
     if _owners(model):
-        gc.collect()  # a model without references lives until then
+        gc.collect()  # collects unreferenced models
     for owner, name, param in _owners(model):
         there = [n for n, p in owner.model.named_parameters() if p is param]
         if not there:
-            if owner.owns(param):  # it was taken out of it since
+            if owner.owns(param):  # the other model has released it
                 owner.let_go()
             continue
         raise ModelError(
@@ -60,17 +60,17 @@ def _owners(model: nn.Module) -> list[tuple[Owner, str, nn.Parameter]]:
 
 
 def register(owner: Owner) -> None:
-    """Know of an owner, for as long as it lives."""
+    """Register an owner, by weak reference."""
     _LIVE.add(owner)
 
 
 def live() -> tuple[Owner, ...]:
-    """Those that live."""
+    """The owners that are alive."""
     return tuple(_LIVE)
 
 
 def forget(owner: Owner) -> None:
-    """It owns nothing any more."""
+    """Unregister an owner."""
     _LIVE.discard(owner)
 
 

@@ -1,12 +1,12 @@
-"""Calls of the modules in a model, outside of a call of the model itself.
+"""Calls of a model's submodules, outside of a call of the model itself.
 
-A `training_step` calls `self.net(x)`, a loss calls `model.head(hidden)`. So every module in the
-model that has parameters has a `ModuleCall` in the place of its call, which goes the way of the
-model's own call: parameters are swapped, what is captured gets a schedule. While such a call runs,
-these are taken out, and Dynamo captures the modules as they are.
+A `training_step` calls `self.net(x)`, a loss calls `model.head(hidden)`. So a `ModuleCall` replaces
+the call of every submodule with parameters. It does the same as a call of the model: it swaps
+parameters and schedules the captured graphs. While such a call runs, the replacements are removed,
+and Dynamo captures the modules as they are.
 
-What stays as it is: calls in `torch.func`, under a tracer, and in a backward, where a checkpoint
-repeats what the forward did: a module that was not called from outside before was in a call then.
+Some calls stay as they are: calls in `torch.func`, under a tracer, and in a backward, where a
+checkpoint repeats the forward: a module not called from outside before was inside a call then.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ class Caller(Protocol):
 
 
 class ModuleCall:
-    """In the place of a module's call. A copied or loaded module has none."""
+    """Replaces a module's call. A copied or loaded module has none."""
 
     def __init__(self, module: nn.Module, caller: weakref.ref[Caller]) -> None:
         self.module = module
         self.caller = caller
-        self.compiled: dict[State, Callable[..., Any]] = {}  # made when it is called
+        self.compiled: dict[State, Callable[..., Any]] = {}  # made at the first call
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Nothing: a copied module has none, also where its class copies all that it has."""
+        """Return None: a copied module has no `ModuleCall`, even if its class copies its own
+        `__dict__`."""
         return type(None), ()
 
     @property
     def is_alive(self) -> bool:
-        """True if its model is there."""
+        """True if its model is alive."""
         return self.caller() is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,11 +66,11 @@ class ModuleCall:
 
 
 class ModuleCalls:
-    """The parts of a model.
+    """The submodule calls of a model.
 
     Args:
-        model: the modules in it.
-        caller: carries their calls out.
+        model: the model that contains the modules.
+        caller: runs their calls.
     """
 
     def __init__(self, model: nn.Module, caller: Caller) -> None:
@@ -79,7 +80,7 @@ class ModuleCalls:
         self.put_in()
 
     def put_in(self) -> None:
-        """Have a part in each module, also in those that came since."""
+        """Replace the call of each module, including new modules."""
         found: list[tuple[dict[str, Any], ModuleCall]] = []
         for module in _eligible(self.model):
             present = compat.compiled_call(module)
@@ -99,7 +100,7 @@ class ModuleCalls:
         )
 
     def take_out(self, undos: Undos) -> None:
-        """Until the undos run, a call of a module is its own."""
+        """Restore the modules' plain calls until the undos run."""
         holders, names, parts, none = self._columns
         undos.append(partial(exchange, holders, names, none, parts))
         exchange(holders, names, parts, none)
@@ -115,15 +116,15 @@ class ModuleCalls:
 
 
 def is_part(call: Callable[..., Any] | None) -> bool:
-    """True if it is in the place of a module's call because a model around the module is
-    megacompiled."""
+    """True if it replaces a module's call because a model around the module is megacompiled."""
     return isinstance(call, ModuleCall)
 
 
 def _eligible(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules in a model whose calls are the model's business: those with parameters.
+    """The modules whose calls are replaced: those with parameters.
 
-    Not what computes a parameter when it is looked at, nor what calls another module to watch it.
+    Excludes modules that compute a parameter on access, and modules that call another module to
+    observe it.
     """
     computed = {
         id(inner)

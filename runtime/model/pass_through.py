@@ -1,12 +1,13 @@
-"""A DistributedDataParallel around a model that ranks share: it calls the module, and that is all.
+"""A DistributedDataParallel around a model that ranks share: it only calls the module.
 
-    gradients    are means over ranks when they come
-    buffers      are the first rank's, when it is made, and before each forward as in any DDP
-    no_sync()    each backward averages what it adds: the sum is the same, up to rounding
+    gradients    are means over ranks already
+    buffers      are the first rank's at construction, and before each forward as in any DDP
+    no_sync()    each backward averages its gradients before adding them: the same sum, up to
+    rounding
     state dicts  are whole in every rank (`whole_states`): the loop's first rank saves them
 
-So a loop that wraps what it trains (Lightning's `strategy="ddp"`) goes on as it is. Nothing of
-torch's reducer is made: it would take parameters, of which each rank has other rows, for copies.
+So a loop that wraps its model (Lightning's `strategy="ddp"`) runs unchanged. torch's reducer is not
+created: it would treat the ranks' different rows as copies.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ _OTHERWISE = ("mixed_precision", "delay_all_reduce_named_params")  # options tha
 
 
 class PassThrough(DistributedDataParallel):
-    """The class that such a DistributedDataParallel becomes when it is made: `become` makes it."""
+    """The class that `become` gives to such a DistributedDataParallel at construction."""
 
     def become(self, module: nn.Module, group: Any, ranks: Ranks, *, buffers: bool) -> None:
         """Wrap a module.
 
         Args:
-            module: what is called.
-            group: the process group that it was given.
-            ranks: that share it.
+            module: the wrapped module.
+            group: the process group passed to it.
+            ranks: the ranks that share the model.
             buffers: send the first rank's buffers to the others.
         """
         nn.Module.__init__(self)
@@ -57,11 +58,11 @@ class PassThrough(DistributedDataParallel):
         ranks.send_first([*frozen, *module.buffers()], what)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The result of the module. Inputs go to the device that it computes on by themselves."""
+        """The result of the module, which moves its inputs to the device itself."""
         self._send_buffers()
         found = self.module(*args, **kwargs)
         synced = torch.is_grad_enabled() and self.require_backward_grad_sync
-        self.require_forward_param_sync = synced  # as DistributedDataParallel has it
+        self.require_forward_param_sync = synced  # same attribute as DistributedDataParallel
         return found
 
     def _send_buffers(self) -> None:
@@ -70,20 +71,20 @@ class PassThrough(DistributedDataParallel):
             self.ranks.send_first(self.module.buffers(), what)
 
     def register_comm_hook(self, state: object, hook: Any) -> NoReturn:
-        """Raise: there is nothing that a hook could be given."""
+        """Raise: no gradients pass through a hook."""
         raise _refused("register_comm_hook()", "no gradients pass through it")
 
     def join(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise: each rank has rows of every layer, so that all of them compute or none."""
+        """Raise: each rank has rows of every layer, so either all ranks compute or none."""
         raise _refused("join()", "a rank without inputs would stop the others")
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Nothing; Lightning asks for it in the end."""
+        """Do nothing; Lightning calls it at the end."""
         return {}
 
 
 class _Nothing:
-    """Stands for the reducer, which Lightning's manual optimization prepares for a backward."""
+    """Stand-in for the reducer, which Lightning's manual optimization prepares for a backward."""
 
     def _rebuild_buckets(self) -> bool:
         return False
@@ -95,14 +96,14 @@ class _Nothing:
 def refuse_other_wraps(
     kind: type, names: str, given: Mapping[str, Any], shared: Collection[int], mesh: DeviceMesh
 ) -> None:
-    """Raise where a DistributedDataParallel around what ranks share would have more to do.
+    """Raise if a DistributedDataParallel around a shared model would have more to do.
 
     Args:
-        kind: the class that is made.
-        names: of the models that ranks share.
+        kind: the class being constructed.
+        names: names of the models that ranks share.
         given: the arguments of DistributedDataParallel.
         shared: the ids of their parameters.
-        mesh: the ranks.
+        mesh: the mesh of the ranks.
 
     Raises:
         ModelError: with what to write instead.
@@ -133,7 +134,7 @@ def refuse_other_wraps(
 
 
 def group_of(given: Mapping[str, Any]) -> Any:
-    """The process group of the DistributedDataParallel that gets these arguments."""
+    """The process group of a DistributedDataParallel with these arguments."""
     mesh = given.get("device_mesh")
     if mesh is not None:
         return mesh.get_group()
@@ -141,7 +142,7 @@ def group_of(given: Mapping[str, Any]) -> Any:
 
 
 def sends_buffers(given: Mapping[str, Any]) -> bool:
-    """True if a DistributedDataParallel that gets these arguments would send buffers."""
+    """True if a DistributedDataParallel with these arguments would broadcast buffers."""
     newer = given.get("forward_sync_buffers")  # torch 2.13 renamed it
     older = given.get("broadcast_buffers")
     return next((bool(each) for each in (newer, older) if each is not None), True)

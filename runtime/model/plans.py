@@ -1,4 +1,4 @@
-"""The planner of a model's schedules, and the placement of the buckets for which they are made."""
+"""The planner of a model's schedules, and the bucket placement that they assume."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megacompile.ir.symbols import Values
 
 
 class Compiler(Protocol):
-    """Makes schedules; `megacompile.plan.compiler` binds it to the passes."""
+    """Plans and lowers schedules; implemented by `megacompile.plan.compiler`."""
 
     def partition(self, capture: Capture) -> Schedule:
         """Stages only."""
 
     def resized(self, stages: Schedule, values: Values) -> Schedule:
-        """The stages, planned for other values of their symbols."""
+        """The stages for other values of their symbols."""
 
     def choose(
         self,
@@ -32,29 +32,28 @@ class Compiler(Protocol):
         *,
         again: bool = False,
     ) -> Placement:
-        """Choose what `plan` builds; returns where the plans made so far want the buckets, which
-        may leave the device with `again`."""
+        """Choose the plan that `plan` builds; returns the placement that all plans so far want.
+        With `again`, buckets may leave the device."""
 
     def plan(
         self, stages: Schedule, capture: Capture, variant: Variant, placement: Placement
     ) -> Schedule:
-        """The verified schedule without code, with the buckets where they are."""
+        """The verified schedule without code, for the current placement."""
 
     def lower(self, schedule: Schedule) -> Schedule:
-        """Lowers what `plan` returned."""
+        """Lower a schedule returned by `plan`."""
 
     def code_is_ready(self) -> bool:
-        """True if code is compiled by now that schedules ran without."""
+        """True if compiled code is ready for schedules that run without it."""
 
     def load_code(self, patience_s: float) -> bool:
-        """Loads it, for so long. True if all of it is loaded."""
+        """Load it, within a time limit. True if all of it is loaded."""
 
     def use_code(self) -> None:
-        """Runs the loaded code from now on. No backward may be to come."""
+        """Switch to the loaded code. No backward may be pending."""
 
     def wants(self, placement: Placement) -> Placement:
-        """The placement that the plans made so far want for the buckets, which are as `placement`
-        says."""
+        """The placement that the plans so far want; the buckets are at `placement` now."""
 
     def note_fetches(
         self, buckets: Sequence[Bucket], trained: Mapping[int, Sequence[int]], placement: Placement
@@ -62,33 +61,33 @@ class Compiler(Protocol):
         """Code that is not captured reads buckets: they may live on the device."""
 
     def replan(self) -> None:
-        """Choose again, with the buckets where they are. No backward may be to come."""
+        """Choose all plans again for the current placement. No backward may be pending."""
 
     def find_gradients(self) -> bool:
-        """From now on a forward may find gradients of buckets that live on the device. True if all
-        is chosen again, because plans made so far leave no memory for them."""
+        """Expect a forward to find gradients of resident buckets on the device. True if all plans
+        are chosen again because they leave no memory for these gradients."""
 
     def step_down(self) -> str:
-        """Make plans that need less from now on; says how, or "" where nothing is left to give."""
+        """Make smaller plans from now on; returns how, or "" if nothing is left to free."""
 
     def needs(self) -> str:
         """Device memory of the smallest plan, as a table; "" if not known."""
 
     def retain(self, stages: Collection[Schedule], schedules: Collection[Schedule]) -> None:
-        """Forget what was made for all but these results of `partition` and `build`."""
+        """Drop everything except these results of `partition` and `build`."""
 
     def rest(self, buckets: Sequence[Bucket], placement: Placement) -> Schedule:
-        """A schedule that is an update alone: of these buckets, where they are."""
+        """A schedule that only updates these buckets, at their current placement."""
 
 
 class MovesFirst(BaseException):
     """Buckets move before a captured graph runs for the first time, and the call begins again.
 
-    User code between the two that catches `Exception` must not see it.
+    A BaseException, so that user code in between that catches `Exception` does not see it.
 
     Args:
-        lacking: what the call ends with if they cannot move. None: nothing of the call has run, and
-            they can.
+        lacking: the error to raise if the buckets cannot move. None: they can, because nothing of
+            the call has run.
     """
 
     def __init__(self, lacking: DeviceMemoryError | None = None) -> None:
@@ -100,14 +99,14 @@ class Plans:
     """The plans of a model for one layout of its buckets.
 
     Args:
-        compiler: of the units whose buckets they are.
-        placement: where the buckets are.
+        compiler: the compiler for the buckets' units.
+        placement: the current placement of the buckets.
     """
 
     def __init__(self, compiler: Compiler, placement: Placement) -> None:
         self.compiler = compiler
         self.placement = placement
-        self.version = 0  # of what was planned: older schedules are planned again when they are met
+        self.version = 0  # plans of older versions are planned again at their next use
 
     def expire(self) -> None:
         """Every captured graph plans again at its next call."""
@@ -116,19 +115,19 @@ class Plans:
     def choose(
         self, stages: Schedule, capture: Capture, variant: Variant, *, again: bool = False
     ) -> Placement:
-        """Choose the plan that `plan` builds; returns where the buckets should be.
+        """Choose the plan that `plan` builds; returns the wanted placement.
 
         Args:
-            again: buckets may leave the device, where a plan for smaller inputs has put them.
+            again: buckets may leave the device, even if a plan for smaller inputs put them there.
         """
         return self.compiler.choose(stages, capture, variant, self.placement, again=again)
 
     def plan(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
-        """A schedule without code, for the buckets where they are."""
+        """A schedule without code, for the current placement."""
         return self.compiler.plan(stages, capture, variant, self.placement)
 
     def rest(self, buckets: Sequence[Bucket]) -> Schedule:
-        """A schedule whose update is that of these buckets, where they are."""
+        """A schedule that only updates these buckets, at their current placement."""
         return self.compiler.rest(buckets, self.placement)
 
     @property
@@ -145,28 +144,28 @@ class Plans:
         self.compiler.note_fetches(buckets, trained, self.placement)
 
     def moved(self, placement: Placement) -> None:
-        """The buckets are there now: every captured graph plans again."""
+        """Record the new placement: every captured graph plans again."""
         self.placement = placement
         self.expire()
 
     def say_stays(self, why: str) -> None:
-        """From now on plans say why buckets stay where they are."""
+        """Record why buckets cannot move; plans report it from now on."""
         if why != self.placement.stays:
             self.placement = replace(self.placement, stays=why)
 
     def say_accumulates(self) -> None:
-        """From now on plans count the gradients of micro-batches."""
+        """Count the gradients of micro-batches in plans from now on."""
         if not self.placement.accumulates:
             self.placement = replace(self.placement, accumulates=True)
 
     def find_gradients(self) -> None:
-        """A forward finds gradients on the device: it may from now on."""
+        """Record that a forward finds gradients on the device."""
         self.say_accumulates()
         if self.compiler.find_gradients():
             self.expire()
 
     def stay(self, why: str) -> None:
-        """Plan again with the buckets where they are, for good. No backward may be to come."""
+        """Plan again and keep the current placement permanently. No backward may be pending."""
         self.say_stays(why)
         self.compiler.replan()
         self.expire()

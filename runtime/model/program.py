@@ -36,12 +36,12 @@ from megacompile.runtime.model.plans import Plans
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 
-VARIANTS = 256  # schedules of a program; those that were built first go
+VARIANTS = 256  # schedules per program; the oldest are dropped
 
 
 @contextlib.contextmanager
 def compiling(name: str, machine: Machine) -> Iterator[None]:
-    """Around what is compiled for a schedule: counts it, and says how long it took."""
+    """Wraps the compilation for a schedule: counts it and logs its duration."""
     before, start = compat.cache_counts(), time.perf_counter()
     beside = compile_pool.compiled()
     with _stages_own_ambient():
@@ -55,7 +55,7 @@ def compiling(name: str, machine: Machine) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stages_own_ambient() -> Iterator[None]:
-    """Saved tensors hooks around the call are not the stages'; no other thread traces meanwhile."""
+    """Disable the caller's saved-tensor hooks for stages, and lock out tracing by other threads."""
     with (
         compat.compile_lock(),
         compat.without_saved_tensors_hooks(),
@@ -66,7 +66,7 @@ def _stages_own_ambient() -> Iterator[None]:
 
 
 class Program:
-    """The schedules of one capture, built when they are first needed."""
+    """The schedules of one capture, built at first use."""
 
     def __init__(
         self,
@@ -85,12 +85,12 @@ class Program:
         outputs, _ = ops.returned(self.stages.forward)
         self.outputs: tuple[Any, ...] = tuple(outputs)
         changes = ops.nodes_of(self.stages.forward, ops.assign)
-        self.inputs = inputs_of(self.stages.forward)  # positions, by the name in the schedule
-        # the inputs that it changes in place, in forward or backward, bases among them
+        self.inputs = inputs_of(self.stages.forward)  # name in the schedule -> position
+        # the inputs (including bases) that forward or backward changes in place
         names = (*(str(node.args[0]) for node in changes), *self.stages.written)
         self.changed_names = frozenset(names)
         self.changed = frozenset(self.inputs[name] for name in names)
-        # the inputs whose change autograd records, and the outputs that are their new values
+        # inputs whose changes autograd records, and the outputs that are their new values
         first = len(self.outputs) - len(stages.recorded)
         self.recorded = [(self.inputs[n], first + k) for k, n in enumerate(stages.recorded)]
         self.executors: dict[Variant, Executor] = {}
@@ -100,7 +100,7 @@ class Program:
             self._note(stages.symbols)
         self.tangents = expected_tangents(self.stages)
         self.ran_backward = False
-        self.said_hooked = False  # that an output has a hook
+        self.said_hooked = False  # the output has a hook
         self.views: list[tuple[weakref.ref[torch.Tensor], str]] = []  # of parameters: see `hand`
 
     def _meta(self, output: int) -> TensorMeta:
@@ -109,7 +109,7 @@ class Program:
         return meta
 
     def anew(self, stages: Schedule | None = None) -> Program:
-        """The program without schedules, of the same code; `stages` for other sizes."""
+        """The same program and code without schedules; `stages` are for other sizes."""
         stages = replace(self.stages) if stages is None else stages
         made = Program(self.capture, self.plans, self.machine, stages)
         made.tangents = self.tangents
@@ -117,14 +117,14 @@ class Program:
         return made
 
     def replan(self) -> None:
-        """Forget the schedules, and what they were planned from."""
+        """Drop the schedules and their plans."""
         self.stages = replace(self.stages)
         self.executors.clear()
         self._planned.clear()
 
     @functools.cached_property
     def streamed(self) -> list[int]:
-        """The positions of the parameters among the inputs, packed ones taken apart."""
+        """The positions of the parameters among the inputs, with packed parameters unpacked."""
         return [k for k, item in enumerate(self._given) if isinstance(item, ParamInput)]
 
     @functools.cached_property
@@ -135,11 +135,11 @@ class Program:
 
     @functools.cached_property
     def _given(self) -> list[GraphInput]:
-        """The inputs, packed parameters taken apart."""
+        """The inputs, with packed parameters unpacked."""
         return [part for item in self.capture.inputs for part in _parts(item)]
 
     def other_tensors(self, args: Sequence[Any]) -> list[int]:
-        """The positions of the tensors among a call's inputs that are no parameters."""
+        """The positions of a call's tensor inputs that are not parameters."""
         return [*self._tensors, *range(len(self._given), len(args))]  # bases come last
 
     @functools.cached_property
@@ -151,7 +151,7 @@ class Program:
         return computed_outputs(self.outputs)
 
     def hand(self, outputs: Sequence[Any]) -> None:
-        """Remember the outputs of its last call that should be views of parameters."""
+        """Record outputs of the last call that should be views of parameters."""
         views = self.stages.views
         if views:
             self.views = [(weakref.ref(outputs[k]), name) for k, name in views]
@@ -161,18 +161,19 @@ class Program:
         return self._meta(output).requires_grad
 
     def variant(self, **changes: Any) -> Variant:
-        """The variant for the gradients that are expected now.
+        """The variant for the currently expected gradients.
 
-        Where backwards update, those that do not (`accumulate()`, `torch.autograd.grad`) are few.
+        If backwards update, a backward without an update is rare (`accumulate()`,
+        `torch.autograd.grad`).
         """
         update = self.machine.in_backward is not None
         return replace(Variant(self.tangents, keep_last=True, update=update), **changes)
 
     def choose(self, variant: Variant, *, again: bool = False) -> Placement:
-        """Choose the plan of a variant; returns where the buckets should be.
+        """Choose the plan of a variant; returns the wanted placement.
 
         Args:
-            again: they may leave the device, where a plan for smaller inputs has put them.
+            again: buckets may leave the device, even if a plan for smaller inputs put them there.
         """
         progress.now("planning the step")
         with _stages_own_ambient():
@@ -201,59 +202,58 @@ class Program:
             self._note_code(schedule)
         return self.executors[variant]
 
-    # --- where sizes are symbols
+    # --- symbolic sizes
 
     def _note(self, symbols: Symbols) -> None:
         every = list(self.capture.planned)
         self._fakes[symbols.fakes] = tuple(every.index(symbol) for symbol in symbols.planned)
 
     def _note_code(self, schedule: Schedule) -> None:
-        """Remember what a schedule's code is right for."""
+        """Record the relations under which a schedule's code is valid."""
         for template in schedule.templates:
             if template.symbols is not None:
                 template.symbols.fakes.note_fixed(lambda: "its compiled code")
                 self._note(template.symbols)
 
     def serves(self, values: Sequence[int | float]) -> bool:
-        """True if the code that a call with these values would run now is right for it."""
+        """True if a call with these values would run code that is valid for them."""
         if not self.holds(values):
             return False
         variant = self.variant()
         if variant in self.executors:
             return True
-        self.executor(variant)  # whose code may be right for fewer values
+        self.executor(variant)  # whose code may be valid for fewer values
         return self.holds(values)
 
     def holds(self, values: Sequence[int | float]) -> bool:
-        """True if all of its code is right for these values of the captured graph's symbols."""
+        """True if all of its code is valid for these values of the captured graph's symbols."""
         return all(
             fakes.holds(*[values[k] for k in positions]) for fakes, positions in self._fakes.items()
         )
 
     def broken(self, values: Sequence[int | float]) -> str:
-        """The relation that does not hold for these values, and who asked for it; "" where all
-        hold."""
+        """The relation that these values violate, and the code that requires it; "" if all hold."""
         each = (
             fakes.broken([values[k] for k in positions]) for fakes, positions in self._fakes.items()
         )
         return next(filter(None, each), "")
 
     def fixed(self) -> dict[int | float, str]:
-        """The values of symbols that its code is right for alone, and who asks for them."""
+        """The symbol values that its code is specialized on, and the code that requires them."""
         asked: dict[int | float, str] = {}
-        for fakes in self._fakes:  # the captured graph's first: they know the line
+        for fakes in self._fakes:  # the captured graph's first: they name the line
             for symbol, where in fakes.fixed.items():
                 asked.setdefault(fakes.hints[symbol], where)
         return asked
 
     @functools.cached_property
     def size_bytes(self) -> Callable[..., int]:
-        """Bytes of what its stages give and keep, as a function of the symbols' values."""
+        """Bytes of its stages' outputs and saved tensors, as a function of the symbols' values."""
         schedule = next(iter(self.executors.values())).schedule
         return bytes_of(schedule, list(self.capture.planned))
 
     def number(self, value: Any, args: Sequence[Any]) -> Any:
-        """The value, for a call's inputs, of an output that is a number, or holds some."""
+        """The value of an output that is or contains a number, for a call's inputs."""
         if isinstance(value, (tuple, list)):
             return type(value)(self.number(item, args) for item in value)
         if not isinstance(value, Number):

@@ -1,8 +1,8 @@
-"""A model whose device memory is lent to other code for a while: `megacompile.released()`.
+"""Lends a model's device memory to other code: `megacompile.released()`.
 
-What lives on the device goes to the host, with gradients and states, and comes back to where it
-was. So schedules stay what they are: nothing is captured, planned or compiled again. What is made
-again at each use (slots, workspaces, activations) is given back, and comes with the next call.
+Resident buckets move to the host, with gradients and states, and later back to the same placement.
+So schedules stay valid: nothing is captured, planned or compiled again. Per-call memory (slots,
+workspaces, activations) is freed, and the next call allocates it again.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from megacompile.text import format_bytes
 
 
 class Released:
-    """Returns a model's device memory.
+    """Frees a model's device memory and takes it back.
 
     Args:
-        buckets: of the model.
-        updates: its optimizer steps.
+        buckets: the model's buckets.
+        updates: the model's optimizer steps.
     """
 
     def __init__(self, buckets: ModelBuckets, updates: Updates) -> None:
         self.buckets = buckets
         self.updates = updates
-        self.depth = 0  # of the `with` blocks that run
-        self.away: set[int] = set()  # keys of buckets that live on the device, but are not there
+        self.depth = 0  # number of active `with` blocks
+        self.away: set[int] = set()  # keys of resident buckets that are not on the device
 
     @property
     def _name(self) -> str:
         return type(self.buckets.model).__name__
 
     def check(self) -> None:
-        """At a call or a step: have the memory.
+        """Ensure, at a call or a step, that the memory is back.
 
         Raises:
-            ModelError: it is given back.
-            DeviceMemoryError: it was to be taken again, and is not there.
+            ModelError: the memory is released.
+            DeviceMemoryError: there is not enough free memory to take it back.
         """
         if self.depth:
             raise ModelError(
@@ -61,11 +61,11 @@ class Released:
             self._take()
 
     def give(self) -> None:
-        """Give the memory back.
+        """Free the memory.
 
         Raises:
             ModelError: a forward waits for its backward.
-            HostMemoryError: what lives on the device does not fit on the host.
+            HostMemoryError: the resident buckets do not fit on the host.
         """
         with self.buckets.alone:
             if not self.depth:
@@ -75,16 +75,16 @@ class Released:
                 try:
                     self._give()
                 except BaseException:
-                    self.depth = 0  # the next call takes again what has gone
+                    self.depth = 0  # the next call takes it back
                     raise
             else:
                 self.depth += 1
 
     def end(self, *, failed: bool) -> None:
-        """Take it again at the end of a block.
+        """Take the memory back at the end of a block.
 
         Args:
-            failed: an exception passes. If the memory is not there then, the next call takes it.
+            failed: an exception propagates. If memory is short then, the next call takes it back.
         """
         with self.buckets.alone:
             self.depth -= 1
@@ -99,7 +99,7 @@ class Released:
     def _check_pending(self) -> None:
         pending = self.buckets.machine.pending
         if pending:
-            gc.collect()  # a loss without references lives until then
+            gc.collect()  # frees an unreferenced loss
             _clear_queue()
         if pending:
             raise ModelError(
@@ -132,7 +132,7 @@ class Released:
         gc.collect()
         compat.give_cache_back(machine.device)
 
-    # These hold no bucket afterwards: a tensor of each kind would keep its segment of the cache.
+    # Free all of these: one remaining tensor would keep its segment in the cache.
 
     def _settle(self) -> None:
         for bucket in self.buckets.machine.buckets.values():
@@ -149,7 +149,7 @@ class Released:
             self.away |= residents.keys()
 
     def _stays(self, residents: Iterable[HostBucket]) -> str:
-        """The reason why buckets must stay on the device; "" where they may go."""
+        """The reason why buckets must stay on the device; "" if they may move."""
         if self.buckets.data_parallel.around_last:
             return "a DistributedDataParallel is around the model"
         return self.buckets.data_parallel.holds([p for b in residents for p in b.params])
@@ -166,10 +166,11 @@ class Released:
             )
 
     def _take(self) -> None:
-        """Bring back what went.
+        """Move the buckets back.
 
         Raises:
-            DeviceMemoryError: the memory is not there; what came stays, and the rest may follow.
+            DeviceMemoryError: memory is short; buckets that are back stay, and the rest may follow
+                later.
         """
         ran_out = ""
         try:
@@ -200,7 +201,7 @@ class Released:
                     new = buckets.machine.buckets[key]
                     if new is not old:
                         move_states(old, new)
-                        for optimizer in optimizers:  # states that are in no bucket
+                        for optimizer in optimizers:  # states outside of buckets
                             for param in new.params:
                                 move_loaded(optimizer, param)
                     if resident:

@@ -1,8 +1,8 @@
-"""A plain model again: its parameters leave the buckets, on the host or on a device.
+"""Makes a plain model again: its parameters leave the buckets, for the host or a device.
 
-Each bucket goes when its parameters have memory of their own, so that there is one bucket too much
-at a time. An interrupt in between leaves a megacompiled model: its next call takes over again what
-has left. Where ranks share the model, all of them do it together, and an interrupt of one ends all.
+Each bucket is freed once its parameters have their own memory, so peak memory is one bucket more.
+An interrupt in between leaves a megacompiled model: its next call takes over the parameters that
+have left. Ranks that share the model do this together, and an interrupt in one rank ends all.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def restore(streamed: StreamedModel, device: torch.device) -> None:
     """Make a megacompiled model a plain one, with everything on `device`.
 
     Raises:
-        ModelError: it is in use, or its parameters must not move.
-        DeviceMemoryError: it does not fit there; nothing has changed.
-        OptimizerError: an update in the background has failed.
+        ModelError: the model is in use, or its parameters must not move.
+        DeviceMemoryError: the model does not fit there; nothing has changed.
+        OptimizerError: a background update has failed.
     """
     model, buckets, machine = streamed.model, streamed.buckets, streamed.machine
     name = type(model).__name__
@@ -126,7 +126,7 @@ def _bytes(bucket: HostBucket) -> int:
 
 
 def _empty(bucket: HostBucket, device: torch.device, optimizers: Iterable[Optimizer]) -> None:
-    """Give each parameter, its gradient and its states memory of their own."""
+    """Move each parameter, its gradient and its states to their own memory."""
     for i in range(len(bucket.params)):
         undone(functools.partial(_free, bucket, i, device))
     for optimizer in optimizers:
@@ -134,7 +134,7 @@ def _empty(bucket: HostBucket, device: torch.device, optimizers: Iterable[Optimi
 
 
 def _free(bucket: HostBucket, index: int, device: torch.device, undos: Undos) -> None:
-    """Give a parameter and its gradient memory of their own."""
+    """Move a parameter and its gradient to their own memory."""
     param = bucket.params[index]
     taken = _taken(param)
     gradient = None if taken is None else taken.to(device, param.dtype, copy=True)
@@ -144,7 +144,7 @@ def _free(bucket: HostBucket, index: int, device: torch.device, undos: Undos) ->
         param.data = param.detach().to(device, copy=True)
     param.grad = None
     if param.requires_grad:
-        param.grad_dtype = param.dtype  # the option is of megacompile()
+        param.grad_dtype = param.dtype  # this hint is for megacompile()
 
 
 def _show(param: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:

@@ -1,9 +1,9 @@
-"""Several ranks share a model: its parameters become DTensors, of which each rank has its rows.
+"""Shards a model over ranks: its parameters become DTensors, and each rank holds its rows.
 
     nn.Parameter of shape (n, ...)   ->   nn.Parameter that is a DTensor, Shard(0)
 
-As with FSDP2, parameters are other objects afterwards, under the same names. Optimizers that have
-the old ones get the new ones, and their states are divided too.
+As with FSDP2, parameters become new objects with the same names. Optimizers of the old parameters
+get the new ones, and their states are sharded too.
 """
 
 from __future__ import annotations
@@ -32,24 +32,23 @@ from megacompile.runtime.params.optimizer_states import free_states
 from megacompile.runtime.step import hooks
 from megacompile.text import format_bytes
 
-Sites = list[tuple[dict[str, Any], str]]  # where modules have a parameter
+Sites = list[tuple[dict[str, Any], str]]  # the modules' attributes that hold a parameter
 
 
 def shard(model: nn.Module, ranks: Ranks, *, filled: bool = False) -> dict[int, nn.Parameter]:
-    """Gives each rank its rows of a model's parameters.
+    """Shard a model's parameters by rows.
 
     Args:
-        model: changed in place. Each rank has all of it, with the same shapes.
-        ranks: that share it.
-        filled: parameters that are on meta get their values later, from a checkpoint. Memory that
-            is not touched is theirs until then.
+        model: changed in place. Each rank has the whole model, with the same shapes.
+        ranks: the ranks that share it. filled: parameters on meta get their values later, from a
+        checkpoint. Until then they have untouched memory.
 
     Returns:
         The new parameters, by the id of the old ones.
 
     Raises:
         ModelError: a parameter cannot be shared, or another rank has another model.
-        OptionError: an optimizer has states that cannot be divided.
+        OptionError: an optimizer has states that cannot be sharded.
     """
     guard_dtensors()
     compat.send_no_parts(compat.is_sharded)
@@ -84,7 +83,7 @@ def _sharded(param: nn.Parameter, ranks: Ranks) -> nn.Parameter:
 
 
 def sites_of(model: nn.Module) -> Iterator[tuple[nn.Parameter, Sites]]:
-    """Every parameter, once, and where modules have it."""
+    """Every parameter, once, with the module attributes that hold it."""
     found: dict[int, tuple[nn.Parameter, Sites]] = {}
     for module in compat.modules_of(model):
         holder = compat.parameters_of(module)
@@ -126,10 +125,10 @@ def _check(model: nn.Module, *, meta: bool) -> None:
 
 
 def check_divided(model: nn.Module, ranks: Ranks) -> None:
-    """Raise where a parameter that came into a model since is not divided as the others are.
+    """Raise if a parameter added to a model later is not sharded like the others.
 
     Raises:
-        ModelError: with the name of the parameter, and how to divide it.
+        ModelError: with the name of the parameter, and how to shard it.
     """
     for name, param in model.named_parameters():
         mesh, placements = getattr(param, "device_mesh", None), getattr(param, "placements", None)
@@ -147,8 +146,8 @@ def check_divided(model: nn.Module, ranks: Ranks) -> None:
 def divide_loaded(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: object
 ) -> None:
-    """Before `load_state_dict()` of a module: of whole tensors, this rank takes its rows. Nothing
-    is sent: each rank has loaded all of them."""
+    """Take this rank's rows of whole tensors before a module's `load_state_dict()`. No
+    communication: each rank has loaded all of them."""
     del others
     for name, param in module.named_parameters(remove_duplicate=False):
         value = state_dict.get(prefix + name)
@@ -158,19 +157,19 @@ def divide_loaded(
 
 
 def optimizers_over(model: nn.Module) -> list[Optimizer]:
-    """Those that have parameters of a model, though they have not stepped yet."""
+    """The optimizers of a model's parameters, including optimizers without a step so far."""
     ids = {id(param) for param in model.parameters()}
     return hooks.constructed(lambda param: id(param) in ids)
 
 
 def into_groups(optimizer: Optimizer, made: Mapping[int, nn.Parameter]) -> None:
-    """Put new parameters, by the ids of the old ones, in the places of these."""
+    """Replace parameters by new ones, by the ids of the old ones."""
     for group in optimizer.param_groups:
         group["params"] = [made.get(id(p), p) for p in group["params"]]
 
 
 def _check_states(optimizer: Optimizer, model: nn.Module) -> None:
-    """Raise where an optimizer has states that go by no rows of their parameter."""
+    """Raise if an optimizer has states that do not follow the rows of their parameter."""
     for name, param in model.named_parameters():
         for key, state in optimizer.state.get(param, {}).items():
             if not isinstance(state, torch.Tensor) or state.dim() == 0:
@@ -185,7 +184,7 @@ def _check_states(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def _divide_states(optimizer: Optimizer, made: dict[int, nn.Parameter]) -> None:
-    """Give the states of whole parameters to those that were made of them."""
+    """Transfer the states of whole parameters to the sharded parameters."""
     of_ours = [param for param in optimizer.state if id(param) in made]
     for param in of_ours:
         whole, states = made[id(param)], optimizer.state.pop(param)
@@ -198,7 +197,7 @@ def _divide_states(optimizer: Optimizer, made: dict[int, nn.Parameter]) -> None:
 
 
 def _check_alike(model: nn.Module, ranks: Ranks) -> None:
-    """Raise, in every rank, where the model is not the same in all."""
+    """Raise, in every rank, if the model differs between ranks."""
     looks = [
         f"parameter {name!r} {_look(param)} requires_grad={param.requires_grad}"
         for name, param in model.named_parameters()
@@ -219,8 +218,8 @@ def _look(tensor: torch.Tensor) -> str:
 
 
 def _send_values(model: nn.Module, ranks: Ranks) -> None:
-    """Give all ranks the first one's parameters and buffers where they differ, for example because
-    they were initialised without a seed. A DistributedDataParallel does so too."""
+    """Broadcast the first rank's parameters and buffers if they differ, for example because they
+    were initialised without a seed. DistributedDataParallel does the same."""
     named = [*model.named_parameters(), *model.named_buffers()]
     tensors = [t for _, t in named if not t.is_meta and t.layout is torch.strided]
     said = ranks.all_gather_object([checksum(tensor) for tensor in tensors])
@@ -241,21 +240,20 @@ def _refuse_other(
             )
 
 
-# A model that ranks share becomes whole in each of them: `sharding`, backwards.
+# The inverse of sharding: a shared model becomes whole in each rank.
 #
 #     nn.Parameter that is a DTensor, Shard(0)   ->   nn.Parameter of shape (n, ...), in every rank
-#
-# Parameters are other objects afterwards, under the same names. Optimizers that have the old ones
-# get the new ones, with whole states. A bucket is gathered when the one before it has gone.
+# Parameters become new objects with the same names. Optimizers of the old parameters get the new
+# ones, with whole states. A bucket is gathered once the previous one is freed.
 
 
 class Gathering:
-    """The tensors that become whole.
+    """The tensors to make whole.
 
     Args:
-        model: its parameters, and where modules have them.
-        ranks: that share it; all of them do the same.
-        device: where everything goes.
+        model: the model, with the attributes that hold its parameters.
+        ranks: the ranks that share it; all of them make the same calls.
+        device: the target device of all tensors.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks, device: torch.device) -> None:
@@ -294,28 +292,28 @@ class Gathering:
             free_states(optimizer, made)
 
     def take_rest(self) -> None:
-        """The same of parameters that came since the last call, and are in no bucket."""
+        """The same for parameters added since the last call, which are not in a bucket."""
         rest = [param for param in self._model.parameters() if compat.is_sharded(param)]
         self.take(rest, lambda param: param.grad)
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All of a DTensor, in memory of its own: a collective."""
+        """The full tensor of a DTensor, in its own memory: a collective."""
         return self._ranks.all_of(tensor).to(self.device, copy=True)
 
 
 def refuse_ungathered(
     model: nn.Module, ranks: Ranks, part_bytes: int, device: torch.device
 ) -> None:
-    """Raise where a model that ranks share cannot be whole in each of them.
+    """Raise if a shared model cannot become whole in each rank.
 
     Args:
-        part_bytes: of this rank's parameters, gradients and states.
-        device: where they go.
+        part_bytes: bytes of this rank's parameters, gradients and states.
+        device: the target device.
 
     Raises:
         ModelError: a parameter has hooks.
-        OptionError: an optimizer has states of which it is not known how they are divided.
-        HostMemoryError: there is too little of it for all ranks of this host.
+        OptionError: an optimizer has states whose sharding is unknown.
+        HostMemoryError: too little host memory for all ranks of this host.
     """
     name = type(model).__name__
     for param_name, param in model.named_parameters():

@@ -1,18 +1,18 @@
-"""The values that a backward needs in memory that others have too, and may change in place until it
-runs.
+"""Saved values that alias other memory, which may change in place before the backward runs.
 
-A saved value may be in the memory of a tensor that lives outside of the program: an input (a batch,
-a buffer, whatever tensor the model reads), an output, or a constant of a stage's code. The version
-of that tensor is noted, as autograd notes that of what it saves. It is not the saved value that is
-asked: a view that compiled code makes counts versions of its own.
+A saved value may alias a tensor outside of the program: an input (a batch, a buffer, any tensor
+that the model reads), an output, or a constant of a stage's code. The version counter of that
+tensor is recorded, as autograd does for saved tensors. The saved value's own counter is useless: a
+view made by compiled code has a separate version counter.
 
-Versions of inputs that the forward changes are those from before it: a change that it makes itself
-counts too. Another input may count its versions together with such a one, as a view of the same
-tensor, and has no element of it (those that do are views of one base): it has the version of the
-forward's end.
-What is copied (to the host, to a disk, or ahead of such a change) is the backward's own, and right
-whatever becomes of the original. So is what the plain model's backward would not keep: of a mask,
-of which only a copy is used, or of what a recompute begins with. It is copied where it is small.
+For inputs that the forward changes, the version from before the forward counts, so the forward's
+own change is detected too. Another input may share a version counter with a changed input, as a
+view of the same tensor, without sharing elements (inputs that share elements are views of one
+base): its version is taken at the end of the forward.
+Copies (on the host, on a disk, or made ahead of such a change) belong to the backward and stay
+valid whatever happens to the original. So do values that the plain model's backward would not keep:
+a mask of which only a copy is used, or the inputs of a recompute. They are copied if they are
+small.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ import torch
 
 from megacompile import compat
 
-SMALL_BYTES = 2**20  # too little to be noticed in a plan of the memory
+SMALL_BYTES = 2**20  # negligible in a memory plan
 
 
 class Source(NamedTuple):
     """A tensor that lives outside of a program, and its version at a forward."""
 
-    what: str  # as an error names it
+    what: str  # its name in errors
     tensor: torch.Tensor
     version: int
-    names: frozenset[str]  # of what a backward needs in its memory
-    input: str = ""  # its name in the schedule, of an input
+    names: frozenset[str]  # of the saved values in its memory
+    input: str = ""  # an input's name in the schedule
 
 
 class Readings(NamedTuple):
-    """The tensors that a forward is about to read whose versions are those from before it."""
+    """The tensors that a forward reads and whose versions are recorded before it."""
 
-    inputs: dict[str, torch.Tensor]  # that the forward changes in place
+    inputs: dict[str, torch.Tensor]  # inputs that the forward changes in place
     constants: Mapping[str, torch.Tensor]
-    versions: list[int]  # of the inputs, then of the constants
+    versions: list[int]  # versions of the inputs, then of the constants
 
     @classmethod
     def of(
         cls, inputs: Mapping[str, Any], constants: Mapping[str, torch.Tensor], names: Iterable[str]
     ) -> Readings:
-        """Note versions ahead of a forward.
+        """Record versions before a forward.
 
         Args:
-            names: of the inputs that the forward changes in place.
+            names: the inputs that the forward changes in place.
         """
         found = {k: v for k in names if isinstance(v := inputs.get(k), torch.Tensor)}
         return cls(found, constants, _versions([*found.values(), *constants.values()]))
@@ -65,16 +65,18 @@ def shared(
     borrowed: Collection[str] = (),
     written: Collection[str] = (),
 ) -> list[Source]:
-    """The sources that a backward needs as they are, after its forward.
+    """The sources that must not change between a forward and its backward.
 
-    Saved values in the memory of others become tensors of their own: autograd writes its node into
-    an output, and the node holds what is saved.
+    Saved values that alias other tensors become separate tensor objects: autograd sets an output's
+    grad_fn, and the node holds the saved values.
 
     Args:
-        before: from ahead of the forward.
-        inputs: of the forward, by name.
-        borrowed: saved values that the plain model's backward would not keep, and so does not miss.
-        written: the saved values that backwards change in place; they are memory as it is then.
+        before: recorded before the forward.
+        inputs: the forward's inputs, by name.
+        borrowed: saved values that the plain model's backward would not keep, so changes to them
+            are allowed.
+        written: saved values that backwards change in place; they are read as they are at that
+            time.
     """
     saved = {
         name: value
@@ -86,13 +88,13 @@ def shared(
     left = [value for value in outputs if isinstance(value, torch.Tensor)]
     every = [*_memories(given.values()), *_memories(before.constants.values()), *_memories(left)]
     met = {*lie_in.values()}.intersection(every)
-    met.discard(0)  # of tensors without elements
+    met.discard(0)  # tensors without elements
     if not met and not before.constants:
         return []
     by_memory = _sources_in(met, before, given, left)
     touched = met.intersection(_memories(before.inputs.values()))
     found: dict[int, set[str]] = {}
-    themselves: set[str] = set()  # inputs that are saved, as they are
+    themselves: set[str] = set()  # inputs that are saved without a copy
     for name, memory in lie_in.items():
         if memory not in met:
             continue
@@ -121,7 +123,7 @@ def _sources_in(
     given: Mapping[str, torch.Tensor],
     outputs: Sequence[torch.Tensor],
 ) -> dict[int, list[Source]]:
-    """The sources by their memory: those in memory that saved values have too, and constants."""
+    """The sources by storage: those that share a storage with saved values, and constants."""
     found: dict[int, list[Source]] = {}
 
     def note(what: str, tensors: Mapping[str, torch.Tensor], versions: Sequence[int]) -> None:
@@ -149,14 +151,14 @@ def _sources_in(
 
 
 def changed(among: Iterable[Source], needed: Callable[[], Iterable[str]]) -> Source | None:
-    """The first source that was changed in place, of those that have something that is needed."""
+    """The first source that was changed in place and holds a needed value."""
     found = [source for source in among if compat.version(source.tensor) != source.version]
     names = frozenset(needed()) if found else frozenset()
     return next((source for source in found if not names.isdisjoint(source.names)), None)
 
 
 def _versions(tensors: Collection[torch.Tensor]) -> list[int]:
-    """The version of each; -1 in inference mode, which a backward refuses anyway."""
+    """The version of each source; -1 in inference mode, which a backward refuses anyway."""
     if any(map(torch.Tensor.is_inference, tensors)):
         return [-1 if t.is_inference() else compat.version(t) for t in tensors]
     return compat.versions(tensors)
@@ -167,7 +169,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _memories(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """That of each: of hundreds, in every step."""
+    """The versions of all sources: hundreds, in every step."""
     return list(map(_ADDRESS, map(_STORAGE, tensors)))
 
 

@@ -1,7 +1,7 @@
-"""When device memory runs out in a step: a plan that needs less, and the step again from its start.
+"""Device memory runs out in a step: makes a smaller plan and repeats the step from its start.
 
-What is repeated must give what it would have given: the random generators are set back, and where
-the forward has changed something in place already (a BatchNorm statistic) it is an error instead.
+The repeated step must return the same results: random generators are reset. If the forward has
+already changed something in place (a BatchNorm statistic), an error is raised instead.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class StepsDown(Protocol):
     """The planner."""
 
     def step_down(self) -> str:
-        """Make plans that need less from now on; says how, or "" where nothing is left to give."""
+        """Make smaller plans from now on; returns how, or "" if nothing is left to free."""
 
     def needs(self) -> str:
         """Device memory of the smallest feasible plan, as a table; "" if not known."""
 
 
 def step_down(compiler: StepsDown, slots: DeviceSlots, ran_out: str, where: str) -> None:
-    """Plans with less memory, returns the old plan's slots, and says so.
+    """Plan with less memory, free the old plan's slots, and log it.
 
     Raises:
-        DeviceMemoryError: nothing is left to give.
+        DeviceMemoryError: nothing is left to free.
     """
     slots.forget()
     gc.collect()
@@ -57,21 +57,21 @@ def step_down(compiler: StepsDown, slots: DeviceSlots, ran_out: str, where: str)
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """The state that a forward may change, before it."""
+    """The state that a forward may change, recorded before it."""
 
     device: torch.device
     random: Random
-    versions: tuple[int, ...]  # of the buffers
-    assigned: int  # by schedules: a BatchNorm statistic counts no version
+    versions: tuple[int, ...]  # versions of the buffers
+    assigned: int  # changes by schedules: a BatchNorm statistic's version does not change
 
     @staticmethod
     def of(modules: Iterable[nn.Module], machine: Machine) -> Before:
-        """As it is now, of all modules of a model."""
+        """Record the current state of all modules of a model."""
         device = machine.device
         return Before(device, random_state(device), _versions(modules), machine.assigned)
 
     def restore(self, model: nn.Module, machine: Machine, ran_out: str) -> None:
-        """Set the random generators back.
+        """Reset the random generators.
 
         Raises:
             DeviceMemoryError: the forward has changed a buffer.

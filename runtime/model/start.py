@@ -1,4 +1,4 @@
-"""The machine of a model, and where its parameters are before there is a plan."""
+"""The machine of a model, and the placement of its parameters before the first plan."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Place = Callable[[StreamedParameter], tuple[Bucket, int]]
 
 
 def machine_of(options: Options, place: Place) -> Machine:
-    """The machine of a model that has no buckets yet. All ranks that share it call it.
+    """Create the machine of a model without buckets. All ranks that share the model call this.
 
     Args:
         place: returns the bucket of a parameter, and its index there.
@@ -45,7 +45,7 @@ def machine_of(options: Options, place: Place) -> Machine:
     node, ranks = numa.node_of(options.device), ranks_that_share(options)
     streams = Streams(options.device)
     seed: Callable[[], int] = torch.initial_seed
-    if ranks is not None:  # who has the same rows rounds alike
+    if ranks is not None:  # replicas of the same rows round alike
         first: int = ranks.all_gather_object(torch.initial_seed())[0]
         seed = functools.partial(int, first)
     return Machine(
@@ -68,7 +68,7 @@ def machine_of(options: Options, place: Place) -> Machine:
 
 
 def ranks_that_share(options: Options) -> Ranks | None:
-    """The ranks that share a model that runs; all of them call it."""
+    """The ranks that share a running model; all of them call this."""
     mesh = options.mesh
     if not isinstance(mesh, DeviceMesh):
         return None
@@ -82,7 +82,7 @@ def ranks_that_share(options: Options) -> Ranks | None:
 
 
 def _update_cores(node: numa.Node | None, ranks: Ranks | None) -> frozenset[int]:
-    """On which the host's updates run; none: on any. All ranks call it."""
+    """The cores for host updates; empty: any core. All ranks call this."""
     processes = 1
     if ranks is not None and ranks.device.type == "cuda":
         number = None if node is None else node.number
@@ -92,14 +92,14 @@ def _update_cores(node: numa.Node | None, ranks: Ranks | None) -> frozenset[int]
 
 
 class ParamPlaces:
-    """The bucket and index of each parameter. Backwards that are to come have this, not the model,
-    so that an old loss does not keep the model alive."""
+    """The bucket and index of each parameter. Pending backwards reference this instead of the
+    model, so that an old loss does not keep the model alive."""
 
     def __init__(self) -> None:
-        self.of: dict[int, tuple[Bucket, int]] = {}  # by the parameter's id
+        self.of: dict[int, tuple[Bucket, int]] = {}  # parameter id -> place
 
     def note(self, buckets: Iterable[HostBucket]) -> None:
-        """They are in these from now on."""
+        """Record the buckets of all parameters."""
         self.of = {
             id(param): (bucket.whole, i)
             for bucket in buckets
@@ -130,7 +130,7 @@ def first_that_fit(
 
 
 def _scratch_disk(options: Options) -> Disk | None:
-    """The scratch file of a model's states and parameters."""
+    """The scratch file for a model's states and parameters."""
     if options.disk is None:
         return None
     return Disk(ScratchFile(options.disk, limit_bytes=options.disk_memory))
@@ -142,7 +142,7 @@ def goes_to(
     options: Options,
     resident: frozenset[int],
 ) -> Callable[[nn.Parameter], str]:
-    """The type of device that each parameter will be on."""
+    """The device type that each parameter will be on."""
     on_device = {
         id(named[place.name])
         for unit in units
@@ -163,13 +163,13 @@ def new_bucket(
     empty: bool = False,
     filling: Filling | None = None,
 ) -> HostBucket:
-    """A bucket, to which its parameters move.
+    """Create a bucket and move its parameters into it.
 
     Args:
-        resident: it lives on the device.
+        resident: the bucket lives on the device.
         stored: its parameters live on the disk.
         empty: the parameters have no values yet.
-        filling: brings the values from the device, later.
+        filling: copies the values from the device later.
     """
     pin = options.device.type == "cuda" and not resident
     return HostBucket(
@@ -196,11 +196,11 @@ def fill(
     contents: Contents,
     stored: Collection[int],
 ) -> None:
-    """Make the buckets of a model that has no values yet, none on the device.
+    """Create the buckets of a model without values, none on the device.
 
     Args:
         named: the parameters.
-        stored: keys of those on the disk.
+        stored: keys of the buckets on the disk.
     """
     made = {}
     for unit in units:
@@ -214,11 +214,11 @@ def fill(
 
 
 def fills_later(params: Iterable[torch.Tensor], device: torch.device) -> bool:
-    """True if parameters come to their buckets while something else is done.
+    """True if parameters are copied to their buckets in the background.
 
-    Pages of host memory take their time to be made, and to be locked for a GPU; without one nothing
-    is won. Where they come from the GPU, as much must be free there: what comes next (another
-    model, maybe) would find no memory otherwise.
+    Host pages take time to allocate and to pin for a GPU; without a GPU the background saves
+    nothing. If the values come from the GPU, the same amount must be free there: otherwise the next
+    allocation (another model, for example) would fail.
     """
     if device.type != "cuda":
         return False
@@ -227,7 +227,7 @@ def fills_later(params: Iterable[torch.Tensor], device: torch.device) -> bool:
 
 
 def buffers_to(model: nn.Module, device: torch.device, modules: Sequence[nn.Module] = ()) -> None:
-    """Move a model's buffers that are elsewhere; `modules` are all of its, where they are known."""
+    """Move a model's buffers to the device; `modules`: all of its modules, if known."""
     places = [
         (holder, name, buffer)
         for holder in compat.holders_of_buffers(modules or compat.modules_of(model))
@@ -236,7 +236,7 @@ def buffers_to(model: nn.Module, device: torch.device, modules: Sequence[nn.Modu
     ]
     if not places:
         return
-    stray = {id(buffer): buffer for _, _, buffer in places}  # one buffer, several places
+    stray = {id(buffer): buffer for _, _, buffer in places}  # one buffer in several modules
     there = shared_memory.moved_together(list(stray.values()), lambda b: b.to(device))
     made = dict(zip(stray, there, strict=True))
     for holder, name, buffer in places:
@@ -251,16 +251,16 @@ def weights_on_disk(
     resident: frozenset[int],
     room: HostRoom,
 ) -> frozenset[int]:
-    """Keys of the buckets whose parameters go to the disk before there is a plan: all of them with
-    `disk_weights=True`. Where plans say, as few as it takes for the others to fit on the host, and
-    plans move them.
+    """Keys of the buckets whose parameters go to the disk before the first plan: all with
+    `disk_weights=True`. If plans decide, as few as possible for the rest to fit on the host; plans
+    move them later.
 
     Args:
         named: the parameters.
         resident: keys of the buckets that live on the device.
 
     Raises:
-        DiskError: they do not fit there; none of them has moved.
+        DiskError: they do not fit on the disk; none has moved.
     """
     streamed = [unit.bucket for unit in units if unit.bucket.key not in resident]
     if disk is None or not (options.disk_weights or options.may_store_weights):
@@ -275,33 +275,33 @@ def weights_on_disk(
         count = room.beside(one).fewest([(b.size_bytes, new[b.key]) for b in order])
     disk.file.check(sum(disk.file.round_up(bucket.size_bytes) for bucket in order[:count]))
     if options.disk_weights:
-        every = [unit.bucket for unit in units]  # residents too, if they leave the device
+        every = [unit.bucket for unit in units]  # residents too, in case they leave the device
         return frozenset(bucket.key for bucket in every)
     return frozenset(bucket.key for bucket in order[:count])
 
 
 @dataclass(frozen=True, slots=True)
 class HostRoom:
-    """Host memory that parameters may take while they move to their buckets, bytes.
+    """Host memory in bytes that parameters may use while they move to their buckets.
 
     Args:
-        buckets_bytes: for all buckets, and one on its way to the disk; None: no limit.
-        new_bytes: for those parameters that are not on the host yet.
+        buckets_bytes: limit for all buckets and one in flight to the disk; None: no limit.
+        new_bytes: limit for parameters that are not on the host yet.
     """
 
     buckets_bytes: int | None = None
     new_bytes: int | None = None
 
     def beside(self, size_bytes: int) -> HostRoom:
-        """Host memory that is left next to a bucket on its way to the disk."""
+        """Host memory left beside a bucket in flight to the disk."""
         limit = self.buckets_bytes
         return replace(self, buckets_bytes=None if limit is None else limit - size_bytes)
 
     def fewest(self, sizes: Sequence[tuple[int, int]]) -> int:
-        """Number of the first ones that must go elsewhere, for the others to be within both.
+        """Number of leading buckets that must go to the disk so that the rest fit both limits.
 
         Args:
-            sizes: of each bucket, and what of it is not on the host yet.
+            sizes: per bucket, its bytes and its bytes that are not on the host yet.
         """
         whole, new = sum(size for size, _ in sizes), sum(of_it for _, of_it in sizes)
         for count, (size, of_it) in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""A model whose parameters live in host buckets: what a call of it does.
+"""A model whose parameters live in host buckets, and its call:
 
 1. Adopt what the user changed since the last call: replaced storages, new parameters, buffers.
 2. Move inputs to the compute device.
@@ -50,14 +50,14 @@ _LOADING_S = 1.0  # of a call, for code that was compiled meanwhile
 
 
 class StreamedModel:
-    """Stands behind a model's `__call__`; kept in `model._compiled_call_impl`.
+    """Implements a model's `__call__`; stored in `model._compiled_call_impl`.
 
     Args:
         model: changed in place: its parameters become views of host buckets.
         options: validated.
         divide: returns the units of a model (`megacompile.passes.stages.units`).
         compiler: returns a `Compiler` for units (`megacompile.api`).
-        contents: what fills a model that has no values yet.
+        contents: the source of values for a model without values.
         room: host memory for parameters. Default: no limit.
     """
 
@@ -73,7 +73,7 @@ class StreamedModel:
         self.model = model
         self.options = options
         if options.device.type == "cuda":
-            compat.use_expandable_segments()  # a plan is about bytes, not about fragments
+            compat.use_expandable_segments()  # a plan counts bytes, not fragments
             count_kernels()
         compat.settle_cache_keys()
         compat.write_powers()
@@ -114,7 +114,8 @@ class StreamedModel:
         register(self.buckets)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Nothing: a copied model is a plain one, also where its class copies all that it has."""
+        """Return None: a copied model is a plain one, even if its class copies its own
+        `__dict__`."""
         return type(None), ()
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +134,7 @@ class StreamedModel:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call a module by what is captured of it with the methods that its classes have now."""
+        """Call a module by its captures for its classes' current methods."""
         state = self._methods.state()
         if state not in compiled:
             compiled[state] = self._compile(module)
@@ -154,7 +155,7 @@ class StreamedModel:
         )
 
     def end(self) -> None:
-        """The model is a plain one again."""
+        """Make the model a plain one again."""
         self.parts.end()
         for end in self._ends:
             end()
@@ -182,7 +183,7 @@ class StreamedModel:
             self._refuse("torch.func")
         args, kwargs = shared_memory.moved(args, kwargs, self._to_device)
         run = functools.partial(self._run, stand_ins, modules, args, kwargs)
-        # ranks that share the model would have to agree on what they capture
+        # ranks that share the model would have to agree on captures
         infers = not torch.is_grad_enabled() and self.machine.ranks is None
         if self.eager.depth or (infers and not self._ever_new.is_due(compiled)):
             with self.buckets.notice.asked_for():
@@ -213,7 +214,7 @@ class StreamedModel:
         return call(*args, **kwargs)
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The stand-in for a parameter in a call, where a functional call returns this tensor."""
+        """The proxy of a parameter in a call, if a functional call passes this tensor."""
         guard = guard_of(tensor)
         if guard is not None:  # a parameter of another model
             guard.open(tensor)
@@ -222,7 +223,7 @@ class StreamedModel:
         return result
 
     def _is_in_a_call(self) -> bool:
-        """Does the model call itself? Then its parameters are proxies rightly."""
+        """True if the model calls itself; then its parameters are proxies as intended."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if frame.f_code is StreamedModel._run.__code__ and frame.f_locals["self"] is self:
@@ -231,13 +232,13 @@ class StreamedModel:
         return False
 
     def refuse_in_use(self, caller: str) -> None:
-        """Raise in the middle of a call or a backward of this model."""
+        """Raise during a call or a backward of this model."""
         self.refuse_in_call(caller)
         if self.machine.run:
             self._refuse_in("a backward", caller)
 
     def refuse_in_call(self, caller: str) -> None:
-        """Raise in the middle of a call of this model, in this thread."""
+        """Raise during a call of this model in this thread."""
         if self._is_in_a_call():
             self._refuse_in("a call", caller)
 
@@ -263,7 +264,7 @@ class StreamedModel:
     )
 
     def _before_step(self) -> None:
-        """An optimizer's step begins."""
+        """Called when an optimizer's step begins."""
         self.released.check()
         self.buckets.before_step()
         self._views.say(self.model, self.captures.graphs)
@@ -272,7 +273,7 @@ class StreamedModel:
             self.outside.say(self.model)
 
     def _adopt(self, modules: Sequence[nn.Module], of_call: Undos, undos: Undos) -> StandIns:
-        """Take over what has changed; returns what stands in for parameters until the call ends."""
+        """Adopt changes; returns the proxies that replace parameters until the call ends."""
         use_unguarded(undos)
         with compat.outside_inference_mode(), compat.on_host():
             refuse_nested(self.model, modules)
@@ -280,7 +281,7 @@ class StreamedModel:
             stand_ins = StandIns()
             fits = buckets.proxies.fits(self.model, modules)
             if not fits and not self._is_in_a_call():
-                buckets.proxies.put_back()  # what a call that was broken off twice has left
+                buckets.proxies.put_back()  # left by a call that was interrupted twice
                 stand_ins = buckets.proxies.stand_ins(self.model)
                 stand_ins.take_out(of_call)
                 fits = buckets.proxies.fits(self.model, modules)
@@ -299,7 +300,7 @@ class StreamedModel:
         return compat.keep_dynamic_marks(source, there)
 
     def _capture(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        """The Dynamo backend: one more captured graph."""
+        """The Dynamo backend: adds a captured graph."""
         del examples
         compat.put_inputs_first(module)
         self._methods.find()
@@ -307,7 +308,7 @@ class StreamedModel:
 
 
 def refuse_nested(model: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """Raise if a module inside of the model is megacompiled too: a parameter has one owner.
+    """Raise if a submodule is megacompiled too: a parameter has one owner.
 
     Args:
         modules: all of the model's, itself first.
@@ -327,19 +328,19 @@ def refuse_nested(model: nn.Module, modules: Sequence[nn.Module]) -> None:
 
 
 def _needed_guards(guards: Sequence[Any]) -> list[bool]:
-    """Dynamo's guards but for those that take a proxy apart, which is the same in every call.
+    """Dynamo's guards, except those on a proxy's attributes: proxies are the same in every call.
 
-    They are Python functions, two for each parameter, and take half of the time of all guards; and
-    the host's tensor looks as the proxy does. What a signal handler raises in a guard is lost, and
-    the model is captured again.
+    The omitted guards are Python functions, two per parameter, and take half of the time of all
+    guards; and the host tensor has the same metadata as the proxy. An exception from a signal
+    handler inside a guard is lost, and the model is captured again.
     """
-    compat.forget_missing()  # the guards were evaluated for this filter
+    compat.forget_missing()  # Dynamo evaluated the guards for this filter
     proxies = {guard.name for guard in guards if isinstance(guard.value, StreamedParameter)}
     return [not _takes_apart(guard, proxies) for guard in guards]
 
 
 def _takes_apart(guard: Any, proxies: set[str]) -> bool:
-    """Is a guard on the inside of a proxy? `proxies` are their names."""
+    """True if a guard reads an attribute of a proxy; `proxies` are the proxies' names."""
     outer = guard.name.removesuffix(".host")
     return (
         (outer != guard.name and outer in proxies)
@@ -349,7 +350,8 @@ def _takes_apart(guard: Any, proxies: set[str]) -> bool:
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A bound method that does not keep its object alive, for Dynamo's caches, which never end."""
+    """A bound method with a weak reference to its object, for Dynamo's caches, which are never
+    freed."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:
@@ -361,7 +363,7 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _while_it_lives(method: Callable[[], None]) -> Callable[[], None]:
-    """The same; nothing happens when the object is gone."""
+    """The same; does nothing if the object is freed."""
     reference = weakref.WeakMethod(method)
 
     def call() -> None:
@@ -373,7 +375,7 @@ def _while_it_lives(method: Callable[[], None]) -> Callable[[], None]:
 
 
 def streamed_model(model: nn.Module, caller: str) -> StreamedModel:
-    """Finds the model behind a megacompiled model's `__call__`, also under `torch.compile`.
+    """Return the streamed model of a megacompiled model, also under `torch.compile`.
 
     Raises:
         ModelError: the model is not megacompiled.
@@ -388,10 +390,10 @@ def streamed_model(model: nn.Module, caller: str) -> StreamedModel:
 
 
 def streamed_around(module: nn.Module, caller: str) -> StreamedModel:
-    """The same for a module in a megacompiled model: who owns its parameters.
+    """Return the streamed model that owns the parameters of a submodule.
 
     Raises:
-        ModelError: no megacompiled model does.
+        ModelError: no megacompiled model owns them.
     """
     found = compat.compiled_call(module)
     if isinstance(found, StreamedModel):

@@ -1,11 +1,11 @@
-"""The programs of a captured graph whose sizes are symbols: which of them a call gets.
+"""Selects the program of a captured graph whose sizes are symbols.
 
 Dynamo captures a graph with symbols once a size or a number has changed. A program for such a graph
-serves every call of its *kind* (dtypes, devices, what requires grad, which parameters) for whose
-sizes its code is right. Where code asked what a size is, other sizes get another program.
+serves every call of its *kind* (dtypes, devices, requires_grad, parameters) whose sizes its code is
+valid for. If code specialized on a size, other sizes get another program.
 
-Memory is planned for the largest call so far. A call that needs more is planned for again, with the
-same code. Sizes are rounded up, so that lengths that grow by one are not planned for each.
+Memory is planned for the largest call so far. A larger call is planned again, with the same code.
+Sizes are rounded up, so that lengths that grow by one do not each need a plan.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from megacompile.ir.capture import GraphInput, NumberInput, TensorInput
 from megacompile.ir.symbols import Number, SymbolicSizes, Values, is_size
 from megacompile.runtime.model.program import Program
 
-PROGRAMS_AT_ONCE = 16  # of a kind; those that were built first go
-STEPS = 2  # sizes that are planned for, from one power of two to the next
+PROGRAMS_AT_ONCE = 16  # per kind; the oldest are dropped
+STEPS = 2  # planned sizes between two powers of two
 
 
 class SymbolicInputs:
     """Dynamo's description of a captured graph's inputs.
 
     Args:
-        described: of each input; at least one is a number.
-        floats: may a float be a symbol? Else each of its values is a kind of call.
+        described: a description of each input; at least one is a number.
+        floats: a float may be a symbol; otherwise each of its values is a separate kind of call.
     """
 
     def __init__(self, described: Sequence[compat.DescribedInput], *, floats: bool = True) -> None:
@@ -47,7 +47,7 @@ class SymbolicInputs:
         self._sizes: Callable[..., Any] = compat.as_function(sizes, symbols)
 
     def plain(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """The inputs of a call, with the numbers that come in tensors as numbers."""
+        """The inputs of a call, with numbers in tensors converted to numbers."""
         if not self._in_tensors:
             return tuple(args)
         given = list(args)
@@ -58,12 +58,12 @@ class SymbolicInputs:
 
     @property
     def has_floats(self) -> bool:
-        """True if a number comes in a tensor."""
+        """True if a tensor holds a number."""
         return bool(self._in_tensors)
 
     @property
     def any(self) -> bool:
-        """True if there is a symbol."""
+        """True if any input has a symbol."""
         return bool(self._numbers)
 
     def values(self, args: Sequence[Any]) -> list[int | float]:
@@ -71,7 +71,7 @@ class SymbolicInputs:
         return [args[k] for k in self._numbers]
 
     def fits(self, args: Sequence[Any], values: Sequence[int | float]) -> bool:
-        """True if the tensors' sizes are what Dynamo said they are."""
+        """True if the tensors' sizes match Dynamo's description."""
         return all(
             args[k].shape == shape and args[k].stride() == stride
             for k, (shape, stride) in zip(self._sized, self._sizes(*values), strict=True)
@@ -80,10 +80,10 @@ class SymbolicInputs:
     def kind(
         self, key: Callable[[Any, bool], Hashable], args: Sequence[Any]
     ) -> tuple[Hashable, ...]:
-        """The key that calls which share programs have in common.
+        """The key shared by calls that may share programs.
 
         Args:
-            key: what an input is known by; True: its sizes are symbols.
+            key: returns an input's key; True: its sizes are symbols.
         """
         return tuple(
             (type(arg),) if k in self._numbers else key(arg, k in self._sized)
@@ -93,7 +93,7 @@ class SymbolicInputs:
     def inputs(
         self, plain: Callable[[Any], GraphInput], args: Sequence[Any]
     ) -> tuple[GraphInput, ...]:
-        """The inputs with symbols, planned for those of a call."""
+        """The inputs with symbols, with a call's values as hints."""
         found: list[GraphInput] = []
         for k, (item, arg) in enumerate(zip(self.described, args, strict=True)):
             if item.number is not None and k in self._numbers:
@@ -108,7 +108,7 @@ class SymbolicInputs:
 
 
 def symbolic_inputs(described: Sequence[compat.DescribedInput]) -> tuple[SymbolicInputs, ...]:
-    """The ways tried for a graph: every number a symbol; then sizes and ints alone."""
+    """The ways to trace a graph: every number as a symbol; then only sizes and ints."""
     found = SymbolicInputs(described), SymbolicInputs(described, floats=False)
     return found if found[0].has_floats and found[1].any else found[:1]
 
@@ -118,7 +118,7 @@ def _has_symbols(item: compat.DescribedInput) -> bool:
 
 
 def covers(program: Program, values: Sequence[int | float]) -> bool:
-    """True if enough memory is planned for a call with these values."""
+    """True if the planned memory is enough for a call with these values."""
     planned = list(_planned(program).values())
     if all(value <= most for value, most in zip(values, planned, strict=True)):
         return True
@@ -126,8 +126,8 @@ def covers(program: Program, values: Sequence[int | float]) -> bool:
 
 
 def with_room(program: Program, values: Sequence[int | float]) -> Iterator[Program]:
-    """The program for calls with these values, without schedules: with room for sizes that are a
-    little larger, where its code is right for them; then for these alone."""
+    """The program for calls with these values, without schedules: first planned for slightly larger
+    sizes, if its code is valid for them; then for these alone."""
     exact = dict(zip(_planned(program), values, strict=True))
     rounded = {
         symbol: _rounded(int(value)) if is_size(symbol) else value
@@ -149,6 +149,6 @@ def _resized(program: Program, values: Values) -> Program:
 
 
 def _rounded(size: int) -> int:
-    """The size or the next one of `STEPS` from one power of two to the next."""
+    """The size, rounded up to one of `STEPS` sizes between two powers of two."""
     step = max(1, (1 << (size.bit_length() - 1)) // STEPS)
     return -(-size // step) * step

@@ -1,12 +1,12 @@
-"""State dicts that are whole, of a model that ranks share.
+"""Whole state dicts of a model that ranks share.
 
-A loop that wraps its model in a DistributedDataParallel takes each rank for one that has all of it:
-its first rank saves what `state_dict()` returns. Of a DTensor that would be this rank's rows alone,
-and a model that loads them would get them in the place of its own, without an error.
+A loop that wraps its model in a DistributedDataParallel assumes that each rank has the whole model:
+its first rank saves `state_dict()`. For DTensors these would be only this rank's rows, and a model
+that loads them would silently get them as its own.
 
-    make_whole   from then on, in every rank: each call gathers, and all ranks make it
-    Saving       for a block, in the rank that writes: all ranks have gathered when it begins
-    Shapes       for a block, shapes alone: nothing is gathered
+    make_whole   in every rank from then on: each call gathers, and all ranks must call it
+    Saving       for a block, in the rank that writes: all ranks gather when it begins Shapes
+    for a block, shapes only: nothing is gathered
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from megacompile.text import format_bytes
 
 
 def make_whole(module: nn.Module) -> None:
-    """Makes `state_dict()` of a module, and of the optimizers over it that step from now on, gather
-    what ranks share, into tensors on the host. From then on all ranks must call it together."""
+    """Make `state_dict()` of a module, and of its optimizers that step from now on, gather shared
+    tensors into host memory. From then on all ranks must call it together."""
     if module in _MODULES:
         return
     _MODULES[module] = module.register_state_dict_post_hook(_of_module)
@@ -59,11 +59,11 @@ def _of_optimizer(optimizer: Optimizer, found: dict[str, Any]) -> dict[str, Any]
 
 
 def whole_on_host(value: Any) -> Any:
-    """All of a tensor that ranks share, in the host's memory; any other value as it is. All ranks
-    call it."""
+    """The full tensor of a DTensor, in host memory; any other value unchanged. All ranks call
+    this."""
     if not compat.is_sharded(value):
         return value
-    mine = to_plain(value.detach())  # whose guard has waited for what is in flight
+    mine = to_plain(value.detach())  # its guard has waited for work in flight
     return ranks_of(mine).all_of(mine).cpu()
 
 
@@ -78,19 +78,19 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class Saving:
-    """A block in which one rank saves: its state dicts are whole, those of others as they were.
+    """A block in which one rank saves: its state dicts are whole, the other ranks' are unchanged.
 
-    All ranks enter it, where they gather one tensor at a time, and leave it together: what raises
-    in one of them raises in all. Within another such block it does nothing.
+    All ranks enter it, gather one tensor at a time, and leave it together: an error in one rank
+    raises in all. Nested blocks do nothing.
 
     Args:
-        modules: that ranks share.
-        optimizers: over them, or not.
-        writes: does this rank save? The others keep nothing.
+        modules: modules that ranks share.
+        optimizers: optimizers, of these modules or others.
+        writes: True if this rank saves; the others keep nothing.
 
     Raises:
-        HostMemoryError: on entry; the rank that writes has too little for all of it.
-        RankError: another rank does something else, or has stopped.
+        HostMemoryError: on entry, if the writing rank has too little memory for all tensors.
+        RankError: another rank makes a different call or has stopped.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Saving:
         nested = bool(_SAVING)
         self.modules = [] if nested else list(modules)
         self.optimizers = [] if nested else list(optimizers)
-        self.gathers = nested  # or the block around does
+        self.gathers = nested  # or an outer block is active
         self._writes = writes
         self._states: dict[Optimizer, dict[str, Any]] = {}
         self._stack = ExitStack()
@@ -111,7 +111,7 @@ class Saving:
         self.gathers = True
         ranks = ranks_of(shared)
         with self._stack as stack:
-            with ranks.together(self._what):  # before any of them gathers
+            with ranks.together(self._what):  # before any rank gathers
                 self._check_memory()
             stack.enter_context(ranks.together(self._what))
             for module in self.modules:
@@ -136,7 +136,7 @@ class Saving:
         return f"saving {', '.join(type(each).__name__ for each in named)} in one rank"
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors that are saved; each once."""
+        """The tensors to save, each once."""
         for module in self.modules:
             yield from module.parameters()
         for optimizer in self.optimizers:
@@ -165,7 +165,7 @@ class Saving:
                 whole = whole_on_host(value)
                 made[id(value)] = whole if self._writes else torch.empty(0)
                 del whole
-            kept[name] = made[id(value)]  # what is tied stays tied
+            kept[name] = made[id(value)]  # tied tensors stay tied
         return kept
 
     def _gather_states(self, optimizer: Optimizer) -> None:
@@ -180,8 +180,8 @@ class Saving:
 
 
 class Shapes:
-    """A block in which the state dicts of some modules have the shapes of what ranks share, in
-    memory that is not touched: each tensor in memory of its own, and what is tied in the same."""
+    """A block in which the modules' state dicts have full shapes, in untouched memory: each tensor
+    has its own memory, and tied tensors share theirs."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._stack = ExitStack()
@@ -210,7 +210,8 @@ def _put(
     prefix: str,
     local_metadata: Any,
 ) -> None:
-    """A hook of a state dict: let it have these values, but where its parameters are asked for."""
+    """A state dict hook that inserts these values, unless the caller asks for parameters
+    (`keep_vars`)."""
     del module, local_metadata
     for name, value in values.items():
         if not isinstance(found.get(prefix + name), nn.Parameter):  # `keep_vars`
@@ -224,5 +225,5 @@ def is_saved(module: nn.Module) -> bool:
 
 _MODULES: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 _OPTIMIZERS: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
-_LISTENING: list[Any] = []  # to the steps of all optimizers
-_SAVING: list[Saving] = []  # the block that all are in
+_LISTENING: list[Any] = []  # hooks on the steps of all optimizers
+_SAVING: list[Saving] = []  # the active block
