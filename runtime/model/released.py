@@ -211,10 +211,10 @@ class Released:
 
 
 def _clear_queue() -> None:
-    """Drops what a failed backward has left in torch's queue of this thread.
+    """Drop the graph that a failed backward has left in torch's queue of this thread.
 
-    Where a backward fails within another one (a reentrant checkpoint), the queue keeps the graph of
-    the other one until the next backward.
+    If a backward fails inside another one (a reentrant checkpoint), the queue holds the outer graph
+    until the next backward.
     """
     with torch.inference_mode(False), torch.enable_grad():
         one = torch.ones((), device="cpu", requires_grad=True)

@@ -1,8 +1,8 @@
 """NaN and inf in gradients, named by the stage whose backward returns them.
 
 With `megacompile(model, detect_anomaly=True)` both are errors. Under
-`torch.autograd.detect_anomaly()` NaN alone is, as in torch: a GradScaler expects an inf now and
-then. A check reads the values, so the host waits for the device after each stage."""
+`torch.autograd.detect_anomaly()` only NaN is, as in torch: a GradScaler expects occasional infs.
+The check reads values, so the host synchronizes with the device after each stage."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from megacompile.ir.stages import ArgRef, Stage
 
 
 def wanted(option: bool) -> bool:
-    """True if NaN is to be reported."""
+    """True if NaN should be reported."""
     return option or (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled())
 
 
 def check(
     stage: Stage,
-    given: Sequence[Any],  # saved tensors and inputs, then the gradients that came in
-    found: Sequence[torch.Tensor | None],  # gradients, as template.gradients says
+    given: Sequence[Any],  # saved tensors and inputs, then the incoming gradients
+    found: Sequence[torch.Tensor | None],  # gradients, in the order of template.gradients
     *,
     inf: bool,
 ) -> None:
-    """Look at what a stage's backward gave.
+    """Check the gradients that a stage's backward returned.
 
     Raises:
-        AnomalyError: with the stage, what has NaN (or, with `inf`, inf), and whether it came in so.
+        AnomalyError: names the stage and the tensors with NaN (or, with `inf`, inf), and says
+            whether the stage's inputs had it already.
     """
     names = (_name(stage, primal) for primal in stage.traced.gradients)
     bad = [f"{name} has {text}" for name, text in _bad(names, found, inf)]
@@ -53,7 +54,7 @@ def check(
 
 
 def _bad(names: Any, tensors: Sequence[Any], inf: bool) -> Iterator[tuple[str, str]]:
-    """The tensors with NaN (or inf), and how many."""
+    """The tensors with NaN (or inf), with counts."""
     for name, tensor in zip(names, tensors, strict=False):
         if not isinstance(tensor, torch.Tensor) or not (
             tensor.is_floating_point() or tensor.is_complex()

@@ -1,4 +1,4 @@
-"""Carries out the ops of several ranks."""
+"""Implements the collective ops."""
 
 from __future__ import annotations
 

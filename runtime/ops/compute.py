@@ -1,4 +1,4 @@
-"""Carries out the ops that compute."""
+"""Implements the compute ops."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Random = tuple[torch.Tensor, ...]
 
 
 def random_state(device: torch.device) -> Random:
-    """The generators' state: the host's, and the device's where it has one of its own."""
+    """The random generators' state: the host's, and the device's if it has its own generator."""
     host = torch.get_rng_state()
     return (host, torch.cuda.get_rng_state(device)) if device.type == "cuda" else (host,)
 
 
 def set_random_state(device: torch.device, state: Random) -> None:
-    """Set what `random_state` returned."""
+    """Restore a state returned by `random_state`."""
     torch.set_rng_state(state[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state[1], device)
@@ -68,7 +68,8 @@ class ComputeOps(OpGroup):
         return self._issue_many((weights, args), run)
 
     def _code(self, stage: Stage, code: Code) -> LoweredFn:
-        """The code of a stage; replayed, where it is the only one and the plan says so."""
+        """The code of a stage; replayed as a CUDA graph if it is the only stage and the plan says
+        so."""
         function = stage.traced.code[code]
         graphs = self.machine.graphs
         if self.replays is None or graphs is None or self.recording is not None:
@@ -101,7 +102,7 @@ class ComputeOps(OpGroup):
 
     @contextmanager
     def _random_numbers_of(self, rng: Any) -> Iterator[None]:
-        """Draw what was drawn from a state on; None: nothing is drawn."""
+        """Repeat the random draws from a recorded state; None: the stage draws nothing."""
         if rng is None:
             yield
             return
@@ -157,22 +158,23 @@ class ComputeOps(OpGroup):
 
     @staticmethod
     def _sort(stage: Stage, found: Sequence[Any], groups: dict[int, Group]) -> list[Any]:
-        """Gradients of args, then one group a bucket: (key, {parameter: gradient}), then what the
-        backward writes."""
+        """The gradients of args, then per bucket (key, {parameter: gradient}), then the tensors
+        that the backward writes."""
         of_args: list[Any] = []
         merged = {bucket.key: dict(groups.get(bucket.key, {})) for bucket in stage.gradient_buckets}
         for place, gradient in zip(stage.gradient_places, found, strict=False):
             if place is None:
                 of_args.append(gradient)
             else:
-                # a name of its own: it may be a tangent, or another gradient (see `keep_grad`), and
-                # a view holds what it is a view of
+                # a new tensor object: it may be a tangent or another gradient (see `keep_grad`),
+                # and a view keeps its base alive
                 merged[place[0]][place[1]] = gradient.detach()
         return [*of_args, *merged.items(), *found[len(stage.gradient_places) :]]
 
 
 def _replay(stage: Stage, code: Code, graphs: Graphs) -> Replay:
-    """The replay of a stage's code. Parameters stay in place, and what a captured forward saves."""
+    """The replay of a stage's code. Parameters and the saved tensors of a captured forward stay in
+    place."""
     params = {i for i, ref in enumerate(stage.primals) if isinstance(ref, ParamRef)}
     if code is not Code.BACKWARD:
         away = range(len(stage.outputs))
@@ -189,14 +191,14 @@ def _replay(stage: Stage, code: Code, graphs: Graphs) -> Replay:
 
 
 def _strides(template: Template, primals: Sequence[Any]) -> Sequence[tuple[int, ...]]:
-    """The strides of the tangents that a backward was traced for."""
+    """The tangent strides that a backward was traced with."""
     if template.tangent_strides is None:
         return [meta.stride for meta in template.tangent_metas]
     return template.tangent_strides(*(primals[i] for i in template.numbers))
 
 
 def _conform(gradient: torch.Tensor, meta: TensorMeta, stride: tuple[int, ...]) -> torch.Tensor:
-    """A gradient as the backward was traced for it; those of the user may have other strides."""
+    """A gradient with the strides that the backward was traced with; the user's may differ."""
     if gradient.stride() == stride and gradient.dtype == meta.dtype:
         return gradient
     conformed = torch.empty_strided(gradient.shape, stride, dtype=meta.dtype, device=meta.device)
@@ -204,7 +206,7 @@ def _conform(gradient: torch.Tensor, meta: TensorMeta, stride: tuple[int, ...]) 
 
 
 def _primals(stage: Stage, weights: Any, args: Any) -> list[Any]:
-    """The stage's inputs in order; None for those that the op was not given."""
+    """The stage's inputs in order; None for inputs not passed to the op."""
     found: list[Any] = []
     for ref in stage.primals:
         if isinstance(ref, ParamRef):

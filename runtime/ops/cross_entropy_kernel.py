@@ -4,7 +4,7 @@
     lse   = m + log s                         normalizer calculation for softmax")
     dz_c  = (a + b w) exp(z_c - lse) - b w_c - a [c = t]
 
-One program a row: it reads the row twice, the second time mostly from the L2 cache, and writes it
+One program per row: it reads the row twice, the second time mostly from the L2 cache, and writes it
 once. The twin is `normalize_plain` in runtime/ops/head.py. float32 arithmetic; logits
 bf16, fp16 or fp32.
 """
@@ -22,7 +22,7 @@ import triton.language as tl
 from megacompile.runtime.ops.rows import Rows
 from megacompile.runtime.optim.kernels.tiles import round_nearest
 
-BLOCK = 8192  # classes at a time
+BLOCK = 8192  # classes per block
 _WARPS = 16
 
 
@@ -95,7 +95,7 @@ def _normalize_rows(
         inside = index < classes
         x = tl.load(z + index, mask=inside, other=float("-inf")).to(tl.float32)
         new = tl.maximum(largest, tl.max(x, 0))
-        base = tl.where(new == float("-inf"), 0.0, new)  # a block of -inf alone: no NaN
+        base = tl.where(new == float("-inf"), 0.0, new)  # a block with only -inf: avoid NaN
         total = total * tl.exp(largest - base) + tl.sum(tl.exp(x - base), 0)
         largest = new
         if SMOOTH:

@@ -1,4 +1,4 @@
-"""Carries out the ops of the optimizer's update on the device, of what is streamed there."""
+"""Implements the ops of optimizer updates on the device, for streamed buckets."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class DeviceUpdateOps(OpGroup):
         return self._issue(Stream.COMPUTE, waits, step)
 
     def _steps(self, bucket: Bucket) -> dict[int, ParamUpdate] | None:
-        """The work to do on the parameters of a bucket; None: nothing in this step."""
+        """The update work for a bucket's parameters; None: nothing in this step."""
         if self.in_step:
             part = self.parts.get(bucket.key)
             return None if part is None else {step.index: step for step in part.steps}
@@ -75,7 +75,7 @@ class DeviceUpdateOps(OpGroup):
 
         def copy() -> Landing | None:
             queue = torch.cuda.current_stream(self.machine.device) if cuda else None
-            if norms is not None:  # first: a loop that logs them waits for them alone
+            if norms is not None:  # first, so that a loop that logs them waits only for them
                 taken = run.update_norms(bucket.key, self.gradient_params[bucket.key])
                 taken.fill(norms.value, queue)
             return self._in_backward.offload(host, updated.value, queue)
@@ -83,7 +83,7 @@ class DeviceUpdateOps(OpGroup):
         return self._issue(Stream.D2H, (updated,) if norms is None else (updated, norms), copy)
 
     def _bring_back(self, bucket: Bucket, updated: Handle) -> Handle:
-        """In chunks, by a thread: see [Note: small chunks] in `updates.device_buffers`."""
+        """Copy in chunks, by a thread: see [Note: small chunks] in `updates.device_buffers`."""
         machine, part = self.machine, self.parts.get(bucket.key)
         if part is None:
             return Handle(None, Stream.HOST)

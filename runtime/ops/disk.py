@@ -1,4 +1,4 @@
-"""Carries out the ops that bring states and parameters from a disk to host memory, and back."""
+"""Implements the ops that copy states and parameters between a disk and host memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DiskOps(OpGroup):
         if staging is None or (self.in_step and bucket.key not in self.parts):
             return Handle(None, Stream.READ)
         host = self.machine.buckets[bucket.key]
-        wait_for_host(handles(after))  # of the step before: mostly it is over
+        wait_for_host(handles(after))  # of the previous step: usually finished
         what = f"{bucket.label}READ_STATE of {host.layout.name!r}"
         return self._lent(staging.read_states(host, what), ())
 
@@ -61,7 +61,7 @@ class DiskOps(OpGroup):
         return self._lent(staging.read_trained(host, params, list(handles(after)), what), after)
 
     def _lent(self, lease: BucketLease | None, after: tuple[Any, ...]) -> Handle:
-        if lease is None:  # it is in memory: who takes it waits for this op, and not for its write
+        if lease is None:  # it is in memory: its consumer waits for this op, not for the write
             wait_for_host(handles(after))
         elif lease.read is not None:
             self._note(lease.read)
@@ -77,7 +77,7 @@ class DiskOps(OpGroup):
             assert updates is not None, "new parameters that nobody has made"
             first = host.pending.in_flight
             end = None if first is None else first.last_write(Part.WEIGHTS)
-            there = None if end is None else end.event  # ahead of states
+            there = None if end is None else end.event  # before states
             ends = [handle.event for handle in handles(after)] if there is None else [there]
             before = functools.partial(_await, [event for event in ends if event is not None])
             params = list(updates.running[bucket.key])

@@ -1,6 +1,6 @@
-"""Runs a schedule's generated Python, with the ops bound to a device.
+"""Runs a schedule's generated Python code, with its ops bound to a device.
 
-The code that `print(schedule)` shows is compiled as it is; the names in it are the methods of
+The code that `print(schedule)` shows is compiled unchanged; its names are the methods of
 `runtime.ops.bound.BoundOps` and the schedule's own stages, buckets and slots.
 """
 
@@ -77,11 +77,11 @@ class Executor:
         self._collectives = {n: Collectives.of(g, n, schedule.name) for n, g in kinds}
         self._bound = {name: BoundOps(schedule, machine) for name in schedule.graphs}
         self._run = {name: self._compile(name) for name in schedule.graphs}
-        self._looked_at: dict[str, Callable[[list[Any]], Any]] = {}  # made when they are wanted
-        self._tuned = False  # has a backward run, in which kernels are tuned?
+        self._looked_at: dict[str, Callable[[list[Any]], Any]] = {}  # built at first use
+        self._tuned = False  # True after the first backward, which tunes kernels
 
     def _function(self, name: str) -> Callable[[list[Any]], Any]:
-        """A graph's code; where a trace or a profiler records, with ops that tell of themselves."""
+        """A graph's code; with recording ops while a trace or a profiler is on."""
         if self._bound[name].recording is None and not compat.profiler_enabled():
             return self._run[name]
         if name not in self._looked_at:
@@ -93,14 +93,14 @@ class Executor:
         return self._with_ops(name, {op.name: getattr(bound, op.name) for op in ops.OPS.values()})
 
     def _ops_that_tell(self, name: str) -> dict[str, Callable[..., Any]]:
-        """The ops of a graph, as ranges of `torch.profiler`, and in the record of a trace."""
+        """The ops of a graph, recorded as `torch.profiler` ranges and in a trace."""
         bound = self._bound[name]
         tell = {op.name: _ranged(getattr(bound, op.name), op) for op in ops.OPS.values()}
         issue = [op.name for op in ops.OPS.values() if op.issues]
         return tell | {op: _recorded(bound, tell[op]) for op in issue}
 
     def _with_ops(self, name: str, each: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
-        """A graph's code, in which these are the ops, by their names."""
+        """A graph's code, with these functions as its ops, by name."""
         bound, source = self._bound[name], python.graph_code(self.schedule, name)
         filename = f"<megacompile {self.schedule.name} {name} {id(self)}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
@@ -112,24 +112,25 @@ class Executor:
         return function
 
     def inputs(self, name: str) -> list[str]:
-        """The names of the values that a graph is given: all that it takes but tokens."""
+        """The names of a graph's inputs, without tokens."""
         return [name for name, token in self._inputs[name] if token is None]
 
     def constants(self, *names: str) -> dict[str, torch.Tensor]:
-        """The tensors that are part of the code that graphs run; without names, that all run."""
+        """The constant tensors in the code of the named graphs; without names, of all graphs."""
         every = (self._constants[name] for name in names or self._constants)
         return {name: tensor for found in every for name, tensor in found.items()}
 
     @functools.cached_property
     def read_in_backward(self) -> frozenset[ParamId]:
-        """The parameters that the backward reads, and those that it leaves on the device."""
+        """The parameters that the backward reads, and the parameters that it leaves on the
+        device."""
         backward, plan = self.schedule.backward, self.schedule.plan
         read = set() if backward is None else set(_read(backward))
         left = [b for b in self.schedule.buckets if b.key in plan.device_update]
         return frozenset(read | {(b.key, i) for b in left for i in range(len(b.params))})
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """Run the forward; returns outputs and the saved values, by name.
+        """Run the forward; returns the outputs and the saved values, by name.
 
         A host parameter may be changed as soon as this returns: the last prefetch is done.
         """
@@ -137,7 +138,7 @@ class Executor:
         outputs, saved_values = self._call("forward", inputs)
         self.machine.streams.synchronize(Stream.H2D)
         if self.machine.ranks is not None:
-            self.machine.ranks.agreement.check()  # what was waited for may have been ended
+            self.machine.ranks.agreement.check()  # the awaited work may have been aborted
         self.machine.alive.clear()
         self.machine.slots.left |= marks
         if self.schedule.backward is not None:
@@ -146,8 +147,7 @@ class Executor:
         return _alone(_plain(outputs)), kept
 
     def _marks(self) -> dict[int, tuple[int, CopyMark]]:
-        """The buckets that a forward without a backward is about to leave for the next one, by
-        slot."""
+        """The buckets that a forward without a backward leaves for the next forward, by slot."""
         if not self._stays:
             return {}
         with unguarded():
@@ -155,7 +155,7 @@ class Executor:
         return {i: (key, mark) for i, key, mark in each if mark is not None}
 
     def is_left(self) -> bool:
-        """True if the slots hold what a forward before this one has left for it."""
+        """True if the slots hold the buckets that the previous forward left for this one."""
         if self.schedule.backward is not None or not self.schedule.reused:
             return False
         with unguarded():
@@ -172,15 +172,15 @@ class Executor:
         return dict(zip(self.schedule.gradients, _plain(found), strict=True))
 
     def update(self, parts: Mapping[int, BucketUpdate]) -> None:
-        """Run the update for those of its buckets that a step has a part for, by key.
+        """Run the update of the buckets that take part in a step, by key.
 
-        What the backward has left of them is used up. Ctrl-C may come anywhere in it, so nothing is
-        around the ops that it could leave as it is.
+        Consumes what the backward left of these buckets. Ctrl-C may arrive anywhere in it, so
+        nothing around the ops keeps state that an interrupt could leave inconsistent.
         """
         undone(functools.partial(self._update, parts))
 
     def _update(self, parts: Mapping[int, BucketUpdate], undos: Undos) -> None:
-        hold(self.machine.running, undos)  # a forward in another thread uses the same streams
+        hold(self.machine.running, undos)  # forwards in other threads use the same streams
         left = [part.left for part in parts.values() if part.left is not None]
         values = {each.host.layout.key: (each.gradients, each.buffers) for each in left}
         given = dict(zip(self.schedule.left, _flat(map(values.get, self._left)), strict=True))
@@ -203,7 +203,7 @@ class Executor:
     def _leave(self, left: Sequence[Handle]) -> None:
         """Offer what the backward left on the device to the next step.
 
-        Where that cannot use it, it goes when the copies that work on it are done.
+        If the step cannot use it, the memory is freed once the copies on it are done.
         """
         machine, trained = self.machine, self.schedule.gradient_params
         run = machine.current_run()
@@ -224,7 +224,7 @@ class Executor:
 
     def _call(self, name: str, inputs: dict[str, Any]) -> Any:
         machine = self.machine
-        # code that was traced in an autocast has its casts
+        # code traced under autocast contains its casts
         quiet = compat.without_autocast()
         running = machine.streams.run()
         with self._agreed(name), running, torch.no_grad(), quiet, compat.on_host():
@@ -252,12 +252,12 @@ class Executor:
                 raise
 
     def _agreed(self, name: str) -> AbstractContextManager[None]:
-        """For its duration all ranks run the same graph."""
+        """A context in which all ranks run the same graph."""
         ranks = self.machine.ranks
         return nullcontext() if ranks is None else ranks.running(self._collectives[name])
 
     def _taken(self, name: str, inputs: dict[str, Any]) -> list[Handle]:
-        """The values that a graph's placeholders stand for now; `inputs` holds none afterwards."""
+        """The values of a graph's placeholders; empties `inputs`, so that no reference remains."""
         buckets, compute, found = self.machine.buckets, Stream.COMPUTE, []
         for key, token in self._inputs[name]:
             if token is not None:
@@ -269,7 +269,7 @@ class Executor:
 
 
 def _read(graph: fx.Graph) -> Iterator[ParamId]:
-    """The parameters that the code of a backward reads."""
+    """The parameters that a backward's code reads."""
     for call in ops.nodes_of(graph, ops.recompute, ops.rerun, ops.backward):
         stage = ops.arguments(call)[0]
         primals: Sequence[int] = range(len(stage.primals))
@@ -283,7 +283,7 @@ def _read(graph: fx.Graph) -> Iterator[ParamId]:
 
 
 def _copies(op: ops.Op) -> bool:
-    """True if an op runs next to those of the compute stream."""
+    """True if an op overlaps with the compute stream."""
     return op.stream is not Stream.COMPUTE
 
 
@@ -295,7 +295,7 @@ def _filled(graph: fx.Graph) -> list[int]:
 
 
 def _constants(graph: fx.Graph) -> dict[str, torch.Tensor]:
-    """The tensors that are part of the code of a graph's stages, under names of their own."""
+    """The constant tensors in the code of a graph's stages, under unique names."""
     calls = ops.nodes_of(graph, ops.forward, ops.recompute, ops.rerun, ops.backward)
     codes = {(ops.arguments(call)[0].traced, ops.code_of(call)) for call in calls}
     found: dict[str, torch.Tensor] = {}
@@ -309,7 +309,7 @@ def _constants(graph: fx.Graph) -> dict[str, torch.Tensor]:
 
 
 def _updates(schedule: Schedule) -> dict[int, Callable[..., Any]]:
-    """The op of the update that updates each bucket, by key."""
+    """The op that updates each bucket, by key."""
     if schedule.update is None:
         return {}
     nodes = ops.nodes_that(schedule.update, lambda op: op.is_update)
@@ -321,10 +321,10 @@ def _flat(pairs: Iterable[tuple[Any, Any] | None]) -> list[Any]:
 
 
 def _alone(outputs: Sequence[Any]) -> list[Any]:
-    """The outputs, as tensors of their own and no views, but for those that share memory.
+    """The outputs as base tensors instead of views, except outputs that share memory.
 
-    Autograd allows no change in place of one of several outputs that are views: it cannot know of
-    which others they are views.
+    Autograd forbids in-place changes of one of several outputs that are views, because it cannot
+    know what they alias.
     """
     tensors = [value for value in outputs if isinstance(value, torch.Tensor)]
     shared = Counter(_memory(value) for value in {id(v): v for v in tensors}.values())
@@ -339,12 +339,12 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _plain(values: Iterable[Any]) -> list[Any]:
-    """The values of handles; others are themselves."""
+    """The values of handles; other values unchanged."""
     return [value.value if type(value) is Handle else value for value in values]
 
 
 def _recorded(bound: BoundOps, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The op, in the record of a trace while one is on."""
+    """The op, recorded in a trace while a trace is on."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if bound.recording is not None:
@@ -371,8 +371,7 @@ def _ranged(function: Callable[..., Any], op: ops.Op) -> Callable[..., Any]:
 
 
 # The ops of `megacompile.ir.ops`, bound to the machine that they run on.
-#
-# Each is a method of the op's name, in the file of the name that its declaration is in.
+# Each op is a method with the op's name, in a file with the name of its declaration's file.
 
 
 class BoundOps(
@@ -386,4 +385,4 @@ class BoundOps(
     DiskOps,
     LifetimeOps,
 ):
-    """The ops of one graph of a schedule, on a machine."""
+    """The ops of one graph of a schedule, bound to a machine."""

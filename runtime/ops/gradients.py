@@ -1,4 +1,4 @@
-"""Carries out the ops on the gradients of a bucket."""
+"""Implements the ops on a bucket's gradients."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ class GradientOps(OpGroup):
         def norms() -> torch.Tensor:
             _, group = gradients.value
             tensors = [group[i] for i in self.gradient_params[bucket.key]]
-            # a rank may have no rows of one, and nothing is the largest value of none
+            # a rank may have no rows of a parameter, and an empty tensor has no maximum
             tensors = [each if each.numel() else each.new_zeros(1) for each in tensors]
             orders = (compat.FOREACH_NORM(tensors, k, torch.float32) for k in kinds)
             return torch.stack([torch.stack(found) for found in orders])
 
         handle = self._issue(Stream.COMPUTE, (gradients,), norms)
-        self.machine.streams.mark(handle)  # who asks for them waits
+        self.machine.streams.mark(handle)  # readers wait
         return handle
 
     def keep_grad(self, bucket: Bucket, gradients: Handle) -> Handle:
@@ -77,7 +77,7 @@ class GradientOps(OpGroup):
             run.keep(*gradients.value)
 
         handle = self._issue(Stream.COMPUTE, (gradients,), keep)
-        self.machine.streams.mark(handle)  # a later graph may fetch them to add to
+        self.machine.streams.mark(handle)  # a later graph may fetch and accumulate them
         self.machine.buckets[bucket.key].pending.gradients_copied = handle.event
         return handle
 
@@ -95,7 +95,7 @@ class GradientOps(OpGroup):
 
         def copy() -> None:
             key, group = gradients.value
-            # first: clip_grad_norm_ waits for them alone
+            # first, so that clip_grad_norm_ waits only for them
             if norms is not None and len(memory) == len(indices):
                 run.norms(key, indices).fill(norms.value, queue)
             for i, there in memory.items():

@@ -1,4 +1,4 @@
-"""Shared code of all ops: an op issues its work on its stream, after what it waits for."""
+"""Shared code of all ops: an op issues its work on its stream after its waits."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ Group = dict[int, torch.Tensor]  # parameter's index in its bucket -> gradient
 
 
 class OpGroup:
-    """Some ops of one graph of a schedule, on a machine."""
+    """A group of ops of one graph of a schedule, bound to a machine."""
 
     def __init__(self, schedule: Schedule, machine: Machine) -> None:
         self.machine = machine
         self.gradient_params = schedule.gradient_params
         replays = schedule.plan.cuda_graphs and machine.graphs is not None
         self.replays: dict[Code, Replay] | None = {} if replays else None
-        self.recording: Recording | None = None  # of the run that is on
-        self.in_step = False  # is it the graph of `optimizer.step()`?
-        self.parts: Mapping[int, BucketUpdate] = {}  # of the step that is on, by the bucket's key
-        self.resident_parts = 0  # of these: on buckets that live on the device
-        # tensors, their new values, and is the change one that a version counts?
+        self.recording: Recording | None = None  # of the current run
+        self.in_step = False  # True for the graph of `optimizer.step()`
+        self.parts: Mapping[int, BucketUpdate] = {}  # of the current step, by bucket key
+        self.resident_parts = 0  # of these, the work on resident buckets
+        # tensors, their new values, and whether to bump the version counter
         self.to_write: list[tuple[Handle, Handle, bool]] = []
-        self.residents: list[tuple[BucketUpdate, Any]] = []  # those that came, and their `after`
+        self.residents: list[tuple[BucketUpdate, Any]] = []  # updates so far, and their `after`
 
     def _issue(self, stream: Stream, waits: Any, work: Callable[[], Any]) -> Handle:
         if self.recording is not None:
@@ -45,7 +45,7 @@ class OpGroup:
         return self.machine.streams.issue(stream, handles(waits), work)
 
     def _note(self, request: Request | None) -> None:
-        """Gives a trace the times of a read or a write."""
+        """Record the times of a read or a write in a trace."""
         if self.recording is not None and request is not None:
             note, lane = self.recording.noted_later(), request.way.value
             request.when_done(lambda: note(lane, request.began_s, request.ended_s))
@@ -57,7 +57,7 @@ class OpGroup:
 
 
 def write_assigned(group: OpGroup) -> None:
-    """Write the new values that came one after another, in a few launches for all of them."""
+    """Write the collected new values in a few launches."""
     assigned, group.to_write = group.to_write, []
     by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for tensor, new, counted in assigned:

@@ -1,11 +1,11 @@
-"""The code of the operators of `megacompile.ir.head`: loss and gradients in one pass over chunks of
+"""Implements the operators of `megacompile.ir.head`: loss and gradients in one pass over chunks of
 rows.
 
     for each chunk:   z = x W^T + bias;   z <- d total / d z, in place;   dx = z W;   dW += z^T x
 
-At any time there is one chunk of logits, in the dtype that `linear` returns them, and the
-gradients. Those are float32 (float64 for float64): adding chunk after chunk to a bfloat16 gradient
-would round it once a chunk.
+At any time, only one chunk of logits (in the dtype that `linear` returns) and the gradients exist.
+The gradients are float32 (float64 for float64): accumulating chunks into a bfloat16 gradient would
+round once per chunk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megacompile.runtime.ops.rows import Rows
 
 @functools.cache
 def bind_operators() -> None:
-    """Give the operators of `megacompile.ir.head` their code, once."""
+    """Register the implementations of the operators of `megacompile.ir.head`, once."""
     torch.library.impl(OPERATOR, "default", _linear_cross_entropy)
     torch.library.impl(SCALE, "default", _scale)
 
@@ -73,7 +73,7 @@ def _scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
-# Cross entropy of a chunk of logits, which become their own gradient in place.
+# Cross entropy of a chunk of logits; the gradient overwrites the logits in place.
 #
 #     loss  = sum_i a_i (lse_i - z_i[t_i]) + b_i (w lse_i - sum_c w_c z_i[c]),    w = sum_c w_c
 #     dz_ic = (a_i + b_i w) exp(z_ic - lse_i) - b_i w_c - a_i [c = t_i]
@@ -83,9 +83,9 @@ def _scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rows(chunk: Rows, label_smoothing: float, *, gradient: bool) -> Tensor:
-    """The loss's sum over a chunk, (); with `gradient`, the logits become its gradient."""
+    """The loss summed over a chunk, (); with `gradient`, its gradient overwrites the logits."""
     a, b = chunk.coefficients(label_smoothing)
-    # On CUDA gather checks the targets, which the kernel does not.
+    # On CUDA gather checks the targets; the kernel does not.
     of_target = chunk.logits.gather(1, chunk.target[:, None])[:, 0].to(a.dtype)
     smooth = label_smoothing != 0
     normalize = normalize_plain
@@ -95,7 +95,7 @@ def rows(chunk: Rows, label_smoothing: float, *, gradient: bool) -> Tensor:
     losses = a * (lse - of_target)
     if weighted is not None:  # without smoothing a logit may be -inf: 0 * inf is not 0
         losses = losses + b * (chunk.weight_sum * lse - weighted)
-    # a row of no weight counts nothing, whatever is in it: cross_entropy skips ignored rows
+    # a row with zero weight adds nothing, even NaN: cross_entropy skips ignored rows
     return torch.where(chunk.valid, losses, 0).sum()
 
 

@@ -1,4 +1,4 @@
-"""Carries out the ops that give memory back."""
+"""Implements the ops that free memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LifetimeOps(OpGroup):
 
     def defer_free(self, value: Handle, *, after: tuple[Handle, ...] = ()) -> None:
         for handle in after:
-            if handle.event is None:  # the CPU; or a thread, which has what it copies
+            if handle.event is None:  # the CPU, or a thread that holds its tensors
                 continue
             owner = torch.cuda.current_stream(self.machine.device)
             deferred = Deferred(value.value, handle.event, owner)
@@ -35,10 +35,10 @@ class LifetimeOps(OpGroup):
         deferred = machine.deferred.take()
         machine.device_update.wait_for_copies()
         copies = tuple(Handle(None, Stream.D2H, entry.copied) for entry in deferred)
-        taken = tuple(handle for _, handle in machine.alive)  # prefetches out of it
+        taken = tuple(handle for _, handle in machine.alive)  # prefetches from it
 
         def drop() -> None:
-            for entry in deferred:  # its owner uses it next: the user may have changed streams
+            for entry in deferred:  # the owner uses it next, maybe on another current stream
                 entry.owner.wait_event(entry.copied)
                 entry.forget()
             deferred.clear()

@@ -46,37 +46,37 @@ class Machine:
     buckets: dict[int, HostBucket]  # by key
     gradients: Gradients
     place: Callable[[StreamedParameter], tuple[Bucket, int]]  # a parameter's bucket and index
-    device_update: DeviceUpdates  # where optimizer.step() updates on the device
-    in_backward: InBackward | None = None  # where the backward updates
-    micro_steps: MicroSteps = field(default_factory=MicroSteps)  # does another backward come?
-    run: GradientRun | None = None  # what becomes of the gradients of the backward that runs now
-    pending: Live[Any] = field(default_factory=Live)  # backwards to come
-    links: Live[Any] = field(default_factory=Live)  # of parameters, to backwards of eager code
-    alive: list[tuple[Any, Handle]] = field(default_factory=list)  # until a copy of it is done
-    order: list[int] = field(default_factory=list)  # bucket keys, as the last forward read them
+    device_update: DeviceUpdates  # for optimizer.step() on the device
+    in_backward: InBackward | None = None  # for updates in the backward
+    micro_steps: MicroSteps = field(default_factory=MicroSteps)  # does another backward follow?
+    run: GradientRun | None = None  # where the current backward's gradients go
+    pending: Live[Any] = field(default_factory=Live)  # pending backwards
+    links: Live[Any] = field(default_factory=Live)  # parameters in eager code's graphs
+    alive: list[tuple[Any, Handle]] = field(default_factory=list)  # held until its copy is done
+    order: list[int] = field(default_factory=list)  # bucket keys, as the last forward read
     trained: list[weakref.ref[Any]] = field(default_factory=list)
-    """The executors whose backwards ran since the last step, the last one first."""
-    stepped: bool = False  # is that step over?
-    steps: int = 0  # of optimizers over its parameters, that have begun
-    assigned: int = 0  # new values of inputs that schedules change in place, so far
-    labels: dict[int, str] = field(default_factory=dict)  # of buckets by key, in some schedule
+    """The executors whose backwards ran since the last step, newest first."""
+    stepped: bool = False  # True if that step is over
+    steps: int = 0  # started steps of optimizers over its parameters
+    assigned: int = 0  # number of in-place updates of inputs by schedules so far
+    labels: dict[int, str] = field(default_factory=dict)  # of buckets by key, from any schedule
     deferred: DeferredFrees = field(default_factory=DeferredFrees)
-    staging: Staging | None = field(init=False)  # of what is on a disk
+    staging: Staging | None = field(init=False)  # staging memory of data on a disk
     host_updates: HostUpdates = field(init=False)
-    copies: Background = field(init=False)  # brings what a step made on the device to the host
-    graphs: Graphs | None = None  # what captures code, if the device can
+    copies: Background = field(init=False)  # copies the results of device updates to the host
+    graphs: Graphs | None = None  # captures code, if the device supports it
     tracer: Tracer | None = None  # while a trace of the model is on
-    disk: Disk | None = None  # where the states of streamed buckets are, if not on the host
-    host_budget: HostBudget = field(default_factory=HostBudget)  # makes all host buffers
-    update_cores: frozenset[int] = frozenset()  # on which the host updates; none: on any
+    disk: Disk | None = None  # the disk with the states of streamed buckets, if any
+    host_budget: HostBudget = field(default_factory=HostBudget)  # allocates all host buffers
+    update_cores: frozenset[int] = frozenset()  # cores for host updates; empty: any
     ranks: Ranks | None = None  # the processes that share the model
     seed: Callable[[], int] = torch.initial_seed  # of stochastic rounding
-    detect_anomaly: bool = False  # is NaN or inf in a gradient an error?
+    detect_anomaly: bool = False  # True if NaN or inf in a gradient is an error
     code: CodeCounts = field(default_factory=CodeCounts)  # of the schedules' stages
     progress: bool | None = False  # as the option
     running: threading.RLock = field(default_factory=threading.RLock)  # one schedule at a time
-    activations: BufferPool = field(init=False)  # host memory of what waits for its backward
-    saved_disk: SavedDisk | None = field(init=False)  # where that goes on to
+    activations: BufferPool = field(init=False)  # host memory of offloaded saved tensors
+    saved_disk: SavedDisk | None = field(init=False)  # the disk for these tensors
 
     def __post_init__(self) -> None:
         self.activations = BufferPool(self.device, self.host_budget)
@@ -88,12 +88,11 @@ class Machine:
         self.copies = Background("megacompile-offload")
 
     def coming(self) -> list[HostBucket]:
-        """The buckets that their parameters have not come to, as far as is known."""
+        """The buckets whose parameters may still be on their way."""
         return [b for b in self.buckets.values() if isinstance(b.pending.in_flight, Fill)]
 
     def await_parameters(self) -> None:
-        """Until the parameters have come to their buckets: then the memory that they came from is
-        free."""
+        """Wait until all parameters are in their buckets; their old memory is free then."""
         coming = self.coming()
         for bucket in coming:
             bucket.pending.wait()
@@ -101,31 +100,31 @@ class Machine:
             torch.cuda.empty_cache()
 
     def may_move(self, keys: Collection[int]) -> bool:
-        """True if buckets may move: no backward of a captured graph is to come, and none of eager
-        code that has used their parameters, which hands their gradients to where they were."""
+        """True if buckets may move: no backward is pending, neither of a captured graph nor of
+        eager code that used their parameters and would write gradients to the old device."""
         if self.pending:
             return False
         moving = {id(param) for key in keys for param in self.buckets[key].params}
         return not any(id(link.param) in moving for link in self.links)
 
     def current_run(self) -> GradientRun:
-        """The routes of the gradients of the backward that runs now."""
+        """The gradient routes of the current backward."""
         assert self.run is not None, "outside of a backward"
         return self.run
 
     def note_backward(self, executor: Any) -> None:
-        """An executor's backward has run: its update is part of the next step."""
+        """Record that an executor's backward has run: its update is part of the next step."""
         before = [] if self.stepped else self.trained
         self.stepped = False
         others = (r for r in before if r() is not None and r() is not executor)
         self.trained = [weakref.ref(executor), *others]
 
     def reserve_staging(self, keys: Iterable[int]) -> None:
-        """Have the memory through which states and parameters pass on their way to a disk and back,
-        before an update of these buckets begins: one that ran out of it would leave them torn.
+        """Allocate the staging memory for disk reads and writes before an update of these buckets
+        begins: running out of memory during the update would leave them inconsistent.
 
         Raises:
-            HostMemoryError: there is too little of it, and nothing has changed.
+            HostMemoryError: too little host memory; nothing has changed.
         """
         if self.staging is not None:
             self.staging.reserve(self.buckets[key] for key in keys)
@@ -138,8 +137,8 @@ class Machine:
             self.staging.give_up()
 
     def give_back(self) -> None:
-        """Give back the device memory that is of no bucket: slots, and what copies out of it have
-        read. The next call takes what it needs. Host memory stays: to page-lock it takes long."""
+        """Free all device memory outside of buckets: slots, and the sources of finished copies. The
+        next call allocates what it needs. Host memory stays, because page-locking is slow."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.device_update.wait_for_copies()
@@ -149,10 +148,10 @@ class Machine:
         self.slots.forget()
 
     def exchanged(self) -> bool:
-        """True if a parameter's data are now in the place of another one, as after `p.data, q.data
-        = ...`.
+        """True if a parameter's data is now another parameter's old memory, as after `p.data,
+        q.data = ...`.
 
-        To adopt the one would overwrite the other.
+        Adopting one would overwrite the other.
         """
         buckets = self.buckets.values()
         replaced = [
@@ -160,5 +159,5 @@ class Machine:
         ]
         if not replaced:
             return False
-        ours = {home for b in buckets for home in b.homes if home}  # 0: of no element
+        ours = {home for b in buckets for home in b.homes if home}  # 0: no elements
         return any(storage.data_ptr() in ours for storage in replaced)

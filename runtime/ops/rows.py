@@ -12,7 +12,7 @@ from megacompile.ir.head import sum_dtype
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A chunk of rows and what is summed over them."""
+    """A chunk of rows, and the sums over it."""
 
     logits: Tensor  # (rows, C)
     target: Tensor  # (rows,) int64, 0 where ignored
@@ -23,9 +23,9 @@ class Rows:
     def of(logits: Tensor, target: Tensor, class_weight: Tensor | None, ignore_index: int) -> Rows:
         valid = target != ignore_index
         target = torch.where(valid, target, 0)
-        if target.device.type == "cpu":  # elsewhere gather asserts it
+        if target.device.type == "cpu":  # on CUDA gather asserts this
             for wrong in target[(target < 0) | (target >= logits.shape[1])][:1].tolist():
-                raise IndexError(f"Target {wrong} is out of bounds.")  # as torch says it
+                raise IndexError(f"Target {wrong} is out of bounds.")  # torch's message
         if class_weight is not None:
             class_weight = class_weight.to(sum_dtype(logits.dtype))
         return Rows(logits, target, valid, class_weight)

@@ -1,5 +1,5 @@
-"""Carries out the ops on saved tensors that wait on the host, or on a disk, between a forward and
-its backward."""
+"""Implements the ops on saved tensors that are offloaded to the host or a disk between a forward
+and its backward."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SavedTensorOps(OpGroup):
 
     def read_saved(self, stage: Stage, on_disk: Handle, *, after: tuple[Any, ...] = ()) -> Handle:
         saved = on_disk.value
-        if isinstance(saved, OnHost):  # it is there, and stays
+        if isinstance(saved, OnHost):  # already in host memory
             return Handle(saved, Stream.READ)
 
         def begin() -> tuple[OnHost, Completion]:

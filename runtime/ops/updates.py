@@ -1,4 +1,4 @@
-"""Carries out the ops of `optimizer.step()` on what is where it is."""
+"""Implements the ops of `optimizer.step()` on buckets that stay in place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class UpdateOps(OpGroup):
         weights = None if staging is None else staging.updates.of(host)
 
         def written(made: InFlight) -> InFlight:
-            """Makes an update whose results on a disk are written after it."""
+            """Build an update whose results are then written to a disk."""
             work, name = made, host.layout.name
             if staging is not None and weights is not None:
                 what = f"{bucket.label}WRITE_WEIGHTS of {name!r}"
@@ -43,8 +43,8 @@ class UpdateOps(OpGroup):
         return Handle(made, Stream.HOST, host=host.pending)
 
     def update_resident(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
-        """The last one of a graph updates the buckets of all of them, in one launch. In between
-        they are not taken: the compute stream is in order."""
+        """The last such op of a graph updates the buckets of all of them in one launch. No op in
+        between reads them: the compute stream is in order."""
         part = self.parts.get(bucket.key)
         if part is None:
             return Handle(None, Stream.COMPUTE)

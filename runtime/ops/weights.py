@@ -1,4 +1,4 @@
-"""Carries out the ops that give the weights of a bucket."""
+"""Implements the ops that provide a bucket's weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class WeightOps(OpGroup):
                 return weights
 
             # The update ran on the compute stream, and every prefetch waits for `begin` or a later
-            # op of that stream. The token is for the copy to the host: it is not needed here.
+            # op of that stream. The token is only for the copy to the host.
             others = tuple(handle for handle in handles(after) if handle.value is not work)
             moved = self._issue(Stream.H2D, others, move)
             self.machine.alive.append((fresh, moved))
@@ -52,7 +52,8 @@ class WeightOps(OpGroup):
     def _from_disk(
         self, host: HostBucket, bucket: Bucket, slot: Slot, after: tuple[Any, ...]
     ) -> Handle:
-        """From the buffer that its `read_weights` has filled, which goes back after the copy."""
+        """Copy from the buffer that its `read_weights` has filled; the buffer is free after the
+        copy."""
         machine = self.machine
         taken = next((h.value for h in handles(after) if isinstance(h.value, BucketLease)), None)
 
