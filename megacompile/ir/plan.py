@@ -207,7 +207,7 @@ class Plan:
     saved_sets: int = 0  # host buffers of saved tensors on their way to a disk, and as many back
     weight_sets: int = 0  # host buffers that prefetches copy weights on a disk from
     new_weight_sets: int = 0  # host buffers in which updates leave them, until they are written
-    cuda_graphs: bool = False  # the only stage's code is captured, and replayed
+    cuda_graphs: int = 0  # captures of the only stage that the device holds, forward and backward
 
     # Keys of the buckets, and indices of the stages, of a kind.
 

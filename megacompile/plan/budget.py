@@ -72,6 +72,10 @@ class Budget:
         peak."""
         return max(self._needed_bytes + more_bytes, peak_bytes) <= self.size_bytes()
 
+    def room(self, peak_bytes: int) -> int:
+        """Device memory beside a plan with this peak, and beside the largest plan."""
+        return self.size_bytes() - max(self._needed_bytes, peak_bytes)
+
     def step_down(self) -> str:
         """Lower the limit to nine tenths of the largest plan's memory; describes the new limit, or
         returns "" if nothing changes."""

@@ -35,6 +35,8 @@ from megacompile.plan.setting import Setting
 from megacompile.text import format_bytes
 from megacompile.verify.proof import verify
 
+_CAPTURES = 4  # of a stage at most: other sizes, evaluation, gradients that are added up
+
 
 class PassCompiler:
     """Chooses, builds, verifies and lowers.
@@ -220,10 +222,11 @@ class PassCompiler:
         peak = device_memory([schedule], optimizer=self.setting.cost()).peak
         kept = (MemoryKind.PARAMETERS, MemoryKind.STATES)
         more = peak.total_bytes - sum(peak.live_bytes.get(kind, 0) for kind in kept)
-        if not self.budget.holds(more, peak.total_bytes + more):
+        count = min(_CAPTURES, self.budget.room(peak.total_bytes) // max(more, 1))
+        if count < 1:
             return schedule
         words = f"its stage is captured as CUDA graphs, which keep up to {format_bytes(more)}"
-        plan = replace(schedule.plan, cuda_graphs=True, reasons=(*schedule.plan.reasons, words))
+        plan = replace(schedule.plan, cuda_graphs=count, reasons=(*schedule.plan.reasons, words))
         return replace(schedule, plan=plan)
 
     def _as_run(

@@ -37,6 +37,10 @@ _PATIENCE = 64  # calls with other inputs, one after another, until a graph goes
 class Graphs(Protocol):
     """A device that captures."""
 
+    @property
+    def alive(self) -> int:
+        """The number of graphs that have memory."""
+
     def capture(
         self, code: Code, inputs: list[torch.Tensor]
     ) -> tuple[Callable[[], None], list[torch.Tensor | None]]:
@@ -52,8 +56,13 @@ class CudaGraphs:
         self._device = device
         self._side: torch.cuda.Stream | None = None
         self._pool: Any = None
-        self._alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # in the pool
+        self._graphs: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()  # their replays
         self._last: torch.cuda.Stream | None = None  # that a graph was launched on
+
+    @property
+    def alive(self) -> int:
+        """The number of graphs that have memory."""
+        return len(self._graphs)
 
     def capture(
         self, code: Code, inputs: list[torch.Tensor]
@@ -65,7 +74,7 @@ class CudaGraphs:
         """
         if self._side is None:  # the default stream cannot be captured
             self._side = torch.cuda.Stream(self._device)
-        if not self._alive:  # the pool of graphs that are gone may be gone too
+        if not self._graphs:  # the pool of graphs that are gone may be gone too
             self._pool = torch.cuda.graph_pool_handle()
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
         torch.cuda.synchronize(self._device)
@@ -81,7 +90,6 @@ class CudaGraphs:
                 compat.end_allocation(self._device, self._pool)
                 raise
             graph.capture_end()
-        self._alive.add(graph)
         current.wait_stream(self._side)
 
         def replay() -> None:
@@ -91,6 +99,7 @@ class CudaGraphs:
             self._last = stream
             graph.replay()
 
+        self._graphs.add(replay)
         return replay, results
 
 
@@ -111,6 +120,7 @@ class Replay:
 
     Args:
         graphs: that captures.
+        most: nothing is captured where so many graphs are alive.
         in_place: the positions of the inputs that stay in place.
         given_away: those of the results that leave the schedule.
     """
@@ -118,11 +128,12 @@ class Replay:
     def __init__(
         self,
         graphs: Graphs,
+        most: int,
         *,
         in_place: Collection[int],
         given_away: Collection[int],
     ) -> None:
-        self._graphs = graphs
+        self._graphs, self._most = graphs, most
         self._in_place = frozenset(in_place)
         self._given_away = frozenset(given_away)
         self._left = 0  # captures of the code
@@ -193,10 +204,12 @@ class Replay:
 
         Raises:
             RuntimeError: the code does what no graph can hold, or memory is short.
-            ValueError: its inputs or results are not on one device, or results that leave the
-                schedule share memory.
+            ValueError: its inputs or results are not on one device, results that leave the schedule
+                share memory, or there are enough graphs.
         """
         tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
+        if self._graphs.alive >= self._most:
+            raise ValueError(f"the device holds no more than {self._most} graphs")
         devices = {x.device for x in tensors.values()}
         if len(devices) != 1:
             raise ValueError("its inputs are not all on one device")

@@ -72,10 +72,10 @@ class ComputeOps(OpGroup):
         so."""
         function = stage.traced.code[code]
         graphs = self.machine.graphs
-        if self.replays is None or graphs is None or self.recording is not None:
+        if not self.captures or graphs is None or self.recording is not None:
             return function
         if code not in self.replays:
-            self.replays[code] = _replay(stage, code, graphs)
+            self.replays[code] = _replay(stage, code, graphs, 2 * self.captures)
         return functools.partial(self.replays[code], function)
 
     def recompute(self, stage: Stage, weights: Any, args: Any, rng: Any) -> tuple[Handle, ...]:
@@ -172,15 +172,16 @@ class ComputeOps(OpGroup):
         return [*of_args, *merged.items(), *found[len(stage.gradient_places) :]]
 
 
-def _replay(stage: Stage, code: Code, graphs: Graphs) -> Replay:
+def _replay(stage: Stage, code: Code, graphs: Graphs, most: int) -> Replay:
     """The replay of a stage's code. Parameters and the saved tensors of a captured forward stay in
     place."""
     params = {i for i, ref in enumerate(stage.primals) if isinstance(ref, ParamRef)}
     if code is not Code.BACKWARD:
         away = range(len(stage.outputs))
-        return Replay(graphs, in_place=params, given_away=away)
+        return Replay(graphs, most, in_place=params, given_away=away)
     return Replay(
         graphs,
+        most,
         in_place=[
             k
             for k, item in enumerate(stage.traced.backward_inputs)

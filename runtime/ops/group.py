@@ -27,8 +27,8 @@ class OpGroup:
     def __init__(self, schedule: Schedule, machine: Machine) -> None:
         self.machine = machine
         self.gradient_params = schedule.gradient_params
-        replays = schedule.plan.cuda_graphs and machine.graphs is not None
-        self.replays: dict[Code, Replay] | None = {} if replays else None
+        self.captures = schedule.plan.cuda_graphs
+        self.replays: dict[Code, Replay] = {}
         self.recording: Recording | None = None  # of the current run
         self.in_step = False  # True for the graph of `optimizer.step()`
         self.parts: Mapping[int, BucketUpdate] = {}  # of the current step, by bucket key

@@ -8,6 +8,8 @@ in every bit. On a GPU, beside real ones.
 from __future__ import annotations
 
 import ctypes
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,6 +33,11 @@ class Emulated:
     def __init__(self, *, fails: bool = False) -> None:
         self.fails = fails
         self.captures = self.replays = 0
+        self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @property
+    def alive(self) -> int:
+        return len(self.graphs)
 
     def capture(
         self, code: Callable[[list[Tensor]], Sequence[Tensor]], inputs: list[Tensor]
@@ -53,6 +60,7 @@ class Emulated:
         for result in results:
             if result.is_floating_point() and result.data_ptr() not in given:
                 result.fill_(torch.nan)
+        self.graphs.add(replay)
         return replay, results
 
 
@@ -62,6 +70,10 @@ class Counted:
     def __init__(self) -> None:
         self.device: Any = None
         self.captures = self.replays = 0
+
+    @property
+    def alive(self) -> int:
+        return int(self.device.alive)
 
     def capture(self, code: Any, inputs: list[Tensor]) -> tuple[Callable[[], None], list[Tensor]]:
         replay, results = self.device.capture(code, inputs)
@@ -99,9 +111,9 @@ class Net(nn.Module):
         return self.head(hidden), hidden.mean(0)
 
 
-def model(graphs: Any = None, device: str = "cpu") -> nn.Module:
+def model(graphs: Any = None, device: str = "cpu", **options: Any) -> nn.Module:
     torch.manual_seed(0)
-    options: Any = {"device": device, "lowering": "inductor", "gpu_memory": "1GiB"}
+    options |= {"device": device, "lowering": "inductor", "gpu_memory": "1GiB"}
     made = megacompile(Net(), cuda_graphs=graphs is not None, **options)
     if isinstance(graphs, Counted):
         graphs.device = inside.machine(made).graphs
@@ -278,6 +290,20 @@ def test_each_call_is_a_replay_in_the_end() -> None:
         held += usual(net, optimizer, [torch.randn(8, 16)])
     assert emulated.replays - before == 2 * 3
     assert emulated.captures == 2
+
+
+def test_there_are_no_more_graphs_than_the_device_holds() -> None:
+    """Each set of sizes gets its own code here, and would get its own graphs."""
+    emulated = Emulated()
+    net = model(emulated, dynamic=False)
+    optimizer = torch.optim.AdamW(net.parameters())
+    for rows in range(8, 13):
+        for _ in range(SETTLED):
+            usual(net, optimizer, [torch.randn(rows, 16)])
+    assert emulated.captures == emulated.alive == 2 * 4
+    del net, optimizer
+    gc.collect()
+    assert emulated.alive == 0
 
 
 def test_code_that_cannot_be_captured_runs() -> None:
