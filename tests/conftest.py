@@ -46,6 +46,7 @@ else:
 importlib.import_module("megacompile.api")
 
 
+@pytest.hookimpl(trylast=True)  # after `-m` has chosen
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     there = torch.cuda.device_count()
     for item in items:
