@@ -416,6 +416,9 @@ class ModelBuckets:
         if fits:
             self._leave_to_others()
         if not fits or not all(bucket.adopt() for bucket in buckets):
+            stay = params - set(map(id, moved))
+            named = (p for p in self._aliased(self.machine.buckets) if id(p) in stay)
+            self._aliases.of_moving(self.model, named)
             self._anew()
         else:
             self._make_proxies()  # a parameter's memory may have been moved

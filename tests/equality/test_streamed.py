@@ -211,7 +211,14 @@ def puts_into_a_flat_buffer(model: Any) -> Any:
     return flat
 
 
-@pytest.mark.parametrize("alias", [loads_and_assigns, puts_into_a_flat_buffer])
+def keeps_and_ties(model: Any) -> Any:
+    """A new layout moves the parameters that are left as they are, too."""
+    state = model.state_dict()
+    model.layers[2].up.weight = model.layers[0].up.weight
+    return state
+
+
+@pytest.mark.parametrize("alias", [loads_and_assigns, puts_into_a_flat_buffer, keeps_and_ties])
 def test_aliases_that_are_cut_are_told_of_once(alias: Callable[[Any], Any]) -> None:
     """In a call, or in a step."""
     _, model = twins(stack()[0])

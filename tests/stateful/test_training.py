@@ -276,7 +276,9 @@ class Training(Both):
     @rule(given=st.tuples(NUMBERS, st.sampled_from(loops.STATES)))
     def state(self, given: tuple[int, str]) -> None:
         """But where two optimizers have loaded one state: a tensor that is set in one's is then
-        taken over into the memory of both."""
+        taken over into the memory of both. limits.md: a state that is deleted, and held."""
+        if given[1] == "deleted":
+            self.both("forget")
         if given[1] != "set" or len(self.plain.optimizers) == 1:
             self.both("state", *given)
 
@@ -300,7 +302,7 @@ class Training(Both):
     step_hook = act("step_hook", when=lambda self: len(self.plain.hooks) < 3)
     unhook = act("unhook", when=lambda self: self.plain.hooks)
     save = act("save", st.sampled_from(["file", "deepcopy"]))
-    load = act("load", HALVES, first="drop", when=lambda self: self.plain.saved is not None)
+    load = act("load", HALVES, first="drop forget", when=lambda self: self.plain.saved is not None)
     copied_model = act("copied_model", st.sampled_from(["deepcopy", "pickle"]))
     fork = act("fork")
 
@@ -413,13 +415,18 @@ class Updating(Both):
     write = act(
         *("write", NUMBERS, st.sampled_from(["in place", "init", "foreach", "part"])), st.just(0.5)
     )
-    state = act("state", NUMBERS, st.sampled_from(loops.STATES))
     alias = act("alias", NUMBERS, st.sampled_from(["detach", "view", "state"]))
     write_alias = act("write_alias", st.integers(0, 3), when=lambda self: self.plain.aliases)
     options = act("options", OPTIONS)
     save = act("save", st.sampled_from(["file", "deepcopy"]))
-    load = act("load", HALVES, when=lambda self: self.plain.saved is not None)
+    load = act("load", HALVES, first="forget", when=lambda self: self.plain.saved is not None)
     copied_model = act("copied_model", st.sampled_from(["deepcopy", "pickle"]))
+
+    @rule(given=st.tuples(NUMBERS, st.sampled_from(loops.STATES)))
+    def state(self, given: tuple[int, str]) -> None:
+        if given[1] == "deleted":
+            self.both("forget")
+        self.both("state", *given)
 
     @rule()
     def look_at_all(self) -> None:
