@@ -37,10 +37,6 @@ _PATIENCE = 64  # calls with other inputs, one after another, until a graph goes
 class Graphs(Protocol):
     """A device that captures."""
 
-    @property
-    def alive(self) -> int:
-        """The number of graphs that have memory."""
-
     def capture(
         self, code: Code, inputs: list[torch.Tensor]
     ) -> tuple[Callable[[], None], list[torch.Tensor | None]]:
@@ -58,11 +54,6 @@ class CudaGraphs:
         self._pool: Any = None
         self._graphs: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()  # their replays
         self._last: torch.cuda.Stream | None = None  # that a graph was launched on
-
-    @property
-    def alive(self) -> int:
-        """The number of graphs that have memory."""
-        return len(self._graphs)
 
     def capture(
         self, code: Code, inputs: list[torch.Tensor]
@@ -120,7 +111,8 @@ class Replay:
 
     Args:
         graphs: that captures.
-        most: nothing is captured where so many graphs are alive.
+        replays: those of the model, which this one joins.
+        most: of them that have a graph at the same time.
         in_place: the positions of the inputs that stay in place.
         given_away: those of the results that leave the schedule.
     """
@@ -128,17 +120,30 @@ class Replay:
     def __init__(
         self,
         graphs: Graphs,
+        replays: weakref.WeakSet[Replay],
         most: int,
         *,
         in_place: Collection[int],
         given_away: Collection[int],
     ) -> None:
-        self._graphs, self._most = graphs, most
+        self._graphs, self._replays, self._most = graphs, replays, most
+        replays.add(self)
         self._in_place = frozenset(in_place)
         self._given_away = frozenset(given_away)
         self._left = 0  # captures of the code
         self._code: Code | None = None
         self._forget()
+
+    @property
+    def has_graph(self) -> bool:
+        """True if it keeps the memory of a graph."""
+        return self._replay is not None
+
+    def forget(self) -> None:
+        """Free the memory of the graph. The code is captured again later."""
+        if self._replay is not None:
+            self._left += 1
+            self._forget()
 
     def _forget(self) -> None:
         self._calls = self._others = 0  # with the same places and sizes; with others
@@ -208,7 +213,7 @@ class Replay:
                 share memory, or there are enough graphs.
         """
         tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
-        if self._graphs.alive >= self._most:
+        if sum(each.has_graph for each in self._replays) >= self._most:
             raise ValueError(f"the device holds no more than {self._most} graphs")
         devices = {x.device for x in tensors.values()}
         if len(devices) != 1:

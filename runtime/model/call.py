@@ -260,7 +260,7 @@ class Call:
             )
         run.repeat()
         program.replan()
-        shortage.step_down(program.plans.compiler, self.machine.slots, ran_out, "the backward")
+        shortage.step_down(program.plans.compiler, self.machine, ran_out, "the backward")
         now = random_state(self.machine.device)
         set_random_state(self.machine.device, self.random)
         self.variant = program.variant()

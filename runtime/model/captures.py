@@ -202,6 +202,6 @@ class Captures:
         """Make a smaller plan after a forward ran out of device memory; the call restarts."""
         before.restore(self.model, self.machine, ran_out)
         compiler = self.buckets.plans.compiler
-        shortage.step_down(compiler, self.machine.slots, ran_out, "the forward")
+        shortage.step_down(compiler, self.machine, ran_out, "the forward")
         self.buckets.plans.expire()
         self.buckets.move_if_wanted()

@@ -16,7 +16,6 @@ from torch import nn
 
 from megacompile import compat, notices
 from megacompile.errors import DeviceMemoryError
-from megacompile.runtime.device.slots import DeviceSlots
 from megacompile.runtime.ops.compute import Random, random_state, set_random_state
 from megacompile.runtime.ops.machine import Machine
 
@@ -31,13 +30,14 @@ class StepsDown(Protocol):
         """Device memory of the smallest feasible plan, as a table; "" if not known."""
 
 
-def step_down(compiler: StepsDown, slots: DeviceSlots, ran_out: str, where: str) -> None:
-    """Plan with less memory, free the old plan's slots, and log it.
+def step_down(compiler: StepsDown, machine: Machine, ran_out: str, where: str) -> None:
+    """Plan with less memory, free the old plan's slots and all CUDA graphs, and log it.
 
     Raises:
         DeviceMemoryError: nothing is left to free.
     """
-    slots.forget()
+    machine.slots.forget()
+    machine.forget_graphs()
     gc.collect()
     torch.cuda.empty_cache()
     how = compiler.step_down()

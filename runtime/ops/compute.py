@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -75,7 +76,8 @@ class ComputeOps(OpGroup):
         if not self.captures or graphs is None or self.recording is not None:
             return function
         if code not in self.replays:
-            self.replays[code] = _replay(stage, code, graphs, 2 * self.captures)
+            given = graphs, self.machine.replays, 2 * self.captures
+            self.replays[code] = _replay(stage, code, *given)
         return functools.partial(self.replays[code], function)
 
     def recompute(self, stage: Stage, weights: Any, args: Any, rng: Any) -> tuple[Handle, ...]:
@@ -172,15 +174,18 @@ class ComputeOps(OpGroup):
         return [*of_args, *merged.items(), *found[len(stage.gradient_places) :]]
 
 
-def _replay(stage: Stage, code: Code, graphs: Graphs, most: int) -> Replay:
+def _replay(
+    stage: Stage, code: Code, graphs: Graphs, replays: WeakSet[Replay], most: int
+) -> Replay:
     """The replay of a stage's code. Parameters and the saved tensors of a captured forward stay in
     place."""
     params = {i for i, ref in enumerate(stage.primals) if isinstance(ref, ParamRef)}
     if code is not Code.BACKWARD:
         away = range(len(stage.outputs))
-        return Replay(graphs, most, in_place=params, given_away=away)
+        return Replay(graphs, replays, most, in_place=params, given_away=away)
     return Replay(
         graphs,
+        replays,
         most,
         in_place=[
             k

@@ -77,6 +77,9 @@ class Executor:
         self._collectives = {n: Collectives.of(g, n, schedule.name) for n, g in kinds}
         self._bound = {name: BoundOps(schedule, machine) for name in schedule.graphs}
         self._run = {name: self._compile(name) for name in schedule.graphs}
+        graphs = sum(each.has_graph for each in machine.replays)
+        if schedule.stages and graphs >= 2 * schedule.plan.cuda_graphs:
+            machine.forget_graphs()  # the plan has no room for them
         self._looked_at: dict[str, Callable[[list[Any]], Any]] = {}  # built at first use
         self._tuned = False  # True after the first backward, which tunes kernels
 

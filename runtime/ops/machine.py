@@ -19,7 +19,7 @@ from megacompile.runtime.device.forks import Live
 from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.pool import BufferPool
 from megacompile.runtime.device.ranks import Ranks
-from megacompile.runtime.device.replay import Graphs
+from megacompile.runtime.device.replay import Graphs, Replay
 from megacompile.runtime.device.saved import SavedDisk
 from megacompile.runtime.device.slots import DeviceSlots
 from megacompile.runtime.device.streams import Handle, Streams
@@ -65,6 +65,7 @@ class Machine:
     host_updates: HostUpdates = field(init=False)
     copies: Background = field(init=False)  # copies the results of device updates to the host
     graphs: Graphs | None = None  # captures code, if the device supports it
+    replays: weakref.WeakSet[Replay] = field(default_factory=weakref.WeakSet)
     tracer: Tracer | None = None  # while a trace of the model is on
     disk: Disk | None = None  # the disk with the states of streamed buckets, if any
     host_budget: HostBudget = field(default_factory=HostBudget)  # allocates all host buffers
@@ -136,6 +137,11 @@ class Machine:
         if self.staging is not None:
             self.staging.give_up()
 
+    def forget_graphs(self) -> None:
+        """Free the memory of all captured graphs; code that runs often is captured again."""
+        for replay in list(self.replays):
+            replay.forget()
+
     def give_back(self) -> None:
         """Free all device memory outside of buckets: slots, and the sources of finished copies. The
         next call allocates what it needs. Host memory stays, because page-locking is slow."""
@@ -145,6 +151,7 @@ class Machine:
         for entry in self.deferred.take():
             entry.forget()
         self.alive.clear()
+        self.forget_graphs()
         self.slots.forget()
 
     def exchanged(self) -> bool:

@@ -33,11 +33,7 @@ class Emulated:
     def __init__(self, *, fails: bool = False) -> None:
         self.fails = fails
         self.captures = self.replays = 0
-        self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    @property
-    def alive(self) -> int:
-        return len(self.graphs)
+        self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # those that are there
 
     def capture(
         self, code: Callable[[list[Tensor]], Sequence[Tensor]], inputs: list[Tensor]
@@ -70,10 +66,6 @@ class Counted:
     def __init__(self) -> None:
         self.device: Any = None
         self.captures = self.replays = 0
-
-    @property
-    def alive(self) -> int:
-        return int(self.device.alive)
 
     def capture(self, code: Any, inputs: list[Tensor]) -> tuple[Callable[[], None], list[Tensor]]:
         replay, results = self.device.capture(code, inputs)
@@ -113,7 +105,7 @@ class Net(nn.Module):
 
 def model(graphs: Any = None, device: str = "cpu", **options: Any) -> nn.Module:
     torch.manual_seed(0)
-    options |= {"device": device, "lowering": "inductor", "gpu_memory": "1GiB"}
+    options = {"device": device, "lowering": "inductor", "gpu_memory": "1GiB", **options}
     made = megacompile(Net(), cuda_graphs=graphs is not None, **options)
     if isinstance(graphs, Counted):
         graphs.device = inside.machine(made).graphs
@@ -300,10 +292,22 @@ def test_there_are_no_more_graphs_than_the_device_holds() -> None:
     for rows in range(8, 13):
         for _ in range(SETTLED):
             usual(net, optimizer, [torch.randn(rows, 16)])
-    assert emulated.captures == emulated.alive == 2 * 4
+        assert 0 < len(emulated.graphs) <= 2 * 4
+    assert emulated.captures == 2 * 5
     del net, optimizer
     gc.collect()
-    assert emulated.alive == 0
+    assert not emulated.graphs
+
+
+def test_a_larger_plan_takes_the_memory_of_graphs() -> None:
+    emulated = Emulated()
+    net = model(emulated, dynamic=False, gpu_memory="100KiB")
+    optimizer = torch.optim.AdamW(net.parameters())
+    for rows, graphs in ((8, 2), (48, 0), (8, 2)):
+        for k in range(SETTLED):
+            usual(net, optimizer, [torch.randn(rows, 16)])
+            assert k or rows == 8 or not emulated.graphs
+        assert len(emulated.graphs) == graphs, rows
 
 
 def test_code_that_cannot_be_captured_runs() -> None:
