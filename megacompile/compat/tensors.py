@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
@@ -296,10 +297,23 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads th
 
 
 def end_allocation(device: torch.device, pool: Any) -> None:  # torch 2.11 to 2.15
-    """Stop allocating from the pool of a CUDA graph whose capture failed: ending the capture does
-    not get there if CUDA has invalidated it. No error if that has stopped already."""
+    """Stop allocating from the pool of a CUDA graph whose capture failed, and let the pool go:
+    ending the capture does not get there if CUDA has invalidated it. No error if that has stopped
+    already; the graph lets the pool go then."""
     with suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
+
+
+def end_random_capture() -> None:  # torch 2.11 to 2.15
+    """Take the generator of the current device out of a capture that failed, on a stream that may
+    be captured. torch 2.11 leaves it there, and every random number is an error then; a capture
+    that ends takes it out."""
+    graph = torch.cuda.CUDAGraph()
+    with suppress(RuntimeError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of an empty graph
+        graph.capture_begin(capture_error_mode="thread_local")
+        graph.capture_end()
 
 
 def use_expandable_segments() -> bool:  # torch 2.11 to 2.15

@@ -10,6 +10,8 @@ itself, which tunes kernels and shows that inputs stay in place. The next call i
               are copied to memory of the graph
     results   stay in memory of the graph until the next replay. A call while one of them is still
               held runs the code itself, in other memory. What leaves the schedule is a copy
+    between   graphs share the memory that they work in, and one would write over results of
+              another. What a forward leaves for its backward is in memory of that graph alone
 
 Numbers among the inputs are sizes that change. A graph is right for those of its capture; a call
 with other ones runs the code itself.
@@ -31,32 +33,39 @@ Code = Callable[[list[Any]], Sequence[torch.Tensor | None]]
 # Calls with the same inputs before a capture. A backward has them once its forward is captured.
 _WARM_UP = 3
 _MOST = 4  # captures of one piece of code; inputs that move again and again are not worth more
-_PATIENCE = 64  # calls with other inputs, one after another, until a graph goes
+_PATIENCE = 64  # calls that are no replays, one after another, until a graph goes
 
 
 class Graphs(Protocol):
     """A device that captures."""
 
     def capture(
-        self, code: Code, inputs: list[torch.Tensor]
+        self, code: Code, inputs: list[torch.Tensor], *, leaves: bool
     ) -> tuple[Callable[[], None], list[torch.Tensor | None]]:
         """Capture what `code` launches for these inputs; returns a function that launches it again,
-        and the results. Nothing is in these before it is called."""
+        and the results. Nothing is in these before it is called.
+
+        Args:
+            leaves: the results are read after other graphs were launched.
+        """
+
+    def follow(self) -> None:
+        """Put the next launches of the caller after those of graphs, whatever their streams."""
 
 
 class CudaGraphs:
-    """The CUDA graphs of one model on a device. They share memory: one runs at a time, and what a
-    graph has left stays where it is."""
+    """The CUDA graphs of one model on a device. One runs at a time. Those that leave nothing share
+    the memory that they work in."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side: torch.cuda.Stream | None = None
         self._pool: Any = None
-        self._graphs: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()  # their replays
+        self._sharing: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # in the pool
         self._last: torch.cuda.Stream | None = None  # that a graph was launched on
 
     def capture(
-        self, code: Code, inputs: list[torch.Tensor]
+        self, code: Code, inputs: list[torch.Tensor], *, leaves: bool
     ) -> tuple[Callable[[], None], list[torch.Tensor | None]]:
         """Capture what `code` launches: see `Graphs`.
 
@@ -65,33 +74,37 @@ class CudaGraphs:
         """
         if self._side is None:  # the default stream cannot be captured
             self._side = torch.cuda.Stream(self._device)
-        if not self._graphs:  # the pool of graphs that are gone may be gone too
-            self._pool = torch.cuda.graph_pool_handle()
+        pool = self._pool
+        if leaves or not self._sharing:  # the pool of graphs that are gone may be gone too
+            pool = torch.cuda.graph_pool_handle()
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
         torch.cuda.synchronize(self._device)
         self._side.wait_stream(current)
         with torch.cuda.stream(self._side), _no_collections():
-            # other threads go on with their copies
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
+                # other threads go on with their copies
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 results = list(code(inputs))
+                graph.capture_end()
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # it says again that the capture has failed
                     graph.capture_end()
-                compat.end_allocation(self._device, self._pool)
+                compat.end_allocation(self._device, pool)
+                compat.end_random_capture()
                 raise
-            graph.capture_end()
         current.wait_stream(self._side)
 
-        def replay() -> None:
-            stream = torch.cuda.current_stream(self._device)
-            if self._last is not None and self._last != stream:
-                stream.wait_stream(self._last)
-            self._last = stream
-            graph.replay()
+        if not leaves:
+            self._sharing.add(graph)
+            self._pool = pool
+        return graph.replay, results
 
-        self._graphs.add(replay)
-        return replay, results
+    def follow(self) -> None:
+        """Put the next launches of the caller after those of graphs: see `Graphs`."""
+        stream = torch.cuda.current_stream(self._device)
+        if self._last is not None and self._last != stream:
+            stream.wait_stream(self._last)
+        self._last = stream
 
 
 @contextlib.contextmanager
@@ -115,6 +128,7 @@ class Replay:
         most: of them that have a graph at the same time.
         in_place: the positions of the inputs that stay in place.
         given_away: those of the results that leave the schedule.
+        leaves: results are read after other code has run.
     """
 
     def __init__(
@@ -125,11 +139,13 @@ class Replay:
         *,
         in_place: Collection[int],
         given_away: Collection[int],
+        leaves: bool,
     ) -> None:
         self._graphs, self._replays, self._most = graphs, replays, most
         replays.add(self)
         self._in_place = frozenset(in_place)
         self._given_away = frozenset(given_away)
+        self._leaves = leaves
         self._left = 0  # captures of the code
         self._code: Code | None = None
         self._forget()
@@ -146,7 +162,8 @@ class Replay:
             self._forget()
 
     def _forget(self) -> None:
-        self._calls = self._others = 0  # with the same places and sizes; with others
+        self._calls = 0  # with the same places and sizes
+        self._others = 0  # that were no replays
         self._places: list[int] = []  # of inputs of the last call, or of the capture
         self._sizes: list[Any] = []  # the same
         self._replay: Callable[[], None] | None = None
@@ -170,14 +187,17 @@ class Replay:
             self._calls = self._calls + 1 if same else 1
             self._places, self._sizes = places, sizes
             return self._captured(inputs) if self._calls > _WARM_UP else code(inputs)
-        if places != self._places or sizes != self._sizes:
+        if (
+            places != self._places
+            or sizes != self._sizes
+            or compat.storage_uses(self._storages) != self._uses
+        ):
             self._others += 1
             if self._others == _PATIENCE:
                 self._forget()
             return code(inputs)
         self._others = 0
-        if compat.storage_uses(self._storages) != self._uses:
-            return code(inputs)
+        self._graphs.follow()  # those read the copies
         if self._copied:
             compat.FOREACH_COPY(self._copies, [inputs[i] for i in self._copied])
         self._replay()
@@ -186,7 +206,7 @@ class Replay:
     def _handed(self) -> list[torch.Tensor | None]:
         away = self._given_away
         return [
-            r if r is None else r.clone() if k in away else r.detach()
+            r if r is None else _copy(r) if k in away else r.detach()
             for k, r in enumerate(self._results)
         ]
 
@@ -201,6 +221,7 @@ class Replay:
             self._forget()
             self._left = 0
             return self._code(inputs)
+        self._graphs.follow()
         replay()
         return self._handed()
 
@@ -209,8 +230,8 @@ class Replay:
 
         Raises:
             RuntimeError: the code does what no graph can hold, or memory is short.
-            ValueError: its inputs or results are not on one device, results that leave the schedule
-                share memory, or there are enough graphs.
+            ValueError: its inputs or results are not on one device, an input is expanded, results
+                that leave the schedule share memory, or there are enough graphs.
         """
         tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
         if sum(each.has_graph for each in self._replays) >= self._most:
@@ -218,9 +239,12 @@ class Replay:
         devices = {x.device for x in tensors.values()}
         if len(devices) != 1:
             raise ValueError("its inputs are not all on one device")
-        copies = {i: x.clone() for i, x in tensors.items() if i not in self._in_place}
+        copied = {i: x for i, x in tensors.items() if i not in self._in_place}
+        if any(map(_is_expanded, copied.values())):
+            raise ValueError("an input is expanded, which nothing can be copied to")
+        copies = {i: _copy(x) for i, x in copied.items()}
         given = [copies.get(i, x) for i, x in enumerate(inputs)]
-        replay, results = self._graphs.capture(code, given)
+        replay, results = self._graphs.capture(code, given, leaves=self._leaves)
         if any(r is not None and r.device not in devices for r in results):
             raise ValueError("its results are not all on the device")
         theirs = {_memory(x) for x in tensors.values()}
@@ -230,12 +254,26 @@ class Replay:
             raise ValueError("results that leave it share memory")
         made = [x for x in (*copies.values(), *results) if x is not None]
         own = {_memory(x): x for x in made if _memory(x) not in theirs}
-        self._replay, self._results = replay, results
+        self._results = results
         self._copied, self._copies = list(copies), list(copies.values())
         self._storages = [x.untyped_storage() for x in own.values()]
         self._uses = compat.storage_uses(self._storages)
+        self._replay = replay  # last: Ctrl-C may come anywhere
         return replay
 
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, which compiled code checks. `clone` makes other ones for a
+    tensor that leaves out memory, or has an element in several places."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return tensor.clone()
+    extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((extent,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    return any(s == 0 and n > 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True))

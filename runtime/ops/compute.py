@@ -181,8 +181,8 @@ def _replay(
     place."""
     params = {i for i, ref in enumerate(stage.primals) if isinstance(ref, ParamRef)}
     if code is not Code.BACKWARD:
-        away = range(len(stage.outputs))
-        return Replay(graphs, replays, most, in_place=params, given_away=away)
+        away, leaves = range(len(stage.outputs)), code is Code.FORWARD_SAVING
+        return Replay(graphs, replays, most, in_place=params, given_away=away, leaves=leaves)
     return Replay(
         graphs,
         replays,
@@ -193,6 +193,7 @@ def _replay(
             if isinstance(item, SavedRef) or item in params
         ],
         given_away=[k for k, place in enumerate(stage.gradient_places) if place is None],
+        leaves=False,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from megacompile import explain, megacompile
+from megacompile.runtime.device.replay import CudaGraphs, Replay
 from tests import inside
+from tests.interrupts import Places
 
 pytestmark = pytest.mark.skipif(not inside.has_cpp_compiler(), reason="needs a C++ compiler")
 
@@ -34,10 +37,15 @@ class Emulated:
         self.fails = fails
         self.captures = self.replays = 0
         self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # those that are there
+        self.shared: list[list[Tensor]] = []  # results of graphs that share memory, by capture
 
     def capture(
-        self, code: Callable[[list[Tensor]], Sequence[Tensor]], inputs: list[Tensor]
-    ) -> tuple[Callable[[], None], list[Tensor]]:
+        self,
+        code: Any,
+        inputs: list[Tensor],
+        *,
+        leaves: bool,
+    ) -> tuple[Callable[[], None], list[Any]]:
         if self.fails:
             raise RuntimeError("operation not permitted when stream is capturing")
         self.captures += 1
@@ -45,19 +53,26 @@ class Emulated:
         results = list(code(inputs))
         torch.set_rng_state(state)
         places = [_at_address(x) if isinstance(x, Tensor) else x for x in inputs]
+        given = {_memory(x) for x in inputs if isinstance(x, Tensor)}
+        own = [r for r in results if _memory(r) not in given]
+        pool = [] if leaves else self.shared
+        pool.append(own)
+        place = len(pool)
 
         def replay() -> None:
             self.replays += 1
+            for later in pool[place:]:  # may lie in memory that this graph works in
+                _overwrite(later)
             for old, new in zip(results, code(list(places)), strict=True):
-                if old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
+                if _memory(old) != _memory(new):
+                    old.untyped_storage().copy_(new.untyped_storage())
 
-        given = {x.data_ptr() for x in inputs if isinstance(x, Tensor)}
-        for result in results:
-            if result.is_floating_point() and result.data_ptr() not in given:
-                result.fill_(torch.nan)
+        _overwrite(own)
         self.graphs.add(replay)
         return replay, results
+
+    def follow(self) -> None:
+        pass
 
 
 class Counted:
@@ -67,8 +82,10 @@ class Counted:
         self.device: Any = None
         self.captures = self.replays = 0
 
-    def capture(self, code: Any, inputs: list[Tensor]) -> tuple[Callable[[], None], list[Tensor]]:
-        replay, results = self.device.capture(code, inputs)
+    def capture(
+        self, code: Any, inputs: list[Tensor], *, leaves: bool
+    ) -> tuple[Callable[[], None], list[Tensor]]:
+        replay, results = self.device.capture(code, inputs, leaves=leaves)
         self.captures += 1
 
         def counted() -> None:
@@ -76,6 +93,19 @@ class Counted:
             replay()
 
         return counted, results
+
+    def follow(self) -> None:
+        self.device.follow()
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _overwrite(results: Sequence[Tensor]) -> None:
+    for result in results:
+        if result.is_floating_point():
+            result.fill_(torch.nan)
 
 
 def _at_address(tensor: Tensor) -> Tensor:
@@ -103,10 +133,12 @@ class Net(nn.Module):
         return self.head(hidden), hidden.mean(0)
 
 
-def model(graphs: Any = None, device: str = "cpu", **options: Any) -> nn.Module:
+def model(
+    graphs: Any = None, device: str = "cpu", make: Callable[[], nn.Module] = Net, **options: Any
+) -> nn.Module:
     torch.manual_seed(0)
     options = {"device": device, "lowering": "inductor", "gpu_memory": "1GiB", **options}
-    made = megacompile(Net(), cuda_graphs=graphs is not None, **options)
+    made = megacompile(make(), cuda_graphs=graphs is not None, **options)
     if isinstance(graphs, Counted):
         graphs.device = inside.machine(made).graphs
     inside.machine(made).graphs = graphs
@@ -194,6 +226,37 @@ def evaluates(net: Any, optimizer: Any, batch: list[Tensor]) -> list[Tensor]:
     return [*before, *usual(net.train(), optimizer, batch)]
 
 
+def evaluates_before_the_backward(net: Any, optimizer: Any, batch: list[Tensor]) -> list[Tensor]:
+    """What the forward has saved waits while a graph runs that was captured before it."""
+    found: list[Tensor] = []
+
+    def evaluate() -> None:
+        net.eval()
+        with torch.no_grad():
+            found.extend(net(batch[1]))
+        net.train()
+
+    evaluate()
+    y, mean = net(batch[0])
+    evaluate()
+    (y.square().mean() + mean.sum()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [y, mean, *found]
+
+
+def leaves_memory_out(net: Any, optimizer: Any, batch: list[Tensor]) -> list[Tensor]:
+    """Inputs whose strides a plain copy does not have."""
+    wide = torch.zeros(8, 32, device=batch[0].device)
+    wide[:, ::2] = batch[0]
+    return usual(net, optimizer, [wide[:, ::2]])
+
+
+def expands(net: Any, optimizer: Any, batch: list[Tensor]) -> list[Tensor]:
+    """Inputs that have an element in several places."""
+    return usual(net, optimizer, [batch[0][:, :1].expand(8, 16)])
+
+
 def replaces_a_parameter(net: Any, optimizer: Any, batch: list[Tensor]) -> list[Tensor]:
     steps = optimizer.state[net.head.weight].get("step", 0)
     if steps == SETTLED + 1:
@@ -227,6 +290,8 @@ LOOPS = [
     fills_gradients_with_zeros,
     clips,
     evaluates,
+    evaluates_before_the_backward,
+    leaves_memory_out,
     replaces_a_parameter,
     changes_an_output,
     other_sizes,
@@ -252,6 +317,80 @@ def test_replays_change_nothing(loop: Loop) -> None:
     assert [k for k, (a, b) in enumerate(zip(plain, ours, strict=True)) if not a.equal(b)] == []
 
 
+class Parts(nn.Module):
+    """Results that leave memory out, or have an element in several places; one goes to a second
+    graph, whose code relies on its strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.head = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        hidden = self.before(x).tanh()
+        part, mean = hidden[:, ::2], self.head(hidden).mean(0, keepdim=True).expand(8, 4)
+        torch._dynamo.graph_break()
+        return self.head(torch.cat([part, part], 1)), mean, part
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_results_have_the_strides_of_the_code() -> None:
+    found = []
+    for emulated in (None, Emulated()):
+        net = model(emulated, make=Parts)
+        torch.manual_seed(1)
+        for _ in range(STEPS):
+            found.append(net(torch.randn(8, 16)))
+            torch.stack([y.square().mean() for y in found[-1]]).sum().backward()
+            for param in net.parameters():
+                param.grad = None
+    assert emulated is not None and emulated.replays > 0
+    for plain, ours in zip(found[:STEPS], found[STEPS:], strict=True):
+        assert all(map(torch.equal, plain, ours))
+        assert [y.stride() for y in plain] == [y.stride() for y in ours]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_result_that_is_held_for_good_does_not_end_replays() -> None:
+    """After a while the code is captured again, in other memory."""
+    emulated = Emulated()
+    net = model(emulated)
+    held = [net(torch.randn(8, 16)) for _ in range(SETTLED)]  # no backward comes
+    assert held
+    for _ in range(80):
+        net(torch.randn(8, 16))
+    before = emulated.replays
+    for _ in range(3):
+        net(torch.randn(8, 16))
+    assert emulated.replays - before == 3
+
+
+def test_interrupts() -> None:
+    """Wherever Ctrl-C comes, the calls after that have the numbers of the code."""
+    place, stopped = 0, True
+    while stopped:
+        place += 1
+        replay = Replay(Emulated(), weakref.WeakSet(), 1, in_place=[], given_away=[0], leaves=True)
+        places = Places(place, "replay")
+        stopped = False
+        for k in range(7):
+            x = torch.full((3,), float(k))
+            sys.settrace(places)
+            try:
+                found = replay(_doubled, [x])
+            except KeyboardInterrupt:
+                stopped = True
+                continue
+            finally:
+                sys.settrace(None)
+            assert found[0] is not None and found[0].equal(2 * x), places.stopped
+        stopped = stopped or bool(places.stopped)
+    assert place > 20
+
+
+def _doubled(inputs: list[Tensor]) -> list[Tensor]:
+    return [inputs[0] * 2]
+
+
 @pytest.fixture
 def waits_for_code() -> Iterator[None]:
     """No stage runs uncompiled until its code is there: that rounds otherwise."""
@@ -269,6 +408,28 @@ def test_replays_change_nothing_on_a_gpu(loop: Loop, waits_for_code: None) -> No
     ours = trained(model(graphs, device="cuda"), loop, "cuda")
     assert graphs.replays > 0
     assert [k for k, (a, b) in enumerate(zip(plain, ours, strict=True)) if not a.equal(b)] == []
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_leaves_no_trace() -> None:
+    """Random numbers, graphs from before it, and later captures go on."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    graphs, x = CudaGraphs(device), torch.ones(3, device=device)
+    before, there = graphs.capture(
+        lambda inputs: [inputs[0] + torch.rand(3, device=device)], [x], leaves=False
+    )
+    for leaves in (False, True):
+        with pytest.raises(RuntimeError):
+            graphs.capture(lambda inputs: [inputs[0] * inputs[0].sum().item()], [x], leaves=leaves)
+        torch.manual_seed(0)
+        expected = x + torch.rand(3, device=device)
+        torch.manual_seed(0)
+        graphs.follow()
+        before()
+        assert there[0] is not None and there[0].equal(expected)
+        later, result = graphs.capture(lambda inputs: [inputs[0] * 2], [x], leaves=leaves)
+        later()
+        assert result[0] is not None and result[0].equal(2 * x)
 
 
 def test_each_call_is_a_replay_in_the_end() -> None:
@@ -314,6 +475,13 @@ def test_code_that_cannot_be_captured_runs() -> None:
     emulated = Emulated(fails=True)
     plain, ours = trained(model(), usual), trained(model(emulated), usual)
     assert emulated.captures == 0
+    assert all(map(torch.equal, plain, ours))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_code_with_an_expanded_input_runs() -> None:
+    """Nothing could be copied to the memory of the graph."""
+    plain, ours = trained(model(), expands), trained(model(Emulated()), expands)
     assert all(map(torch.equal, plain, ours))
 
 
