@@ -378,13 +378,17 @@ class Updating(Both):
     """A loop whose backward updates; it is equal but for rounding."""
 
     rtol = 1e-5
+    loaded = False  # since the last step: the next one moves the states that were loaded
 
     @initialize()
     def begin(self) -> None:
         for each in (self.plain, self.ours):
             each.reset("adamw", whole=True)
 
-    whole_step = act("whole_step", SEEDS, st.integers(1, 2))
+    @rule(seed=SEEDS, micro=st.integers(1, 2))
+    def whole_step(self, seed: int, micro: int) -> None:
+        self.both("whole_step", seed, micro)
+        self.loaded = False
 
     @rule(seed=SEEDS, extra=st.sampled_from(["penalty", "head", "view", "twice"]))
     def used_outside(self, seed: int, extra: str) -> None:
@@ -415,11 +419,23 @@ class Updating(Both):
     write = act(
         *("write", NUMBERS, st.sampled_from(["in place", "init", "foreach", "part"])), st.just(0.5)
     )
-    alias = act("alias", NUMBERS, st.sampled_from(["detach", "view", "state"]))
+
+    @rule(number=NUMBERS, kind=st.sampled_from(["detach", "view", "state"]))
+    def alias(self, number: int, kind: str) -> None:
+        if kind != "state" or not self.loaded:
+            self.both("alias", number, kind)
+
     write_alias = act("write_alias", st.integers(0, 3), when=lambda self: self.plain.aliases)
     options = act("options", OPTIONS)
     save = act("save", st.sampled_from(["file", "deepcopy"]))
-    load = act("load", HALVES, first="forget", when=lambda self: self.plain.saved is not None)
+
+    @precondition(lambda self: self.plain.saved is not None)
+    @rule(halves=HALVES)
+    def load(self, halves: tuple[bool, bool]) -> None:
+        self.both("forget")
+        self.both("load", halves)
+        self.loaded = True
+
     copied_model = act("copied_model", st.sampled_from(["deepcopy", "pickle"]))
 
     @rule(given=st.tuples(NUMBERS, st.sampled_from(loops.STATES)))
@@ -440,6 +456,7 @@ class Updating(Both):
     @rule(at=st.integers(1, 3500))
     def interrupt(self, at: int) -> None:
         self.interrupted("whole_step", at, 1, 1)
+        self.loaded = True
 
 
 def settings(examples: int, steps: int, *phases: hypothesis.Phase) -> hypothesis.settings:
