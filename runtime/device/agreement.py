@@ -1,17 +1,18 @@
-"""Ranks run the same collectives, in the same order, or all stop and say why.
+"""Ensures that ranks run the same collectives in the same order; otherwise all ranks stop with a
+reason.
 
-Before a rank runs a graph it writes into the store of the process group what it is about to run.
-The first rank's word stands; one that has another raises, before any of its collectives. So no two
-different collectives ever meet.
+Before a rank runs a graph, it writes the graph's digest into the store of the process group. The
+first rank to write decides; a rank with another digest raises before any of its collectives. So
+mismatched collectives are never issued.
 
     rank 0    n=7  forward, 12 collectives, digest 4fe1...     written
     rank 1    n=7  forward, 12 collectives, digest 4fe1...     the same: it runs
     rank 2    n=7  backward, 9 collectives, digest 08c2...     another: RankError in every rank
 
-With gloo, collectives are the host's own, and one that is begun cannot be ended. So ranks meet in
-the store, where they can be told of faults, before a graph begins them. With NCCL the GPU waits and
-the host goes on: a rank that is late delays no other host, and a thread ends what will never be
-answered (docs/decisions/0037-ranks-agree.md).
+With gloo, collectives run on the host, and a started one cannot be aborted. So ranks meet in the
+store, where faults can be reported, before a graph starts its collectives. With NCCL the GPU waits
+and the host continues: a late rank delays no other host, and a thread aborts collectives that will
+never complete (docs/decisions/0037-ranks-agree.md).
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from megacompile.ir.collectives import Collectives, first_difference
 from megacompile.log import logger
 from megacompile.runtime.device.rank_notes import SILENT_S, Faults, Limits, Notes, described
 
-_KEPT = 64  # graphs whose keys stay
-_LOOK_S = 0.5  # between two looks at the notes of others
+_KEPT = 64  # number of graphs whose keys are kept
+_LOOK_S = 0.5  # between two polls of the other ranks' notes
 _SAME = (
     "needed the same graphs, in the same order, in all ranks: inputs of the same shapes (pad them, "
     "or dynamic=True), as many micro-batches and steps, train() or eval() in all of them, and the "
@@ -48,19 +49,19 @@ class _Flying:
     event: torch.cuda.Event
 
 
-TALK = "a talk of ranks"  # what they do where nothing says what
+TALK = "a talk of ranks"  # the default name of a common action
 
 
 class Agreement:
-    """This rank among those that share models.
+    """This rank among the ranks that share models.
 
     Args:
-        ranks: their numbers.
-        rank: that of this one.
-        store: makes a client of the process group's store.
+        ranks: the global numbers of the ranks.
+        rank: the number of this rank.
+        store: creates a client of the process group's store.
         limits: how long to wait.
-        meets: do ranks wait for one another before a graph? False: a thread watches.
-        abort: ends the collectives that are under way.
+        meets: True: ranks wait for one another before a graph. False: a thread watches.
+        abort: aborts the collectives in flight.
     """
 
     def __init__(
@@ -74,26 +75,26 @@ class Agreement:
         abort: Callable[[], None] = lambda: None,
     ) -> None:
         self.ranks, self.rank, self.meets = ranks, rank, meets
-        self.steps = 0  # of optimizers, so far
-        self.doing = TALK  # what they do together; see `Ranks.together`
-        self._store, self._tidier = store(), store()  # for callers, and for the thread of notes
+        self.steps = 0  # optimizer steps so far
+        self.doing = TALK  # the current common action; see `Ranks.together`
+        self._store, self._tidier = store(), store()  # one for callers, one for the notes thread
         self._abort = abort
         self._count = self._tidied = 0
-        self._now: Collectives | None = None  # the graph that runs
+        self._now: Collectives | None = None  # the running graph
         self._said: set[str] = set()
         self._fault: RankError | None = None
         self._flying: deque[_Flying] = deque()  # collectives of a GPU, in order
-        self._since: tuple[_Flying | None, float] = (None, 0.0)  # the first one, and since when
+        self._since: tuple[_Flying | None, float] = (None, 0.0)  # the oldest one, and its start
         self.notes = Notes(ranks, rank, (self._store, self._tidier), self._watch, self._finish)
         self._faults = Faults(self.notes, limits, thread=False)
         self._seen_by_thread = Faults(self.notes, limits, thread=True)
 
     @contextmanager
     def run(self, graph: Collectives) -> Iterator[None]:
-        """For its duration this rank runs a graph, as all of them do.
+        """A context in which this rank runs a graph, like all ranks.
 
         Raises:
-            RankError: another rank runs another one, has stopped, or does not come.
+            RankError: another rank runs another graph, has stopped, or does not arrive.
         """
         if not graph.ops:
             yield
@@ -105,7 +106,7 @@ class Agreement:
 
     @contextmanager
     def _in(self, graph: Collectives) -> Iterator[None]:
-        """For its duration this rank is in a graph; if that raises, the others are told."""
+        """A context in which this rank is in a graph; an error inside is reported to the others."""
         outer, position = self._now, self.notes.position
         self._now = graph
         try:
@@ -121,7 +122,7 @@ class Agreement:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """For its duration this rank does something, though it may only wait for a disk."""
+        """A context that marks this rank as busy, even if it only waits for a disk."""
         self.notes.working += 1
         try:
             yield
@@ -129,7 +130,7 @@ class Agreement:
             self.notes.working -= 1
 
     def check(self) -> None:
-        """Raise what the thread has found."""
+        """Raise an error that the thread has found."""
         if self._fault is not None:
             raise RankError(str(self._fault), by=self._fault.by, why=self._fault.why)
 
@@ -137,17 +138,18 @@ class Agreement:
         self.notes.position = (self._count, entered, words or self.notes.position[2])
 
     def meet(self, what: str, raised: str = "") -> dict[int, str]:
-        """Wait for all ranks, in the store: also with NCCL, and though this rank's GPU has failed.
+        """Wait for all ranks in the store; works with NCCL too, and after this rank's GPU has
+        failed.
 
         Args:
-            what: they do together.
-            raised: says that this rank cannot go on, and why.
+            what: names the common action.
+            raised: the reason why this rank cannot continue, if it cannot.
 
         Returns:
-            What those say that cannot go on, by rank.
+            The reasons of the ranks that cannot continue, by rank.
 
         Raises:
-            RankError: another rank does something else, has stopped, or does not come.
+            RankError: another rank does something else, has stopped, or does not arrive.
         """
         graph = Collectives(what, ("what each rank says",), f"meet-{what}")
         with self._in(graph):
@@ -172,7 +174,7 @@ class Agreement:
                 self._meet(key)
 
     def _agree(self, graph: Collectives) -> str:
-        """Compare a graph with what the first rank there is about to run; returns its key."""
+        """Compare a graph with the one that the first rank has announced; returns its key."""
         self.check()
         key = str(self._count)
         self._count += 1
@@ -196,7 +198,7 @@ class Agreement:
             self._gone(error)
 
     def _meet(self, key: str) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have arrived."""
         if self._store.add(f"{key}/here", 1) == len(self.ranks):
             self._store.set(f"{key}/all", "")
             return
@@ -211,7 +213,7 @@ class Agreement:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """For its duration the next collective of the graph is issued."""
+        """A context in which the graph's next collective is issued."""
         self._at(self.notes.position[1] + 1)
         yield
         if not self.meets:
@@ -222,7 +224,7 @@ class Agreement:
             self._flying.append(_Flying(self._op, event))
 
     def wait(self, work: Any) -> None:
-        """Wait for a collective of the host; Ctrl-C and the faults of others end it.
+        """Wait for a host collective; Ctrl-C and faults of other ranks end the wait.
 
         Raises:
             RankError: another rank has stopped.
@@ -250,8 +252,8 @@ class Agreement:
             self._gone(error)
 
     def _watch(self) -> None:
-        """Work of the thread, with every note: tidies up, and ends collectives that will not be
-        answered."""
+        """Clean up and abort collectives that will not complete; the thread calls this with every
+        note."""
         if self.rank == self.ranks[0]:
             for n in range(self._tidied, self._count - _KEPT):
                 for key in (f"{n}", f"{n}/here", f"{n}/all"):
@@ -266,7 +268,7 @@ class Agreement:
             if first is not None:
                 waited_s = time.monotonic() - self._since[1]
                 self._seen_by_thread.look(first.op, waited_s, failed=False)
-            else:  # it may be in a collective of the user's code
+            else:  # the rank may be in a collective of the user's code
                 self._seen_by_thread.look_for_reports(self.notes.position[2])
         except RankError as fault:
             self._fault = fault
@@ -275,11 +277,11 @@ class Agreement:
             self._abort()
 
     def _finish(self) -> None:
-        """The process ends, but not before its collectives, which would keep it from that."""
+        """Abort collectives at process exit; otherwise they would block it."""
         with suppress(RuntimeError):  # the GPU has failed
             while self._fault is None and not all(each.event.query() for each in self._flying):
                 if not self.notes.are_written:
-                    self._abort()  # the thread would have
+                    self._abort()  # the thread would have reported it
                     return
                 time.sleep(0.05)
 
@@ -305,7 +307,7 @@ class Agreement:
         )
 
     def _explain(self, error: BaseException) -> None:
-        """A collective has failed: find out who is the cause."""
+        """Find the rank that caused a collective to fail."""
         began_s = time.monotonic()
         try:
             while time.monotonic() < began_s + SILENT_S + 5:
@@ -325,7 +327,7 @@ class Agreement:
         ) from error
 
     def _stop(self, error: BaseException) -> None:
-        """This rank does not finish the graph: the others need not wait."""
+        """Report that this rank will not finish the graph, so that the others need not wait."""
         if isinstance(error, RankError):
             why, by = error.why or str(error), error.by
             self._fault = self._fault or RankError(str(error), by=by, why=why)  # without frames

@@ -1,14 +1,13 @@
-"""Threads that work after the caller has gone on: on updates, and on copies that must be waited
-for; and `Completion`, the end of work of a thread or of a stream.
+"""Background threads for updates and blocking copies; and `Completion`, the completion of work on a
+thread or a stream.
 
-Each is a daemon with a queue of its own, not a pool of `concurrent.futures`: a pool takes no more
-work once the main thread has ended, though other threads may still train. At the end of the process
-what was given is finished; from then on the caller does the work itself. So it does where no thread
-can be started.
+Each is a daemon with its own queue, not a `concurrent.futures` pool: a pool rejects work once the
+main thread has ended, although other threads may still train. At process exit, queued work is
+finished; from then on, and if no thread can be started, the caller does the work itself.
 
-[Note: interrupts] Ctrl-C may come between any two instructions of the main thread, also between the
-end of a `with lock:` block and the release of the lock. So there is no lock that it takes: what is
-put into the queue is there or not, and a thread that was started twice ends itself.
+[Note: interrupts] Ctrl-C may arrive between any two instructions of the main thread, even between
+the end of a `with lock:` block and the release of the lock. So the main thread takes no lock:
+putting a job into the queue is atomic, and a thread that was started twice ends itself.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ T = TypeVar("T")
 
 
 class Completion:
-    """The end of some work. Without an event and a future it is over.
+    """The completion of some work. Without an event and a future the work is complete.
 
     Args:
         event: recorded after the work on a stream.
-        future: of the work of a thread.
+        future: the future of a thread's work.
     """
 
     def __init__(
@@ -48,13 +47,13 @@ class Completion:
         self.future = future
 
     def done(self) -> bool:
-        """True if it is over, well or not."""
+        """True if the work has ended, successfully or not."""
         if self.future is not None:
             return self.future.done()
         return self.event is None or bool(self.event.query())
 
     def wait(self) -> None:
-        """Wait on the host, and raise what went wrong. Cancelled work has changed nothing."""
+        """Wait on the host; raises the work's error. Cancelled work has changed nothing."""
         if self.event is not None:
             self.event.synchronize()
         if self.future is None:
@@ -67,7 +66,7 @@ class Completion:
             raise error
 
     def wait_on(self, stream: torch.cuda.Stream) -> None:
-        """Makes a stream wait; the host, where no stream can: for a thread."""
+        """Make a stream wait; if the work is a thread's, the host waits instead."""
         if self.event is None:
             self.wait()
         else:
@@ -78,7 +77,7 @@ OVER = Completion()
 
 
 def fulfil(future: Future[T], work: Callable[[], T]) -> None:
-    """Do the work of a future, unless that was cancelled; what goes wrong is the future's."""
+    """Do the work of a future unless it was cancelled; an error is stored in the future."""
     if not future.set_running_or_notify_cancel():
         return
     try:
@@ -90,16 +89,16 @@ def fulfil(future: Future[T], work: Callable[[], T]) -> None:
 
 
 def is_over() -> bool:
-    """Does the process end? Work without a waiter need not be done then."""
+    """True if the process is exiting. Work without a waiter can be skipped then."""
     return _ENDING.is_set()
 
 
 class Background:
-    """One thread that does what it is given, in order. It ends with the last reference to this.
+    """One thread that runs jobs in order. It ends with the last reference to this object.
 
     Args:
-        name: of the thread.
-        cores: on which it runs, and threads that it starts; none: on any.
+        name: the thread's name.
+        cores: the cores for the thread and the threads that it starts; empty: any.
     """
 
     def __init__(self, name: str, cores: Collection[int] = ()) -> None:
@@ -114,41 +113,42 @@ class Background:
         self._end.atexit = False
 
     def submit(self, work: Work) -> None:
-        """Enqueues a job after those that were given before; it must not raise."""
+        """Enqueue a job after the earlier jobs; it must not raise."""
         self._queue.work.put(work)
         self._queue.serve(self.name, self.cores)
 
     def call(self, work: Callable[[], T]) -> T:
-        """Enqueues a job after those that were given before, and waits; returns and raises what it
-        does."""
+        """Enqueue a job after the earlier jobs and wait; returns its result or raises its error."""
         future: Future[T] = Future()
         self.submit(functools.partial(fulfil, future, work))
         return future.result()
 
     def before_fork(self) -> None:
-        """Finish what there is; what another thread adds meanwhile is its own risk."""
+        """Finish all queued jobs; jobs added by other threads meanwhile may not be included."""
         if not self._queue.work.empty() or self._queue.turn.locked():
             over = threading.Event()
             self.submit(over.set)
             over.wait()
 
     def after_fork(self, *, in_child: bool) -> None:
-        """The thread is not in the child, which gets another one."""
+        """Reset in a child of a fork: the thread does not exist there, and the child starts
+        another."""
         if in_child:
             self._end.detach()
             self._begin()
 
 
 class _Queue:
-    """The work of one thread, which knows nothing else, so that its owner can go."""
+    """The state that a thread references. It has no reference to the owner, so the owner can be
+    freed."""
 
     def __init__(self) -> None:
         self.work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self.turn = threading.Lock()  # whose holder does the work
+        self.turn = threading.Lock()  # its holder does the work
         self.process = os.getpid()
 
     def serve(self, name: str, cores: Collection[int]) -> None:
-        """See to it that the work is done, by a thread wherever there can be one."""
+        """Ensure that the jobs are done, by a thread if one can be started."""
         if self.turn.locked():
             return
         _finish_at_exit()
@@ -158,14 +158,14 @@ class _Queue:
             thread = threading.Thread(target=work, name=name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # no more threads, or none at the end of the process
+            except RuntimeError:  # no more threads, or the process is exiting
                 pass
             else:
                 return
         self.drain()
 
     def drain(self) -> None:
-        """Do in this thread what there is."""
+        """Run all queued jobs in this thread."""
         with self.turn:
             while not self.work.empty():
                 work = self.work.get()
@@ -174,22 +174,22 @@ class _Queue:
 
     def _until_the_end(self, cores: Collection[int]) -> None:
         if not self.turn.acquire(blocking=False):
-            return  # another one was started first
+            return  # another thread was started first
         numa.bind(cores)
         while (work := self.work.get()) is not None:
             try:
                 work()
-            except BaseException:  # a fault of ours: said, and what is after it is done
+            except BaseException:  # a bug in megacompile: log it and continue with later jobs
                 threading.excepthook(
                     threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
                 )
-            del work  # it may hold memory
+            del work  # the job may hold memory
         _OPEN.discard(self)
         self.turn.release()
 
 
-_OPEN: set[_Queue] = set()  # those whose threads have not ended
-_ENDING = threading.Event()  # the process ends
+_OPEN: set[_Queue] = set()  # queues whose threads have not ended
+_ENDING = threading.Event()  # the process is exiting
 
 
 @functools.cache
@@ -198,9 +198,9 @@ def _finish_at_exit() -> None:
 
 
 def _finish() -> None:
-    """At the end of the process: a thread in the middle of C++ would crash it."""
+    """Finish all jobs at process exit: a thread inside C++ code would crash the process."""
     _ENDING.set()
-    mine = os.getpid()  # not those of the one that forked
+    mine = os.getpid()  # not the parent's jobs
     here = [each for each in list(_OPEN) if each.process == mine]
     for each in here:
         each.work.put(None)

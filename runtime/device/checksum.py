@@ -1,13 +1,12 @@
-"""A number for a tensor that another tensor has only if every bit is the same.
+"""A checksum that two tensors share only if every bit is the same.
 
-    int32  3  -7   0  ...      each times a random number of 64 bits, summed up to 2^64
-    a sum for each MiB  ->  sha256 of the sums
+    int32  3  -7   0  ...      each times a random 64-bit number, summed modulo 2^64
+    one sum per MiB  ->  sha256 of the sums
 
-Whole numbers are summed, so the order does not matter: it is the same on a CPU and a GPU, with any
-number of threads, and NaN is a bit pattern as any other. Two MiB that differ have the same sum with
-a probability of 2^-33 at most, whatever the difference; that is a multilinear hash (Carter and
-Wegman, "Universal classes of hash functions", 1979). A core of a CPU reads 3 GB/s, where sha256
-alone reads 1.2.
+The sums are integers, so the order does not matter: CPU and GPU agree, with any number of threads,
+and NaN is a bit pattern like any other. Two different MiB have the same sum with a probability of
+at most 2^-33; this is a multilinear hash (Carter and Wegman, "Universal classes of hash functions",
+1979). A CPU core reads 3 GB/s; with sha256 alone, 1.2.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ import hashlib
 
 import torch
 
-_NUMEL = 2**18  # int32 that are summed at once: their products stay in a core's cache
+_NUMEL = 2**18  # int32 per sum: their products fit a core's cache
 
 
 @torch.no_grad()
 def checksum(tensor: torch.Tensor) -> str:
-    """Checksum of the values of a dense tensor in order, whatever its strides; of any dtype and
-    device."""
+    """Checksum of a dense tensor's values in logical order, with any strides, dtype and device."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % 4:
         flat = flat.clone()
@@ -31,7 +29,7 @@ def checksum(tensor: torch.Tensor) -> str:
     sums = [_sum(part) for part in flat[:whole].view(torch.int32).split(_NUMEL)]
     of_sums = torch.stack(sums).cpu() if whole else torch.empty(0, dtype=torch.int64)
     sums_bytes = bytes(of_sums.view(torch.uint8).tolist())
-    rest = bytes(flat[whole:].tolist())  # and the size, for zeros
+    rest = bytes(flat[whole:].tolist())  # the size distinguishes zeros
     return hashlib.sha256(sums_bytes + rest + flat.numel().to_bytes(8)).hexdigest()
 
 

@@ -1,14 +1,13 @@
 """Memory that is on a disk, with the interface of `HostBuffer`.
 
-    other readers    a shared mapping of the place: an ordinary tensor, read by page faults
+    other readers    a shared mapping of the range: an ordinary tensor, read by page faults
     the step         direct I/O of the same bytes, into and out of page-locked memory
 
-See [Note: coherence] in `runtime/disk/scratch.py` for what keeps the two together.
+See [Note: coherence] in `runtime/disk/scratch.py` for their coherence.
 
-[Note: children] A child of a fork maps its places privately, as it does with all memory of ours
-(see the note on forks in `buffers.py`): what it writes is its own, and never in the file. So its
-reads and writes are copies in memory, from and to that mapping. The disk has the file until the
-last child has ended.
+[Note: children] A child of a fork maps its ranges privately, like all of megacompile's memory (see
+[Note: forks] in `buffers.py`): its writes are private and never reach the file. So its reads and
+writes are memory copies from and to that mapping. The file exists until the last child has ended.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from megacompile.runtime.disk.transfers import FileSpan, Request, Transfers, Way
 
 
 class DiskBuffer(HostBuffer):
-    """A place of a scratch file, mapped. It is zeros; it goes back when the last tensor on it goes.
+    """A mapped range of a scratch file, initially zero. It is freed with the last tensor on it.
 
     Args:
-        size_bytes: of the buffer, which is rounded up to what the disk reads and writes.
-        file: where it is.
+        size_bytes: size of the buffer, rounded up to the disk's I/O size.
+        file: the scratch file.
     """
 
-    file: ScratchFile  # that it is in
-    _place: Place | None = None  # until it is taken, and for a place that there was none of
+    file: ScratchFile  # the file that it is in
+    _place: Place | None = None  # until a range is allocated, or if none is free
 
     def __new__(cls, size_bytes: int, file: ScratchFile) -> DiskBuffer:
         size = file.round_up(size_bytes)
@@ -45,7 +44,7 @@ class DiskBuffer(HostBuffer):
         made._place = file.take(size)
         made._map_file(mmap.MAP_SHARED)
         if hasattr(mmap, "MADV_SEQUENTIAL"):
-            made.madvise(mmap.MADV_SEQUENTIAL)  # twice as fast for a reader of all of it
+            made.madvise(mmap.MADV_SEQUENTIAL)  # reading all of it is twice as fast
         forks.tell(made)
         return made
 
@@ -63,22 +62,22 @@ class DiskBuffer(HostBuffer):
 
     @property
     def ours(self) -> bool:
-        """Is it this process that took the place? See [Note: children]."""
+        """True if this process allocated the range. See [Note: children]."""
         return self._process == os.getpid()
 
     def span(self, memory: Memory) -> FileSpan:
-        """All of it, and the memory that it is copied to or from."""
+        """The whole buffer, paired with the memory it is copied to or from."""
         assert self._place is not None
         return FileSpan(self._place, memory)
 
     def part(self, begin: int, end: int, memory: Memory) -> FileSpan:
-        """The bytes from `begin` to `end` of it, and memory for all of it."""
+        """The bytes from `begin` to `end`, paired with memory for the whole buffer."""
         assert self._place is not None and 0 <= begin < end <= len(self)
         place = Place(self._place.at + begin, end - begin)
         return FileSpan(place, lambda: memory()[begin:end])
 
     def lock(self) -> None:
-        """Nothing: a page of a file is not locked for a device."""
+        """Do nothing: file pages are not locked for a device."""
 
     def after_fork(self, *, in_child: bool) -> None:
         """See [Note: children]."""
@@ -97,7 +96,7 @@ class Disk:
     """The scratch file of a model, and the threads that read and write it.
 
     Args:
-        file: where buffers are.
+        file: the file that holds the buffers.
         transfers: threads for each direction. Default: its own.
     """
 
@@ -106,7 +105,7 @@ class Disk:
         self._transfers = Transfers() if transfers is None else transfers
 
     def buffer(self, size_bytes: int) -> DiskBuffer:
-        """A new place, zeros.
+        """Allocate a new range of zeros.
 
         Raises:
             DiskError: the disk is full, or `disk_memory=` is used up.
@@ -116,7 +115,7 @@ class Disk:
     def request(
         self, way: Way, spans: Sequence[FileSpan], what: str, before: Callable[[], None] = nothing
     ) -> Request:
-        """A read or a write of parts of buffers that are ours, to `begin`; see `Request`."""
+        """A read or a write of parts of this process's buffers, to `begin` later; see `Request`."""
         return self._transfers.request(way, self.file, spans, what, before)
 
     def read(
@@ -126,7 +125,8 @@ class Disk:
         what: str,
         before: Callable[[], None] = nothing,
     ) -> Request | None:
-        """The same of whole buffers; None in a child of a fork, where it is done.
+        """The same for whole buffers; in a child of a fork it is done at once, and None is
+        returned.
 
         Args:
             memory: for each buffer, (len(buffer),) uint8 at a page boundary, not of a `DiskBuffer`.
@@ -145,7 +145,7 @@ class Disk:
         what: str,
         before: Callable[[], None] = nothing,
     ) -> Request | None:
-        """The same for a write. Until it is over the buffers may not be read."""
+        """The same for a write. The buffers must not be read until it has finished."""
         if all(buffer.ours for buffer in buffers):
             return self.request(Way.WRITE, _spans(buffers, memory), what, before)
         before()
@@ -154,7 +154,7 @@ class Disk:
         return None
 
     def moved_bytes(self, way: Way) -> int:
-        """Bytes of all that was read, or written, so far, but for what went by way of mappings."""
+        """Bytes read or written so far, without accesses through mappings."""
         return self._transfers.moved_bytes(way)
 
 

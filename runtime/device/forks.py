@@ -1,11 +1,10 @@
-"""Calls around a `fork` of this process, for those who asked: data loaders fork.
+"""Callbacks around a `fork` of this process (data loaders fork).
 
-Threads do not exist in a child, and locks that another thread held there stay locked for ever. So
-before a fork what is in flight comes to its end and threads of ours come to rest; the child gets
-new threads, locks and, where the parent shares it, memory of its own. Only a process in which a
-model lives asks for it.
+A child has no other threads, and locks held by them stay locked forever. So before a fork, work in
+flight is finished and megacompile's threads are idle; the child gets new threads, new locks and
+private copies of shared memory. Only processes with a model register callbacks.
 
-The order matters: what is in flight is waited for while the threads still take work.
+The order matters: work in flight is awaited while the threads still accept jobs.
 """
 
 from __future__ import annotations
@@ -17,21 +16,20 @@ from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
 # A thread-safe weak set.
-#
-# A `WeakSet` cannot be walked through while another thread adds to it: "Set changed size during
-# iteration". Models and buffers are made in several threads.
+# A `WeakSet` cannot be iterated while another thread adds to it: "Set changed size during
+# iteration". Models and buffers are created in several threads.
 
 T = TypeVar("T")
 
 
 class Live(Generic[T]):
-    """Objects, each itself and not what equals it, for as long as they live; in any thread."""
+    """A weak set of objects, compared by identity; thread-safe."""
 
     def __init__(self) -> None:
-        self._of: dict[int, weakref.ref[T]] = {}  # by their ids
+        self._of: dict[int, weakref.ref[T]] = {}  # by id
 
     def add(self, one: T) -> None:
-        """Know of one."""
+        """Add an object."""
         of, key = self._of, id(one)
 
         def gone(reference: weakref.ref[T]) -> None:
@@ -41,7 +39,7 @@ class Live(Generic[T]):
         of[key] = weakref.ref(one, gone)
 
     def discard(self, one: T) -> None:
-        """Forget one, if it is known."""
+        """Remove an object, if present."""
         self._of.pop(id(one), None)
 
     def __len__(self) -> int:
@@ -51,23 +49,23 @@ class Live(Generic[T]):
         return id(one) in self._of
 
     def __iter__(self) -> Iterator[T]:
-        """Those that live now, in the order in which they came."""
+        """The live objects, in order of insertion."""
         found = [reference() for reference in list(self._of.values())]
         return iter([one for one in found if one is not None])
 
 
 class Forks(Protocol):
-    """An object that is told of forks; each of these returns soon, and raises nothing."""
+    """An object with fork callbacks; each returns quickly and never raises."""
 
     def before_fork(self) -> None:
-        """The process is about to fork, in the thread that calls this."""
+        """Called before a fork, in the forking thread."""
 
     def after_fork(self, *, in_child: bool) -> None:
-        """It has: called once in the parent and once in the child."""
+        """Called after a fork, once in the parent and once in the child."""
 
 
 def tell(who: Forks, *, last: bool = False) -> None:
-    """Tell `who`, as long as it lives; `last`: it comes after the others before a fork."""
+    """Register `who`, by weak reference; `last`: called after the others before a fork."""
     _register()
     _LIVE[last].add(who)
 

@@ -1,9 +1,9 @@
-"""Host memory that a model's buffers take, and no more than they may.
+"""Allocates the host memory of a model's buffers within a limit.
 
-[Note: buffers that are made ahead] Pages of a gigabyte take 0.1 s, to page-lock them 0.2 s: of 40
-GiB of gradients and states 9 s of a first step of 65 s, which other parts of that step can hide. So
-a thread makes buffers before they are asked for. A caller that makes a buffer takes one of its size
-that is ready, or waits for it where it is being made; he makes himself what was not begun.
+[Note: buffers that are made ahead] Allocating the pages of a gigabyte takes 0.1 s, page-locking
+them 0.2 s: for 40 GiB of gradients and states, 9 s of a first step of 65 s, which other parts of
+that step can hide. So a thread allocates buffers in advance. A caller takes a ready buffer of its
+size, or waits for one that is being allocated, or else allocates it itself.
 """
 
 from __future__ import annotations
@@ -27,45 +27,43 @@ from megacompile.runtime.device.background import Background, fulfil, is_over
 from megacompile.runtime.device.buffers import HostBuffer, Wanted
 from megacompile.text import format_bytes
 
-_WAIT = "making host memory"  # its pages are touched and locked
+_WAIT = "making host memory"  # touches and locks its pages
 
 
 class HostBudget:
-    """Makes a model's host buffers, in any thread, and keeps their total within a limit.
+    """Allocates a model's host buffers, in any thread, and keeps their total within a limit.
 
     Args:
-        limit_bytes: of all that live at a time; None: what the machine has.
-        node: near the device that copies from and to them; None: any.
+        limit_bytes: limit of all live buffers together; None: the machine's memory.
+        node: the NUMA node near the device that copies from and to them; None: any.
     """
 
     def __init__(self, limit_bytes: int | None = None, node: numa.Node | None = None) -> None:
         self.limit_bytes = limit_bytes
         self.node = node
-        self._sizes: dict[int, int] = {}  # of what lives; a finalizer may come at any time
+        self._sizes: dict[int, int] = {}  # of live buffers; a finalizer may run at any time
         self._buffers: weakref.WeakValueDictionary[int, HostBuffer] = weakref.WeakValueDictionary()
         self._next = itertools.count()
-        self._ahead: dict[tuple[int, bool], deque[Future[HostBuffer]]] = {}  # being made
+        self._ahead: dict[tuple[int, bool], deque[Future[HostBuffer]]] = {}  # being allocated
         self._maker = Background("megacompile-host-memory")
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all that live now."""
+        """Bytes of all live buffers."""
         return sum(list(self._sizes.values()))
 
     @property
     def locked_bytes(self) -> int:
-        """Bytes of those of them that are page-locked."""
+        """Bytes of the live page-locked buffers."""
         return sum(len(buffer) for buffer in list(self._buffers.values()) if buffer.locked)
 
     def make(self, size_bytes: int, what: str, *, pin: bool, touch: bool = True) -> HostBuffer:
-        """A buffer.
-
-        Args:
-            what: names the purpose of the buffer in errors.
+        """Return a new buffer, or one allocated in advance. Args: what: names the purpose of the
+        buffer in errors.
 
         Raises:
-            HostMemoryError: there is too little, or the limit is reached. The kernel would kill the
-                process later, when the memory is touched.
+            HostMemoryError: too little memory, or the limit is reached. Without this check the
+                kernel would kill the process when the memory is touched.
         """
         if touch and (ready := self.ready(size_bytes, pin=pin)) is not None:
             return ready
@@ -74,15 +72,15 @@ class HostBudget:
         except HostMemoryError:
             if not self._ahead:
                 raise
-        self.drop_preallocated()  # what may never be asked for is in the way
-        self.await_made()  # so is what is being made
+        self.drop_preallocated()  # frees buffers that may never be requested
+        self.await_made()  # and those being allocated
         return self._new(size_bytes, what, pin=pin, touch=touch)
 
     def ready(self, size_bytes: int, *, pin: bool) -> HostBuffer | None:
-        """A buffer that was made ahead, or is being made."""
+        """Return a buffer that was allocated in advance or is being allocated."""
         try:
             future = self._ahead[size_bytes, pin].popleft()
-        except (KeyError, IndexError):  # another thread may have dropped it
+        except (KeyError, IndexError):  # another thread may have freed it
             return None
         with phase(_WAIT):
             if future.cancel() or future.exception() is not None:
@@ -90,11 +88,11 @@ class HostBudget:
             return future.result()
 
     def preallocate(self, wanted: Iterable[Wanted], what: str, device: torch.device) -> None:
-        """Make buffers in the background, which `make` returns to callers that ask for such ones.
+        """Allocate buffers in the background; `make` returns them for matching requests.
 
         Args:
             what: names their purpose in errors.
-            device: they are page-locked for its copies.
+            device: the device whose copies need page-locked memory.
         """
         for each in wanted:
             future: Future[HostBuffer] = Future()
@@ -103,19 +101,19 @@ class HostBudget:
             self._maker.submit(make)
 
     def drop_preallocated(self) -> None:
-        """Frees what was made ahead and not asked for."""
+        """Free the buffers that were allocated in advance but never requested."""
         while self._ahead:
             _, futures = self._ahead.popitem()
             while futures:
                 futures.popleft().cancel()
 
     def await_made(self) -> None:
-        """Wait until nothing is being made. What was dropped has no memory then."""
+        """Wait until no buffer is being allocated. Dropped buffers have no memory then."""
         self._maker.call(lambda: None)
 
     def _new(self, size_bytes: int, what: str, *, pin: bool, touch: bool) -> HostBuffer:
         key = next(self._next)
-        self._sizes[key] = size_bytes  # before it is checked: other threads make buffers too
+        self._sizes[key] = size_bytes  # count first: other threads allocate buffers too
         try:
             self._check(size_bytes, what)
             with phase(_WAIT):
@@ -152,7 +150,7 @@ def _make_ahead(
     device: torch.device,
     wanted: Wanted,
 ) -> None:
-    """By the thread. What goes wrong is raised where a caller makes the buffer."""
+    """Allocate in the thread. An error is raised when a caller requests the buffer."""
     alive = budget()
     if alive is None or is_over():
         future.cancel()

@@ -1,22 +1,22 @@
-"""Page-locked host memory that is lent to one use after another.
+"""Pools of page-locked host memory.
 
-    BufferPool       tensors that wait for their backward: as many buffers as there are at once
-    BucketBuffers    buckets on a disk (`runtime/updates/leases.py`): so many, each in its turn
+    BufferPool       offloaded saved tensors: as many buffers as exist at once BucketBuffers
+    buckets on a disk (`runtime/updates/leases.py`): a fixed number, in turn
 
 [Note: host memory is reused]
-To page-lock a gigabyte takes 0.2 s, so buffers live on: a use that ends returns its buffer to the
-pool, which lends it to the next use of about that size. A step that is like the one before locks
-nothing. All in all a `BufferPool` holds no more than was ever in use at once.
+Page-locking a gigabyte takes 0.2 s, so buffers are reused: a finished use returns its buffer to the
+pool, which lends it to the next use of similar size. A step like the previous one locks nothing. In
+total, a `BufferPool` holds no more than the peak use.
 
-A buffer may be lent again while a copy of the device from it or to it is on its way. It keeps the
-end of the last one, and what fills the buffer next waits for that.
+A buffer may be lent again while a device copy from or to it is in flight. It records the completion
+of the last copy, and the next write into the buffer waits for it.
 
-[Note: no deadlock] A read of a disk begins when what it reads is written and its buffer is free. A
-thread of the disk that waited for either could wait for a request that is queued after its own. So
-the thread of a pool waits, for one lease after another, in the order in which they were asked for,
-and begins the read then. What a lease waits for was begun before it, and needs no later lease of
-the same pool: a holder gives its buffer back without another one. Where that is not so, there are
-two pools, with a thread each: an update holds its buffer over later prefetches.
+[Note: no deadlock] A disk read starts once its data is written and its buffer is free. A disk
+thread that waited for either could wait for a request queued after its own. So the pool's thread
+waits, lease by lease in request order, and then starts the read. The work that a lease waits for
+started earlier and needs no later lease of the same pool: a holder returns its buffer without
+acquiring another. If that does not hold, two pools with separate threads are used: an update holds
+its buffer across later prefetches.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.disk.transfers import Request
 from megacompile.text import format_bytes
 
-# Pieces of memory lent to one user after another, so that each is allocated once.
+# Reused pieces of memory, so that each is allocated once.
 
 
 class Sized(Protocol):
@@ -51,24 +51,24 @@ class Sized(Protocol):
 
 M = TypeVar("M", bound=Sized)
 
-_SLACK = 2  # a piece may be this many times larger than what it is lent to
+_SLACK = 2  # a piece may exceed the request by this factor
 
 
 class Reused(Generic[M]):
-    """Pieces of memory; all in all no more than was ever in use at once."""
+    """Reused pieces of memory; in total no more than the peak use."""
 
     def __init__(self) -> None:
         self._lent_bytes = 0
-        self.peak_bytes = 0  # that were lent at once
-        self._free: list[M] = []  # the longest unused first
-        self._returned: deque[M] = deque()  # filled wherever a user dies
+        self.peak_bytes = 0  # peak of lent bytes
+        self._free: list[M] = []  # least recently used first
+        self._returned: deque[M] = deque()  # filled by finalizers
 
     def _make(self, size_bytes: int) -> M:
-        """A new piece of at least so many bytes."""
+        """Allocate a new piece of at least this many bytes."""
         raise NotImplementedError
 
     def _drop(self, piece: M) -> None:
-        """One is not needed any more."""
+        """Free a piece."""
 
     @property
     def lent_bytes(self) -> int:
@@ -82,7 +82,7 @@ class Reused(Generic[M]):
         return self.lent_bytes + sum(piece.size_bytes for piece in self._free)
 
     def lend(self, size_bytes: int) -> M:
-        """One that is free, of about that size, or a new one."""
+        """Return a free piece of about that size, or a new one."""
         self._collect()
         fitting = [p for p in self._free if size_bytes <= p.size_bytes <= _SLACK * size_bytes]
         if fitting:
@@ -98,11 +98,11 @@ class Reused(Generic[M]):
         return piece
 
     def give_back(self, piece: M) -> None:
-        """It is not used any more; from any thread, and from a finalizer."""
+        """Return a piece to the pool; callable from any thread and from finalizers."""
         self._returned.append(piece)
 
     def forget(self) -> None:
-        """Drop what is not lent."""
+        """Free all pieces that are not lent."""
         self._collect()
         while self._free:
             self._drop(self._free.pop(0))
@@ -116,7 +116,7 @@ class Reused(Generic[M]):
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """Host memory, and the end of the last copy of the device from it or to it."""
+    """Host memory, and the completion of the last device copy from or to it."""
 
     memory: HostBuffer
     size_bytes: int
@@ -124,16 +124,16 @@ class Buffer:
 
 
 class Lease(Completion):
-    """A buffer that is lent to one use, or will be; it is over when the buffer is filled.
+    """A buffer that is or will be lent to one use; complete once the buffer is filled.
 
     Args:
-        pool: that it goes back to.
-        size_bytes: that it needs; the buffer may be larger.
-        after: what must be over before a read into it begins.
+        pool: the pool that takes the buffer back.
+        size_bytes: the requested size; the buffer may be larger.
+        after: work that must complete before a read into the buffer starts.
     """
 
     buffer: Buffer | None = None  # while it is lent
-    ready: Completion = OVER  # a copy from the device, a read of a disk, or nothing but the buffer
+    ready: Completion = OVER  # a device copy, a disk read, or only the buffer itself
 
     def __init__(self, pool: Lender, size_bytes: int, after: Sequence[Completion] = ()) -> None:
         super().__init__()
@@ -145,11 +145,11 @@ class Lease(Completion):
         return self.ready.done()
 
     def wait(self) -> None:
-        """Wait until it is filled.
+        """Wait until the buffer is filled.
 
         Raises:
-            HostMemoryError: there is no memory for it.
-            DiskError: what it reads could not be written, or read.
+            HostMemoryError: no memory for the buffer.
+            DiskError: its data could not be written or read.
         """
         self.ready.wait()
 
@@ -159,7 +159,7 @@ class Lease(Completion):
         return self.buffer.memory.bytes(self.size_bytes)
 
     def release(self, used: Completion | None = None) -> None:
-        """Give the buffer back, which is free after `used`; in any thread, any number of times."""
+        """Return the buffer, which is free after `used`; idempotent, callable from any thread."""
         self.pool.take_back(self, used)
 
     def __del__(self) -> None:
@@ -168,12 +168,12 @@ class Lease(Completion):
 
 
 class Lender:
-    """Page-locked buffers; a thread begins reads into them.
+    """Page-locked buffers, with a thread that starts reads into them.
 
     Args:
-        name: of the thread.
-        device: that copies to and from them; they are page-locked for a GPU.
-        budget: makes them.
+        name: the thread's name.
+        device: the device that copies to and from them; they are page-locked for a GPU.
+        budget: allocates them.
     """
 
     def __init__(self, name: str, device: torch.device, budget: HostBudget) -> None:
@@ -182,7 +182,7 @@ class Lender:
         self._thread = Background(name)
 
     def take_back(self, lease: Lease, used: Completion | None) -> None:
-        """A lease is not used any more, after `used`."""
+        """Take a lease's buffer back; it is free after `used`."""
         raise NotImplementedError
 
     def _new(self, size_bytes: int, what: str) -> Buffer:
@@ -192,24 +192,24 @@ class Lender:
 
 
 class BufferPool(Lender, Reused[Buffer]):
-    """Memory for tensors that wait for their backward; a lease of it has its buffer at once."""
+    """Memory for offloaded saved tensors; a lease has its buffer at once."""
 
     def __init__(self, device: torch.device, budget: HostBudget | None = None) -> None:
         Lender.__init__(self, "megacompile-saved", device, budget or HostBudget())
         Reused.__init__(self)
 
     def lease(self, size_bytes: int, after: Sequence[Completion] = ()) -> Lease:
-        """A buffer, whose `used` its user waits for before it writes there.
+        """Lend a buffer; before writing, the user waits for its `used`.
 
         Raises:
-            HostMemoryError: there is no host memory left for it.
+            HostMemoryError: too little host memory.
         """
         lease = Lease(self, size_bytes, after)
         lease.buffer = self.lend(size_bytes)
         return lease
 
     def read(self, lease: Lease, request: Request) -> None:
-        """Begin a read into a lease's buffer; see [Note: no deadlock]."""
+        """Start a read into a lease's buffer; see [Note: no deadlock]."""
         buffer = lease.buffer
         assert buffer is not None
         request.held = True
@@ -223,8 +223,8 @@ class BufferPool(Lender, Reused[Buffer]):
             self.give_back(buffer)
 
     def wanted(self, sizes: Iterable[int]) -> list[Wanted]:
-        """The memory that leases of these sizes will take which are there at the same time; none
-        where there is some already."""
+        """The buffer sizes that concurrent leases of these sizes will need; none if buffers exist
+        already."""
         if self.device.type != "cuda" or self.held_bytes:
             return []
         return [Wanted(size_bytes, pin=True) for size_bytes in sizes]
@@ -236,7 +236,7 @@ class BufferPool(Lender, Reused[Buffer]):
             return Buffer(ready, size_bytes)
         free = available_bytes()
         if size_bytes > mmap.PAGESIZE and size_bytes + MARGIN_BYTES > free:
-            self.budget.drop_preallocated()  # what may never be asked for is in the way
+            self.budget.drop_preallocated()  # frees buffers that may never be requested
             free = available_bytes()
         if size_bytes > mmap.PAGESIZE and size_bytes + MARGIN_BYTES > free:
             raise HostMemoryError(
@@ -249,7 +249,7 @@ class BufferPool(Lender, Reused[Buffer]):
 
 
 def _read(lease: Lease, buffer: Buffer, request: Request) -> None:
-    """By the thread of the pool."""
+    """Runs in the pool's thread."""
     try:
         for work in lease.after:
             work.wait()

@@ -1,15 +1,15 @@
-"""The notes of each rank for the others, in the store of the process group.
+"""Heartbeats and status notes between ranks, in the store of the process group.
 
-Every two seconds a thread writes how far its rank is, and whether its process does anything. At its
-end the process says so; one that is killed falls silent. No rank reads any of it unless it waits.
+Every two seconds a thread writes its rank's progress, and whether its process is active. An exiting
+process writes a last note; a killed one falls silent. A rank reads notes only while it waits.
 
     beat      grows with every note
-    n         how many graphs with collectives it has begun
-    entered   how many collectives of the last one it has begun
-    at        the same in words
-    idle_s    for how long the process has used no processor (less than a twentieth of one)
-    fault     why it has stopped; `by` is the rank that this comes from, -1 where ranks disagree
-    ended     why its process ends
+    n         number of graphs with collectives it has started
+    entered   number of collectives it has started in the last of them
+    at        the same, in words
+    idle_s    how long the process has been idle (below a twentieth of a processor)
+    fault     why it has stopped; `by` is the rank that caused it, -1 if ranks disagree ended
+    why its process has exited
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megacompile.errors import MegacompileError, RankError
 from megacompile.runtime.device import forks
 
 BEAT_S = 2.0
-_BUSY = 0.05  # of a processor
+_BUSY = 0.05  # share of a processor
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,14 @@ class Note:
 
 
 class Notes:
-    """The notes of some ranks; this one's is kept up to date.
+    """The notes of several ranks; keeps this rank's note up to date.
 
     Args:
-        ranks: of the world, this one among them.
-        rank: this one.
-        stores: clients of the store, for callers and for the thread.
+        ranks: global rank numbers, including this rank.
+        rank: this rank.
+        stores: clients of the store, one for callers and one for the thread.
         on_beat: called after every note, by the thread.
-        at_end: called at the end of the process, while the thread still runs.
+        at_end: called at process exit, while the thread still runs.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Notes:
         self._over = threading.Event()
         self._writing = threading.Lock()
         self._process, self._script = os.getpid(), _script()
-        self.working = 0  # is it at work, whether it uses a processor or not?
+        self.working = 0  # busy, whether it uses a processor or not
         self.position: tuple[int, int, str] = (0, 0, self._note.at)  # n, entered, at
         self._begin()
         forks.tell(self)
@@ -99,13 +99,13 @@ class Notes:
         self._cpu_s, self._busy_at_s, self._beat_at_s = time.process_time(), _now(), _now()
 
     def say(self, **facts: Any) -> None:
-        """Say something at once."""
+        """Write the note at once."""
         n, entered, at = self.position
         with self._writing:
             self._note = replace(self._note, n=n, entered=entered, at=at, **facts)
         try:
             self._put(self._here, self._note)
-        except compat.STORE_ERRORS:  # no rank can be told
+        except compat.STORE_ERRORS:  # the other ranks cannot be reached
             pass
 
     def of(self, rank: int, *, thread: bool = False) -> Note | None:
@@ -125,16 +125,16 @@ class Notes:
         return {r: note for r, note in found.items() if note is not None}
 
     def runs(self, note: Note) -> bool:
-        """Is the process of a note there? True where this one cannot know."""
+        """True if the note's process exists, or if this process cannot tell."""
         return note.host != namespace() or not note.host or _runs(note.pid)
 
     @property
     def are_written(self) -> bool:
-        """Does the thread run? It ends where the store is gone."""
+        """True if the thread runs; it ends if the store is gone."""
         return self._thread.is_alive()
 
     def end(self) -> None:
-        """The process ends: stop the thread, and say so."""
+        """Stop the thread and write the last note, at process exit."""
         if self._over.is_set() or self._process != os.getpid():
             return
         self._at_end()
@@ -143,10 +143,10 @@ class Notes:
         self.say(ended=_why(self._script))
 
     def before_fork(self) -> None:
-        """Nothing: the child has no part in it."""
+        """Do nothing: the child does not take part."""
 
     def after_fork(self, *, in_child: bool) -> None:
-        """The child is no rank."""
+        """Disable notes in a child of a fork, which is not a rank."""
 
     def _beat(self) -> None:
         now, cpu_s = _now(), time.process_time()
@@ -166,7 +166,7 @@ class Notes:
 
 
 def _run(target: weakref.WeakMethod[Callable[[], None]], over: threading.Event) -> None:
-    """Beat until the process ends, the notes are not referenced any more, or the store is gone."""
+    """Write heartbeats until the process exits, the notes are freed, or the store is gone."""
     while not over.wait(BEAT_S):
         beat = target()
         if beat is None:
@@ -179,7 +179,7 @@ def _run(target: weakref.WeakMethod[Callable[[], None]], over: threading.Event) 
 
 
 def _script() -> FrameType | None:
-    """The frame of the script that runs; None: this is another thread."""
+    """The frame of the running script; None in another thread."""
     found, frame = None, inspect.currentframe()
     names = getattr(sys.modules.get("__main__"), "__dict__", None)
     while frame is not None:
@@ -190,8 +190,8 @@ def _script() -> FrameType | None:
 
 
 def _why(script: FrameType | None) -> str:
-    """The reason why the process ends. Python keeps no SystemExit: where that ended the script, its
-    last instruction did not return."""
+    """The reason why the process exits. Python does not keep a SystemExit: if one ended the script,
+    the script's last instruction was not a return."""
     error = getattr(sys, "last_value", None)
     if error is not None:
         return described(error)
@@ -202,7 +202,7 @@ def _why(script: FrameType | None) -> str:
 
 
 def described(error: BaseException) -> str:
-    """An error in one line."""
+    """An error as one line."""
     line = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
@@ -212,7 +212,7 @@ def _now() -> float:
 
 
 def namespace() -> str:
-    """Identity of the machine, of which processes can see each other."""
+    """Identity of the machine; processes on one machine can see each other."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -228,54 +228,53 @@ def _runs(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
-# Finds the rank to blame when a rank waits for others: by what their notes say, and no longer say.
+# Finds the faulty rank when a rank waits for others, by their notes and missing notes.
 #
-#     raised, disagreed      it says so at once
-#     ended                  it says so at its end, where Python ends in order
-#     killed                 its process is not there, on this machine; silent for 30 s elsewhere
+#     raised, disagreed      its note says so at once
+#     ended                  its last note says so, if Python exits normally
+#     killed                 its process is gone (on this machine), or silent for 30 s (elsewhere)
 #     stopped                silent for 30 s
 #     idle                   behind, and its process used no processor for 45 s
 #     busy                   behind until the timeout of the process group is over
-#
-# A rank that saves a checkpoint or compiles is busy: no rank is to be ended for that.
+# A rank that saves a checkpoint or compiles is busy: it must not be stopped for that.
 
-SILENT_S = 30.0  # no note for so long: the process, or its machine, is gone or stopped
-PATIENCE_S = 45.0  # for a rank that is behind and does nothing
-_ONE_LOOK_S = 5.0  # longer between two: what was seen before says nothing
+SILENT_S = 30.0  # no note for this long: the process or machine is gone or stopped
+PATIENCE_S = 45.0  # for a rank that is behind and idle
+_ONE_LOOK_S = 5.0  # after a longer gap, earlier observations are stale
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Time limits of a rank that waits for another one."""
+    """Time limits of a rank that waits for another rank."""
 
-    patience_s: float  # that is behind and does nothing
-    limit_s: float  # that is behind, whatever it does
+    patience_s: float  # for a rank that is behind and idle
+    limit_s: float  # for a rank that is behind, idle or not
 
     @staticmethod
     def of(group: Any, device: torch.device) -> Limits:
-        """Those of a process group: its own, where a timeout was set."""
+        """The limits of a process group: its timeout, if one was set."""
         timeout_s, default = compat.group_timeout_s(group, device)
         return Limits(min(PATIENCE_S, timeout_s) if default else timeout_s, timeout_s)
 
 
 class Faults:
-    """The faults of the other ranks; for one thread."""
+    """Detects faults of the other ranks; used by one thread."""
 
     def __init__(self, notes: Notes, limits: Limits, *, thread: bool) -> None:
         self._notes, self._limits, self._thread = notes, limits, thread
-        self._beats: dict[int, tuple[int, float]] = {}  # rank -> its last note, and since when
+        self._beats: dict[int, tuple[int, float]] = {}  # rank -> its last note, since when
         self._looked_s = 0.0
 
     def look(self, where: str, waited_s: float, *, failed: bool) -> None:
-        """Raise if a rank will not come.
+        """Raise if a rank will not arrive.
 
         Args:
             where: the op in which this rank waits.
-            waited_s: for how long.
-            failed: has the op failed?
+            waited_s: the time waited so far.
+            failed: True if the op has failed.
 
         Raises:
-            RankError: with the rank, and why.
+            RankError: with the rank and the reason.
             dist.DistError: the store is gone.
         """
         others = self._notes.others(thread=self._thread)
@@ -304,7 +303,7 @@ class Faults:
 
     def _look_for_reports(self, others: Mapping[int, Note], where: str) -> None:
         for note in others.values():
-            if note.fault and note.by < 0:  # ranks disagree: it says it all
+            if note.fault and note.by < 0:  # ranks disagree: the text is complete
                 raise RankError(note.fault, why=note.fault)
             if note.fault:
                 self._blame(note.by, note.fault, where)
@@ -347,18 +346,18 @@ def _late(note: Note, waited_s: float) -> str:
     return f"has not come there in {waited_s:.0f} s: it is {note.at}, and {does}"
 
 
-# Errors of a rank that cannot go on, as the others raise them.
+# Errors of a rank that cannot continue, as the other ranks raise them.
 
 _KNOWN = "_megacompile_known_to_ranks"
 
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """An error of one rank, which it tells the others."""
+    """An error of one rank, reported to the others."""
 
     kind: str  # its class
     message: str
-    ours: bool  # is it one of megacompile's?
+    ours: bool  # True for an error class of megacompile
 
     @staticmethod
     def of(error: Exception) -> Raised:
@@ -367,20 +366,20 @@ class Raised:
         return Raised(type(error).__name__, str(error) if ours else described(error), ours)
 
     def text(self) -> str:
-        """For the store."""
+        """Serialize it for the store."""
         return json.dumps(astuple(self))
 
     @staticmethod
     def read(text: str) -> Raised:
-        """Reads what `text` has written."""
+        """Parse the result of `text`."""
         return Raised(*json.loads(text))
 
     def error(self, rank: int, what: str) -> MegacompileError:
         """The error that the other ranks raise.
 
         Args:
-            rank: that has raised it.
-            what: they did together.
+            rank: the rank that raised it.
+            what: their common action.
         """
         if not self.ours:
             why = f"raised {self.message}, in {what}"
@@ -395,10 +394,10 @@ class Raised:
 
 
 def is_known(error: Exception) -> bool:
-    """True if all ranks know of it, so that it need not be said once more."""
+    """True if all ranks know of the error, so that it need not be reported again."""
     return isinstance(error, RankError) or getattr(error, _KNOWN, False)
 
 
 def make_known(error: Exception) -> None:
-    """All ranks have raised it, or will."""
+    """Mark an error that all ranks have raised or will raise."""
     setattr(error, _KNOWN, True)

@@ -1,15 +1,15 @@
 """The ranks that share a model, and the collectives between them.
 
-A mesh of one dimension shards: each rank has its rows of every parameter. Of two dimensions the
-last one shards and the first one replicates (HSDP): ranks with the same rows average their
-gradients too.
+A one-dimensional mesh shards: each rank has its rows of every parameter. In a two-dimensional mesh
+the last dimension shards and the first one replicates (HSDP): ranks with the same rows also average
+their gradients.
 
-Collectives are issued in program order by every rank, one at a time (`Stream.COMM`). Those of the
-parameters of a bucket are one launch, where the backend can do that; each fills the place of its
-parameter in the slot, so that nothing is copied afterwards.
+Every rank issues collectives in program order, one at a time (`Stream.COMM`). The collectives of a
+bucket's parameters are coalesced into one launch if the backend supports it; each writes directly
+to its parameter's place in the slot, so that nothing is copied afterwards.
 
-On the host, collectives go through process groups of our own, whose timeout is short: one that is
-begun cannot be ended, and would keep the process from its end.
+Host collectives use separate process groups with a short timeout: a started collective cannot be
+aborted and would block process exit.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from megacompile.ir.collectives import Collectives
 from megacompile.runtime.device.agreement import TALK, Agreement
 from megacompile.runtime.device.rank_notes import SILENT_S, Limits, Raised, is_known, make_known
 
-_ENDING_S = 15.0  # a collective of the host fails so long after ranks have lost their patience
+_ENDING_S = 15.0  # a host collective fails this long after the ranks' time limit
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among those that share a model."""
+    """This process among the ranks that share a model."""
 
     mesh: DeviceMesh
     device: torch.device
-    rank: int  # its place among those that shard
-    count: int  # of those
-    replicas: int  # how many have the same rows
+    rank: int  # index in the shard dimension
+    count: int  # size of the shard dimension
+    replicas: int  # number of ranks with the same rows
     groups: tuple[weakref.ref[Any], ...]  # process groups, by dimension of the mesh
-    agreement: Agreement  # on what is run
+    agreement: Agreement  # on the graphs they run
 
     @staticmethod
     def of(mesh: DeviceMesh, device: torch.device) -> Ranks:
-        """This process on a mesh; `device` is where it computes. All of them call it.
+        """Create this process's view of a mesh; it computes on `device`. All ranks call this.
 
-        A mesh whose collectives go by no process group gives its own, by a method `ranks_on`.
+        A mesh without process groups returns its own `Ranks` by a method `ranks_on`.
         """
         if hasattr(mesh, "ranks_on"):
             own: Ranks = mesh.ranks_on(device)
@@ -63,7 +63,7 @@ class Ranks:
         shards = mesh.ndim - 1
         count = mesh.size(shards)
         joint = _joint(mesh, device)
-        if device.type == "cuda":  # DTensors have parts on the host
+        if device.type == "cuda":  # DTensors' local tensors are on the host
             for dim in range(mesh.ndim):
                 compat.serve_the_host(mesh.get_group(dim), device)
         rank, replicas = mesh.get_local_rank(shards), mesh.size() // count
@@ -71,22 +71,22 @@ class Ranks:
 
     @property
     def group(self) -> Any:
-        """Those that shard."""
+        """The process group of the shard dimension."""
         return _alive(self.groups[-1])
 
     def running(self, graph: Collectives) -> AbstractContextManager[None]:
-        """For its duration all ranks run this graph."""
+        """A context in which all ranks run this graph."""
         return self.agreement.run(graph)
 
     @property
     def placements(self) -> tuple[Any, ...]:
-        """The layout of parameters, gradients and states over the mesh, in the words of DTensor."""
+        """The DTensor placements of parameters, gradients and states."""
         from torch.distributed.tensor import Replicate, Shard
 
         return (*[Replicate()] * (self.mesh.ndim - 1), Shard(0))
 
     def rows(self, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-        """The first row of a tensor that this rank has, and the shape of its part."""
+        """The first row of this rank's part of a tensor, and the shape of the part."""
         first = min(-(-shape[0] // self.count) * self.rank, shape[0])
         return first, shard_shape(shape, self.rank, self.count)
 
@@ -99,10 +99,10 @@ class Ranks:
         )
 
     def gather(self, bucket: Bucket, whole: torch.Tensor) -> None:
-        """Fill a bucket with the parts of all ranks, in place.
+        """All-gather a bucket in place.
 
         Args:
-            whole: (bucket.size_bytes,) uint8, in which this rank's part is at its places.
+            whole: (bucket.size_bytes,) uint8, with this rank's parts already in place.
         """
         group = self.group
         with self.agreement.collective(), compat.coalesced(group, self.device):
@@ -117,7 +117,7 @@ class Ranks:
                 self._issue(compat.ALL_GATHER, place, mine, group=group)
 
     def places(self, bucket: Bucket, whole: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's places in a bucket that is to be gathered: (part's size,) uint8 each."""
+        """This rank's parts of a bucket before its all-gather: (part's size,) uint8 each."""
         rows = bucket.rows_of(self.rank)
         return [whole[at.offset_bytes : at.offset_bytes + at.size_bytes] for at in rows]
 
@@ -126,7 +126,8 @@ class Ranks:
         gradients: Mapping[int, torch.Tensor],  # (*shape,) each
         parts: Mapping[int, torch.Tensor],  # (padded numel of a part,) each, to be filled
     ) -> None:
-        """The mean over the ranks that shard of each gradient; this rank gets that of its rows."""
+        """Reduce-scatter: the mean of each gradient over the shard dimension, for this rank's
+        rows."""
         whole = {i: self._padded(g, parts[i]) for i, g in gradients.items()}
         with self.agreement.collective(), compat.coalesced(self.group, self.device):
             for i, gradient in whole.items():
@@ -137,7 +138,7 @@ class Ranks:
         self._divide(parts.values(), self.count)
 
     def average_replicas(self, parts: Sequence[torch.Tensor]) -> None:
-        """The mean of this rank's parts over those with the same rows, in place.
+        """All-reduce this rank's parts to their mean over the ranks with the same rows, in place.
 
         Args:
             parts: (numel,) each, on the device.
@@ -153,7 +154,7 @@ class Ranks:
 
     @property
     def _mean(self) -> Any:
-        """The reduction that makes a mean: on the host, a sum that `_divide` follows."""
+        """The reduction op for a mean: on the host a sum, followed by `_divide`."""
         return dist.ReduceOp.AVG if self.device.type == "cuda" else dist.ReduceOp.SUM
 
     def _divide(self, parts: Iterable[torch.Tensor], count: int) -> None:
@@ -163,10 +164,10 @@ class Ranks:
 
     @torch.no_grad()
     def average_late(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """The same of gradients in no schedule, in place: a collective of all ranks.
+        """The same for gradients outside of schedules, in place: a collective of all ranks.
 
         Args:
-            gradients: by the parameter's name: this rank's part, wherever it is.
+            gradients: parameter name -> this rank's part, on any device.
         """
         ops = tuple(f"ALL_REDUCE of the gradient of {name!r}" for name in gradients)
         digest = hashlib.sha256("\n".join(ops).encode()).hexdigest()[:32]
@@ -179,15 +180,15 @@ class Ranks:
                     part.copy_(sent)
 
     def _issue(self, collective: Any, *args: Any, **options: Any) -> None:
-        """Issue a collective; one of the host is over when this returns."""
+        """Issue a collective; a host collective is complete when this returns."""
         if self.device.type == "cuda":
             collective(*args, **options)
         else:
             self.agreement.wait(collective(*args, **options, async_op=True))
 
     def _padded(self, gradient: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """A gradient as a flat tensor of a part's dtype, of which each rank has as many elements
-        as that part has."""
+        """A gradient as a flat tensor of a part's dtype, padded so that each rank has the part's
+        number of elements."""
         flat = gradient.to(part.dtype).contiguous().view(-1)
         missing = part.numel() * self.count - flat.numel()
         return flat if not missing else torch.nn.functional.pad(flat, (0, missing))
@@ -198,23 +199,23 @@ class Ranks:
         return self.mesh.get_rank() == global_ranks(self.mesh)[0]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Gathers a value from each rank of the mesh, in their order: a collective of all of them.
+        """Gather a value from each rank of the mesh, in rank order: a collective of all ranks.
 
         Raises:
-            MegacompileError: another rank has raised in the block of `together` around.
+            MegacompileError: another rank has raised inside the enclosing `together` block.
         """
         what = self.agreement.doing
         self._meet()
         return self._said(Collectives(what, ("what each rank says",), f"told-{what}"), value)
 
     def _meet(self) -> None:
-        """Wait for all ranks, and raise what one of them has raised."""
+        """Wait for all ranks; raises an error that one of them has raised."""
         what = self.agreement.doing
         for rank, said in self.agreement.meet(what).items():
             raise Raised.read(said).error(rank, what)
 
     def said(self, what: Collectives, value: Any) -> list[Any]:
-        """The same, of which `what` tells those that come to something else."""
+        """The same; `what` names the action for ranks that arrive at a different one."""
         if self.agreement.doing != TALK:  # in a block of `together`
             self._meet()
         return self._said(what, value)
@@ -225,15 +226,15 @@ class Ranks:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Raises in all ranks what raises in one: in the next `all_gather_object` of the others,
-        or where they meet at the end.
+        """Propagate an error of one rank to all: in the others' next `all_gather_object`, or at the
+        end of the block.
 
         Args:
-            what: they do: "save() of Net".
+            what: names the action: "save() of Net".
 
         Raises:
-            MegacompileError: of the class and with the text that another rank has, and its number;
-                a RankError where that is no error of megacompile.
+            MegacompileError: with another rank's error class, text and number; a RankError if the
+                error is not megacompile's.
         """
         before, self.agreement.doing = self.agreement.doing, what
         try:
@@ -242,7 +243,7 @@ class Ranks:
             self._meet()
         except Exception as error:
             if not is_known(error):
-                with suppress(RankError):  # they have stopped already
+                with suppress(RankError):  # the ranks have stopped already
                     self.agreement.meet(what, Raised.of(error).text())
                 make_known(error)
             raise
@@ -251,11 +252,11 @@ class Ranks:
 
     @torch.no_grad()
     def send_first(self, tensors: Iterable[torch.Tensor], what: str) -> None:
-        """Broadcasts the first rank's values, in every bit.
+        """Broadcast the first rank's values, bit by bit.
 
         Args:
-            tensors: dense; of the same shapes and dtypes in all ranks, which is compared.
-            what: they are: "buffers of Net".
+            tensors: dense tensors; raises unless shapes and dtypes agree in all ranks.
+            what: names them: "buffers of Net".
         """
         given = [tensor for tensor in tensors if tensor.numel()]
         ops = tuple(f"BROADCAST of {tuple(each.shape)} of {each.dtype}" for each in given)
@@ -273,11 +274,11 @@ class Ranks:
                     tensor.copy_(sent)
 
     def all_of(self, sharded: torch.Tensor) -> torch.Tensor:
-        """All of a tensor that these share, wherever their parts are; all of them call it."""
+        """The full tensor, with parts on any device; all ranks call this."""
         return whole(sharded, compat.local(sharded).detach().to(self.device))
 
     def gathered(self, values: Sequence[float]) -> list[list[float]]:
-        """Some numbers of each rank: one collective."""
+        """Gather several numbers from each rank: one collective."""
         given = torch.tensor(values, dtype=torch.float64, device=self.device)
         found = torch.empty(self.count * len(values), dtype=torch.float64, device=self.device)
         with self.running(_norms(len(values))), self.agreement.collective():
@@ -287,31 +288,31 @@ class Ranks:
 
 
 def global_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
-    """The numbers, among all processes, of the ranks on a mesh, in its order."""
+    """The global numbers of a mesh's ranks, in mesh order."""
     return tuple(mesh.mesh.flatten().tolist())
 
 
 def ranks_of(sharded: torch.Tensor) -> Ranks:
-    """The ranks that share a tensor; all of them call it."""
+    """The ranks that share a tensor; all of them call this."""
     mesh = compat.mesh_of(sharded)
     return Ranks.of(mesh, torch.device(mesh.device_type))
 
 
 def whole(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """All of a tensor of which each rank has a part, laid out as a parameter; all ranks call it."""
+    """The full tensor of parts that are sharded like a parameter; all ranks call this."""
     with _alone(like, "ALL_GATHER"):
         return compat.whole(like, part)
 
 
 def averaged(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """The mean over ranks of a gradient, laid out as a parameter; all ranks call it."""
+    """The mean over ranks of a gradient that is sharded like its parameter; all ranks call this."""
     with _alone(param, "REDUCE_SCATTER"):
         return compat.averaged(gradient, param)
 
 
 @contextmanager
 def _alone(param: torch.Tensor, what: str) -> Iterator[None]:
-    """For its duration all ranks are in a collective that is in no schedule."""
+    """A context for a collective outside of schedules, in all ranks."""
     mesh = compat.mesh_of(param)
     agreement = _joint(mesh, torch.device(mesh.device_type)).agreement
     shape = tuple(param.shape)
@@ -332,8 +333,8 @@ def _alive(group: weakref.ref[Any]) -> Any:
 
 
 def abort_at_once(groups: Sequence[Any]) -> None:
-    """End the collectives of some groups. NCCL ends those of one when the GPU is idle, so one after
-    the other would wait for ever."""
+    """Abort the collectives of several groups together. NCCL's abort of one group waits until the
+    GPU is idle, so sequential aborts would hang."""
     threads = [
         threading.Thread(target=compat.abort, args=(group,), daemon=True) for group in groups
     ]
@@ -352,13 +353,13 @@ def _norms(count: int) -> Collectives:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Joint:
-    """The state that models of the same ranks share: their collectives are in one order.
+    """The state shared by models of the same ranks, whose collectives have one common order.
 
-    Process groups belong to torch: who keeps the last reference to one, when it was destroyed, ends
-    its threads at some later time, where that may wait for ever.
+    Process groups belong to torch: holding the last reference to a destroyed group would end its
+    threads at some later time, which may hang.
     """
 
-    world: weakref.ref[Any]  # the default process group, with which it goes
+    world: weakref.ref[Any]  # freed with the default process group
     groups: tuple[weakref.ref[Any], ...]
     agreement: Agreement
 

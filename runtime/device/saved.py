@@ -1,14 +1,14 @@
-"""Saved tensors on the host, or on a disk, between a forward and its backward.
+"""Saved tensors that are offloaded to the host or a disk between a forward and its backward.
 
     OnHost     a copy in a leased buffer, from the device or from the disk
-    OnDisk     a copy in the scratch file; the forward hands it to the backward
+    OnDisk     a copy in the scratch file, passed from the forward to the backward
 
-Only a step sees these, so there is no mapping of their places, unlike `DiskBuffer`s. Places
-are lent again: to allocate one takes the file system's time, and new ones are slower to write.
+Only a step reads them, so their ranges are not mapped, unlike `DiskBuffer`s. Ranges are reused:
+allocating one costs file system time, and new ranges are slower to write.
 
-[Note: who keeps what] A forward may be given up, and its values die, while threads still write
-them. Until it is over, a request holds the buffer and the place that it works on. They go back when
-no other code has them either.
+[Note: who keeps what] A forward may be abandoned and its values freed while threads still write
+them. Until a request completes, it references its buffer and its file range. Both are returned when
+no other references remain.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from megacompile.runtime.disk.transfers import FileSpan, Request, Way
 
 
 class OnHost:
-    """A tensor's copy in a buffer that is leased until it dies.
+    """A tensor's copy in a leased buffer; the lease ends when this object is freed.
 
     Args:
         meta: shape, dtype, strides and device of the tensor.
-        lease: of `stored_bytes(meta)`.
-        once: is it copied to the device only once, so that its buffer is free after that?
+        lease: a lease of `stored_bytes(meta)`.
+        once: True if it is copied to the device only once, and its buffer is free afterwards.
     """
 
     def __init__(self, meta: TensorMeta, lease: Lease, *, once: bool = False) -> None:
@@ -50,7 +50,7 @@ class OnHost:
         """Copy a tensor to the host on `queue`, which is the current stream; None on the CPU.
 
         Raises:
-            HostMemoryError: there is no host memory left for it.
+            HostMemoryError: too little host memory.
         """
         meta = TensorMeta.of(value)
         made = OnHost(meta, pool.lease(stored_bytes(meta)))
@@ -63,7 +63,7 @@ class OnHost:
         return made
 
     def copy_to(self, buffer: torch.Tensor, queue: torch.cuda.Stream | None) -> torch.Tensor:
-        """Copy it into `buffer`, like `empty(meta)`, on `queue`, which is the current stream."""
+        """Copy it into `buffer` (shaped like `empty(meta)`) on `queue`, the current stream."""
         leased = self.lease.buffer
         assert leased is not None
         if queue is not None:
@@ -75,32 +75,32 @@ class OnHost:
         return buffer
 
     def back(self, queue: torch.cuda.Stream | None) -> torch.Tensor:
-        """The tensor, copied to its device on `queue`, which is the current stream."""
+        """The tensor, copied to its device on `queue`, the current stream."""
         return self.copy_to(empty(self.meta), queue)
 
     def to_host(self) -> OnHost:
-        """It is there."""
+        """Return at once: it is in host memory."""
         return self
 
     def _memory(self) -> torch.Tensor:
-        """The copy on the host, in the shape of `_elements`."""
+        """The host copy, shaped like `_elements`."""
         flat = self.lease.bytes().view(self.meta.dtype)
         return flat if _extent(self.meta) is not None else flat.view(self.meta.shape)
 
 
 def empty(meta: TensorMeta) -> torch.Tensor:
-    """Memory for a tensor like this on its device."""
+    """Allocate memory for such a tensor on its device."""
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
 
 
 def stored_bytes(meta: TensorMeta) -> int:
-    """The memory of a tensor that is copied."""
+    """Bytes of a tensor's host copy."""
     extent = _extent(meta)
     return (math.prod(meta.shape) if extent is None else extent) * meta.dtype.itemsize
 
 
 def _extent(meta: TensorMeta) -> int | None:
-    """Elements from a tensor's first to its last in memory, if there are no gaps between them.
+    """The number of elements from a tensor's first to its last in memory, if there are no gaps.
 
     An expanded tensor has fewer than its shape.
     """
@@ -111,13 +111,13 @@ def _extent(meta: TensorMeta) -> int | None:
 
 
 def _elements(meta: TensorMeta, tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that is copied: all its memory, or where that has gaps, its values."""
+    """The part of a tensor that is copied: its memory, or its values if the memory has gaps."""
     extent = _extent(meta)
     return tensor if extent is None else tensor.as_strided((extent,), (1,))
 
 
 def _now(queue: torch.cuda.Stream | None) -> Completion:
-    """The end of what was issued on a stream so far."""
+    """The completion of the work issued on a stream so far."""
     if queue is None:
         return OVER
     event = torch.cuda.Event()
@@ -132,16 +132,14 @@ def taken(
     pool: BufferPool,
     queue: torch.cuda.Stream | None,
 ) -> Any:
-    """The value that a backward takes as `name`, made on the current stream where the forward left
-    another.
+    """The value that a backward reads as `name`; converted on the current stream if the forward
+    saved another form.
 
-    Schedules of one graph put the same saved values on the host and on the disk, so this is a
-    look-up; a backward that was planned otherwise (for other outputs' gradients) is slower, not
-    wrong.
+    Schedules of one graph offload the same saved values to the host and the disk, so this is a
+    lookup; a backward with a different plan (for other outputs' gradients) is slower, but correct.
 
     Args:
-        elsewhere: the names of values, by those of their copies on the host or on a disk, in both
-            schedules.
+        elsewhere: name of a host or disk copy -> name of the value, in both schedules.
     """
     if name in saved_values:
         return saved_values[name]
@@ -157,8 +155,8 @@ class SavedDisk:
     """The saved tensors of one model on a disk.
 
     Args:
-        disk: with the scratch file.
-        pool: of the host memory that they pass through.
+        disk: has the scratch file.
+        pool: the pool of their host staging buffers.
     """
 
     def __init__(self, disk: Disk, pool: BufferPool) -> None:
@@ -169,15 +167,15 @@ class SavedDisk:
 
     @property
     def ours(self) -> bool:
-        """Is it this process that has the file? A child of a fork keeps its own on the host."""
+        """True if this process owns the file. A child of a fork keeps its tensors on the host."""
         return self.disk.file.process == os.getpid()
 
 
 class OnDisk:
-    """A tensor's copy on the disk. It is being written from the start; its buffer is free after.
+    """A tensor's copy on the disk. The write starts at creation; its buffer is free afterwards.
 
     Args:
-        source: that is written when it is there.
+        source: the host copy to write once it is complete.
         what: for errors: "3WRITE_SAVED of 'layers.3'".
 
     Raises:
@@ -205,17 +203,18 @@ class OnDisk:
 
     @property
     def written(self) -> Completion:
-        """The end of its write."""
+        """The completion of its write."""
         return OVER if self.request is None else self.request
 
     def read(self, what: str) -> OnHost:
-        """Begin to read it into a buffer for one copy to the device. One that is kept is there.
+        """Start a read into a buffer for one copy to the device. A copy kept on the host needs no
+        read.
 
         Args:
             what: for errors: "3READ_SAVED of 'layers.3'".
 
         Raises:
-            DiskError: this is a child of a fork, and its parent has it.
+            DiskError: this is a child of a fork, and the tensor belongs to its parent.
         """
         if self.kept is not None:
             return self.kept
@@ -233,20 +232,20 @@ class OnDisk:
         return OnHost(self.meta, lease, once=True)
 
     def to_host(self) -> OnHost:
-        """The tensor in host memory, at once."""
+        """Read the tensor into host memory, synchronously."""
         back = self.read(self.what.replace("WRITE", "READ"))
         back.lease.wait()
         return back
 
 
 def _filled(lease: Lease, place: _Lent) -> None:
-    """Wait for a copy from the device. A request has the place as long as it has this."""
+    """Wait for a copy from the device. A request holds the file range while it holds this."""
     del place
     lease.wait()
 
 
 class _FilePlaces(Reused[Place]):
-    """Places of the scratch file that are lent to one tensor after the other."""
+    """Reused ranges of the scratch file."""
 
     def __init__(self, file: ScratchFile) -> None:
         super().__init__()
@@ -256,7 +255,7 @@ class _FilePlaces(Reused[Place]):
         try:
             return self.file.take(size_bytes)
         except DiskError:
-            self.forget()  # of other sizes
+            self.forget()  # free ranges of other sizes
             return self.file.take(size_bytes)
 
     def _drop(self, piece: Place) -> None:
@@ -264,14 +263,14 @@ class _FilePlaces(Reused[Place]):
 
 
 class _Lent:
-    """A place, until the last reference to this is gone."""
+    """A range, held until the last reference to this object is gone."""
 
     def __init__(self, places: _FilePlaces, size_bytes: int) -> None:
         self.places = places
         self.place = places.lend(places.file.round_up(size_bytes))
 
     def spans(self, lease: Lease) -> list[FileSpan]:
-        """The whole pages of a buffer, which go past the page cache, and the rest of it."""
+        """The whole pages of a buffer, which bypass the page cache, and the remaining bytes."""
         size, unit = lease.size_bytes, self.places.file.alignment
         whole, at = size // unit * unit, self.place.at
         return [

@@ -1,8 +1,8 @@
 """Device buffers that buckets are streamed into, shared by all schedules of a model.
 
-Schedules run one after the other on the compute stream, and each begins after it (`begin`), so
-they can share the same buffers. `generation` counts the runs: a backward may take what its forward
-left in the slots only if it is the very next run. `left` is what forwards without a backward left
+Schedules run one after another on the compute stream, and each starts with a wait for it (`begin`),
+so they can share buffers. `generation` counts the runs: a backward may reuse its forward's slots
+only if it is the very next run. `left` records the buckets that a forward without a backward left
 for the next one.
 """
 
@@ -22,22 +22,22 @@ class Mark(Protocol):
     """The state of a bucket when it was copied into a slot."""
 
     def holds(self) -> bool:
-        """True if the bucket is in that state still."""
+        """True if the bucket is still in that state."""
 
 
 class DeviceSlots:
-    """Buffers by slot index, each as large as the largest bucket it was asked to hold."""
+    """Buffers by slot index, each as large as the largest bucket it had to hold."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.buffers: list[torch.Tensor] = []  # (size_bytes,) uint8 each
         self.generation = 0
-        self.stay_from = _NEVER  # the first slot that is for a bucket that stays between forwards
-        self.left: dict[int, tuple[int, Mark]] = {}  # by slot: the key of a bucket, and what it was
+        self.stay_from = _NEVER  # the first slot for buckets that stay between forwards
+        self.left: dict[int, tuple[int, Mark]] = {}  # slot -> bucket key, its state
         self._views: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
 
     def has(self, wanted: Sequence[tuple[int, Bucket]]) -> bool:
-        """True if these buckets are in these slots, as they are on the host."""
+        """True if these slots hold these buckets in their current state."""
         for index, bucket in wanted:
             key, mark = self.left.get(index, (None, None))
             if key != bucket.key or mark is None or not mark.holds():
@@ -45,7 +45,7 @@ class DeviceSlots:
         return bool(wanted)
 
     def trim(self, count: int) -> None:
-        """Give back slots after the first `count` that were for buckets that stay."""
+        """Free the slots after the first `count` that were for buckets that stay."""
         keep = max(count, self.stay_from)
         if keep < len(self.buffers):
             del self.buffers[keep:]
@@ -54,19 +54,19 @@ class DeviceSlots:
             self.generation += 1
 
     def keeps(self, slots: Sequence[Slot]) -> bool:
-        """True if `require` would replace no buffer, so that what they hold stays."""
+        """True if `require` would replace no buffer, so that their contents stay."""
         return not any(map(self._must_grow, slots))
 
     def _must_grow(self, slot: Slot) -> bool:
-        """True if there is a buffer, and it is too small."""
+        """True if a buffer exists and is too small."""
         there = slot.index < len(self.buffers)
         return there and self.buffers[slot.index].numel() < slot.size_bytes
 
     def require(self, slots: Sequence[Slot]) -> None:
-        """Make sure that `slots` exist. Buffers that grow are replaced, on the compute stream.
+        """Allocate `slots` as needed. Buffers that must grow are replaced, on the compute stream.
 
-        The old buffer goes back to the allocator, whose next user on the compute stream comes
-        after every reader of it; copies into it had those readers after them too.
+        The old buffer is freed to the allocator. Its next user on the compute stream runs after
+        every reader of the buffer, and these readers ran after the copies into it.
         """
         for slot in slots:
             if self._must_grow(slot):
@@ -80,7 +80,7 @@ class DeviceSlots:
             self.generation += 1
 
     def _allocate(self, slot: Slot) -> torch.Tensor:
-        with torch.inference_mode(False):  # later runs write to it outside of that mode
+        with torch.inference_mode(False):  # later runs write to it outside of inference mode
             return torch.empty(slot.size_bytes, dtype=torch.uint8, device=self.device)
 
     def flat(self, slot: Slot, bucket: Bucket) -> torch.Tensor:
@@ -103,9 +103,9 @@ class DeviceSlots:
         return self._views[key]
 
     def forget(self) -> None:
-        """Drop the buffers; called when other buckets are streamed, which need other sizes.
+        """Free the buffers; called when other buckets are streamed, which need other sizes.
 
-        After copies into them that are not waited for any more, in a run that failed.
+        First waits for copies into them that a failed run left in flight.
         """
         if self.buffers and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -1,17 +1,16 @@
-"""The streams of a schedule on a device, and the handles that carry their events.
+"""The streams of a schedule on a device, and the handles with their events.
 
 Every op returns a `Handle`: its value, its stream, and the event recorded right after it. An op
-that takes a handle of another stream waits for that event first. That is the whole of the
-synchronisation: the edges of the graph, and nothing else. On the CPU ops run in program order and
-events are absent. So they are where a graph has no other stream than compute: nothing waits.
+that takes a handle from another stream waits for that event first. There is no other
+synchronisation than these edges of the graph. On the CPU, ops run in program order without events.
+A graph that uses only the compute stream has no events either, because nothing waits. A handle of
+host threads' work (`host`) has no event: its consumer waits on the host.
 
-A handle of what threads of the host do (`host`) has no event: who takes it waits on the host.
-
-[Note: deferred copies] A copy from a bucket that the host still updates must not be issued yet, nor
-may its stream's later copies overtake it. They are put off until the result is taken, or
-until the update is over, whichever the issuing thread meets first; everything that does not need
-them is issued in the meantime. Collectives stay in program order, since every rank must issue them
-in the same: after one that is put off, all that follow are.
+[Note: deferred copies] A copy from a bucket that the host still updates must not be issued yet, and
+later copies on its stream must not overtake it. They are deferred until a consumer needs the result
+or the update is complete, whichever the issuing thread reaches first; all independent work is
+issued meanwhile. Collectives stay in program order, because every rank must issue them in the same
+order: after a deferred collective, all later ones are deferred too.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ class Handle:
 
     value: Any
     stream: Stream
-    event: torch.cuda.Event | None = None  # recorded after the op that makes the value
-    host: Completion | None = None  # of the threads that make the value
-    deferred: bool = False  # not issued yet: there is no value and no event
+    event: torch.cuda.Event | None = None  # recorded after the op that computes the value
+    host: Completion | None = None  # of the host threads that compute the value
+    deferred: bool = False  # not issued yet: no value, no event
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +53,22 @@ class Streams:
         self._copies: dict[Stream, torch.cuda.Stream] = {}
         self._compute: torch.cuda.Stream | None = None
         self._deferred: deque[_Deferred] = deque()  # on the h2d and comm streams
-        # is compute the only stream of the graph that runs? Then a value is there as soon as its op
-        # is issued. Set by who runs it
+        # True if the running graph uses only the compute stream; then events are unnecessary. Set
+        # by the executor
         self.alone = False
         if device.type == "cuda":
-            # h2d overlaps weights with compute, d2h gradients: one each way, full duplex
+            # h2d overlaps weights with compute, d2h overlaps gradients: one per direction, full
+            # duplex
             self._copies = {
                 Stream.H2D: torch.cuda.Stream(device),
                 Stream.D2H: torch.cuda.Stream(device),
-                # collectives overlap both, and compute; torch makes theirs wait for this one
+                # collectives overlap copies and compute; torch's own comm stream waits for this one
                 Stream.COMM: torch.cuda.Stream(device),
             }
 
     def run(self) -> AbstractContextManager[None]:
-        """For its duration, compute is the caller's current stream."""
-        self._deferred.clear()  # of a run that failed
+        """A context in which the compute stream is the caller's current stream."""
+        self._deferred.clear()  # left by a failed run
         return self._run() if self._copies else nullcontext()
 
     @contextmanager
@@ -79,7 +79,7 @@ class Streams:
             self._catch_up(None)
 
     def issue(self, stream: Stream, waits: Iterable[Handle], work: Callable[[], Any]) -> Handle:
-        """Run `work` on `stream` after `waits`."""
+        """Issue `work` on `stream` after `waits`."""
         if not self._copies:  # no CUDA
             for handle in waits:
                 if handle.host is not None:
@@ -98,7 +98,7 @@ class Streams:
         return self._now(Handle(None, stream), waits, work)
 
     def _must_wait(self, stream: Stream, waits: Sequence[Handle]) -> bool:
-        """Is work to be put off? See [Note: deferred copies]."""
+        """True if work must be deferred. See [Note: deferred copies]."""
         if stream is Stream.H2D:
             return bool(self._deferred) or _busy(waits)
         if stream is Stream.COMM:
@@ -109,10 +109,10 @@ class Streams:
     def hand(
         self, stream: Stream, waits: Iterable[Handle], begin: Callable[[], tuple[Any, Completion]]
     ) -> Handle:
-        """Makes threads of the host `begin` work, which wait for the events of `waits` themselves.
+        """Start work on host threads, which wait for the events of `waits` themselves.
 
         Args:
-            begin: returns what they work on, and the end of that.
+            begin: starts the work; returns its value and its completion.
         """
         for handle in waits:
             if handle.deferred:
@@ -121,7 +121,7 @@ class Streams:
         return Handle(value, stream, host=end)
 
     def wait_on_compute(self, event: torch.cuda.Event) -> None:
-        """Makes what comes next on the caller's stream wait."""
+        """Make later work on the caller's stream wait."""
         torch.cuda.current_stream(self.device).wait_event(event)
 
     def _now(self, handle: Handle, waits: Sequence[Handle], work: Callable[[], Any]) -> Handle:
@@ -138,18 +138,18 @@ class Streams:
         return handle
 
     def mark(self, handle: Handle) -> None:
-        """Gives the handle of what was issued last an event, for a wait in another graph."""
+        """Record an event for the last issued handle, for a wait in another graph."""
         if self._copies and handle.event is None and not handle.deferred:
             handle.event = torch.cuda.Event()
             handle.event.record(self._queue(handle.stream))
 
     def _issue_ready(self) -> None:
-        """Issue what was put off and need not wait any more."""
+        """Issue deferred work that no longer has to wait."""
         while self._deferred and not _busy(self._deferred[0].waits):
             self._issue_next()
 
     def _catch_up(self, last: Handle | None) -> None:
-        """Issue what was put off, up to `last` (None: all of it), waiting for the host."""
+        """Issue deferred work up to `last` (None: all of it), waiting for the host."""
         while self._deferred and (last is None or last.deferred):
             self._issue_next()
 
@@ -175,12 +175,12 @@ class Streams:
 
 
 def _busy(waits: Iterable[Handle]) -> bool:
-    """True if threads of the host still do that work."""
+    """True if host threads still do that work."""
     return any(handle.host is not None and not handle.host.done() for handle in waits)
 
 
 def wait_for_host(waits: Iterable[Handle]) -> None:
-    """Wait for the threads of the host."""
+    """Wait for the host threads."""
     for handle in waits:
         if handle.host is not None:
             handle.host.wait()

@@ -1,10 +1,10 @@
-"""The ends of autograd's graph: the AccumulateGrad nodes of parameters, and what else leads to
-them.
+"""The leaves of autograd's graph: the AccumulateGrad nodes of parameters, and other nodes that lead
+to them.
 
-A captured graph hands a gradient to autograd without waiting for its copy to the host, and may sum
-it on the device with what `p.grad` holds already. Both are right only if neither is read before
-`backward()` returns. Those who may look are found here: hooks on the parameter or on its node, and
-other users of the parameter in the same backward (a penalty, a tied head outside of the model).
+A captured graph returns a gradient to autograd without waiting for its copy to the host, and may
+add it on the device to the current `p.grad`. Both are correct only if nothing reads the gradient
+before `backward()` returns. This module finds possible readers: hooks on the parameter or its node,
+and other users of the parameter in the same backward (a penalty, a tied head outside of the model).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megacompile.runtime.params.guards import unguarded
 
 
 class Accumulator:
-    """The AccumulateGrad node of one parameter; `Gradients` has it until the buckets change."""
+    """The AccumulateGrad node of one parameter; `Gradients` keeps it until the buckets change."""
 
     def __init__(self, param: nn.Parameter) -> None:
         self.param = param
@@ -31,12 +31,12 @@ class Accumulator:
 
     @property
     def hooks(self) -> tuple[dict[int, Any], dict[int, Any]]:
-        """Those of Python on the node; the dicts follow what is registered."""
+        """The Python hooks on the node; the dicts are live."""
         return self._before, self._behind
 
     @property
     def hooked_node(self) -> bool:
-        """True if a hook of Python is registered on the node, which a new node would not have."""
+        """True if a Python hook is registered on the node; a new node would lack it."""
         return bool(self._before or self._behind)
 
     @property
@@ -52,13 +52,13 @@ class Accumulator:
 
     @property
     def runs(self) -> bool | None:
-        """Inside a backward: see `compat.accumulates_into`."""
+        """True, inside a backward, if it accumulates here; see `compat.accumulates_into`."""
         return compat.accumulates_into(self.node)
 
 
 class Accumulators:
-    """The AccumulateGrad nodes of several parameters, which are asked together: in each step, of
-    each parameter."""
+    """The AccumulateGrad nodes of several parameters, queried together because every step queries
+    each."""
 
     def __init__(self, ends: Sequence[Accumulator]) -> None:
         self.params = [end.param for end in ends]
@@ -68,14 +68,13 @@ class Accumulators:
 
     @property
     def hooked(self) -> bool:
-        """True if a hook of any kind will see a gradient of theirs."""
+        """True if a hook of any kind will see one of their gradients."""
         with unguarded():
             return any(self._hooks) or compat.any_hooked(self.params)
 
     @property
     def all_run(self) -> bool:
-        """Inside a backward: true if it accumulates into all of them, as far as is known of
-        each."""
+        """True, inside a backward, if it accumulates into all of them, as far as each is known."""
         trained = all(map(_TRAINED, self.params))
         return trained and compat.accumulates_into_all(self.nodes)  # type: ignore[arg-type]
 
@@ -94,9 +93,9 @@ _NO_GRADIENT = frozenset((type(None),))
 class Users:
     """The users of parameters in one backward, by the id of the parameter."""
 
-    others: frozenset[int]  # used by others than captured graphs
-    several: frozenset[int]  # used by more than one captured graph, or by one that ran twice
-    nodes: frozenset[object]  # of the backward
+    others: frozenset[int]  # with users other than captured graphs
+    several: frozenset[int]  # used by several captured graphs, or by one that ran twice
+    nodes: frozenset[object]  # the backward's number
 
 
 def users_of(call: compat.BackwardCall, graph: type, gate: type, link: type) -> Users:
@@ -104,18 +103,18 @@ def users_of(call: compat.BackwardCall, graph: type, gate: type, link: type) -> 
 
     Args:
         call: the backward.
-        graph: the autograd function of captured graphs.
-        gate: that of their gates, whose first edge leads to the next gate, and the others to
-            parameters, each once.
-        link: the one that joins a proxy to its parameter, `ctx.param`; an edge to it counts as one
-            to the parameter, but for those of captured graphs, whose gates have one too. An edge
-            from a graph to a parameter is of a tensor that a call was given.
+        graph: the autograd function class of captured graphs.
+        gate: the function class of their gates. A gate's first edge leads to the next gate, the
+            others lead to parameters, each once.
+        link: the function class that connects a proxy to its parameter, `ctx.param`. An edge to it
+            counts as an edge to the parameter, except from captured graphs, whose gates have one
+            too. An edge from a graph to a parameter belongs to a tensor input of the call.
     """
     end, joins = compat.ACCUMULATOR, compat.node_class(link)
     of_graph, of_gate = compat.node_class(graph), compat.node_class(gate)
     todo: list[Any] = [compat.root_node(root) for root in call.roots]
     others = {id(node.variable) for node in todo if type(node) is end}
-    gates = list[Sequence[Any]]()  # their edges to parameters
+    gates = list[Sequence[Any]]()  # edges to parameters
     seen: set[object] = set()
     while todo:
         node = todo.pop()

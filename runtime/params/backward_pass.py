@@ -1,9 +1,10 @@
-"""One call of `backward()`: what captured graphs hand to autograd, and what is left at its end.
+"""One call of `backward()`: the gradients that captured graphs return to autograd, and the work at
+its end.
 
-Autograd accumulates: it takes a gradient that is in a bucket as `p.grad` without a copy, adds
-where something is there already, and runs the hooks. Copies to the host may still be on their way
-then. When `backward()` ends they are waited for, `p.grad` learns to answer for its norm, and sums
-that autograd made elsewhere go into the bucket.
+Autograd accumulates: it adopts a bucket's gradient as `p.grad` without a copy, adds to an existing
+one, and runs hooks. Copies to the host may still be in flight then. The end of `backward()` waits
+for them, gives each `p.grad` its precomputed norm, and copies sums that autograd allocated
+elsewhere into the bucket.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from megacompile.runtime.params.gradient_guards import (
 from megacompile.runtime.params.gradient_record import GradientRecord, Norms, Totals
 from megacompile.runtime.params.guards import guard_of
 
-LEAST_FOLDED = 4 * 2**20  # bytes of a gradient on average: to scale fewer takes a GPU less time
-# than the host needs to guard the gradient
+# average bytes per gradient: a GPU scales smaller ones faster than the host can guard them
+LEAST_FOLDED = 4 * 2**20
 
 
 class BackwardPass:
-    """The gradients of one call of `backward()`; `Gradients` has it until that ends.
+    """The gradients of one call of `backward()`; `Gradients` keeps it until the call ends.
 
     Args:
-        folds: the update of a bucket on the device multiplies its gradients by a factor itself.
+        folds: updates on the device multiply a bucket's gradients by a factor themselves.
     """
 
     def __init__(
@@ -59,19 +60,19 @@ class BackwardPass:
         self.streams = streams
         self.buckets = buckets
         self.records: dict[ParamId, GradientRecord] = {}
-        self.last = True  # before the step, as far as is known
+        self.last = True  # the last backward before the step, as far as known
         self.norms: dict[int, Norms] = {}  # by bucket
-        self.copies: dict[int, torch.cuda.Event | None] = {}  # by bucket: its way to the host
+        self.copies: dict[int, torch.cuda.Event | None] = {}  # by bucket: copies to the host
 
     def record(self, place: ParamId) -> GradientRecord:
-        """The record of a parameter, made at first."""
+        """The record of a parameter, created at first use."""
         found = self.records.get(place)
         if found is None:
             found = self.records[place] = GradientRecord()
         return found
 
     def has(self, place: ParamId) -> bool:
-        """True if autograd has a gradient of a parameter."""
+        """True if autograd has received a parameter's gradient."""
         found = self.records.get(place)
         return found is not None and found.memory is not None
 
@@ -83,12 +84,12 @@ class BackwardPass:
                 continue
             if self.buckets[key].resident is None:
                 event.synchronize()
-            else:  # who reads them does so on the compute stream
+            else:  # readers run on the compute stream
                 self.streams.wait_on_compute(event)
 
     def give_up(self) -> None:
-        """It has failed: what was taken out of `p.grad` and not accumulated goes back, and what was
-        accumulated may be read."""
+        """Clean up after a failure: gradients taken out of `p.grad` and not accumulated are
+        restored, and accumulated ones become readable."""
         self.await_copies(self.copies)
         for (key, i), record in self.records.items():
             param = self.buckets[key].params[i]
@@ -97,10 +98,10 @@ class BackwardPass:
         self._leave_unsummed()
 
     def finish(self) -> None:
-        """`backward()` ends: every `p.grad` is a tensor that anybody may use.
+        """Finish `backward()`: every `p.grad` becomes usable by any code.
 
-        A reader of one finds the copy to the host done: it is waited for here, but for buckets
-        whose update the device will make, whose gradients are guarded and wait when they are read.
+        Waits for the copies to the host, except for buckets that the device will update: their
+        gradients are guarded, and the first reader waits.
         """
         taken = [place for place, record in self.records.items() if record.in_bucket]
         updated = [(place, each) for place, each in self.records.items() if each.updated]
@@ -122,12 +123,12 @@ class BackwardPass:
         self._serve(quiet, lazy)
         if self.folds:
             self._fold(quiet)
-        # who asks for norms keeps this, and not the gradients: the next ones go into their memory
+        # norms reference this object, not the gradients, whose memory the next ones reuse
         self.records.clear()
 
     def _sum(self, ranks: Ranks) -> None:
-        """Note which gradients are summed over replicas. After a last backward all are: those of
-        earlier ones that it has not added to, as of another graph, are summed here."""
+        """Record which gradients are summed over replicas. After a last backward all are: gradients
+        of earlier backwards that it did not add to (of another graph) are summed here."""
         for (key, i), record in self.records.items():
             if record.summed:
                 note_sum(self.buckets[key].params[i])
@@ -148,8 +149,8 @@ class BackwardPass:
                 leave_unsummed(self.buckets[key].params[i], self.buckets[key].layout.params[i].name)
 
     def _in_place(self, taken: Sequence[ParamId]) -> set[ParamId]:
-        """The gradients, of these, that are in their places in the buckets. All of them are asked
-        about at once first, as there are many in every step."""
+        """The gradients among these that are in place in the buckets. Checks all of them at once
+        first, because every step has many."""
         buckets, address = self.buckets, torch.Tensor.data_ptr
         theirs: list[Any] = [buckets[key].params[i].grad for key, i in taken]
         ours: list[Any] = [buckets[key].grads.get(i) for key, i in taken]
@@ -162,12 +163,12 @@ class BackwardPass:
         return {(key, i) for key, i in taken if lies_in_bucket(buckets[key], i)}
 
     def _settle_down(self, place: ParamId) -> None:
-        """Restores the tensor of `p.grad`, or adopts a sum that autograd has made."""
+        """Restore the tensor of `p.grad`, or adopt a sum that autograd allocated."""
         key, i = place
         bucket, record = self.buckets[key], self.records[place]
         param, before = bucket.params[i], record.before
         gradient, memory = param.grad, bucket.grads.get(i)
-        if gradient is None or memory is None:  # a hook took it; or it was frozen since
+        if gradient is None or memory is None:  # a hook took it, or the parameter was frozen since
             return
         if lies_in_bucket(bucket, i):
             if before is not None:
@@ -183,8 +184,8 @@ class BackwardPass:
             param.grad = compat.like(param, memory.detach())
 
     def _lazy(self, in_place: set[ParamId]) -> set[int]:
-        """The buckets whose gradients may still be on their way when `backward()` returns: each is
-        what autograd was given, and was not looked at."""
+        """The buckets whose gradients may still be in flight when `backward()` returns: autograd
+        adopted each unchanged and nothing read it."""
         return {
             key
             for key, norms in self.norms.items()
@@ -203,7 +204,7 @@ class BackwardPass:
         return norms.get(k) if self.totals is None else self.totals.get(norms, k)
 
     def _serve(self, quiet: set[ParamId], lazy: set[int]) -> None:
-        """Guards gradients whose norms were taken on the device: they answer with them."""
+        """Guard gradients whose norms were computed on the device; they return these norms."""
         if self.totals is not None:
             others = [r.norms for r in self.records.values() if r.norms is not None]
             self.totals.expect([*self.norms.values(), *others])
@@ -217,12 +218,12 @@ class BackwardPass:
                 mine = compat.local(gradient)
                 if type(mine) is not torch.Tensor:
                     continue
-                if key in lazy or compat.storage_users(mine) <= 2:  # else another name changes it
+                if key in lazy or compat.storage_users(mine) <= 2:  # no alias changes it
                     name, of_it = bucket.layout.params[i].name, partial(self._norms, norms, k)
                     make_lazy(gradient, name, of_it, bucket.pending, copied)
 
     def _fold(self, quiet: Iterable[ParamId]) -> None:
-        """Guards the gradients that stay on the device: they note a factor from now on."""
+        """Guard the gradients that stay on the device; they record a factor from now on."""
         resident = [bucket for bucket in self.buckets.values() if bucket.resident is not None]
         size_bytes = sum(bucket.layout.size_bytes for bucket in resident)
         if size_bytes < LEAST_FOLDED * sum(len(bucket.params) for bucket in resident):
@@ -232,17 +233,17 @@ class BackwardPass:
             gradient = bucket.params[i].grad
             if bucket.resident is None or type(gradient) is not torch.Tensor:
                 continue
-            if not is_shared(gradient):  # who held another name for it would read it unscaled
+            if not is_shared(gradient):  # an alias would read it unscaled
                 fold(gradient, bucket.layout.params[i].name, bucket.pending)
 
 
 def lies_in_bucket(bucket: HostBucket, index: int) -> bool:
-    """True if a parameter's `p.grad` is in its place in its bucket."""
+    """True if a parameter's `p.grad` is in place in its bucket."""
     gradient, memory = bucket.params[index].grad, bucket.grads.get(index)
     return gradient is not None and memory is not None and same_memory(gradient, memory)
 
 
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Do two tensors of one shape begin at the same place? Empty ones are nowhere."""
+    """True if two tensors of one shape have the same address; empty tensors have none."""
     a = compat.local(a)
     return a.layout is torch.strided and (a.data_ptr() == b.data_ptr() or not a.numel())

@@ -1,8 +1,8 @@
-"""A bucket: its parameters, gradients and states, in flat buffers, one for each kind.
+"""A bucket: its parameters, gradients and states in flat buffers, one per kind.
 
-On the host they are exact-size and page-locked; those of a resident bucket are on the device. What
-is under way on them is in `pending`, where the states are in `states`, and what must be done for a
-streamed copy in another dtype in `copy`.
+Host buffers are exact-size and page-locked; a resident bucket's buffers are on the device.
+`pending` tracks work in flight, `states` the optimizer states' memory, and `copy` a streamed copy
+in another dtype.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ from megacompile.runtime.params.state_memory import NewStates, StateMemory
 
 
 class HostBucket:
-    """A bucket on the host: parameters, gradients once there are any, optimizer states.
+    """A bucket's memory: parameters, gradients (once they exist) and optimizer states.
 
-    `layout` is what is streamed. Where that is a copy in `compute_dtype`, the parameters (the
-    masters) are in memory of their own, and `refresh` brings the copy up to date.
+    `layout` describes the streamed buffer. If it is a copy in `compute_dtype`, the parameters (the
+    masters) have separate memory, and `refresh` updates the copy.
 
-    Where several ranks share the parameters, this is one rank's part: `layout` is of its rows, and
-    `whole` of what they have together. The parameters are DTensors then.
+    If several ranks share the parameters, this is one rank's part: `layout` describes its rows, and
+    `whole` the full parameters. The parameters are DTensors then.
 
     Args:
-        whole: names, shapes, strides and dtypes of the parameters as they are streamed.
-        params: what the user holds; they become views of this bucket's memory. Of a packed one,
-            the tensors that it is made of: they are frozen.
-        pin: page-lock what is copied to and from the device.
-        rank: this process's, among those that share the bucket.
-        grad_dtype: of the gradients. Default: each parameter's own.
+        whole: names, shapes, strides and dtypes of the streamed parameters.
+        params: the user's parameters; they become views of this bucket's memory. For a packed
+            parameter, its component tensors, which are frozen.
+        pin: page-lock memory that is copied to and from the device.
+        rank: this process among the ranks that share the bucket.
+        grad_dtype: dtype of the gradients. Default: each parameter's.
         pin_masters: page-lock parameters that are not streamed themselves.
-        resident: the device that all of it is on, if any.
-        disk: where the states of a streamed bucket are, if not in host memory.
-        weights_on_disk: its parameters are there too. They are what is streamed: no copy.
-        empty: on the host, with memory that was not touched. The code that fills it lets the
-            parameters have it, and calls `filled`.
-        filling: lets the values come in the background, where they can (see `fill`).
-        budget: makes its buffers on the host. Default: one without a limit.
+        resident: the device that holds the whole bucket, if any.
+        disk: the disk with the states of a streamed bucket; None: host memory.
+        weights_on_disk: the parameters are on the disk too. They are streamed themselves, without a
+            copy.
+        empty: allocate untouched host memory. The code that fills it points the parameters to it
+            and calls `filled`.
+        filling: copies the values in the background if possible (see `fill`).
+        budget: allocates its host buffers. Default: one without a limit.
     """
 
     def __init__(
@@ -80,16 +81,16 @@ class HostBucket:
         self.pin = pin
         self.pin_masters = pin_masters
         self.grad_dtype = grad_dtype
-        self.on_disk: DiskBuffer | None = None  # where the parameters are, if on the disk
+        self.on_disk: DiskBuffer | None = None  # the parameters' buffer, if on the disk
         if weights_on_disk and self.disk is not None:
             self.on_disk = self.disk.buffer(layout.size_bytes)
         buffer = self._streamed_lie_in = self._new_streamed()
         self.flat = buffer.bytes(layout.size_bytes)  # (size_bytes,) uint8: of this rank's part
         self.streamed = [buffer.tensor(place) for place in layout.params]
         self._memory: list[torch.Tensor] = []  # flat, uint8: of masters and gradients
-        self._grad_memory: torch.Tensor | None = None  # that of them which holds the gradients
+        self._grad_memory: torch.Tensor | None = None  # the one with the gradients
         self._buffer = buffer
-        # the parameters' own memory
+        # the parameters' memory
         self._values_lie_in, self._places, self.values = self._masters(buffer)
         self.homes = [value.data_ptr() for value in self.values]
         self._strides = [value.stride() for value in self.values]
@@ -109,11 +110,11 @@ class HostBucket:
             self._settle_in()
 
     def _new_streamed(self) -> HostBuffer | DeviceBuffer | DiskBuffer:
-        """The buffer of what is streamed."""
+        """The streamed buffer."""
         return self.on_disk or self.new_buffer(self.layout.size_bytes, pin=self.pin)
 
     def _take(self) -> None:
-        """Give the parameters, with their values, the bucket's memory."""
+        """Copy the parameters into the bucket's memory and point them to it."""
         if self.on_disk is not None:
             self._write(self.on_disk)
         for param, value in zip(self.params, self.values, strict=True):
@@ -122,7 +123,7 @@ class HostBucket:
             set_storage(param, value)
 
     def _take_later(self, filling: Filling) -> None:
-        """The same, and the values come after that. They are waited for from here on."""
+        """The same, with values copied later; users of the parameters wait for them."""
         buffer = self._streamed_lie_in
         assert isinstance(buffer, HostBuffer)
         self._settle_in()
@@ -133,11 +134,12 @@ class HostBucket:
             for param, value in zip(self.params, self.values, strict=True):
                 param.data = value
         fill.begin(filling.thread)
-        if any(guard_of(param) is None for param in self.params):  # of a class of its own
+        if any(guard_of(param) is None for param in self.params):  # a subclass
             self.pending.wait()
 
     def _write(self, place: DiskBuffer) -> None:
-        """Bring the parameters to the disk. Page faults would take ten times as long."""
+        """Write the parameters to the disk. Writing through page faults would take ten times as
+        long."""
         assert self.disk is not None and not self.has_copy
         memory = self._budget.make(
             len(place), f"{self.layout.name}, on its way to a disk,", pin=False
@@ -151,14 +153,14 @@ class HostBucket:
             request.wait()
 
     def _settle_in(self) -> None:
-        """The parameters are in their places."""
+        """Record that the parameters are in place."""
         for param in self.params:
             if self.grad_dtype is not None and param.requires_grad:
                 param.grad_dtype = self.grad_dtype
         self.refresh()
 
     def filled(self) -> None:
-        """The parameters of a bucket that was made empty have its memory, and values."""
+        """Record that an empty bucket's parameters now use its memory and have values."""
         self._empty = False
         self._settle_in()
         for buffer, pin in ((self._buffer, self.pin), (self._values_lie_in, self.pin_masters)):
@@ -166,17 +168,17 @@ class HostBucket:
                 buffer.lock()
 
     def new_buffer(self, size_bytes: int, *, pin: bool) -> HostBuffer | DeviceBuffer:
-        """Memory where the bucket is.
+        """Allocate memory on the bucket's side (host or device).
 
         Raises:
-            HostMemoryError: there is too little of it, or it is over the budget.
+            HostMemoryError: too little memory, or the budget is exceeded.
         """
         if self.resident is not None:
             return DeviceBuffer(self.resident)
         return self._budget.make(size_bytes, self.layout.name, pin=pin, touch=not self._empty)
 
     def state_buffer(self, size_bytes: int, *, pin: bool) -> HostBuffer | DeviceBuffer:
-        """Memory where the states are."""
+        """Allocate memory for states, wherever the bucket keeps them."""
         if self.disk is not None:
             return self.disk.buffer(size_bytes)
         return self.new_buffer(size_bytes, pin=pin)
@@ -184,8 +186,8 @@ class HostBucket:
     def _masters(
         self, buffer: HostBuffer | DeviceBuffer
     ) -> tuple[HostBuffer | DeviceBuffer, Sequence[Param], list[torch.Tensor]]:
-        """The place of the parameters: the buffer (that of what is streamed, if it is theirs too),
-        their places in it, and they. Packed ones have no masters: they are what is streamed."""
+        """The parameters' buffer (the streamed one, if it holds them), their offsets in it, and the
+        parameters. Packed parameters have no masters: they are streamed themselves."""
         named = zip(self.layout.params, self.params, strict=True)
         if all(place.dtype == param.dtype for place, param in named):
             return buffer, self.layout.params, self.streamed
@@ -199,21 +201,21 @@ class HostBucket:
         return buffer, places, values
 
     def refresh(self) -> None:
-        """Bring the streamed copy up to date with what the user changed."""
+        """Update the streamed copy with the user's changes."""
         self.copy.refresh(idle=self.pending.in_flight is None)
 
     def aliased(self, index: int) -> bool:
-        """True if a parameter's memory is held under another name."""
+        """True if a parameter's memory has an alias."""
         return self._copied.aliased(index)
 
-    # What the user replaced.
+    # Storages that the user replaced.
 
     def replaced(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Parameters whose storage the user replaced, and their places here."""
+        """Parameters whose storage the user replaced, with their views in this bucket."""
         return [(self.params[i], self.values[i]) for i in self._replaced()]
 
     def is_replaced(self) -> bool:
-        """Did the user replace some? The quick look, for every call."""
+        """True if the user replaced any: the quick check in every call."""
         parts = compat.locals_of(self.params)
         return (
             list(map(torch.Tensor.data_ptr, parts)) != self.homes
@@ -231,8 +233,8 @@ class HostBucket:
         ]
 
     def left_to_others(self) -> bool:
-        """True if memory that a parameter has left is still held, as a backup of `p.data`."""
-        own = OWN_USERS - 1  # all but the parameter
+        """True if memory that a parameter left is still referenced (a backup of `p.data`)."""
+        own = OWN_USERS - 1  # users other than the parameter
         return any(
             self.values[i].data_ptr() == self.homes[i]
             and compat.storage_users(self.values[i]) > own
@@ -240,11 +242,11 @@ class HostBucket:
         )
 
     def adopt(self, *, moved: bool = True) -> bool:
-        """Take over storage that the user replaced; False where the layout no longer fits.
+        """Adopt storages that the user replaced; False if the layout no longer fits.
 
         Args:
-            moved: also where torch has moved it to memory that processes share, which moves our
-                own tensors too. Code that made other ones of them then needs new ones.
+            moved: also handle a storage that torch moved to shared memory, which moves the bucket's
+                own tensors too. Tensors derived from them must then be recreated.
         """
         for i in self._replaced():
             param, value = self.params[i], self.values[i]
@@ -256,12 +258,12 @@ class HostBucket:
                     continue
                 value = self._return_home(i)
             set_storage(param, value)
-            with torch.no_grad():  # by its name, so that a pending backward sees a new version
+            with torch.no_grad():  # a pending backward sees the new version
                 param.copy_(compat.like(param, theirs))
         return True
 
     def _return_home(self, index: int) -> torch.Tensor:
-        """New tensors in a parameter's old place, from which it was moved."""
+        """New tensors at the offset of a parameter that was moved away."""
         _say_moved(self.layout.params[index].name)
         packed = self.has_copy and self.layout.params[index].packed
         lies_in = self._streamed_lie_in if packed else self._values_lie_in
@@ -275,7 +277,8 @@ class HostBucket:
     # Gradients.
 
     def make_grads(self) -> None:
-        """Get memory for the gradients: the first time, or when the user still holds the last."""
+        """Allocate memory for the gradients: the first time, or if the user still holds the last
+        ones."""
         dtypes = self._grad_dtypes()
         self._memory = [memory for memory in self._memory if memory is not self._grad_memory]
         made = self._like(dtypes, functools.partial(self.new_buffer, pin=self.pin))
@@ -283,14 +286,14 @@ class HostBucket:
         self._memory.append(made.whole)
 
     def make_grad(self, index: int) -> torch.Tensor:
-        """Get memory for one gradient of a bucket that lives on the device."""
+        """Allocate memory for one gradient of a resident bucket."""
         like = self.values[index]
         self.grads[index] = torch.empty_like(like, dtype=self.grad_dtype or like.dtype)
         return self.grads[index]
 
     def keep_grads(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Takes gradients for a bucket that lives on the device, by index: in their own memory
-        where that is not shared, else as copies."""
+        """Adopt gradients of a resident bucket, by index: without a copy if their storage is not
+        shared, otherwise as copies."""
         dtype, values, strides = self.grad_dtype, self.values, self._strides
         copies: list[torch.Tensor] = []
         copied: list[torch.Tensor] = []
@@ -300,7 +303,7 @@ class HostBucket:
                 and gradient.stride() == strides[i]
                 and compat.is_alone(gradient)
             ):
-                self.grads[i] = gradient.detach()  # one name more: who else has it copies
+                self.grads[i] = gradient.detach()  # one more reference: other holders copy
                 continue
             copies.append(self.make_grad(i))
             copied.append(gradient)
@@ -308,7 +311,7 @@ class HostBucket:
             compat.FOREACH_COPY(copies, copied)
 
     def grads_bytes(self) -> int:
-        """Bytes of memory for the gradients, where they are on the host."""
+        """Bytes of the gradients' memory, if on the host."""
         return self.bytes_like(self._grad_dtypes())
 
     def _grad_dtypes(self) -> dict[int, torch.dtype]:
@@ -316,11 +319,11 @@ class HostBucket:
         return {i: self.grad_dtype or self.params[i].dtype for i in trained}
 
     def bytes_like(self, dtypes: Mapping[int, torch.dtype]) -> int:
-        """Bytes of memory like some of the parameters: dtypes by index."""
+        """Bytes of memory shaped like some of the parameters: index -> dtype."""
         return _places(self.layout, dtypes)[1]
 
     def states_like(self, dtypes: Mapping[int, torch.dtype], *, pin: bool) -> NewStates:
-        """New memory for states like some of the parameters: dtypes by index."""
+        """Allocate states shaped like some of the parameters: index -> dtype."""
         return self._like(dtypes, functools.partial(self.state_buffer, pin=pin))
 
     def _like(
@@ -333,13 +336,13 @@ class HostBucket:
         return NewStates(tensors, whole, buffer)
 
     def span(self, first: torch.Tensor, numel: int) -> torch.Tensor:
-        """`numel` elements of this bucket's memory, from the first of a tensor in it: (numel,)."""
+        """`numel` elements of this bucket's memory, starting at a tensor in it: (numel,)."""
         found = self._slice(first, numel)
         assert found is not None, "a span that leaves the memory of its bucket"
         return found
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """True if a dense tensor is in memory that this bucket has now."""
+        """True if a dense tensor is in this bucket's current memory."""
         return self._slice(tensor, tensor.numel()) is not None
 
     def _slice(self, first: torch.Tensor, numel: int) -> torch.Tensor | None:
@@ -352,7 +355,8 @@ class HostBucket:
 
 
 def _places(layout: Bucket, dtypes: Mapping[int, torch.dtype]) -> tuple[dict[int, Param], int]:
-    """Places for tensors like some of a bucket's parameters, and the bytes of a buffer for them."""
+    """Offsets for tensors shaped like some of a bucket's parameters, and the bytes of their
+    buffer."""
     offsets, end = mirrored(layout, {i: dtype.itemsize for i, dtype in dtypes.items()})
     places = {
         i: replace(layout.params[i], dtype=dtype, offset_bytes=offsets[i])
@@ -362,7 +366,7 @@ def _places(layout: Bucket, dtypes: Mapping[int, torch.dtype]) -> tuple[dict[int
 
 
 def set_storage(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Sets a tensor, or this rank's part of it, to `value`."""
+    """Set a tensor, or this rank's part of it, to `value`."""
     if compat.is_sharded(tensor):
         compat.set_local(tensor, value)
     else:
@@ -370,13 +374,13 @@ def set_storage(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _owners(bucket: ref[HostBucket]) -> list[object]:
-    """The optimizers that have states of a bucket."""
+    """The optimizers with states for a bucket."""
     alive = bucket()
     return [] if alive is None else alive.states.owners()
 
 
 def _nothing() -> None:
-    """Pageable memory gets its pages when it is written."""
+    """Return at once: pageable memory gets its pages at the first write."""
 
 
 def _say_moved(name: str) -> None:

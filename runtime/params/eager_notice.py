@@ -1,8 +1,7 @@
-"""The part of a model that a user's code reads in eager mode, where, and why: said once for each
-cause.
+"""Reports the parameters that user code reads in eager mode, where and why: one warning per cause.
 
-What is captured is streamed by a schedule. Everything else is fetched at each use, unless it lives
-on the device: right, and slow.
+Schedules stream the parameters of captured code. All other code fetches a parameter at each use,
+unless it lives on the device: correct, but slow.
 """
 
 from __future__ import annotations
@@ -21,29 +20,29 @@ from megacompile.text import format_bytes
 
 
 class EagerNotice:
-    """The parameters that eager code has used of a model since its last call began.
+    """The parameters of a model that eager code has used since the last call began.
 
-    The model's `ModelBuckets` have it for good.
+    Owned by the model's `ModelBuckets`.
 
     Args:
-        links: the links of parameters that it has used, whose backward is to come.
+        links: the links of used parameters with a pending backward.
     """
 
     def __init__(self, links: Live[Any] | None = None) -> None:
         self._links: Live[Any] = Live() if links is None else links
         self.used = False  # by eager code, or an unknown caller
-        self.read: set[int] = set()  # ids of all parameters that it has read, in any call
-        self._ever: set[int] = set()  # ids of all parameters that it has used
-        self.place = ""  # the first line that did
+        self.read: set[int] = set()  # ids of all parameters that eager code has ever read
+        self._ever: set[int] = set()  # ids of all parameters that eager code has used
+        self.place = ""  # the first line that used one
         self.cause = ""  # why that was not captured
         self._params: set[int] = set()  # ids of the parameters
-        self._said: set[str] = set()  # causes
-        self._uncaptured = compat.uncaptured()  # how many, when the last call ended
-        self._asked = self._recorded = False  # in a call that is not to be captured; by autograd?
+        self._said: set[str] = set()  # reported causes
+        self._uncaptured = compat.uncaptured()  # their number when the last call ended
+        self._asked = self._recorded = False  # in a call without capture; with gradients?
 
     @contextmanager
     def unless_it_raises(self) -> Iterator[None]:
-        """Forgets what eager code uses in the block if that raises."""
+        """Discard the uses by eager code in the block if it raises."""
         used, ever = self.used, self._ever.copy()
         try:
             yield
@@ -54,8 +53,8 @@ class EagerNotice:
 
     @contextmanager
     def asked_for(self) -> Iterator[None]:
-        """A call that is not to be captured: nothing is said of it. Without gradients nothing is
-        remembered either, since no link is used."""
+        """A block for a call without capture: no warning. Without gradients nothing is recorded
+        either, because no link is used."""
         before = self._asked, self._recorded
         self._asked, self._recorded = True, torch.is_grad_enabled()
         try:
@@ -64,14 +63,14 @@ class EagerNotice:
             self._asked, self._recorded = before
 
     def forget(self) -> None:
-        """Forgets what a call has used that raised."""
+        """Discard the uses of a call that raised."""
         self.place, self.cause, self._params = "", "", set()
 
     def __call__(self, param: torch.Tensor | None, link: Any) -> None:
-        """Eager code uses a parameter; None: of no model.
+        """Record a use of a parameter by eager code; None: a parameter of no model.
 
         Args:
-            link: through which a backward may come. None: it will not.
+            link: the link of a possible backward. None: no backward.
         """
         if link is not None and link.links is None:
             link.links = self._links
@@ -81,7 +80,7 @@ class EagerNotice:
             return
         self.used = True
         self._ever.add(id(param))
-        if self._asked or compat.backward_id() != -1:  # a backward is where its forward was
+        if self._asked or compat.backward_id() != -1:  # reported by its forward
             return
         if self._said and compat.uncaptured() == self._uncaptured:
             return
@@ -106,11 +105,11 @@ class EagerNotice:
         return id(param) in self._ever or id(None) in self._ever
 
     def say(self, params: Callable[[], Iterable[torch.nn.Parameter]], because: str = "") -> None:
-        """After a call: say what it read in eager mode, once for each cause.
+        """Warn after a call of what it read in eager mode, once per cause.
 
         Args:
-            params: returns all of the model's.
-            because: the cause, where it is known. Default: what Dynamo has met.
+            params: returns all parameters of the model.
+            because: the cause, if known. Default: the reason that Dynamo recorded.
         """
         place, cause, used = self.place, because or self.cause, self._params
         self.forget()
@@ -125,7 +124,7 @@ class EagerNotice:
 
 
 def share(params: Iterable[torch.nn.Parameter], some: Iterable[int]) -> str:
-    """The share of a model that some of its parameters are, which are given by their ids."""
+    """The share of a model's parameters, given by ids, as text."""
     ids = set(some)
     every = {id(param): param.nbytes for param in params}
     part, whole = sum(every[i] for i in ids & every.keys()), sum(every.values())
@@ -137,7 +136,7 @@ def share(params: Iterable[torch.nn.Parameter], some: Iterable[int]) -> str:
 
 
 def _frames_of_user_code() -> list[FrameType]:
-    """The stack from the innermost line that is not ours or torch's on, outward; nothing in a
+    """The stack outward from the innermost line outside of megacompile and torch; empty in a
     captured graph or in Dynamo."""
     frame: FrameType | None = sys._getframe(1)
     found: list[FrameType] = []
@@ -151,10 +150,10 @@ def _frames_of_user_code() -> list[FrameType]:
 
 
 def _cause(frames: Iterable[FrameType], in_this_call: bool) -> str:
-    """The reason why code was not captured that these frames call, the innermost first.
+    """The reason why the code called by these frames (innermost first) was not captured.
 
     Args:
-        in_this_call: Dynamo has met something in it that it could not capture.
+        in_this_call: Dynamo found something in this call that it could not capture.
     """
     frames = tuple(frames)
     if switch := compat.capture_is_off():

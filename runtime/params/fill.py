@@ -1,15 +1,15 @@
-"""Parameters come to their bucket in the background, while the model is captured.
+"""Copies parameters to their buckets in the background, while the model is captured.
 
     before: touch, page-lock, copy; touch, page-lock, copy; ... then capture
     after:  capture, and next to it, bucket by bucket: touch, page-lock, copy
 
-A bucket has its memory at once, whose pages the system has not given yet, and the parameters are
-views of it. Until their values are there, a user of a parameter waits for its bucket, as for an
-update (`pending`): a capture looks at no values. The plan waits for all of them
-(`Machine.await_parameters`), because it is about the memory that is free.
+A bucket maps its memory at once, without physical pages, and the parameters are views of it. Until
+the values are copied, a user of a parameter waits for its bucket, as for an update (`pending`); a
+capture reads no values. The plan waits for all buckets (`Machine.await_parameters`), because it
+counts free memory.
 
-[Note: whose turn] The thread does it, or a waiter that finds that it has not begun: so none
-is forgotten, wherever Ctrl-C comes.
+[Note: whose turn] The thread does the copy, or a waiter that finds it not started: so no bucket is
+forgotten, wherever Ctrl-C arrives.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Filling:
 
 
 class Fill(InFlight):
-    """The way of a bucket's parameters to its memory.
+    """The copy of a bucket's parameters into its memory.
 
     Args:
-        params: as the user has them.
-        values: their places in the bucket.
-        settle: gives the memory its pages, and locks them for `device`.
+        params: the user's parameters.
+        values: their views in the bucket.
+        settle: allocates the memory's pages and locks them for `device`.
         device: that computes.
     """
 
@@ -62,18 +62,18 @@ class Fill(InFlight):
         self.values = values
         self.settle = settle
         self.device = device
-        self._claims: list[object] = []  # the first one's turn it is
-        self._sources = [param.detach() for param in params]  # given up when all is copied
+        self._claims: list[object] = []  # the first to take it does the copy
+        self._sources = [param.detach() for param in params]  # dropped when everything is copied
         devices = {s.device for s in self._sources if s.device.type == "cuda"}
-        # what is still computing them
+        # work that still computes them
         self._computed = [torch.cuda.current_stream(d).record_event() for d in devices]
 
     def begin(self, thread: Background) -> None:
-        """Gives it to a thread."""
+        """Enqueue it for the thread."""
         thread.submit(self._if_nobody_has)
 
     def wait(self) -> None:
-        """Raises what went wrong; then the parameters are where they were."""
+        """Raise the error of a failed copy; the parameters are then in their old memory."""
         self._if_nobody_has()
         super().wait()
 
@@ -110,7 +110,8 @@ class Fill(InFlight):
             trim_heap()
 
     def _give_back(self) -> None:
-        """It has failed: the parameters are where they were, unless all is copied."""
+        """Undo a failed copy: the parameters return to their old memory, unless everything was
+        copied."""
         with unguarded():
             for param, source in zip(self.params, self._sources, strict=False):
                 param.data = source

@@ -1,26 +1,25 @@
-"""The guards of gradients: `p.grad` that answers for its norm and notes a factor, or is an error.
+"""Guards of gradients: a `p.grad` that returns a precomputed norm, records a factor, or raises.
 
-**Lazy gradients.** An L2 norm over gradients on the host takes longer than the update itself, but
-each gradient has been on the device, where its norm costs nothing. So `p.grad` answers
-`torch.linalg.vector_norm` and `torch._foreach_norm` with the norm that was taken there, and notes a
-factor instead of multiplying: stock `clip_grad_norm_` and `get_total_norm` need nothing else. The
-optimizer takes the factor along. Any other use multiplies first, and from then on `p.grad` is a
-plain tensor.
+**Lazy gradients.** An L2 norm over host gradients takes longer than the update itself, but each
+gradient has been on the device, where its norm is nearly free. So `torch.linalg.vector_norm` and
+`torch._foreach_norm` of `p.grad` return the norm computed there, and a multiplication only records
+its factor: stock `clip_grad_norm_` and `get_total_norm` need nothing else. The optimizer applies
+the factor. Any other use multiplies first and makes `p.grad` a plain tensor.
 
-**Folded gradients.** `clip_grad_norm_` multiplies all gradients by one factor: 4 bytes of a bf16
-gradient through device memory, next to the 22 that the update moves. The update of a bucket that
-lives on the device reads the gradient anyway: it multiplies, and rounds as `mul_` does, so the
-numbers are the same in every bit (`Update.factor`). The factor stays on the device: a reader of it
-would wait for the backward. Norms are those that torch takes of the tensors as they are.
+**Folded gradients.** `clip_grad_norm_` multiplies all gradients by one factor: 4 bytes of memory
+traffic per bf16 element, in addition to the 22 of the update. A resident bucket's update reads the
+gradient anyway: it multiplies, and rounds like `mul_`, so the numbers are bitwise equal
+(`Update.factor`). The factor stays on the device: reading it on the host would wait for the
+backward. torch computes the norms from the tensors as usual.
 
-**Taken gradients.** Nothing is left of a gradient that an update in the backward has used up but
-its L2 norm, so loops that log the norm go on: `clip_grad_norm_(parameters, inf)`. A factor of 1,
-which clipping returns where the norm is small enough, changes nothing. Any other use is an error.
+**Taken gradients.** A gradient consumed by an update in the backward leaves only its L2 norm, so
+loops that log the norm keep working: `clip_grad_norm_(parameters, inf)`. A factor of 1, which
+clipping returns for a small norm, changes nothing. Any other use is an error.
 
-**Unsummed gradients.** In a micro-batch that is not the last, a backward sums over the ranks that
-shard, and not over those with the same rows (`Schedule.defers`). Each replica has another part of
-the sum in `p.grad`. To read it, clip by it or step with it is an error. The last backward takes it
-as it is, and makes the sum.
+**Unsummed gradients.** Before the last micro-batch, a backward sums over the shard ranks, but not
+over replicas (`Schedule.defers`). Each replica's `p.grad` holds a different part of the sum.
+Reading it, clipping by it or stepping with it is an error. The last backward reads it as it is and
+completes the sum.
 """
 
 from __future__ import annotations
@@ -49,16 +48,16 @@ from megacompile.runtime.params.pending import Pending
 
 
 class GradientGuard(Guard):
-    """Guards one `p.grad`, which has it until its first use or until it is replaced.
+    """Guards one `p.grad` until its first use or its replacement.
 
     Args:
-        tensor: it.
+        tensor: the gradient.
         state: LAZY, FOLDED, TAKEN or UNSUMMED.
-        name: of the parameter.
-        norms: returns its L2 norm, and its largest absolute value where that was taken; None where
-            neither was.
-        work: on the bucket that it is in.
-        copied: after its copy to the host, which is waited for too.
+        name: the parameter's name.
+        norms: returns its L2 norm and, if computed, its largest absolute value; None if neither was
+            computed.
+        work: the pending work of its bucket.
+        copied: recorded after its copy to the host; users wait for it too.
     """
 
     __slots__ = ("copied", "factor", "name", "norms", "scale", "version", "work")
@@ -78,16 +77,16 @@ class GradientGuard(Guard):
         self.norms = norms
         self.work = work
         self.copied = copied
-        self.scale = 1.0  # lazy: the number that it is still to be multiplied by
+        self.scale = 1.0  # lazy: the factor that is not applied yet
         self.factor: torch.Tensor | None = None  # folded: 0-d, of the tensor's dtype and device
         self.version = compat.version(tensor)
         guard([tensor], self)
 
     def open(self, tensor: torch.Tensor) -> None:
-        """Multiply by what was noted, and let the tensor be plain.
+        """Apply the recorded factor and make the tensor plain.
 
         Raises:
-            OptimizerError: the gradient is taken, or lacks its sum.
+            OptimizerError: the gradient is consumed or not summed yet.
             BackwardError: autograd has added to a scaled one.
         """
         if self.state is GuardState.TAKEN:
@@ -114,18 +113,18 @@ class GradientGuard(Guard):
 
     @property
     def is_scaled(self) -> bool:
-        """True if it is still to be multiplied by a factor."""
+        """True if a recorded factor is not applied yet."""
         return self.factor is not None or self.scale != 1.0
 
     def settle(self) -> None:
-        """Wait until nothing in the background writes or reads it."""
+        """Wait until no background work reads or writes it."""
         if self.copied is not None:
             self.copied.synchronize()
         if self.work is not None:
             self.work.wait()
 
     def check(self, tensor: torch.Tensor) -> None:
-        """Raise if something changed a scaled gradient without asking: autograd, in C++."""
+        """Raise if a scaled gradient was changed without its guard: by autograd, in C++."""
         if self.is_scaled and compat.version(tensor) != self.version:
             raise BackwardError(
                 f"the gradient of {self.name!r} was scaled (clip_grad_norm_), and then a backward "
@@ -134,20 +133,21 @@ class GradientGuard(Guard):
 
     @staticmethod
     def serve(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Norms and factors; zeros for a gradient that is taken or lacks its sum.
+        """Serve norms and factors, and zeroing of a consumed or unsummed gradient.
 
         Raises:
-            OptimizerError: a taken gradient is scaled, too late.
+            OptimizerError: a consumed gradient is scaled, too late.
         """
         served = _SERVED.get(function)
         return NotImplemented if served is None else served(function, args, kwargs)
 
     def norm(self, tensor: torch.Tensor, order: float) -> torch.Tensor | None:
-        """The recorded norm, 0-d on the host and of the tensor's dtype, as torch returns it; None
-        if it is not known.
+        """The recorded norm, 0-d on the host with the tensor's dtype, as torch returns it; None if
+        unknown.
 
-        One of another dtype would make the factor of all gradients float32, and torch multiplies
-        bf16 gradients by that one kernel a tensor, five times slower than all of them at once.
+        Another dtype would make the factor of all gradients float32, and torch multiplies bf16
+        gradients by a float32 factor with one kernel per tensor, five times slower than with a
+        fused kernel.
         """
         orders = (2,) if self.state is GuardState.TAKEN else (2, math.inf)
         if self.norms is None or order not in orders or compat.version(tensor) != self.version:
@@ -157,7 +157,7 @@ class GradientGuard(Guard):
 
 
 def lazy_of(tensor: torch.Tensor | None) -> GradientGuard | None:
-    """The guard of a gradient that is lazy or folded; None for any other one."""
+    """The guard of a lazy or folded gradient; None for any other."""
     found = guard_of(tensor)
     is_lazy = isinstance(found, GradientGuard) and found.state in _NOTES_FACTOR
     return found if is_lazy else None  # type: ignore[return-value]
@@ -173,16 +173,16 @@ def make_lazy(
     work: Pending | None = None,
     copied: torch.cuda.Event | None = None,
 ) -> None:
-    """Marks a `p.grad` on the host: it answers with its norms, and notes a factor."""
+    """Mark a `p.grad` on the host as lazy: it returns its norms and records a factor."""
     GradientGuard(gradient, GuardState.LAZY, name, norms, work=work, copied=copied)
 
 
 def fold(gradient: torch.Tensor, name: str, work: Pending | None = None) -> None:
-    """Marks a `p.grad` on the device: it notes a factor, by which its update multiplies."""
+    """Mark a `p.grad` on the device as folded: it records a factor that its update applies."""
     GradientGuard(gradient, GuardState.FOLDED, name, work=work)
 
 
-# The functions that are served. A list of gradients may have several states, and plain ones.
+# The served functions. A list of gradients may mix states and plain gradients.
 
 
 def _known(tensors: Sequence[Any]) -> list[GradientGuard]:
@@ -190,8 +190,8 @@ def _known(tensors: Sequence[Any]) -> list[GradientGuard]:
 
 
 def _norms(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Norms of gradients: those that were recorded. The others are computed only where an update
-    has taken some, which cannot be."""
+    """The recorded norms of gradients. The others are computed only if updates consumed some of the
+    gradients, whose norms cannot be computed."""
     tensors = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
     states = set(map(state_of, tensors))
     if states <= {None, GuardState.FOLDED}:
@@ -216,7 +216,7 @@ def _norms(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _multiply(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Note a factor, or find out that it changes nothing."""
+    """Record a factor, or detect that it changes nothing."""
     if len(args) != 2 or kwargs or isinstance(args[1], (list, tuple)):
         return NotImplemented
     several = function is compat.FOREACH_MUL
@@ -237,7 +237,7 @@ def _multiply(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _refuse_factor(tensors: Sequence[Any], factor: float) -> None:
-    """Raise where a factor is too late for one of these gradients, as any but 1 is.
+    """Raise if a factor other than 1 is too late for one of these gradients.
 
     Raises:
         OptimizerError: with the parameter's name.
@@ -254,7 +254,7 @@ def _refuse_factor(tensors: Sequence[Any], factor: float) -> None:
 
 
 def _scale(tensors: Sequence[Any], factor: Any) -> bool:
-    """Note a number for all of these lazy gradients, or for none."""
+    """Record a number for all of these lazy gradients, or for none."""
     if isinstance(factor, torch.Tensor):
         if factor.is_complex() or factor.requires_grad:
             return False
@@ -268,17 +268,17 @@ def _scale(tensors: Sequence[Any], factor: Any) -> bool:
         return False
     value = float(factor)
     for who in guards:
-        who.settle()  # an update that runs takes the factor that there was
+        who.settle()  # a running update uses the earlier factor
         who.scale *= value
     return True
 
 
 def _fold(tensors: Sequence[Any], factor: Any) -> bool:
-    """Note a factor on the device where that can be, and multiply the others; False: it must be
-    done elsewhere.
+    """Record a factor on the device where possible, and multiply the other gradients; False: the
+    caller must multiply.
 
-    The factor that is noted is a copy, because its owner may change it. One of another dtype is
-    rounded in a way of its own.
+    The recorded factor is a copy, because the caller may change it. A factor of another dtype
+    rounds differently and is not recorded.
     """
     if type(factor) is not torch.Tensor or factor.requires_grad:
         return False
@@ -303,8 +303,8 @@ def _fold(tensors: Sequence[Any], factor: Any) -> bool:
 
 
 def _zero(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`zero_grad(set_to_none=False)`: zeros are the same in all replicas, and a gradient that is
-    taken has nothing to fill."""
+    """`zero_grad(set_to_none=False)`: zeros are equal in all replicas, and a consumed gradient has
+    nothing to fill."""
     del kwargs
     several = function is compat.FOREACH_ZERO
     tensors = args[0] if several else args[:1]
@@ -329,7 +329,7 @@ def _detach(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def _unscale(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     Raises:
-        OptimizerError: a GradScaler unscales a taken gradient, too late.
+        OptimizerError: a GradScaler unscales a consumed gradient, too late.
     """
     del function, kwargs
     for who in _known(args[0]):
@@ -355,18 +355,18 @@ _SERVED: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
 }
 
 
-# Gradients that are taken.
+# Gradients consumed by an update in the backward.
 
 
 def is_taken(gradient: torch.Tensor | None) -> bool:
-    """True if an update in the backward has used it up."""
+    """True if an update in the backward has consumed it."""
     return state_of(gradient) is GuardState.TAKEN
 
 
 def take(
     param: nn.Parameter, name: str, norms: Callable[[], Sequence[float]] | None = None
 ) -> None:
-    """Marks `p.grad` as taken; it takes no memory."""
+    """Mark `p.grad` as consumed; it needs no memory."""
     dtype = param.grad_dtype or param.dtype
     mine = compat.local(param)
     gradient = compat.like(param, _zero_of(dtype, mine.device).expand(mine.shape))
@@ -375,7 +375,7 @@ def take(
 
 
 def follow(param: nn.Parameter) -> None:
-    """Moves a `p.grad` that is taken to where its parameter has moved."""
+    """Move a consumed `p.grad` to its parameter's device."""
     gradient = param.grad
     if gradient is not None and is_taken(gradient) and gradient.device != param.device:
         (who,) = _known([gradient])
@@ -384,7 +384,7 @@ def follow(param: nn.Parameter) -> None:
 
 
 def _zero_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A zero, 0-d; of a GPU one for all."""
+    """A 0-d zero; one per GPU, shared."""
     if device.type == "cpu":
         return torch.zeros((), dtype=dtype)
     return _zero_there(dtype, device)
@@ -395,7 +395,7 @@ def _zero_there(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.zeros((), dtype=dtype, device=device)
 
 
-# Gradients that lack their sum over replicas.
+# Gradients that are not summed over replicas yet.
 
 _WHY_UNSUMMED = (
     "its last backward ran inside of megacompile.accumulate(model), or a loop (of Accelerate, of a "
@@ -405,27 +405,27 @@ _WHY_UNSUMMED = (
 
 
 def is_unsummed(gradient: torch.Tensor | None) -> bool:
-    """True if it lacks its sum over replicas."""
+    """True if it is not summed over replicas yet."""
     return state_of(gradient) is GuardState.UNSUMMED
 
 
 def leave_unsummed(param: nn.Parameter, name: str) -> None:
-    """Marks `p.grad` as lacking its sum over replicas."""
+    """Mark `p.grad` as not summed over replicas yet."""
     if param.grad is not None:
         GradientGuard(param.grad, GuardState.UNSUMMED, name)
 
 
 def note_sum(param: nn.Parameter) -> None:
-    """`p.grad` is summed over replicas: it may be used."""
+    """Mark `p.grad` as summed over replicas and usable."""
     if param.grad is not None and is_unsummed(param.grad):
         release(param.grad)
 
 
 def sum_late(params: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
-    """Sum over replicas what lacks that, outside of a schedule: a collective, if there is any.
+    """Sum unsummed gradients over replicas, outside of a schedule: a collective, if there are any.
 
     Args:
-        params: by name, alike in all ranks.
+        params: name -> parameter, equal in all ranks.
     """
     late = {name: param for name, param in params.items() if is_unsummed(param.grad)}
     if late:
@@ -435,7 +435,7 @@ def sum_late(params: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
 
 
 def refuse_unsummed(where: str, name: str, replicas: int) -> None:
-    """Raise for the first gradient that a step finds without its sum.
+    """Raise for the first unsummed gradient in a step.
 
     Raises:
         OptimizerError: always.

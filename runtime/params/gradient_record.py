@@ -1,4 +1,4 @@
-"""The record of one gradient in one call of `backward()`, and its norms."""
+"""One gradient in one call of `backward()`: its record and its norms."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megacompile.runtime.device.ranks import Ranks
 class GradRoute(enum.Enum):
     """The route of one gradient of a captured graph.
 
-    WRITE        into the bucket, whose memory autograd takes as `p.grad` without a copy
-    ACCUMULATE   the bucket has a gradient already: the device adds, and the total goes into the
-                 bucket. It was `p.grad`, which is taken away, and autograd gets the total
+    WRITE        into the bucket, whose memory autograd adopts as `p.grad` without a copy ACCUMULATE
+    the bucket has a gradient already: the device adds to it and writes the total into the bucket.
+                 `p.grad` is set to None, and autograd receives the total
     ACCUMULATE_SAME_PASS
-                 the same where the gradient so far is that of an earlier graph in this very
-                 backward: autograd has its memory already, and gets nothing more
-    SEPARATE     into memory of its own, and autograd adds: the difference could be seen
-    DISCARD      nowhere: autograd does not ask for it
+                 the same, if the gradient so far is from an earlier graph in the same backward:
+                 autograd has its memory already and receives nothing more
+    SEPARATE     into separate memory, and autograd adds: an observer could see the difference
+    DISCARD      dropped: autograd does not need it
     """
 
     WRITE = enum.auto()
@@ -34,21 +34,21 @@ class GradRoute(enum.Enum):
 
     @property
     def in_bucket(self) -> bool:
-        """True if autograd gets the bucket's memory."""
+        """True if autograd receives the bucket's memory."""
         return self is GradRoute.WRITE or self is GradRoute.ACCUMULATE
 
     @property
     def adds(self) -> bool:
-        """True if the device adds to the gradient so far."""
+        """True if the device accumulates into the gradient so far."""
         return self is GradRoute.ACCUMULATE or self is GradRoute.ACCUMULATE_SAME_PASS
 
 
 class Wish(enum.Enum):
-    """The request of autograd for one gradient."""
+    """Autograd's request for one gradient."""
 
     ACCUMULATE = enum.auto()
     SHOW = enum.auto()  # a hook sees it
-    RETURN = enum.auto()  # `autograd.grad()` was called for it: nothing is added to it
+    RETURN = enum.auto()  # requested by `autograd.grad()`: not accumulated
     NONE = enum.auto()
 
 
@@ -56,8 +56,8 @@ class Others(enum.Enum):
     """The other users of a parameter in the same backward."""
 
     NONE = enum.auto()
-    GRAPHS = enum.auto()  # captured ones, or the same one twice
-    CODE = enum.auto()  # not captured; or it is not known
+    GRAPHS = enum.auto()  # other captured graphs, or the same one twice
+    CODE = enum.auto()  # uncaptured code, or unknown
 
 
 class ParamUse(NamedTuple):
@@ -71,40 +71,40 @@ USUAL = ParamUse()
 
 
 class GradientRecord:
-    """The gradient of one parameter in one call of `backward()`; its `BackwardPass` has it.
+    """The gradient of one parameter in one call of `backward()`; owned by its `BackwardPass`.
 
-    The values of the class are those of the usual case: a first gradient, of one captured graph.
-    They are set on an object where they differ, so that nothing is called to make one.
+    The class attributes hold the values of the common case: a first gradient, from one captured
+    graph. An object sets only those that differ, so that creating one calls nothing.
     """
 
-    # for the captured graph whose backward runs, or has run last
+    # route in the captured graph whose backward runs or ran last
     use = USUAL
     route = GradRoute.WRITE
-    joined = False  # does autograd add to a `p.grad` that is not in the bucket?
-    separate: torch.Tensor | None = None  # memory of its own
-    kept = False  # by a bucket that lives on the device
-    done = False  # by an attempt that ran out of memory
-    # for the end of `backward()`
-    memory: torch.Tensor | None = None  # that autograd has
-    in_bucket = False  # is that memory the bucket's?
-    first = False  # was there no `p.grad` before?
-    watched = False  # is it read before the end?
-    before: torch.Tensor | None = None  # `p.grad`, which the total replaces
-    summed: bool | None = None  # over replicas; False: by a later backward; None: it is not ours
-    updated = False  # by an update in the backward
-    norms: Norms | None = None  # that such an update has taken
+    joined = False  # True if autograd adds to a `p.grad` outside of the bucket
+    separate: torch.Tensor | None = None  # separate memory
+    kept = False  # adopted by a resident bucket
+    done = False  # done by an attempt that ran out of memory
+    # used at the end of `backward()`
+    memory: torch.Tensor | None = None  # received by autograd
+    in_bucket = False  # True if that is the bucket's memory
+    first = False  # True if `p.grad` was None before
+    watched = False  # True if it is read before the end
+    before: torch.Tensor | None = None  # the `p.grad` that the total replaces
+    summed: bool | None = None  # False: by a later backward; None: not in the bucket
+    updated = False  # consumed by an update in the backward
+    norms: Norms | None = None  # of the consumed gradient
 
     @property
     def is_seen(self) -> bool:
-        """True if the gradient of the graph is read before `backward()` returns."""
+        """True if the graph's gradient is read before `backward()` returns."""
         return self.joined or self.use.wish is Wish.SHOW or self.use.others is Others.CODE
 
 
 class Norms:
-    """The norms of a bucket's gradients, on their way to the host or on the device.
+    """The norms of a bucket's gradients, in flight to the host or on the device.
 
     Args:
-        indices: of the parameters.
+        indices: the parameters' indices.
     """
 
     def __init__(self, indices: tuple[int, ...]) -> None:
@@ -118,7 +118,7 @@ class Norms:
         norms: torch.Tensor,  # (2 or 1, len(indices)) float32, device: L2 norms, largest values
         queue: torch.cuda.Stream | None,
     ) -> None:
-        """Copy them on a stream."""
+        """Copy the norms to the host on a stream."""
         make = torch.empty if queue is None else pinned_empty
         self._buffer = make(tuple(norms.shape), dtype=norms.dtype)
         self._buffer.copy_(norms, non_blocking=True)
@@ -127,18 +127,18 @@ class Norms:
 
     def keep(
         self,
-        norms: torch.Tensor,  # as `fill` takes them
+        norms: torch.Tensor,  # in the order that `fill` expects
         made: torch.cuda.Event | None,
     ) -> None:
-        """Leave them on the device until they are asked for; `made` is after them."""
+        """Leave them on the device until requested; `made` is recorded after them."""
         self._buffer, self._copied = norms, made
 
     def get(self, k: int) -> tuple[float, ...]:
-        """The L2 norm and, if it was taken, the largest absolute value of the k-th gradient."""
+        """The L2 norm and, if computed, the largest absolute value of the k-th gradient."""
         return tuple([row[k] for row in self.rows()])
 
     def rows(self) -> list[list[float]]:
-        """L2 norms and, if they were taken, the largest values."""
+        """The L2 norms and, if computed, the largest absolute values."""
         if not self._values:
             assert self._buffer is not None, "norms that no op has taken"
             if self._copied is not None:
@@ -149,9 +149,9 @@ class Norms:
 
 
 class Totals:
-    """Norms over all ranks of what each has a part of: one collective for all of a backward.
+    """Norms of sharded gradients over all ranks: one collective per backward.
 
-    Every rank asks for the first of them at the same place of its program, as with any DTensor.
+    Every rank must request the first norm at the same point of its program, as with any DTensor.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -160,7 +160,7 @@ class Totals:
         self._found: dict[int, list[tuple[float, float]]] = {}  # by the id of the norms
 
     def expect(self, norms: Iterable[Norms]) -> None:
-        """These will be asked for, in the same order in every rank."""
+        """Register norms for the collective, in the same order in every rank."""
         self._expected = list({id(each): each for each in norms}.values())
 
     def get(self, norms: Norms, k: int) -> tuple[float, float]:

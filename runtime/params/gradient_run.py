@@ -1,7 +1,7 @@
-"""The backward of one captured graph: the route of each gradient into its bucket, and to autograd.
+"""The backward of one captured graph: routes each gradient into its bucket and to autograd.
 
-The parameters are inputs of gates, autograd nodes behind a captured graph's own, which hand each of
-them its gradient. What is known of a gradient is in its `GradientRecord`.
+The parameters are inputs of gates: autograd nodes after a captured graph's node that return each
+parameter's gradient. A `GradientRecord` holds the facts about one gradient.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megacompile.runtime.params.gradients import Gradients, is_there
 def _unusual(
     gradients: Gradients, places: tuple[ParamId, ...], users: Sequence[Users]
 ) -> dict[ParamId, ParamUse]:
-    """The parameters that have other users, or whose gradients are not just accumulated.
+    """The parameters with other users, and those whose gradients are not simply accumulated.
     Arguments: see `GradientRun`."""
     others = frozenset().union(*[each.others for each in users])
     several = frozenset().union(*[each.several for each in users])
@@ -60,14 +60,14 @@ def _unusual(
 
 
 class GradientRun:
-    """The backward of one schedule: what becomes of each gradient.
+    """The backward of one schedule: chooses the route of each gradient.
 
-    The machine has it (`Machine.run`) from the schedule's start until autograd has the gradients.
+    The machine holds it (`Machine.run`) from the schedule's start until autograd has the gradients.
 
     Args:
         places: the parameters that the captured graph trains.
-        users: who uses parameters in the same backward; nothing: it is not known.
-        observed: does unseen code read gradients before `backward()` returns?
+        users: other users of parameters in the same backward; None: unknown.
+        observed: True if unknown code may read gradients before `backward()` returns.
     """
 
     def __init__(
@@ -82,20 +82,20 @@ class GradientRun:
         self.backward = gradients.backward_pass()
         self.observed = observed
         self.unusual = _unusual(gradients, tuple(places), users)
-        self.records: dict[ParamId, GradientRecord] = {}  # of gradients of the schedule
-        self._sent: set[int] = set()  # buckets that are on their way
-        self.all_first = False  # are all routes WRITE, and is none read before the end?
+        self.records: dict[ParamId, GradientRecord] = {}  # records of the schedule's gradients
+        self._sent: set[int] = set()  # buckets with copies in flight
+        self.all_first = False  # True if all routes are WRITE and none is read before the end
 
     def asked(self) -> set[ParamId]:
         """The parameters whose gradients cannot stay on the device."""
         return {at for at, use in self.unusual.items() if use.wish is not Wish.ACCUMULATE}
 
     def used_by(self, others: Others) -> set[ParamId]:
-        """The parameters that have such other users."""
+        """The parameters with such other users."""
         return {at for at, use in self.unusual.items() if use.others is others}
 
     def start(self, wanted: Mapping[int, Sequence[int]]) -> bool:
-        """Prepare memory for gradients; True if there are some already to add to on the device.
+        """Prepare memory for gradients; True if the device must accumulate into existing ones.
 
         Called in a backward, before its schedule runs.
         """
@@ -103,7 +103,7 @@ class GradientRun:
         self.all_first = self._are_first(places)
         self._prepare(wanted, fresh=self.all_first)
         if self.all_first:
-            self.records = {place: GradientRecord() for place in places}  # none of Python's calls
+            self.records = {place: GradientRecord() for place in places}  # calls no Python function
             self.backward.records.update(self.records)
             return False
         again = self.records
@@ -129,9 +129,8 @@ class GradientRun:
         self._of.prepare(wanted, unwanted, self.backward, fresh=fresh)
 
     def _are_first(self, places: Sequence[ParamId]) -> bool:
-        """Is there no gradient yet, and no other code that has a part in one, or reads one? The
-        quick look, for every parameter in every step. Other graphs may have a part: they come
-        later."""
+        """True if no gradient exists yet, and no other code contributes to one or reads one. The
+        quick check for every parameter in every step. Other graphs may contribute later."""
         if self.observed or self._of.several_passes:
             return False
         if any([use != (Wish.ACCUMULATE, Others.GRAPHS) for use in self.unusual.values()]):
@@ -141,14 +140,14 @@ class GradientRun:
         return self._of.ends(tuple(places)).without_gradients
 
     def may_defer(self) -> bool:
-        """May the sum over replicas wait for a later backward? Not where other code has a part
-        in a gradient: it may be read before that."""
+        """True if the sum over replicas can wait for a later backward. False if other code
+        contributes to a gradient, which may be read before then."""
         if self.observed or (self._of.exact and self.used_by(Others.GRAPHS)):
             return False
         return all(_is_ours(each) and not each.is_seen for each in self.records.values())
 
     def note_sums(self, *, defers: bool) -> None:
-        """The schedule sums over replicas; or, where it defers, it does not."""
+        """Record that the schedule sums over replicas, or defers the sum."""
         if self._of.ranks is None or self._of.ranks.replicas == 1:
             return
         for record in self.records.values():
@@ -156,8 +155,8 @@ class GradientRun:
                 record.summed = not defers
 
     def start_update(self, wanted: Mapping[int, Sequence[int]]) -> bool:
-        """The same where the backward updates: it takes the gradients that there are, and keeps
-        none on the host."""
+        """The same for a backward that updates: it consumes existing gradients and keeps none on
+        the host."""
         for key, params in wanted.items():
             for i in params:
                 record = self.backward.record((key, i))
@@ -177,7 +176,7 @@ class GradientRun:
         return bool(self.records)
 
     def _begin(self, place: ParamId, record: GradientRecord) -> None:
-        """Finds the route of a gradient."""
+        """Choose the route of a gradient."""
         record.use = self.unusual.get(place, USUAL)
         record.joined, record.separate = False, None
         record.kept = record.done = False
@@ -188,7 +187,7 @@ class GradientRun:
         elif autograd_has and not by_code:
             record.route = GradRoute.ACCUMULATE_SAME_PASS
         elif record.use.wish is Wish.RETURN or autograd_has or self._of.is_busy(place):
-            record.route = GradRoute.SEPARATE  # busy: in another backward(), of another thread
+            record.route = GradRoute.SEPARATE  # busy: in another thread's backward()
         elif not is_there(gradient):
             record.route = GradRoute.WRITE
         elif gradient.layout is not torch.strided or not self._of.is_ours(place):
@@ -202,11 +201,12 @@ class GradientRun:
             record.route = GradRoute.ACCUMULATE
 
     def repeat(self) -> None:
-        """The schedule starts again: what it has sent to the host is not sent twice."""
+        """Prepare a restart of the schedule: gradients already sent to the host are not sent
+        twice."""
         for (key, i), record in self.records.items():
             if key in self._sent:
                 record.done = True
-            elif record.kept and record.route is GradRoute.WRITE:  # its memory is wanted
+            elif record.kept and record.route is GradRoute.WRITE:  # its memory is needed
                 self._of.buckets[key].grads.pop(i, None)
             elif record.kept:
                 record.done = True
@@ -215,13 +215,13 @@ class GradientRun:
     # For the ops of the schedule.
 
     def so_far(self, key: int, index: int) -> torch.Tensor | None:
-        """The host gradient to add to; None where there is none."""
+        """The host gradient to accumulate into, or None."""
         record = self.records.get((key, index))
         return self._memory((key, index), record) if record and record.route.adds else None
 
     def destinations(self, key: int, indices: Iterable[int]) -> dict[int, torch.Tensor]:
-        """The memory that gradients of a bucket go to, by index; without those that go nowhere or
-        are there already."""
+        """The target memory of a bucket's gradients, by index; without dropped gradients and those
+        already in place."""
         if self.all_first:
             grads = self._of.buckets[key].grads
             return {i: grads[i] for i in indices}
@@ -233,12 +233,12 @@ class GradientRun:
         }
 
     def is_final(self, key: int, index: int) -> bool:
-        """True if `p.grad` will be what this schedule computes, as far as can be known."""
+        """True if `p.grad` will equal what this schedule computes, as far as known."""
         record = self.records[key, index]
         return record.route.in_bucket and not self.observed and not record.is_seen
 
     def _memory(self, place: ParamId, record: GradientRecord) -> torch.Tensor:
-        """The memory that a gradient goes to."""
+        """The target memory of a gradient."""
         bucket = self._of.buckets[place[0]]
         if record.route.in_bucket:
             return bucket.grads[place[1]]
@@ -251,7 +251,7 @@ class GradientRun:
         return record.separate
 
     def keep(self, key: int, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Gives a bucket that lives on the device its gradients, by index."""
+        """Store gradients into a resident bucket, by index."""
         bucket = self._of.buckets[key]
         if self.all_first:
             bucket.keep_grads(gradients)
@@ -269,12 +269,12 @@ class GradientRun:
             record.kept = True
 
     def norms(self, key: int, indices: Sequence[int]) -> Norms:
-        """The place of the norms of these gradients."""
+        """The destination of these gradients' norms."""
         found = self.backward.norms[key] = Norms(tuple(indices))
         return found
 
     def update_norms(self, key: int, indices: Sequence[int]) -> Norms:
-        """The same, of gradients that an update in this backward takes."""
+        """The same, for gradients that an update in this backward consumes."""
         found = Norms(tuple(indices))
         for i in indices:
             record = self.backward.record((key, i))
@@ -282,16 +282,17 @@ class GradientRun:
         return found
 
     def copied(self, key: int, event: torch.cuda.Event | None) -> None:
-        """The gradients of a bucket are on their way to the host; `event` is after them."""
+        """Record that a bucket's gradients are in flight to the host; `event` is recorded after
+        them."""
         self.backward.copies[key] = event
         self._sent.add(key)
 
     # For autograd.
 
     def for_autograd(self) -> dict[ParamId, torch.Tensor]:
-        """The gradients for autograd, now that the schedule has been issued.
+        """The gradients for autograd, after the schedule has been issued.
 
-        A tensor among it has no other reference, so that autograd may take it as it is.
+        No other reference to these tensors exists, so autograd can adopt them without a copy.
         """
         if self._are_still_first():
             found = self._first_for_autograd()
@@ -299,17 +300,17 @@ class GradientRun:
             found = self._others_for_autograd()
         if self._of.ranks is None:
             return found
-        # where a parameter is a DTensor, its gradient is one over this memory
+        # a DTensor parameter's gradient is a DTensor over this memory
         return {at: compat.like(self._of.param(at), memory) for at, memory in found.items()}
 
     def _are_still_first(self) -> bool:
-        """True if no `p.grad` was made meanwhile, as another thread may."""
+        """True if no other thread has set `p.grad` meanwhile."""
         if not self.all_first or self._of.several_passes:
             return False
         return self._of.ends(tuple(self.records)).without_gradients
 
     def _first_for_autograd(self) -> dict[ParamId, torch.Tensor]:
-        """The gradients where all of them are the first ones, and none is read."""
+        """The gradients, if all are first gradients and none is read."""
         buckets, found = self._of.buckets, {}
         for place, record in self.records.items():
             record.memory = memory = buckets[place[0]].grads[place[1]]
@@ -335,17 +336,17 @@ class GradientRun:
         return found
 
     def _is_read(self, place: ParamId, record: GradientRecord) -> bool:
-        """True if autograd, or another reader, reads it at once."""
+        """True if autograd or another reader reads it at once."""
         if self.observed or record.is_seen:
             return True
         if record.route is GradRoute.ACCUMULATE_SAME_PASS:
-            # added to what an earlier graph gave, which may be read
-            added = is_there(self._of.param(place).grad)  # by another thread, meanwhile
+            # added to an earlier graph's gradient, which may be read
+            added = is_there(self._of.param(place).grad)  # set by another thread meanwhile
             return added or not record.in_bucket or record.watched
         return not record.route.in_bucket
 
     def _take_place(self, place: ParamId, record: GradientRecord) -> torch.Tensor:
-        """Makes room in `p.grad` for what autograd gets: the bucket's memory."""
+        """Clear `p.grad` so that autograd can adopt the bucket's memory."""
         param = self._of.param(place)
         memory = self._memory(place, record)
         record.memory, record.in_bucket = memory, True

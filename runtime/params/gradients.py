@@ -1,4 +1,4 @@
-"""The gradients of a model's parameters: where they are in host buckets, and who has them now."""
+"""The gradients of a model's parameters: their places in the buckets, and their current holders."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from megacompile.runtime.params.gradient_guards import (
 
 
 class Gradients:
-    """The gradients of a model's parameters, by bucket and position. The machine has it for good.
+    """The gradients of a model's parameters, by bucket and index. Owned by the machine.
 
     Args:
-        streams: that copies to the host are made on.
-        exact: add in autograd's order, bit by bit, even where that takes more memory.
-        ranks: that share the parameters, if any do.
+        streams: the streams for copies to the host.
+        exact: accumulate bitwise in autograd's order, even if that takes more memory.
+        ranks: the ranks that share the parameters, if any.
     """
 
     def __init__(self, streams: Streams, *, exact: bool = True, ranks: Ranks | None = None) -> None:
@@ -47,14 +47,14 @@ class Gradients:
         self.buckets: dict[int, HostBucket] = {}
         self._places: dict[int, ParamId] = {}  # id(parameter) -> place
         self._ends: dict[ParamId, Accumulator] = {}
-        self._together: dict[tuple[ParamId, ...], Accumulators] = {}  # of these, for each graph
-        self._passes: dict[int, BackwardPass] = {}  # those that run, by autograd's number
-        self._followed = False  # did a parameter get another AccumulateGrad node?
+        self._together: dict[tuple[ParamId, ...], Accumulators] = {}  # nodes, per graph
+        self._passes: dict[int, BackwardPass] = {}  # running backwards, by autograd's number
+        self._followed = False  # True if a parameter got a new AccumulateGrad node
 
     def bind(self, buckets: Mapping[int, HostBucket]) -> None:
         """Use these buckets from now on."""
         self.buckets = dict(buckets)
-        self._ends.clear()  # a parameter that has moved to another device has another
+        self._ends.clear()  # a parameter that moved to another device has a new node
         self._together.clear()
         self._followed = False
         self._places = {
@@ -64,11 +64,11 @@ class Gradients:
         }
 
     def place(self, param: torch.Tensor) -> ParamId | None:
-        """A parameter's bucket and index; None for one that is not ours."""
+        """A parameter's bucket and index; None for another model's parameter."""
         return self._places.get(id(param))
 
     def param(self, place: ParamId) -> nn.Parameter:
-        """The parameter of a place."""
+        """The parameter at a place."""
         return self.buckets[place[0]].params[place[1]]
 
     def end(self, place: ParamId) -> Accumulator:
@@ -78,17 +78,17 @@ class Gradients:
         return self._ends[place]
 
     def ends(self, places: tuple[ParamId, ...]) -> Accumulators:
-        """Those of several parameters."""
+        """The AccumulateGrad nodes of several parameters."""
         found = self._together.get(places)
         if found is None:
             found = self._together[places] = Accumulators([self.end(place) for place in places])
         return found
 
     def follow(self, places: tuple[ParamId, ...], nodes: Sequence[object]) -> bool:
-        """Notes these as the AccumulateGrad nodes of parameters; true if they were others before.
+        """Record the AccumulateGrad nodes of parameters; True if any is new.
 
-        A parameter has another one when its data were of another dtype for a while, or were
-        exchanged in place (`p.set_()`).
+        A parameter gets a new node when its data temporarily had another dtype or was replaced in
+        place (`p.set_()`).
         """
         if all(map(operator.is_, self.ends(places).nodes, nodes)):
             return False
@@ -104,11 +104,11 @@ class Gradients:
         return bool(stale)
 
     def outdated(self) -> bool:
-        """True if proxies lead to AccumulateGrad nodes that are not those of their parameters any
-        more.
+        """True if proxies lead to outdated AccumulateGrad nodes.
 
-        Where a hook waits for a gradient it would be called for both. Without one a call finds out
-        by its gates (`follow`), and it is in time to ask before the next one.
+        A hook that waits for a gradient would be called for both nodes. Without a hook, a call
+        detects new nodes by its gates (`follow`), and checking before the next call is early
+        enough.
         """
         ends = self._ends.values()
         if self._followed or not compat.any_accumulate_hooks([end.param for end in ends]):
@@ -121,7 +121,7 @@ class Gradients:
         )
 
     def backward_pass(self) -> BackwardPass:
-        """The call of `backward()` that runs in this thread."""
+        """The `backward()` call that runs in this thread."""
         number = compat.backward_id()
         if number not in self._passes:
             found = self._passes[number] = BackwardPass(
@@ -132,7 +132,7 @@ class Gradients:
                 del self._passes[number]
                 found.finish()
 
-            # a call that fails drops `finish` without calling it
+            # a failing call drops `finish` without calling it
             dropped = weakref.finalize(finish, _give_up, self._passes, number, found)
             dropped.atexit = False
             compat.when_backward_ends(finish)
@@ -140,21 +140,21 @@ class Gradients:
 
     @property
     def several_passes(self) -> bool:
-        """Do several calls of `backward()` run, in threads? Each may accumulate first."""
+        """True if several threads run `backward()`; any of them may accumulate first."""
         return len(self._passes) > 1
 
     def is_ours(self, place: ParamId) -> bool:
-        """True if `p.grad` is in its place in the bucket."""
+        """True if `p.grad` is in place in the bucket."""
         return lies_in_bucket(self.buckets[place[0]], place[1])
 
     def is_free(self, place: ParamId) -> bool:
-        """True if nothing but the bucket has the memory of a gradient."""
+        """True if only the bucket references a gradient's memory."""
         memory = self.buckets[place[0]].grads.get(place[1])
         return memory is None or compat.storage_users(memory) == 1
 
     def is_busy(self, place: ParamId) -> bool:
-        """True if a call of `backward()` has given autograd a gradient, and has not ended."""
-        # a copy: a thread may begin or end one meanwhile
+        """True if a running `backward()` has returned this gradient to autograd."""
+        # a copy, because threads start and end backwards meanwhile
         return any([backward.has(place) for backward in tuple(self._passes.values())])
 
     def prepare(
@@ -165,15 +165,15 @@ class Gradients:
         *,
         fresh: bool = False,
     ) -> None:
-        """Get memory for these gradients, whose `p.grad` are plain tensors from now on.
+        """Allocate these gradients; their `p.grad` are plain tensors from now on.
 
-        Those of buckets that live on the device get theirs when the backward has made them.
+        Gradients of resident buckets are allocated by the backward.
 
         Args:
-            wanted: parameters' indices, by their bucket's key.
-            unwanted: those of them that autograd does not ask for.
-            backward: that they are of.
-            fresh: none of them has a `p.grad`.
+            wanted: bucket key -> parameter indices.
+            unwanted: the parameters that autograd does not request.
+            backward: their backward.
+            fresh: True if no parameter has a `p.grad`.
         """
         for key, params in wanted.items():
             bucket = self.buckets[key]
@@ -191,7 +191,7 @@ class Gradients:
             self._part([(key, i) for key, params in wanted.items() for i in params])
 
     def bring_in(self, place: ParamId) -> bool:
-        """Copy a gradient of the user's into its place in the bucket; False if there is none."""
+        """Copy a user's gradient into its place in the bucket; False if there is none."""
         gradient = self.param(place).grad
         if not is_there(gradient):
             return False
@@ -204,13 +204,13 @@ class Gradients:
         return True
 
     def sum_late(self, places: Iterable[ParamId]) -> None:
-        """Sum over replicas what lacks that, because it is about to be read."""
+        """Sum unsummed gradients over replicas before they are read."""
         if self.ranks is not None and self.ranks.replicas > 1:
             names = {self.buckets[k].layout.params[i].name: self.param((k, i)) for k, i in places}
             sum_late(names, self.ranks)
 
     def forget(self) -> None:
-        """Frees gradients on the device that `p.grad` names no more: after `zero_grad()`."""
+        """Free gradients on the device that `p.grad` no longer references, after `zero_grad()`."""
         for key, bucket in self.buckets.items():
             if bucket.resident is not None and bucket.grads:
                 self._forget(key, bucket)
@@ -225,7 +225,7 @@ class Gradients:
                 del bucket.grads[i]
 
     def on_device(self) -> bool:
-        """True if there are gradients of buckets that live on the device."""
+        """True if resident buckets have gradients."""
         return any(
             is_there(param.grad)
             for bucket in self.buckets.values()
@@ -234,7 +234,7 @@ class Gradients:
         )
 
     def _part(self, places: Iterable[ParamId]) -> None:
-        """Give a `p.grad` that is in the place of another one's memory of its own."""
+        """Move a `p.grad` that uses another parameter's place to its own memory."""
         now = [(place, self.param(place).grad) for place in places]
         there = [(place, gradient) for place, gradient in now if is_there(gradient)]
         if not there:  # as after zero_grad()
@@ -250,8 +250,8 @@ class Gradients:
                 set_storage(gradient, mine.detach().clone())
 
     def take(self, key: int) -> tuple[dict[int, torch.Tensor], set[int]]:
-        """Take a bucket's gradients out of `p.grad`: by the parameter's index; and which of them
-        lack their sum over replicas."""
+        """Take a bucket's gradients out of `p.grad`, by parameter index; also returns the indices
+        of unsummed ones."""
         bucket = self.buckets[key]
         taken, lacking = {}, set()
         for i, param in enumerate(bucket.params):
@@ -267,7 +267,7 @@ class Gradients:
 
     @staticmethod
     def put(bucket: HostBucket, taken: Mapping[int, torch.Tensor], lacking: Set[int]) -> None:
-        """Put them into a bucket that is elsewhere."""
+        """Put gradients into a bucket that has moved."""
         if taken and bucket.resident is None:
             bucket.make_grads()
         for i, gradient in taken.items():
@@ -282,7 +282,7 @@ class Gradients:
                 leave_unsummed(param, bucket.layout.params[i].name)
 
     def _held_by_user(self, key: int, bucket: HostBucket) -> bool:
-        """True if a gradient that `zero_grad()` took out of `p.grad` is still held."""
+        """True if a gradient removed by `zero_grad()` is still referenced."""
         for i, memory in bucket.grads.items():
             if compat.storage_users(memory) > 1 and not is_there(bucket.params[i].grad):
                 if not self.is_busy((key, i)):
@@ -290,7 +290,7 @@ class Gradients:
         return False
 
     def _renew(self, key: int, bucket: HostBucket) -> None:
-        """New memory for a bucket's gradients; what is in use moves along."""
+        """Reallocate a bucket's gradients; gradients in use are copied."""
         old = bucket.grads
         bucket.make_grads()
         for i, before in old.items():
@@ -301,25 +301,25 @@ class Gradients:
                     continue
                 self.streams.synchronize(Stream.D2H)
                 bucket.grads[i].copy_(before)
-                set_storage(gradient, bucket.grads[i])  # p.grad stays the tensor that it is
+                set_storage(gradient, bucket.grads[i])  # p.grad stays the same tensor object
             elif self.is_busy((key, i)):  # autograd has it
                 bucket.grads[i] = before
 
 
 def _open(gradient: torch.Tensor | None) -> None:
-    """Make a lazy gradient a plain one: it is about to change."""
+    """Make a lazy gradient plain before it changes."""
     who = lazy_of(gradient)
     if gradient is not None and who is not None:
         who.open(gradient)
 
 
 def _give_up(passes: dict[int, BackwardPass], number: int, found: BackwardPass) -> None:
-    """A backward has ended; if `finish` was not called, it has failed."""
+    """Called when a backward ends; without a `finish` call, it has failed."""
     if passes.get(number) is found:
         del passes[number]
         found.give_up()
 
 
 def is_there(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """True if there is something to accumulate into: an update in the backward leaves nothing."""
+    """True if a gradient exists to accumulate into; an update in the backward leaves none."""
     return gradient is not None and not is_taken(gradient)

@@ -1,16 +1,16 @@
-"""Tensors that ask their guard before they are read or written.
+"""Tensors that call their guard before they are read or written.
 
-While an update runs in the background, the memory of a bucket must not be touched: reading a
-parameter would give half of the old value and half of the new one. So for that time the tensors
-that a user can hold (parameters, gradients, optimizer states) are of a subclass whose
-`__torch_function__` asks their `Guard` first. The first use waits for that bucket, and no more;
-from then on they are again what they were: `torch.Tensor` or `nn.Parameter`, without overhead.
+While an update runs in the background, a bucket's memory must not be touched: reading a parameter
+could return a mix of old and new values. So the tensors visible to the user (parameters, gradients,
+optimizer states) temporarily have a subclass whose `__torch_function__` calls their `Guard` first.
+The first use waits for that bucket only; afterwards the tensors have their plain class again
+(`torch.Tensor` or `nn.Parameter`), without overhead.
 
 [Note: what a guard cannot see] A plain alias (`p.detach()`, an entry of an old `state_dict()`)
-shares the memory but not the guard. Code that starts work in the background counts the users of
-each storage first (`compat.storage_users`) and waits at once where there are more than its own.
-Functions in C that take a tensor without `__torch_function__` do not ask either: those that export
-its memory to other libraries are wrapped (`compat.ask_before_export`).
+shares the memory but not the guard. Code that starts background work first counts the users of each
+storage (`compat.storage_users`) and waits at once if there are others. C functions that bypass
+`__torch_function__` do not call the guard either: those that export memory to other libraries are
+wrapped (`compat.ask_before_export`).
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from megacompile import compat
 
 
 class GuardState(enum.Enum):
-    """The state of a guarded tensor, and what its first use does. Without a guard it is plain.
+    """The state of a guarded tensor, which determines the effect of its first use. Without a guard
+    it is plain.
 
-    Of a parameter, an optimizer state or a gradient (`pending.MemoryGuard`):
+    For a parameter, an optimizer state or a gradient (`pending.MemoryGuard`):
 
-        WATCHED    copies of the parameter (on the device, in another dtype) may be stale from then
-        OFFERED    the next step was offered what the backward made of it: that is withdrawn
-        IN_FLIGHT  work in the background reads or writes it: that is waited for
+        WATCHED    a use marks copies of the parameter (on the device, in another dtype) as possibly
+        stale OFFERED    a use withdraws the backward's result that was offered to the next step
+        IN_FLIGHT  a use waits for background work that reads or writes it
 
-    Of a gradient (`gradient_guards.GradientGuard`):
+    For a gradient (`gradient_guards.GradientGuard`):
 
-        LAZY       on the host, its norms known: it is multiplied by the factor that was noted
-        FOLDED     the same on the device, without norms
-        TAKEN      an update in the backward has used it up: an error
-        UNSUMMED   its sum over replicas is to come: an error
+        LAZY       on the host, with known norms: a use applies the recorded factor FOLDED     the
+        same on the device, without norms
+        TAKEN      consumed by an update in the backward: a use is an error
+        UNSUMMED   not summed over replicas yet: a use is an error
     """
 
     WATCHED = enum.auto()
@@ -54,7 +55,7 @@ class GuardState(enum.Enum):
 
 
 class Guard:
-    """The guard of tensors, each of which has it until it is plain again."""
+    """The guard of tensors; each references it until it is plain again."""
 
     __slots__ = ("state",)
 
@@ -67,13 +68,13 @@ class Guard:
 
     @staticmethod
     def serve(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a function over tensors with such guards, without a look at the data of
-        all of them; `NotImplemented` to decline."""
+        """The result of a function over guarded tensors, computed without reading all their data;
+        `NotImplemented` to decline."""
         raise NotImplementedError
 
 
 class Absent:
-    """An attribute that a class does not have, though its bases do."""
+    """Hides an attribute of the base classes."""
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         raise AttributeError(f"{owner} has no such attribute")
@@ -83,7 +84,7 @@ class _Guarded:
     """The shared part of the two subclasses."""
 
     guard: Guard
-    __dlpack_c_exchange_api__ = Absent()  # which exports the memory without a call of Python
+    __dlpack_c_exchange_api__ = Absent()  # exports the memory without calling Python
 
     @classmethod
     @compat.opaque
@@ -100,7 +101,7 @@ class _Guarded:
                     opened(tensor)
             return func(*args, **kwargs)
 
-    def __deepcopy__(self, memo: Any) -> Any:  # nn.Parameter's asks no guard, and copies the class
+    def __deepcopy__(self, memo: Any) -> Any:  # nn.Parameter's calls no guard
         assert isinstance(self, torch.Tensor)
         with unguarded():
             self.guard.open(self)
@@ -126,8 +127,8 @@ _PLAIN: dict[type, type] = {guarded: plain for plain, guarded in _CLASSES.items(
 
 
 def guard_dtensors() -> None:
-    """Makes DTensors guarded too. Their methods in Python (`full_tensor()`, `to_local()`) take what
-    this rank has, and ask there."""
+    """Supports guarded DTensors. Their Python methods (`full_tensor()`, `to_local()`) read the
+    local tensor, whose guard is called."""
     dtensor: Any = compat.use_dtensor()
     if dtensor in _CLASSES:
         return
@@ -152,7 +153,7 @@ def guard_dtensors() -> None:
 
 
 def _guardable(cls: type) -> type | None:
-    """The guarded class for parameters of a class of their own; None for any other class."""
+    """The guarded class for a parameter subclass; None for any other class."""
     if not issubclass(cls, nn.Parameter) or compat.is_wrapper_class(cls):
         return None
     _CLASSES[cls] = type(f"Guarded{cls.__name__}", (_Guarded, cls), {"__module__": cls.__module__})
@@ -161,12 +162,12 @@ def _guardable(cls: type) -> type | None:
 
 
 def unguarded_class(cls: type) -> type:
-    """The class of a tensor when it is not guarded."""
+    """The class of a tensor without its guard."""
     return _PLAIN.get(cls, cls)
 
 
 def guard(tensors: Iterable[torch.Tensor], by: Guard) -> None:
-    """Ask `by` before any use of these; a subclass that cannot be guarded stays as it is."""
+    """Guard these tensors with `by`; tensors of unsupported subclasses stay unguarded."""
     for tensor in tensors:
         cls = type(tensor)
         guarded = cls if cls in _PLAIN else _CLASSES.get(cls) or _guardable(cls)
@@ -177,14 +178,14 @@ def guard(tensors: Iterable[torch.Tensor], by: Guard) -> None:
 
 
 def release(tensor: torch.Tensor) -> None:
-    """Removes the guard of a tensor."""
+    """Remove the guard of a tensor."""
     if type(tensor) in _PLAIN:
         tensor.__class__ = _PLAIN[type(tensor)]
         del tensor.guard  # type: ignore[attr-defined]
 
 
 def release_from(by: Guard, tensors: Iterable[torch.Tensor]) -> None:
-    """Removes a guard from those of these tensors that it still guards."""
+    """Remove a guard from these tensors, if it still guards them."""
     for tensor in tensors:
         plain = _PLAIN.get(type(tensor))
         if plain is not None and tensor.guard is by:  # type: ignore[attr-defined]
@@ -193,7 +194,7 @@ def release_from(by: Guard, tensors: Iterable[torch.Tensor]) -> None:
 
 
 def opened(tensor: Any) -> Any:
-    """The tensor. Its guard is asked, if it has one, as any use of it would."""
+    """Return the tensor after calling its guard, if any, like any other use."""
     if isinstance(tensor, _Guarded):
         assert isinstance(tensor, torch.Tensor)
         with unguarded():
@@ -202,22 +203,22 @@ def opened(tensor: Any) -> Any:
 
 
 def guard_of(tensor: torch.Tensor | None) -> Guard | None:
-    """The guard of a tensor now."""
+    """The current guard of a tensor."""
     return tensor.guard if isinstance(tensor, _Guarded) else None
 
 
 def state_of(tensor: torch.Tensor | None) -> GuardState | None:
-    """The state of a tensor; None for one that is plain."""
+    """The state of a tensor; None for a plain tensor."""
     return tensor.guard.state if isinstance(tensor, _Guarded) else None
 
 
 def unguarded() -> AbstractContextManager[None]:
-    """For its duration, this thread uses guarded tensors without asking."""
+    """A context in which this thread bypasses guards."""
     return compat.without_torch_function()
 
 
 def _guarded_among(values: Any) -> Iterator[Any]:
-    """The guarded tensors among (nested) arguments."""
+    """The guarded tensors in (nested) arguments."""
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, _Guarded):
             yield value
@@ -226,7 +227,7 @@ def _guarded_among(values: Any) -> Iterator[Any]:
 
 
 def _kinds(guarded: Iterable[Any]) -> Iterable[type[Guard]]:
-    """The classes of the guards of these, each once. A thread may have released some meanwhile."""
+    """The guard classes of these tensors, each once. Another thread may have released some."""
     return {type(who): None for who in map(guard_of, guarded) if who is not None}
 
 

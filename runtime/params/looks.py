@@ -1,7 +1,7 @@
-"""Answers of a proxy to a forward that asks what a parameter is: those of the parameter itself.
+"""Makes a proxy's attributes and metadata equal to its parameter's, for forwards that inspect it.
 
-Python's `type(p)` alone cannot be answered in eager code; `p.__class__` is. In captured code
-`compat.show_classes` lets Dynamo answer both.
+Only Python's `type(p)` cannot be overridden in eager code; `p.__class__` can. In captured code
+`compat.show_classes` makes Dynamo return the parameter's class for both.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megacompile.runtime.params.guards import Absent
 
 
 class ParameterLooks:
-    """The part of `StreamedParameter` that answers for the parameter that it stands for."""
+    """The part of `StreamedParameter` that mimics its parameter."""
 
     __slots__ = ()
-    stands_for: type[torch.Tensor] = nn.Parameter  # the class of that parameter
-    __dlpack_c_exchange_api__ = Absent()  # which exports the memory without a call of Python
+    stands_for: type[torch.Tensor] = nn.Parameter  # the parameter's class
+    __dlpack_c_exchange_api__ = Absent()  # exports the memory without calling Python
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -29,30 +29,30 @@ class ParameterLooks:
 
     @property
     def _leaf(self) -> Any:
-        """The parameter that it answers for; None where it is a view, or in no model."""
+        """The parameter that it mimics; None for a view or outside of a model."""
         me: Any = self
         return None if me.is_view else me.param
 
     def __hash__(self) -> int:
-        """As of the parameter: a dict may have it for a key."""
+        """The parameter's hash, because a dict may have it as a key."""
         return id(self if self._leaf is None else self._leaf)
 
     @property
     def is_leaf(self) -> bool:
-        """As the parameter, though a link joins them.
+        """The parameter's `is_leaf`, although a link connects the two.
 
-        What Dynamo makes of inputs that are no leaves is never freed (seen on torch 2.13).
+        Dynamo never frees its objects for non-leaf inputs (seen on torch 2.13).
         """
         return _get(torch.Tensor.is_leaf, self) if self._leaf is None else True
 
     @property
     def grad_fn(self) -> Any:
-        """None, as of a leaf, though a link joins them."""
+        """None, as for a leaf, although a link connects the two."""
         return _get(torch.Tensor.grad_fn, self) if self._leaf is None else None
 
     @property
     def grad_dtype(self) -> Any:
-        """As of a leaf: torch would not say it of another tensor."""
+        """As for a leaf; torch would warn for a non-leaf."""
         me: Any = self
         return _get(_GRAD_DTYPE, self) if self._leaf is None else me.dtype
 
@@ -62,7 +62,7 @@ class ParameterLooks:
 
     @property
     def _version(self) -> int:
-        """The parameter's: an update counts."""
+        """The parameter's version, which counts updates."""
         me: Any = self
         return compat.version(me.root)
 
@@ -84,13 +84,13 @@ class ParameterLooks:
             param.requires_grad_(requires_grad)
         if param is None or (requires_grad and not is_trained(self)):
             _TENSOR.requires_grad_(self, requires_grad)
-            if param is not None:  # of a frozen one: no link hands its gradient on
+            if param is not None:  # of a frozen parameter: no link forwards the gradient
                 _TENSOR.register_post_accumulate_grad_hook(self, _hand_on)
         return self
 
     @compat.within_callers
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
-        """A hook on the parameter: its whole gradient does not come by here."""
+        """Register the hook on the parameter: the proxy receives only part of its gradient."""
         of: Any = self if self._leaf is None else self._leaf
         return _TENSOR.register_hook(of, hook)
 
@@ -106,17 +106,18 @@ class ParameterLooks:
 
     @compat.within_callers
     def __copy__(self) -> Any:
-        """As of a parameter: another one over the same memory."""
+        """Like a parameter's: another parameter over the same memory."""
         me: Any = self
         data = me.detach()
         return data if me.is_view else nn.Parameter(data, me.requires_grad)
 
     @compat.opaque
     def memory(self) -> torch.Tensor:
-        """A tensor in real memory with its values, for those who read through a pointer.
+        """A tensor with real memory and the parameter's values, for code that reads through a
+        pointer.
 
-        Where the host is the device, it is the parameter. Elsewhere it is a copy on the device,
-        which lives until a call of the model has ended; what is written to it is lost.
+        If the host is the device, this is the parameter. Otherwise it is a copy on the device that
+        lives until the model's call ends; writes to it are lost.
         """
         me: Any = self
         me.use()
@@ -133,14 +134,15 @@ class ParameterLooks:
 
     @compat.within_callers
     def data_ptr(self) -> Any:
-        """0 for torch itself, which describes a tensor without memory."""
+        """0 for torch's own code, which describes a tensor without memory."""
         if compat.is_asked_by_user():
             return self.memory().data_ptr()
         return _TENSOR.data_ptr(self)
 
     @compat.within_callers
     def untyped_storage(self) -> Any:
-        """That of a tensor which shares it with no other one; an empty one for torch itself."""
+        """The storage of a tensor that shares it with no other; an empty one for torch's own
+        code."""
         if compat.is_asked_by_user():
             return compat.own_storage(self.memory())
         return _TENSOR.untyped_storage(self)
@@ -155,14 +157,13 @@ class ParameterLooks:
 
     @compat.opaque
     def _exported(self, *, detached: bool = False) -> Any:
-        """Its memory, as a tensor that torch refuses to export where it refuses the parameter."""
+        """Its memory, as a tensor that torch refuses to export if it refuses the parameter."""
         memory = self.memory().detach()
         return memory.requires_grad_(bool(self.requires_grad) and not detached)
 
 
 class Same(torch.Tensor):
-    """The result where a parameter is compared with itself. A dict that looks for it as a key takes
-    it for found."""
+    """The result of comparing a parameter with itself, so that dict lookups find it as a key."""
 
     __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
 
@@ -171,32 +172,32 @@ class Same(torch.Tensor):
 
 
 def parameter_of(tensor: Any) -> Any:
-    """The parameter that a proxy answers for; any other tensor itself."""
+    """The parameter that a proxy mimics; any other tensor unchanged."""
     is_proxy = isinstance(tensor, ParameterLooks) and tensor._leaf is not None
     return tensor._leaf if is_proxy else tensor
 
 
 def link_of(proxy: Any) -> Any:
-    """The node that hands a proxy's gradient to its parameter; None for a frozen one."""
+    """The node that forwards a proxy's gradient to its parameter; None if frozen."""
     return _get(torch.Tensor.grad_fn, proxy)
 
 
 def is_trained(proxy: Any) -> bool:
-    """True if the parameter required grad when the proxy was made for it."""
+    """True if the parameter required grad when the proxy was created."""
     return bool(IS_TRAINED(proxy))
 
 
 def in_memory(tensor: Any) -> Any:
-    """A proxy's memory; any other tensor as it is."""
+    """A proxy's memory; any other tensor unchanged."""
     return tensor._exported() if isinstance(tensor, ParameterLooks) else tensor
 
 
 @compat.opaque
 def _hand_on(proxy: torch.Tensor) -> None:
-    """Add the gradient of a proxy that its forward has begun to train to the parameter's."""
+    """Add a proxy's gradient to the parameter's, after a forward enabled training of the proxy."""
     me: Any = proxy
     gradient = _GRAD.__get__(proxy)
-    if gradient is None:  # of captured code, which hands it on itself
+    if gradient is None:  # captured code forwards it itself
         return
     _GRAD.__set__(proxy, None)
     gradient = gradient.to(me.param.device)
@@ -212,4 +213,4 @@ _TENSOR: Any = torch.Tensor
 _GRAD: Any = torch.Tensor.grad
 _GRAD_DTYPE: Any = torch.Tensor.grad_dtype
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
-IS_TRAINED = _REQUIRES_GRAD.__get__  # in C, for many at once
+IS_TRAINED = _REQUIRES_GRAD.__get__  # in C, for many tensors at once

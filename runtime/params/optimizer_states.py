@@ -1,8 +1,8 @@
-"""The states of optimizers that are known (`optim.registry`) in the flat memory of the buckets.
+"""The states of known optimizers (`optim.registry`) in the buckets' flat memory.
 
-`optimizer.state[p]` has views of it under the stock names. The buffers of a bucket belong to one
-optimizer each (`StateMemory`), so two optimizers over the same parameters have states of
-their own, as in torch.optim.
+`optimizer.state[p]` holds views of it under the stock names. Each optimizer has its own buffers in
+a bucket (`StateMemory`), so two optimizers over the same parameters have separate states, as in
+torch.optim.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ class Trained(NamedTuple):
     """A parameter that a step updates."""
 
     param: nn.Parameter
-    at: int  # its index in its bucket
-    group: dict[str, Any]  # of the optimizer that it is in
-    state: dict[str, Any]  # `optimizer.state[param]`, or what that is to become
+    at: int  # index in its bucket
+    group: dict[str, Any]  # its group in the optimizer
+    state: dict[str, Any]  # `optimizer.state[param]`, or its future value
 
 
 def unsupported_reason(optimizer: Optimizer, found: Iterable[Trained]) -> str:
-    """The reason why an optimizer's own step must update these, which have gradients; "" if we
-    can."""
+    """The reason why torch.optim's own step must update these parameters; "" if megacompile can."""
     kind = known(type(optimizer))
     if kind is None:
         full = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
@@ -61,12 +60,12 @@ def unsupported_reason(optimizer: Optimizer, found: Iterable[Trained]) -> str:
 
 
 def wraps_another(optimizer: Optimizer) -> bool:
-    """True if an optimizer holds another one, which makes its step (SAM, Lookahead)."""
+    """True if an optimizer wraps another one that makes the step (SAM, Lookahead)."""
     return any(isinstance(value, Optimizer) for value in vars(optimizer).values())
 
 
 def ignored_options(optimizer: Optimizer, options: Options) -> str:
-    """The options that an optimizer without a rule of ours ignores, as a sentence; "" if none."""
+    """A sentence on the options that an optimizer without a rule ignores; "" if none."""
     asked = {
         "state_dtype": options.state_dtype is not None,
         "stochastic_rounding": options.stochastic_rounding,
@@ -78,7 +77,7 @@ def ignored_options(optimizer: Optimizer, options: Options) -> str:
 
 
 def names_like(param: torch.Tensor, state: dict[str, Any]) -> list[str]:
-    """The states that have an element for each of the parameter's."""
+    """The elementwise states of a parameter."""
     return [
         name
         for name, value in state.items()
@@ -93,16 +92,16 @@ def make_buffers(
     *,
     pin: bool,
 ) -> bool:
-    """Memory for states that have an element for each of the parameter's.
+    """Allocate the elementwise states of parameters.
 
     Args:
-        optimizer: whose they are.
-        bucket: where they shall be.
-        wanted: parameters, a name of a state of each, and its dtype, or "int8".
-        pin: page-lock them.
+        optimizer: the owner of the states.
+        bucket: the bucket that will hold them.
+        wanted: parameters, each with a state's name and its dtype or "int8".
+        pin: page-lock the states.
 
     Returns:
-        Are there some in 8 bits?
+        True if any of them are in 8 bits.
     """
     named: dict[str, dict[int, torch.dtype | str]] = {}
     others = bucket.states.owners() not in ([], [optimizer])
@@ -126,7 +125,8 @@ def make_buffers(
 def adopt(
     optimizer: Optimizer, bucket: HostBucket, i: int, state: dict[str, Any], names: Iterable[str]
 ) -> None:
-    """Gives `state` views of the buffers; what was there (a loaded checkpoint) is copied."""
+    """Point `state` to views of the buffers; existing values (of a loaded checkpoint) are
+    copied."""
     buffers = bucket.states.of(optimizer)
     for name in names:
         given, buffer = state.get(name), buffers[name][i]
@@ -161,8 +161,8 @@ def adopt(
 
 
 def _shown(given: Any, buffer: torch.Tensor) -> torch.Tensor:
-    """The tensor that the user sees of a buffer. A tensor that was loaded goes on being the state,
-    because `load_state_dict(found)` leaves it in `found` too; its own memory is free."""
+    """The user-visible tensor of a buffer. A loaded tensor object remains the state, because
+    `load_state_dict(found)` keeps it in `found` too; its old memory is freed."""
     kept = (
         type(given) is torch.Tensor
         and (given.dtype, given.device, given.shape) == (buffer.dtype, buffer.device, buffer.shape)
@@ -180,7 +180,7 @@ def _lies_in(given: torch.Tensor, buffer: torch.Tensor) -> bool:
 
 
 def _part_of(given: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
-    """This rank's part of a state that was loaded: also of one that is whole."""
+    """This rank's part of a loaded state, which may be whole or sharded."""
     plain: torch.Tensor = to_plain(given)
     if compat.is_sharded(param) and not compat.is_sharded(plain):
         plain = compat.distributed(plain, param)
@@ -195,15 +195,15 @@ def for_update(
     state: dict[str, Any],
     names: Iterable[str] | None = None,
 ) -> dict[str, Any]:
-    """A state as the update takes it: our own views, which are not guarded.
+    """A parameter's state for an update: the bucket's own, unguarded views.
 
     Args:
-        optimizer: whose it is.
-        bucket: of the parameter.
+        optimizer: the owner of the state.
+        bucket: the parameter's bucket.
         i: the parameter's index.
-        state: `optimizer.state` of it.
-        names: the states that a rule takes; others may be left from options before. None: all that
-            the optimizer's own step takes, its counter too.
+        state: its `optimizer.state`.
+        names: the states that a rule uses; others may remain from earlier options. None: all that
+            torch.optim's own step uses, including its counter.
     """
     buffers = bucket.states.of(optimizer)
     found: dict[str, Any] = {}
@@ -229,7 +229,7 @@ def for_update(
 
 
 def visible(state: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors of a state that an update writes to."""
+    """The tensors of a state that an update writes."""
     plain = torch.Tensor
     return [
         value
@@ -239,10 +239,10 @@ def visible(state: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def visible_on_disk(bucket: HostBucket) -> list[torch.Tensor]:
-    """The visible states of a bucket whose states are on a disk, of every optimizer.
+    """The user-visible states, of every optimizer, for a bucket with states on a disk.
 
-    A step reads and writes all of them, also those that it does not change: what a user would write
-    meanwhile to a state of another optimizer, or of a parameter without a gradient, would be lost.
+    A step reads and writes all of them, even unchanged ones: a concurrent user write to another
+    optimizer's state, or to the state of a parameter without a gradient, would be lost.
     """
     if bucket.disk is None or not bucket.states.on_disk():
         return []
@@ -257,7 +257,7 @@ def visible_on_disk(bucket: HostBucket) -> list[torch.Tensor]:
 
 
 def move_loaded(optimizer: Optimizer, param: nn.Parameter) -> None:
-    """Moves states that were loaded before a parameter moved to where it is."""
+    """Move states that were loaded before a parameter moved to its device."""
     if param not in optimizer.state:
         return
     state = optimizer.state[param]
@@ -267,7 +267,7 @@ def move_loaded(optimizer: Optimizer, param: nn.Parameter) -> None:
 
 
 def new_counter() -> torch.Tensor:
-    """The "step" of an optimizer that counts, and has made none."""
+    """The initial "step" counter of an optimizer that has one."""
     double = torch.get_default_dtype() == torch.float64
     return torch.tensor(0.0, dtype=torch.float64 if double else torch.float32)
 
@@ -284,19 +284,20 @@ def count_up(states: Iterable[dict[str, Any]]) -> None:
 def add_one(counters: list[torch.Tensor]) -> None:
     """Count a step in counters."""
     if counters:
-        one = torch.ones((), dtype=counters[0].dtype)  # a number would be made a tensor for each
+        one = torch.ones((), dtype=counters[0].dtype)  # a number: a tensor for each
         compat.FOREACH_ADD(counters, one, alpha=1)
 
 
 def reserve(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Orders first states as torch.optim does, by the parameter groups: `state_dict()` shows it.
+    """Order first states by parameter group, like torch.optim; the order is visible in
+    `state_dict()`.
 
     Args:
-        optimizer: it steps.
-        params: those that it may update.
+        optimizer: the stepping optimizer.
+        params: the parameters that it may update.
 
     Returns:
-        Parameters whose states are empty now; `drop_empty` takes those away that stay so.
+        The parameters with empty states; `drop_empty` removes the states that stay empty.
     """
     kind, of = known(type(optimizer)), {id(param) for param in params}
     new: list[nn.Parameter] = []
@@ -309,21 +310,21 @@ def reserve(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Par
 
 
 def drop_empty(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-    """Removes the entries of `state_dict()` where torch.optim keeps no state."""
+    """Remove the `state_dict()` entries for which torch.optim keeps no state."""
     for param in params:
         if param in optimizer.state and not optimizer.state[param]:
             del optimizer.state[param]
 
 
-# States that go along with their parameters: into another bucket, or out of all.
+# States that move with their parameters: to another bucket, or out of all buckets.
 
 
 def move_states(old: HostBucket, new: HostBucket) -> None:
-    """Moves the states of a bucket to another one, which has the same parameters elsewhere.
+    """Move the states of a bucket to another bucket with the same parameters.
 
     8-bit states keep their codes: nothing is rounded again.
     """
-    made: dict[int, State] = {}  # by the id of what it is made from: optimizers may share states
+    made: dict[int, State] = {}  # by the source's id: optimizers may share states
     for owner in old.states.owners():
         assert isinstance(owner, Optimizer)
         for name, states in old.states.of(owner).items():
@@ -339,7 +340,7 @@ def move_states(old: HostBucket, new: HostBucket) -> None:
 
 
 def _show(state: dict[str, Any], name: str, old: State, new: State, bucket: HostBucket) -> None:
-    """Replaces what the user sees as a state by the new one, if it was the old one."""
+    """Replace a user-visible state by the new one if it is the old one."""
     shown = state.get(name)
     mine = compat.local(shown)
     if isinstance(mine, BlockwiseTensor):
@@ -368,10 +369,10 @@ def state_bytes(bucket: HostBucket) -> int:
 
 
 def free_states(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
-    """Turns the states of parameters that are in no bucket any more into those of torch.optim.
+    """Convert the states of parameters outside of all buckets to those of torch.optim.
 
-    They go where their parameter is, by the rules of `Optimizer.load_state_dict`: states that a
-    rule of ours made (in 8 bits, or of another dtype) get the parameter's dtype.
+    They move to their parameter's device, by the rules of `Optimizer.load_state_dict`: states
+    created by a rule (in 8 bits, or of another dtype) get the parameter's dtype.
     """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     by_rule = rule_of(optimizer) is not None

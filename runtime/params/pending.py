@@ -1,7 +1,8 @@
-"""The work on a bucket, the offer to the next step and the copies of its parameters: all guarded.
+"""Work in flight on a bucket, its offer to the next step, and copies of its parameters: all
+guarded.
 
-A tensor that work is in flight for, that an offer was made from or that is copied has a guard,
-which asks here before the tensor is used.
+A tensor with work in flight, with an offer derived from it, or with a copy has a guard, which calls
+this module before the tensor is used.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from megacompile.runtime.params.work import InFlight, Left, Torn
 
 
 class Offer(Protocol):
-    """Something that is right only as long as the bucket is not changed: then it is dropped."""
+    """Something that is valid only while the bucket is unchanged; a change drops it."""
 
     def drop(self) -> None:
-        """It is not taken."""
+        """Drop the offer."""
 
 
 class MemoryGuard(Guard):
@@ -46,8 +47,8 @@ class MemoryGuard(Guard):
 
     Args:
         state: WATCHED, OFFERED or IN_FLIGHT.
-        copy: of the bucket's parameters.
-        work: on the bucket, and its offer; None where parameters are only watched.
+        copy: the copies of the bucket's parameters.
+        work: the bucket's work and offer; None if parameters are only watched.
     """
 
     __slots__ = ("copy", "work")
@@ -58,20 +59,21 @@ class MemoryGuard(Guard):
         self.work = work
 
     def open(self, tensor: torch.Tensor) -> None:
-        """Wait for the work, or withdraw the offer; copies of a parameter may be stale from now."""
+        """Wait for the work or withdraw the offer, and mark copies of a parameter as possibly
+        stale."""
         if self.work is not None:
             if self.state is GuardState.IN_FLIGHT:
                 self.work.wait()
             else:
                 self.work.withdraw()
         if guard_of(tensor) is self or state_of(tensor) is not GuardState.IN_FLIGHT:
-            release(tensor)  # else another thread has started new work
+            release(tensor)  # otherwise another thread has started new work
         self.copy.forget(tensor)
 
     @staticmethod
     def serve(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Marks a tensor that is overwritten as whole again, where it is torn. The guard stays: a
-        save asks if the others are whole."""
+        """Mark a torn tensor as whole after it is overwritten. The guard stays: a save checks the
+        other tensors."""
         who = guard_of(args[0]) if function in compat.OVERWRITING else None
         if not isinstance(who, MemoryGuard) or who.state is not GuardState.IN_FLIGHT:
             return NotImplemented
@@ -86,12 +88,12 @@ class MemoryGuard(Guard):
 
 
 class Pending(Completion):
-    """The work and the offer of one bucket, which has it for good.
+    """The work and the offer of one bucket. Owned by the bucket.
 
     Args:
-        params: the bucket's.
-        copy: of them that is streamed, which is watched when nothing else guards them.
-        owners: returns the optimizers that have states of it.
+        params: the bucket's parameters.
+        copy: their streamed copy, watched while nothing else guards the parameters.
+        owners: returns the optimizers with states for the bucket.
     """
 
     def __init__(
@@ -104,19 +106,19 @@ class Pending(Completion):
         self.params = params
         self.copy = copy
         self.owners = owners
-        self.torn: Torn | None = None  # by an update that failed, and not loaded since
-        self.restoring = False  # may what is torn be read, by who loads it?
+        self.torn: Torn | None = None  # torn by a failed update and not loaded since
+        self.restoring = False  # True while a loader may read torn values
         self.in_flight: InFlight | None = None
-        self.offered: Offer | None = None  # to optimizer.step(), by the backward
+        self.offered: Offer | None = None  # from the backward to optimizer.step()
         self.gradients_copied: torch.cuda.Event | None = None  # after the last copy to the host
-        self._failed = False  # and a user is to be told
-        self._updated: list[int] = []  # the parameters that what is in flight is about
-        self._guarded: list[tuple[MemoryGuard, list[torch.Tensor]]] = []  # until it is done
-        self._offer_guarded: list[torch.Tensor] = []  # until the offer is taken
+        self._failed = False  # and the next user must be told
+        self._updated: list[int] = []  # the parameters of the work in flight
+        self._guarded: list[tuple[MemoryGuard, list[torch.Tensor]]] = []  # guarded until it is done
+        self._offer_guarded: list[torch.Tensor] = []  # guarded until the offer is taken
         forks.tell(self)
 
     def start(self, work: InFlight, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
-        """Note work on some parameters and states; users of these wait for it."""
+        """Record work on some parameters and states; users of these wait for it."""
         assert self.in_flight is None, "a bucket serves one piece of work at a time"
         self._failed = False
         self.copy.changed()
@@ -125,7 +127,7 @@ class Pending(Completion):
         self._guard(updated, states)
 
     def _guard(self, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
-        """Makes users of these wait for what is in flight."""
+        """Make users of these tensors wait for the work in flight."""
         self._updated += updated
         by, tensors = MemoryGuard(GuardState.IN_FLIGHT, self.copy, self), list(states)
         tensors += [self.params[i] for i in updated]
@@ -133,7 +135,7 @@ class Pending(Completion):
         guard(tensors, by)
 
     def last_write(self, part: Part) -> Handle:
-        """The last write that a token of this bucket stands for (`megacompile.ir.tokens`)."""
+        """The last write represented by a token of this bucket (`megacompile.ir.tokens`)."""
         if part is Part.GRADIENTS:
             return Handle(None, Stream.D2H, self.gradients_copied)
         work = self.in_flight
@@ -150,7 +152,7 @@ class Pending(Completion):
         return self.in_flight is None or self.in_flight.done()
 
     def go_on(self, work: InFlight, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
-        """Note work that goes on where what is in flight ends, and has it in it."""
+        """Record work that continues, and includes, the work in flight."""
         if self.in_flight is None:
             self.start(work, updated, states)
             return
@@ -158,16 +160,16 @@ class Pending(Completion):
         self._guard(updated, states)
 
     def before_fork(self) -> None:
-        """Waits for what is in flight: it would be half done in the child, for ever."""
+        """Wait for the work in flight before a fork: in the child it would stay half done."""
         self.finish()
 
     def after_fork(self, *, in_child: bool) -> None:
-        """Ends, in the child, what another thread has started meanwhile."""
+        """Drop, in the child, work that another thread has started meanwhile."""
         if in_child and self.in_flight is not None and not self._failed:
             self._ended(self.in_flight)
 
     def finish(self) -> None:
-        """Wait for what is in flight; if it failed, the next user of the bucket is told."""
+        """Wait for the work in flight; if it failed, the next user of the bucket gets the error."""
         work = self.in_flight
         if work is None:
             return
@@ -180,10 +182,11 @@ class Pending(Completion):
             self.wait()
 
     def wait(self) -> None:
-        """Wait for what is in flight on this bucket.
+        """Wait for the work in flight on this bucket.
 
         Raises:
-            OptimizerError: it failed, or an update before has, and was not loaded since.
+            OptimizerError: it failed, or an earlier update failed and its values were not loaded
+                since.
         """
         work = self.in_flight
         if work is not None:
@@ -196,23 +199,23 @@ class Pending(Completion):
                 self.tear(str(error), {i: Left.of(self.params[i], owners) for i in self._updated})
                 raise
             finally:
-                if over or work.done():  # else Ctrl-C: it goes on, as guards do
+                if over or work.done():  # otherwise Ctrl-C: the work continues, and so do guards
                     self._ended(work)
         if self.torn is not None and not self.restoring:
             self.check()
 
     def tear(self, why: str, left: Mapping[int, Left]) -> None:
-        """An update has failed that was about these, by index: they are torn until they are loaded.
+        """Record a failed update of these parameters, by index: they are torn until loaded.
 
         Args:
-            why: what failed.
+            why: the failure.
         """
         before = self.torn or Torn(why, {})
         self.torn = Torn(before.why, {**before.left, **left})
         self._guard(list(left), [state for each in left.values() for state in each.visible()])
 
     def check(self) -> None:
-        """Raise if an update before has failed, and was not loaded since. It waits for nothing."""
+        """Raise if an earlier update failed and its values were not loaded since. Does not wait."""
         if self.torn is None:
             return
         if not self.torn.restored():
@@ -223,36 +226,36 @@ class Pending(Completion):
             self._release(guarded)
 
     def overwritten(self, tensor: torch.Tensor) -> None:
-        """All of a parameter or a state that is torn has other values."""
+        """Record that a torn parameter or state was completely overwritten."""
         for left in () if self.torn is None else self.torn.left.values():
             left.overwritten.add(id(tensor))
 
     def begin_restoring(self) -> None:
-        """Allows reads of what is torn until `end_restoring`."""
+        """Allow reads of torn values until `end_restoring`."""
         self.restoring = self.is_torn()
 
     def end_restoring(self) -> None:
-        """Guards again what is not restored."""
+        """Guard values that were not restored again."""
         self.restoring = False
         if self.torn is not None and not self.torn.restored():
             left = self.torn.left
             self._guard(list(left), [s for each in left.values() for s in each.visible()])
 
     def is_torn(self) -> bool:
-        """Is it half updated? What is in flight is waited for."""
+        """True if the bucket is half updated; waits for work in flight."""
         with suppress(OptimizerError):
             self.wait()
         return self.torn is not None
 
     def let_go(self, others: set[int]) -> None:
-        """Forgets what is torn where its parameter is not among these, by their ids."""
+        """Forget torn parameters that are not among these ids."""
         if self.torn is not None:
             kept = {i: left for i, left in self.torn.left.items() if id(left.param) in others}
             self.torn = Torn(self.torn.why, kept)
 
     def _ended(self, work: InFlight) -> None:
-        """It is over. Another thread that used the bucket may have said so before, and started the
-        next: no call comes between these lines, in which the system could switch to it."""
+        """Record that the work is complete. Another thread may have done so already and started new
+        work: no call separates these lines, so no thread switch can occur between them."""
         if self.in_flight is not work:
             return
         self.in_flight = None
@@ -268,10 +271,10 @@ class Pending(Completion):
             release_from(by, tensors)
         self.copy.watch()
 
-    # What is offered to the next step.
+    # The offer to the next step.
 
     def offer(self, what: Offer, params: Sequence[int], states: Sequence[torch.Tensor]) -> None:
-        """Keep something for the next step, unless these are touched before."""
+        """Offer something to the next step, unless these tensors are used before."""
         self.withdraw()
         self.offered = what
         self._offer_guarded = [self.params[i] for i in params] + list(states)
@@ -289,7 +292,7 @@ class Pending(Completion):
         return offer
 
     def withdraw(self) -> None:
-        """Withdraws the offer, which is no longer right."""
+        """Withdraw an invalid offer."""
         if self.offered is None and not self._offer_guarded:
             return
         offer = self.take_offer()
@@ -297,31 +300,32 @@ class Pending(Completion):
             offer.drop()
 
 
-# Copies of the parameters that must follow them: that in another dtype (`compute_dtype`), which is
-# streamed instead of them, and those that stay in slots on the device between two forwards. The
-# user may change a parameter at any time: one without another guard is watched for that.
+# Copies that must stay in sync with the parameters: the copy in another dtype (`compute_dtype`),
+# which is streamed instead, and copies that stay in device slots between two forwards. The user may
+# change a parameter at any time: parameters without another guard are watched.
 
 
 @dataclass(frozen=True, slots=True)
 class CopyMark:
-    """The parameters of a bucket when a forward left them in a slot, until the next forward."""
+    """The state of a bucket's parameters when a forward left them in a slot for the next
+    forward."""
 
     copy: StreamedCopy
     changes: int
     versions: tuple[int, ...]
 
     def holds(self) -> bool:
-        """True if they are so still."""
+        """True if the parameters are still in that state."""
         return self.copy.is_as_at(self)
 
 
 @dataclass(eq=False)
 class Copied:
-    """The parameters of a bucket, which has this, and what is streamed of them.
+    """The parameters of a bucket and their streamed tensors. Owned by the bucket.
 
     Args:
-        values: their memory in the bucket; an entry of the list may be replaced.
-        streamed: the same list, or one with copies in another dtype.
+        values: their views in the bucket; an entry of the list may be replaced.
+        streamed: the same list, or a list of copies in another dtype.
     """
 
     params: Sequence[torch.nn.Parameter]
@@ -332,30 +336,31 @@ class Copied:
         self.has_copy = self.streamed is not self.values  # in another dtype
 
     def aliased(self, index: int) -> bool:
-        """True if a parameter's memory is held under another name."""
-        own = OWN_USERS - compat.is_sharded(self.params[index])  # its part is the bucket's tensor
+        """True if a parameter's memory has an alias."""
+        own = OWN_USERS - compat.is_sharded(self.params[index])  # its local tensor is the bucket's
         return compat.storage_users(self.values[index]) > own
 
 
-OWN_USERS = 3  # of a parameter's memory: the bucket, the parameter, its proxy
+OWN_USERS = 3  # users of a parameter's memory: the bucket, the parameter, its proxy
 
 
 class StreamedCopy:
-    """The copies of one bucket's parameters; where there are none, these do nothing.
+    """The copies of one bucket's parameters; without copies, all methods do nothing.
 
-    The bucket has this. Its memory is referred to weakly: guards that are left do not hold it.
+    Owned by the bucket. References the bucket's memory weakly, so that remaining guards do not keep
+    it alive.
     """
 
     def __init__(self, of: Copied) -> None:
         self._reference = weakref.ref(of)
-        self._fresh: dict[int, int] = {}  # parameter -> its version when its copy was made
+        self._fresh: dict[int, int] = {}  # parameter -> its version at the time of the copy
         self._indices = {id(param): i for i, param in enumerate(of.params)}
         self._watched = MemoryGuard(GuardState.WATCHED, self)
-        self._changes = 0  # times that one may have changed
-        self._marked = False  # is there a copy on the device?
+        self._changes = 0  # number of possible changes
+        self._marked = False  # True if a copy is on the device
 
     def mark(self) -> CopyMark | None:
-        """The parameters as they are now; None where a change could go unseen."""
+        """The parameters' current state; None if a change could go unnoticed."""
         of = self._reference()
         if of is None:
             return None
@@ -370,18 +375,18 @@ class StreamedCopy:
         return () if of is None else tuple(compat.versions(of.params))
 
     def changed(self) -> None:
-        """The parameters are written to."""
+        """Record a write to the parameters."""
         self._changes += 1
 
     def is_as_at(self, mark: CopyMark) -> bool:
-        """True if the parameters are what they were then."""
+        """True if the parameters are unchanged since then."""
         return self._changes == mark.changes and self._versions() == mark.versions
 
     def refresh(self, *, idle: bool) -> None:
-        """Bring the copy up to date with what the user changed.
+        """Update the copy with the user's changes.
 
         Args:
-            idle: nothing is in flight for the bucket.
+            idle: True if the bucket has no work in flight.
         """
         of = self._reference()
         if of is None or not of.has_copy:
@@ -393,34 +398,34 @@ class StreamedCopy:
             if not fresh or (idle and of.aliased(i)):
                 of.streamed[i].copy_(of.values[i])
                 if of.aliased(i):
-                    self.forget(param)  # a write under the other name would go unseen
+                    self.forget(param)  # a write through an alias would go unnoticed
                 else:
                     self.mark_fresh([i])
         self.watch()
 
     def take_back(self, index: int) -> None:
-        """Bring a master up to date with its copy, which eager code wrote to."""
+        """Update a master from its copy, which eager code wrote to."""
         of = self._reference()
         if of is not None and of.streamed[index] is not of.values[index]:
             of.values[index].copy_(of.streamed[index])
         self.changed()
 
     def mark_fresh(self, indices: Sequence[int]) -> None:
-        """The copies of some parameters are what the parameters are now."""
+        """Record that the copies of some parameters are up to date."""
         of = self._reference()
         if of is not None and of.has_copy:
             versions = compat.versions([of.params[i] for i in indices])
             self._fresh.update(zip(indices, versions, strict=True))
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """The user has a tensor in hands: if it is a parameter, its copy may be stale."""
+        """Record that the user has accessed a tensor: a parameter's copy may be stale."""
         index = self._indices.get(id(tensor))
         if index is not None:
             self._fresh.pop(index, None)
             self.changed()
 
     def watch(self) -> None:
-        """Notice changes that leave no trace in the version: those through `p.data`."""
+        """Watch for changes that do not bump the version: those through `p.data`."""
         of = self._reference()
         if of is None or not (of.has_copy or self._marked):
             return

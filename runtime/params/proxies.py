@@ -1,9 +1,8 @@
-"""StreamedParameter: stands in for a host parameter while the model runs.
+"""StreamedParameter: replaces a host parameter while the model runs.
 
-It says that it is on the compute device, but holds only a reference to the host tensor. Under
-Dynamo it is an ordinary graph input. In eager code (a graph break, a skipped frame) any operation
-on it fetches a copy for its own duration: slow, never wrong. A parameter that lives on the device
-is read where it lies.
+Its `device` is the compute device, but it only references the host tensor. Under Dynamo it is an
+ordinary graph input. In eager code (a graph break, a skipped frame) each operation on it fetches a
+temporary copy: slow, but always correct. A resident parameter is read in place.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from megacompile.runtime.params.looks import ParameterLooks, Same, in_memory, li
 
 
 def _nothing(*of_nothing: Any) -> None:
-    """The wait and the notices of a proxy of no model: none."""
+    """No wait and no notices, for a proxy outside of a model."""
 
 
 class ParamSource(NamedTuple):
-    """The source of a proxy's data, and the notices of what eager code does with them."""
+    """The source of a proxy's data, and callbacks for uses by eager code."""
 
-    settle: Callable[[], None] = _nothing  # waits until they may be read
-    wrote: Callable[[], None] = _nothing  # called when eager code has written to them
+    settle: Callable[[], None] = _nothing  # waits until the data may be read
+    wrote: Callable[[], None] = _nothing  # called after a write by eager code
     used: Callable[[torch.Tensor | None, Any], None] = _nothing  # see `StreamedParameter.use`
-    copy: torch.Tensor | None = None  # what goes to the device instead of the parameter
-    resident: bool = False  # does it live on the device?
+    copy: torch.Tensor | None = None  # the tensor copied to the device instead of the parameter
+    resident: bool = False  # True if the parameter lives on the device
 
 
 _NO_MODEL = ParamSource()
@@ -51,14 +50,14 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
         *("base", "copied", "fetched_version", "_is_param", compat.STATIC_INPUT),
     )
     host: torch.Tensor
-    root: torch.Tensor  # the host tensor of the parameter that it is, or is a view of
-    param: torch.Tensor | None  # that parameter, or part of a packed one
-    is_view: bool  # of a parameter, made by eager code
+    root: torch.Tensor  # the host tensor of the parameter, or of the view's base
+    param: torch.Tensor | None  # the parameter, or a component of a packed one
+    is_view: bool  # True for a view of a parameter, created by eager code
     source: ParamSource
-    part: torch.Tensor | None  # where several ranks share it: what this one has; `host` is on meta
-    base: StreamedParameter | None  # that it is a view of
-    copied: torch.Tensor | None  # on the device, for those who asked for a pointer
-    fetched_version: int  # of `root`, when a forward fetched it last; -1: none has
+    part: torch.Tensor | None  # if ranks share it: this rank's part; `host` is on meta
+    base: StreamedParameter | None  # the view's base
+    copied: torch.Tensor | None  # a copy on the device, for code that needs a pointer
+    fetched_version: int  # version of `root` at the last fetch by a forward; -1: none
     _is_param: bool
 
     @staticmethod
@@ -82,14 +81,14 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
     __hash__ = ParameterLooks.__hash__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """As of a parameter on the device: a copy there, that is not streamed."""
+        """Like a device parameter's: a copy on the device, which is not streamed."""
         copy = self.detach().clone()
         made = copy if self.is_view else nn.Parameter(copy, self.requires_grad)
         memo[id(self)] = made
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled in the middle of a forward (by a signal handler, say): the host tensor."""
+        """Pickle the host tensor, during a forward (in a signal handler, for example)."""
         self.source.settle()
         return (self.host if self.part is None else self.fetched()).__reduce_ex__(protocol)
 
@@ -97,33 +96,32 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
         return (self.host if self.part is None else self.fetched()).tolist()
 
     def fetched(self) -> torch.Tensor:
-        """A copy on the device. Where several ranks share the parameter, all of them call it."""
+        """A copy on the device. If ranks share the parameter, all of them call this."""
         if self.part is None:
             return self.host.to(self.device, copy=True)
         assert self.param is not None
         return ranks.whole(self.param, self.part.to(self.device))
 
     def use(self) -> None:
-        """Eager code uses it: tells of its parameter, and of the link that a backward will come
-        by."""
+        """Record a use by eager code: its parameter, and the link for a backward."""
         link = link_of(self if self.base is None else self.base)
-        comes = torch.is_grad_enabled() and type(link) is _LINK  # another one was written to
+        comes = torch.is_grad_enabled() and type(link) is _LINK  # another proxy was written to
         self.source.used(self.param, link if comes else None)
 
     def lying(self) -> torch.Tensor:
-        """Its values on the device, for an operator that only reads them: where they lie, if they
-        live there, by a name of its own. cuDNN's operator for flat weights gives what it gets other
-        memory."""
+        """Its values on the device, for an operator that only reads them: in place if resident, as
+        a new tensor object, because cuDNN's operator for flat weights replaces its arguments'
+        storage."""
         if not self.source.resident or self.part is not None:
             return self.fetched()
         return torch.ops.aten.alias(self.host)  # type: ignore[no-any-return]
 
     def check_version(self) -> None:
-        """Tells autograd, and raises where it has saved this for a backward, that the parameter was
-        changed in place: the proxy counts versions of its own.
+        """Bump the proxy's version if the parameter was changed in place, because the proxy has its
+        own version counter: autograd then raises if it has saved the proxy for a backward.
 
         Raises:
-            BackwardError: a backward fetches what a forward has fetched with other values.
+            BackwardError: a backward would fetch other values than its forward did.
         """
         version, before = compat.version(self.root), self.fetched_version
         if before in (-1, version):
@@ -139,7 +137,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
             )
 
     def store(self, value: torch.Tensor) -> None:
-        """Write a new value to the host; of several ranks, each its own part."""
+        """Write a new value to the host; each of several ranks writes its part."""
         if self.part is None:
             self.host.copy_(value)
         else:
@@ -151,7 +149,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The parameter's, on the device: a copy, where that is not the host."""
+        """The parameter's `data` on the device: a copy, unless the device is the host."""
         if self.param is None or self.is_view:
             return super().grad if super().is_leaf else None
         gradient = None if compat.is_described() else self.param.grad
@@ -166,7 +164,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
 
     @property
     def data(self) -> torch.Tensor:
-        """As of any tensor; what is assigned to it goes to the host."""
+        """The gradient, like any tensor's; an assignment is written to the host."""
         return super().data
 
     @data.setter
@@ -195,7 +193,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
 
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __torch_dispatch__(  # Dynamo, where it skips the caller, would capture this very code
+    def __torch_dispatch__(  # otherwise Dynamo captures this code when it skips the caller
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         del types
@@ -220,7 +218,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
             return func(value, value).as_subclass(Same)
         given, given_kwargs = compat.map_values(fetch, func, (args, kwargs))
         result = func(*given, **given_kwargs)
-        if changes:  # in-place on a parameter: the host tensor is the parameter
+        if changes:  # in-place on a parameter: the host tensor is the parameter itself
             for value in compat.written(func, args, kwargs):
                 if isinstance(value, StreamedParameter):
                     value.store(fetched[id(value)][1])
@@ -232,14 +230,14 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
 
 
 class StreamedView(StreamedParameter):
-    """The stand-in for a plain tensor: a view of a parameter, or a part of a packed one."""
+    """The proxy of a plain tensor: a view of a parameter, or a component of a packed one."""
 
     __slots__ = ()
     stands_for = torch.Tensor
 
 
 def _named(proxy: type[StreamedParameter]) -> type[StreamedParameter]:
-    """The class, which is called as what it stands for: `type(p).__name__` is asked for too."""
+    """A proxy class with the name of the original class, because code reads `type(p).__name__`."""
     for name in ("__module__", "__name__", "__qualname__"):
         setattr(proxy, name, getattr(proxy.stands_for, name))
     return proxy
@@ -247,9 +245,9 @@ def _named(proxy: type[StreamedParameter]) -> type[StreamedParameter]:
 
 @functools.cache
 def proxy_class(cls: type) -> type[StreamedParameter]:
-    """The stand-in for parameters of a class: `isinstance` says the same of it.
+    """The proxy class for a parameter class; `isinstance` agrees with the original.
 
-    For a class of its own, as bitsandbytes has, it has that class's methods and properties too.
+    For a subclass, as in bitsandbytes, it has the subclass's methods and properties too.
     """
     cls = unguarded_class(cls)
     if cls is torch.Tensor:
@@ -258,14 +256,14 @@ def proxy_class(cls: type) -> type[StreamedParameter]:
         return StreamedParameter
     content: dict[str, Any] = {"__slots__": (), "stands_for": cls}
     if compat.converts_itself(cls):
-        content["to"] = torch.Tensor.to  # itself, where nothing changes
+        content["to"] = torch.Tensor.to  # the same object if nothing changes
     return _named(type(cls.__name__, (StreamedParameter, cls), content))
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
-    """A view of a proxy is a proxy of the view: what is written through it reaches the host.
+    """A view of a proxy is a proxy of the view: writes through it reach the host.
 
-    Of one that several ranks share, it is a view of a copy.
+    If ranks share the parameter, it is a view of a copy.
     """
     if any(isinstance(v, StreamedParameter) and v.part is not None for v in (*args, *kwargs)):
         return func(*compat.tree_map(_copied, args), **compat.tree_map(_copied, kwargs))
@@ -303,14 +301,14 @@ _SET_GRAD: Callable[[torch.Tensor, torch.Tensor | None], None] = _GRAD.__set__
 
 
 class Link(torch.autograd.Function):
-    """Joins a proxy to its parameter: what eager code adds to its gradient goes on to the host."""
+    """Connects a proxy to its parameter: gradients from eager code are forwarded to the host."""
 
     @staticmethod
     def forward(
         ctx: Any, param: nn.Parameter, make: Callable[[], StreamedParameter]
     ) -> StreamedParameter:
         ctx.param = param
-        ctx.links = None  # among which it is, once eager code has used it
+        ctx.links = None  # the machine's links, once eager code has used this one
         ctx.set_materialize_grads(False)
         return make()
 
@@ -331,7 +329,7 @@ _LINK = compat.node_class(Link)
 
 
 def as_gradient_of(proxy: StreamedParameter, gradient: torch.Tensor) -> torch.Tensor:
-    """A parameter's gradient, as one for a proxy of it."""
+    """Convert a parameter's gradient to a gradient of its proxy."""
     if proxy.part is not None:
         assert proxy.param is not None
         return ranks.whole(proxy.param, compat.local(gradient).to(proxy.device))
@@ -343,14 +341,13 @@ for _class in (StreamedParameter, StreamedView):
 compat.ask_before_export(in_memory)
 
 
-# Parameters that are wrapper subclasses (torchao): what stands in for them, and on which device.
-#
-# Such a parameter has no memory. The tensors that it is made of are in a bucket, and during a call
-# a wrapper over their proxies is in its place.
+# Parameters that are wrapper subclasses (torchao): their proxies and devices.
+# Such a parameter has no storage. Its component tensors are in a bucket, and during a call a
+# wrapper over their proxies replaces it.
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a wrapper is made of; empty for any other tensor."""
+    """The component tensors of a wrapper; empty for any other tensor."""
     return taken_apart(tensor)[1] if is_wrapper(tensor) else []
 
 
@@ -359,10 +356,10 @@ def stand_in(
     device: torch.device,
     proxy_of: Callable[[torch.Tensor], StreamedParameter],
 ) -> torch.Tensor:
-    """A wrapper like `param` over the proxies of its parts, on the compute device.
+    """A wrapper like `param` over the proxies of its components, on the compute device.
 
     Raises:
-        ModelError: it requires grad.
+        ModelError: the parameter requires grad.
     """
     if param.requires_grad:
         raise ModelError(
@@ -377,10 +374,10 @@ def stand_in(
 
 
 def follow_parts(model: nn.Module) -> None:
-    """Makes each wrapper say that it is where its parts are.
+    """Set each wrapper's device to that of its components.
 
     Raises:
-        ModelError: other code holds it, so that torch cannot exchange it.
+        ModelError: other code references a wrapper, so torch cannot swap it.
     """
     for name, param in _wrappers(model):
         wrapping, parts = taken_apart(param)

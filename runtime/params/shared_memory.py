@@ -1,8 +1,9 @@
 """Memory that several tensors share.
 
-Inputs of a call are moved together to the device, and are known to captured graphs. A tensor's
-memory is here from its first to its last element; two tensors overlap where these do. Other tensors
-in the memory of a parameter do not follow it into its bucket, and the user is told so.
+Overlapping inputs of a call move to the device together, and captured graphs know about them. In
+this module, a tensor's memory extends from its first to its last element, and tensors overlap if
+these ranges do. Other tensors in a parameter's memory do not follow it into its bucket, and the
+user is warned.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megacompile.runtime.params.proxies import StreamedParameter
 
 
 class _Span(NamedTuple):
-    """The memory of a tensor, in bytes, and its position among others."""
+    """The byte range of a tensor, and its position in a list."""
 
     start: int
     stop: int
@@ -33,9 +34,9 @@ class _Span(NamedTuple):
 def moved(
     args: tuple[Any, ...], kwargs: dict[str, Any], move: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Apply `move` to the tensors of a call; those that overlap still do afterwards.
+    """Apply `move` to the tensors of a call; overlapping tensors still overlap afterwards.
 
-    A list or dict in which no tensor moves is handed on itself: the forward may change it.
+    A list or dict without moved tensors is passed on as the same object: the forward may change it.
     """
     tensors = (leaf for leaf in compat.leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
     found = {id(tensor): tensor for tensor in tensors}
@@ -48,7 +49,7 @@ def moved(
 
 
 def _with(others: Mapping[int, torch.Tensor], value: Any) -> Any:
-    """A value, with others in the place of tensors, by their ids; itself where none is in it."""
+    """A value with its tensors replaced, by id; the same object if it has none of them."""
     if id(value) in others:
         return others[id(value)]
     if not any(id(leaf) in others for leaf in compat.leaves(value)):
@@ -59,9 +60,9 @@ def _with(others: Mapping[int, torch.Tensor], value: Any) -> Any:
 def moved_together(
     tensors: Sequence[torch.Tensor], move: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[torch.Tensor]:
-    """`move` of each tensor; those that overlap become views of the moved memory that they share.
+    """Move each tensor; overlapping tensors become views of the moved common memory.
 
-    Where a gradient flows through them, `move` is applied to what all of them are views of.
+    If a gradient flows through them, `move` is applied to their common base.
     """
     made = [tensor if _dense(tensor) else move(tensor) for tensor in tensors]
     for group in _groups([(i, t) for i, t in enumerate(tensors) if _dense(t)]):
@@ -86,7 +87,7 @@ def overlaps(
 ) -> tuple[Overlap, ...]:
     """The groups of a captured graph's inputs that overlap, if one of each is in `changed`.
 
-    `parameters` are in the memory of streamed parameters, one of each bucket.
+    `parameters` are tensors in the memory of streamed parameters, one per bucket.
     """
     tensors = [
         (i, arg)
@@ -104,7 +105,7 @@ def overlaps(
 
 
 def bases(args: Sequence[Any], found: Iterable[Overlap]) -> list[torch.Tensor]:
-    """The memory that the members of each overlap share, flat, in the order of `found`."""
+    """The common memory of each overlap, flat, in the order of `found`."""
     made = []
     for overlap in found:
         position, offset = overlap.members[0]
@@ -129,7 +130,7 @@ def _overlap(
 
 
 def _hindrance(group: Sequence[_Span], members: Sequence[torch.Tensor]) -> str:
-    """The reason why tensors cannot be views of one flat base; "" if they can."""
+    """The reason why these tensors cannot be views of one flat base; "" if they can."""
     if len({member.dtype for member in members}) > 1:
         return "they are of several dtypes"
     if any((span.start - group[0].start) % members[0].itemsize for span in group):
@@ -142,7 +143,7 @@ def _hindrance(group: Sequence[_Span], members: Sequence[torch.Tensor]) -> str:
 
 
 def _base(group: Sequence[_Span], members: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """A tensor whose move moves all of a group; None where there is none."""
+    """A tensor to move so that the whole group moves, or None."""
     overlap = _overlap(group, members)
     if not overlap.hindrance:
         return _flat(members[0], 0, overlap.numel)
@@ -154,14 +155,14 @@ def _base(group: Sequence[_Span], members: Sequence[torch.Tensor]) -> torch.Tens
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    """True if the tensor has memory of its own kind, that `as_strided` can describe."""
+    """True if the tensor has storage that `as_strided` can describe."""
     plain = type(tensor) in compat.PLAIN_TENSORS
     dense = plain and tensor.layout is torch.strided and tensor.device.type != "meta"
     return dense and not compat.is_of_transform(tensor)
 
 
 def _groups(tensors: Sequence[tuple[int, torch.Tensor]]) -> list[list[_Span]]:
-    """Tensors by the memory that they share, each group from its first address on."""
+    """Tensors grouped by shared memory, each group sorted by address."""
     near: list[list[_Span]] = []
     stop = -1
     for span in sorted(_span(i, tensor) for i, tensor in tensors):
@@ -179,7 +180,7 @@ def _groups(tensors: Sequence[tuple[int, torch.Tensor]]) -> list[list[_Span]]:
 def _connected(
     spans: Sequence[_Span], by_position: Mapping[int, torch.Tensor]
 ) -> list[list[_Span]]:
-    """Spans that are near each other, parted where their tensors do not meet."""
+    """Adjacent spans, split where their tensors do not overlap."""
     groups: list[list[_Span]] = []
     for span in spans:
         tensor = by_position[span.position]
@@ -197,7 +198,7 @@ def _connected(
 
 
 def _apart(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True if the two are surely other columns of a common table: `t[:, :4]` and `t[:, 4:]`."""
+    """True if the two are provably disjoint columns of one table: `t[:, :4]` and `t[:, 4:]`."""
     if a.itemsize != b.itemsize or (a.data_ptr() - b.data_ptr()) % a.itemsize:
         return False
     steps = (_steps(a), _steps(b))
@@ -212,7 +213,7 @@ def _apart(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _steps(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """(stride, size) of the dimensions that a tensor goes along."""
+    """(stride, size) of a tensor's dimensions that have more than one element."""
     dims = zip(tensor.stride(), tensor.shape, strict=True)
     return [(step, n) for step, n in dims if n > 1 and step > 0]
 
@@ -222,7 +223,7 @@ def _span(position: int, tensor: torch.Tensor) -> _Span:
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of a dense tensor's first byte, and of what comes after its last one."""
+    """The addresses of a dense tensor's first byte and of the byte after its last."""
     start = tensor.data_ptr()
     if not tensor.numel():
         return start, start
@@ -232,23 +233,23 @@ def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.itemsize
 
 
-# Other tensors in the memory of a parameter, which do not follow it into its bucket.
+# Aliases of a parameter's memory, which do not follow it into its bucket.
 
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
 
 
 class AliasNotice:
-    """Says once of a model, before parameters move to buckets, that other tensors stay behind."""
+    """Warns once, before parameters move to buckets, that aliases stay behind."""
 
     def __init__(self) -> None:
         self.said = False
 
     def of_model(self, model: nn.Module) -> None:
-        """Say so of the parameters of a model that is not megacompiled yet.
+        """Warn of aliases of the parameters of a model before it is megacompiled.
 
-        An autograd graph may have a part in a parameter's storage too, and is no reason to warn. So
-        where a storage has other users than parameters, Python's tensors are looked through.
+        An autograd graph may reference a parameter's storage too, which needs no warning. So if a
+        storage has users other than parameters, the live Python tensors are searched.
         """
         shared = _shared(model.parameters())
         if shared:
@@ -256,18 +257,18 @@ class AliasNotice:
             self._say(model, [p for p in shared if compat.storage_key(p) in others], others)
 
     def of_parts(self, model: nn.Module, params: Iterable[nn.Parameter]) -> None:
-        """Say so of those of these parameters that are parts of a larger tensor, as of a flat
-        buffer. One that got another tensor of its own size (`p.data = backup`) is none: loops that
-        do so in each step (SAM, LocalSGD) have done with that tensor.
+        """Warn of parameters that are parts of a larger tensor, such as a flat buffer. A parameter
+        with a replacement of its own size (`p.data = backup`) is excluded: loops that do this in
+        each step (SAM, LocalSGD) no longer use that tensor.
         """
         self(model, [param for param in params if _is_part(param)])
 
     def of_moving(self, model: nn.Module, params: Iterable[nn.Parameter]) -> None:
-        """Say so of parameters that others have names for, and whose bucket is about to move."""
+        """Warn of parameters with aliases whose bucket is about to move."""
         self._say(model, list(params), {})
 
     def __call__(self, model: nn.Module, params: Iterable[nn.Parameter]) -> None:
-        """Say so of those of these parameters that share their memory."""
+        """Warn of those of these parameters that share their memory."""
         given = list(params)
         if given and not self.said:
             self._say(model, _shared(given), {})
@@ -291,7 +292,7 @@ class AliasNotice:
 
 
 def _shared(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Those in whose memory there are other tensors than these parameters."""
+    """The parameters whose memory other tensors use too."""
     params = [param for param in params if param.numel() and _has_memory(param)]
     known = Counter(compat.storage_key(param) for param in params)
     return [p for p in params if compat.storage_users(p) > known[compat.storage_key(p)]]
@@ -314,10 +315,10 @@ def _computed(model: nn.Module) -> Iterator[int]:
 
 
 def _others(params: Iterable[nn.Parameter], known: set[int]) -> dict[int, list[torch.Tensor]]:
-    """Tensors of Python's in the memory of parameters, by the key of the storage.
+    """Live Python tensors in the memory of parameters, by storage key.
 
     Args:
-        known: ids of tensors that are left out.
+        known: ids of tensors to skip.
     """
     keys = {compat.storage_key(param) for param in params}
     found: dict[int, list[torch.Tensor]] = {}
@@ -335,7 +336,7 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 
 def _where(model: nn.Module, tensors: Iterable[torch.Tensor]) -> str:
-    """The place of other tensors, as far as it is known."""
+    """The locations of the aliases, as far as known."""
     ids = set(map(id, tensors))
     for path, module in model.named_modules():
         for name, value in (*vars(module).items(), *module.named_buffers(recurse=False)):

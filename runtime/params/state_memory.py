@@ -1,4 +1,4 @@
-"""The states of a bucket: flat buffers, those of each optimizer."""
+"""The states of a bucket: flat buffers for each optimizer."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from megacompile.runtime.device.buffers import DeviceBuffer, HostBuffer
 from megacompile.runtime.device.disk_buffers import DiskBuffer
 from megacompile.runtime.optim.blockwise import absmax_numel
 
-State = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # 8 bits: codes and largest magnitudes
+State = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # 8 bits: codes and absolute maxima
 
 
 @dataclass(frozen=True, slots=True)
 class NewStates:
-    """New memory like some parameters of a bucket."""
+    """New states shaped like some parameters of a bucket."""
 
-    tensors: dict[int, torch.Tensor]  # by the parameter's index
-    whole: torch.Tensor  # the buffer that they are in, flat, uint8
+    tensors: dict[int, torch.Tensor]  # parameter index -> state
+    whole: torch.Tensor  # their buffer, flat, uint8
     buffer: HostBuffer | DeviceBuffer
 
 
 class Home(Protocol):
-    """A bucket, as the memory of its states sees it."""
+    """The part of a bucket that its state memory uses."""
 
     layout: Bucket
     pin: bool
     values: list[torch.Tensor]
 
     def state_buffer(self, size_bytes: int, *, pin: bool) -> HostBuffer | DeviceBuffer:
-        """Memory where the states are."""
+        """Allocate memory for states."""
 
     def states_like(self, dtypes: Mapping[int, torch.dtype], *, pin: bool) -> NewStates:
-        """New memory for states like some of the parameters."""
+        """Allocate states shaped like some of the parameters."""
 
 
 @dataclass(slots=True)
@@ -46,15 +46,15 @@ class _Owned:
 
     by_name: dict[str, dict[int, State]] = field(default_factory=dict)
     buffers: list[ref[HostBuffer]] = field(default_factory=list)
-    memory: list[torch.Tensor] = field(default_factory=list)  # flat, uint8: of those not in 8 bits
-    blank: set[tuple[str, int]] = field(default_factory=set)  # zeros that were not read
+    memory: list[torch.Tensor] = field(default_factory=list)  # flat, uint8: states not in 8 bits
+    blank: set[tuple[str, int]] = field(default_factory=set)  # still zero and never read
 
 
 class StateMemory:
-    """The states of one bucket, which has it until its states go elsewhere.
+    """The states of one bucket. Owned by the bucket until its states move.
 
-    Optimizers are referred to weakly: their memory goes with them. So is the bucket, which has
-    this.
+    References optimizers weakly, so that their memory is freed with them, and its owner, the
+    bucket, too.
     """
 
     def __init__(self, home: Home) -> None:
@@ -68,30 +68,30 @@ class StateMemory:
         return home
 
     def owners(self) -> list[object]:
-        """The optimizers that have states here."""
+        """The optimizers with states here."""
         return list(self._owned)
 
     def of(self, owner: object) -> dict[str, dict[int, State]]:
-        """Those of an optimizer: name -> parameter's index -> state."""
+        """An optimizer's states: name -> parameter index -> state."""
         owned = self._owned.get(owner)
         if owned is None:
             owned = self._owned[owner] = _Owned()
         return owned.by_name
 
     def memory(self) -> Iterator[torch.Tensor]:
-        """Everything that is not in 8 bits, flat, uint8."""
+        """All memory not in 8 bits, flat, uint8."""
         for owned in self._owned.values():
             yield from owned.memory
 
     def make(
         self, owner: object, name: str, dtypes: Mapping[int, torch.dtype], *, pin: bool
     ) -> None:
-        """Get memory for a state, zeros, of those parameters that have none of that dtype yet.
+        """Allocate a zero state for the parameters that have none of that dtype yet.
 
         Args:
             owner: the optimizer.
-            name: of the state.
-            dtypes: by the parameter's index.
+            name: the state's name.
+            dtypes: parameter index -> dtype.
             pin: page-lock it.
         """
         there = self.of(owner).setdefault(name, {})
@@ -103,17 +103,18 @@ class StateMemory:
         if missing:
             made = self._home.states_like(missing, pin=pin)
             self._owned[owner].memory.append(made.whole)
-            if isinstance(made.buffer, HostBuffer):  # the system provides zeros
+            if isinstance(made.buffer, HostBuffer):  # new pages are zero
                 self._owned[owner].blank |= {(name, i) for i in missing}
             self._note(owner, made.buffer)
             there |= made.tensors
 
     def filled(self, owner: object, name: str, index: int) -> None:
-        """A state is written to."""
+        """Record a write to a state."""
         self._owned[owner].blank.discard((name, index))
 
     def clear(self, owner: object, name: str, index: int) -> None:
-        """Sets a state that is not in 8 bits to zeros. New memory is: no page of it is touched."""
+        """Zero a state that is not in 8 bits. New memory is zero already, and no page of it is
+        touched."""
         owned = self._owned[owner]
         if (name, index) in owned.blank:
             owned.blank.remove((name, index))
@@ -123,7 +124,7 @@ class StateMemory:
         state.zero_()
 
     def make_codes(self, owner: object, name: str, params: Sequence[int], *, pin: bool) -> None:
-        """The same for states in 8 bits: codes and a largest magnitude for each block."""
+        """The same for states in 8 bits: codes, and the absolute maximum of each block."""
         there = self.of(owner).setdefault(name, {})
         missing = [i for i in params if not isinstance(there.get(i), tuple)]
         if not missing:
@@ -135,7 +136,7 @@ class StateMemory:
         there |= {i: (made[2 * k], made[2 * k + 1]) for k, i in enumerate(missing)}
 
     def codes_bytes(self, params: Sequence[int]) -> int:
-        """Bytes of memory for a state in 8 bits of some parameters."""
+        """Bytes of an 8-bit state for some parameters."""
         return self._codes(params).size_bytes
 
     def _codes(self, params: Sequence[int]) -> Bucket:
@@ -152,19 +153,20 @@ class StateMemory:
             self._owned[owner].buffers.append(ref(buffer))
 
     def on_disk(self) -> list[DiskBuffer]:
-        """The buffers that are on a disk."""
+        """The buffers on a disk."""
         found = (buffer() for owned in self._owned.values() for buffer in owned.buffers)
         return list({id(b): b for b in found if isinstance(b, DiskBuffer)}.values())
 
     def lock(self, owner: object) -> None:
-        """Page-lock an optimizer's states, which were made when no copy of them was foreseen."""
+        """Page-lock an optimizer's states that were allocated when no device copy was planned."""
         buffers = [buffer() for buffer in self._owned[owner].buffers if self._home.pin]
         for buffer in buffers:
             if buffer is not None:
                 buffer.lock()
 
     def share(self, owner: object, name: str, index: int, state: torch.Tensor) -> None:
-        """Gives an optimizer that was given another one's state, not a copy, its buffer too."""
+        """Share a buffer with an optimizer that received another optimizer's state without a
+        copy."""
         for other, theirs in list(self._owned.items()):
             have = theirs.by_name.get(name, {}).get(index)
             if other is owner or not isinstance(have, torch.Tensor) or have.dtype != state.dtype:

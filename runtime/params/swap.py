@@ -1,4 +1,4 @@
-"""The swap: for the time of a call, the proxies of a model's parameters are in their places."""
+"""The swap: replaces a model's parameters by their proxies for a call."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from megacompile.runtime.params.undo import Undos, exchange, undone, use_unguard
 
 
 class Site(NamedTuple):
-    """A parameter where a module has it, or a tensor where a packed parameter's state has it."""
+    """A parameter in a module, or a tensor in the state of a packed parameter."""
 
-    holder: dict[str, Any]  # the module's `_parameters`, or the state's attributes
+    holder: dict[str, Any]  # the module's `_parameters`, or the state's `__dict__`
     name: str
     param: torch.Tensor
     proxy: torch.Tensor  # or a wrapper over proxies
 
 
 class Proxies:
-    """The proxies of a model's parameters, and the swap.
+    """The proxies of a model's parameters; swaps them in.
 
-    The `ModelBuckets` have it until the model has other parameters, or these have other
-    AccumulateGrad nodes.
+    `ModelBuckets` keeps it until the model gets other parameters or their AccumulateGrad nodes
+    change.
 
     Args:
         device: that computes.
-        source: returns the source of a parameter's data.
-        notice: knows what eager code uses.
+        source: returns a parameter's `Source`.
+        notice: records uses by eager code.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class Proxies:
         self.device = device
         self.source = source
         self.notice = notice
-        self.are_in = False  # the places of the parameters?
+        self.are_in = False  # compares the parameters' places
         self._found: tuple[list[Any], ...] = ()
         self.sites: list[Site] = []
-        self._made: dict[int, StreamedParameter] = {}  # by the leaf's id
-        self._stand_ins: dict[int, torch.Tensor] = {}  # for wrappers, by their id
+        self._made: dict[int, StreamedParameter] = {}  # by leaf id
+        self._stand_ins: dict[int, torch.Tensor] = {}  # for wrappers, by id
         places = list(_places(model))
         for holder, name, param, leaf in places:
             self.sites.append(Site(holder, name, param, self._in_place_of(param, leaf)))
@@ -82,9 +82,9 @@ class Proxies:
         return tuple(zip(*self.sites, strict=True)) or ((),) * len(Site._fields)
 
     def _in_place_of(self, param: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-        """The stand-in for a parameter, whose data are those of `leaf`."""
+        """The proxy of a parameter with the data of `leaf`."""
         if not is_wrapper(param):
-            return self._known(leaf)  # of the parameter's class, in a plain tensor's place too
+            return self._known(leaf)  # of the parameter's class, even for a plain tensor
         if id(param) not in self._stand_ins:
             self._stand_ins[id(param)] = stand_in(param, self.device, self._known)
         return self._stand_ins[id(param)]
@@ -106,14 +106,14 @@ class Proxies:
         return linked
 
     def fits(self, model: nn.Module, modules: Sequence[nn.Module] = ()) -> bool:
-        """True if the same modules have the same parameters, by the same names, as when these were
-        made.
+        """True if the same modules hold the same parameters under the same names as when the
+        proxies were created.
 
-        Not so after a rename (pruning, a parametrization), or where another module has a parameter
-        now (an adapter around its layer, a conversion): its old holder is not called any more.
+        False after a rename (pruning, a parametrization), or if another module holds a parameter
+        now (an adapter around its layer, a conversion): its old holder is no longer called.
 
         Args:
-            modules: all of the model's, where they are known.
+            modules: all modules of the model, if known.
         """
         return _same(_found(model, modules or compat.modules_of(model)), self._found)
 
@@ -122,7 +122,7 @@ class Proxies:
         return self._made.get(id(param))
 
     def forget(self) -> None:
-        """Refer to no parameter any more."""
+        """Drop all references to parameters."""
         self.sites.clear()
         self._made.clear()
         self._stand_ins.clear()
@@ -132,7 +132,7 @@ class Proxies:
         self._columns = ((),) * len(Site._fields)
 
     def swap_in(self, undos: Undos) -> None:
-        """Until the undos run, the model's parameters are the proxies."""
+        """Replace the model's parameters by the proxies until the undos run."""
         undone(self._follow)
         undos.append(self.put_back)
         self.are_in = True
@@ -144,11 +144,11 @@ class Proxies:
         self._containers.swap_in(self.of)
 
     def _follow(self, undos: Undos) -> None:
-        """Make the proxies again of parameters that were frozen, or trained, since.
+        """Recreate the proxies of parameters whose `requires_grad` changed.
 
-        Of what eager code uses, each call gets its own: the links of several calls would otherwise
-        be one, and autograd would add their gradients in another order. A transform of
-        `torch.func` takes no new link, and has an order of its own.
+        Parameters used by eager code get new proxies in each call: several calls would otherwise
+        share a link, and autograd would add their gradients in another order. A `torch.func`
+        transform accepts no new link and has its own order.
         """
         use_unguarded(undos)
         follows = self.notice.has_used_any and not compat.in_transform()
@@ -173,12 +173,12 @@ class Proxies:
             self._columns = self._by_column()
 
     def _are_as_trained(self) -> bool:
-        """True if each parameter is frozen, or trained, as when its proxy was made."""
+        """True if no parameter's `requires_grad` changed since its proxy was created."""
         _, _, params, proxies = self._columns
         return list(map(IS_TRAINED, proxies)) == list(map(_TRAINED, params))
 
     def put_back(self) -> None:
-        """The model's parameters are themselves again, where the forward did not replace them."""
+        """Restore the model's parameters, except those that the forward replaced."""
         self.are_in = False
         self._containers.put_back()
         holders, names, params, proxies = self._columns
@@ -188,7 +188,7 @@ class Proxies:
                 proxy.copied = None
 
     def stand_ins(self, model: nn.Module) -> StandIns:
-        """The stand-ins for parameters during a `torch.func.functional_call`."""
+        """The tensors that replace parameters during a `torch.func.functional_call`."""
         known: dict[tuple[int, str], Any] = {
             (id(site.holder), site.name): site.param for site in self.sites
         }
@@ -205,7 +205,7 @@ _TRAINED = operator.attrgetter("requires_grad")
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, nn.Parameter]]:
-    """Every parameter in every place that it has, with the dict that holds it there."""
+    """Every parameter in every place, with the dict that holds it."""
     for module in compat.modules_of(model):
         for name, param in compat.parameters_of(module).items():
             if param is not None:
@@ -215,7 +215,7 @@ def _parameters(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, nn.Para
 def _places(
     model: nn.Module,
 ) -> Iterator[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]:
-    """Every place whose tensor is exchanged: what holds it, its name there, it, and its leaf."""
+    """Every place to swap: holder, name, tensor and leaf."""
     for module in compat.modules_of(model):
         for name, param in compat.parameters_of(module).items():
             if param is None:
@@ -228,10 +228,10 @@ def _places(
 
 
 def _found(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[list[Any], ...]:
-    """The places of tensors: holders, how many each has, their names, what packed ones have; and
-    they.
+    """The places of tensors: holders, tensor counts, names and components of packed ones; and the
+    tensors.
 
-    In as little time as may be: a call of a model asks for it.
+    Must be fast: every call of a model computes it.
     """
     holders = compat.holders_of_parameters(modules)
     names = [*chain.from_iterable(holders)]
@@ -241,13 +241,14 @@ def _found(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[list[Any], .
 
 
 def _packed(model: nn.Module) -> Iterator[tuple[int, ...]]:
-    """Equal for a model whose packed parameters have the same tensors in the same places."""
+    """A key that is equal if packed parameters hold the same tensors in the same places."""
     for holder, name, param, leaf in _places(model):
         yield id(holder), hash(name), id(param), id(leaf), *map(id, parts_of(param))
 
 
 def _same(a: tuple[list[Any], ...], b: tuple[list[Any], ...]) -> bool:
-    """The very same holders and parameters? Both are alive, so each is itself alone."""
+    """True if holders and parameters are identical objects; both lists are alive, so ids are
+    unique."""
     if not a or not b or a[1:4] != b[1:4] or len(a[0]) != len(b[0]):
         return False
     return all(map(operator.is_, a[0], b[0])) and all(map(operator.is_, a[4], b[4]))
@@ -275,13 +276,13 @@ def _make(
     return proxy
 
 
-# Tensors in the place of a model's parameters for one call: `torch.func.functional_call`.
+# Tensors that replace a model's parameters for one call: `torch.func.functional_call`.
 
 
 class StandIns:
-    """Tensors that are where the parameters of a model were: (holder, name, parameter, tensor).
+    """Tensors that replaced a model's parameters: (holder, name, parameter, tensor).
 
-    They may depend on parameters, so they are inputs of the call like any other, in no bucket.
+    They may depend on parameters, so they are ordinary inputs of the call, outside of buckets.
     """
 
     def __init__(
@@ -294,12 +295,12 @@ class StandIns:
         self._tensors = [tensor for _, _, _, tensor in sites]
 
     def take_out(self, undos: Undos) -> None:
-        """Until the undos run, the parameters are in their places again."""
+        """Put the parameters back until the undos run."""
         undos.append(partial(exchange, self._holders, self._names, self._params, self._tensors))
         exchange(self._holders, self._names, self._tensors, self._params)
 
     def put_in(self, place: Callable[[torch.Tensor], torch.Tensor], undos: Undos) -> None:
-        """Until the undos run, what `place` returns for the tensors is where the parameters are."""
+        """Replace the parameters by the results of `place` for the tensors, until the undos run."""
         placed: dict[int, torch.Tensor] = {}
         for tensor in self._tensors:
             if id(tensor) not in placed:
@@ -310,29 +311,27 @@ class StandIns:
 
 
 # Lists, tuples and dicts of a model's modules that hold parameters of it.
-#
-# For the time of a call they hold the proxies, as the modules do. So `self.tied[0] is self.weight`
-# is true in a forward as it is outside, and what is computed with a parameter from a list is
-# streamed.
+# During a call they hold the proxies, like the modules. So `self.tied[0] is self.weight` holds in a
+# forward too, and operations on a parameter from a list are streamed.
 
 
 _DICTS = (dict, OrderedDict, defaultdict)
-_OWN = frozenset(vars(nn.Module()))  # what torch has in every module
+_OWN = frozenset(vars(nn.Module()))  # attributes that every module has
 
 
 class Containers:
-    """The containers that had parameters in them when this was made; `Proxies` has it.
+    """The containers that held parameters at construction. Owned by `Proxies`.
 
     Args:
-        modules: all of a model's.
-        proxy_of: returns what stands in for a parameter; None for any other object.
+        modules: all modules of a model.
+        proxy_of: returns a parameter's proxy; None for any other object.
     """
 
     def __init__(
         self, modules: Sequence[nn.Module], proxy_of: Callable[[Any], StreamedParameter | None]
     ) -> None:
-        self._places: list[tuple[Any, Any]] = []  # (container, key): what is there is exchanged
-        self._tuples: dict[int, tuple[Any, Any]] = {}  # by its id, one with proxies: it, the real
+        self._places: list[tuple[Any, Any]] = []  # (container, key) pairs to swap
+        self._tuples: dict[int, tuple[Any, Any]] = {}  # id -> with proxies, original
         self._lists: list[tuple[dict[str, Any], str, list[Any]]] = []  # attributes of modules
         seen: set[int] = set()
         for module in modules:
@@ -346,8 +345,8 @@ class Containers:
                     self._lists.append((vars(module), name, value))
 
     def swap_in(self, proxy_of: Callable[[Any], StreamedParameter | None]) -> None:
-        """Put proxies in the places of parameters. The function is not kept: it is of who keeps
-        this object, and a cycle of the two would keep a bucket's memory until it is collected."""
+        """Replace parameters by proxies. The function is not stored: it belongs to the owner of
+        this object, and a reference cycle would keep a bucket's memory until garbage collection."""
 
         def inside(value: Any) -> Any:
             proxy = proxy_of(value)
@@ -358,13 +357,13 @@ class Containers:
             self._exchange_made(inside)
 
     def put_back(self) -> None:
-        """Put the parameters in the places of proxies."""
+        """Replace proxies by their parameters."""
         self._exchange(_outside, self._tuples)
         self._exchange_made(_outside)
         self._tuples.clear()
 
     def _exchange_made(self, other: Callable[[Any], Any]) -> None:
-        """The same in lists that modules have made in a call, as nn.LSTM does."""
+        """The same in lists that modules created during a call, like nn.LSTM."""
         for attributes, name, before in self._lists:
             now = attributes.get(name)
             if now is not before and type(now) is list:
@@ -374,7 +373,7 @@ class Containers:
         for container, key in self._places:
             try:
                 value = container[key]
-            except (IndexError, KeyError):  # it has become shorter
+            except (IndexError, KeyError):  # the list became shorter
                 continue
             if type(value) is tuple:
                 made = self._other_tuple(value, other, known)
@@ -405,8 +404,8 @@ def _outside(value: Any) -> Any:
 def _places_in(
     container: Any, keys: Iterable[Any], seen: set[int], is_param: Callable[[Any], bool]
 ) -> Iterator[tuple[Any, Any]]:
-    """The place of a parameter, or of a tuple with one: in a container, and in those that it
-    holds."""
+    """The places of parameters, and of tuples with parameters, in a container and its nested
+    containers."""
     if id(container) in seen:
         return
     seen.add(id(container))

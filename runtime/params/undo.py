@@ -1,15 +1,14 @@
-"""The changes of a call for its own time, undone on any way out, also when a signal handler raises.
+"""Temporary changes of a call, undone on every exit, even if a signal handler raises.
 
-Python runs signal handlers between bytecodes: Ctrl-C may come right after a change, and in the
-`finally` that would undo it. So nothing depends on how far a call has got:
+Python runs signal handlers between bytecodes: Ctrl-C may arrive right after a change, and inside
+the `finally` that undoes it. So nothing may depend on the progress of a call:
 
-    undos.append(undo)   before the change; `undo` may run where nothing was changed, and twice
-    change()
+    undos.append(undo)   before the change; `undo` may run without a change, and twice change()
     ...
-    finally: run them    in a `finally` around another one: an interrupt in the first leaves the
-                         second
+    finally: run them    in two nested `finally` blocks: after an interrupt in the first, the second
+                         runs
 
-What must not be left half done is one call of C code, in which no signal handler runs.
+An operation that must not be interrupted is one C call, inside which no signal handler runs.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Undos = list[Callable[[], object]]
 
 
 def undone(body: Callable[[Undos], T]) -> T:
-    """Call `body` with an empty list; what it puts there is called after it, the last first."""
+    """Call `body` with an empty list, then the undos that it appended, in reverse order."""
     undos: Undos = []
     try:
         try:
@@ -52,14 +51,14 @@ def exchange(
     before: Sequence[object],
     after: Sequence[object],
 ) -> None:
-    """`holder[name] = after` wherever `before` is there; one call of C code."""
+    """Set `holder[name] = after` where it is `before`; one C call."""
     places = zip(holders, names, after, strict=True)
     there = map(operator.is_, map(dict.get, holders, names), before)
     deque(starmap(operator.setitem, compress(places, there)), maxlen=0)
 
 
 def hold(lock: threading.RLock, undos: Undos) -> None:
-    """Acquire a lock until the undos run."""
+    """Hold a lock until the undos run."""
     held: list[tuple[()]] = []
     undos.append(functools.partial(_release, lock, held))
     held.extend(compress([()], map(lock.acquire, [True])))
@@ -70,6 +69,6 @@ def _release(lock: threading.RLock, held: list[tuple[()]]) -> None:
 
 
 def use_unguarded(undos: Undos) -> None:
-    """Until the undos run, this thread uses guarded tensors without asking (see `guards`)."""
+    """Bypass guards in this thread until the undos run (see `guards`)."""
     undos.append(functools.partial(compat.set_torch_function_state, compat.torch_function_state()))
     compat.set_torch_function_state(compat.NO_SUBCLASSES)

@@ -1,9 +1,9 @@
-"""Work on a bucket that goes on in the background, and what it leaves if it fails.
+"""Background work on a bucket, and the torn state after a failure.
 
-A failed update leaves parameters and states half updated, and a checkpoint of them would be taken
-for a whole one. So whatever uses the bucket raises, until all that the update was about has been
-written again, and the optimizers have other states of it. The guards of its tensors stay, and let
-through only what overwrites all of one (`pending.MemoryGuard`).
+A failed update leaves parameters and states half updated, and a checkpoint of them would look
+valid. So every use of the bucket raises until all values of the update have been overwritten and
+the optimizers' states replaced. The guards of its tensors stay, and permit only complete overwrites
+(`pending.MemoryGuard`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from megacompile.runtime.params.guards import unguarded
 
 
 class InFlight(Completion):
-    """Work on a bucket's host memory that has been started, until its `Pending` finds it over.
+    """Started work on a bucket's host memory, until its `Pending` sees it complete.
 
     Args:
-        event: after what brings new values from the device.
-        future: of what makes new values, or brings them.
-        weights: the end of the last write of parameters, where that is another.
-        states: the same of states.
-        fresh: new parameters that are on the device too, flat: index -> (numel,).
+        event: recorded after the copies of new values from the device.
+        future: the thread work that computes or copies new values.
+        weights: the completion of the last write of parameters, if separate.
+        states: the same for states.
+        fresh: new parameters that are also on the device, flat: index -> (numel,).
     """
 
     def __init__(
@@ -54,30 +54,30 @@ class InFlight(Completion):
     def then(
         self, *, weights: Completion | None = None, states: Completion | None = None
     ) -> InFlight:
-        """This work, and after it writes of what it makes."""
+        """This work, followed by writes of its results to a disk."""
         weights, states = weights or self.weights, states or self.states
         return InFlight(self.event, self.future, weights=weights, states=states, fresh=self.fresh)
 
     def last_write(self, part: Part) -> Completion | None:
-        """The end of the last write of a part; None: the end of all."""
-        if self.weights is self.states:  # there is none
+        """The completion of the last write of a part; None: of all parts."""
+        if self.weights is self.states:  # no such write
             return None
         return (self.weights if part is Part.WEIGHTS else self.states) or Completion(
             self.event, self.future
         )
 
     def done(self) -> bool:
-        """True if all of it is over, well or not."""
+        """True if all of it has ended, successfully or not."""
         weights, states = self.weights, self.states
         if not super().done() or not (weights is None or weights.done()):
             return False
         return states is None or states.done()
 
     def wait(self) -> None:
-        """Wait until all of it is over, and raise the first error.
+        """Wait until all of it has ended; raises the first error.
 
         Raises:
-            OptimizerError: the values that it was about are half updated.
+            OptimizerError: its values are half updated.
         """
         if self.weights is self.states:
             super().wait()
@@ -86,7 +86,7 @@ class InFlight(Completion):
         for wait in (super().wait, *(end.wait for end in (self.weights, self.states) if end)):
             try:
                 wait()
-            except OptimizerError as error:  # the writes of what failed do so too
+            except OptimizerError as error:  # dependent writes fail too
                 errors.append(error)
         if errors:
             raise errors[0]
@@ -94,18 +94,18 @@ class InFlight(Completion):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Left:
-    """A parameter and its states, as an update has left them."""
+    """A parameter and its states after an update."""
 
     param: nn.Parameter
     version: int
-    home: int  # where its memory begins
+    home: int  # its address
     states: tuple[tuple[weakref.ref[Optimizer], dict[str, Any]], ...]
-    values: dict[int, tuple[torch.Tensor, int]]  # what these hold: by id, with its version
-    overwritten: set[int] = field(default_factory=set)  # ids of those of them, since
+    values: dict[int, tuple[torch.Tensor, int]]  # by id: a state, its version
+    overwritten: set[int] = field(default_factory=set)  # ids of the states overwritten since
 
     @staticmethod
     def of(param: nn.Parameter, optimizers: Iterable[Optimizer]) -> Left:
-        """As it is now, with its states in these optimizers."""
+        """Record its current state, with its states in these optimizers."""
         with unguarded():
             states = [(weakref.ref(o), o.state[param]) for o in optimizers if o.state.get(param)]
             home = compat.local(param).data_ptr()
@@ -114,8 +114,8 @@ class Left:
             return Left(param, compat.version(param), home, tuple(states), values)
 
     def restored(self) -> bool:
-        """True if it was written since, and its states were replaced, as `load_state_dict()` does,
-        or overwritten, the counter too."""
+        """True if it was overwritten since, and all its states, including the counter, were
+        overwritten or replaced, as by `load_state_dict()`."""
         with unguarded():
             home = compat.local(self.param).data_ptr()
             written = (compat.version(self.param), home) != (self.version, self.home)
@@ -128,33 +128,33 @@ class Left:
             )
 
     def _is_new(self, name: str, value: object) -> bool:
-        """True if an entry of a state is none of what the update has left."""
+        """True if a state's entry differs from those that the update left."""
         if not isinstance(value, torch.Tensor):
-            return False  # a number looks like any other
+            return False  # numbers cannot be told apart
         if id(value) not in self.values or id(value) in self.overwritten:
             return True
         return name == "step" and compat.version(value) != self.values[id(value)][1]
 
     def visible(self) -> Iterator[torch.Tensor]:
-        """The states that the user can see, but for the counter."""
+        """The user-visible states, without the counter."""
         for _, state in self.states:
             yield from (v for k, v in state.items() if k != "step" and isinstance(v, torch.Tensor))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Torn:
-    """The partially updated part of a bucket.
+    """The half-updated part of a bucket.
 
     Args:
-        why: what failed.
-        left: by the parameter's index.
+        why: the failure.
+        left: parameter index -> its state after the failure.
     """
 
     why: str
     left: dict[int, Left]
 
     def restored(self) -> bool:
-        """True if all of it is whole again."""
+        """True if all of it has been overwritten."""
         return all(left.restored() for left in self.left.values())
 
     def refuse(self) -> None:
