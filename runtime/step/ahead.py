@@ -1,4 +1,4 @@
-"""The code and the memory that the first steps will need, made before them, in the background."""
+"""Prepares code and memory for the first steps in the background."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from megacompile.runtime.updates.cpp import kind_of
 
 
 class Ahead:
-    """Has the code and the memory of one model's first steps made.
+    """Prepares the code and memory of one model's first steps.
 
     Args:
-        parts: makes the parts of its steps.
-        prepared: the optimizers that have stepped, which have theirs.
+        parts: builds the parts of its steps.
+        prepared: the optimizers that have stepped and need no preparation.
     """
 
     def __init__(self, machine: Machine, parts: StepParts, prepared: Collection[Optimizer]) -> None:
         self.machine = machine
         self._parts, self._prepared = parts, prepared
         self._compiled = False
-        self._allocated: set[int] = set()  # keys of buckets
+        self._allocated: set[int] = set()  # bucket keys
 
     def precompile(self, resident: frozenset[int]) -> None:
-        """Have the code of updates on the host compiled: a backward will come, and steps.
+        """Start compiling the code of host updates, before the first backward.
 
-        Until an optimizer exists, it is taken for an AdamW.
+        Assumes AdamW until an optimizer exists.
 
         Args:
-            resident: keys of the buckets that will live on the device.
+            resident: keys of the future resident buckets.
         """
         if self._compiled or self.machine.in_backward is not None:
             return
@@ -60,12 +60,12 @@ class Ahead:
                     compiled(rule).expect(update)
 
     def preallocate(self, schedule: Schedule) -> None:
-        """Have page-locked memory made for the first step of a schedule over buckets that are where
-        they will be: for what the forward leaves on the host, for gradients, and for the states of
-        the optimizers that there are.
+        """Start allocating page-locked memory for the first step of a schedule, once the buckets
+        are in place: for offloaded saved tensors, gradients, and the states of the existing
+        optimizers.
 
         Args:
-            schedule: planned, and not lowered yet.
+            schedule: planned, but not lowered yet.
         """
         wanted = self.machine.activations.wanted(map(stored_bytes, left_on_host(schedule)))
         keys = [b.key for b in schedule.buckets if b.key not in self._allocated]
@@ -89,11 +89,11 @@ class Ahead:
     def _kinds(
         self, rule: OptimizerRule, groups: Iterable[Group], resident: Collection[int]
     ) -> list[Update]:
-        """The kinds of updates that the steps of an optimizer will have on the host, in C++."""
+        """The kinds of C++ host updates that an optimizer's steps will need."""
         found: dict[object, Update] = {}
         for group in groups:
             if not all(each.fits(group.get(each.name)) for each in rule.options):
-                continue  # the step refuses it
+                continue  # the step will refuse it
             for param in group["params"]:
                 place = self.machine.gradients.place(param)
                 if place is not None and place[0] not in resident and param.numel() > 1:
@@ -104,7 +104,7 @@ class Ahead:
     def _kind(
         self, rule: OptimizerRule, group: Group, param: nn.Parameter, key: int, index: int
     ) -> Update:
-        """An update of no elements, like those of a parameter."""
+        """An empty update like those of a parameter."""
 
         def empty(dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(0, dtype=dtype)
@@ -137,8 +137,8 @@ class Ahead:
     def _of_states(
         self, optimizer: Optimizer, buckets: Iterable[HostBucket], schedule: Schedule
     ) -> list[Wanted]:
-        """The memory of states that an optimizer's first step after a schedule will make, bucket
-        by bucket."""
+        """The state memory that an optimizer's first step after a schedule will allocate, bucket by
+        bucket."""
         parts = self._parts
         rule, in_backward = rule_of(optimizer), self.machine.in_backward is not None
         if rule is None or not (parts.compiles or in_backward):

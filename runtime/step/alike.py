@@ -1,12 +1,12 @@
-"""A step over buckets that live on the device that is like the one before it.
+"""Fast path for a step over resident buckets that is like the previous one.
 
-To prepare a step asks some twenty questions of each parameter, its gradient and its states. Where
-all of them have the answers of the step before, only the gradients are new, and the numbers of the
-groups. `Alike.again` finds that out: it compares what the questions are about with what the step
-before had, a list at a time, and calls no Python function for each parameter. Where anything
-differs, the step is prepared as if it were the first. The kernel's tables are kept too.
+Preparing a step makes about twenty checks per parameter, gradient and state. If nothing changed
+since the previous step, only the gradients and the groups' numbers are new. `Alike.again` detects
+this: it compares the inputs of these checks with the previous step's, a list at a time, without a
+Python call per parameter. If anything differs, the step is prepared from scratch. The kernel's
+tables are reused too.
 
-Nothing here holds a tensor of a bucket: a count of the users of its memory finds none here.
+This module holds no reference to a bucket's tensors, so it does not affect counts of storage users.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _ADDRESS, _STRIDE = torch.Tensor.data_ptr, torch.Tensor.stride
 _DTYPE, _LAYOUT, _SHAPE = attrgetter("dtype"), attrgetter("layout"), attrgetter("shape")
 _ON_CPU = attrgetter("is_cpu")
 _PLAIN = frozenset((torch.Tensor,))
-_GRADIENTS = frozenset((torch.Tensor, GuardedTensor))  # the classes that they may be of
-_ALIGNED = 16  # bytes, of an address that the kernel reads whole vectors at
+_GRADIENTS = frozenset((torch.Tensor, GuardedTensor))  # the allowed classes
+_ALIGNED = 16  # bytes: the kernel's vector loads need this alignment
 
 
 class _Slice(NamedTuple):
-    """The parameters of one bucket, among those of the step."""
+    """The parameters of one bucket within the step."""
 
     bucket: ref[HostBucket]
     key: int
@@ -59,19 +59,19 @@ class _Slice(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class AlikeStep:
-    """The new values of a step that is like the one before; see `Alike`."""
+    """The new values of a repeated step; see `Alike`."""
 
     like: Alike
     optimizer: Optimizer
     params: list[nn.Parameter]
     gradients: list[Any]
     addresses: list[int]  # of the gradients
-    factors: list[torch.Tensor]  # of the gradients, or none
+    factors: list[torch.Tensor]  # factors of the gradients, or none
     counters: list[torch.Tensor]  # of the optimizer, or none
     hypers: list[tuple[float, ...]]
 
     def parts(self) -> list[BucketUpdate]:
-        """Its parts, as `StepParts` makes them."""
+        """Its parts, as `StepParts` builds them."""
         return [self._part(at) for at in self.like.slices]
 
     def _part(self, at: _Slice) -> BucketUpdate:
@@ -84,14 +84,14 @@ class AlikeStep:
         return part
 
     def update(self, parts: Sequence[BucketUpdate]) -> None:
-        """Make the updates of some of its buckets, in one launch."""
+        """Update some of its buckets in one launch."""
         like, device = self.like, parts[0].device
         if device.type == "cuda":
             tables = like.tables(tuple([part.bucket.layout.key for part in parts]))
             factors = list(map(_ADDRESS, self.factors)) or None
             update_again(like.rule, tables, self.addresses, factors, self.hypers, device)
             return
-        with torch.no_grad():  # no kernel takes the addresses
+        with torch.no_grad():  # no kernel uses the addresses
             for part in parts:
                 for update in self._updates(part):
                     apply(like.rule, update)
@@ -117,14 +117,14 @@ class AlikeStep:
 
 
 class Alike:
-    """The facts about a step whose buckets all live on the device.
+    """The facts about a step whose buckets are all resident.
 
     Args:
-        rule: of its optimizer.
-        optimizer: whose step it was.
-        parts: of that step, before it has begun.
+        rule: the optimizer's rule.
+        optimizer: the stepping optimizer.
+        parts: the step's parts, before it starts.
         trained: their parameters.
-        described: of each parameter, its signature and its row of the kernel's table.
+        described: each parameter's signature and row of the kernel's table.
     """
 
     def __init__(
@@ -164,8 +164,7 @@ class Alike:
     def of(
         optimizer: Optimizer, parts: Sequence[BucketUpdate], trained: Sequence[Trained]
     ) -> Alike | None:
-        """The facts about a step that was prepared; None where the next one is prepared from
-        nothing."""
+        """The facts about a prepared step; None if the next step must be prepared from scratch."""
         residents = {part.place for part in parts} == {UpdatePlace.RESIDENT}
         rule = rule_of(optimizer) if residents else None
         if rule is None or any(part.bucket.whole.ranks > 1 for part in parts):
@@ -173,7 +172,7 @@ class Alike:
         described = []
         for part in parts:
             each = part.for_kernel()
-            if len(each) < len(part.indices):  # one has no element
+            if len(each) < len(part.indices):  # one is empty
                 return None
             for k, (of, update) in enumerate(each):
                 like = update.param.stride() == part.steps[k].grad.stride()
@@ -189,15 +188,16 @@ class Alike:
     def again(
         self, where: str, optimizer: Optimizer, buckets: Mapping[int, HostBucket]
     ) -> AlikeStep | None:
-        """The step that begins, which has not changed anything; None where it is another one.
+        """The starting step if it repeats the previous one, without changing anything; otherwise
+        None.
 
         Args:
-            where: what was called.
-            optimizer: whose step it is.
-            buckets: that there are, by key.
+            where: the called function, for errors.
+            optimizer: the stepping optimizer.
+            buckets: the current buckets, by key.
 
         Raises:
-            OptimizerError: an option of a group is none to go on from.
+            OptimizerError: a group has an invalid option.
         """
         if not self._has_groups(optimizer) or not self._has_buckets(buckets):
             return None
@@ -246,7 +246,7 @@ class Alike:
         return True
 
     def _looks_of_states(self, states: Sequence[Mapping[str, Any]]) -> object:
-        """Addresses and descriptions of states; None where one is missing, or no plain tensor."""
+        """Addresses and descriptions of states; None if one is missing or is not a plain tensor."""
         each = zip(states, self.names, strict=True)
         tensors: list[Any] = [state.get(name) for state, names in each for name in names]
         if not _PLAIN.issuperset(map(type, tensors)):
@@ -254,8 +254,7 @@ class Alike:
         return tuple([list(map(look, tensors)) for look in (_ADDRESS, _DTYPE, _SHAPE)])
 
     def _counters(self, states: Sequence[Mapping[str, Any]]) -> list[torch.Tensor] | None:
-        """The optimizer's counters, if its rule has some; None where one is none that is quickly
-        read."""
+        """The optimizer's counters, if its rule has them; None if one cannot be read quickly."""
         counters: list[Any] = [state.get("step") for state in states]
         if not self.rule.counts:
             return [] if counters.count(None) == len(counters) else None
@@ -265,7 +264,7 @@ class Alike:
         return None if len(looks) > 1 or counters[0].dim() else counters
 
     def _hypers(self, counters: list[torch.Tensor] | None) -> list[tuple[float, ...]] | None:
-        """The scalars of each parameter: made once for each group and count."""
+        """The scalars of each parameter, computed once per group and step count."""
         if counters is None:
             return None
         counts = torch.stack(counters).tolist() if counters else itertools.repeat(0.0)
@@ -293,8 +292,8 @@ def _looks(gradients: Sequence[Any]) -> object:
 
 
 def _factors(gradients: Sequence[Any]) -> list[torch.Tensor] | None:
-    """The factors of the gradients; empty, or as many as there are gradients. None where only some
-    have one, or another object guards one."""
+    """The factors of the gradients: empty, or one per gradient. None if only some have a factor, or
+    one has another guard."""
     if GuardedTensor not in set(map(type, gradients)):
         return []
     found = []

@@ -1,18 +1,18 @@
-"""Hooks on stock optimizers, by which megacompiled models learn of `optimizer.step()`.
+"""Hooks on stock optimizers that notify megacompiled models of `optimizer.step()`.
 
 `before` runs after the user's own pre-hooks, `after` ahead of the user's own post-hooks:
 
     user's pre-hooks
-    before   every model prepares its part, and its gradients are hidden;
-             torch.optim steps for the parameters that are left, whose gradients are hidden then
+    before   every model prepares its part and hides its gradients;
+             torch.optim steps for the remaining parameters, whose gradients are then hidden too
     torch.optim's own step, which sees no gradients
-    after    every part is started, the gradients are shown
+    after    every part is started, and the gradients are restored
     user's post-hooks
 
-Preparing updates no parameter, so a step that raises (a hook, a closure, a model that refuses, or
-torch.optim on other parameters) has updated none of our parameters, counted nothing, left the
-gradients where they were, and may be called again. What a backward has updated already
-(`optimizer=`) is counted when the step is prepared: it is done, whatever happens to the others.
+Preparing updates no parameter. So a step that raises (in a hook, a closure, a model that refuses,
+or torch.optim on other parameters) has updated no streamed parameter, counted nothing and kept the
+gradients, and can be called again. Updates already made by a backward (`optimizer=`) are counted
+when the step is prepared: they are done in any case.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from megacompile.runtime.updates.update import BucketUpdate
 
 @dataclass(eq=False, slots=True)
 class PreparedStep:
-    """One model's part of an `optimizer.step()`, from when it is prepared until it has begun."""
+    """One model's part of an `optimizer.step()`, from its preparation to its start."""
 
     optimizer: Optimizer
     parts: list[BucketUpdate] = field(default_factory=list)
-    params: list[nn.Parameter] = field(default_factory=list)  # those that it updates
-    gradients: list[Any] = field(default_factory=list)  # theirs
+    params: list[nn.Parameter] = field(default_factory=list)  # the parameters that it updates
+    gradients: list[Any] = field(default_factory=list)  # their states
     states: list[dict[str, Any]] = field(default_factory=list)
-    """Theirs, as they will be; none where those of the optimizer stay as they are."""
-    counters: list[torch.Tensor] = field(default_factory=list)  # in these
+    """Their future states; empty if the optimizer's states stay as they are."""
+    counters: list[torch.Tensor] = field(default_factory=list)  # counters in these states
 
     def drop(self) -> None:
-        """It will not be done."""
+        """Cancel the part."""
         for part in self.parts:
             part.drop()
 
@@ -65,26 +65,26 @@ class PreparedStep:
 
 
 class Model(Protocol):
-    """An object that is told of the steps of optimizers."""
+    """An object that is notified of optimizer steps."""
 
     def owns(self, param: torch.Tensor) -> bool:
-        """True if it is a parameter of this model."""
+        """True for a parameter of this model."""
 
     def prepare_step(self, optimizer: Optimizer) -> PreparedStep | None:
-        """Its part of a step that begins; None where torch.optim does it all."""
+        """Prepare the model's part of a starting step; None if torch.optim does everything."""
 
     def start(self, step: PreparedStep) -> None:
-        """Do it, or start it in the background."""
+        """Run the part, or start it in the background."""
 
     def settle(self) -> None:
-        """Wait for everything that is in flight; raise what failed, and was not loaded since."""
+        """Wait for all work in flight; raises failures whose values were not loaded since."""
 
     def finish(self) -> None:
-        """Wait for everything that is in flight, and note what failed."""
+        """Wait for all work in flight and record failures."""
 
 
 def tell(model: Model) -> None:
-    """Tell a model of the steps of all optimizers over its parameters, as long as it lives."""
+    """Notify a model of the steps of all optimizers over its parameters, by weak reference."""
     _LIVE.add(model)
 
 
@@ -94,10 +94,10 @@ def optimizers_of(model: Model) -> list[Optimizer]:
 
 
 def constructed(owns: Callable[[torch.Tensor], bool]) -> list[Optimizer]:
-    """The optimizers over parameters of a model, though they have not stepped yet.
+    """The optimizers over parameters of a model, even before their first step.
 
-    They are not known before they step, so it looks at everything that there is: some tens of
-    milliseconds, without a loop in Python.
+    They are unknown before they step, so all live objects are searched: tens of milliseconds,
+    without a Python loop.
     """
     everything, kinds = every_object(), set(_kinds(Optimizer))
     found = compress(everything, map(kinds.__contains__, map(type, everything)))
@@ -105,7 +105,7 @@ def constructed(owns: Callable[[torch.Tensor], bool]) -> list[Optimizer]:
 
 
 def _kinds(base: type) -> Iterator[type]:
-    """A class and all that are made of it."""
+    """A class and all its subclasses."""
     yield base
     made: list[type] = type.__subclasses__(base)
     for kind in made:
@@ -113,11 +113,11 @@ def _kinds(base: type) -> Iterator[type]:
 
 
 def leave(model: Model, optimizers: Iterable[Optimizer]) -> None:
-    """Tell a model of no step any more, and take the hooks off its optimizers.
+    """Stop notifying a model and remove the hooks from its optimizers.
 
     Args:
-        model: that gives its parameters up.
-        optimizers: those of it; one that is over parameters of another model keeps its hooks.
+        model: the model that releases its parameters.
+        optimizers: the model's optimizers; those with parameters of another model keep their hooks.
     """
     _LIVE.discard(model)
     for optimizer in optimizers:
@@ -128,17 +128,17 @@ def leave(model: Model, optimizers: Iterable[Optimizer]) -> None:
 
 
 def _is_over(optimizer: Optimizer, owns: Callable[[torch.Tensor], bool]) -> bool:
-    groups = getattr(optimizer, "param_groups", ())  # a wrapper may leave them to its inner one
+    groups = getattr(optimizer, "param_groups", ())  # or a wrapper
     return any(owns(p) for group in groups for p in group["params"])
 
 
 def attach(optimizer: Optimizer) -> None:
-    """Puts the hooks on an optimizer before its first step."""
+    """Register the hooks on an optimizer before its first step."""
     _hooks_on(optimizer)
 
 
 def convert_state_dicts(optimizer: Optimizer) -> None:
-    """Shows 8-bit states in `state_dict()` as the float32 tensors that a plain run loads."""
+    """Return 8-bit states in `state_dict()` as float32 tensors, which a plain run can load."""
     hooks = _hooks_on(optimizer)
     if not hooks.converts:
         hooks.converts = True
@@ -150,17 +150,18 @@ class _Hooks:
     """The hooks on one optimizer."""
 
     def __init__(self) -> None:
-        self.parts: list[tuple[Model, PreparedStep]] = []  # of the step that runs
+        self.parts: list[tuple[Model, PreparedStep]] = []  # of the running step
         self.hidden: list[tuple[nn.Parameter, Any]] = []
-        self.reserved: list[nn.Parameter] = []  # whose states were empty when it began
+        self.reserved: list[nn.Parameter] = []  # parameters without states at its start
         self.converts = False  # 8-bit states in state_dict()
         self.handle: Any = None  # of `before`
-        self.handles: list[Any] = []  # of all of them
+        self.handles: list[Any] = []  # handles of all hooks
 
     @compat.opaque
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Prepare our part; a closure is called first, because the gradients are its."""
-        self._give_up(optimizer)  # nothing, unless the step was broken off in between
+        """Prepare the models' parts; a closure is called first, because it computes the
+        gradients."""
+        self._give_up(optimizer)  # does nothing unless the last step was interrupted
         closure = None
         if known(type(optimizer)) is not None:
             closure, args, kwargs = _closure(args, kwargs)
@@ -191,7 +192,7 @@ class _Hooks:
 
     @compat.opaque
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Do our part, and show the gradients again."""
+        """Start the models' parts and restore the gradients."""
         del args, kwargs
         with unguarded(), compat.on_host():
             try:
@@ -207,7 +208,7 @@ class _Hooks:
             param.grad = None
 
     def _give_up(self, optimizer: Optimizer) -> None:
-        """Show the gradients, and drop what was not started."""
+        """Restore the gradients and drop unstarted parts."""
         with unguarded():
             drop_empty(optimizer, self.reserved)
             self.reserved = []
@@ -220,7 +221,7 @@ class _Hooks:
 
 
 def _before_state_dict(optimizer: Optimizer) -> None:
-    """A save of an optimizer is told of what is half updated."""
+    """Raise, when an optimizer is saved, if values are half updated."""
     with unguarded():
         for model in _LIVE:
             if _is_over(optimizer, model.owns):
@@ -228,7 +229,7 @@ def _before_state_dict(optimizer: Optimizer) -> None:
 
 
 def _before_load(optimizer: Optimizer, state_dict: Any) -> None:
-    """Marks as whole what loaded states replace, and an update has left half made."""
+    """Mark half-updated states as whole if loaded states replace them."""
     del state_dict
     with unguarded():
         for model in _LIVE:
@@ -242,7 +243,7 @@ def _with_gradients(optimizer: Optimizer) -> list[tuple[nn.Parameter, Any]]:
 
 
 def _closure(args: Any, kwargs: Any) -> tuple[Callable[[], Any] | None, Any, Any]:
-    """The closure among a step's arguments (the optimizer is the first), and the others."""
+    """The closure in a step's arguments (the optimizer is the first), and the other arguments."""
     if len(args) > 1:
         return args[1], (args[0], *args[2:]), kwargs
     others = {k: v for k, v in kwargs.items() if k != "closure"}
@@ -251,24 +252,25 @@ def _closure(args: Any, kwargs: Any) -> tuple[Callable[[], Any] | None, Any, Any
 
 @compat.opaque
 def _attach(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Before any optimizer's step: hook those over our parameters, after the user's own hooks."""
+    """Before any optimizer's step, register hooks on optimizers of streamed parameters, after the
+    user's own hooks."""
     del args, kwargs
     if optimizer in _ATTACHED:
-        compat.put_last(_ATTACHED[optimizer].handle)  # after hooks that were registered since
+        compat.put_last(_ATTACHED[optimizer].handle)  # after hooks registered in the meantime
         return
-    if not _LIVE or not compat.takes_hooks(optimizer):  # its inner optimizer's step comes next
+    if not _LIVE or not compat.takes_hooks(optimizer):  # its inner optimizer steps next
         return
     if any(_is_over(optimizer, model.owns) for model in _LIVE):
         _hooks_on(optimizer)
 
 
 def _hooks_on(optimizer: Optimizer) -> _Hooks:
-    """The hooks on an optimizer, put there the first time."""
+    """The hooks on an optimizer, registered at the first call."""
     if optimizer not in _ATTACHED:
         hooks = _Hooks()
         hooks.handle = optimizer.register_step_pre_hook(hooks.before)
         handle = optimizer.register_step_post_hook(hooks.after)
-        # before the user's own, which may look at the gradients, or zero them
+        # before the user's hooks, which may read or zero the gradients
         compat.put_first(handle)
         saves = optimizer.register_state_dict_pre_hook(_before_state_dict)
         loads = optimizer.register_load_state_dict_pre_hook(_before_load)

@@ -1,7 +1,7 @@
-"""The parts of an `optimizer.step()`, bucket by bucket: what is to be done, and by which backend.
+"""The parts of an `optimizer.step()`, bucket by bucket: the update and its backend.
 
-Nothing here changes a parameter or a state; only memory for states is made, and states that were
-loaded are taken into it.
+This module changes no parameter or state value; it only allocates state memory and copies loaded
+states into it.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from megacompile.runtime.updates.update import BucketUpdate, UpdateBackend, Upda
 
 
 class StepParts:
-    """Makes the parts of one model's steps."""
+    """Builds the parts of one model's steps."""
 
     def __init__(self, machine: Machine, options: Options) -> None:
         self.machine = machine
         self.options = options
-        self.backends: dict[str, str] = {}  # by the bucket's name, of the last step
+        self.backends: dict[str, str] = {}  # by bucket name, from the last step
 
     def part(
         self,
@@ -56,17 +56,17 @@ class StepParts:
         trained: list[Trained],
         options: dict[int, dict[str, Any]],
     ) -> BucketUpdate:
-        """The part of a step that is over some parameters of a bucket.
+        """The part of a step for some parameters of a bucket.
 
         Args:
-            options: of the groups that the step has met, as torch.optim's own step takes them, by
-                the group's id.
+            options: the options of the groups seen so far in the step, as torch.optim's own step
+                needs them, by group id.
         """
         with self._waits(optimizer, bucket, trained):
             update = self._update(optimizer, bucket, trained, options)
         offer = bucket.pending.take_offer()
         assert offer is None or isinstance(offer, DeviceUpdate)
-        # an update of residents is over for all that follows on the stream
+        # updates of residents precede all later work on the stream
         if update.place is UpdatePlace.HOST:
             self._look_at(update, trained)
         if update.makes_states():
@@ -87,8 +87,8 @@ class StepParts:
         trained: Iterable[Trained],
         first: Iterable[ParamUpdate],
     ) -> None:
-        """Make the host memory that the states of an optimizer's own first step will be moved to,
-        as far as its rule says which: where there is too little, nothing has changed yet."""
+        """Allocate host memory for the states of an optimizer's own first step, if its rule knows
+        them: if memory is short, nothing has changed yet."""
         rule, new = rule_of(optimizer), {step.index for step in first}
         if rule is None or bucket.disk is not None:
             return
@@ -99,7 +99,7 @@ class StepParts:
 
     @staticmethod
     def _look_at(update: BucketUpdate, trained: Iterable[Trained]) -> None:
-        """Note the tensors that show users an update in flight, and other names of its memory."""
+        """Record the tensors to guard during an update, and aliases of its memory."""
         bucket = update.bucket
         for each in trained:
             mine = visible(each.state)
@@ -109,7 +109,8 @@ class StepParts:
             assert gradient is not None
             if guard_of(gradient) is None:
                 update.visible.append(gradient)
-            # a gradient's two names: ours, and p.grad (of one of the user's, what the step reads)
+            # a gradient's two references: the bucket's and p.grad (for a user's gradient, the
+            # step's)
             parts = map(compat.local, (*mine, gradient))
             if bucket.aliased(each.at) or any(map(is_shared, parts)):
                 update.aliased = True
@@ -121,7 +122,7 @@ class StepParts:
         if update.backend is UpdateBackend.STOCK and any(
             map(_has_tensors, {id(step.group): step.group for step in update.steps}.values())
         ):
-            update.aliased = True  # see float64 in for_update
+            update.aliased = True  # see the float64 comment in for_update
 
     def _update(
         self,
@@ -160,7 +161,7 @@ class StepParts:
 
     @property
     def compiles(self) -> bool:
-        """True if updates on the host are compiled to C++."""
+        """True if host updates are compiled to C++."""
         return self.options.lowering is not Lowering.EAGER and compat.has_cpp_compiler()
 
     @property
@@ -170,7 +171,7 @@ class StepParts:
 
     @property
     def helps(self) -> bool:
-        """True if the device helps with the updates of host memory."""
+        """True if the device helps with host updates."""
         return self.cuda and self.options.device_helps
 
     def _backend(
@@ -231,7 +232,7 @@ class StepParts:
         """The step of one parameter.
 
         Args:
-            groups: of its rule; None: torch.optim's own step makes it.
+            groups: the groups' scalars for its rule; None: torch.optim's own step updates it.
         """
         param, i, group, state = trained
         rule = None if groups is None else groups.rule
@@ -239,7 +240,7 @@ class StepParts:
         first = any(state.get(name) is None for name in names)
         rounded = rule is not None and self.rounds(param)
         if rule is not None and (rounded or rule.counts) and "step" not in state:
-            state["step"] = new_counter()  # without `counts` too: the seeds need it
+            state["step"] = new_counter()  # even without `counts`, because the seeds need it
         adopt(optimizer, bucket, i, state, names)
         step = ParamUpdate(
             index=i,
@@ -261,7 +262,7 @@ class StepParts:
     def in_backward(
         self, optimizer: Optimizer, bucket: HostBucket, indices: Iterable[int]
     ) -> dict[int, ParamUpdate]:
-        """The steps of some parameters by rule, by index, for an update in the backward."""
+        """The rule-based steps of some parameters, by index, for an update in the backward."""
         self.backends[bucket.layout.name] = UpdatePlace.BACKWARD.value
         rule = rule_of(optimizer)
         assert rule is not None, "an update in the backward is by rule"
@@ -277,7 +278,7 @@ class StepParts:
     def _waits(
         self, optimizer: Optimizer, bucket: HostBucket, trained: Iterable[Trained]
     ) -> AbstractContextManager[None]:
-        """Says that states move which were loaded, or whose bucket has moved."""
+        """Log that loaded states, or states of a moved bucket, move."""
         if optimizer in bucket.states.owners() or not any(each.state for each in trained):
             return nullcontext()
         where = "host" if bucket.disk is None else "disk"
@@ -285,20 +286,19 @@ class StepParts:
         return line(f"moving optimizer states to the {where}", self.options.progress)
 
     def is_plain(self, param: nn.Parameter) -> bool:
-        """True if a parameter, its gradient and its states are of one dtype, as torch.optim has
-        them."""
+        """True if a parameter, its gradient and its states have one dtype, as in torch.optim."""
         assert param.grad is not None
         return not self.rounds(param) and param.grad.dtype == param.dtype == self.state_dtype(param)
 
     def rounds(self, param: nn.Parameter) -> bool:
-        """True if a parameter is rounded at random."""
+        """True if a parameter is rounded stochastically."""
         return self.options.stochastic_rounding and param.dtype == torch.bfloat16
 
 
 def _factor(
     who: GradientGuard | None, gradient: torch.Tensor, place: UpdatePlace
 ) -> torch.Tensor | None:
-    """The factor that an update multiplies a gradient by. Where it cannot, that is done here."""
+    """The factor that an update applies to a gradient; applies it here if the update cannot."""
     if who is None or who.state is not GuardState.FOLDED:
         return None
     if place is not UpdatePlace.RESIDENT:
@@ -307,12 +307,12 @@ def _factor(
 
 
 def _has_tensors(options: dict[str, Any]) -> bool:
-    """True if an option is a tensor, such as a tensor lr."""
+    """True if an option is a tensor, such as the lr."""
     return any(issubclass(kind, torch.Tensor) for kind in set(map(type, options.values())))
 
 
 def _options(group: dict[str, Any], known: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """A group's options, as they are when its first step is prepared."""
+    """A group's options when its first step is prepared."""
     if id(group) not in known:
         known[id(group)] = {
             name: value.clone() if isinstance(value, torch.Tensor) else value
@@ -322,12 +322,11 @@ def _options(group: dict[str, Any], known: dict[int, dict[str, Any]]) -> dict[st
     return known[id(group)]
 
 
-# The scalars of parameter groups for a step by rule: made once for each, not for each of their
-# parameters.
+# The scalars of parameter groups for a rule-based step: computed once per group, not per parameter.
 
 
 class Groups:
-    """The parameter groups of an optimizer, whose options are not changed meanwhile."""
+    """The parameter groups of an optimizer; their options must not change meanwhile."""
 
     def __init__(self, rule: OptimizerRule) -> None:
         self.rule = rule
@@ -335,7 +334,7 @@ class Groups:
         self._hyper: dict[tuple[int, float, bool, float], tuple[float, ...]] = {}
 
     def names(self, group: Group) -> tuple[str, ...]:
-        """The states of a parameter of a group."""
+        """The moments of a parameter in a group."""
         if id(group) not in self._names:
             self._names[id(group)] = self.rule.state_names(group)
         return self._names[id(group)]

@@ -1,16 +1,16 @@
 """`optimizer.step()` of a stock optimizer over streamed parameters.
 
-Hooks on the optimizer (see `hooks`) do the update of our parameters next to its own step, with its
-own `param_groups` and `state`. `Updates.prepare_step` finds out what is to be done, bucket by
-bucket, and refuses what cannot be; only `Updates.start` changes parameters and states (but
-what a backward has updated already is counted while preparing). It runs the updates of the
-schedules whose backwards ran (`schedule.update`), each for the buckets that the step has a part
-for, and is over at once: threads update bucket after bucket, about in the order in which the next
-forward reads them, and a prefetch waits for its bucket alone. A reader of a parameter, a
-gradient or a state before its bucket is done waits for that bucket (see `guards`).
+Hooks on the optimizer (see `hooks`) update the streamed parameters beside its own step, with its
+own `param_groups` and `state`. `Updates.prepare_step` determines the work, bucket by bucket, and
+refuses impossible updates; only `Updates.start` changes parameters and states (except that updates
+already made by a backward are counted during preparation). It runs the update graphs of the
+schedules whose backwards ran (`schedule.update`), each for the buckets that take part in the step,
+and returns at once: threads update bucket after bucket, roughly in the order in which the next
+forward reads them, and a prefetch waits only for its bucket. An early reader of a parameter, a
+gradient or a state waits for its bucket (see `guards`).
 
-What no update of those schedules makes (the first step of a bucket that the device will update
-later, a gradient that the user has put there) is made by a graph of its own, `rest`.
+Updates outside of those schedules (the first step of a bucket that the device will update later, a
+gradient set by the user) run in a separate graph, `rest`.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ from megacompile.runtime.updates.parameter import ParamUpdate
 from megacompile.runtime.updates.refusals import Rehearsals, check, check_shared
 from megacompile.runtime.updates.update import BucketUpdate, UpdatePlace
 
-_RESTS = 16  # graphs for what no schedule's update makes; those made longest ago go
+_RESTS = 16  # graphs for updates outside of schedules; the oldest are dropped
 
 
-_ByKey = dict[int, BucketUpdate]  # parts, by the key of their bucket
+_ByKey = dict[int, BucketUpdate]  # parts by bucket key
 
 
 class Updates:
     """The optimizer steps of one model's parameters.
 
     Args:
-        rest: makes the schedule whose update is that of some buckets, where they are.
-        before_step: called when an optimizer's step begins. It may move buckets.
+        rest: builds a schedule that only updates some buckets, at their current placement.
+        before_step: called at the start of an optimizer's step. It may move buckets.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Updates:
         self._before_step = before_step
         self._rests: dict[tuple[tuple[Bucket, bool], ...], Executor] = {}
         self._rehearsals = Rehearsals()
-        self._prepared: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have stepped
+        self._prepared: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # have stepped
         self.ahead = Ahead(machine, self.parts, self._prepared)
         self._alike: weakref.WeakKeyDictionary[Optimizer, Alike] = weakref.WeakKeyDictionary()
         hooks.tell(self)
@@ -98,28 +98,28 @@ class Updates:
             compat.keep_state_dtypes(ours)
 
     def owns(self, param: torch.Tensor) -> bool:
-        """True if it is a parameter of this model."""
+        """True for a parameter of this model."""
         return self.machine.gradients.place(param) is not None
 
     def settle(self) -> None:
-        """Wait for everything that is in flight; raise what failed, and was not loaded since."""
+        """Wait for all work in flight; raises failures whose values were not loaded since."""
         for bucket in self.machine.buckets.values():
             bucket.pending.wait()
 
     def finish(self) -> None:
-        """Wait for everything that is in flight, and note what failed."""
+        """Wait for all work in flight and record failures."""
         for bucket in self.machine.buckets.values():
             bucket.pending.is_torn()
 
     def check(self) -> None:
-        """Raise if an update has failed, and was not loaded since. It waits for nothing."""
+        """Raise if an update failed and its values were not loaded since. Does not wait."""
         for bucket in self.machine.buckets.values():
             bucket.pending.check()
 
-    # A step: what is to be done.
+    # A step: preparation.
 
     def prepare_step(self, optimizer: Optimizer) -> PreparedStep | None:
-        """Prepare the update of our parameters; None where torch.optim's own step makes it all."""
+        """Prepare the update of streamed parameters; None if torch.optim's own step updates all."""
         self._refuse_unsummed(optimizer)
         if any(self.owns(param) for group in optimizer.param_groups for param in group["params"]):
             self.check()
@@ -149,7 +149,7 @@ class Updates:
                 self._say(f"{name} keeps torch.optim's path on the host: {why}")
             return None
         check(where, optimizer, self.machine.buckets, found)
-        if optimizer in self._prepared:  # a second step has all that it needs
+        if optimizer in self._prepared:  # a second step has all its memory and code
             self.machine.host_budget.drop_preallocated()
         self._prepared.add(optimizer)
         prepared = PreparedStep(optimizer)
@@ -183,7 +183,7 @@ class Updates:
         return prepared
 
     def _prepare_alike(self, optimizer: Optimizer) -> PreparedStep | None:
-        """The step, where it is like the one before."""
+        """The prepared step, if it repeats the previous one."""
         before = self._alike.pop(optimizer, None)
         if before is None or self.machine.in_backward is not None:
             return None
@@ -198,7 +198,7 @@ class Updates:
         )
 
     def _refuse_unsummed(self, optimizer: Optimizer) -> None:
-        """Raise where a gradient lacks its sum over replicas: alike in all ranks."""
+        """Raise, equally in all ranks, if a gradient is not summed over replicas yet."""
         ranks = self.machine.ranks
         if ranks is None or ranks.replicas == 1:
             return
@@ -211,7 +211,7 @@ class Updates:
                     refuse_unsummed(f"{type(optimizer).__name__}.step()", name, ranks.replicas)
 
     def _take_over(self) -> None:
-        """Adopt data that the user has put into parameters (`p.data = ...`) since the forward."""
+        """Adopt data that the user assigned to parameters (`p.data = ...`) since the forward."""
         for bucket in self.machine.buckets.values():
             if bucket.is_replaced():
                 bucket.pending.wait()
@@ -220,10 +220,10 @@ class Updates:
                     bucket.adopt(moved=False)
 
     def _to_update(self, optimizer: Optimizer) -> dict[int, list[Trained]]:
-        """The parameters that this step updates, by the key of their bucket.
+        """The parameters that this step updates, by bucket key.
 
-        Those that the backward has updated are counted here, and have no gradient any more. Their
-        states are copies of the dicts in `optimizer.state`, which stay as they are.
+        Parameters that the backward has updated are counted here and lose their gradient. Their
+        states are copies of the dicts in `optimizer.state`, which stay unchanged.
         """
         updates = self.machine.in_backward
         if updates is not None and updates.optimizer is optimizer:
@@ -249,15 +249,15 @@ class Updates:
         return found
 
     def _is_elsewhere(self, param: nn.Parameter, place: ParamId) -> bool:
-        """Is a parameter not in its place? Then the optimizer's own step updates it."""
+        """True if a parameter is not in place; then the optimizer's own step updates it."""
         mine = compat.local(param)
         value = self.machine.buckets[place[0]].values[place[1]]
         return bool(mine.data_ptr() != value.data_ptr())
 
     def _left_to(self, optimizer: Optimizer, key: int, trained: Iterable[Trained]) -> bool:
-        """True if the optimizer's own step updates a bucket, which lives on the device.
+        """True if the optimizer's own step updates a resident bucket.
 
-        It is asked of all of it, as of a bucket on the host, so that both round alike.
+        Decided for the whole bucket, as for a host bucket, so that both round alike.
         """
         if self.machine.buckets[key].resident is None:
             return False
@@ -268,25 +268,25 @@ class Updates:
 
     @property
     def _shows(self) -> bool | None:
-        """Is there a line that says what is waited for? In the first step."""
+        """True if a progress line is shown: in the first step."""
         return False if self.parts.backends else self.options.progress
 
     def _say(self, text: str) -> None:
         notices.warn_once(text, f"megacompile: {text} (said once)", of=self)
 
     def _in_order(self, keys: Iterable[int]) -> list[int]:
-        """Buckets in the order in which the forward read them."""
+        """The buckets in the forward's reading order."""
         rank = {key: i for i, key in enumerate(self.machine.order)}
         return sorted(keys, key=lambda key: (rank.get(key, len(rank)), key))
 
-    # A step: doing it.
+    # A step: execution.
 
     def start(self, step: PreparedStep) -> None:
-        """Count a step, and make the update that was prepared or start it in the background.
+        """Count a step, and run the prepared update or start it in the background.
 
-        Ctrl-C may come anywhere in it. Then each bucket's update runs to its end and its bucket
-        knows of it, or it never begins. Where some have begun and others never will, all of them
-        are torn, as where a step fails.
+        Ctrl-C may arrive at any point. Then each bucket's update either completes, with its bucket
+        aware of it, or never starts. If only some have started, all of them are torn, as after a
+        failed step.
         """
         counted, optimizer, parts = False, step.optimizer, step.parts
         versions = compat.versions(step.params)
@@ -301,18 +301,18 @@ class Updates:
         except BaseException as error:
             for part in parts:
                 part.drop()
-                if part.aliased:  # its other name does not show that it is in flight
+                if part.aliased:  # its alias is not guarded while it is in flight
                     part.bucket.pending.finish()
             if counted and (isinstance(error, Exception) or _is_half_begun(step, versions)):
                 _tear(optimizer, parts, error)
             raise
         finally:
             self.machine.stepped = True
-            for part in parts:  # a thread may refer to it for longer
+            for part in parts:  # a thread may reference it for longer
                 part.states, part.visible = [], []
 
     def _choose(self, parts: Sequence[BucketUpdate]) -> list[tuple[Executor, _ByKey]]:
-        """The executors of these parts, in their order: each part is the first's that can."""
+        """The executors of these parts, in order: each part goes to the first that can run it."""
         waiting = {part.bucket.layout.key: part for part in parts}
         chosen: list[tuple[Executor, _ByKey]] = []
         for executor in [reference() for reference in self.machine.trained]:
@@ -322,15 +322,15 @@ class Updates:
             waiting = {k: part for k, part in waiting.items() if k not in mine}
             chosen += [(executor, mine)] if mine else []
         for part in waiting.values():
-            if part.left is not None:  # the schedule that left it is gone
+            if part.left is not None:  # its schedule is gone
                 part.drop()
                 part.prepare({})
-        if waiting:  # first: these are mostly what the next forward reads first
+        if waiting:  # first, because the next forward usually reads these first
             chosen.insert(0, (self._rest(waiting.values()), waiting))
         return chosen
 
     def _rest(self, parts: Iterable[BucketUpdate]) -> Executor:
-        """The executor of a graph that updates these buckets, made once."""
+        """The executor of a graph that updates these buckets, cached."""
         hosts = [part.bucket for part in parts]
         key = tuple((host.layout, host.resident is not None) for host in hosts)
         if key not in self._rests:
@@ -341,7 +341,7 @@ class Updates:
         return self._rests[key]
 
     def _label(self, host: HostBucket, among: Iterable[HostBucket]) -> str:
-        """A bucket's label in some schedule, where only one of these has it."""
+        """A bucket's label from any schedule, if it is unique among these buckets."""
         labels = self.machine.labels
         key = host.layout.key
         others = (labels.get(other.layout.key) for other in among if other is not host)
@@ -363,7 +363,7 @@ class Updates:
     def _install(
         self, optimizer: Optimizer, bucket: HostBucket, steps: Iterable[ParamUpdate]
     ) -> None:
-        """Take over the states that an optimizer's own first step made."""
+        """Adopt the states that an optimizer's own first step created."""
         for step in steps:
             param = bucket.params[step.index]
             state = optimizer.state[param]
@@ -375,16 +375,16 @@ class Updates:
                 dtypes = {step.index: state[name].dtype}
                 bucket.states.make(optimizer, name, dtypes, pin=self.parts.cuda)
             adopt(optimizer, bucket, step.index, state, names)
-            step.states.clear()  # they are copied; the states of all buckets would be there twice
+            step.states.clear()  # free the originals of copied states before the next bucket
             drop_empty(optimizer, [param])
 
 
 def _is_half_begun(step: PreparedStep, versions: Sequence[int]) -> bool:
-    """Have the updates of some buckets begun, and not those of others? That shows in the versions
-    of parameters, but for an update that was called off.
+    """True if only some buckets' updates have started. The parameters' versions show this, except
+    for a cancelled update.
 
     Args:
-        versions: of its parameters, before it began.
+        versions: the parameters' versions before the step.
     """
     begun = set()
     before = dict(zip(map(id, step.params), versions, strict=True))
@@ -399,7 +399,7 @@ def _is_half_begun(step: PreparedStep, versions: Sequence[int]) -> bool:
 
 
 def _tear(optimizer: Optimizer, parts: Iterable[BucketUpdate], error: BaseException) -> None:
-    """A step has failed when it had counted, and had begun some of its updates."""
+    """Record a step that failed after it had counted and started some updates."""
     why = f"{type(optimizer).__name__}.step() failed with {type(error).__name__}: {error}"
     for part in parts:
         pending = part.bucket.pending

@@ -1,8 +1,8 @@
-"""Updates of host memory that the device makes: chunk by chunk over the link, and back.
+"""Updates of host memory on the device: chunk by chunk over the link and back.
 
-A chunk is fetched while another one is updated and a third one brought back, so what limits it is
-the slower direction of the link. The arithmetic is that of the kernels, which round as the host's
-rule does, bit by bit: who updates a bucket shows in the time alone.
+One chunk is fetched while a second is updated and a third is copied back, so the slower direction
+of the link is the bottleneck. The kernels round bitwise like the host's rule: the choice of worker
+affects only the time.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megacompile.runtime.optim.kernels.bucket import update_bucket
 from megacompile.runtime.optim.rule import OptimizerRule, Update
 
 _ALIGNMENT = 256  # bytes
-_STEP = 16 * BLOCK  # elements that a chunk is a multiple of
-_LEAST_BYTES = 2**20  # enough for so many of any dtypes
+_STEP = 16 * BLOCK  # chunk granularity in elements
+_LEAST_BYTES = 2**20  # enough for this number of elements of any dtypes
 
 
 class ChunkStreams:
-    """The streams that chunks move on, next to those of the schedules."""
+    """The copy streams for chunks, in addition to those of the schedules."""
 
     def __init__(self, device: torch.device) -> None:
         self.h2d, self.compute, self.d2h = (torch.cuda.Stream(device) for _ in range(3))
@@ -31,12 +31,12 @@ class ChunkStreams:
 class Chunks:
     """Buffers on the device for the chunks of some updates.
 
-    Made by the thread that computes, so that they are of its stream's memory and go back to it;
-    used by one other thread.
+    Allocated by the compute thread, so that the memory belongs to the compute stream; used by one
+    other thread.
 
     Args:
-        streams: of the device that the buffers are on.
-        updates: that will be made; the buffers are no larger than the largest of them.
+        streams: the streams of the buffers' device.
+        updates: the coming updates; the buffers are no larger than the largest of them.
     """
 
     def __init__(self, streams: ChunkStreams, updates: Iterable[Update]) -> None:
@@ -48,13 +48,14 @@ class Chunks:
             torch.empty(self.buffer_bytes, dtype=torch.uint8, device=self.device)
             for _ in range(CHUNKS)
         ]
-        self.ours = torch.cuda.current_stream(self.device).record_event()  # from then on
+        self.ours = torch.cuda.current_stream(self.device).record_event()  # free from then on
 
     @torch.no_grad()
     def update(self, updates: Iterable[tuple[OptimizerRule, Update]]) -> None:
-        """Make updates of flat tensors in page-locked host memory, and wait for their end.
+        """Run updates of flat tensors in page-locked host memory and wait for completion.
 
-        The first chunk of one comes in while the last ones of that before it go out.
+        The first chunk of an update is fetched while the last chunks of the previous one are copied
+        back.
         """
         parts = (
             (rule, here) for rule, whole in updates for here in chunks(whole, self.buffer_bytes)
@@ -71,7 +72,7 @@ class Chunks:
                 for end in ends:
                     if end is not None:
                         end.synchronize()
-            except BaseException:  # a chunk that was begun has no end
+            except BaseException:  # a started chunk has no completion event
                 for stream in (self.streams.h2d, self.streams.compute, self.streams.d2h):
                     stream.synchronize()
                 raise
@@ -80,7 +81,7 @@ class Chunks:
 def _issue(
     rule: OptimizerRule, here: Update, buffer: torch.Tensor, streams: ChunkStreams
 ) -> torch.cuda.Event:
-    """Fetch a chunk, update it, bring it back; returns the event of its end."""
+    """Fetch a chunk, update it and copy it back; returns its completion event."""
     there = _placed(here, buffer)
     with torch.cuda.stream(streams.h2d):
         _copy(there, here, fetched=True)
@@ -96,14 +97,14 @@ def _issue(
 
 
 def _copy(into: Update, source: Update, *, fetched: bool) -> None:
-    """Copies what an update reads to the device, or what it has written to the host."""
+    """Copy an update's inputs to the device, or its results to the host."""
     for (name, a), (_, b) in zip(into.tensors(), source.tensors(), strict=True):
         if name != ("copy" if fetched else "grad"):
             a.copy_(b, non_blocking=True)
 
 
 def chunks(whole: Update, buffer_bytes: int) -> Iterator[Update]:
-    """An update in parts whose tensors fit into so many bytes together."""
+    """Split an update into parts whose tensors fit into this many bytes."""
     numel = whole.param.numel()
     each = _bytes_of(whole, _STEP)
     step = max(1, buffer_bytes // each) * _STEP
@@ -122,7 +123,7 @@ def _part(whole: Update, start: int, stop: int) -> Update:
 
 
 def _bytes_of(update: Update, numel: int) -> int:
-    """Bytes of so many elements, each tensor rounded up to where the next one may begin."""
+    """Bytes for this many elements, each tensor rounded up to the alignment of the next."""
     total = 0
     for name, tensor in update.tensors():
         count = absmax_numel(numel) if name == "absmax" else numel
@@ -131,7 +132,7 @@ def _bytes_of(update: Update, numel: int) -> int:
 
 
 def _placed(here: Update, buffer: torch.Tensor) -> Update:
-    """Tensors like these in a buffer."""
+    """Views of a buffer shaped like these tensors."""
     offset = 0
 
     def place(name: str, tensor: torch.Tensor) -> torch.Tensor:

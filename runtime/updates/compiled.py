@@ -1,15 +1,15 @@
-"""A rule compiled to C++: code that is there, or on its way.
+"""A rule compiled to C++: ready code, or code being compiled.
 
-A process next to this one compiles it (`CppProcess`). Until it is done, the twin as it is serves
-(`optim.twin.apply`), whose numbers are the same in every bit. Nothing waits: `ready` is asked in
-the thread that calls `optimizer.step()`, once for each kind of update, and takes the code from
-Inductor's caches, which takes less than half a second and starts no compiler. The other process has
-found out which vector instructions there are.
+A second process compiles it (`CppProcess`). Until it is done, the eager twin runs
+(`optim.twin.apply`), with bitwise equal results. Nothing waits: the thread that calls
+`optimizer.step()` polls `ready` once per kind of update; it loads the code from Inductor's caches,
+in less than half a second and without starting a compiler. The second process has already probed
+the vector instructions.
 
-Where no caches are kept, or no process can be started, that thread compiles.
+Without caches, or if no process can be started, that thread compiles.
 
-What runs in the background is the code without Dynamo before it: its caches are not made for a
-thread that runs while another one compiles, or calls `torch.compiler.reset()`.
+Background threads run the compiled code without Dynamo's frame caches, which do not support a
+thread that runs while another one compiles or calls `torch.compiler.reset()`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Compiled:
         forks.tell(self)
 
     def expect(self, update: Update) -> None:
-        """Updates of this kind will come: let them be compiled, if that was not done."""
+        """Start compiling updates of this kind, unless done already."""
         kind = kind_of(update)
         if kind not in self._codes and kind not in self._refused and kind not in self._beside:
             request = self._request(update)
@@ -57,7 +57,7 @@ class Compiled:
                 self._begin(kind, request)
 
     def ready(self, update: Update) -> bool:
-        """Is there code for this kind of update? If not, there will be, or never."""
+        """True if the code for this kind of update is ready."""
         kind = kind_of(update)
         if kind in self._codes:
             return True
@@ -83,26 +83,26 @@ class Compiled:
         self._codes[kind_of(update)](*arguments(update))
 
     def wait(self) -> None:
-        """Until all that compiles is over."""
+        """Wait until all compilation has finished."""
         for _, process in list(self._beside.values()):
             process.wait()
 
     def before_fork(self) -> None:
-        """Nothing: what compiles is no thread."""
+        """Do nothing: no thread compiles."""
 
     def after_fork(self, *, in_child: bool) -> None:
-        """The child compiles for itself, or finds it in the caches."""
+        """Reset in a child of a fork, which compiles or uses the caches itself."""
         if in_child:
             self._beside.clear()
 
     def _request(self, update: Update) -> CompileRequest | None:
-        """The request for another process to compile; None where it could not be handed over."""
+        """The request to the other process; None if it could not be sent."""
         folder = compat.code_cache()
         if folder is None or not sys.executable:
             return None
         try:
             return CompileRequest.of(self.rule, update, folder)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:  # functions are among it
+        except (pickle.PicklingError, AttributeError, TypeError) as error:  # of functions
             text = "%s: Inductor's options cannot be sent to another process: %s"
             log.logger("compile").info(text, self.rule.name, error)
             return None
@@ -119,10 +119,10 @@ class Compiled:
     def _take(
         self, kind: Kind, update: Update, request: CompileRequest | None, *, beside: bool = False
     ) -> bool:
-        """Get the code, from the caches if they have it.
+        """Load or compile the code, from the caches if possible.
 
         Args:
-            beside: a process next to this one has compiled it.
+            beside: the second process has compiled it.
         """
         before, start = compat.cache_counts(), time.perf_counter()
         try:
@@ -159,7 +159,7 @@ class Compiled:
 
 
 def compiled(rule: OptimizerRule) -> Compiled:
-    """The compiled updates of a rule. Several threads may ask first."""
+    """The compiled updates of a rule. Thread-safe."""
     return _COMPILED.get(rule) or _COMPILED.setdefault(rule, Compiled(rule))
 
 
@@ -168,7 +168,7 @@ _COMPILED: dict[OptimizerRule, Compiled] = {}
 
 @functools.cache
 def count_kernels() -> None:
-    """Count and log the Triton kernels of this package that this process needs from now on."""
+    """Count and log the Triton kernels of this package that this process uses."""
     compat.note_kernels(__name__.partition(".")[0], _note_kernel)
 
 
@@ -178,6 +178,6 @@ def _note_kernel(name: str, found: bool, time_s: float) -> None:
 
 
 def wait_until_compiled() -> None:
-    """Until every update that compiles next to this process is done; the next step takes it."""
+    """Wait for all updates that the second process compiles; the next step uses them."""
     for rule in RULES:
         compiled(rule).wait()

@@ -1,10 +1,9 @@
-"""A rule's twin as C++: what is compiled, the key under which that is known on disk, and the
-process that compiles it.
+"""A rule's twin as C++: its compilation, its key on disk, and the process that compiles it.
 
-One code serves all sizes. It is compiled on a typical size, because Inductor decides by the first
-size that it sees whether to use more than one thread. It leaves one core to the thread that issues
-work, which spins in many of CUDA's calls (`loss.item()`): a team of threads is as fast as the
-slowest of them, and one that shared its core would halve it.
+One code serves all sizes. It is compiled with a typical size, because Inductor decides by the first
+size whether to use several threads. It leaves one core to the issuing thread, which spins in many
+CUDA calls (`loss.item()`): a team of threads is as fast as its slowest member, and sharing a core
+would halve its speed.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from megacompile.runtime.optim.registry import RULES
 from megacompile.runtime.optim.rule import OptimizerRule, Update
 from megacompile.runtime.optim.twin import apply, arguments, function_of
 
-TYPICAL = 2**22  # elements of a parameter that Inductor should have in mind
-REFUSED = 3  # exit status of a process: it began, and the compiler did not do it
-_NOTE = 2  # the version of what a note says
-_SAMPLE = 2**16 + 37  # elements that the codes are compared on
+TYPICAL = 2**22  # Inductor's size hint for a parameter, in elements
+REFUSED = 3  # exit status: the process started, but compilation failed
+_NOTE = 2  # the version of the note's format
+_SAMPLE = 2**16 + 37  # elements for comparing codes
 
 Code = Callable[..., None]
 Kind = tuple[object, ...]
 
 
 def kind_of(update: Update) -> Kind:
-    """The key that a rule is compiled for: the dtypes, and the states that exist."""
+    """The compilation key of a rule: the dtypes and the existing states."""
     return tuple(str(compat.tree_map(_dtype_of, a)) for a in arguments(update))
 
 
@@ -50,7 +49,7 @@ def like(
     numel: int,
     make: Callable[[int, torch.dtype], torch.Tensor] = lambda n, dtype: torch.zeros(n, dtype=dtype),
 ) -> Update:
-    """An update of a parameter of another size: on zeros, or what `make` returns."""
+    """An update for another parameter size: on zeros, or on the results of `make`."""
 
     def new(name: str, tensor: torch.Tensor) -> torch.Tensor:
         return make(absmax_numel(numel) if name == "absmax" else numel, tensor.dtype)
@@ -59,10 +58,10 @@ def like(
 
 
 def options_now() -> dict[str, Any]:
-    """Options for Inductor. The C++ wrapper runs without Python's lock.
+    """Options for Inductor. The C++ wrapper runs without the GIL.
 
-    Whether Triton is tuned with it is said, though there is none: by itself that depends on whether
-    the process sees a GPU, and is part of the keys of caches (torch 2.11).
+    Sets Triton autotuning explicitly although no Triton code exists: the default depends on whether
+    the process sees a GPU, and is part of cache keys (torch 2.11).
     """
     return {
         "cpp_wrapper": True,
@@ -72,7 +71,7 @@ def options_now() -> dict[str, Any]:
 
 
 def compile_update(rule: OptimizerRule, update: Update, options: dict[str, Any]) -> Code:
-    """Code for updates of this kind, without Dynamo before it."""
+    """Code for updates of this kind, without Dynamo's frame."""
     with torch.no_grad():
         return compat.compiled_function(
             function_of(rule), arguments(like(update, TYPICAL)), {}, options
@@ -80,7 +79,7 @@ def compile_update(rule: OptimizerRule, update: Update, options: dict[str, Any])
 
 
 def agrees(rule: OptimizerRule, update: Update, code: Code) -> bool:
-    """True if code rounds as its eager twin, in every bit."""
+    """True if code rounds bitwise like its eager twin."""
     generator = torch.Generator().manual_seed(0)
 
     def values(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -99,20 +98,20 @@ def agrees(rule: OptimizerRule, update: Update, code: Code) -> bool:
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """The request for a process to compile, so that its caches have it."""
+    """A request to the other process, which fills the caches."""
 
     rule: str
-    update: Update  # of no elements
+    update: Update  # empty tensors
     options: dict[str, Any]
     settings: bytes  # see `compat.compile_settings`
-    note: str  # a file that is written when it is done
+    note: str  # a file written at completion
 
     @staticmethod
     def of(rule: OptimizerRule, update: Update, folder: Path) -> CompileRequest:
-        """For updates like this one.
+        """Create a request for updates like this one.
 
         Args:
-            folder: of Inductor's caches.
+            folder: the folder of Inductor's caches.
         """
         empty, options = like(update, 0), options_now()
         settings = compat.compile_settings()
@@ -127,18 +126,18 @@ class CompileRequest:
 
     @property
     def is_done(self) -> bool:
-        """True if the caches have it."""
+        """True if the caches have the code."""
         return os.path.exists(self.note)
 
     @property
     def agreed(self) -> bool:
-        """Did its code round as the twin? Ask when it is done."""
+        """True if the finished code rounded like the twin."""
         return bool(self._noted()["agrees"])
 
     def prepare_to_load(self) -> None:
-        """Take over which vector instructions the compiling process found.
+        """Adopt the vector instructions that the compiling process found.
 
-        Inductor looks for them before it loads code, which takes 45 s on some machines.
+        Inductor probes them before it loads code, which takes 45 s on some machines.
         """
         compat.use_vector_isas(self._noted()["vector ISAs"])
 
@@ -147,7 +146,7 @@ class CompileRequest:
         return noted
 
     def carry_out(self) -> None:
-        """Compile it, in a process of its own, and note that it is done."""
+        """Compile the code in the second process, and write the note."""
         compat.use_compile_settings(self.settings)
         (rule,) = (rule for rule in RULES if rule.name == self.rule)
         code = compile_update(rule, self.update, self.options)
@@ -165,7 +164,7 @@ class CompileRequest:
 
 @functools.cache
 def _sources() -> str:
-    """Sources that the twins are made of."""
+    """The source text of the twins."""
     (folder,) = optim.__path__
     made = hashlib.sha256()
     for path in sorted(Path(folder).glob("*.py")):
@@ -177,18 +176,16 @@ def _dtype_of(value: Any) -> Any:
     return value.dtype if isinstance(value, torch.Tensor) else value
 
 
-# A process next to this one that compiles an update, so that Inductor's caches on disk have it.
-#
-# Not a thread: while Dynamo compiles, it changes the state of the whole process and restores it
-# afterwards. What the process has compiled is found in the caches within half a second. It knows
-# nothing of a GPU.
+# The second process: compiles an update into Inductor's caches on disk.
+# Not a thread: Dynamo changes process-wide state while it compiles and restores it afterwards.
+# Loading the result from the caches takes half a second. The process sees no GPU.
 
 
 class CppProcess(Process):
-    """A process that carries out a request.
+    """A process that runs a request.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the process cannot be started.
     """
 
     def __init__(self, request: CompileRequest) -> None:

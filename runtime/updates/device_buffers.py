@@ -1,7 +1,7 @@
 """A bucket's parameters and optimizer states on the device, for an update there.
 
-Both updates on the device use it: the one in the backward (`in_backward`) and the one that
-`optimizer.step()` makes of what the backward left there (`on_device`).
+Used by both device updates: in the backward (`in_backward`), and in `optimizer.step()` from tensors
+that the backward left on the device (`on_device`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.work import InFlight
 from megacompile.runtime.updates.parameter import ParamUpdate, flat, laid_out_as
 
-Place = Callable[[torch.Tensor], torch.Tensor]  # the copy in memory of what is on a disk
-Sources = Mapping[int, tuple[State | None, ...]]  # parameter's index -> its states on the host
+Place = Callable[[torch.Tensor], torch.Tensor]  # returns the in-memory copy of a disk tensor
+Sources = Mapping[int, tuple[State | None, ...]]  # parameter index -> its states on the host
 
 
 @dataclass(slots=True)
@@ -32,36 +32,36 @@ class UpdateBuffer:
     """One parameter's new value and states on the device, flat."""
 
     new: torch.Tensor | None
-    """(numel,) of the parameter's dtype on the host; None: the update makes it, from weights that
-    are on the device anyway."""
-    copy: torch.Tensor | None  # (numel,) of the streamed dtype, where that is another
+    """(numel,) in the host parameter's dtype; None: the update allocates it, from the streamed
+    weights."""
+    copy: torch.Tensor | None  # (numel,) in the streamed dtype, if different
     states: tuple[State | None, ...]  # in the rule's order
 
     @property
     def value(self) -> torch.Tensor:
-        """The parameter on the device, once it is there."""
+        """The parameter on the device, once it exists."""
         assert self.new is not None
         return self.new
 
     @property
     def streamed(self) -> torch.Tensor:
-        """The parameters for the next forward: (numel,) of the streamed dtype."""
+        """The parameters for the next forward: (numel,) in the streamed dtype."""
         return self.value if self.copy is None else self.copy
 
 
-UpdateBuffers = dict[int, UpdateBuffer]  # by the parameter's index in its bucket
+UpdateBuffers = dict[int, UpdateBuffer]  # by parameter index in the bucket
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Landing:
-    """New parameters and states of a bucket on their way to the host."""
+    """New parameters and states of a bucket in flight to the host."""
 
     host: HostBucket
     work: InFlight
 
     def stays(self, buffers: UpdateBuffers) -> None:
-        """The buffers are there until `work.fresh` is cleared, unless there may be writes after
-        them."""
+        """Offer the buffers to the next forward in `work.fresh`, unless an alias may be written
+        later."""
         if not any(map(self.host.aliased, buffers)):
             self.work.fresh.update({i: buffer.streamed for i, buffer in buffers.items()})
 
@@ -69,10 +69,10 @@ class Landing:
 def make_buffers(
     host: HostBucket, sources: Sources, device: torch.device, *, masters: bool
 ) -> UpdateBuffers:
-    """Memory on the device for states like `sources`.
+    """Allocate device memory for states like `sources`.
 
-    With `masters` for the parameters too: those on the host may have another dtype than what is
-    streamed.
+    With `masters`, for the parameters too: the host's may have another dtype than the streamed
+    ones.
     """
     buffers: UpdateBuffers = {}
     for i, states in sources.items():
@@ -94,7 +94,7 @@ def make_buffers(
 
 
 def buffers_in_place(host: HostBucket, sources: Sources) -> UpdateBuffers:
-    """The parameters and states of a bucket that lives on the device, as they are there."""
+    """The parameters and states of a resident bucket, in place."""
     return {
         i: UpdateBuffer(
             new=flat(host.values[i]),
@@ -106,7 +106,7 @@ def buffers_in_place(host: HostBucket, sources: Sources) -> UpdateBuffers:
 
 
 def fetch(host: HostBucket, buffers: UpdateBuffers, sources: Sources, *, masters: bool) -> None:
-    """States, and with `masters` the parameters, to the device."""
+    """Copy states, and with `masters` the parameters, to the device."""
     for i, buffer in buffers.items():
         if masters:
             buffer.value.copy_(flat(host.values[i]), non_blocking=True)
@@ -121,8 +121,8 @@ def update(
     gradients: Mapping[int, torch.Tensor],
     weights: Sequence[torch.Tensor] | None,
 ) -> None:
-    """The step, in place in the buffers. Where those have no parameters, it takes `weights`, and
-    new ones are made here: no earlier than they are needed."""
+    """Run the step in place in the buffers. If the buffers have no parameters, it reads `weights`
+    and allocates the new parameters here, as late as possible."""
     updates: dict[OptimizerRule, list[Update]] = {}
     for i, buffer in buffers.items():
         step = steps[i]
@@ -154,12 +154,12 @@ def write_back(
     queue: torch.cuda.Stream | None,
     place: Place | None = None,
 ) -> Landing | None:
-    """New parameters and states to the host; the parameters first, which are wanted next.
+    """Copy new parameters and states to the host; parameters first, because they are needed next.
 
     Args:
-        visible: the states that the user can see; they are guarded until the copies are done.
-        queue: the stream that copies; None on the CPU, where nothing is under way afterwards.
-        place: where parameters go that are on a disk.
+        visible: the user-visible states, guarded until the copies are done.
+        queue: the copy stream; None on the CPU, where the copies are synchronous.
+        place: the destination of parameters on a disk.
     """
     landing = None
     try:
@@ -171,9 +171,9 @@ def write_back(
         if queue is not None and params is not None:
             copied = InFlight(queue.record_event(), weights=Completion(params))
             landing = Landing(host, copied)
-            host.pending.wait()  # for what was in flight before
+            host.pending.wait()  # for earlier work in flight
             host.pending.start(landing.work, list(buffers), visible)
-    except BaseException:  # Ctrl-C: the copies that are under way are not recorded
+    except BaseException:  # Ctrl-C: copies in flight are not recorded
         if queue is not None:
             queue.synchronize()
         raise
@@ -184,7 +184,7 @@ def write_back(
 def params_back(
     host: HostBucket, buffers: UpdateBuffers, place: Place | None = None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """New parameters on the device, and where they go, flat."""
+    """New parameters on the device and their destinations, flat."""
     for i, buffer in buffers.items():
         yield buffer.value, flat(host.values[i] if place is None else place(host.values[i]))
         if host.has_copy:
@@ -194,13 +194,13 @@ def params_back(
 def states_back(
     buffers: UpdateBuffers, sources: Sources
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """New states on the device, and where they go, flat."""
+    """New states on the device and their destinations, flat."""
     for i, buffer in buffers.items():
         yield from _pairs(buffer, sources[i])
 
 
 def note_changes(host: HostBucket, updated: Iterable[int]) -> None:
-    """Parameters have other values from now on."""
+    """Record that parameters have new values."""
     indices = list(updated)
     torch.autograd.graph.increment_version([host.params[i] for i in indices])
     host.copy.mark_fresh(indices)
@@ -228,15 +228,14 @@ def _like(state: State | None, empty: Any) -> State | None:
     return None if state is None else empty(state.dtype)
 
 
-# Work of `optimizer.step()` that threads do after it returns: an update by the host, or the copy of
-# what the device has updated to the host.
+# Thread work of `optimizer.step()` after it returns: host updates, and copies of device results to
+# the host.
 #
-# [Note: small chunks] The copy engine that brings states to the host is first in, first out for all
-# streams: a `loss.item()` waits for everything that was issued before it. So a thread issues the
-# copies in chunks, three at a time, and sleeps until one is done instead of spinning: the host's
-# update needs the core.
+# [Note: small chunks] The device-to-host copy engine is first in, first out across all streams: a
+# `loss.item()` waits for all copies issued before it. So a thread issues the copies in chunks,
+# three at a time, and sleeps until one completes instead of spinning: host updates need the core.
 
-Timed = Callable[[str, Callable[[], None]], None]  # (lane, work): does it, and notes when
+Timed = Callable[[str, Callable[[], None]], None]  # (lane, work): runs it and records its times
 
 
 def untimed(lane: str, work: Callable[[], None]) -> None:
@@ -246,7 +245,7 @@ def untimed(lane: str, work: Callable[[], None]) -> None:
 
 
 def fulfil_update(future: Future[None], name: str, work: Callable[[], None]) -> None:
-    """Updates the bucket `name`, or brings its new values to the host, in a thread.
+    """Update the bucket `name`, or copy its new values to the host, in a thread.
 
     The error of the future is an OptimizerError.
     """
@@ -264,7 +263,7 @@ def _update(name: str, work: Callable[[], None]) -> None:
         ) from error
 
 
-_COPY_BYTES = 64 * 2**20  # at a time; about a millisecond of the link
+_COPY_BYTES = 64 * 2**20  # per chunk; about a millisecond of the link
 
 
 def copy_in_chunks(
@@ -272,11 +271,11 @@ def copy_in_chunks(
     queue: torch.cuda.Stream,
     behind: torch.cuda.Event,
 ) -> None:
-    """Copy (there, here) pairs of flat tensors to page-locked host memory, and wait for the end.
+    """Copy pairs of flat tensors (device, host) to page-locked host memory and wait for completion.
 
     Args:
-        queue: the stream that copies.
-        behind: what comes first.
+        queue: the copy stream.
+        behind: work that must complete first.
     """
     under_way: deque[torch.cuda.Event] = deque()
     with torch.cuda.stream(queue), torch.no_grad():
@@ -297,9 +296,8 @@ def _event(queue: torch.cuda.Stream) -> torch.cuda.Event:
     return event  # type: ignore[no-any-return]
 
 
-# Device memory that copies to the host still read: `defer_free` keeps it, `drain` returns it.
-#
-# What no forward drains, because there is none, goes when something else is deferred.
+# Device memory that copies to the host still read: `defer_free` holds it, `drain` frees it.
+# Without a forward that drains it, it is freed when something else is deferred.
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,18 +306,18 @@ class Deferred:
 
     value: Any
     copied: torch.cuda.Event
-    owner: torch.cuda.Stream  # whose memory it is in the caching allocator
-    forget: Callable[[], None] = lambda: None  # called when it goes
+    owner: torch.cuda.Stream  # the owning stream in the caching allocator
+    forget: Callable[[], None] = lambda: None  # called when it is freed
 
 
 class DeferredFrees:
-    """Memory that is kept until copies out of it are done, or are waited for."""
+    """Memory that is held until the copies from it are done or awaited."""
 
     def __init__(self) -> None:
         self._entries: list[Deferred] = []
 
     def add(self, entry: Deferred) -> None:
-        """Keep it; what is copied by now goes."""
+        """Hold memory, and free entries whose copies are done."""
         waiting = [entry]
         for earlier in reversed(self._entries):
             if earlier.copied.query():
@@ -329,6 +327,6 @@ class DeferredFrees:
         self._entries = waiting
 
     def take(self) -> list[Deferred]:
-        """All that there is: the caller waits for the copies, and lets it go."""
+        """Take all entries: the caller waits for the copies and frees the memory."""
         taken, self._entries = self._entries, []
         return taken

@@ -1,9 +1,9 @@
 """The optimizer's update inside of the backward: `megacompile(model, optimizer=...)`.
 
-After the backward of each stage the bucket's optimizer states are on the device: fetched, or
-because the bucket lives there. The update takes the gradients there, so these never reach the host.
-`optimizer.step()` only commits: it counts the step. The hyperparameters are those of the optimizer
-when `backward()` is called.
+After the backward of each stage, the bucket's optimizer states are on the device: fetched or
+resident. The update consumes the gradients there, so they never reach the host. `optimizer.step()`
+only commits: it counts the step. The hyperparameters are read from the optimizer when `backward()`
+is called.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ PrepareSteps = Callable[[Optimizer, HostBucket, Iterable[int]], dict[int, ParamU
 
 
 class InBackward:
-    """Carries the `*_state` and `update` ops out.
+    """Implements the `*_state` and `update` ops.
 
     Args:
-        optimizer: whose step it is.
-        prepare: the steps in it (`StepParts.in_backward`).
-        micro_steps: knows whether another backward comes before the step.
-        staging: of what is on a disk.
+        optimizer: the optimizer that updates.
+        prepare: returns its steps (`StepParts.in_backward`).
+        micro_steps: tells whether another backward comes before the step.
+        staging: buffers for data on a disk.
     """
 
     def __init__(
@@ -71,26 +71,26 @@ class InBackward:
         self.prepare = prepare
         self.staging = staging
         self._micro_steps = micro_steps
-        self.uncommitted: set[ParamId] = set()  # updated, and step() was not called yet
-        self.committed: set[ParamId] = set()  # by the last step(), until the next backward
-        self.running: dict[int, dict[int, ParamUpdate]] = {}  # of the backward that runs now
-        self._options: list[dict[str, Any]] = []  # of the groups, when it began
-        self.reserved: list[nn.Parameter] = []  # whose states were empty when it began
-        self._ended = True  # the last backward did, without an error
+        self.uncommitted: set[ParamId] = set()  # updated, before step() was called
+        self.committed: set[ParamId] = set()  # by the last step(), until a backward
+        self.running: dict[int, dict[int, ParamUpdate]] = {}  # in the current backward
+        self._options: list[dict[str, Any]] = []  # the groups' options at its start
+        self.reserved: list[nn.Parameter] = []  # parameters without states at its start
+        self._ended = True  # True if the last backward finished without an error
         self._backward = -1  # its id
-        self._error = ""  # what it has failed with, where that is known
+        self._error = ""  # its error, if known
         self._buckets: Mapping[int, HostBucket] = {}  # its
-        self._made: dict[ParamId, Left] = {}  # updated, as it was then
-        self._shown: list[HostBucket] = []  # on their way, and known by names without guards
+        self._made: dict[ParamId, Left] = {}  # state of updated parameters at that time
+        self._shown: list[HostBucket] = []  # in flight, with unguarded aliases
         compat.notice_scaled_losses()
 
     @property
     def accumulating(self) -> bool:
-        """Does another backward come before the step? Then this one updates nothing."""
+        """True if another backward comes before the step; then this one updates nothing."""
         return self._micro_steps.more
 
     def begin(self, buckets: Mapping[int, HostBucket], wanted: Mapping[int, Sequence[int]]) -> None:
-        """Take the hyperparameters for the backward of one schedule."""
+        """Read the hyperparameters for the backward of one schedule."""
         backward, self._backward = self._backward, compat.backward_id()
         if backward != self._backward:
             self._give_up_failed()
@@ -129,7 +129,7 @@ class InBackward:
         self.uncommitted |= places
 
     def _end(self) -> Callable[[], None]:
-        """The call for the end of the backward; one that fails drops it."""
+        """A callback for the end of the backward; a failing backward drops it."""
 
         def end() -> None:
             self._ended = True
@@ -141,17 +141,17 @@ class InBackward:
         return end
 
     def dropped(self, backward: int) -> None:
-        """The end of a backward was there, or will not come."""
+        """Record that a backward has ended or failed."""
         if backward == self._backward:
             self._give_up_failed()
 
     def failed(self, error: BaseException) -> None:
-        """A run has failed, which may be a backward's."""
+        """Record a failed run, which may be a backward's."""
         if not self._ended:
             self._error = f" with {type(error).__name__}: {error}"
 
     def _give_up_failed(self) -> None:
-        """Marks what a failed backward has updated as torn until it is loaded."""
+        """Mark values updated by a failed backward as torn until they are loaded."""
         if self._ended:
             return
         made, self._made, self.uncommitted, self._ended = self._made, {}, set(), True
@@ -170,8 +170,7 @@ class InBackward:
             )
 
     def _is_restored(self, buckets: Mapping[int, HostBucket]) -> bool:
-        """True if everything that was updated was written since, and the optimizer's states
-        loaded."""
+        """True if all updated values were overwritten since, and the optimizer's states loaded."""
         return all(
             _is_gone(left, key, i, buckets) or left.restored()
             for (key, i), left in self._made.items()
@@ -185,8 +184,8 @@ class InBackward:
     ) -> None:
         """Refuse the step of another optimizer over parameters that the backward has updated.
 
-        One that is no stock optimizer may be a wrapper around ours, which steps inside of its own
-        step; if it reads a gradient that is gone, that says so.
+        Another class may be a wrapper around this optimizer, which steps it inside its own step; if
+        it reads a consumed gradient, that raises an error.
 
         Raises:
             OptimizerError: with the name of such a parameter.
@@ -208,7 +207,7 @@ class InBackward:
                 )
 
     def commit(self) -> list[ParamId]:
-        """`optimizer.step()` was called; returns the parameters whose step it is."""
+        """Commit at `optimizer.step()`; returns the updated parameters."""
         now = [_options(group) for group in self.optimizer.param_groups]
         if self.uncommitted and now != self._options:
             raise OptimizerError(
@@ -228,19 +227,19 @@ class InBackward:
     # The ops.
 
     def alloc(self, host: HostBucket, device: torch.device, *, masters: bool) -> UpdateBuffers:
-        """Memory on the device for the states of the parameters that are updated."""
+        """Allocate device memory for the states of the updated parameters."""
         sources = {i: step.in_order() for i, step in self.running[host.layout.key].items()}
         return make_buffers(host, sources, device, masters=masters)
 
     def fetch(self, host: HostBucket, buffers: UpdateBuffers, *, masters: bool) -> UpdateBuffers:
-        """States, and masters, to the device."""
+        """Copy states and masters to the device."""
         fetch(host, buffers, self._sources(host), masters=masters)
         return buffers
 
     def offload(
         self, host: HostBucket, buffers: UpdateBuffers, queue: torch.cuda.Stream | None
     ) -> Landing | None:
-        """New parameters and states to the host."""
+        """Copy new parameters and states to the host."""
         lease = None if self.staging is None else self.staging.take(host, buffers)
         shown = self._visible(host, buffers)
         if any(map(host.aliased, buffers)) or any(map(is_shared, map(compat.local, shown))):
@@ -258,7 +257,7 @@ class InBackward:
             self._note_made(host, buffers)
 
     def update_in_place(self, host: HostBucket, gradients: Mapping[int, torch.Tensor]) -> None:
-        """The step on a bucket that lives on the device."""
+        """Run the step on a resident bucket."""
         steps = self.running[host.layout.key]
         buffers = buffers_in_place(host, self._sources(host))
         try:
@@ -269,12 +268,12 @@ class InBackward:
             self._note_made(host, steps)
 
     def _note_made(self, host: HostBucket, updated: Iterable[int]) -> None:
-        """Some parameters of a bucket have been updated."""
+        """Record updated parameters of a bucket."""
         key = host.layout.key
         self._made |= {(key, i): Left.of(host.params[i], [self.optimizer]) for i in updated}
 
     def _sources(self, host: HostBucket) -> Sources:
-        """The states of the parameters that are updated, in host memory."""
+        """The states of the updated parameters, in host memory."""
         lease = None if self.staging is None else self.staging.states.of(host)
         return {
             i: step.in_order() if lease is None else lease.states(step.in_order())
@@ -282,29 +281,29 @@ class InBackward:
         }
 
     def visible(self, host: HostBucket) -> list[torch.Tensor]:
-        """The states of the parameters that are updated which the user can see."""
+        """The user-visible states of the updated parameters."""
         return self._visible(host, self.running[host.layout.key])
 
     def _visible(self, host: HostBucket, buffers: Iterable[int]) -> list[torch.Tensor]:
-        """The states that the user can see."""
+        """The user-visible states."""
         states = (self.optimizer.state[host.params[i]] for i in buffers)
         return visible_on_disk(host) or [v for state in states for v in visible(state)]
 
 
 def _dropped(updates: weakref.ref[InBackward], backward: int) -> None:
-    """The end of a backward is not referenced any more."""
+    """Called when a backward's end callback is freed."""
     alive = updates()
     if alive is not None:
         alive.dropped(backward)
 
 
 def _is_gone(left: Left, key: int, i: int, buckets: Mapping[int, HostBucket]) -> bool:
-    """True if a parameter has left its place."""
+    """True if a parameter is no longer in place."""
     return key not in buckets or buckets[key].params[i] is not left.param
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's options as they are now, comparable."""
+    """A comparable copy of a group's options."""
     return {
         key: value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
         for key, value in group.items()
@@ -322,21 +321,19 @@ def _difference(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]])
     return ", ".join(found) or "groups were added"
 
 
-# Micro-batches: backwards that no step follows. The code that runs the loop knows.
-#
-# `megacompile.accumulate(model)` says so for one model. Loops that count micro-batches by
-# themselves say it in places of their own, which are the sources here. A source that is wrong about
-# "another one comes" costs time and host memory alone: `optimizer.step()` then makes the update of
-# the gradients on the host. Where replicas share the model, the sum over them was left to that
-# other one, and `optimizer.step()` refuses. So a source may guess to that side, and never to the
-# other.
+# Micro-batches: backwards without a following step. Only the training loop knows.
+# `megacompile.accumulate(model)` marks them for one model. Loops that count micro-batches
+# themselves record it in their own state, which the sources below read. A source that wrongly
+# reports another backward costs only time and host memory: `optimizer.step()` then updates from
+# gradients on the host. With replicas, their sum was deferred to the missing backward, and
+# `optimizer.step()` raises. So a source may err on this side, but never on the other.
 
 
 class MicroSteps:
-    """Finds the backwards of one model that are of micro-batches, but for the last."""
+    """Detects the backwards of one model that belong to micro-batches before the last."""
 
     def __init__(self) -> None:
-        self.marked = False  # inside of megacompile.accumulate()
+        self.marked = False  # inside megacompile.accumulate()
 
     @property
     def more(self) -> bool:
@@ -345,14 +342,14 @@ class MicroSteps:
 
 
 def more_to_come() -> bool:
-    """True if a loop says that another backward comes before its next step."""
+    """True if a loop reports another backward before its next step."""
     return any(source() for source in SOURCES)
 
 
 def _accelerate() -> bool:
-    """Accelerate's `GradientState`, one for the process.
+    """Accelerate's `GradientState`, one per process.
 
-    `Accelerator.accumulate()` sets it, and so do the loops of Trainer and of what derives from it.
+    `Accelerator.accumulate()` sets it, and so do the loops of Trainer and its subclasses.
     """
     state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
     return state is not None and not state().sync_gradients

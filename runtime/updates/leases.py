@@ -1,4 +1,4 @@
-"""Buffers of page-locked memory that are lent, each to one use of what a bucket has on a disk.
+"""Leases of page-locked buffers for a bucket's data on a disk.
 
 See [Note: no deadlock] in `runtime/device/pool.py`.
 """
@@ -27,14 +27,14 @@ Parts = Sequence[tuple[int, int]]  # bytes of a lease: from, to
 
 
 class BucketLease(Lease):
-    """A lease with a place for each of some places on the disk, one after the other.
+    """A lease with memory for several disk ranges, one after another.
 
     Args:
         host: the bucket.
-        places: on the disk, that the bucket has.
-        after: the last writes of them.
-        gaps: bytes that are not written before they go to the disk: they become zeros.
-        prefetch: it is waited for by the thread that issues the ops, which is no update in flight.
+        places: the bucket's disk ranges.
+        after: their last writes.
+        gaps: bytes without values; they are zeroed before the write to the disk.
+        prefetch: the issuing thread waits for it, and it is not an update in flight.
     """
 
     def __init__(
@@ -53,42 +53,43 @@ class BucketLease(Lease):
         self.places = tuple(places)
         self.gaps = gaps
         self.prefetch = prefetch
-        self.ready = Completion(future=Future())  # where there is no read: it is lent
-        self.write: Request | None = None  # which it is free after
+        self.ready = Completion(future=Future())  # without a read: set when lent
+        self.write: Request | None = None  # the buffer is free after it
         self.given_up = self.over = False
         self._starts = [torch.frombuffer(b, dtype=torch.uint8).data_ptr() for b in places]
 
     @property
     def read(self) -> Request | None:
-        """The read that fills it."""
+        """Start the read that fills the buffer."""
         return self.ready if isinstance(self.ready, Request) else None
 
     def place(self, i: int = 0) -> torch.Tensor:
-        """The memory for a place on the disk: flat, uint8."""
+        """The memory for a disk range: flat, uint8."""
         return self.bytes()[self._offsets[i] : self._offsets[i + 1]]
 
     def wait(self) -> None:
-        """Wait until it is filled.
+        """Wait until the buffer is filled.
 
         Raises:
-            OptimizerError: the update before, or its write, has failed; or the run that it is for.
+            OptimizerError: the previous update, its write, or the run that requested the lease has
+                failed.
         """
         try:
             super().wait()
         except Exception:
             if self.prefetch and not self.given_up:
-                self.host.pending.wait()  # it fails as well: who is told here is told once
+                self.host.pending.wait()  # it fails too: report the error only once
             raise
         if self.given_up:
             raise self.cut_off()
 
     def cut_off(self) -> OptimizerError:
-        """The error of what waits for it."""
+        """The error for its waiters."""
         name = self.host.layout.name
         return OptimizerError(f"the run that {name!r} was read from a disk for has failed")
 
     def begin(self, error: BaseException | None) -> None:
-        """By the thread: it has its buffer now, or never will."""
+        """Set the buffer or the failure; called by the pool's thread."""
         self.after = ()
         if self.read is None:
             future = self.ready.future
@@ -100,7 +101,7 @@ class BucketLease(Lease):
             self.read.call_off(error)
 
     def tensor(self, value: torch.Tensor) -> torch.Tensor:
-        """The copy in memory of a tensor that is on the disk; any other tensor as it is."""
+        """The in-memory copy of a tensor on the disk; any other tensor unchanged."""
         address = value.data_ptr()
         for i, (start, place) in enumerate(zip(self._starts, self.places, strict=True)):
             at = address - start
@@ -122,10 +123,10 @@ class BucketLease(Lease):
 
 
 class BucketBuffers(Lender):
-    """A number of buffers for leases of one kind, which get one in their turn.
+    """A fixed number of buffers for leases of one kind, assigned in order.
 
-    They are as large as the largest bucket needs from the start: to let one grow would take the
-    memory of both, because what was in it may be in use yet.
+    Each fits the largest bucket from the start: growing one would need the memory of both, because
+    the old buffer may still be in use.
 
     Args:
         what: names their purpose in errors.
@@ -135,14 +136,15 @@ class BucketBuffers(Lender):
         super().__init__(name, device, budget)
         self.what = what
         self.count = self.size_bytes = 0
-        self.written_bytes = 0  # so far
-        self._reserved = (0, 0)  # how many have memory, and how much each
-        self._free: deque[Buffer | None] = deque()  # None: it has no memory yet
+        self.written_bytes = 0  # bytes read and written so far
+        self._reserved = (0, 0)  # number of buffers with memory, and bytes per buffer
+        self._free: deque[Buffer | None] = deque()  # None: no memory yet
         self._waiting: deque[BucketLease] = deque()
         self._live: dict[int, BucketLease] = {}
 
     def require(self, count: int, size_bytes: int = 0) -> None:
-        """Have at least so many, as a schedule says, as large as the largest bucket needs."""
+        """Provide at least the number of buffers that a schedule needs, each fitting the largest
+        bucket."""
         if size_bytes < self.size_bytes:
             self._thread.submit(functools.partial(self._shrink, size_bytes))
         self.size_bytes = size_bytes or self.size_bytes
@@ -151,10 +153,10 @@ class BucketBuffers(Lender):
             self.count += 1
 
     def reserve(self) -> None:
-        """Take memory for all that has none, before a step changes anything.
+        """Allocate all missing buffers before a step changes anything.
 
         Raises:
-            HostMemoryError: there is too little of it.
+            HostMemoryError: too little host memory.
         """
         if (wanted := (self.count, self.size_bytes)) == self._reserved or not self.size_bytes:
             return
@@ -162,7 +164,7 @@ class BucketBuffers(Lender):
         self._reserved = wanted
 
     def of(self, host: HostBucket) -> BucketLease | None:
-        """The last lease of a bucket that is not written, or given back."""
+        """The last lease of a bucket that is neither written nor returned."""
         for lease in reversed(list(self._live.values())):
             written = lease.write is not None and lease.write.done()
             if lease.host is host and not lease.over and not written:
@@ -170,7 +172,7 @@ class BucketBuffers(Lender):
         return None
 
     def lend(self, lease: BucketLease, read: Request | None = None) -> None:
-        """Lend a buffer, when it is this one's turn, and begin to read into it."""
+        """Lend a buffer in turn and start the read into it."""
         if read is not None:
             read.held = True
             lease.ready = read
@@ -178,7 +180,7 @@ class BucketBuffers(Lender):
         self._thread.submit(functools.partial(self._enqueue, lease))
 
     def write(self, lease: BucketLease, request: Request) -> None:
-        """It goes back when a write of its content is over."""
+        """Return the buffer once a write of its content has completed."""
         lease.write = request
         self.written_bytes += request.size_bytes
         request.at_end = lease.release
@@ -188,16 +190,16 @@ class BucketBuffers(Lender):
         self._thread.submit(functools.partial(self._take_back, lease, used or OVER))
 
     def unwritten(self) -> list[BucketLease]:
-        """Those that are lent, or will be, and have no write that gives them back."""
+        """Current and future leases without a write that returns them."""
         return [lease for lease in list(self._live.values()) if lease.write is None]
 
     def give_up(self, left: Iterable[BucketLease]) -> None:
-        """A run has failed that has asked for these, which no copy uses any more."""
+        """Cancel leases of a failed run; no copy uses them any more."""
         over = threading.Event()
         self._thread.submit(functools.partial(self._give_up, left, over))
         over.wait()
 
-    # By the thread alone, which no Ctrl-C cuts off.
+    # Only the pool's thread runs these; Ctrl-C does not interrupt it.
 
     def _enqueue(self, lease: BucketLease) -> None:
         self._waiting.append(lease)
@@ -208,7 +210,7 @@ class BucketBuffers(Lender):
             return
         lease.over = True
         self._live.pop(id(lease), None)
-        buffer, lease.buffer = lease.buffer, None  # the holder of the lease must not keep it
+        buffer, lease.buffer = lease.buffer, None  # the lease's holder must not keep it alive
         if buffer is not None:
             buffer.used = used
             self._free.append(buffer)
@@ -217,7 +219,7 @@ class BucketBuffers(Lender):
             self._lend()
 
     def _shrink(self, size_bytes: int) -> None:
-        """Buffers that are larger than any bucket now are given up: larger ones have moved."""
+        """Free buffers that exceed all current buckets, after larger buckets have moved."""
         for at, buffer in enumerate(list(self._free)):  # `require` adds to its end
             if buffer is not None and buffer.size_bytes > size_bytes:
                 buffer.used.wait()

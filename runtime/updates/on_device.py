@@ -1,12 +1,13 @@
-"""The values that a backward leaves on the device for `optimizer.step()` (`schedule.left`).
+"""Gradients, parameters and states that a backward leaves on the device for `optimizer.step()`
+(`schedule.left`).
 
-The host is the slow part of an overlapped step: its memory moves 22 bytes a parameter for AdamW.
-The device makes the update of the first buckets meanwhile, from gradients that it has and states
-that were fetched during the backward; the next forward takes the new parameters where they are.
+The host is the bottleneck of an overlapped step: AdamW moves 22 bytes of host memory per parameter.
+The device meanwhile updates the first buckets, from its gradients and from states fetched during
+the backward; the next forward reads the new parameters in place.
 
-What was left there is right only while nothing on the host has changed since: the parameters and
-states are guarded (see `guards`), and a first access to one of them, to read or to write, makes the
-step fall back to the host. So does anything that `fits` does not find as the backward left it.
+These tensors are valid only while the host copies are unchanged: parameters and states are guarded
+(see `guards`), and the first read or write of one makes the step fall back to the host. So does any
+other change that `fits` detects.
 """
 
 from __future__ import annotations
@@ -48,15 +49,16 @@ class DeviceUpdate:
     """Gradients, parameters and states of one bucket on the device."""
 
     streams: Streams
-    gradients: Handle  # of (bucket key, gradients by the parameter's index)
+    gradients: Handle  # (bucket key, parameter index -> gradient)
     buffers: Handle  # of `UpdateBuffers`
-    sources: Sources  # where the states came from
-    visible: Sequence[torch.Tensor]  # the states that the user holds
+    sources: Sources  # the states' sources
+    visible: Sequence[torch.Tensor]  # the user-visible states
     host: HostBucket
-    versions: tuple[int, ...]  # of the parameters and states
+    versions: tuple[int, ...]  # versions of the parameters and states
 
     def fits(self, steps: Sequence[ParamUpdate]) -> bool:
-        """True if these are the updates of exactly this, and all is as the backward left it."""
+        """True if these updates match the offer exactly, and nothing has changed since the
+        backward."""
         return (
             {step.index for step in steps} == self.buffers.value.keys()
             and all(s.intact and _same(s.in_order(), self.sources[s.index]) for s in steps)
@@ -64,16 +66,16 @@ class DeviceUpdate:
         )
 
     def drop(self) -> None:
-        """It will not be used: its memory may be given back when the copies are done."""
+        """Drop the offer: its memory is free once the copies are done."""
         self.streams.synchronize(Stream.H2D)
         self.streams.synchronize(Stream.D2H)
 
     def bring_back(
         self, made: torch.cuda.Event | None, thread: Background, timed: Timed
     ) -> InFlight | None:
-        """Bring the new values to the host, after `made`; `thread` does it.
+        """Copy the new values to the host after `made`, on `thread`.
 
-        Returns what is in flight then; None on the CPU, where it has been done.
+        Returns the work in flight; None on the CPU, where it is already done.
         """
         host, buffers = self.host, self.buffers.value
         queue = self.streams.copies(Stream.D2H)
@@ -86,14 +88,14 @@ class DeviceUpdate:
             future: Future[None] = Future()
             flying = InFlight(future=future, fresh=fresh)
             try:
-                # the bucket knows of it before anybody can begin it
+                # register with the bucket before it can start
                 host.pending.start(flying, list(buffers), self.visible)
                 work = functools.partial(timed, Stream.D2H.value, copy)
                 thread.submit(functools.partial(fulfil_update, future, host.layout.name, work))
             except BaseException:
                 if future.cancel():
-                    timed(Stream.D2H.value, lambda: None)  # a trace waits for its end
-                    host.pending.wait()  # the next forward must not take what is on the device
+                    timed(Stream.D2H.value, lambda: None)  # a trace waits for its completion
+                    host.pending.wait()  # the next forward must not use the device tensors
                 raise
         note_changes(host, buffers)
         return flying
@@ -105,30 +107,29 @@ class DeviceUpdate:
 
 @dataclass(frozen=True, slots=True)
 class _Learned:
-    """The states that an optimizer has of a bucket."""
+    """An optimizer's states for a bucket."""
 
     sources: Sources
-    visible: tuple[torch.Tensor, ...]  # those of them that the user holds
+    visible: tuple[torch.Tensor, ...]  # the user-visible ones
     owner: ref[Optimizer]
-    memory: ref[StateMemory]  # where they are
+    memory: ref[StateMemory]  # their addresses
 
     def of(self, host: HostBucket) -> bool:
-        """True if they are those of this bucket, where they are now, and the optimizer is still
-        there."""
+        """True if these are still this bucket's states in place, and the optimizer is alive."""
         return self.memory() is host.states and self.owner() is not None
 
 
 class DeviceUpdates:
-    """Carries out the ops of schedules that have device updates.
+    """Implements the ops of schedules with device updates.
 
-    The first step of an optimizer runs on the host; from it is learned which states there are.
+    The first step of an optimizer runs on the host and shows which states exist.
     """
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
-        self.keys: set[int] = set()  # of the buckets that some schedule lets the device update
-        self._learned: dict[int, _Learned] = {}  # by the bucket's key
-        self.flying: list[HostBucket] = []  # whose new values are on their way to the host
+        self.keys: set[int] = set()  # keys of buckets that any schedule updates on the device
+        self._learned: dict[int, _Learned] = {}  # by bucket key
+        self.flying: list[HostBucket] = []  # with new values in flight to the host
 
     def learn(
         self,
@@ -137,14 +138,14 @@ class DeviceUpdates:
         steps: Iterable[ParamUpdate],
         visible: Iterable[torch.Tensor],
     ) -> None:
-        """Note the states that an update by rule has used, unless they came from a disk."""
+        """Record the states used by a rule-based update, unless they came from a disk."""
         key = host.layout.key
         if key in self.keys and host.disk is None:
             sources = {s.index: s.in_order() for s in steps}
             self._learned[key] = _Learned(sources, tuple(visible), ref(owner), ref(host.states))
 
     def alloc(self, host: HostBucket, trained: Sequence[int], *, masters: bool) -> UpdateBuffers:
-        """Memory for a bucket's parameters and states; nothing where these are not known."""
+        """Allocate memory for a bucket's parameters and states; empty if the states are unknown."""
         learned = self._of(host)
         if learned is None or learned.sources.keys() != set(trained):
             return {}
@@ -152,38 +153,38 @@ class DeviceUpdates:
         return make_buffers(host, learned.sources, self.streams.device, masters=masters)
 
     def fetch(self, host: HostBucket, buffers: UpdateBuffers, *, masters: bool) -> UpdateBuffers:
-        """Parameters and states to the device."""
+        """Copy parameters and states to the device."""
         learned = self._of(host)
         if learned is not None:
             fetch(host, buffers, learned.sources, masters=masters)
         return buffers
 
     def keep(self, host: HostBucket, gradients: Handle, buffers: Handle) -> bool:
-        """Offer them to the next step; False where that could not use them."""
+        """Offer them to the next step; False if the step could not use them."""
         learned = self._of(host)
         if not buffers.value or learned is None:
             return False
         sources, visible = learned.sources, learned.visible
         if any(map(host.aliased, buffers.value)) or any(map(is_shared, visible)):
-            return False  # they may be written to behind the guards
+            return False  # aliases may bypass the guards
         versions = _versions(host, buffers.value, visible)
         left = DeviceUpdate(self.streams, gradients, buffers, sources, visible, host, versions)
         host.pending.offer(left, list(buffers.value), visible)
         return True
 
     def wait_for_copies(self) -> None:
-        """Wait until what is on its way to the host is there, and let go of it."""
+        """Wait for copies in flight to the host, and free their sources."""
         flying, self.flying = self.flying, []
         for host in flying:
             if host.pending.in_flight is not None and host.pending.in_flight.fresh:
                 host.pending.wait()
 
     def forget(self) -> None:
-        """Forget what was learned: the buckets are given up."""
+        """Forget all known states, when the buckets are dropped."""
         self._learned.clear()
 
     def _of(self, host: HostBucket) -> _Learned | None:
-        """The facts that were learned of a bucket; what is not right any more is forgotten."""
+        """The known states of a bucket; outdated ones are dropped."""
         learned = self._learned.get(host.layout.key)
         if learned is not None and not learned.of(host):
             del self._learned[host.layout.key]
@@ -206,7 +207,7 @@ def _versions(
 
 
 def _same(states: Sequence[object], others: Sequence[object]) -> bool:
-    """True if they are the very same tensors, or pairs of them."""
+    """True if they are identical tensors, or pairs of tensors."""
     return len(states) == len(others) and all(
         a is b or (isinstance(a, tuple) and isinstance(b, tuple) and all(map(_is, a, b)))
         for a, b in zip(states, others, strict=True)

@@ -1,4 +1,4 @@
-"""The update of one parameter: what a step found, and torch.optim's own step on it."""
+"""The update of one parameter: its tensors, and torch.optim's own step on them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from megacompile.runtime.optim.rule import OptimizerRule, State
 
 @dataclass(eq=False, slots=True)
 class ParamUpdate:
-    """The update of one parameter: what `optimizer.step()` found when it was called."""
+    """The update of one parameter, recorded when `optimizer.step()` is called."""
 
     index: int  # in its bucket
     grad: torch.Tensor
     scale: float  # of the gradient
-    group: dict[str, Any]  # the parameter group's options, as they were, for torch.optim's own step
+    group: dict[str, Any]  # the parameter group's options at that time, for torch.optim's own step
     states: dict[str, Any]  # name -> tensor, or (codes, absmax)
     rule: OptimizerRule | None = None
     hyper: Sequence[float] = ()
     seed: int | None = None
-    intact: bool = False  # the gradient is what the backward left, but for the scale
-    factor: torch.Tensor | None = None  # of the gradient too, where the bucket is RESIDENT
+    intact: bool = False  # the gradient is unchanged since the backward, except for the scale
+    factor: torch.Tensor | None = None  # for the gradient too, if the bucket is RESIDENT
 
     def in_order(self) -> tuple[State | None, ...]:
         """The states in the rule's order."""
@@ -37,7 +37,7 @@ class ParamUpdate:
 def run_stock(
     kind: type[Optimizer], steps: Sequence[ParamUpdate], params: dict[int, torch.Tensor]
 ) -> None:
-    """One step of an optimizer of `kind` on `params`; new states are left in `step.states`."""
+    """One step of an optimizer of `kind` on `params`; new states are stored in `step.states`."""
     groups = []
     for step in steps:
         param = params[step.index]
@@ -77,7 +77,7 @@ def run_stock_on_device(
             mine = step.states.get(name)
             if isinstance(mine, torch.Tensor):
                 mine.copy_(value, non_blocking=True)
-            else:  # the first step made it
+            else:  # created by the first step
                 step.states[name] = value.cpu() if isinstance(value, torch.Tensor) else value
 
 
@@ -88,12 +88,12 @@ def _moved(name: str, value: Any, device: torch.device) -> Any:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's elements in the order of its memory: (numel,)."""
+    """A dense tensor's elements in memory order: (numel,)."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def laid_out_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A tensor with the strides of another of its shape."""
+    """A tensor with the strides of another tensor of the same shape."""
     if tensor.stride() == like.stride():
         return tensor
     return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)

@@ -1,10 +1,10 @@
-"""Raises what an optimizer's update would raise when it is prepared, before anything changes.
+"""Raises an update's errors during preparation, before anything changes.
 
 An update runs in the background, bucket after bucket, or stage after stage of a backward: an error
-there would leave half of the parameters updated. It may be an option of a parameter group
-(`check_options`), a state that was loaded or set (`check_state`), or whatever else torch.optim's
-own step does not take, which is found by a rehearsal on stand-ins of a few elements (`rehearse`).
-What torch.optim's step takes without an error, such as a negative lr, is taken here too.
+there would leave half of the parameters updated. Possible causes are an option of a parameter group
+(`check_options`), a loaded or assigned state (`check_state`), and anything else that torch.optim's
+own step rejects, found by a rehearsal on stand-ins of a few elements (`rehearse`). Values that
+torch.optim's step accepts, such as a negative lr, are accepted here too.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ _ERRORS = (
 
 
 def check_shared(where: str, optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
-    """Refuse an optimizer whose step is not right for parameters that ranks share.
+    """Refuse an optimizer whose step is incorrect for parameters that ranks share.
 
     Raises:
-        OptimizerError: it computes with whole parameters, and its own step takes no DTensors.
+        OptimizerError: it computes with whole parameters, and its own step does not support
+            DTensors.
     """
     kind = known(type(optimizer))
     # transformers' and its copies: row means of plain tensors, which do not mix with DTensors
@@ -65,10 +66,10 @@ def check(
     buckets: Mapping[int, HostBucket],
     found: Mapping[int, Sequence[Trained]],
 ) -> None:
-    """Refuse what the update of some parameters, by the key of their bucket, would not take.
+    """Refuse options and states that the update of these parameters (by bucket key) would reject.
 
     Raises:
-        OptimizerError: an option of a group, or a state of a parameter, is none to go on from.
+        OptimizerError: an option of a group, or a state of a parameter, is invalid.
     """
     groups = {id(each.group): each.group for trained in found.values() for each in trained}
     check_options(where, optimizer, groups.values())
@@ -87,7 +88,7 @@ def check(
 def _is_usual(
     rule: OptimizerRule, param: torch.Tensor, state: dict[str, Any], names: Iterable[str]
 ) -> bool:
-    """Is there nothing to complain of? The quick look, for every parameter in every step."""
+    """True if nothing is wrong: the quick check for every parameter in every step."""
     shape = param.shape
     for name in names:
         value = state.get(name)
@@ -104,14 +105,14 @@ def _is_usual(
 
 
 def check_backward(optimizer: Optimizer, buckets: Mapping[int, HostBucket]) -> None:
-    """Refuse what the updates of a backward would not take, before it makes the first of them.
+    """Refuse options and states that a backward's updates would reject, before the first update.
 
     Args:
-        optimizer: the one that the backward updates with.
-        buckets: all of the model's, because other captured graphs come later in that backward.
+        optimizer: the optimizer of the backward's updates.
+        buckets: all buckets of the model, because other captured graphs follow in that backward.
 
     Raises:
-        OptimizerError: as `check`, or a parameter is none of the optimizer's.
+        OptimizerError: as in `check`, or a parameter is not in the optimizer.
     """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     found: dict[int, list[Trained]] = {}
@@ -139,7 +140,7 @@ def check_backward(optimizer: Optimizer, buckets: Mapping[int, HostBucket]) -> N
 
 
 def check_options(where: str, optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> None:
-    """Raise if an update by rule cannot be made with the options of a parameter group.
+    """Raise if a rule-based update does not support a parameter group's options.
 
     Raises:
         OptimizerError: with the group's number and the option.
@@ -165,13 +166,13 @@ def _refuse_option(
 
 
 def check_state(where: str, optimizer: Optimizer, name: str, trained: Trained) -> None:
-    """Raise if a parameter's optimizer state is not one that the update can go on from.
+    """Raise if an update cannot continue from a parameter's optimizer state.
 
     Args:
         where: what was called.
-        optimizer: whose state it is.
-        name: of the parameter.
-        trained: the parameter; its state may be new, that is: empty.
+        optimizer: the owner of the state.
+        name: the parameter's name.
+        trained: the parameter; a new state is empty.
 
     Raises:
         OptimizerError: with the names of the parameter and of the state.
@@ -210,18 +211,18 @@ def _refuse_state(where: str, param: str, state: str, wrong: str) -> None:
 
 
 class Rehearsals:
-    """Runs torch.optim's own step on stand-ins, where an update is to be made by it.
+    """Runs torch.optim's own step on stand-ins before an update that uses it.
 
-    It is not run again where nothing has changed since it went well: the class, the options, and
-    what the parameter, its gradient and its states look like.
+    It is not repeated while nothing has changed since it succeeded: the class, the options, and the
+    metadata of the parameter, its gradient and its states.
     """
 
     def __init__(self) -> None:
-        self._well: set[object] = set()  # what went well
-        self._of_step: set[object] = set()  # the kinds of parameters that this step has asked for
+        self._well: set[object] = set()  # keys of successful rehearsals
+        self._of_step: set[object] = set()  # the kinds of parameters seen in this step
 
     def of_step(self) -> Rehearsals:
-        """A step begins."""
+        """Start a step."""
         self._of_step.clear()
         if len(self._well) > _REMEMBERED:
             self._well.clear()
@@ -235,11 +236,11 @@ class Rehearsals:
         Args:
             where: what was called.
             optimizer: whose step it is.
-            update: is ready to be made.
+            update: the prepared update.
             trained: its parameters, in the order of its steps.
 
         Raises:
-            OptimizerError: that step raised, and why.
+            OptimizerError: that step raised; with its error.
         """
         if update.backend.by_rule:
             return
@@ -261,7 +262,7 @@ class Rehearsals:
 
 
 def _frozen(options: Mapping[str, Any]) -> object:
-    """Options as a key; None where a value may change and stay the same object."""
+    """Options as a key; None if a value is mutable."""
     for value in options.values():
         items = value if type(value) is tuple else (value,)
         if not _CONSTANTS.issuperset(map(type, items)):
@@ -302,7 +303,7 @@ def _kind(state: Any) -> object:
 
 
 def _stand_in(tensor: Any) -> Any:
-    """Zeros like a tensor, of at most two elements a dimension, on the host."""
+    """Zeros like a tensor, with at most two elements per dimension, on the host."""
     if not isinstance(tensor, torch.Tensor):
         return tensor
     return torch.zeros([min(size, 2) for size in tensor.shape], dtype=tensor.dtype)

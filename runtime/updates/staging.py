@@ -1,18 +1,18 @@
-"""Optimizer states and parameters that are on a disk, while they are in host memory.
+"""Host staging buffers for optimizer states and parameters on a disk.
 
-Page-locked buffers are leased (see `leases`), each to one use of one bucket, from its read to the
-end of its write, or of its copy to the device. There are three kinds, with threads of their own,
-because each is given back by something else:
+Page-locked buffers are leased (see `leases`), each for one use of one bucket, from its read to the
+completion of its write or of its copy to the device. There are three kinds with separate threads,
+because different events return them:
 
-    states            a step takes them from the disk, changes them, and writes them
+    states            a step reads them from the disk, changes them and writes them
     for a prefetch    parameters from the disk; free after the copy to the device
-    for an update     the host changes what was read into it, or the device leaves new parameters
-                      there; free when they are written
+    for an update     the host updates the parameters read into it, or the device copies new
+                      parameters into it; free when they are written
 
-[Note: parts of a bucket] An update writes what it has changed, and no other byte: frozen parameters
-may be in the same page. Whole pages are written by direct I/O. What is less than a page, at the
-begin and the end of a run of trained parameters, goes through the page cache, as what a user writes
-through the mapping does. See [Note: coherence] in `runtime/disk/scratch.py`.
+[Note: parts of a bucket] An update writes only the bytes that it has changed: frozen parameters may
+share a page. Whole pages are written by direct I/O. Partial pages at both ends of a run of trained
+parameters go through the page cache, like a user's writes through the mapping. See [Note:
+coherence] in `runtime/disk/scratch.py`.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from megacompile.runtime.updates.leases import BucketBuffers, BucketLease, Parts
 
 
 class Staging:
-    """The buffers that states and parameters of one model pass through.
+    """The staging buffers for the states and parameters of one model.
 
     Args:
-        disk: where they are.
-        device: that copies to and from the buffers.
-        budget: makes them.
+        disk: the disk that holds them.
+        device: the device that copies to and from the buffers.
+        budget: allocates the buffers.
     """
 
     def __init__(self, disk: Disk, device: torch.device, budget: HostBudget) -> None:
@@ -53,7 +53,7 @@ class Staging:
         self.updates = BucketBuffers(device, "megacompile-new-weights", "parameters", budget)
 
     def require(self, plan: Plan, hosts: Iterable[HostBucket]) -> None:
-        """Have as many buffers as a plan says, for these buckets."""
+        """Provide as many buffers as a plan needs, for these buckets."""
         places = [host.on_disk for host in hosts]
         size = max((len(place) for place in places if place is not None), default=0)
         self.states.require(plan.state_sets, max(self.states.size_bytes, plan.state_set_bytes))
@@ -61,11 +61,11 @@ class Staging:
         self.updates.require(plan.new_weight_sets, size)
 
     def reserve(self, hosts: Iterable[HostBucket]) -> None:
-        """Have memory for what an update of these buckets takes, before it changes anything: plans
-        of an optimizer that was not known may have counted too little.
+        """Allocate the memory for an update of these buckets before it changes anything: plans made
+        before the optimizer was known may have counted too little.
 
         Raises:
-            HostMemoryError: there is too little of it, and nothing has changed.
+            HostMemoryError: too little host memory; nothing has changed.
         """
         sizes = [sum(map(len, host.states.on_disk())) for host in hosts]
         if any(sizes):
@@ -74,11 +74,11 @@ class Staging:
         self.updates.reserve()
 
     def give_up(self) -> None:
-        """A run has failed: what it has asked for, and will not write, is not needed."""
+        """Cancel the leases of a failed run that it will not write."""
         pools = (self.prefetches, self.updates, self.states)
         left = [(pool, leases) for pool in pools if (leases := pool.unwritten())]
         for lease in (lease for _, leases in left for lease in leases):
-            lease.host.pending.finish()  # copies from the device may be under way
+            lease.host.pending.finish()  # copies from the device may be in flight
         if left and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # and copies to it
         for pool, leases in left:
@@ -87,9 +87,9 @@ class Staging:
     # States.
 
     def read_states(self, host: HostBucket, what: str) -> BucketLease | None:
-        """Bring a bucket's states to memory; None: none of them is on the disk.
+        """Read a bucket's states into memory; None: none are on the disk.
 
-        A child of a fork has them in memory of its own already.
+        A child of a fork has them in private memory already.
         """
         buffers = host.states.on_disk()
         if not buffers or not all(buffer.ours for buffer in buffers):
@@ -105,11 +105,12 @@ class Staging:
         first: InFlight | None,
         before: Callable[[], None],
     ) -> InFlight:
-        """Bring new states to the disk: what is in flight then, whose request is to begin.
+        """Write new states to the disk; returns the work in flight, whose request the caller
+        starts.
 
         Args:
-            first: what makes them.
-            before: waits for that.
+            first: the work that computes them.
+            before: waits for that work.
         """
         ready = functools.partial(_ready, before, lease)
         request = self.disk.write(lease.places, _memory(lease), what, ready)
@@ -121,7 +122,8 @@ class Staging:
     # Parameters.
 
     def read(self, host: HostBucket, after: Sequence[Handle], what: str) -> BucketLease | None:
-        """Bring a bucket to memory for a prefetch; None: it is in memory, or a child's own."""
+        """Read a bucket into memory for a prefetch; None: it is in memory, or private to a
+        child."""
         if not _is_ours(host):
             return None
         return self._read(self.prefetches, host, [(0, len(place_of(host)))], after, what)
@@ -129,7 +131,7 @@ class Staging:
     def read_trained(
         self, host: HostBucket, params: Sequence[int], after: Sequence[Handle], what: str
     ) -> BucketLease | None:
-        """The same of some of its parameters, for an update by the host."""
+        """The same for some of its parameters, for a host update."""
         if not _is_ours(host):
             return None
         unit = self.disk.file.alignment
@@ -147,7 +149,7 @@ class Staging:
         what: str,
     ) -> BucketLease:
         place = place_of(host)
-        writes = [h for h in after if not isinstance(h.value, Lease)]  # what is lent is in order
+        writes = [h for h in after if not isinstance(h.value, Lease)]  # leases are in order
         waits = [h.host for h in writes if h.host is not None]
         lease = BucketLease(pool, host, [place], waits, prefetch=pool is self.prefetches)
         spans = [place.part(begin, end, lease.place) for begin, end in parts]
@@ -155,7 +157,7 @@ class Staging:
         return lease
 
     def take(self, host: HostBucket, params: Iterable[int]) -> BucketLease | None:
-        """A buffer for new parameters that the device has made; None as for `read`."""
+        """A buffer for new parameters computed on the device; None as for `read`."""
         if not _is_ours(host):
             return None
         gaps = list(_gaps(host.layout, _runs(host, params), set(params)))
@@ -172,10 +174,10 @@ class Staging:
         first: InFlight | None,
         before: Callable[[], None],
     ) -> InFlight:
-        """Bring new parameters to the disk, as `write_states` does.
+        """Write new parameters to the disk, like `write_states`.
 
         Args:
-            params: those that are new; see [Note: parts of a bucket].
+            params: the new parameters; see [Note: parts of a bucket].
         """
         spans = list(_to_write(lease, _runs(lease.host, params), self.disk.file.alignment))
         ready = functools.partial(_ready, before, lease)
@@ -195,7 +197,7 @@ def _ready(before: Callable[[], None], lease: BucketLease) -> None:
 
 
 def _torn(host: HostBucket, part: Part, error: BaseException) -> BaseException:
-    """The error of new values of a bucket that were not written, or not made."""
+    """The error for a bucket's new values that were not written or not computed."""
     if not isinstance(error, DiskError):
         return error
     name = host.layout.name
@@ -214,18 +216,19 @@ def _torn(host: HostBucket, part: Part, error: BaseException) -> BaseException:
 
 
 def place_of(host: HostBucket) -> DiskBuffer:
-    """The place of a bucket's parameters on the disk."""
+    """The disk buffer of a bucket's parameters."""
     assert host.on_disk is not None, "a bucket that lies in host memory"
     return host.on_disk
 
 
 def _is_ours(host: HostBucket) -> bool:
-    """Is it on the disk, for this process? A child of a fork has it in its memory."""
+    """True if it is on the disk for this process; a child of a fork has it in memory."""
     return host.on_disk is not None and host.on_disk.ours
 
 
 def _runs(host: HostBucket, params: Iterable[int]) -> Parts:
-    """The bytes of some parameters of a bucket; of neighbours, with what is between them."""
+    """The byte ranges of some parameters of a bucket; neighbours include the padding between
+    them."""
     places, wanted = host.layout.params, set(params)
     found = []
     for i in sorted(wanted):
@@ -234,14 +237,14 @@ def _runs(host: HostBucket, params: Iterable[int]) -> Parts:
         if i + 1 in wanted:
             end = places[i + 1].offset_bytes
         elif i + 1 == len(places):
-            end = len(place_of(host))  # nothing is after it
+            end = len(place_of(host))  # the last parameter
         if end > place.offset_bytes:
             found.append((place.offset_bytes, end))
     return _joined(found)
 
 
 def _joined(parts: Iterable[tuple[int, int]]) -> Parts:
-    """Parts in order, those that touch one another as one."""
+    """Sorted parts, with adjacent ones merged."""
     found: list[tuple[int, int]] = []
     for begin, end in parts:
         if found and begin <= found[-1][1]:
@@ -252,7 +255,7 @@ def _joined(parts: Iterable[tuple[int, int]]) -> Parts:
 
 
 def _gaps(layout: Bucket, runs: Parts, params: set[int]) -> Iterator[tuple[int, int]]:
-    """The values of the runs that are no parameter."""
+    """The bytes of the runs outside of parameters."""
     for begin, end in runs:
         at = begin
         for i in sorted(params):
@@ -266,7 +269,7 @@ def _gaps(layout: Bucket, runs: Parts, params: set[int]) -> Iterator[tuple[int, 
 
 
 def _to_write(lease: BucketLease, runs: Parts, unit: int) -> Iterator[FileSpan]:
-    """The whole pages of the runs, and what is left at both ends of each."""
+    """The whole pages of the runs, and the remainders at both ends."""
     place = place_of(lease.host)
     for begin, end in runs:
         first, last = -(-begin // unit) * unit, end // unit * unit

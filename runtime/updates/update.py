@@ -1,26 +1,26 @@
-"""The update of one bucket in one `optimizer.step()`: what it changes, and the code that does it.
+"""The update of one bucket in one `optimizer.step()`: its tensors and its backend.
 
-A backend is that code:
+A backend is the code of an update:
 
     STOCK            torch.optim's own step, on the bucket's tensors: bitwise the plain loop
-    STOCK_ON_DEVICE  the same on copies on the device, a parameter at a time: Muon's products
-    FUSED            torch.optim's fused CPU kernels: one pass over memory, without a C++ compiler
-    COMPILED         the rule's twin (`optim.twin`), compiled by Inductor to C++: one pass too
-    TORCH            the rule's twin as it is: what FUSED cannot do, without a C++ compiler; and
-                     COMPILED until it is compiled (see `compiled`)
-    KERNEL           the rule's kernel, with the bits of its twin (`optim.kernels`)
+    STOCK_ON_DEVICE  the same on device copies, one parameter at a time: Muon's products FUSED
+    torch.optim's fused CPU kernels: one pass over memory, without a C++ compiler COMPILED
+    the rule's twin (`optim.twin`), compiled by Inductor to C++: one pass too TORCH            the
+    rule's twin in eager mode: for updates that FUSED does not support without a C++ compiler, and
+    for COMPILED until it is compiled (see `compiled`)
+    KERNEL           the rule's kernel, bitwise equal to its twin (`optim.kernels`)
 
-A place is where the bucket is then:
+A place is where the update runs:
 
     HOST      in host memory: a thread updates it after `step()` has returned; on a GPU's host the
               device helps (see `workers`), with the kernel
-    DEVICE    on the device, where the backward has left what the kernel takes (see `on_device`);
-              the backend is that of the host, to which it falls back
-    RESIDENT  on the device, where it lives: one launch updates all such buckets
+    DEVICE    on the device, where the backward has left the kernel's inputs (see `on_device`); the
+              backend is the host's, which is the fallback
+    RESIDENT  on the device, in place: one launch updates all such buckets
     BACKWARD  on the device, after the backward of its stage (see `in_backward`)
 
-Host memory bandwidth is the limit of what the host does: AdamW with bf16 parameters and gradients
-and float32 moments reads 12 bytes a parameter and writes 10.
+Host updates are bound by host memory bandwidth: AdamW with bf16 parameters and gradients and
+float32 moments reads 12 bytes per parameter and writes 10.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from megacompile.runtime.updates.parameter import (
 
 
 class UpdateBackend(enum.Enum):
-    """The code that carries an update out; see the module."""
+    """The code of an update; see the module."""
 
     STOCK = "torch.optim", False
     STOCK_ON_DEVICE = "torch.optim on the device", False
@@ -69,7 +69,7 @@ class UpdateBackend(enum.Enum):
 
 
 class UpdatePlace(enum.Enum):
-    """The place where an update is carried out; see the module."""
+    """The place where an update runs; see the module."""
 
     HOST = "on the host"
     DEVICE = "on the device"
@@ -86,20 +86,21 @@ _OPS: dict[UpdatePlace, Callable[..., Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Parameters next to each other that one call of a rule updates."""
+    """Adjacent parameters that one call of a rule updates."""
 
     rule: OptimizerRule
-    update: Update  # flat, of the first parameter until they are `joined`
+    update: Update  # flat; of the first parameter until `joined`
     ours: bool  # the gradient is in the bucket
-    numel: int  # of all, with the padding between them, which is zeros and stays so
+    numel: int  # of all, with the padding between them, which stays zero
 
     @property
     def several(self) -> bool:
-        """Has it more than one element? One would be compiled as a kind of its own."""
+        """True if it has more than one element; a single element would be compiled separately."""
         return self.numel > 1
 
     def reach(self, other: _Run) -> int:
-        """Elements of this and the next one as one run; 0: they differ or are no neighbours."""
+        """The number of elements of this run and the next as one; 0: they differ or are not
+        adjacent."""
         mine, theirs = self.update, other.update
         if (
             (self.rule, tuple(mine.hyper)) != (other.rule, tuple(theirs.hyper))
@@ -122,7 +123,7 @@ class _Run:
         return elements + other.numel
 
     def joined(self, bucket: HostBucket) -> _Run:
-        """With an update of all of it."""
+        """Return the run with one update of all its elements."""
         if self.update.param.numel() == self.numel:
             return self
         return replace(self, update=self.update.map(lambda _, t: bucket.span(t, self.numel)))
@@ -134,7 +135,7 @@ def _tensors(update: Update) -> tuple[Any, ...]:
 
 @dataclass(eq=False, slots=True)
 class BucketUpdate:
-    """The update of one bucket's parameters: made when a step is prepared, gone when it is over."""
+    """The update of one bucket's parameters; exists from a step's preparation to its completion."""
 
     bucket: HostBucket
     backend: UpdateBackend
@@ -142,53 +143,53 @@ class BucketUpdate:
     kind: type[Optimizer]
     device: torch.device
     indices: Sequence[int]  # of the parameters
-    steps: list[ParamUpdate] = field(default_factory=list)  # theirs; none if `together`
-    together: Callable[[Sequence[BucketUpdate]], None] | None = None  # makes it and others like it
-    runs: list[_Run] = field(default_factory=list)  # from `prepare` until the update runs
-    on_device: bool = False  # may the device make it, of memory on the host?
-    states: list[torch.Tensor] = field(default_factory=list)  # those that the user can see
+    steps: list[ParamUpdate] = field(default_factory=list)  # their states; none if `together`
+    together: Callable[[Sequence[BucketUpdate]], None] | None = None  # updates several buckets
+    runs: list[_Run] = field(default_factory=list)  # set by `prepare`, until the update runs
+    on_device: bool = False  # True if the device may update the host memory
+    states: list[torch.Tensor] = field(default_factory=list)  # the user-visible states
     visible: list[torch.Tensor] = field(default_factory=list)
-    """The same, all that are on a disk, and gradients without a guard."""
-    aliased: bool = False  # its memory has a name that cannot be guarded
+    """The same, all states on a disk, and unguarded gradients."""
+    aliased: bool = False  # its memory has an alias that cannot be guarded
     first: list[ParamUpdate] = field(default_factory=list)
-    """The steps whose states torch.optim's own first step will make."""
-    left: DeviceUpdate | None = None  # what the backward left on the device for it
-    _values: dict[int, torch.Tensor] = field(default_factory=dict)  # of parameters from a disk
+    """The steps whose states torch.optim's own first step will create."""
+    left: DeviceUpdate | None = None  # the offer that the backward left on the device
+    _values: dict[int, torch.Tensor] = field(default_factory=dict)  # for parameters from a disk
 
     @property
     def op(self) -> Callable[..., Any]:
-        """The op of an update graph that carries it out."""
+        """The op of an update graph that runs it."""
         return _OPS[self.place]
 
     @property
     def said(self) -> str:
-        """The words for the user: of the backend, or of the place if that is the device."""
+        """The user-visible name of the backend, or of the place if it is the device."""
         return self.backend.said if self.place is UpdatePlace.HOST else self.place.value
 
     def take(self, left: DeviceUpdate) -> None:
-        """Use what the backward left on the device."""
+        """Use the tensors that the backward left on the device."""
         self.place, self.left = UpdatePlace.DEVICE, left
 
     def drop(self) -> None:
-        """Drop what the backward left on the device: the host makes the update then."""
+        """Drop the tensors that the backward left on the device; the host updates instead."""
         if self.left is not None:
             self.left.drop()
             self.place, self.left = UpdatePlace.HOST, None
 
     @property
     def numel(self) -> int:
-        """Elements that it updates."""
+        """The number of updated elements."""
         return sum(self.bucket.layout.params[step.index].numel for step in self.steps)
 
     def makes_states(self) -> bool:
-        """Will an optimizer's own first step make states? Ask before it runs."""
+        """True if an optimizer's own first step will create states. Valid only before it runs."""
         kind = known(self.kind)
         assert kind is not None
         new = () if self.backend.by_rule else self.new()
         return any(kind.has_states(step.group) for step in new)
 
     def new(self) -> list[ParamUpdate]:
-        """The steps of parameters that have no states yet. Ask before it runs."""
+        """The steps of parameters without states. Valid only before it runs."""
         return [s for s in self.steps if all(value is None for value in s.states.values())]
 
     def __call__(self) -> None:
@@ -201,10 +202,10 @@ class BucketUpdate:
     # By rule.
 
     def prepare(self, done: dict[object, bool]) -> None:
-        """Find the runs, and the code that they need, in the thread that calls `optimizer.step()`.
+        """Find the runs and their code, in the thread that calls `optimizer.step()`.
 
-        What is not compiled yet is made by torch until it is. `done` are the kinds of update that
-        this step has asked for, and whether their code is there: it stays so for the whole step.
+        Until code is compiled, torch's eager twin runs. `done` maps the kinds of updates of this
+        step to whether their code is ready; this does not change within a step.
         """
         if self.place is UpdatePlace.HOST and self.backend.by_rule:
             self.runs = self._runs()
@@ -216,7 +217,8 @@ class BucketUpdate:
                 self.backend = UpdateBackend.TORCH
 
     def stage(self, staged: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Work on copies of parameters and states, as those that came from a disk."""
+        """Redirect the update to copies of parameters and states, such as those read from a
+        disk."""
         for step in self.steps:
             step.states = {
                 name: tuple(map(staged, value))
@@ -234,14 +236,15 @@ class BucketUpdate:
         ]
 
     def _value(self, index: int) -> torch.Tensor:
-        """A parameter where the update changes it."""
+        """The tensor that the update changes for a parameter."""
         return self._values.get(index, self.bucket.values[index])
 
     def suits_chunks(self) -> bool:
-        """Can the device make it in chunks, and is it worth the way? Ask when it is prepared.
+        """True if the device can update it in chunks and the transfer pays off. Valid after
+        preparation.
 
-        All of it must be in page-locked memory of the bucket, and not on a disk; and rounding that
-        is stochastic goes by the place in the whole parameter.
+        All of it must be in the bucket's page-locked memory, not on a disk; and stochastic rounding
+        depends on the position in the whole parameter.
         """
         mine = all(run.ours and run.update.seed is None for run in self.runs)
         return (
@@ -251,11 +254,11 @@ class BucketUpdate:
         )
 
     def by_chunks(self, chunks: Chunks) -> None:
-        """Makes it on the device."""
+        """Run the update on the device."""
         chunks.update((run.rule, run.update) for run in self._take_runs())
 
     def _take_runs(self) -> list[_Run]:
-        runs, self.runs = self.runs, []  # views of gradients must not outlive the update
+        runs, self.runs = self.runs, []  # drop views of gradients after the update
         return runs
 
     def _by_rules(self) -> None:
@@ -266,7 +269,7 @@ class BucketUpdate:
                 apply(run.rule, run.update)
 
     def for_kernel(self) -> list[tuple[OptimizerRule, Update]]:
-        """The values that a kernel takes to update a bucket that lives on the device."""
+        """The kernel inputs for a resident bucket."""
         found = []
         for step in self.steps:
             assert step.rule is not None
@@ -276,13 +279,13 @@ class BucketUpdate:
         return found
 
     def _runs(self) -> list[_Run]:
-        """The updates, neighbours with the same hyperparameters as one: a call costs more than
-        the update of a small parameter does."""
+        """The updates, with adjacent ones of equal hyperparameters merged: a call costs more than
+        the update of a small parameter."""
         runs: list[_Run] = []
         last = -2
         for step in self.steps:
             run = self._run(step)
-            beside = runs and step.index == last + 1  # one without a gradient may be in between
+            beside = runs and step.index == last + 1  # one without a gradient lies between
             last = step.index
             reach = runs[-1].reach(run) if beside else 0
             if reach:
@@ -299,7 +302,7 @@ class BucketUpdate:
         return _Run(step.rule, update, ours, update.param.numel())
 
     def _of(self, step: ParamUpdate, lay: Callable[[torch.Tensor], torch.Tensor]) -> Update:
-        """The update of one parameter, with its tensors as `lay` returns them."""
+        """The update of one parameter, with `lay` applied to its tensors."""
         bucket, i = self.bucket, step.index
         value = bucket.values[i]
         return Update(
@@ -327,8 +330,8 @@ class BucketUpdate:
 
 
 def update_residents(updates: Sequence[BucketUpdate]) -> None:
-    """Update buckets that live on the device: one launch of a rule's kernel for all of them. To
-    launch one takes the host longer than the device needs for a layer's bucket."""
+    """Update resident buckets in one launch of a rule's kernel: launching a kernel takes the host
+    longer than a layer's update takes the device."""
     if updates[0].together is not None:
         updates[0].together(updates)
         return
@@ -342,6 +345,6 @@ def update_residents(updates: Sequence[BucketUpdate]) -> None:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The same, or the tensor itself where its elements are in that order: to make another one
-    takes longer than to ask."""
+    """The same, or the tensor itself if its elements are in that order: checking is faster than
+    creating a new tensor."""
     return tensor if tensor.is_contiguous() else flat(tensor)

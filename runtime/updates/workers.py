@@ -1,11 +1,11 @@
-"""The updates of host memory, in the background (`update_host` and `help_host`): workers carry them
-out, the host and a device that helps.
+"""Background updates of host memory (`update_host` and `help_host`) by two workers: the host, and a
+device that helps.
 
-Buckets wait in the order in which the next forward reads them. The device takes the first one that
-waits, in chunks over a link that is idle (see `chunks`). The host takes the first one that it ends
-no later than the device would, were that to make all that waits before it too. Where both are as
-fast, they take turns; where the host is ten times slower, it takes the tenth, or none where fewer
-wait. How long each takes is known from its last updates.
+Buckets are queued in the order in which the next forward reads them. The device takes the first
+queued bucket, in chunks over the idle link (see `chunks`). The host takes the first bucket that it
+would finish no later than the device would, if the device first updated all buckets queued before
+it. With equal speeds they alternate; a host that is ten times slower takes the tenth bucket, or
+none of a shorter queue. Durations are estimated from each worker's last updates.
 
 Source of the idea: Maurya et al., "Deep Optimizer States: Towards Scalable Training of Transformer
 Models Using Interleaved Offloading", 2024, arXiv 2410.21316, which divides the work beforehand.
@@ -40,13 +40,13 @@ from megacompile.runtime.updates.update import BucketUpdate, UpdateBackend
 from megacompile.views.recorder import Recording
 from megacompile.views.timeline import DEVICE, HOST
 
-_DOUBT = 0.8  # of the time of the last update, for each step in which there was none
-_PATIENCE_S = 0.1  # for the device, which helps once all updates of a step were started
+_DOUBT = 0.8  # decay of the last update's time, per step without an update
+_PATIENCE_S = 0.1  # for the device, which helps once all updates of a step are queued
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """An update that waits for a worker."""
+    """A queued update."""
 
     update: BucketUpdate
     await_gradients: Callable[[], None] = lambda: None
@@ -55,7 +55,7 @@ class Job:
     since_s: float = field(default_factory=time.perf_counter)
 
     def run(self, lane: str, work: Callable[[], None]) -> None:
-        """Make it; what goes wrong is the future's."""
+        """Run the update; an error is stored in the future."""
         name = self.update.bucket.layout.name
         fulfil_update(self.future, name, functools.partial(self._run, lane, work))
 
@@ -64,13 +64,13 @@ class Job:
         self.timed(lane, work)
 
     def call_off(self) -> None:
-        """It need not be made, unless it has begun."""
+        """Cancel the update, unless it has started."""
         if self.future.cancel():
-            self.timed(HOST, lambda: None)  # a trace waits for its end
+            self.timed(HOST, lambda: None)  # a trace waits for its completion
 
 
 class Pace:
-    """Seconds an element that a worker takes for an update of a kind."""
+    """A worker's seconds per element for each kind of update."""
 
     def __init__(self) -> None:
         self._learned = False
@@ -78,19 +78,20 @@ class Pace:
         self._best: dict[UpdateBackend, float] = {}
 
     def seconds(self, update: BucketUpdate) -> float | None:
-        """For this update; None: there was none of its kind yet."""
+        """The estimate for this update; None: no update of its kind so far."""
         each = self._last.get(update.backend)
         return None if each is None else each * update.numel
 
     def learn(self, update: BucketUpdate, seconds: float) -> None:
-        """It has taken so long."""
+        """Record a duration."""
         each = self._last[update.backend] = seconds / max(1, update.numel)
         self._best[update.backend] = min(each, self._best.get(update.backend, each))
         self._learned = True
 
     def begin(self) -> None:
-        """A step begins. If nothing was learned in the one before, the last update may have been
-        slow by chance, and a faster one is expected; none that is faster than the fastest."""
+        """Start a step. Without a new measurement in the previous step, the estimate decays,
+        because the last update may have been slow by chance; it never drops below the fastest
+        time."""
         if not self._learned:
             for backend, each in tuple(self._last.items()):
                 self._last[backend] = max(_DOUBT * each, self._best[backend])
@@ -100,14 +101,14 @@ class Pace:
 class Workers:
     """A thread for the host's updates, and one that issues the device's.
 
-    There is no lock (see `background`): a job is whose who has taken it out of the deque.
+    No lock is used (see `background`): popping a job from the deque claims it.
 
     Args:
-        device: that helps.
-        cores: on which the host updates; none: on any.
-        streams: makes those that chunks go through.
-        chunks: makes what takes updates through them.
-        patience_s: with a device that is to help.
+        device: the helping device.
+        cores: the cores for host updates; empty: any.
+        streams: creates the streams for chunks.
+        chunks: creates the chunk buffers that run updates.
+        patience_s: the host's wait for a device that is about to help.
     """
 
     def __init__(
@@ -122,8 +123,8 @@ class Workers:
         self.device = device
         self._make_streams, self._make_chunks, self._patience_s = streams, chunks, patience_s
         self._waiting: deque[Job] = deque()
-        self._helped: deque[Collection[Future[None]]] = deque()  # which the device will come to
-        self._device_ends_s = 0.0  # what it makes, as far as is known
+        self._helped: deque[Collection[Future[None]]] = deque()  # jobs for the device
+        self._device_ends_s = 0.0  # its current job, if known
         self._host_pace, self._device_pace = Pace(), Pace()
         self._host = Background("megacompile-update", cores)
         self._issues = Background("megacompile-chunks")
@@ -131,16 +132,16 @@ class Workers:
         forks.tell(self)
 
     def submit(self, job: Job) -> None:
-        """Enqueues a job."""
+        """Enqueue a job."""
         self._waiting.append(job)
         self._host.submit(self._by_host)
 
     def help(self, futures: Collection[Future[None]]) -> None:
-        """Makes on the device what it can of these that wait, the first one first.
+        """Update queued buckets on the device if possible, in order.
 
-        Called by the thread that computes, whose stream's memory is used.
+        Called by the compute thread, whose stream owns the memory.
         """
-        # who makes one takes its runs away, but this is a list of what there was
+        # a worker removes a job's runs; this list keeps the original ones
         updates = [
             run.update
             for job in tuple(self._waiting)
@@ -160,16 +161,16 @@ class Workers:
         self._issues.submit(functools.partial(self._by_device, chunks, futures))
 
     def before_fork(self) -> None:
-        """The buckets wait for what waits here."""
+        """Do nothing: the buckets wait for their queued jobs."""
 
     def after_fork(self, *, in_child: bool) -> None:
-        """Leaves what another thread has given since to it: it is not the child's."""
+        """Drop, in a child of a fork, jobs that another thread queued meanwhile."""
         if in_child:
             self._waiting.clear()
             self._helped.clear()
 
     def _by_host(self) -> None:
-        while True:  # also one that was left behind when a `submit` was interrupted
+        while True:  # including a job left by an interrupted `submit`
             self._await_help()
             job = self._for_host()
             if job is None:
@@ -182,13 +183,13 @@ class Workers:
             self._device_ends_s = time.perf_counter() + (self._device_pace.seconds(job.update) or 0)
             by_chunks = functools.partial(job.update.by_chunks, chunks)
             self._make(job, DEVICE, by_chunks, self._device_pace)
-            self._host.submit(self._by_host)  # who may have left it too much
+            self._host.submit(self._by_host)  # which may have left it too many jobs
         self._helped.remove(futures)
-        self._host.submit(self._by_host)  # or what the device cannot make
+        self._host.submit(self._by_host)  # or a job that the device cannot run
 
     def _await_help(self) -> None:
-        """Updates are started one by one, and then the device begins to help: if it is faster, the
-        first one is not the host's."""
+        """Wait until the device starts to help, which it does after all updates are queued: a
+        faster device gets the first update."""
         first = next(iter(tuple(self._waiting)), None)
         if first is None or not first.update.on_device:
             return
@@ -208,7 +209,7 @@ class Workers:
         job.run(lane, timed)
 
     def _for_host(self) -> Job | None:
-        """The first one that it ends no later than the device would."""
+        """The first job that the host would finish no later than the device."""
         device_s = max(0.0, self._device_ends_s - time.perf_counter())
         for job in tuple(self._waiting):
             if self._is_helped(job):
@@ -231,7 +232,7 @@ class Workers:
         return job.update.on_device and any(job.future in futures for futures in list(self._helped))
 
     def _take(self, job: Job) -> bool:
-        """The first worker that can makes it."""
+        """Run a job on the first worker that can."""
         try:
             self._waiting.remove(job)
         except ValueError:
@@ -239,11 +240,11 @@ class Workers:
         return True
 
 
-# The ops start them, and buckets know of them until they are done.
+# Ops start the updates, and buckets track them until they are done.
 
 
 class HostUpdates:
-    """The updates of host memory that go on behind `optimizer.step()`."""
+    """The updates of host memory that continue after `optimizer.step()` returns."""
 
     def __init__(self, device: torch.device, cores: Collection[int] = ()) -> None:
         self.workers = Workers(device, cores)
@@ -256,14 +257,13 @@ class HostUpdates:
         written: Callable[[InFlight], InFlight],
         staged: Sequence[BucketLease] = (),
     ) -> InFlight:
-        """Enqueues an update for a worker; users of its bucket wait for it.
+        """Enqueue an update for a worker; users of its bucket wait for it.
 
         Args:
-            behind: what must be done before it begins: gradients on their way to the host.
-            recording: of the run that it belongs to, while a trace is on.
-            written: returns what is in flight: the update, and the writes of what it makes on a
-                disk.
-            staged: states and parameters that are there in memory, or on their way to it.
+            behind: work that must complete first: gradients in flight to the host.
+            recording: the recording of its run, while a trace is on.
+            written: returns the work in flight: the update and its writes to a disk.
+            staged: states and parameters in memory or in flight to it.
         """
         bucket = update.bucket
         job = Job(update, functools.partial(_await, behind, update, staged))
@@ -271,7 +271,7 @@ class HostUpdates:
         try:
             if recording is not None:
                 job.timed = recording.in_background()
-            # the bucket knows of it before anybody can begin it
+            # register with the bucket before it can start
             bucket.pending.start(written(made), update.indices, update.visible)
             note_changes(bucket, update.indices)
             self.workers.submit(job)
@@ -281,7 +281,7 @@ class HostUpdates:
         return made
 
     def help(self, updates: Iterable[InFlight]) -> None:
-        """Makes on the device what it can of these, as long as they wait."""
+        """Update these buckets on the device if possible, while they are queued."""
         self.workers.help({each.future for each in updates if each.future is not None})
 
 
