@@ -1,1 +1,1 @@
-"""The data between the parts: what a schedule consists of. Nothing here computes anything."""
+"""The data structures of a schedule, shared by all parts. This package computes nothing."""

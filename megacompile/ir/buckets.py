@@ -11,14 +11,14 @@ import torch
 
 ParamId = tuple[int, int]  # a parameter: the key of its bucket, and its index there
 
-ALIGNMENT_BYTES = 256  # of each parameter in its bucket, as the CUDA allocator returns
-PADDED_NUMEL = 256  # elements that places of what mirrors no neighbours are rounded up to
+ALIGNMENT_BYTES = 256  # of each parameter in its bucket, like the CUDA allocator's
+PADDED_NUMEL = 256  # rounding, in elements, of offsets without mirrored neighbours
 
 
 def shard_shape(shape: tuple[int, ...], rank: int, ranks: int) -> tuple[int, ...]:
-    """The shape of the rows that one rank has of a tensor; the last ranks may have fewer, or none.
+    """The shape of one rank's rows of a tensor; the last ranks may have fewer rows, or none.
 
-    As in `torch.chunk` along the first dimension, and so in DTensor's `Shard(0)`.
+    Like `torch.chunk` along the first dimension, and thus like DTensor's `Shard(0)`.
     """
     rows = -(-shape[0] // ranks)
     return (max(0, min(rows, shape[0] - rank * rows)), *shape[1:])
@@ -28,12 +28,12 @@ def shard_shape(shape: tuple[int, ...], rank: int, ranks: int) -> tuple[int, ...
 class Param:
     """The place of one parameter, or of a part of one, in its bucket."""
 
-    name: str  # fully qualified, as in named_parameters(); of a part, with its path after it
+    name: str  # fully qualified, as in named_parameters(); for a component, followed by its path
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     offset_bytes: int
-    packed: bool = False  # a part of a packed parameter (megacompile.packed): never trained or cast
+    packed: bool = False  # component of a packed parameter: never trained or cast
 
     @functools.cached_property
     def numel(self) -> int:
@@ -44,7 +44,7 @@ class Param:
         return self.numel * self.dtype.itemsize
 
     def shard_numel(self, ranks: int) -> int:
-        """Elements of the part of each rank, with those that pad the last ones."""
+        """Elements of each rank's part, including the padding of the last parts."""
         return self.numel if ranks == 1 else math.prod(shard_shape(self.shape, 0, ranks))
 
 
@@ -52,12 +52,12 @@ class Param:
 class Bucket:
     """The parameters of a unit of the module tree as one flat host buffer.
 
-    `key` identifies the buffer; `label` is what is printed: the index of the first stage that
-    reads it in this schedule, with ".1", ".2" where that stage reads more than one.
+    `key` identifies the buffer; `label` is printed: the index of the first stage that reads it in
+    this schedule, with ".1", ".2" if that stage reads several.
 
-    With several `ranks`, this is what they have together, and how it is in a slot: the rows of a
-    parameter one after the other, padded so that each rank has as many. A rank's own buffer has the
-    layout `shard(rank)`.
+    With several `ranks`, this is the full bucket as it lies in a slot: each parameter's rows in
+    order, padded so that all ranks have equally many. A rank's own buffer has the layout
+    `shard(rank)`.
     """
 
     key: int
@@ -66,10 +66,10 @@ class Bucket:
     size_bytes: int
     label: str = "?"
     ranks: int = 1
-    replicas: int = 1  # how many ranks have the same rows, each of which gets other gradients
+    replicas: int = 1  # number of ranks with the same rows but different gradients
 
     def __hash__(self) -> int:
-        return hash((self.key, self.label))  # of hundreds of parameters it would be slow
+        return hash((self.key, self.label))  # slow for hundreds of parameters
 
     @staticmethod
     def layout(
@@ -80,11 +80,11 @@ class Bucket:
         ranks: int = 1,
         replicas: int = 1,
     ) -> Bucket:
-        """Place `params` one after the other, each aligned to `ALIGNMENT_BYTES`.
+        """Place `params` consecutively, each aligned to `ALIGNMENT_BYTES`.
 
-        Dense, non-overlapping strides (such as channels_last) are kept; others, and those of
-        parameters that several ranks share, become contiguous. `packed` are the names of parts of
-        packed parameters.
+        Dense, non-overlapping strides (such as channels_last) are kept; other strides, and the
+        strides of parameters that ranks share, become contiguous. `packed`: the names of components
+        of packed parameters.
         """
         placed = []
         offset = 0
@@ -99,7 +99,7 @@ class Bucket:
         return Bucket(key, name, tuple(placed), offset, ranks=ranks, replicas=replicas)
 
     def shard(self, rank: int) -> Bucket:
-        """The layout of the part of one rank, in a buffer of its own."""
+        """The layout of one rank's part in its own buffer."""
         if self.ranks == 1:
             return self
         params = [
@@ -114,7 +114,7 @@ class Bucket:
         return replace(self, params=tuple(params), size_bytes=size_bytes, ranks=1)
 
     def rows_of(self, rank: int) -> tuple[Param, ...]:
-        """The places of the part of one rank among those of all ranks, as they are in a slot."""
+        """The places of one rank's part inside a slot, which holds the parts of all ranks."""
         if self.ranks == 1:
             return self.params
         return tuple(
@@ -133,7 +133,7 @@ class Bucket:
 
     @property
     def suffix(self) -> str:
-        """The label as the end of a name."""
+        """The label as a suffix of names."""
         return self.label.replace(".", "_")
 
     def __repr__(self) -> str:
@@ -142,7 +142,7 @@ class Bucket:
 
 @functools.lru_cache(maxsize=4096)
 def largest_shard(bucket: Bucket) -> Bucket:
-    """The largest part of a bucket that a rank has; the bucket itself where there is one rank."""
+    """The largest part of a bucket on any rank; the bucket itself with one rank."""
     return bucket.shard(0)
 
 
@@ -167,30 +167,29 @@ class Unit:
 
     bucket: Bucket
     modules: frozenset[int]  # id() of the modules of the subtree
-    roots: frozenset[int]  # those of them that contain the others: a call of one is a stage
-    repeated: bool  # a child of a container of like modules: stages of it share a template
+    roots: frozenset[int]  # the outermost ones: a call of one is a stage
+    repeated: bool  # a child of a container of equal modules: its stages share a template
 
 
-# Places of tensors like the parameters of a bucket in a buffer: masters, gradients, states.
-#
-# Neighbours are as many elements apart as the parameters are, so that parameters, gradients and
-# states of neighbours are spans of equal length, and one kernel call can update them. After a gap,
-# and where sizes of elements are mixed, they are one after the other.
+# Offsets in buffers that mirror a bucket's parameters: masters, gradients, states.
+# Neighbours keep the parameters' distance in elements, so that parameters, gradients and states of
+# neighbours are spans of equal length, and one kernel call can update them. After a gap, or with
+# mixed element sizes, they follow one another.
 
 
 def mirrored(bucket: Bucket, item_bytes: Mapping[int, int]) -> tuple[dict[int, int], int]:
-    """Places for tensors like some of a bucket's parameters.
+    """Compute offsets for tensors shaped like some of a bucket's parameters.
 
     Args:
-        item_bytes: of an element of each, by the parameter's index; 0 for what takes none.
+        item_bytes: parameter index -> bytes per element; 0 for no tensor.
 
     Returns:
-        The offset of each in bytes, by the parameter's index, and where the last one ends.
+        Parameter index -> offset in bytes, and the end of the last tensor.
     """
     params = {i: bucket.params[i] for i in sorted(item_bytes)}
     alike = len({(param.dtype.itemsize, item_bytes[i]) for i, param in params.items()}) == 1
     found: dict[int, int] = {}
-    behind = end = 0  # of the last one: where the next may begin that is no neighbour, its end
+    behind = end = 0  # of the last tensor: the next offset for a non-neighbour, its end
     for i, param in params.items():
         item = item_bytes[i]
         found[i] = behind

@@ -1,4 +1,4 @@
-"""A captured graph, its inputs, and the state in which it was captured."""
+"""A captured graph, its inputs, and the global state at capture."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class TensorInput:
 
 @dataclass(frozen=True, slots=True)
 class Wrapping:
-    """The way to rebuild a tensor of a wrapper subclass from the tensors that it is made of.
+    """Rebuilds a wrapper subclass tensor from its component tensors.
 
-    It is called with them, and stands in graphs as the function that does it.
+    It is called with the components, and appears in graphs as the function.
     """
 
     cls: type[torch.Tensor]
-    names: tuple[str, ...]  # of the attributes that they are
-    inner: tuple[Wrapping | None, ...]  # of those that are wrappers themselves
-    context: Any = field(hash=False)  # what else the class wants to know
+    names: tuple[str, ...]  # the attribute names of the components
+    inner: tuple[Wrapping | None, ...]  # for components that are wrappers themselves
+    context: Any = field(hash=False)  # other arguments of the class
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
@@ -53,7 +53,7 @@ class Wrapping:
         return f"as_{self.cls.__name__}"
 
     def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """The wrapper over `tensors`, those of nested wrappers in the place of these."""
+        """The wrapper over `tensors`; nested wrappers are given by their components."""
         return self._wrapped(iter(tensors))
 
     def _wrapped(self, tensors: Iterator[torch.Tensor]) -> torch.Tensor:
@@ -66,7 +66,8 @@ class Wrapping:
 
 @dataclass(frozen=True, slots=True)
 class PackedInput:
-    """A captured graph's input that is a wrapper subclass; the `unpack` pass takes it apart."""
+    """A captured graph's input that is a wrapper subclass; the `unpack` pass replaces it by its
+    components."""
 
     wrapping: Wrapping
     parts: tuple[ParamInput, ...]
@@ -89,7 +90,7 @@ class ConstantInput:
 
 @dataclass(frozen=True, slots=True)
 class NumberInput:
-    """A captured graph's input that is a number, and another one in other calls."""
+    """A captured graph's input that is a number and changes between calls."""
 
     number: Number  # a symbol
 
@@ -99,8 +100,8 @@ GraphInput = ParamInput | PackedInput | TensorInput | ConstantInput | NumberInpu
 
 @dataclass(frozen=True, slots=True)
 class Ambient:
-    """The state in which a graph was captured, and must be traced: the thread's, and of the process
-    what decides into which kernels operators are taken apart (`sdpa_kernel`, `cudnn.enabled`)."""
+    """The state in which a graph was captured and must be traced: thread-local state, and
+    process-wide settings that choose kernels (`sdpa_kernel`, `cudnn.enabled`)."""
 
     grad_enabled: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]  # (device type, enabled, dtype)
@@ -109,7 +110,7 @@ class Ambient:
 
     @staticmethod
     def current(device: torch.device) -> Ambient:
-        """The state now, as far as it concerns work on `device`."""
+        """The current state, as relevant for work on `device`."""
         kinds = sorted({"cpu", device.type})
         autocast = tuple(
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -120,7 +121,7 @@ class Ambient:
 
     @contextlib.contextmanager
     def apply(self, *, autocast: bool = True) -> Iterator[None]:
-        """Put this thread into that state (with `autocast=False`: autocast off)."""
+        """Set this thread to that state (with `autocast=False`: autocast off)."""
         with contextlib.ExitStack() as stack:
             stack.callback(compat.set_kernel_switches, compat.kernel_switches())
             compat.set_kernel_switches(self.kernels)
@@ -139,16 +140,16 @@ class Overlap:
 
     members: tuple[tuple[int, int], ...]  # (position among the inputs, offset in the base)
     numel: int
-    hindrance: str = ""  # why they cannot be views of one base
+    hindrance: str = ""  # the reason why they cannot be views of one base, or ""
 
 
 @dataclass(frozen=True, slots=True)
 class InputView:
-    """An output of a captured graph that is a view of an input: where its elements are."""
+    """An output of a captured graph that is a view of an input."""
 
     shape: tuple[int | Number, ...]
     stride: tuple[int | Number, ...]
-    offset: int | Number  # of the first one, in elements from the input's first one
+    offset: int | Number  # offset from the input's first element, in elements
     requires_grad: bool
 
 
@@ -161,47 +162,45 @@ class Capture:
     inputs: tuple[GraphInput, ...]
     device: torch.device
     ambient: Ambient
-    overlaps: tuple[Overlap, ...] = ()  # between inputs of which the graph changes one in place
-    conditions: tuple[Any, ...] = ()  # relations of the symbols that the passes have relied on
+    overlaps: tuple[Overlap, ...] = ()  # between inputs, one of which the graph changes in place
+    conditions: tuple[Any, ...] = ()  # relations between symbols that the passes rely on
 
     @property
     def bound(self) -> dict[fx.Node, GraphInput]:
-        """The input that each placeholder of the graph stands for, in their order."""
+        """The input of each placeholder of the graph, in order."""
         placeholders = self.module.graph.find_nodes(op="placeholder")
         return dict(zip(placeholders, self.inputs, strict=True))
 
     @property
     def symbols(self) -> dict[sympy.Symbol, fx.Node]:
-        """The placeholders for numbers that change, by their symbols."""
+        """The placeholders of changing numbers, by symbol."""
         each = self.bound.items()
         return {i.number.expression: node for node, i in each if isinstance(i, NumberInput)}
 
     def fresh(self) -> Capture:
-        """The same capture with a graph of its own for a pass to change."""
+        """The same capture with a copy of the graph for a pass to change."""
         graph = compat.copy_graph(self.module.graph)
         return replace(self, module=compat.graph_module(self.module, graph))
 
     def under(self, conditions: Sequence[Any]) -> Capture:
-        """The capture, for values of its symbols of which these relations are true too."""
+        """The capture with additional relations of its symbols."""
         if not conditions:
             return self
         return replace(self, conditions=(*self.conditions, *conditions))
 
     @property
     def planned(self) -> dict[sympy.Symbol, int | float]:
-        """The values that are planned for, by symbol, in the order of the inputs."""
+        """The planned values, by symbol, in the order of the inputs."""
         return planned_of([item.number for item in self.inputs if isinstance(item, NumberInput)])
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The purpose that one schedule of a captured graph is built for."""
+    """The properties that one schedule of a captured graph is built for."""
 
     tangents: tuple[int, ...]  # the outputs that get a gradient
-    keep_last: bool  # False: saved tensors are computed again; the forward's are for other outputs
-    accumulate: bool = False  # add to gradients that are on the host already
-    reuse: bool = (
-        False  # the backward, or a forward without one, takes what a forward left in slots
-    )
-    update: bool = False  # the optimizer's, in the backward
-    defers: bool = False  # gradients are not summed over replicas: another backward comes
+    keep_last: bool  # False: saved tensors are recomputed
+    accumulate: bool = False  # accumulate into gradients on the host
+    reuse: bool = False  # the backward, or a forward without one, reuses the slots of a forward
+    update: bool = False  # optimizer update in the backward
+    defers: bool = False  # gradients are not summed over replicas yet: another backward follows

@@ -1,4 +1,4 @@
-"""The collectives of a graph, in program order: what every rank must issue alike."""
+"""The collectives of a graph in program order, which all ranks must issue identically."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from megacompile.text import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Collectives:
-    """Those of one graph."""
+    """The collectives of one graph."""
 
     graph: str  # "forward of Net"
     ops: tuple[str, ...]  # "3ALL_GATHER@1 of layers.3 (774 KiB)", each
-    digest: str  # of the kind of graph and its ops; equal in all ranks
+    digest: str  # hash of the graph's kind and ops; equal in all ranks
 
     @staticmethod
     def of(graph: fx.Graph, kind: str, name: str) -> Collectives:
-        """Those of a graph of a schedule.
+        """The collectives of a schedule's graph.
 
         Args:
             kind: "forward", "backward" or "update".
-            name: of the schedule.
+            name: the schedule's name.
         """
         nodes = ops.nodes_that(graph, ops.alike)
         facts = [f"{kind}\n", *(f"{_shown(n)} {_bytes(n)} {_averaged(n)}\n" for n in nodes)]
@@ -35,14 +35,14 @@ class Collectives:
         return Collectives(f"{kind} of {name}", tuple(map(_shown, nodes)), digest)
 
     def at(self, issued: int) -> str:
-        """The op that comes after so many others, as errors name it."""
+        """The op after the first `issued` ones, as named in errors."""
         if not self.ops:
             return self.graph
         return f"{self.ops[min(issued, len(self.ops) - 1)]} of the {self.graph}"
 
 
 def first_difference(a: tuple[str, ...], b: tuple[str, ...]) -> tuple[int, str, str] | None:
-    """The place where two sequences of collectives part, and what each has there."""
+    """The first difference of two sequences of collectives: its position, and both ops."""
     for i in range(max(len(a), len(b))):
         here = a[i] if i < len(a) else "none"
         there = b[i] if i < len(b) else "none"
@@ -57,8 +57,8 @@ def _bytes(node: fx.Node) -> int:
 
 
 def _shown(node: fx.Node) -> str:
-    """The op as errors name it; where it averages the gradients of some parameters of a bucket
-    alone, with their names."""
+    """The op as named in errors; lists the parameters if it averages only some of a bucket's
+    gradients."""
     bucket = ops.arguments(node)[0]
     size, names = format_bytes(_bytes(node)), _averaged(node)
     some = f": {', '.join(names)}" if 0 < len(names) < len(bucket.params) else ""

@@ -1,16 +1,15 @@
-"""The edges of a schedule: which op waits for which, and what a graph hands to later ones.
+"""The edges of a schedule: the waits between ops, and the values passed between graphs.
 
-[Note: happens-before] Each stream that is in order runs its ops in program order; two ops of one
-that is not (`Stream.in_order`) are ordered by edges alone. An op waits for every node among its
-arguments and in its `after=`; an item of a tuple stands for the op that returns the tuple.
-Nothing else orders anything: two ops are ordered if a path of such edges joins them, and race if
-none does. The host issues ops in program order too, so an edge that points backward (a value that
-is used before it is made) orders nothing. `megacompile.verify.cycle_checks` says how graphs are
-joined.
+[Note: happens-before] An in-order stream runs its ops in program order; ops on other streams
+(`Stream.in_order` is False) are ordered only by edges. An op waits for every node in its arguments
+and its `after=`; an item of a tuple represents the op that returns the tuple. There is no other
+ordering: two ops are ordered if a path of such edges connects them, and race otherwise. The host
+issues ops in program order too, so a backward-pointing edge (a value used before its definition)
+orders nothing. `megacompile.verify.cycle_checks` defines how graphs are connected.
 
-The proof, the simulation, traces and pictures all read the edges from here. What they add is their
-own: the proof distrusts edges that point backward, the simulation drops those between ops of one
-queue, a trace passes the waits of an op that it does not record to the next op of its stream.
+The proof, the simulation, traces and pictures all read the edges from this module. Each adds its
+own rule: the proof rejects backward-pointing edges, the simulation drops edges within one queue,
+and a trace moves the waits of an unrecorded op to the next op of its stream.
 """
 
 from __future__ import annotations
@@ -31,26 +30,26 @@ from megacompile.ir.values import producer, reads
 
 
 class EdgeKind(StrEnum):
-    """The reason for which the second op comes after the first one."""
+    """The reason why the second op comes after the first."""
 
-    DATA = "data"  # it takes a value that the first returns
-    AFTER = "after"  # it waits until the first is done with a slot or with memory
-    STREAM = "stream"  # it comes next on the same stream, which is in order
+    DATA = "data"  # it reads a value that the first returns
+    AFTER = "after"  # it waits until the first has finished with a slot or memory
+    STREAM = "stream"  # it is next on the same in-order stream
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """The second op starts when the first one is done."""
+    """The second op starts after the first has finished."""
 
-    first: fx.Node  # an op, or a placeholder for what an earlier graph hands on
+    first: fx.Node  # an op, or a placeholder for a value of an earlier graph
     second: fx.Node
     kind: EdgeKind
 
 
 def edges(graph: fx.Graph) -> Iterator[Edge]:
-    """All edges of a graph, in the order of the second ops in the program.
+    """All edges of a graph, in program order of the second ops.
 
-    Those of an op that only names others (`not op.waits`) are among them: a picture shows them.
+    Includes the edges of ops that only name others (`not op.waits`), for pictures.
     """
     last: dict[Stream, fx.Node] = {}
     for node in ops.nodes_of(graph):
@@ -66,24 +65,24 @@ def edges(graph: fx.Graph) -> Iterator[Edge]:
 
 
 def waits_for(node: fx.Node) -> list[fx.Node]:
-    """The values that an op waits for (their producers, that is), besides the op before it on its
-    stream."""
+    """The values whose producers an op waits for, besides the previous op on its stream."""
     return node.all_input_nodes if effects(node).waits else []
 
 
-Handed = Place | tuple[int, str]  # a part of a bucket; or the id of a schedule and a value's name
+Handed = Place | tuple[int, str]  # a part of a bucket, or the id of a schedule and a value's name
 
 
 def stands_for(schedule: Schedule, placeholder: fx.Node) -> Handed:
-    """The key in `handed` of an earlier graph: of the last write of a part of a bucket (a token), a
-    saved value, or what a backward leaves. An input of the model has one that no graph hands on."""
+    """A placeholder's key in `handed` of an earlier graph: the last write of a bucket's part (a
+    token), a saved value, or a value left by a backward. The key of a model input is in no graph's
+    `handed`."""
     token = token_of(placeholder)
     return (id(schedule), placeholder.name) if token is None else token.place
 
 
 def handed(schedule: Schedule, graph_name: str) -> dict[Handed, fx.Node]:
-    """The ops that make what later graphs take: saved values of a forward, what a backward leaves
-    for the update, last writes of parts of buckets (a forward writes none)."""
+    """The ops that produce values for later graphs: a forward's saved values, values that a
+    backward leaves for the update, last writes of bucket parts (a forward has none)."""
     graph = schedule.graphs[graph_name]
     found: dict[Handed, fx.Node] = {}
     if graph_name != "update":
@@ -94,15 +93,15 @@ def handed(schedule: Schedule, graph_name: str) -> dict[Handed, fx.Node]:
     return found
 
 
-Maker = tuple[str, fx.Node]  # the name of a graph, and its op
+Maker = tuple[str, fx.Node]  # the name of a graph and its op
 
 
 def makers(schedule: Schedule) -> Mapping[Handed, Maker]:
-    """The op that makes what a graph hands to later ones, as far as one schedule tells.
+    """The op in one schedule that produces a value for later graphs.
 
-    A part of a bucket has one graph that writes it: the backward writes gradients, and the update,
-    or a backward that updates, writes weights and states. What a schedule does not write, another
-    one may.
+    Each part of a bucket is written by one graph: the backward writes gradients; the update, or a
+    backward that updates, writes weights and states. Another schedule may write what this one does
+    not.
     """
     found = ((name, handed(schedule, name)) for name in schedule.graphs)
     return {what: (name, node) for name, made in found for what, node in made.items()}

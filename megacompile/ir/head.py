@@ -1,16 +1,17 @@
-"""A language model's head and its loss as one operator: what it is, and how autograd sees it.
+"""A language model's head and its loss as one operator: its definition and its autograd formula.
 
     total = sum_i a_i (lse_i - z_i[t_i]) + b_i sum_c w_c (lse_i - z_i[c]),    z = x W^T + bias
 
 over the rows i that are not ignored, with t the targets, w the class weights (1 without them),
 lse_i = log sum_c exp z_i[c], a_i = (1 - smoothing) w[t_i] and b_i = smoothing / C: the sum that
 `torch.nn.functional.cross_entropy` takes of `torch.nn.functional.linear`. The operator computes it
-and its gradients in one pass over chunks of rows; what it holds of z is a chunk. The gradients are
-those of the total; the backward multiplies them by what the loss's own gradient is then. That order
-also keeps float16 from underflow: a mean over 65536 tokens is divided where a loss scale is
-multiplied. (The method is that of Liger-Kernel's fused linear cross entropy, Hsu et al., 2024.)
+and its gradients in one pass over chunks of rows, and holds only one chunk of z. The gradients are
+those of the total; the backward multiplies them by the gradient of the loss. This order also avoids
+float16 underflow: the division of a mean over 65536 tokens happens together with the multiplication
+by a loss scale. (The method is that of Liger-Kernel's fused linear cross entropy, Hsu et al.,
+2024.)
 
-What it runs stands in `megacompile.runtime.ops.head`.
+The implementation is in `megacompile.runtime.ops.head`.
 """
 
 from __future__ import annotations
@@ -34,19 +35,20 @@ torch.library.define(
     "bool of_hidden, bool of_weight, bool of_bias) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
-SCALE = "megacompile::scale"  # in one kernel, without a wide product in between
+SCALE = "megacompile::scale"  # in one kernel, without a wide intermediate product
 
 torch.library.define(SCALE, "(Tensor gradient, Tensor factor, ScalarType dtype) -> Tensor")
 
 ALIGNED_ROWS = 128  # a tile of the matrix kernels
 
-GRADIENTS = 3  # flags at the operator's end: is the gradient of hidden, weight, bias wanted?
+GRADIENTS = 3  # the operator's last flags: compute the gradient of hidden, weight, bias
 
 
 def equal_chunks(rows: int, at_most: int) -> int:
-    """Rows of a chunk: for as few as `at_most` allows, of equal size and whole tiles if possible.
+    """Rows per chunk: for the fewest chunks that `at_most` allows, of equal size and whole tiles if
+    possible.
 
-    As `at_most` it gives itself.
+    Idempotent: its result, passed as `at_most`, is returned.
     """
     equal = -(-rows // max(1, -(-rows // at_most)))
     return min(at_most, max(1, -(-equal // ALIGNED_ROWS)) * ALIGNED_ROWS)
@@ -62,7 +64,7 @@ def empty_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Buffers in `sum_dtype` for the gradients of a total with respect to hidden, weight and bias.
 
-    Those that are not wanted have no elements. They are rounded once, when they are scaled.
+    Unneeded buffers are empty. The gradients are rounded once, when they are scaled.
     """
     dtype = sum_dtype(hidden.dtype)
     shapes = (tuple(hidden.shape), tuple(weight.shape), tuple(weight.shape[:1]))
@@ -82,8 +84,8 @@ torch.library.register_fake(OPERATOR, _fake)
 
 
 def _flops(hidden: tuple[int, int], weight: tuple[int, int], *rest: Any, **_: Any) -> int:
-    """Operations of the matrix products: for the logits, and for the gradients of hidden and
-    weight."""
+    """Floating-point operations of the matrix products: for the logits, and for the gradients of
+    hidden and weight."""
     of_hidden, of_weight, _bias = rest[-GRADIENTS:]
     products: int = 1 + of_hidden + of_weight
     return 2 * hidden[0] * hidden[1] * weight[0] * products
@@ -101,7 +103,7 @@ torch.library.register_fake(SCALE, _fake_scale)
 
 def linear_cross_entropy(
     hidden: Tensor,  # (..., H)
-    weight: Tensor,  # (C, H), of hidden's dtype but for autocast
+    weight: Tensor,  # (C, H), in hidden's dtype unless under autocast
     bias: Tensor | None,  # (C,)
     target: Tensor,  # as many as hidden has rows, int64
     class_weight: Tensor | None,  # (C,)
@@ -114,8 +116,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`cross_entropy(linear(hidden, weight, bias), target)` in chunks; () of `dtype`.
 
-    No chunk has more rows than `chunk_rows`, and all are as equal as tiles allow.
-    `mean` is over the targets that are not `ignore_index`, by class weight; else the sum.
+    No chunk has more than `chunk_rows` rows, and their sizes are as equal as tiles allow.
+    `mean`: averages over the targets other than `ignore_index`, by class weight; otherwise sums.
     Differentiable once, in hidden, weight and bias. Follows autocast as `linear` does.
 
     Raises:
@@ -145,7 +147,7 @@ def linear_cross_entropy(
 
 
 def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Autocast leaves float64 alone."""
+    """True if autocast applies; it does not change float64."""
     return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
@@ -211,8 +213,8 @@ def narrow_heads(graph: fx.Graph) -> None:
         before: (loss, dx, dw, db) = linear_cross_entropy(..., True, True, True); return loss
         after:  (loss, -, -, -) = linear_cross_entropy(..., False, False, False); return loss
 
-    A forward and its backward are traced together, so the operator computes gradients wherever it
-    stands. A forward that saves nothing has no use for them.
+    A forward and its backward are traced together, so the traced operator always computes
+    gradients. A forward that saves nothing does not need them.
     """
     head = torch.ops.megacompile.linear_cross_entropy.default
     for node in graph.find_nodes(op="call_function", target=head):

@@ -1,8 +1,8 @@
-"""Keys of constants, functions and graphs that are equal where the same is meant.
+"""Keys that are equal for equivalent constants, functions and graphs.
 
-What a layer is configured with may be an object of its own for each layer, and Dynamo writes a
-function of its own for each use of an `autograd.Function` that it leaves whole. Compared as
-objects, no two layers would be equal.
+Each layer may have its own configuration object, and Dynamo generates a new function for each use
+of an `autograd.Function` that it does not inline. Compared by identity, no two layers would be
+equal.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ PLAIN = frozenset(
 
 
 def constant_key(value: Any) -> Hashable:
-    """Equal for constants that are equal: plain ones, members of enums, and what cannot change and
-    is made of these (tuples, named ones too, and frozen dataclasses).
+    """A key for constants: plain values, enum members, and immutable containers of them (tuples,
+    named tuples and frozen dataclasses).
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: the value is none of these.
     """
     kind = type(value)
     if kind is float:
-        return kind, value.hex()  # -0.0 is not 0.0, and nan is itself
+        return kind, value.hex()  # -0.0 differs from 0.0, and nan equals itself
     if kind in PLAIN or isinstance(value, enum.Enum):
         return kind, value
     if isinstance(value, tuple):
@@ -43,7 +43,7 @@ def constant_key(value: Any) -> Hashable:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Object:
-    """An object that is equal to itself alone."""
+    """An object compared by identity."""
 
     value: Any
 
@@ -55,7 +55,8 @@ class _Object:
 
 
 def function_key(function: Any) -> Hashable:
-    """Equal for functions of the same code around the same objects; of anything else, itself."""
+    """A key for functions with the same code and the same closure; other objects are compared by
+    identity."""
     if type(function) is not types.FunctionType or not function.__closure__:
         return function  # type: ignore[no-any-return]
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
@@ -68,7 +69,7 @@ def function_key(function: Any) -> Hashable:
 
 
 def graph_key(module: fx.GraphModule) -> Hashable:
-    """Equal for graph modules that compute the same function of their inputs.
+    """A key for graph modules that compute the same function of their inputs.
 
     Sharing by shape alone is a trap: layers of equal shape may differ in an attribute (a sliding
     window, a scale). The key is therefore the graph itself, with names replaced by positions.
@@ -113,7 +114,7 @@ def _freeze(value: Any, position: dict[fx.Node, int]) -> Hashable:
     if isinstance(value, torch.Tensor):
         return ("object", id(value))
     if isinstance(value, float):
-        return ("float", value.hex())  # -0.0 is not 0.0, and 1.0 is not 1
+        return ("float", value.hex())  # -0.0 differs from 0.0, and 1.0 from 1
     if isinstance(value, Hashable):
         return (type(value).__name__, value)
     return ("object", id(value))

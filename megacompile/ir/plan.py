@@ -1,11 +1,11 @@
-"""Plans as data: a row a bucket, for where it lives and what updates it; a row a stage, for what it
-saves, and where that waits.
+"""Plans as data: a row per bucket for its place and its updater, and a row per stage for its saved
+tensors and their place.
 
-    Choice     what a search varies: a table of buckets, and how many stages are kept, wait, ...
-    Plan       what passes read: the choice written out for the buckets and stages of a schedule
-    Placement  what the runtime keeps: the table of the buckets as they are now
+    Choice     the variables of a search: a table of buckets, and the numbers of kept, offloaded,
+    ... stages Plan       the input of passes: the choice expanded for the buckets and stages of a
+    schedule Placement  the runtime's state: the table of the buckets' current places
 
-`megacompile.passes.schedule.make_plan` makes a `Plan` of a `Choice`.
+`megacompile.passes.schedule.make_plan` expands a `Choice` to a `Plan`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 from megacompile.ir.buckets import Bucket
 
-LARGE = 1.5  # times the median: what goes to the disk last, and lives on the device first
+LARGE = 1.5  # times the median: such buckets go to the disk last and to the device first
 
 
 class Tier(enum.Enum):
-    """A memory that something is in."""
+    """A kind of memory."""
 
     DEVICE = "device"
     HOST = "host"
@@ -46,8 +46,8 @@ class SavedPart(enum.Enum):
     """The part of its saved tensors that a stage saves for its backward."""
 
     ALL = "kept"
-    HALF = "half kept"  # the rest is computed again
-    INPUTS = "recomputed"  # what it is computed again from
+    HALF = "half kept"  # the rest is recomputed
+    INPUTS = "recomputed"  # the inputs of the recompute
 
     __hash__ = object.__hash__
 
@@ -57,28 +57,28 @@ class BucketPlan(NamedTuple):
 
     weights: Tier = Tier.HOST
     states: Tier = Tier.HOST  # optimizer states; on the device if and only if the weights are
-    updater: Updater = Updater.HOST  # known in a `Plan`
-    stays: bool = False  # it keeps its slot from one forward to the next; known in a `Plan`
+    updater: Updater = Updater.HOST  # set in a `Plan`
+    stays: bool = False  # keeps its slot between forwards; set in a `Plan`
 
 
 class StagePlan(NamedTuple):
-    """The way one stage saves for its backward, and runs."""
+    """The saved tensors of one stage, and its execution."""
 
     saved: SavedPart = SavedPart.INPUTS
-    tier: Tier = Tier.DEVICE  # where that waits
-    rerun: bool = False  # its outputs are not saved: it runs again in the backward
-    tiles: int = 1  # in which what acts on each token alone runs
-    samples: bool = False  # these tiles are of whole samples, and all of the stage runs in them
+    tier: Tier = Tier.DEVICE  # where they are stored until the backward
+    rerun: bool = False  # its outputs are not saved: it reruns in the backward
+    tiles: int = 1  # for tokenwise operations
+    samples: bool = False  # tiles are whole samples, and the whole stage runs in tiles
 
 
 ON_HOST = BucketPlan()
-RESIDENT = BucketPlan(Tier.DEVICE, Tier.DEVICE)  # it lives on the device, and is not streamed
+RESIDENT = BucketPlan(Tier.DEVICE, Tier.DEVICE)  # lives on the device, is not streamed
 
 
 class Places(Mapping[int, BucketPlan]):
-    """The places where buckets live: a row for each that is not all on the host, by its key.
+    """The places of buckets: bucket key -> row, for buckets not entirely on the host.
 
-    Other keys stand for buckets on the host. Tables are immutable; `len()` counts the rows.
+    Buckets without a row are on the host. Tables are immutable; `len()` counts the rows.
     """
 
     def __init__(self, rows: Mapping[int, BucketPlan] | None = None) -> None:
@@ -90,18 +90,18 @@ class Places(Mapping[int, BucketPlan]):
         on_disk: Iterable[int] = (),
         weights_on_disk: Iterable[int] = (),
     ) -> Places:
-        """The table of residents, and of streamed buckets with states or weights on the disk."""
+        """A table of residents, and of streamed buckets with states or weights on the disk."""
         rows = {key: BucketPlan(states=Tier.DISK) for key in on_disk}
         for key in weights_on_disk:
             rows[key] = rows.get(key, ON_HOST)._replace(weights=Tier.DISK)
         return Places(rows | dict.fromkeys(resident, RESIDENT))
 
     def changed(self, keys: Iterable[int], **parts: Any) -> Places:
-        """With these parts of the rows of some buckets replaced."""
+        """The table with these fields replaced in some buckets' rows."""
         return Places(self._rows | {key: self[key]._replace(**parts) for key in keys})
 
     def taken(self, keys: Iterable[int], other: Places) -> Places:
-        """With the rows that another table has of some buckets."""
+        """The table with some buckets' rows taken from another table."""
         return Places(self._rows | {key: other[key] for key in keys})
 
     def only(self, keys: Collection[int]) -> Places:
@@ -125,7 +125,7 @@ class Places(Mapping[int, BucketPlan]):
 
     @functools.cached_property
     def without_disk(self) -> Places:
-        """The same, with everything on the host that is on the disk."""
+        """The table with everything on the disk moved to the host."""
         return Places.of(self.resident)
 
     def those(self, holds: Callable[[BucketPlan], bool]) -> frozenset[int]:
@@ -158,26 +158,26 @@ class Places(Mapping[int, BucketPlan]):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The decisions that a plan is made from."""
+    """The decisions that determine a plan."""
 
     keep: int = 1  # stages, counted from the last, whose saved tensors are kept
     places: Places = Places()  # where buckets live
     device_update: float = 0.0  # the share of the streamed parameters that the device updates
-    more_slots: int = 0  # than were asked for
-    offload: int = 0  # of the first stages: what their recomputes take waits on the host
-    saved_on_disk: int = 0  # of these, the first ones: it goes on from there to the disk
-    rerun: int = 0  # stages whose outputs are computed again in the backward, not saved
-    state_lookahead: int | None = None  # stages that states are fetched ahead; None: as weights
-    state_delay: int = 1  # backwards that are issued before one waits for states to leave
-    saved_on_host: int = 0  # other stages that are kept, with their saved tensors on the host
-    halves: bool = False  # all kept stages but the last keep half, and compute the rest again
-    tiles: int = 1  # in which what acts on each token alone runs
-    stay: int = 0  # streamed buckets that keep their slots between forwards without a backward
+    more_slots: int = 0  # than requested
+    offload: int = 0  # number of first stages whose recompute inputs are offloaded to the host
+    saved_on_disk: int = 0  # of these, the number offloaded further to the disk
+    rerun: int = 0  # number of stages that rerun in the backward instead of saving outputs
+    state_lookahead: int | None = None  # lookahead of state fetches, in stages; None: like weights
+    state_delay: int = 1  # backwards issued before one waits for offloaded states
+    saved_on_host: int = 0  # number of other kept stages, with offloaded saved tensors
+    halves: bool = False  # all kept stages but the last save half and recompute the rest
+    tiles: int = 1  # for tokenwise operations
+    stay: int = 0  # streamed buckets that keep their slots between forwards
 
     @property
     def computing(self) -> Choice:
-        """The part that changes what is computed, and what is saved for that: not where buckets
-        live, who updates them, and when they come and go."""
+        """The part that affects computation and saved tensors, without the buckets' places,
+        updaters and transfer times."""
         where = Choice()
         return replace(
             self,
@@ -197,17 +197,17 @@ class Choice:
 class Plan:
     """The decisions that a schedule is built from, for its buckets and its stages."""
 
-    places: Places = Places()  # a row a bucket
-    stages: tuple[StagePlan, ...] = ()  # a row a stage
+    places: Places = Places()  # a row per bucket
+    stages: tuple[StagePlan, ...] = ()  # a row per stage
     reasons: tuple[str, ...] = ()
-    state_delay: int = 1  # backwards that are issued before one waits for states to leave
-    saved_delay: int = 1  # forwards that are issued before one waits for saved tensors to leave
-    state_sets: int = 0  # sets of host buffers that states on a disk come to, one a bucket
+    state_delay: int = 1  # backwards issued before one waits for offloaded states
+    saved_delay: int = 1  # forwards issued before one waits for offloaded saved tensors
+    state_sets: int = 0  # number of host buffer sets for states on a disk, one per bucket
     state_set_bytes: int = 0  # of each, as far as is known
-    saved_sets: int = 0  # host buffers of saved tensors on their way to a disk, and as many back
-    weight_sets: int = 0  # host buffers that prefetches copy weights on a disk from
-    new_weight_sets: int = 0  # host buffers in which updates leave them, until they are written
-    cuda_graphs: int = 0  # captures of the only stage that the device holds, forward and backward
+    saved_sets: int = 0  # host buffers for saved tensors, per direction of the disk
+    weight_sets: int = 0  # number of host buffers for prefetches of weights on a disk
+    new_weight_sets: int = 0  # number of host buffers for updated weights until they are written
+    cuda_graphs: int = 0  # number of CUDA graphs of the only stage, forward and backward
 
     # Keys of the buckets, and indices of the stages, of a kind.
 
@@ -240,24 +240,24 @@ class Plan:
 
     @functools.cached_property
     def keep(self) -> frozenset[int]:
-        """Stages whose saved tensors are kept, all or half of them, not recomputed."""
+        """Stages that keep all or half of their saved tensors instead of recomputing."""
         return frozenset(
             i for i, row in enumerate(self.stages) if row.saved is not SavedPart.INPUTS
         )
 
     @functools.cached_property
     def offload(self) -> frozenset[int]:
-        """Stages whose saved values wait on the host, or go on from there to a disk."""
+        """Stages whose saved values are offloaded to the host or further to a disk."""
         return self._stages(lambda row: row.tier is not Tier.DEVICE)
 
     @functools.cached_property
     def saved_on_disk(self) -> frozenset[int]:
-        """Stages whose saved values go on from the host to a disk."""
+        """Stages whose saved values are offloaded to a disk."""
         return self._stages(lambda row: row.tier is Tier.DISK)
 
     @functools.cached_property
     def rerun(self) -> frozenset[int]:
-        """Stages whose outputs are not saved, but computed again."""
+        """Stages whose outputs are recomputed instead of saved."""
         return self._stages(lambda row: row.rerun)
 
     def _stages(self, holds: Callable[[StagePlan], bool]) -> frozenset[int]:
@@ -266,15 +266,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The places where the buckets of a model are now. The runtime keeps it, and plans are made for
-    it."""
+    """The current places of a model's buckets. Kept by the runtime; plans are made for it."""
 
     places: Places = Places()
-    accumulates: bool = False  # may a forward find gradients there, of a backward before it?
-    stays: str = ""  # why no bucket may go elsewhere; "": they may
+    accumulates: bool = False  # a forward may find gradients of an earlier backward there
+    stays: str = ""  # the reason why buckets must not move; "": they may
 
     def moving(self, now: Placement) -> frozenset[int]:
-        """Keys of the buckets whose weights go elsewhere, from where they are now."""
+        """Keys of the buckets whose weights must move from their current place."""
         keys = self.places.keys() | now.places.keys()
         return frozenset(
             key for key in keys if self.places[key].weights is not now.places[key].weights
@@ -282,15 +281,15 @@ class Placement:
 
 
 def first_to_disk(buckets: Sequence[Bucket], trained: Collection[int]) -> list[Bucket]:
-    """Buckets in the order in which their weights go to a disk, where host memory is short.
+    """Buckets in the order in which their weights go to a disk if host memory is short.
 
-    Frozen ones are only read, so they come first. Those that are much larger than most come last:
-    each buffer that a disk is read into is as large as the largest. The first few of the others are
-    far from one another, however many they are, so that a drive has work all through a step.
+    Frozen buckets are only read, so they come first. Buckets much larger than most come last: each
+    disk read buffer must fit the largest. Any prefix of the others is spread over the model, so
+    that the drive is busy during the whole step.
 
     Args:
         buckets: in forward order.
-        trained: keys of those that have a parameter which gets a gradient.
+        trained: keys of buckets with a parameter that gets a gradient.
     """
     usual = LARGE * statistics.median(bucket.size_bytes for bucket in buckets) if buckets else 0
     bits = len(buckets).bit_length()

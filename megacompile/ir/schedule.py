@@ -1,12 +1,11 @@
 """Schedules as frozen data.
 
-Nothing here computes on a device. A `Schedule` holds the FX graphs of a step (forward and, where
-gradients are needed, backward and update) whose every node is a `call_function` of an op in
-`megacompile.ir.ops`. Passes take a schedule and return another one; `Schedule.history` keeps what
-each of them did.
+A `Schedule` holds the FX graphs of a step (forward and, if gradients are needed, backward and
+update). Every node is a `call_function` of an op in `megacompile.ir.ops`. Nothing here computes on
+a device. Passes take a schedule and return another one; `Schedule.history` records their effects.
 
-Sizes are in bytes. Names are those that are printed everywhere: a stage is its index in execution
-order, a bucket carries the index of the first stage that reads it.
+Sizes are in bytes. Printed names are the same everywhere: a stage is named by its index in
+execution order, a bucket by the index of the first stage that reads it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from megacompile.ir.plan import Plan
 from megacompile.ir.stages import Stage, Template
 from megacompile.ir.symbols import Symbols
 
-VIEWS: dict[str, Callable[..., Any]] = {}  # how a schedule is shown; `megacompile.views` fills it
+VIEWS: dict[str, Callable[..., Any]] = {}  # by name; filled by `megacompile.views`
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,58 +32,57 @@ class PassRecord:
     """One entry of a schedule's history."""
 
     name: str
-    before: str  # the schedule's actions, one graph a line; of a captured graph, what it calls
+    before: str  # the schedule's actions, one graph per line; for a captured graph, its calls
     after: str
     time_s: float
-    nodes: int  # in all graphs, afterwards
+    nodes: int  # in all graphs, after the pass
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Schedule:
     """The scheduled graphs of one captured graph, for one set of input shapes, or for many.
 
-    With `symbols`, metas say what the schedule is planned for. It is right for all values of the
-    symbols for which the conditions of its stages' code hold.
+    With `symbols`, metas have the planned sizes. The schedule is valid for all symbol values that
+    satisfy the conditions of its stages' code.
 
     `print(schedule)` is the Python that the executor runs. A forward returns its outputs and the
-    saved values: the values that the backward's placeholders of the same names stand for, and more
-    that a backward for other outputs would take. A backward returns gradients, and what it leaves
-    on the device for the update's placeholders of the same names. The update is what
-    `optimizer.step()` runs; there is none where the backward updates. How graphs wait for one
-    another is in `megacompile.ir.tokens`.
+    saved values: the values of the backward's placeholders with the same names, and values for a
+    backward of other outputs. A backward returns gradients, and values left on the device for the
+    update's placeholders with the same names. `optimizer.step()` runs the update; if the backward
+    updates, there is no update graph. `megacompile.ir.tokens` describes the waits between graphs.
     """
 
     name: str
     forward: fx.Graph
     backward: fx.Graph | None
     stages: tuple[Stage, ...]
-    saved_values: tuple[str, ...] = ()  # names of the forward's nodes that a backward may take
+    saved_values: tuple[str, ...] = ()  # names of the forward's nodes that a backward may read
     tangents: tuple[int, ...] = ()  # the forward's outputs whose gradient the backward takes
     gradients: tuple[str, ...] = ()  # forward placeholders whose gradient the backward returns
     plan: Plan = Plan()
     slots: tuple[Slot, ...] = ()
-    # (slot, bucket) that the forward leaves: for its backward; without one, for the next one
+    # (slot, bucket) pairs that the forward leaves for its backward, or else for the next forward
     reused: tuple[tuple[int, Bucket], ...] = ()
     history: tuple[PassRecord, ...] = ()
-    draft: bool = False  # only to be simulated: passes change its graphs in place
+    draft: bool = False  # for simulation only: passes change its graphs in place
     update: fx.Graph | None = None
-    left: tuple[str, ...] = ()  # names of the backward's nodes that the update takes
-    symbols: Symbols | None = None  # of its sizes and numbers; None: it is for one set of sizes
-    rest: tuple[Bucket, ...] = ()  # that the update updates, although no backward here has
-    # forward placeholders that are changed in place, which autograd records: see the last outputs
+    left: tuple[str, ...] = ()  # names of the backward's nodes that the update reads
+    symbols: Symbols | None = None  # of its sizes and numbers; None: for one set of sizes
+    rest: tuple[Bucket, ...] = ()  # updated without gradients from this schedule's backward
+    # forward placeholders whose in-place changes autograd records: see the last outputs
     recorded: tuple[str, ...] = ()
     # forward placeholders that a backward changes in place; its placeholders of the same names are
-    # their memory as it is then, and what reads them as the forward did takes a snapshot
+    # their current memory, and readers of the forward's value use a snapshot
     written: tuple[str, ...] = ()
-    # (output, parameter) of outputs that are views of parameters to the user, and copies here
+    # (output, parameter): user-visible views of parameters, which are copies here
     views: tuple[tuple[int, str], ...] = ()
-    # (output, where it is) of outputs that are views of inputs; the forward returns the inputs
+    # (output, view) of outputs that are views of inputs; the forward returns the inputs
     input_views: tuple[tuple[int, InputView], ...] = ()
-    defers: bool = False  # its gradients are not summed over replicas: a later backward does that
+    defers: bool = False  # a later backward sums its gradients over replicas
 
     @property
     def graphs(self) -> dict[str, fx.Graph]:
-        """The graphs that there are, by name."""
+        """The existing graphs, by name."""
         each = {"forward": self.forward, "backward": self.backward, "update": self.update}
         return {name: graph for name, graph in each.items() if graph is not None}
 
@@ -113,11 +111,11 @@ class Schedule:
         return tuple(dict.fromkeys(stage.traced for stage in self.stages))
 
     def copy(self) -> Schedule:
-        """The same schedule with graphs of its own for a pass to change; a draft returns itself."""
+        """The same schedule with copied graphs for a pass to change; a draft returns itself."""
         return self if self.draft else self.fresh()
 
     def fresh(self) -> Schedule:
-        """The same schedule with graphs of its own, a draft too."""
+        """The same schedule with copied graphs, even for a draft."""
         return replace(
             self,
             forward=compat.copy_graph(self.forward),
@@ -134,14 +132,14 @@ class Schedule:
         return str(VIEWS["table"](self))
 
     def diff(self, other: Schedule, *, code: bool = False) -> str:
-        """Returns the difference of `other`: what it was made with, then a unified diff by stage.
+        """Return the difference to `other`: the options first, then a unified diff by stage.
 
-        With `code`, the Python is compared instead of the actions. "" where they do the same.
+        With `code`, compares the Python instead of the actions. "" if they are equal.
         """
         return str(VIEWS["diff"](self, other, code=code))
 
     def passes(self) -> str:
-        """The history as a table: each pass, its time, the nodes before and after it."""
+        """The history as a table: each pass, its time, and the node counts before and after."""
         return str(VIEWS["passes"](self))
 
     def to_networkx(self) -> Any:
@@ -149,7 +147,7 @@ class Schedule:
         return VIEWS["to_networkx"](self)
 
     def to_dot(self) -> str:
-        """The same in the DOT language, a cluster for each stream."""
+        """The same in the DOT language, with a cluster per stream."""
         return str(VIEWS["to_dot"](self))
 
     def __str__(self) -> str:

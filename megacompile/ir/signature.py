@@ -1,9 +1,9 @@
-"""The meaning of what a schedule's graphs take and return: by explicit ids, never by names.
+"""The meaning of the inputs and outputs of a schedule's graphs: by explicit ids, never by names.
 
-A forward's placeholder has the position of the captured graph's input, a backward's that of the
-output whose gradient it is. Tokens are in `megacompile.ir.tokens`; every other placeholder is a
-value of the graph before, under the same name. One of a backward may be *live*: an input of the
-model that a backward writes, with what is in its memory then.
+A forward's placeholder has the position of the captured graph's input; a backward's tangent has the
+position of its output. Tokens are in `megacompile.ir.tokens`; every other placeholder is a value of
+the previous graph with the same name. A backward's placeholder may be *live*: a model input that a
+backward writes, with its current memory.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ def tangent_of(graph: fx.Graph, output: int, name: str) -> fx.Node:
 
 
 def live_of(graph: fx.Graph, name: str) -> fx.Node:
-    """A new placeholder of a backward for an input that it changes in place."""
+    """A new placeholder of a backward for an input that the backward changes in place."""
     node = graph.placeholder(name)
     node.meta["live"] = True
     return node
 
 
 def is_live(node: fx.Node) -> bool:
-    """True if it is a placeholder that stands for an input's memory, and not for a value."""
+    """True for a placeholder of an input's memory instead of a value."""
     return "live" in node.meta
 
 
 def inputs(forward: fx.Graph) -> dict[str, int]:
-    """The position of the captured graph's input that each placeholder stands for, by name."""
+    """Placeholder name -> position of the captured graph's input."""
     nodes = forward.find_nodes(op="placeholder")
     return {node.name: node.meta["input"] for node in nodes if "input" in node.meta}
 
@@ -58,16 +58,16 @@ def tangents(backward: fx.Graph) -> dict[int, str]:
 
 
 def elsewhere(forward: fx.Graph) -> dict[str, str]:
-    """The saved values that wait on the host or on a disk, by the name of the copy there."""
+    """The saved values offloaded to the host or a disk, by the name of the copy."""
     found: dict[str, str] = {}
-    for node in ops.nodes_that(forward, lambda op: op.to_backward):  # a disk's after the host's
+    for node in ops.nodes_that(forward, lambda op: op.to_backward):  # disk copies after host copies
         value: Any = node.args[1]
         found[node.name] = found.get(value.name, value.name)
     return found
 
 
 def on_disk(forward: fx.Graph) -> frozenset[str]:
-    """The names of those copies that are on a disk."""
+    """The names of the copies on a disk."""
     nodes = ops.nodes_that(forward, lambda op: op.gives is Value.SAVED_ON_DISK)
     return frozenset(node.name for node in nodes)
 
@@ -85,9 +85,10 @@ def computed_outputs(outputs: Sequence[Any]) -> list[int]:
 
 
 def expected_tangents(stages: Schedule) -> tuple[int, ...]:
-    """The outputs that will get a gradient: a scalar loss alone, or else all that can.
+    """The outputs that will get a gradient: only a scalar loss, if there is one; otherwise all that
+    can.
 
-    A guess, made before the first backward; a backward that differs corrects it.
+    A guess before the first backward; a different backward corrects it.
     """
     outputs, _ = ops.returned(stages.forward)
     able = able_tangents(stages)

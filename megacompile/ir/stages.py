@@ -36,7 +36,7 @@ Primal = ParamRef | ArgRef
 
 @dataclass(frozen=True, slots=True)
 class SavedRef:
-    """A tensor that the backward takes from the forward or the recompute."""
+    """A tensor that the backward reads from the forward or the recompute."""
 
     index: int
 
@@ -45,7 +45,7 @@ LoweredFn = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]]
 
 
 class Code(enum.Enum):
-    """The pieces of a template that can run."""
+    """The runnable parts of a template."""
 
     FORWARD = "forward"  # primals -> outputs, mutated
     FORWARD_SAVING = "forward_saving"  # primals -> outputs, mutated, saved
@@ -57,18 +57,18 @@ class Code(enum.Enum):
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """The traced code of every stage that has the same graph.
+    """The traced code shared by all stages with the same graph.
 
-    Primals are the stage's inputs, parameters first. `graphs` are functional ATen graphs; `code`
-    is filled by the `lower` pass with what the schedule needs of them.
+    Primals are the stage's inputs, parameters first. `graphs` are functional ATen graphs; the
+    `lower` pass fills `code` with the ones that the schedule needs.
     """
 
     index: int
     primals: tuple[Meta, ...]
     outputs: tuple[TensorMeta, ...]
-    mutated: tuple[int, ...]  # primals whose new value follows the outputs
+    mutated: tuple[int, ...]  # primals whose new values follow the outputs
     saved: tuple[TensorMeta, ...]
-    tangents: tuple[int, ...]  # outputs (mutated ones after them) whose gradient the backward takes
+    tangents: tuple[int, ...]  # outputs (then mutated inputs) whose gradient the backward takes
     partial_gradients: tuple[
         int, ...
     ]  # primals whose gradient so far the backward takes after the tangents
@@ -81,18 +81,18 @@ class Template:
     graphs: dict[Code, fx.GraphModule] = field(repr=False)
     code: dict[Code, LoweredFn] = field(default_factory=dict, repr=False)
     joint: fx.GraphModule | None = field(default=None, repr=False)  # forward and backward, unsplit
-    symbols: Symbols | None = field(default=None, repr=False)  # of its sizes; None: it has none
+    symbols: Symbols | None = field(default=None, repr=False)  # of its sizes; None without symbols
     # numbers -> the strides of each tangent; None where they are those of the tangents' metas
     tangent_strides: Callable[..., tuple[tuple[int, ...], ...]] | None = field(
         default=None, repr=False
     )
-    traced: Template | None = field(default=None, repr=False)  # with other sizes planned; else None
-    live: tuple[int, ...] = ()  # primals that the backward takes as they are then, after the rest
-    written: tuple[int, ...] = ()  # of `live`, those whose new value follows the gradients
-    saved_fraction: float = 1.0  # the share of the saved tensors that it was split for
-    tiles: int = 1  # in which its tokenwise pieces run
-    samples: bool = False  # these are of whole samples, and all of it runs in them
-    # primals and saved tensors whose memory autograd itself would keep for the backward
+    traced: Template | None = field(default=None, repr=False)  # with other sizes planned
+    live: tuple[int, ...] = ()  # primals whose current value the backward takes, after the rest
+    written: tuple[int, ...] = ()  # of `live`, the primals whose new value follows the gradients
+    saved_fraction: float = 1.0  # the share of saved tensors at the split
+    tiles: int = 1  # number of tiles of its tokenwise pieces
+    samples: bool = False  # tiles are whole samples, and the whole template runs in tiles
+    # primals and saved tensors whose memory autograd would keep for the backward
     kept: frozenset[int | SavedRef] = frozenset()
 
     @property
@@ -101,12 +101,12 @@ class Template:
 
     @functools.cached_property
     def backward_primals(self) -> tuple[int, ...]:
-        """Primals that BACKWARD reads directly, and numbers that its tangents' strides are of."""
+        """Primals that BACKWARD reads directly, and numbers in its tangents' strides."""
         given = [item for item in self.backward_inputs if isinstance(item, int)]
         return tuple(dict.fromkeys((*given, *(self.numbers if self.tangent_strides else ()))))
 
     def holds(self, values: Values) -> bool:
-        """True if the code is right for these values of its symbols."""
+        """True if the code is valid for these values of its symbols."""
         if self.symbols is None:
             return True
         return self.symbols.condition()(*(values[symbol] for symbol in self.symbols.planned))
@@ -130,7 +130,7 @@ class Template:
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """A contiguous, stateless piece of the captured graph; usually one layer."""
+    """A contiguous, stateless part of the captured graph; usually one layer."""
 
     index: int
     name: str  # the module path of the unit it covers
@@ -138,12 +138,12 @@ class Stage:
     buckets: tuple[Bucket, ...]
     primals: tuple[Primal, ...]
     metas: tuple[Meta, ...]  # of the primals
-    outputs: tuple[TensorMeta, ...]  # of the outputs, before the mutated inputs' new values
+    outputs: tuple[TensorMeta, ...]  # of the outputs, without the mutated inputs' new values
     mutated: tuple[int, ...]  # primals that the stage changes in place
-    # primals in whose memory a backward writes, this stage's or another's: see `stages/writes`
+    # primals whose memory any stage's backward writes: see `stages/writes`
     live: tuple[int, ...] = ()
     template: Template | None = None
-    # in a draft: places of its saved tensors, those together that are one value; (): each is one
+    # in a draft: positions of its saved tensors, grouped by value; (): each is one value
     bundles: tuple[tuple[int, ...], ...] = ()
 
     def __repr__(self) -> str:
@@ -151,13 +151,13 @@ class Stage:
 
     @property
     def traced(self) -> Template:
-        """The template; an error of ours where the `templates` pass has not run."""
+        """The template; an internal error if the `templates` pass has not run."""
         assert self.template is not None, f"stage {self.index} ({self.name}) has no template yet"
         return self.template
 
     @property
     def result_count(self) -> int:
-        """Its outputs, then the new values of what it changes in place."""
+        """Its outputs, then the new values of its mutated inputs."""
         return len(self.outputs) + len(self.mutated)
 
     @property
@@ -174,7 +174,7 @@ class Stage:
 
     @functools.cached_property
     def gradient_buckets(self) -> tuple[Bucket, ...]:
-        """The buckets that the stage's backward returns gradients for, a group each."""
+        """The buckets with gradients from the stage's backward, one group each."""
         return self.buckets_read(self.traced.gradients)
 
     @functools.cached_property
@@ -194,13 +194,13 @@ class Stage:
 
     @functools.cached_property
     def gradient_params(self) -> tuple[tuple[int, int], ...]:
-        """The parameters that get a gradient: the key of the bucket, and the place there."""
+        """The parameters that get a gradient: bucket key and index."""
         return tuple(place for place in self.gradient_places if place is not None)
 
     @functools.cached_property
     def gradient_places(self) -> tuple[tuple[int, int] | None, ...]:
-        """The places of the gradients that its backward returns: (bucket key, parameter), or None
-        for that of another primal."""
+        """The places of its backward's gradients: (bucket key, parameter), or None for another
+        primal."""
         refs = [self.primals[i] for i in self.traced.gradients]
         return tuple(
             (self.buckets[ref.bucket].key, ref.param) if isinstance(ref, ParamRef) else None
@@ -208,11 +208,11 @@ class Stage:
         )
 
     def arg_refs(self, primals: Sequence[int]) -> list[ArgRef]:
-        """Those of `primals` that are no parameters."""
+        """The `primals` that are not parameters."""
         return [ref for ref in (self.primals[i] for i in primals) if isinstance(ref, ArgRef)]
 
     def buckets_read(self, primals: Sequence[int]) -> tuple[Bucket, ...]:
-        """The buckets that hold the parameters among `primals`."""
+        """The buckets of the parameters in `primals`."""
         refs = [self.primals[i] for i in primals]
         used = {ref.bucket for ref in refs if isinstance(ref, ParamRef)}
         return tuple(self.buckets[i] for i in sorted(used))

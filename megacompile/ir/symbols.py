@@ -1,7 +1,7 @@
-"""Numbers that change from call to call: sizes, and Python numbers that a graph is given.
+"""Numbers that change from call to call: sizes, and Python number inputs of a graph.
 
-What is planned, costed and shown is made for certain values of them. What is traced is right for
-all values for which the traced graphs' conditions hold.
+Plans, costs and views use specific values. Traced code is valid for all values that satisfy the
+traced graphs' conditions.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class SymbolicSizes:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Number:
-    """A number as an expression of symbols, and what it is for the values that are planned for.
+    """A number as an expression of symbols, with its planned value.
 
-    Among a stage's inputs it has the attributes of a tensor's meta that passes ask for.
+    As a stage input it has the tensor-meta attributes that passes read.
     """
 
     expression: Any
@@ -56,21 +56,21 @@ class Number:
         return torch.device("cpu")
 
     def zeros(self) -> Any:
-        """The number: symbolic while tensors are, else what is planned for."""
+        """The number: symbolic while tensors are symbolic, otherwise its planned value."""
         fakes = compat.symbols_now()
         return self.planned if fakes is None else fakes.number(self.expression)
 
     def at(self, values: Values) -> Number:
-        """The number, planned for other values."""
+        """The number with another planned value."""
         return replace(self, planned=compat.evaluated(self.expression, values))
 
 
 @dataclass(frozen=True, slots=True)
 class Symbols:
-    """The symbols of a captured graph, with the values that are planned for."""
+    """The symbols of a captured graph, with the planned values."""
 
     planned: Mapping[sympy.Symbol, int | float]
-    fakes: compat.SymbolicFakes  # that its values were found with
+    fakes: compat.SymbolicFakes  # the inputs that its values were found with
 
     def condition(self) -> Callable[..., bool]:
         """A function that says if the values found are right for values of the symbols, in their
@@ -79,7 +79,7 @@ class Symbols:
 
 
 def symbols_in(value: Any) -> frozenset[sympy.Symbol]:
-    """The symbols that a meta, a number, an expression or a tuple of them is made of."""
+    """The symbols in a meta, a number, an expression or a tuple of them."""
     if isinstance(value, sympy.Basic):
         return frozenset(value.free_symbols)
     if isinstance(value, Number):
@@ -93,7 +93,7 @@ def symbols_in(value: Any) -> frozenset[sympy.Symbol]:
 
 
 def has_numbers(value: Any) -> bool:
-    """True if it is a `Number`, or holds one."""
+    """True for a `Number` or a container of one."""
     if isinstance(value, slice):
         value = (value.start, value.stop, value.step)
     if isinstance(value, (tuple, list)):
@@ -107,5 +107,5 @@ def is_size(symbol: sympy.Symbol) -> bool:
 
 
 def planned_of(numbers: Sequence[Number]) -> dict[sympy.Symbol, int | float]:
-    """The values that the inputs of a graph are planned for, by symbol."""
+    """The planned values of a graph's inputs, by symbol."""
     return {number.expression: number.planned for number in numbers}

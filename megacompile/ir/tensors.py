@@ -32,7 +32,7 @@ class TensorMeta:
     stride: tuple[int, ...]
     requires_grad: bool = False
     device: torch.device = torch.device("cpu")
-    symbolic: SymbolicSizes | None = None  # shape and stride are for the values planned for
+    symbolic: SymbolicSizes | None = None  # shape and stride have the planned values
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorMeta:
@@ -60,8 +60,8 @@ class TensorMeta:
 
     @property
     def overlaps_itself(self) -> bool:
-        """True if some of its elements share a place in memory."""
-        end = 1  # after what the smaller strides reach
+        """True if some of its elements share an address."""
+        end = 1  # beyond the reach of the smaller strides
         for stride, n in sorted(zip(self.stride, self.shape, strict=True)):
             if n > 1 and stride < end:
                 return True
@@ -76,7 +76,7 @@ class TensorMeta:
         return replace(self, stride=_contiguous(self.shape), symbolic=symbolic)
 
     def empty(self) -> torch.Tensor:
-        """A new tensor like this (a fake one under a fake mode, with symbols if that has them)."""
+        """A new tensor like this (fake under a fake mode, symbolic if the mode has symbols)."""
         shape: Any = self.shape
         stride: Any = self.stride
         fakes = compat.symbols_now()
@@ -98,7 +98,7 @@ class TensorMeta:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its elements (not of the storage it may be a view of)."""
+        """Bytes of its elements (not of its storage)."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -106,7 +106,7 @@ class TensorMeta:
 
 
 def is_dense(meta: TensorMeta, strides: tuple[int, ...]) -> bool:
-    """True if each element has a place of its own, with none between them."""
+    """True if no two elements share an address and there are no gaps."""
     expected = 1
     for stride, size in sorted(zip(strides, meta.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -129,12 +129,12 @@ def dense(tensor: torch.Tensor, like: Sequence[int], shape: Sequence[int]) -> to
     return tensor
 
 
-Meta = TensorMeta | Number  # of what a stage takes
+Meta = TensorMeta | Number  # describes a stage input
 M = TypeVar("M", bound=Meta)
 
 
 def any_size(meta: M) -> M:
-    """The meta without the sizes that are planned for, where these are of symbols."""
+    """The meta without planned sizes, where sizes are symbolic."""
     if isinstance(meta, Number):
         return replace(meta, planned=0)
     return meta if meta.symbolic is None else replace(meta, shape=(), stride=())
@@ -146,7 +146,7 @@ def kind_of(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device, bool]:
 
 
 def _cut_off(tensor: torch.Tensor) -> bool:
-    """Was it made as a view under `no_grad`? It says `requires_grad`, but no gradient flows."""
+    """True for a view made under `no_grad`: it has `requires_grad`, but no gradient flows."""
     base = compat.base_of(tensor)
     return base is not None and base.requires_grad and tensor.grad_fn is None
 

@@ -3,10 +3,9 @@
     before: h = mm(x, w1); g = gelu(h); y = mm(g, w2)         h, g: all tokens by the inner width
     after:  y = piece(x, w1, w2)                              a tile at a time
 
-A `Piece` stands in the graph as the function that it is. It takes what the piece reads and returns
-a tuple of what others read of it. A tensor that has tokens is cut along its `Axis`; one that has
-none (a weight) comes whole. Results that have tokens are put together again, and sums over tokens
-are added up.
+A `Piece` appears in the graph as a callable. It takes the inputs of the piece and returns a tuple
+of the results that others read. A tensor with tokens is cut along its `Axis`; a tensor without (a
+weight) is passed whole. Results with tokens are concatenated, and sums over tokens are accumulated.
 """
 
 from __future__ import annotations
@@ -22,53 +21,53 @@ from megacompile.ir.tensors import TensorMeta, dense
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """The place of the tokens in a tensor: dimension `dim`, of size outer * tokens * inner."""
+    """The token axis of a tensor: dimension `dim`, of size outer * tokens * inner."""
 
     dim: int
     outer: int = 1
     inner: int = 1
 
     def size(self, tokens: int) -> int:
-        """Size of the dimension, with so many tokens."""
+        """Size of the dimension with this number of tokens."""
         return self.outer * tokens * self.inner
 
     def shape(self, shape: tuple[int, ...], tokens: int) -> tuple[int, ...]:
-        """The shape of a tensor with so many tokens."""
+        """The shape of a tensor with this number of tokens."""
         return (*shape[: self.dim], self.size(tokens), *shape[self.dim + 1 :])
 
     def cut(self, tensor: Tensor, start: int, length: int) -> Tensor:
-        """`length` tokens from `start` on, in dense memory with its dimensions in the same order: a
-        view, unless other dimensions are outside of that of the tokens."""
+        """`length` tokens from `start` on, dense, with the dimensions in the same memory order: a
+        view, unless other dimensions are outside of the token dimension."""
         part: Tensor = self.part(tensor, start, length).flatten(self.dim, self.dim + 2)
         if 0 in part.stride():  # it is broadcast
             return part
         return dense(part, part.stride(), part.shape)
 
     def part(self, tensor: Tensor, start: int, length: int) -> Tensor:
-        """The same as a view with dimensions (outer, length, inner) in the place of `dim`."""
+        """The same as a view with `dim` split into (outer, length, inner)."""
         tokens = tensor.shape[self.dim] // (self.outer * self.inner)
         whole: Tensor = tensor.unflatten(self.dim, (self.outer, tokens, self.inner))
         return whole.narrow(self.dim + 1, start, length)
 
     def write(self, tensor: Tensor, start: int, length: int, tile: Tensor) -> None:
-        """Put a tile where it belongs in the whole."""
+        """Write a tile into the whole tensor."""
         whole = tile.unflatten(self.dim, (self.outer, length, self.inner))
         self.part(tensor, start, length).copy_(whole)
 
 
 class Result(Enum):
-    """The use of a result of a tile."""
+    """The kind of a tile's result."""
 
-    CUT = "cut"  # it is a part of the whole
-    SUM = "sum"  # it is added to those of other tiles
-    PRODUCT = "product"  # it is two matrices, whose product is added to those of other tiles
+    CUT = "cut"  # a part of the whole
+    SUM = "sum"  # summed over tiles
+    PRODUCT = "product"  # two matrices, whose product is summed over tiles
 
 
 @dataclass(frozen=True, eq=False)
 class Tile:
     """The graph of a piece for one number of tokens: (inputs, cut) -> parts of results.
 
-    A result of the kind PRODUCT is two values of it, next to one another.
+    A PRODUCT result is two consecutive values.
     """
 
     tokens: int
@@ -77,14 +76,14 @@ class Tile:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A part of a graph that runs as one, whole or tile by tile.
+    """A part of a graph that runs as a unit, whole or tile by tile.
 
     Args:
-        index: among the pieces of its graph, in the order in which they run.
-        tokens: along the axis that is cut; 1 where the piece is whole.
-        tiles: of one or two sizes; the last one may be smaller than the others.
-        inputs: the axis along which each input is cut; None: it comes whole.
-        results: the kind of each result, and the axis of those that are CUT.
+        index: position in its graph's pieces, in execution order.
+        tokens: number of tokens along the cut axis; 1 if the piece is whole.
+        tiles: graphs of the tiles, for one or two sizes; the last tile may be smaller.
+        inputs: the axis along which each input is cut; None: passed whole.
+        results: the kind of each result, and the axis of CUT results.
         metas: of the results, whole.
     """
 
@@ -118,10 +117,10 @@ class Piece:
         return f"piece_{self.index}" if self.is_whole else f"tiles_{self.index}"
 
     def __call__(self, *_: Tensor) -> tuple[Tensor, ...]:
-        """A name in a graph; `megacompile.passes.stages.lower` has what runs."""
+        """Raise: only a name in a graph; `megacompile.passes.stages.lower` creates the code."""
         raise NotImplementedError(f"{self.__name__} has no code of its own")
 
 
 def pieces_of(graph: fx.Graph) -> list[tuple[fx.Node, Piece]]:
-    """The pieces of a graph that was cut into them, with their nodes, in order; else none."""
+    """The pieces of a graph with their nodes, in order; empty for a graph without pieces."""
     return [(node, node.target) for node in graph.nodes if isinstance(node.target, Piece)]

@@ -1,13 +1,13 @@
-"""Tokens: how a graph waits for what an earlier graph does to a bucket.
+"""Tokens: a graph's waits for an earlier graph's work on a bucket.
 
-A graph returns the ops that were the last to write a part of a bucket. A later graph has a
-placeholder for each part that it must not touch before, and names it in `after=`:
+A graph returns the ops that wrote each part of a bucket last. A later graph has a placeholder for
+each part that it must wait for, and names it in `after=`:
 
-    update     3UPDATE                          returns it
+    update     3UPDATE                          the graph returns it
     forward    3PREFETCH@1 after=(weights_3)    the placeholder stands for 3UPDATE
 
-So an edge between graphs is an edge like any other: it is printed, verified, simulated, and carried
-out as a wait. A placeholder whose part was not written since stands for nothing.
+So an edge between graphs is an ordinary edge: it is printed, verified, simulated and executed as a
+wait. A placeholder whose part was not written since is empty.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Part
 
-Place = tuple[int, Part]  # the key of a bucket, and a part of it
+Place = tuple[int, Part]  # bucket key and part
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """The last write of a part of a bucket by an earlier graph; a placeholder stands for it."""
+    """The last write of a bucket's part by an earlier graph, represented by a placeholder."""
 
     bucket: Bucket
     part: Part
@@ -37,7 +37,7 @@ class Token:
 
 
 def token_of(node: fx.Node) -> Token | None:
-    """The token that a placeholder stands for; None for every other node."""
+    """The token of a placeholder; None for any other node."""
     token = node.meta.get("token")
     assert token is None or isinstance(token, Token)
     return token
@@ -50,15 +50,15 @@ def taken(graph: fx.Graph) -> dict[Place, fx.Node]:
 
 
 def take(graph: fx.Graph, bucket: Bucket, part: Part) -> fx.Node:
-    """The placeholder of a graph for a token, made where there is none."""
+    """The placeholder of a graph for a token, created if missing."""
     return taken(graph).get((bucket.key, part)) or add(graph, bucket, part)
 
 
 def add(graph: fx.Graph, bucket: Bucket, part: Part, before: fx.Node | None = None) -> fx.Node:
-    """A new placeholder for a token, of which the graph has none yet.
+    """A new placeholder for a token without one.
 
     Args:
-        before: the first node of the graph that is no placeholder, where that is known.
+        before: the first node of the graph that is not a placeholder, if known.
     """
     first = before or next((n for n in graph.nodes if n.op != "placeholder"), None)
     name = f"{part.value}_{bucket.suffix}"
@@ -75,5 +75,5 @@ def written(node: fx.Node) -> list[Place]:
 
 
 def given(graph: fx.Graph) -> dict[Place, fx.Node]:
-    """The tokens that a graph returns, after everything else: who wrote each part last."""
+    """The tokens that a graph returns last: the last write of each part."""
     return {place: node for node in ops.returned(graph)[-1] for place in written(node)}

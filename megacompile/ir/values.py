@@ -1,4 +1,4 @@
-"""The values of a schedule's graphs: who makes them, whose memory they are, who reads them."""
+"""The values of a schedule's graphs: their producers, memory and readers."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def producer(node: fx.Node) -> fx.Node:
 
 
 def owns(value: fx.Node) -> bool:
-    """True if a value names memory of the compute stream's allocator."""
+    """True if a value is in memory of the compute stream's allocator."""
     op = effects(producer(value))
     return op.owns and (op.count is None or value.target is operator.getitem)
 
 
 def memory(node: fx.Node) -> fx.Node:
-    """The value whose memory a node names: some ops give back, changed, what they were given.
+    """The value that owns a node's memory: some ops return an argument, changed in place.
 
-    Fetched gradients fill their buffer, sums replace what was fetched, assigned inputs stay where
-    they are.
+    Fetched gradients fill their buffer, sums overwrite fetched gradients, assigned inputs stay in
+    place.
     """
-    seen = {node}  # values that are made of one another would lead around for ever
+    seen = {node}  # stops at cycles of values
     while (at := effects(node).fills) is not None:
         source = node.args[at]
         if not isinstance(source, fx.Node) or source in seen:
@@ -51,8 +51,8 @@ def memory(node: fx.Node) -> fx.Node:
 
 
 def inputs_behind(schedule: Schedule) -> dict[str, str]:
-    """The names of the forward's values that are the memory of an input: of the input itself, and
-    of the new values that stages give for it. Each with the input's name."""
+    """Names of the forward's values in an input's memory (the input itself and its new values from
+    stages) -> the input's name."""
     found = {node.name: node.name for node in schedule.forward.find_nodes(op="placeholder")}
     for call in ops.nodes_of(schedule.forward, ops.forward):
         stage, _, args, _ = ops.arguments(call)
@@ -65,8 +65,8 @@ def inputs_behind(schedule: Schedule) -> dict[str, str]:
 
 
 def borrowed(schedule: Schedule) -> frozenset[str]:
-    """The names of the forward's values that autograd itself would not keep for a backward: what
-    stages take and give, of which this schedule's backward may make again what autograd keeps."""
+    """The names of the forward's values that autograd would not keep for a backward: stage inputs
+    and outputs from which this schedule's backward may recompute the values that autograd keeps."""
     found: set[str] = set()
     kept: set[str] = set()
     for call in ops.nodes_of(schedule.forward, ops.forward):
@@ -82,14 +82,14 @@ def borrowed(schedule: Schedule) -> frozenset[str]:
 
 
 def reads(node: fx.Node) -> list[fx.Node]:
-    """The values that a node takes; what it only waits for (`after=`) is not among them."""
+    """The values that a node takes, without those that it only waits for (`after=`)."""
     found: dict[fx.Node, None] = {}
     fx.map_arg(node.args, lambda n: found.setdefault(n))
     return list(found)
 
 
 def left_on_host(schedule: Schedule) -> list[TensorMeta]:
-    """The tensors of fixed sizes that a forward leaves on the host, all at the same time."""
+    """The tensors of fixed size that a forward offloads to the host, all live at once."""
     written = {ops.arguments(node)[1] for node in ops.nodes_of(schedule.forward, ops.write_saved)}
     left = [n for n in ops.nodes_of(schedule.forward, ops.offload_saved) if n not in written]
     metas = [node.meta.get("value") for node in left]
@@ -97,16 +97,16 @@ def left_on_host(schedule: Schedule) -> list[TensorMeta]:
 
 
 def copied_away(schedule: Schedule) -> dict[str, fx.Node]:
-    """The forward's copies on the host or on a disk, by the names that its backward knows."""
+    """The forward's copies on the host or a disk, by their names in the backward."""
     kinds = (Value.SAVED_ON_HOST, Value.SAVED_ON_DISK)
     return {n.name: n for n in ops.nodes_that(schedule.forward, lambda op: op.gives in kinds)}
 
 
 def fetched_from(copies: Mapping[str, fx.Node], value: fx.Node) -> fx.Node:
-    """The forward's value that the backward brings back from the host; any other value as it is.
+    """The forward's value that the backward fetches from the host; any other value unchanged.
 
-    The two graphs share no edge: the copy on the host is the saved value that the backward's
-    placeholder of the same name stands for, and what the runtime hands over there has its event.
+    The two graphs share no edge: the host copy is the saved value of the backward's placeholder
+    with the same name, and the runtime passes it with its event.
 
     Args:
         copies: what `copied_away` returns.
@@ -128,8 +128,8 @@ def fetched_from(copies: Mapping[str, fx.Node], value: fx.Node) -> fx.Node:
 
 
 def left_of(schedule: Schedule) -> dict[int, tuple[fx.Node, fx.Node]]:
-    """Values that the backward leaves for the update, by the key of the bucket, in its order:
-    gradients, and parameters with states."""
+    """Bucket key -> values that the backward leaves for the update, in order: gradients, and
+    parameters with states."""
     if schedule.backward is None or not schedule.left:
         return {}
     by_name = {node.name: node for node in schedule.backward.nodes}
@@ -143,9 +143,9 @@ def left_of(schedule: Schedule) -> dict[int, tuple[fx.Node, fx.Node]]:
 
 
 def left_by_backward(schedule: Schedule) -> dict[fx.Node, fx.Node]:
-    """The update's placeholders for what the backward leaves -> the backward's nodes.
+    """The update's placeholders -> the backward's nodes that it leaves.
 
-    The two graphs share no edge: a name in `schedule.left` is that of both.
+    The two graphs share no edge: both use the name in `schedule.left`.
     """
     if schedule.update is None or schedule.backward is None or not schedule.left:
         return {}
@@ -165,7 +165,7 @@ def taken(node: fx.Node, kind: Value) -> fx.Node | None:
 
 
 def groups(call: fx.Node) -> Iterator[tuple[int, Bucket]]:
-    """The buckets that a backward returns gradients of, with their places in its result."""
+    """The buckets with gradients from a backward, with their positions in its result."""
     stage: Any = call.args[0]
     buckets = stage.gradient_buckets
     count = effects(call).count
@@ -182,7 +182,7 @@ def kind_of(value: fx.Node) -> Value | None:
 
 
 def bucket_of(value: fx.Node) -> Bucket | None:
-    """The bucket that a value is of; None for one of no bucket."""
+    """The bucket of a value, or None."""
     source = producer(value)
     if source is not value:
         index = value.args[1]
@@ -198,15 +198,15 @@ def label(value: fx.Node) -> str:
 
 
 def named(value: fx.Node) -> str:
-    """A value and where it comes from: "y3_0 of 3F"; the name alone for an input of the graph."""
+    """A value and its producer: "y3_0 of 3F"; only the name for an input of the graph."""
     return value.name if value.op == "placeholder" else f"{value.name} of {label(value)}"
 
 
 def bytes_of(schedule: Schedule, symbols: Sequence[sympy.Symbol]) -> Callable[..., int]:
-    """Bytes of what the stages give and save, as a function of the symbols' values.
+    """Bytes of the stages' outputs and saved tensors, as a function of the symbols' values.
 
-    Not what a step needs, but a measure by which two sets of sizes are compared: a long batch of
-    few rows may need less than a short one of many.
+    A measure to compare two sets of sizes, not the memory of a step: a long batch of few rows may
+    need less than a short one of many.
     """
     terms: Counter[Any] = Counter()
     for stage in schedule.stages:

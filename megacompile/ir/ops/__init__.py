@@ -1,11 +1,11 @@
 """The vocabulary of a schedule: the functions that its FX nodes call.
 
-A schedule's synchronisation is what its nodes show and nothing else: the values a node takes
-(read after write), the order of its stream, and `after=` (write after read, free after use, and
-tokens of earlier graphs: `megacompile.ir.tokens`). The
+The nodes show all of a schedule's synchronisation: the values that a node takes (read after write),
+the order of its stream, and `after=` (write after read, free after use, and tokens of earlier
+graphs: `megacompile.ir.tokens`). The
 runtime turns each such edge that crosses streams into an event record and a wait; the same edges
-are what `megacompile.verify` proves. The functions here only name the ops and declare
-their effects (`megacompile.ir.ops.op`): `megacompile.runtime.ops.executor` holds what they do.
+are what `megacompile.verify` proves. The functions here only name the ops and declare their effects
+(`megacompile.ir.ops.op`); `megacompile.runtime.ops.executor` implements them.
 
     op             stream   label             takes -> returns
     begin          compute  BEGIN             () -> a point after everything that was queued before
@@ -48,8 +48,8 @@ their effects (`megacompile.ir.ops.op`): `megacompile.runtime.ops.executor` hold
     reduce_scatter comm     3REDUCE_SCATTER   bucket, gradients, buffer -> their mean over ranks
     all_reduce     comm     3ALL_REDUCE       bucket, gradients -> their mean over replicas
     help_host      device   HELP_HOST         updates -> nothing; the device makes some of them
-    defer_free     compute  DEFER_FREE        value, after -> nothing; kept until `after` is done
-    drain          compute  DRAIN             () -> nothing; what was deferred before goes
+    defer_free     compute  DEFER_FREE        value, after -> nothing; held until `after` is done
+    drain          compute  DRAIN             () -> nothing; earlier deferred memory is freed
     free           compute  -                 value, after -> nothing; printed as `del`
 """
 

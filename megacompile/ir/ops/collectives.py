@@ -1,4 +1,4 @@
-"""Ops of several ranks, each of which has a part of every bucket: its rows of each parameter."""
+"""Collective ops. Each rank has a part of every bucket: its rows of each parameter."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from megacompile.ir.stream import Stream
     copies=of_params(),
 )
 def prefetch_shard(bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Any:
-    """Copy this rank's part of a bucket to its places in a slot; `after` as of `prefetch`."""
+    """Copy this rank's part of a bucket to its places in a slot; `after` as for `prefetch`."""
     unbound(prefetch_shard)
 
 
@@ -51,13 +51,13 @@ def prefetch_shard(bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -
     gathered=of_bucket,
 )
 def all_gather(bucket: Bucket, slot: Slot, shard: Any) -> Any:
-    """Fill the rest of a slot with the parts of the other ranks."""
+    """Gather the other ranks' parts into a slot."""
     unbound(all_gather)
 
 
 @op(Stream.COMPUTE, by_subject, gives=Value.GRADIENT_BUFFER, owns=True, show=Show.QUIET)
 def alloc_shard(bucket: Bucket) -> Any:
-    """Device memory for this rank's part of a bucket's gradients."""
+    """Allocate device memory for this rank's part of a bucket's gradients."""
     unbound(alloc_shard)
 
 
@@ -74,13 +74,13 @@ def alloc_shard(bucket: Bucket) -> Any:
     gathered=of_argument(1),
 )
 def reduce_scatter(bucket: Bucket, gradients: Any, buffer: Any) -> Any:
-    """The mean of the gradients of the ranks that shard: each rank gets that of its part."""
+    """Average gradients over the shard ranks; each rank receives its part."""
     unbound(reduce_scatter)
 
 
 def scattered(node: fx.Node) -> fx.Node | None:
-    """The gradients of whole parameters that a part was made of: what a `reduce_scatter` took."""
-    seen = set()  # values that are made of one another would lead around for ever
+    """The whole gradients that a `reduce_scatter` reduced to this part."""
+    seen = set()  # stops at cycles of values
     while node not in seen and node.target in (all_reduce, add_grad):
         seen.add(node)
         source = node.args[2 if node.target is add_grad else 1]
@@ -102,5 +102,5 @@ def scattered(node: fx.Node) -> fx.Node | None:
     of_replicas=True,
 )
 def all_reduce(bucket: Bucket, gradients: Any) -> Any:
-    """The mean of a part's gradients over replicas, the ranks with the same rows; in place."""
+    """Average a part's gradients over replicas (the ranks with the same rows), in place."""
     unbound(all_reduce)

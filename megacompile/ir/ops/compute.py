@@ -1,4 +1,4 @@
-"""Ops that compute: the model's own work, and what keeps its inputs as they were."""
+"""Compute ops: the model's own computation, and copies that preserve its inputs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _backward_count(args: Sequence[Any]) -> int:
 
 @op(Stream.COMPUTE, short("RNG"), gives=Value.RNG)
 def save_rng(stage: Stage) -> Any:
-    """The state of the random generators just before a stage that draws from them."""
+    """Save the state of the random generators before a stage that draws from them."""
     unbound(save_rng)
 
 
@@ -49,7 +49,7 @@ def save_rng(stage: Stage) -> Any:
     traffic=of_value(times=2),
 )
 def snapshot(tensor: Any) -> Any:
-    """Copy a tensor that is about to be changed in place and that the backward needs as it was."""
+    """Copy a tensor before an in-place change, because the backward needs the old value."""
     unbound(snapshot)
 
 
@@ -80,7 +80,7 @@ def assign(tensor: Any, value: Any, counted: bool = True, *, after: tuple[Any, .
     """Write a new value into an input that a stage changes in place: its forward (a BatchNorm
     statistic) or its backward (a hook that notes the largest gradient).
 
-    `counted=False`: the tensor's version stays, as the operators that change it leave it.
+    `counted=False`: the tensor's version is not bumped, like in the original operators.
     """
     unbound(assign)
 
@@ -95,7 +95,7 @@ def assign(tensor: Any, value: Any, counted: bool = True, *, after: tuple[Any, .
     show=Show.STEP,
 )
 def recompute(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], rng: Any) -> Any:
-    """Run a stage's forward again for its saved tensors, with the random numbers it drew then."""
+    """Run a stage's forward again for its saved tensors, with the same random numbers."""
     unbound(recompute)
 
 
@@ -109,7 +109,7 @@ def recompute(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], rng
     show=Show.STEP,
 )
 def rerun(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], rng: Any) -> Any:
-    """Run a stage's forward again for its outputs, with the random numbers it drew then."""
+    """Run a stage's forward again for its outputs, with the same random numbers."""
     unbound(rerun)
 
 
@@ -131,12 +131,12 @@ def backward(
     partial_gradients: tuple[Any, ...],
     live: tuple[Any, ...] = (),
 ) -> Any:
-    """Gradients of a stage's inputs, then of its parameters, one group a bucket.
+    """Compute the gradients of a stage's inputs, then of its parameters, one group per bucket.
 
-    With `live`, inputs of the model in whose memory backwards write, as they are now, it returns
-    their new values after that.
+    With `live` (current values of model inputs that backwards write), it then returns their new
+    values.
 
-    `partial_gradients` are those so far of inputs and parameters that a later stage used too: they
-    enter the stage's graph, so that sums run in the order in which autograd adds them.
+    `partial_gradients`: the gradients so far of inputs and parameters that later stages used too.
+    They enter the stage's graph, so that sums follow autograd's order.
     """
     unbound(backward)

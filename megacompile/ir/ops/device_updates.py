@@ -1,4 +1,4 @@
-"""Ops of the optimizer's update on the device, of what is streamed there."""
+"""Ops of the optimizer's update on the device, for streamed buckets."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from megacompile.ir.stream import Stream
 
 @op(Stream.COMPUTE, by_subject, gives=Value.STATE_BUFFER, owns=True, show=Show.QUIET)
 def alloc_state(bucket: Bucket, masters: bool) -> Any:
-    """Device memory for a bucket's optimizer states; with `masters`, for its parameters too.
+    """Allocate device memory for a bucket's optimizer states; with `masters`, for its parameters
+    too.
 
-    They are fetched where what is streamed is a copy of them in another dtype, and where no slot
-    holds the weights. Else the update makes the new ones.
+    Parameters are fetched if the streamed copy has another dtype, or if no slot holds the weights.
+    Otherwise the update allocates the new ones.
     """
     unbound(alloc_state)
 
@@ -46,12 +47,12 @@ def alloc_state(bucket: Bucket, masters: bool) -> Any:
     copies=of_params(times=2),
 )
 def fetch_state(bucket: Bucket, buffer: Any, masters: bool, *, after: tuple[Any, ...] = ()) -> Any:
-    """The optimizer states as the last update left them; with `masters`, the parameters too."""
+    """Fetch the optimizer states after the last update; with `masters`, the parameters too."""
     unbound(fetch_state)
 
 
 def _update_traffic(node: fx.Node) -> int:
-    """States and new parameters, read and written; gradients."""
+    """Bytes of states and new parameters, read and written, and of gradients."""
     return 2 * value_bytes(node) + value_bytes(node.args[2])
 
 
@@ -71,8 +72,8 @@ def _update_traffic(node: fx.Node) -> int:
     traffic=_update_traffic,
 )
 def update(bucket: Bucket, weights: Any, gradients: Any, state: Any) -> Any:
-    """The optimizer's step on a bucket: new states in their buffer, and new parameters there or
-    next to it."""
+    """Run the optimizer's step on a bucket: writes new states to their buffer, and new parameters
+    to the buffer or a new one."""
     unbound(update)
 
 
@@ -84,13 +85,13 @@ def update(bucket: Bucket, weights: Any, gradients: Any, state: Any) -> Any:
         Takes(1, Value.UPDATED, ends=True),
         Takes(2, Value.NORMS, optional=True, like=1),
     ),
-    writes=(Part.WEIGHTS, Part.STATES),  # parameters first: they are wanted next
+    writes=(Part.WEIGHTS, Part.STATES),  # parameters first: they are needed next
     copied=of_arguments,
     copies=tensors_of_arguments,
 )
 def offload_state(bucket: Bucket, updated: Any, norms: Any = None) -> Any:
     """Copy new parameters to their bucket, and new states to theirs.
 
-    The norms of the gradients that an update in the backward took go along, ahead of them.
+    The gradient norms of an update in the backward are copied first.
     """
     unbound(offload_state)

@@ -1,13 +1,12 @@
-"""Ops that bring the states and the parameters of a bucket from a disk to host memory, and back.
+"""Ops that copy a bucket's states and parameters between a disk and host memory.
 
-A bucket of `plan.on_disk` has its states on a disk. They are in a buffer of page-locked host memory
-between `read_state` and the end of `write_state`, and every op in between that reads or writes the
-states of that bucket does it there.
+A bucket in `plan.on_disk` has its states on a disk. Between `read_state` and the end of
+`write_state` they are in a page-locked host buffer, which all ops on these states use.
 
-A bucket of `plan.weights_on_disk` has its parameters there. Each prefetch copies from a buffer of
-its own, which its `read_weights` has filled; the buffer is free after the copy. An update on the
-host changes the trained parameters where `read_trained` has brought them. One on the device leaves
-the new ones in a buffer too. In both cases the buffer is free at the end of `write_weights`.
+A bucket in `plan.weights_on_disk` also has its parameters there. Each prefetch copies from a
+separate buffer, filled by its `read_weights` and free after the copy. A host update changes the
+trained parameters in the buffer filled by `read_trained`. A device update writes the new parameters
+to a buffer too. In both cases the buffer is free at the end of `write_weights`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from megacompile.ir.stream import Stream
     stored=of_value(),
 )
 def read_state(bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Any:
-    """Read a bucket's optimizer states into a buffer that is free, when there is one."""
+    """Read a bucket's optimizer states into a buffer, once one is free."""
     unbound(read_state)
 
 
@@ -51,7 +50,7 @@ def write_state(bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Any:
     stored=of_bucket,
 )
 def read_weights(bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Any:
-    """Read a bucket's parameters into a buffer that is free, for the one prefetch that names it."""
+    """Read a bucket's parameters into a free buffer, for the one prefetch that names this op."""
     unbound(read_weights)
 
 
@@ -63,7 +62,7 @@ def read_weights(bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Any:
     stored=of_value(),
 )
 def read_trained(bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Any:
-    """Read those parameters of a bucket that an update on the host changes into a free buffer."""
+    """Read the parameters that a host update changes into a free buffer."""
     unbound(read_trained)
 
 

@@ -25,7 +25,7 @@ from megacompile.ir.stream import Stream
 
 @op(Stream.COMPUTE, by_subject, gives=Value.GRADIENT_BUFFER, owns=True, show=Show.QUIET)
 def alloc_grad(bucket: Bucket) -> Any:
-    """Device memory for a bucket's gradients so far."""
+    """Allocate device memory for a bucket's accumulated gradients."""
     unbound(alloc_grad)
 
 
@@ -41,7 +41,7 @@ def alloc_grad(bucket: Bucket) -> Any:
     copies=tensors_of_arguments,
 )
 def fetch_grad(bucket: Bucket, buffer: Any, *, after: tuple[Any, ...] = ()) -> Any:
-    """The gradients that earlier backwards left on the host."""
+    """Fetch the gradients that earlier backwards left on the host."""
     unbound(fetch_grad)
 
 
@@ -56,7 +56,7 @@ def fetch_grad(bucket: Bucket, buffer: Any, *, after: tuple[Any, ...] = ()) -> A
     traffic=of_value(times=3),
 )
 def add_grad(bucket: Bucket, so_far: Any, gradients: Any) -> Any:
-    """`so_far + gradients`, as autograd accumulates into `p.grad`."""
+    """Compute `so_far + gradients`, like autograd's accumulation into `p.grad`."""
     unbound(add_grad)
 
 
@@ -75,7 +75,7 @@ def _norm_traffic(node: fx.Node) -> int:
     traffic=_norm_traffic,
 )
 def norm_grad(bucket: Bucket, gradients: Any, largest: bool = True) -> Any:
-    """L2 norm of each gradient and, if asked, its largest absolute value.
+    """Compute the L2 norm of each gradient and, if requested, its largest absolute value.
 
     Float32, (2, gradients); (1, gradients) without the largest values.
     """
@@ -91,9 +91,9 @@ def norm_grad(bucket: Bucket, gradients: Any, largest: bool = True) -> Any:
     writes=(Part.GRADIENTS,),
 )
 def keep_grad(bucket: Bucket, gradients: Any) -> Any:
-    """Keeps these gradients with a bucket that lives on the device, in the memory that they are in.
+    """Store gradients in a resident bucket, without a copy.
 
-    Where the bucket has gradients already, as micro-batches leave them, they go to their places.
+    If the bucket has gradients from earlier micro-batches, they are copied to their places.
     """
     unbound(keep_grad)
 
@@ -113,8 +113,8 @@ def keep_grad(bucket: Bucket, gradients: Any) -> Any:
 def offload_grad(
     bucket: Bucket, gradients: Any, norms: Any = None, *, after: tuple[Any, ...] = ()
 ) -> Any:
-    """Copy gradients to their places in the bucket's gradient buffer, and their norms along.
+    """Copy gradients and their norms to the bucket's gradient buffer.
 
-    An update may follow, so `after` are readers of the bucket that are after its gradients.
+    An update may follow, so `after` names readers of the bucket that run after its gradients.
     """
     unbound(offload_grad)

@@ -1,4 +1,4 @@
-"""Ops that give memory back."""
+"""Ops that free memory."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from megacompile.ir.stream import Stream
     show=Show.QUIET,
 )
 def defer_free(value: Any, *, after: tuple[Any, ...] = ()) -> None:
-    """Keep a value until `after` is done, or a `drain` comes; no stream waits for it here."""
+    """Hold a value until `after` is done or the next `drain`; no stream waits here."""
     unbound(defer_free)
 
 
 @op(Stream.COMPUTE, named, drains=True)
 def drain() -> Any:
-    """Give back what earlier graphs deferred: the compute stream waits for the copies out of it.
+    """Free memory that earlier graphs deferred: the compute stream waits for the copies from it.
 
-    It is in a forward, half a schedule after those copies. Nothing in its graph reads that memory,
-    so it names no value. Optional; without it the memory is freed later.
+    It runs in a forward, half a schedule after those copies. Nothing in its graph reads that
+    memory, so it names no value. Optional; without it the memory is freed later.
     """
     unbound(drain)
 
 
 @op(Stream.COMPUTE, named, takes=(Takes(0),), frees=0, issues=False, show=Show.QUIET)
 def free(value: Any, *, after: tuple[Any, ...] = ()) -> None:
-    """Give a value's memory back, once `after` (readers on other streams) is done."""
+    """Free a value's memory once `after` (readers on other streams) is done."""
     unbound(free)

@@ -1,4 +1,4 @@
-"""Nodes of a schedule's graphs: how they are made, and what is asked of them."""
+"""Nodes of a schedule's graphs: creation and queries."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def call(
     name: str | None = None,
     after: tuple[fx.Node, ...] | None = None,
 ) -> fx.Node:
-    """Add a node that calls an op, where the graph inserts now.
+    """Add a node that calls an op, at the graph's insertion point.
 
-    `create_node` would look into each argument for symbols, and a search makes a million nodes.
+    `create_node` searches each argument for symbols, and a plan search creates a million nodes.
     """
     kwargs = {} if after is None else {"after": after}
     if name is not None:
@@ -42,14 +42,14 @@ def arguments(node: fx.Node) -> tuple[Any, ...]:
 
 
 def bucket_of(node: fx.Node) -> Bucket:
-    """The bucket that a node is about: the first argument of all ops that have one."""
+    """The bucket of a node: the first argument of all bucket ops."""
     bucket: Bucket = arguments(node)[0]
     return bucket
 
 
 def returned(graph: fx.Graph) -> Any:
-    """The values that a graph returns: (outputs, saved values) of a forward; (gradients of inputs,
-    what is left for the update, tokens) of a backward; (tokens,) of an update."""
+    """The results of a graph: (outputs, saved values) of a forward; (gradients of inputs, values
+    left for the update, tokens) of a backward; (tokens,) of an update."""
     return graph.output_node().args[0]
 
 
@@ -87,7 +87,7 @@ def stream_of(node: fx.Node) -> Stream:
 
 
 def label(node: fx.Node) -> str:
-    """The printed name of a node: "3PREFETCH@1", "3F"; a value's own name where it has no op."""
+    """The printed name of a node: "3PREFETCH@1", "3F"; the value's name if it has no op."""
     op = op_of(node)
     return node.name if op is None else op.label(node.args)
 
@@ -101,7 +101,7 @@ def nodes_that(graph: fx.Graph, wanted: Callable[[Op], object]) -> list[fx.Node]
 def nodes_of(graph: fx.Graph, *targets: Callable[..., Any]) -> list[fx.Node]:
     """The nodes that call one of `targets` (every op without targets), in program order.
 
-    The graph has a table of them; of every op, its nodes are looked through.
+    With targets, uses the graph's table; without targets, scans all nodes.
     """
     if not targets:
         return [n for n in graph.nodes if n.target in OPS]
@@ -117,7 +117,7 @@ def calls_by_stage(graph: fx.Graph, target: Callable[..., Any]) -> dict[int, fx.
 
 
 def code_of(node: fx.Node) -> Code:
-    """The code of its template that a compute node runs."""
+    """The template code that a compute node runs."""
     code = effects(node).code
     assert code is not None, f"{label(node)} runs no template"
     return code(node.args)
@@ -133,6 +133,6 @@ def items(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
 
 
 def actions(graph: fx.Graph) -> str:
-    """The graph as one line of labels: "0PREFETCH@0 0F"; allocations and frees are left out."""
+    """The graph as one line of labels: "0PREFETCH@0 0F"; omits allocations and frees."""
     found = ((node, op_of(node)) for node in nodes_of(graph))
     return " ".join(label(n) for n, op in found if op is not None and op.show is not Show.QUIET)

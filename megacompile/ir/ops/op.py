@@ -1,11 +1,11 @@
 """The declaration of an op, from which everything else follows.
 
-An op is a function with the decorator `op(...)`. Its name and arguments are those that the printed
-Python calls. Its docstring says what it does. The decorator says its effects: its stream, the kinds
-of values that it takes and returns, whose memory it makes, fills or frees, which parts of its
-bucket it reads and writes in host memory, its slot, how it is shown, what it costs. `verify`, the
-memory and cost models, traces and printed forms ask the declaration, never which op it is.
-`megacompile.runtime.ops.executor` has a method of the op's name, which carries it out.
+An op is a function with the decorator `op(...)`. Its name and arguments appear in the printed
+Python. Its docstring describes it. The decorator declares its effects: its stream, the kinds of
+values that it takes and returns, the memory that it allocates, fills or frees, the parts of its
+bucket that it reads and writes in host memory, its slot, its views and its cost. `verify`, the
+memory and cost models, traces and printed forms read the declaration and never test for a specific
+op. `megacompile.runtime.ops.executor` implements it as a method with the op's name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["NO_OP", "OPS", "Op", "Part", "Show", "Takes", "Value", "alike"]  # o
 
 
 class Part(enum.Enum):
-    """The parts of a bucket, where it is: in host memory, or resident on the device."""
+    """The parts of a bucket, in host memory or resident on the device."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -35,8 +35,7 @@ class Part(enum.Enum):
 
 
 class Value(enum.Enum):
-    """The kind of value that an op returns; of a bucket or a stage, where its first argument is
-    one."""
+    """The kind of value that an op returns, for the bucket or stage in its first argument."""
 
     POINT = "a point in time"
     WEIGHTS = "weights"
@@ -51,8 +50,8 @@ class Value(enum.Enum):
     SAVED = "a saved tensor"
     GRADIENT_BUFFER = "a buffer for gradients"
     GRADIENTS_SO_FAR = "gradients so far"
-    # Of a backward, or their sum with those so far, or over ranks. Those of a backward may be two
-    # parameters', or a tangent: only memory of their own is changed in place.
+    # From a backward, or summed with earlier gradients or over ranks. A backward's gradients may
+    # alias each other or a tangent: only separately allocated memory is changed in place.
     GRADIENTS = "gradients"
     NORMS = "norms"
     STATE_BUFFER = "a buffer for states"
@@ -64,30 +63,30 @@ class Value(enum.Enum):
 
 
 class Show(enum.Enum):
-    """The views that show an op; the Python has all of them."""
+    """The views that show an op; the printed Python shows all ops."""
 
-    STEP = "step"  # it has a row of the table
-    CELL = "cell"  # in the row of the step that is issued after it
-    ACTION = "action"  # among the actions, not in the table
+    STEP = "step"  # in its own row of the table
+    CELL = "cell"  # in the row of the next issued step
+    ACTION = "action"  # in the list of actions, not in the table
     QUIET = "quiet"
 
 
 @dataclass(frozen=True, slots=True)
 class Takes:
-    """A value among an op's arguments, by position."""
+    """A value argument of an op, by position."""
 
     at: int
-    kind: Value | None = None  # what stands there, of the op's own bucket; None: anything
+    kind: Value | None = None  # its kind, of the op's own bucket; None: anything
     optional: bool = False
-    ends: bool = False  # the value goes nowhere else
-    like: int | None = None  # it was made for the value that stands there
+    ends: bool = False  # the value has no other user
+    like: int | None = None  # it was created for the value at that position
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
     """The declaration of an op.
 
-    Positions are those of its arguments. Memory is what the compute stream's allocator returns.
+    Positions are argument positions. "Memory" is allocated by the compute stream's allocator.
     """
 
     name: str
@@ -96,38 +95,38 @@ class Op:
     gives: Value | None = None
     takes: tuple[Takes, ...] = ()
 
-    owns: bool = False  # what it returns is memory of its own
-    fills: int | None = None  # what it returns is the memory of that argument, changed
-    frees: int | None = None  # it gives up this argument's memory
-    keeps: int | None = None  # this argument's memory is its bucket's from then on
-    slot: int | None = None  # the argument that is the slot it works on
+    owns: bool = False  # its result is newly allocated
+    fills: int | None = None  # its result is that argument's memory, changed in place
+    frees: int | None = None  # it frees this argument's memory
+    keeps: int | None = None  # its bucket takes over this argument's memory
+    slot: int | None = None  # the position of its slot argument
     fills_slot: bool = False
     reads: tuple[Part, ...] = ()  # of its bucket, where that is
     writes: tuple[Part, ...] = ()  # in this order
-    lends: Part | None = None  # what it returns is that part of its bucket itself, where that is
-    is_update: bool = False  # of a bucket, which has one in a step
-    to_backward: bool = False  # the forward returns what it returns
+    lends: Part | None = None  # its result is that part of its bucket, in place
+    is_update: bool = False  # unique per bucket in a step
+    to_backward: bool = False  # the forward returns its result
 
-    begins: bool = False  # it stands for everything that was queued before the schedule
-    waits: bool = True  # its stream waits for what it names
-    issues: bool = True  # it puts work on its stream
-    drains: bool = False  # it waits for the copies of what earlier graphs deferred
-    helps: bool = False  # it lets another stream make the work of ops that it names
+    begins: bool = False  # it represents all work queued before the schedule
+    waits: bool = True  # its stream waits for its arguments
+    issues: bool = True  # it issues work on its stream
+    drains: bool = False  # it waits for copies that earlier graphs deferred
+    helps: bool = False  # it lets another stream do the work of the named ops
 
-    code: Callable[[Sequence[Any]], Code] | None = None  # what of its stage's template it runs
-    count: Callable[[Sequence[Any]], int] | None = None  # how many values are in its tuple
+    code: Callable[[Sequence[Any]], Code] | None = None  # the template code that it runs
+    count: Callable[[Sequence[Any]], int] | None = None  # number of values in its tuple
     show: Show = Show.CELL
-    # bytes through device memory, of an op without code
+    # bytes through device memory, for an op without code
     traffic: Callable[[fx.Node], int] | None = None
     copied: Callable[[fx.Node], int] | None = None  # bytes over the link
-    copies: Callable[[fx.Node], int] | None = None  # calls that this takes
+    copies: Callable[[fx.Node], int] | None = None  # number of calls for the transfer
     stored: Callable[[fx.Node], int] | None = None  # bytes from or to a disk
-    gathered: Callable[[fx.Node], int] | None = None  # bytes that the ranks have together of it
-    of_replicas: bool = False  # the ranks with the same rows do it, each with its part of that
+    gathered: Callable[[fx.Node], int] | None = None  # bytes over all ranks
+    of_replicas: bool = False  # among the ranks with the same rows, each with its part
 
 
 def alike(op: Op) -> bool:
-    """True if all ranks that share a model issue an op alike, in the same order."""
+    """True if all ranks that share a model issue the op in the same order."""
     return op.issues and op.stream is Stream.COMM
 
 
@@ -151,13 +150,13 @@ def op(
 
 
 def unbound(function: Callable[..., Any]) -> NoReturn:
-    """Raises: the op was called outside of a schedule."""
+    """Raise: the op was called outside of a schedule."""
     raise AssertionError(
         f"op {function.__name__!r} runs through the executor, not by calling megacompile.ir.ops"
     )
 
 
-# How ops are called in print.
+# Printed names of ops.
 
 
 def named(text: str) -> Callable[[Sequence[Any]], str]:
@@ -176,51 +175,51 @@ def by_slot(text: str) -> Callable[[Sequence[Any]], str]:
 
 
 def short(text: str) -> Callable[[str], Callable[[Sequence[Any]], str]]:
-    """Another text than the op's name: "3F"."""
+    """A printed text other than the op's name: "3F"."""
     return lambda _: by_subject(text)
 
 
-# Bytes that ops move: what the cost of an op is declared with.
+# Bytes that ops move, for their declared cost.
 
 Size = Callable[[fx.Node], int]
 
 
 def value_bytes(node: Any) -> int:
-    """Bytes of what a node returns; 0 for no node, and for what has no size."""
+    """Bytes of a node's result; 0 without a node or a size."""
     return tensors_bytes(node.meta.get("value")) if isinstance(node, fx.Node) else 0
 
 
 def of_value(times: int = 1) -> Size:
-    """Those of what the op returns, as often."""
+    """Bytes of the op's result, times a factor."""
     return lambda node: times * value_bytes(node)
 
 
 def of_argument(at: int, times: int = 1) -> Size:
-    """Those of an argument, as often."""
+    """Bytes of an argument, times a factor."""
     return lambda node: times * value_bytes(node.args[at])
 
 
 def of_arguments(node: fx.Node) -> int:
-    """Those of all arguments together."""
+    """Bytes of all arguments together."""
     taken: dict[fx.Node, None] = {}
     fx.map_arg(node.args, lambda n: taken.setdefault(n))
     return sum(map(value_bytes, taken))
 
 
 def of_bucket(node: fx.Node) -> int:
-    """Those of the op's bucket."""
+    """Bytes of the op's bucket."""
     bucket: Any = node.args[0]
     return int(bucket.size_bytes)
 
 
 def of_shard(node: fx.Node) -> int:
-    """Those of one rank's part of the op's bucket."""
+    """Bytes of one rank's part of the op's bucket."""
     bucket: Any = node.args[0]
     return int(bucket.shard_bytes)
 
 
 def tensors_of_arguments(node: fx.Node) -> int:
-    """Number of tensors of the largest group among the arguments."""
+    """Number of tensors in the largest group of arguments."""
     values = [source.meta.get("value") for source in node.all_input_nodes]
     return max([len(value) for value in values if isinstance(value, tuple)], default=1)
 

@@ -1,7 +1,7 @@
-"""Ops on saved tensors that wait on the host, or on a disk, between a forward and its backward.
+"""Ops on saved tensors that are offloaded to the host or a disk between a forward and its backward.
 
-One that goes on to a disk is in a buffer of host memory from its `offload_saved` to the end of its
-`write_saved`, and in another one from its `read_saved` until its `fetch_saved` has copied it.
+A tensor offloaded to a disk uses a host buffer from its `offload_saved` to the end of its
+`write_saved`, and another from its `read_saved` to the end of its `fetch_saved`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megacompile.ir.stream import Stream
     copied=of_arguments,
 )
 def offload_saved(stage: Stage, value: Any, *, after: tuple[Any, ...] = ()) -> Any:
-    """Copy what a stage's backward takes from the forward to the host, where it waits."""
+    """Copy a saved tensor of a stage to the host."""
     unbound(offload_saved)
 
 
@@ -45,7 +45,7 @@ def offload_saved(stage: Stage, value: Any, *, after: tuple[Any, ...] = ()) -> A
     stored=of_argument(1),
 )
 def write_saved(stage: Stage, on_host: Any) -> Any:
-    """Write a copy on the host to a disk, where it waits; then its buffer is free."""
+    """Write a host copy to a disk; then its buffer is free."""
     unbound(write_saved)
 
 
@@ -57,7 +57,7 @@ def write_saved(stage: Stage, on_host: Any) -> Any:
     stored=of_value(),
 )
 def read_saved(stage: Stage, on_disk: Any, *, after: tuple[Any, ...] = ()) -> Any:
-    """Read it into a buffer on the host once it is written, for the one fetch that takes it."""
+    """Read it into a host buffer once it is written, for its one fetch."""
     unbound(read_saved)
 
 
@@ -70,7 +70,7 @@ def read_saved(stage: Stage, on_disk: Any, *, after: tuple[Any, ...] = ()) -> An
     show=Show.QUIET,
 )
 def alloc_saved(stage: Stage, on_host: Any) -> Any:
-    """Device memory for a value that waits on the host, or on a disk."""
+    """Allocate device memory for an offloaded value."""
     unbound(alloc_saved)
 
 
@@ -84,5 +84,5 @@ def alloc_saved(stage: Stage, on_host: Any) -> Any:
     copied=of_value(),
 )
 def fetch_saved(stage: Stage, on_host: Any, buffer: Any) -> Any:
-    """Copy a value back to the device, once its `offload_saved`, or `read_saved`, is done."""
+    """Copy a value back to the device once its `offload_saved` or `read_saved` is done."""
     unbound(fetch_saved)

@@ -1,7 +1,7 @@
-"""Ops that update a bucket where it is: in host memory, or resident on the device.
+"""Ops that update a bucket in place: in host memory, or resident on the device.
 
-Of a bucket that a step does not update (it is another optimizer's, or got no gradient) those of
-`optimizer.step()` do nothing.
+The ops of `optimizer.step()` do nothing for a bucket that the step does not update (it belongs to
+another optimizer or has no gradient).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WRITTEN = (Part.WEIGHTS, Part.STATES)
     show=Show.STEP,
 )
 def update_host(bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Any:
-    """The optimizer's step on a bucket in host memory, by a thread of the host."""
+    """Run the optimizer's step on a bucket in host memory, in a host thread."""
     unbound(update_host)
 
 
@@ -42,12 +42,12 @@ def update_host(bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Any:
     show=Show.STEP,
 )
 def update_resident(bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Any:
-    """The optimizer's step on a bucket that lives on the device."""
+    """Run the optimizer's step on a resident bucket."""
     unbound(update_resident)
 
 
 def _in_place_traffic(node: fx.Node) -> int:
-    """Parameters and states, read and written; gradients."""
+    """Bytes of parameters and states, read and written, and of gradients."""
     return 2 * value_bytes(node) + value_bytes(node.args[1])
 
 
@@ -68,18 +68,18 @@ def _in_place_traffic(node: fx.Node) -> int:
 def update_in_place(
     bucket: Bucket, gradients: Any, norms: Any = None, *, after: tuple[Any, ...] = ()
 ) -> Any:
-    """The optimizer's step in the backward on a bucket that lives on the device.
+    """Run the optimizer's step in the backward on a resident bucket.
 
-    It takes the gradients that the backward has made; parameters and states change where they are.
-    The norms of the gradients stay on the device until they are asked for.
+    It consumes the backward's gradients; parameters and states change in place. The gradient norms
+    stay on the device until requested.
     """
     unbound(update_in_place)
 
 
 @op(Stream.DEVICE, named, waits=False, helps=True)
 def help_host(updates: tuple[Any, ...]) -> Any:
-    """From now on the device makes, in chunks, those of these updates that the host has not begun.
+    """Start device help: the device runs, in chunks, updates that the host has not started.
 
-    It takes the first one first. On either, the value of `update_host` marks its end.
+    The device takes them in order. For both workers, the value of `update_host` marks completion.
     """
     unbound(help_host)

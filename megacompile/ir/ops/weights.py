@@ -1,4 +1,4 @@
-"""Ops that give the weights of a bucket."""
+"""Ops that provide a bucket's weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megacompile.ir.stream import Stream
 
 @op(Stream.COMPUTE, named, gives=Value.POINT, begins=True, issues=False, show=Show.QUIET)
 def begin() -> Any:
-    """Everything that was queued on the compute stream before this schedule."""
+    """Represent all work queued on the compute stream before this schedule."""
     unbound(begin)
 
 
@@ -36,17 +36,17 @@ def begin() -> Any:
     copies=lambda node: 1,
 )
 def prefetch(bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Any:
-    """Copy a bucket into a slot; `after` are its last update and the last reader of the slot."""
+    """Copy a bucket into a slot; `after` names its last update and the last reader of the slot."""
     unbound(prefetch)
 
 
 @op(Stream.COMPUTE, by_slot, gives=Value.WEIGHTS, slot=1)
 def reuse(bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Any:
-    """Take the weights that the forward left in a slot; where none has a backward, the last one."""
+    """Use the weights that the forward left in a slot; without a backward, the last forward."""
     unbound(reuse)
 
 
 @op(Stream.COMPUTE, by_subject, gives=Value.WEIGHTS, lends=Part.WEIGHTS, show=Show.QUIET)
 def resident(bucket: Bucket) -> Any:
-    """Take the weights of a bucket that lives on the device."""
+    """Use the weights of a resident bucket."""
     unbound(resident)
