@@ -216,7 +216,7 @@ class Replay:
         self._left -= 1
         try:
             replay = self._capture(self._code, inputs)
-        except (RuntimeError, ValueError) as error:  # and torch's OutOfMemoryError
+        except Exception as error:  # one of the code itself comes again, below
             log.logger("compile").info("a stage is not captured as a CUDA graph: %s", error)
             self._forget()
             self._left = 0

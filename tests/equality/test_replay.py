@@ -33,7 +33,7 @@ SETTLED = 12  # steps after which each call is a replay, in a plain loop
 class Emulated:
     """A device that captures: see `megacompile.runtime.device.replay.Graphs`."""
 
-    def __init__(self, *, fails: bool = False) -> None:
+    def __init__(self, *, fails: Exception | None = None) -> None:
         self.fails = fails
         self.captures = self.replays = 0
         self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # those that are there
@@ -46,8 +46,8 @@ class Emulated:
         *,
         leaves: bool,
     ) -> tuple[Callable[[], None], list[Any]]:
-        if self.fails:
-            raise RuntimeError("operation not permitted when stream is capturing")
+        if self.fails is not None:
+            raise self.fails
         self.captures += 1
         state = torch.get_rng_state()
         results = list(code(inputs))
@@ -471,8 +471,9 @@ def test_a_larger_plan_takes_the_memory_of_graphs() -> None:
         assert len(emulated.graphs) == graphs, rows
 
 
-def test_code_that_cannot_be_captured_runs() -> None:
-    emulated = Emulated(fails=True)
+@pytest.mark.parametrize("kind", [RuntimeError, torch.OutOfMemoryError, AssertionError])
+def test_code_that_cannot_be_captured_runs(kind: type[Exception]) -> None:
+    emulated = Emulated(fails=kind("operation not permitted when stream is capturing"))
     plain, ours = trained(model(), usual), trained(model(emulated), usual)
     assert emulated.captures == 0
     assert all(map(torch.equal, plain, ours))
