@@ -221,7 +221,8 @@ class PassCompiler:
             return schedule
         peak = device_memory([schedule], optimizer=self.setting.cost()).peak
         kept = (MemoryKind.PARAMETERS, MemoryKind.STATES)
-        more = peak.total_bytes - sum(peak.live_bytes.get(kind, 0) for kind in kept)
+        # a captured backward frees nothing, and what the forward works in is not shared
+        more = 2 * (peak.total_bytes - sum(peak.live_bytes.get(kind, 0) for kind in kept))
         count = min(_CAPTURES, self.budget.room(peak.total_bytes) // max(more, 1))
         if count < 1:
             return schedule

@@ -61,7 +61,7 @@ class CudaGraphs:
         self._device = device
         self._side: torch.cuda.Stream | None = None
         self._pool: Any = None
-        self._sharing: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # in the pool
+        self._sharing: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()  # graphs of the pool
         self._last: torch.cuda.Stream | None = None  # that a graph was launched on
 
     def capture(
@@ -94,10 +94,13 @@ class CudaGraphs:
                 raise
         current.wait_stream(self._side)
 
+        def replay() -> None:
+            graph.replay()
+
         if not leaves:
-            self._sharing.add(graph)
+            self._sharing.add(replay)
             self._pool = pool
-        return graph.replay, results
+        return replay, results
 
     def follow(self) -> None:
         """Put the next launches of the caller after those of graphs: see `Graphs`."""

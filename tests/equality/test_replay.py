@@ -491,7 +491,7 @@ def test_code_with_an_expanded_input_runs() -> None:
     [
         ({}, True),
         ({"cuda_graphs": False}, False),
-        ({"gpu_memory": "24KiB"}, False),  # it fits; twice what it keeps does not
+        ({"gpu_memory": "24KiB"}, False),  # it fits; with what graphs keep it does not
         ({"activations": "recompute"}, False),
         ({"dynamic": True}, True),
     ],
