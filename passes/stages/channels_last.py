@@ -2,10 +2,10 @@
 
     before: conv(x, w) relu conv               after: conv(clone(x), w) relu conv clone
 
-Convolutions of cuDNN work on channels that lie together, and copy what does not. Inductor lays them
-out so within a graph that it compiles; what a forward saves for its backward is the end of one. So
-the joint graph itself is given other strides, as if the model's own input had them: each operator
-takes what the one before gives, and what the stage returns is as it was.
+cuDNN convolutions work on channels_last tensors and copy others. Inductor chooses this layout
+within a compiled graph, but saved tensors are graph outputs. So the joint graph itself gets other
+strides, as if the model's input had them: each operator receives its predecessor's layout, and the
+stage's results keep their strides.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _IMAGES: dict[Any, tuple[int, ...]] = {  # operator -> its arguments that are im
     aten.convolution.default: (0,),
     aten.convolution_backward.default: (0, 1),
 }
-# Those that give what they are asked for whatever the strides, and whose result follows them.
+# Operators that accept any strides and whose result follows them.
 _FOLLOWS = frozenset(
     {
         *_IMAGES,
@@ -49,17 +49,17 @@ _FOLLOWS = frozenset(
 
 
 class _StaysAsItIs(Exception):
-    """A value cannot have the strides that it is wanted with."""
+    """Raised if a value cannot have the requested strides."""
 
 
 def lay_channels_last(joint: fx.GraphModule) -> fx.GraphModule:
-    """The joint graph, with what lies between convolutions laid out for them; the graph itself
-    where Inductor would leave it too, or where it has no convolution.
+    """The joint graph, with values between convolutions in channels_last layout; the same graph if
+    Inductor would not change it either, or if it has no convolution.
 
-    Its results have the strides that they had.
+    Its results keep their strides.
 
     Args:
-        joint: of ATen operators, without symbols; left as it is.
+        joint: a graph of ATen operators without symbols; not changed.
     """
     convolutions = joint.graph.find_nodes(op="call_function", target=aten.convolution.default)
     if not convolutions or not compat.prefers_channels_last(joint):
@@ -71,13 +71,13 @@ def lay_channels_last(joint: fx.GraphModule) -> fx.GraphModule:
 
 
 class _Layout:
-    """Makes the graph again, operator by operator, with values that have no data."""
+    """Rebuilds the graph operator by operator, on fake tensors."""
 
     def __init__(self, joint: fx.GraphModule) -> None:
         self.joint = joint
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
-        self.other: set[fx.Node] = set()  # that may be laid out otherwise than they were
+        self.other: set[fx.Node] = set()  # values that may have another layout than before
         self.copies: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
 
     def made(self) -> fx.GraphModule:
@@ -110,7 +110,7 @@ class _Layout:
         return new
 
     def _follow(self, new: fx.Node) -> None:
-        """Find the value of a node again, whose inputs are laid out otherwise than they were."""
+        """Recompute the value of a node whose inputs have another layout."""
         try:
             new.meta["val"] = computed(new)
         except NotComputedError as error:
@@ -118,20 +118,20 @@ class _Layout:
         self.other.add(new)
 
     def _as_it_was(self, source: fx.Node, user: fx.Node) -> fx.Node:
-        """A value with the strides that it had."""
+        """A value with its original strides."""
         new, old = self.env[source], source.meta.get("val")
         if not isinstance(old, torch.Tensor) or new.meta["val"].stride() == old.stride():
             return new
         strides = [*map(int, old.stride())]
         order = tuple(sorted(range(old.ndim), key=lambda d: (-strides[d], d)))
         made = self._with_strides(new, order, user)
-        if made.meta["val"].stride() != old.stride():  # it had gaps, or elements in one place
+        if made.meta["val"].stride() != old.stride():  # it had gaps or overlapping elements
             raise _StaysAsItIs
         return made
 
     def _with_strides(self, new: fx.Node, order: tuple[int, ...], user: fx.Node) -> fx.Node:
-        """A copy of a value with its dimensions in this order in memory, made once; itself where
-        they are."""
+        """A copy of a value with its dimensions in this memory order, created once; the value
+        itself if it has that order."""
         value = new.meta["val"]
         if value.permute(order).is_contiguous():
             return new
@@ -145,7 +145,8 @@ class _Layout:
     def _call(
         self, user: fx.Node, target: Any, given: fx.Node, *args: Any, **kwargs: Any
     ) -> fx.Node:
-        """A node of ours, of the same part of the graph as the one that it is made for."""
+        """A new node in the same part of the graph (forward or backward) as the node that it is
+        created for."""
         made = self.graph.call_function(target, (given, *args), kwargs)
         made.meta.update({key: value for key, value in user.meta.items() if key != "val"})
         self._follow(made)

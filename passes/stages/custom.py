@@ -1,11 +1,11 @@
-"""Backwards of custom operators that cannot be traced, each as an operator of its own.
+"""Wraps untraceable backwards of custom operators as operators.
 
     y = library::f(x, w, n)     ->  y = library::f(x, w, n)
     sizes = n.tolist() (no graph)   gx, gw = megacompile::library_f_backward([y], [gy], .., x, w, n)
 
-`torch.library.register_autograd` takes any Python for a backward. Where it asks for data, it has
-no graph: experts in float32 look up how many tokens each of them has. The operator of ours calls
-that Python when it runs, with the inputs and outputs of the forward.
+`torch.library.register_autograd` accepts any Python as a backward. Python that reads data has no
+graph: float32 experts read their token counts. The wrapper operator calls that Python at run time,
+with the forward's inputs and outputs.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import fx
 from megacompile import compat
 
 _LIBRARY = torch.library.Library("megacompile", "FRAGMENT")
-_BACKWARDS: dict[Any, Any] = {}  # custom operator -> ours for its backward
+_BACKWARDS: dict[Any, Any] = {}  # custom operator -> the operator for its backward
 
 
 def with_whole_backwards(module: fx.GraphModule) -> fx.GraphModule | None:
-    """The module, with backwards of custom operators that are not traced; None if it has none."""
+    """The module with untraceable backwards of custom operators wrapped; None if it has none."""
     graph = compat.copy_graph(module.graph)
     calls = [
         (node, custom)
@@ -37,7 +37,7 @@ def with_whole_backwards(module: fx.GraphModule) -> fx.GraphModule | None:
 
 
 def _whole(custom: compat.CustomOperator) -> Callable[..., Any]:
-    """A function that calls a custom operator, and whose backward is one operator."""
+    """A function that calls a custom operator and has one operator as its backward."""
     if custom.operator not in _BACKWARDS:
         _BACKWARDS[custom.operator] = _define(custom)
 
@@ -71,7 +71,7 @@ class _Call(torch.autograd.Function):
 
 @dataclass
 class _Context:
-    """The `ctx` of an `autograd.Function`, as the user's functions see it."""
+    """The `ctx` of an `autograd.Function`, for the user's functions."""
 
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[Any, ...] = ()
@@ -80,17 +80,17 @@ class _Context:
         self.saved_tensors = tensors
 
     def set_materialize_grads(self, value: bool) -> None:
-        """All gradients are given, whatever the user wants."""
+        """Do nothing: all gradients are materialized in any case."""
 
     def mark_non_differentiable(self, *tensors: Any) -> None:
-        """Checks that what has no gradient gets none: its dtype says it."""
+        """Check that non-differentiable outputs have a non-differentiable dtype."""
 
 
 def _define(custom: compat.CustomOperator) -> Any:
     """The operator: (outputs, their gradients, which inputs need one, *inputs) -> gradients."""
 
     def run(outputs: Any, grads: Any, needs: Any, *args: Any) -> list[torch.Tensor]:
-        placed = custom.placed(args)  # what is named has no gradient
+        placed = custom.placed(args)  # the marked outputs have no gradient
         ctx = _Context(tuple(custom.placed(needs)))
         custom.set_up(ctx, args, outputs)
         found = custom.backward(ctx, *grads)
@@ -111,7 +111,7 @@ def _define(custom: compat.CustomOperator) -> Any:
 
 
 def _as_promised(grad: Any, like: torch.Tensor, others: set[Any]) -> torch.Tensor:
-    """The gradient in memory of its own, with the strides that the trace was told."""
+    """The gradient in new memory, with the traced strides."""
     if grad is None:
         return torch.zeros_like(like)
     made = torch.empty_like(like)

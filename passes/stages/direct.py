@@ -1,12 +1,11 @@
-"""Eager code of a stage: its ATen graph as Python that calls the kernels, and nothing in between.
+"""Eager code of a stage: its ATen graph as Python that calls kernels directly.
 
     before: t = torch.ops.aten.t.default(w)      after: t = kernel_aten_t_default(w)
             v = torch.ops.aten.view.default(x, [2, 8]); y = torch.ops.aten.view.default(v, [16])
                                                         y = kernel_aten_view_default(x, [16])
 
-A small model's time is spent between the kernels. What is left out changes no number: the look-up
-of an operator, the Python function around it, views of what has that shape and those strides
-already, and views of views.
+Small models spend their time between kernels. The omitted work changes no number: operator lookups,
+their Python wrappers, views that do not change shape and strides, and views of views.
 """
 
 from __future__ import annotations
@@ -22,19 +21,18 @@ from torch import fx
 from megacompile import compat
 from megacompile.passes.edit import value_of
 
-_OPERATOR = re.compile(r"torch\.ops((?:\.\w+)+)(?=\()")  # as torch.fx writes a call of one
+_OPERATOR = re.compile(r"torch\.ops((?:\.\w+)+)(?=\()")  # an operator call in torch.fx's code
 _RESHAPES = {"view", "_unsafe_view"}
-_IDLE = _RESHAPES | {"expand", "alias", "detach"}  # where they change nothing
+_IDLE = _RESHAPES | {"expand", "alias", "detach"}  # if they change nothing
 
 
 def direct(
     module: fx.GraphModule, *, any_strides: bool = False
 ) -> Callable[..., Sequence[torch.Tensor | None]]:
-    """The function of an ATen graph, which is left as it is.
+    """The function of an ATen graph, which is not changed.
 
     Args:
-        any_strides: kernels may give other strides than the graph was traced with, so that a view
-            may be a copy.
+        any_strides: kernels may return other strides than traced, so a view may be a copy.
     """
     graph = without_idle_views(module.graph)
     for node in graph.nodes if any_strides else ():
@@ -58,7 +56,7 @@ def direct(
 
 
 def without_idle_views(graph: fx.Graph) -> fx.Graph:
-    """A copy of an ATen graph, without views that change nothing."""
+    """A copy of an ATen graph without no-op views."""
     new = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     returned = graph.output_node().all_input_nodes
@@ -79,13 +77,13 @@ def without_idle_views(graph: fx.Graph) -> fx.Graph:
 
 
 def _reshapes(node: fx.Node) -> bool:
-    """True if it is a view with other sizes, and not one as another dtype."""
+    """True for a view with other sizes, but not for a dtype view."""
     sizes = isinstance(node.args[1], (list, tuple)) if len(node.args) > 1 else False
     return sizes and compat.operator_name(node.target) in _RESHAPES
 
 
 def _alike(node: fx.Node, source: fx.Node) -> bool:
-    """True if a view has the sizes and strides of what it is of, whatever sizes may come."""
+    """True if a view has the sizes and strides of its base, for all symbol values."""
     view, of = value_of(node), value_of(source)
     if not (isinstance(view, torch.Tensor) and isinstance(of, torch.Tensor)):
         return False
@@ -96,9 +94,9 @@ def _alike(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _from_its_base(node: fx.Node) -> None:
-    """Makes a view of a view one of what that is of.
+    """Replace a view of a view by a view of its base.
 
-    Where both are views, neither joins dimensions that are not behind one another.
+    Valid because neither view merges non-adjacent dimensions.
     """
     between: Any = node.args[0]
     if _reshapes(between):

@@ -1,16 +1,16 @@
-"""Floats that change from call to call, for Inductor, which takes tensors and ints alone.
+"""Floats that change from call to call, for Inductor, which accepts only tensors and ints.
 
     before: x, t (a float) -> h = t / 2; y = x * h
     after:  numbers:   x, t -> h = t / 2                   in Python, before each call
-            the graph: x, h (a tensor without dimensions) -> y = x * h
+            the graph: x, h (a 0-d tensor) -> y = x * h
 
-So do bools (`(t > 0.5) * x`), and ints that are made of floats. An int that is made of ints by way
-of a float (half of a size) comes as an int.
+The same applies to bools (`(t > 0.5) * x`) and ints computed from floats. An int computed from ints
+through a float (half of a size) is passed as an int.
 
-[Note: as a number promotes] A tensor without dimensions may decide a dtype where a Python float
-does not: next to ints, or next to another tensor without dimensions. So an operator's operands are
-cast to what it computes in next to a number, and its result to what it returns there. An operator
-that has no form with a tensor in the number's place is called by one that asks the tensor.
+[Note: as a number promotes] A 0-d tensor may determine a dtype where a Python float does not: with
+ints, or with another 0-d tensor. So an operator's operands are cast to its computation dtype for a
+number, and its result to its result dtype for a number. An operator without a tensor overload for
+the number is called by a wrapper that reads the tensor.
 """
 
 from __future__ import annotations
@@ -71,10 +71,11 @@ _COMPUTED_IN = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
 def check_floats(joint: fx.GraphModule) -> None:
-    """Raise where a traced graph does with a float what `compiled` knows no form for.
+    """Raise if a traced graph uses a float in a way that `compiled` does not support.
 
     Raises:
-        UntraceableSymbols: a float makes a size, or an operator wants it in a list or as an int.
+        UntraceableSymbols: a float determines a size, or an operator needs it in a list or as an
+            int.
     """
     for node in joint.graph.nodes:
         sizes = [v for v in compat.leaves(value_of(node)) if isinstance(v, torch.Tensor)]
@@ -85,9 +86,9 @@ def check_floats(joint: fx.GraphModule) -> None:
 
 
 class PowersOfTensors(TorchFunctionMode):
-    """Powers and `lerp` by a float that changes, traced as those by a tensor.
+    """Trace powers and `lerp` with a changing float like those with a tensor.
 
-    Their backward asks what the number is, so the trace would be right for that number alone.
+    Their backward reads the number, so the trace would be valid for that number only.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -108,11 +109,13 @@ class PowersOfTensors(TorchFunctionMode):
 
 
 class Prepared(NamedTuple):
-    """The module that Inductor compiles for a traced graph, and the code around it."""
+    """The module that Inductor compiles for a traced graph, and its wrapper code."""
 
     module: fx.GraphModule
     values: Sequence[Any]  # its inputs, fake
-    wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]  # its code -> the graph's
+    wrapped: Callable[
+        [Callable[..., Any]], Callable[..., Any]
+    ]  # Inductor's code -> the graph's code
 
 
 def compiled(module: fx.GraphModule) -> Callable[..., Any]:
@@ -132,7 +135,7 @@ def prepared(module: fx.GraphModule) -> Prepared:
     part = extracted(module.graph, [node for node, _ in taking.numbers])
     numbers: Callable[..., Sequence[float]] = fx.GraphModule({}, part).forward
     dtypes = [dtype for _, dtype in taking.numbers]
-    fakes = traced.without_floats()  # torch looks at those that are there
+    fakes = traced.without_floats()  # torch reads existing ones
     with fakes:
         values = [_in(fakes, value_of(inputs[k])) for k in kept]
         values += [
@@ -156,21 +159,21 @@ def prepared(module: fx.GraphModule) -> Prepared:
 
 
 def _in(fakes: compat.SymbolicFakes, value: Any) -> Any:
-    """A value with symbols, in another mode."""
+    """A symbolic value, in another fake mode."""
     if isinstance(value, torch.Tensor):
         return replace(TensorMeta.of(value), requires_grad=False).empty()
     return fakes.number(compat.expression_of(value)[1])
 
 
 def _numbers_taken(node: fx.Node) -> Iterable[fx.Node]:
-    """The numbers that are operands of a node that computes tensors."""
+    """The number operands of a node that computes tensors."""
     if node.op != "call_function" or compat.is_number(value_of(node)):
         return []
     return [source for source in node.all_input_nodes if compat.is_number(value_of(source))]
 
 
 def _comes_as_tensor(node: fx.Node) -> bool:
-    """True if a node's value is a float, or a bool, or an int that is made of floats."""
+    """True if a node's value is a float, a bool, or an int computed from floats."""
     value = value_of(node)
     if isinstance(value, torch.SymInt):
         return _of_floats(compat.expression_of(value)[1])
@@ -187,8 +190,7 @@ def _is_known(node: fx.Node) -> bool:
 
 
 def _by_tensors(node: fx.Node) -> Any:
-    """The operator that takes tensors where this node takes such numbers; None where there is
-    none."""
+    """The overload that takes tensors in place of such numbers, or None."""
     names = []
     for name, value in compat.arguments_of(node):
         if isinstance(value, fx.Node) and _comes_as_tensor(value):
@@ -199,12 +201,12 @@ def _by_tensors(node: fx.Node) -> Any:
 
 
 class _Taking:
-    """Copies a graph, with tensors for the floats that are taken, and what is made of them."""
+    """Copies a graph with tensors for its float inputs and the values computed from them."""
 
     def __init__(self, old: fx.Graph) -> None:
         self.graph = fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
-        # its last inputs: a number, and the dtype of the tensor that it comes as
+        # its last inputs: a number, and the dtype of its tensor
         self.numbers: dict[tuple[fx.Node, torch.dtype | None], fx.Node] = {}
         for node in old.nodes:
             if any(map(_comes_as_tensor, _numbers_taken(node))):
@@ -222,7 +224,7 @@ class _Taking:
 
     def _copy(self, node: fx.Node) -> None:
         self.new[node] = self.graph.node_copy(node, self.new.__getitem__)
-        self.new[node].meta.clear()  # of the mode that it was traced in, and of the partitioner
+        self.new[node].meta.clear()  # set by its tracing mode and the partitioner
 
     def _with_tensors(self, node: fx.Node) -> fx.Node:
         if node.target in _FILLS:
@@ -251,8 +253,8 @@ class _Taking:
         return self._cast(made, compute, value_of(node).dtype)
 
     def _compared(self, node: fx.Node) -> fx.Node:
-        """A number is rounded to the dtype of what it is compared with; next to a float, ints are
-        made floats."""
+        """Round a number to the dtype of the compared tensor; compared with a float, ints become
+        floats."""
         compared: Any = node.args[0]
         number: Any = node.args[1]
         common = torch.result_type(value_of(compared), _LIKE[type(value_of(number))])
@@ -260,7 +262,7 @@ class _Taking:
         return self._call(_target(_COMPARISONS, node), *operands)
 
     def _filled(self, node: fx.Node) -> fx.Node:
-        """`torch.full` on the device: a tensor of the host spreads next to one only."""
+        """`torch.full` on the device: a host tensor broadcasts only with a device tensor."""
         value = value_of(node)
         number: Any
         size, number = node.args if node.target is aten.full.default else ((), node.args[0])
@@ -287,8 +289,8 @@ class _Taking:
         return self._number(old, _WIDEST[type(value_of(old))])
 
     def _number(self, old: fx.Node, dtype: torch.dtype | None) -> fx.Node:
-        """An input for a number: rounded to a dtype as a number is that meets such a tensor; or an
-        int as it is."""
+        """An input for a number: rounded like a number combined with a tensor of this dtype; ints
+        unchanged."""
         if (old, dtype) not in self.numbers:
             with self.graph.inserting_after(self.last):
                 self.last = self.graph.placeholder(f"number_{len(self.numbers)}")

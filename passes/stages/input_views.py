@@ -1,12 +1,12 @@
-"""The outputs of a captured graph that are views of its inputs.
+"""Outputs of a captured graph that are views of its inputs.
 
     before: v = scale[:2]; scale.mul_(0.9); return v
-    after:  0F ASSIGN, and the output is `scale`, of which the call makes the view again
+    after:  0F ASSIGN, and the output is `scale`; the call recreates the view
 
-A stage's code returns new values of what it changes in place, and views of these: copies to the
-user, who would not see what the input becomes. So where an input is changed, or no gradient flows
-through the view, the output is a view of the input's own memory. (AOTAutograd makes output aliases
-again from their bases.)
+A stage's code returns new values of mutated inputs, and views of these: the user would get copies,
+which do not follow the input. So if an input is changed, or no gradient flows through the view, the
+output is a view of the input's memory. (AOTAutograd also regenerates output aliases from their
+bases.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megacompile.passes.capture.propagate import Values
 
 
 def views_of_inputs(capture: Capture, values: Values) -> dict[fx.Node, tuple[fx.Node, InputView]]:
-    """The input that an output is a view of, and where it is in it, by the output's node."""
+    """Output node -> the viewed input and the view's layout."""
     tensors = [node for node, item in capture.bound.items() if isinstance(item, TensorInput)]
     holders = {key: node for node in tensors for key in values.storages[node]}
     changed = frozenset().union(*values.mutates.values())
@@ -37,7 +37,7 @@ def views_of_inputs(capture: Capture, values: Values) -> dict[fx.Node, tuple[fx.
         if values.origin(node) in tensors or len(keys) != 1:
             continue
         if values.of[node].requires_grad and changed.isdisjoint(keys):
-            continue  # its gradient is a part of that of the input, in the order of the graph
+            continue  # its gradient is part of the input's, in graph order
         wanted[node] = holders[next(iter(keys))]
     return dict(_laid_out(capture, values, wanted)) if wanted else {}
 
@@ -45,8 +45,8 @@ def views_of_inputs(capture: Capture, values: Values) -> dict[fx.Node, tuple[fx.
 def _laid_out(
     capture: Capture, values: Values, wanted: dict[fx.Node, fx.Node]
 ) -> Iterator[tuple[fx.Node, tuple[fx.Node, InputView]]]:
-    """Run what makes the views, on fake tensors that are changed in place as real ones are: of an
-    input with gaps, functionalization returns a new value without."""
+    """Run the nodes that create the views on fake tensors with real in-place changes: for an input
+    with gaps, functionalization returns a new value without gaps."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {n: graph.node_copy(n) for n in capture.bound}
 
@@ -67,7 +67,7 @@ def _laid_out(
         try:
             interpreter.run(*map(interpreter.fake_input, capture.inputs))
         except compat.UNTRACEABLE:
-            return  # they stay what the stages give
+            return  # these stay stage results
         for node, source in wanted.items():
             value, base = (interpreter.env[n] for n in (made[node], env[source]))
             if compat.storage_key(value) == compat.storage_key(base) and _is_plain(value, base):
@@ -75,7 +75,7 @@ def _laid_out(
 
 
 def _is_plain(value: torch.Tensor, base: torch.Tensor) -> bool:
-    """True if the places of its elements say all of a view."""
+    """True if sizes, strides and offset describe the view completely."""
     return value.dtype == base.dtype and not value.is_conj() and not value.is_neg()
 
 

@@ -4,17 +4,16 @@
     FORWARD_SAVING: primals -> results, saved
     BACKWARD: saved, tangents, partial gradients, live primals -> gradients, what is written
 
-What is saved and what is computed again is chosen by AOTAutograd's min-cut partitioner (Zheng et
-al., "Min-cut optimal recomputation", 2022): what is fastest, or, with a saved_fraction below 1,
-what takes that share of the memory between all of it and none (a knapsack over what is cheap to
-compute again). Parameters are never saved, nor views or casts of them: the backward binds them to
-whatever slot they are in then. Random numbers that the backward needs are always saved: drawn
-again, they would be others.
+AOTAutograd's min-cut partitioner (Zheng et al., "Min-cut optimal recomputation", 2022) chooses
+between saving and recomputing: the fastest split, or, with a saved_fraction below 1, a split that
+uses that share of the memory between all and none (a knapsack over cheap recomputes). Parameters,
+and views or casts of them, are never saved: the backward binds them to their current slot. Random
+numbers that the backward needs are always saved: drawn again, they would differ.
 
-[Note: sample by sample] Tiles of whole samples can have attention in them too. A stage that is
-recomputed then saves nothing: its backward is the joint graph itself, which computes the forward of
-a few samples again and makes their gradients of it, before it goes on to the next ones. That is
-gradient accumulation, layer by layer: a bucket is fetched once for all micro-batches.
+[Note: sample by sample] Tiles of whole samples can include attention. A recomputed stage then saves
+nothing: its backward is the joint graph itself, which recomputes the forward of a few samples and
+computes their gradients before the next samples. This is gradient accumulation layer by layer: a
+bucket is fetched once for all micro-batches.
 """
 
 from __future__ import annotations
@@ -49,14 +48,14 @@ from megacompile.passes.stages.tokenwise import Tokens, find_tokenwise
 
 _VIEWS = {"t", "view", "transpose", "permute", "expand", "reshape", "unsqueeze", "squeeze"}
 _VIEWS |= {"slice", "select", "alias", "detach", "_unsafe_view", "_to_copy", "convert_element_type"}
-_VIEWS |= {"clone"}  # of a view that is not contiguous
+_VIEWS |= {"clone"}  # for a non-contiguous view
 
-_LEAST = 1e-6  # a saved_fraction of 0 would save the inputs alone, whatever is marked
+_LEAST = 1e-6  # a saved_fraction of 0 would save only the inputs, despite the marks
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardInputs:
-    """The inputs of a stage's backward: which gradients, and their descriptions."""
+    """The gradient inputs of a stage's backward, and their metas."""
 
     tangents: tuple[int, ...] = ()  # results of the stage
     partial_gradients: tuple[int, ...] = ()  # primals of the stage
@@ -64,8 +63,8 @@ class BackwardInputs:
 
 
 def as_gradient(meta: TensorMeta) -> TensorMeta:
-    """The description of the gradient of a graph's output: as the output, but each element has a
-    place of its own, which those of `expand()` and `unfold()` have not."""
+    """The meta of an output's gradient: like the output, but without overlapping elements, as from
+    `expand()` and `unfold()`."""
     return replace(meta.contiguous() if meta.overlaps_itself else meta, requires_grad=False)
 
 
@@ -84,22 +83,22 @@ def split(
     """The template of a traced stage.
 
     Args:
-        stage: whose graph was traced.
+        stage: the traced stage.
         joint: (primals, tangents, partial gradients, live primals) -> (outputs, new values,
-            gradients, what the backward writes); left as it is.
+            gradients, values that the backward writes); not changed.
         takes: the tangents and partial gradients.
-        gradients: the primals whose gradients the joint graph returns.
-        index: of the template.
+        gradients: the primals with gradients in the joint graph's results.
+        index: the template's index.
         written: the primals whose new value the joint graph returns after the gradients.
-        saved_fraction: how much the forward saves, from 0 (inputs, and random numbers) to 1 (what
-            makes forward and backward fastest). A stage that draws random numbers is at 1 where
-            the partitioner would draw them again.
-        tiles: in which the tokenwise pieces of its graphs run. What they compute is not saved, but
-            computed again, tile by tile; see `megacompile.passes.stages.tile`. The template has
-            `tiles == 1` where its graphs have no such piece.
-        samples: tiles are of whole samples; see [Note: sample by sample]. The template has
-            `tiles == 1` where attention or a product of matrices is not cut along these. The stage
-            is one that `runs_by_samples`.
+        saved_fraction: the share of saved tensors, from 0 (inputs and random numbers) to 1 (the
+            fastest forward and backward). A stage that draws random numbers uses 1 if the
+            partitioner would draw them again.
+        tiles: the number of tiles for its graphs' tokenwise pieces. Their values are not saved, but
+            recomputed tile by tile; see `megacompile.passes.stages.tile`. The template has `tiles
+            == 1` if its graphs have no such piece.
+        samples: tiles are whole samples; see [Note: sample by sample]. The template has `tiles ==
+            1` if attention or a matrix product is not cut along samples. Requires
+            `runs_by_samples`.
     """
     planned = numbers_of(stage.metas)
     tokens = None if planned or tiles == 1 else tokens_of(stage, tiles)
@@ -150,9 +149,9 @@ def split(
 def _kept(
     stage: Stage, joint: fx.GraphModule, saved: Sequence[fx.Node]
 ) -> frozenset[int | SavedRef]:
-    """The primals and saved tensors whose memory autograd itself would keep: what was traced in the
-    backward reads them, or views of them. The partitioner may keep a primal instead, and make of it
-    again what autograd keeps."""
+    """The primals and saved tensors whose memory autograd would keep: the traced backward reads
+    them or views of them. The partitioner may save a primal instead and recompute the value that
+    autograd keeps."""
     nodes = (node for node in joint.graph.nodes if compat.is_of_backward(node))
     read = {_root(source).name for node in nodes for source in node.all_input_nodes}
     names = [f"primals_{i}" for i in range(1, len(stage.primals) + 1)]
@@ -163,7 +162,7 @@ def _kept(
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """The tensor that a value is a view of, through views of views; any other value itself."""
+    """The root base of a view; any other value unchanged."""
     while node.op == "call_function":
         source = node.all_input_nodes[0] if node.all_input_nodes else node
         maker = source if node.target is operator.getitem else node
@@ -176,13 +175,13 @@ def _root(node: fx.Node) -> fx.Node:
 def _codes(
     stage: Stage, forward: fx.GraphModule, backward: fx.GraphModule | None
 ) -> tuple[list[fx.Node], dict[Code, fx.GraphModule], tuple[int, ...]]:
-    """The values that the forward saves, the graph of each code, and the primals that a recompute
+    """The values that the forward saves, the graph for each code, and the primals that a recompute
     reads."""
     results = stage.result_count
     returned = list(ops.returned(forward.graph))
     saved = [n for n in returned[results:] if n.op != "placeholder" and not _gives_number(n)]
     saving = _extract(forward, [*returned[:results], *saved])
-    random = bool(_random(forward))  # it must draw the same numbers in each: one graph for all
+    random = bool(_random(forward))  # all must draw the same numbers: one shared graph
     graphs = {Code.FORWARD: saving if random else _extract(forward, returned[:results])}
     if backward is None:
         return saved, graphs, ()
@@ -203,7 +202,7 @@ def _tangent_strides(
 
 
 def _fakes(joint: fx.GraphModule) -> compat.SymbolicFakes:
-    """The mode that a graph with symbols was traced in."""
+    """The fake mode of a graph with symbols."""
     numbers = [node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder")]
     return compat.fakes_of(next(number for number in numbers if compat.is_number(number)))
 
@@ -213,8 +212,8 @@ def _gives_number(node: fx.Node) -> bool:
 
 
 def tokens_of(stage: Stage, tiles: int) -> Tokens | None:
-    """The dimension of a stage's activations that is cut: the first, where it is divided evenly, or
-    else the largest. None where there is nothing to cut."""
+    """The dimension along which a stage's activations are cut: the first if it divides evenly,
+    otherwise the largest. None if nothing can be cut."""
     args = [
         meta
         for ref, meta in zip(stage.primals, stage.metas, strict=True)
@@ -238,7 +237,7 @@ def _parameters(stage: Stage) -> frozenset[str]:
 def _tiled(
     graphs: dict[Code, fx.GraphModule], tokens: Tokens, tiles: int, parameters: frozenset[str]
 ) -> dict[Code, fx.GraphModule]:
-    """The graphs in pieces; codes that share a graph share it still."""
+    """The graphs cut into pieces; codes that shared a graph still share it."""
     made: dict[fx.GraphModule, fx.GraphModule] = {}
     for graph in graphs.values():
         if graph not in made:
@@ -247,9 +246,9 @@ def _tiled(
 
 
 def runs_by_samples(stage: Stage) -> bool:
-    """True if the whole stage may run for some samples after others, forward and backward.
+    """True if the whole stage can run sample by sample, forward and backward.
 
-    Random numbers would be others, and a buffer that it changes would change with each tile.
+    Random numbers would differ, and a mutated buffer would change with each tile.
     """
     template = stage.traced
     changes = template.mutated or template.live
@@ -257,7 +256,7 @@ def runs_by_samples(stage: Stage) -> bool:
 
 
 def _are_cut(graphs: Mapping[Code, fx.GraphModule], tokens: Tokens | None) -> bool:
-    """Does some piece of them run in tiles? All that is worth it does, where these are samples."""
+    """True if any piece runs in tiles; with samples, if all worthwhile nodes do."""
     pieces = [piece for graph in graphs.values() for _, piece in pieces_of(graph.graph)]
     whole = [tile.module for piece in pieces if piece.is_whole for tile in piece.tiles]
     if tokens is None or (tokens.samples and any(map(_computes, whole))):
@@ -266,13 +265,13 @@ def _are_cut(graphs: Mapping[Code, fx.GraphModule], tokens: Tokens | None) -> bo
 
 
 def _computes(module: fx.GraphModule) -> bool:
-    """True if there is a product of matrices in a graph, or attention."""
+    """True if a graph has a matrix product or attention."""
     calls = (node for node in module.graph.nodes if node.op == "call_function")
     return any(aten.is_product(node) or aten.is_attention(node) for node in calls)
 
 
 def _compute_in_tiles(joint: fx.GraphModule, tokens: Tokens, parameters: frozenset[str]) -> None:
-    """Mark what tiles compute as never saved, but for what others than tiles read."""
+    """Mark values computed in tiles as never saved, except those read outside of tiles."""
     acts = find_tokenwise(joint.graph, tokens, parameters).acts
     backward = [n for n in joint.graph.find_nodes(op="placeholder") if "tangents" in n.name]
     behind: set[fx.Node] = set(backward)
@@ -312,14 +311,14 @@ def _parted(
     for part in (forward, backward):
         restore_floats(part)
     if changed and (_random(forward).keys() != random.keys() or _random(backward)):
-        return _parted(stage, joint, 1.0)  # the partitioner would draw them again, its own way
+        return _parted(stage, joint, 1.0)  # the partitioner would replay them in its own way
     return forward, without_numbers(backward, joint)
 
 
 def _forward_and_whole(
     stage: Stage, joint: fx.GraphModule
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """(forward that saves nothing, backward that computes it again)."""
+    """(a forward that saves nothing, a backward that recomputes it)."""
     assert not stage.mutated, "a buffer would change with each tile"
     returned, primals = ops.returned(joint.graph), len(stage.primals)
     results, gradients = returned[: len(stage.outputs)], returned[len(stage.outputs) :]
@@ -339,7 +338,7 @@ def _output_metas(module: fx.GraphModule) -> tuple[TensorMeta, ...]:
 
 
 def _packed(stage: Stage) -> list[int]:
-    """The primals that are parts of packed parameters."""
+    """The primals that are components of packed parameters."""
     refs = [(i, ref) for i, ref in enumerate(stage.primals) if isinstance(ref, ParamRef)]
     return [i for i, ref in refs if stage.buckets[ref.bucket].params[ref.param].packed]
 
@@ -347,8 +346,8 @@ def _packed(stage: Stage) -> list[int]:
 def _forbid_saving_parameters(
     joint: fx.GraphModule, params: int, packed: Sequence[int] = ()
 ) -> None:
-    """Mark as never saved: views and casts of parameters and what follows of that kind, and
-    whatever is computed from packed parameters alone, which is the weight in full."""
+    """Mark as never saved: chains of views and casts of parameters, and values computed only from
+    packed parameters, which are unpacked weights."""
     placeholders = joint.graph.find_nodes(op="placeholder")
     bound = set(placeholders[:params])
     unpacked = {placeholders[i] for i in packed}
@@ -383,7 +382,7 @@ def _primals_of(module: fx.GraphModule, outputs: Iterable[Any]) -> tuple[int, ..
 def _extract(
     module: fx.GraphModule, outputs: Sequence[Any], primals: Sequence[int] | None = None
 ) -> fx.GraphModule:
-    """The part of a graph that computes `outputs`, with all placeholders or those of `primals`."""
+    """The subgraph that computes `outputs`, with all placeholders or only those of `primals`."""
     placeholders = module.graph.find_nodes(op="placeholder")
     given = placeholders if primals is None else [placeholders[i] for i in primals]
     graph = extracted(module.graph, outputs, given)

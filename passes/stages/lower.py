@@ -1,8 +1,8 @@
-"""Turn the traced graphs that a schedule runs into code.
+"""Lower the traced graphs of a schedule to code.
 
 `EAGER` runs the operators of the ATen graph, bitwise equal to the plain model. `INDUCTOR` compiles
-it with TorchInductor, once for all stages that share a template. A graph of pieces becomes the
-code of each, and loops over tiles.
+it with TorchInductor, once for all stages that share a template. A graph of pieces becomes the code
+of its pieces and loops over tiles.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ def lower(
     to_come: CodeToCome | None = None,
     waits: bool = True,
 ) -> Schedule:
-    """The same schedule; its templates' `code` holds everything that its nodes run.
+    """The same schedule, with all code that its nodes run in its templates' `code`.
 
-    With Inductor, processes next to this one compile graphs too, where there are any: the largest
-    first. This one, which has more workers for kernels than each of them, takes the largest of all,
-    and then the smallest that are left.
+    With Inductor, helper processes, if there are any, compile graphs too, largest first. This
+    process, which has more kernel workers than each helper, takes the largest graph, then the
+    smallest remaining ones.
 
     Args:
-        to_come: code that is being compiled.
-        waits: else stages run uncompiled until their code is there, if processes can compile it.
+        to_come: code being compiled in the background.
+        waits: wait for all code; otherwise stages run uncompiled until helper processes have
+            compiled them.
     """
     wanted = [item for item in dict.fromkeys(_runs(schedule)) if item[1] not in item[0].code]
     if lowering is Lowering.EAGER:
@@ -60,7 +61,7 @@ def lower(
     if to_come is None:
         to_come = CodeToCome(torch.device("cpu"))
     wanted = to_come.without(wanted, waits=waits)
-    graphs = functools.partial(_graphs, wanted[:-1])  # the largest is for this process
+    graphs = functools.partial(_graphs, wanted[:-1])  # this process takes the largest
     wanted = [*wanted[-1:], *wanted[:-1]]
     with compile_pool.compiling(graphs, len(wanted), to_come.device) as take:
         for template, code in progress(wanted, len(wanted)):
@@ -69,30 +70,29 @@ def lower(
 
 
 class CodeToCome:
-    """Code that processes next to this one compile while stages run their ATen graphs.
+    """Code that helper processes compile while stages run their ATen graphs.
 
-    What belongs to a schedule is used at once, between a backward and the next forward: a recompute
-    must draw the random numbers that its forward has drawn. It is loaded before, a few graphs in
-    each call.
+    All code of a schedule is switched at once, between a backward and the next forward: a recompute
+    must draw the same random numbers as its forward. Loading happens before, a few graphs per call.
 
     Args:
-        device: that it is compiled for.
+        device: the device to compile for.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._batches: list[tuple[compile_pool.Jobs | None, list[Wanted]]] = []
         self._loaded: dict[Wanted, LoweredFn] = {}
-        self._uncompiled: dict[int, Template] = {}  # by the id of its code, which copies share
-        self._failed: set[int] = set()  # those that stay so
+        self._uncompiled: dict[int, Template] = {}  # by the id of its code, shared by copies
+        self._failed: set[int] = set()  # templates that stay uncompiled
 
     def __bool__(self) -> bool:
         return bool(self._batches)
 
     def without(self, wanted: Sequence[Wanted], *, waits: bool) -> list[Wanted]:
-        """Allows stages to run uncompiled, and returns what is to be compiled at once.
+        """Allow stages to run uncompiled if possible; returns the graphs to compile at once.
 
-        A template that draws random numbers runs all of its code in one way.
+        A template that draws random numbers runs all of its code either compiled or uncompiled.
         """
         now: list[Wanted] = []
         later: list[Wanted] = []
@@ -118,12 +118,12 @@ class CodeToCome:
         return now
 
     def is_ready(self) -> bool:
-        """True if a schedule's code is compiled, as far as it can be."""
+        """True if all compilable code of a schedule is compiled."""
         return bool(self._batches) and all(jobs is None or jobs.done() for jobs, _ in self._batches)
 
     def load(self, patience_s: float = math.inf) -> bool:
-        """Load code for so long; is all of it loaded? It waits for what is not compiled yet. A
-        template of which a graph cannot be compiled keeps the code that it has."""
+        """Load code within a time limit; True if all is loaded. Waits for unfinished compilation. A
+        template with a graph that cannot be compiled keeps its code."""
         end_s = time.monotonic() + patience_s
         for jobs, wanted in self._batches:
             while wanted:
@@ -133,13 +133,13 @@ class CodeToCome:
                 take = _take_nothing if jobs is None else jobs.take
                 try:
                     self._loaded[template, code] = _compiled(template.graphs[code], take)
-                except Exception as error:  # of Inductor's
+                except Exception as error:  # an error of Inductor's
                     log.logger("compile").warning("a stage stays uncompiled: %s", error)
                     self._failed.add(id(template.code))
         return True
 
     def use(self) -> None:
-        """Uses the loaded code from now on. No backward may be to come."""
+        """Switch to the loaded code. No backward may be pending."""
         for (template, code), function in self._loaded.items():
             if id(template.code) not in self._failed:
                 template.code[code] = function
@@ -154,7 +154,7 @@ def _take_nothing(part: fx.GraphModule) -> None:
 
 
 def _graphs(wanted: Sequence[Wanted]) -> Iterator[compile_pool.GraphToCompile]:
-    """Graphs that Inductor compiles for it, with the inputs: the largest first."""
+    """The graphs that Inductor compiles for a template, with inputs, largest first."""
     modules = [template.graphs[code] for template, code in reversed(wanted)]
     for part in dict.fromkeys(part for module in modules for part in _parts(module)):
         if any(node.op == "call_function" for node in part.graph.nodes):
@@ -163,10 +163,10 @@ def _graphs(wanted: Sequence[Wanted]) -> Iterator[compile_pool.GraphToCompile]:
 
 
 def _compiled(module: fx.GraphModule, take: compile_pool.Take) -> LoweredFn:
-    """The code of a template's graph.
+    """Lower a template's graph.
 
     Args:
-        take: called before a graph is compiled here.
+        take: called before this process compiles a graph.
     """
     for part in _parts(module):
         take(part)
@@ -180,7 +180,7 @@ def _runs(schedule: Schedule) -> Iterable[Wanted]:
 
 
 def _parts(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
-    """The graphs that are compiled for a template's graph: it, or those of its tiles."""
+    """The graphs to compile for a template's graph: itself, or its tiles' graphs."""
     pieces = pieces_of(module.graph)
     if not pieces:
         yield module
@@ -198,7 +198,7 @@ def _lowered(
 
 
 def _function(module: fx.GraphModule) -> Function:
-    """The code of a graph of ATen operators, by Inductor."""
+    """Compile a graph of ATen operators by Inductor."""
     if any(node.op == "call_function" for node in module.graph.nodes):
         return with_strides(compiled(module), _metas(module), settled=True)
     forward: Function = module.forward
@@ -206,14 +206,12 @@ def _function(module: fx.GraphModule) -> Function:
 
 
 def _uncompiled(module: fx.GraphModule) -> Function:
-    """The code that runs until Inductor's is there: results have the strides that this will
-    give."""
+    """The code that runs until Inductor's is ready; results have the strides of Inductor's code."""
     return with_strides(direct(module, any_strides=True), _metas(module))
 
 
 def _runs_uncompiled(template: Template) -> bool:
-    """True if its graphs can run with the strides that kernels give, and in memory that is
-    known."""
+    """True if its graphs can run with the kernels' strides and within the planned memory."""
     modules = (part for graph in template.graphs.values() for part in _parts(graph))
     nodes = (node for module in modules for node in module.graph.nodes)
     return not any(
@@ -224,22 +222,22 @@ def _runs_uncompiled(template: Template) -> bool:
 
 
 def _metas(module: fx.GraphModule) -> list[TensorMeta | None]:
-    """Metas of the results of a graph; None for what is no tensor."""
+    """Metas of the results of a graph; None for results that are not tensors."""
     results: Any = module.graph.output_node().args[0]
     values = [r.meta.get("val") if isinstance(r, fx.Node) else r for r in results]
     return [TensorMeta.of(v) if isinstance(v, torch.Tensor) else None for v in values]
 
 
-# Graphs of pieces, and results that have the strides which what takes them was traced for.
+# Graphs of pieces, and results with the strides that their readers were traced with.
 
 
 def lower_pieces(module: fx.GraphModule, lower: Callable[[fx.GraphModule], Function]) -> Function:
     """The function of a graph of pieces.
 
-    Each value is freed where nothing reads it any more, as the graph's Python says.
+    Each value is freed after its last use, as in the graph's Python.
 
     Args:
-        lower: makes a function of the graph of a tile.
+        lower: lowers a tile's graph to a function.
     """
     graph = compat.copy_graph(module.graph)
     for node, piece in pieces_of(graph):
@@ -263,10 +261,9 @@ def _of_piece(piece: Piece, lower: Callable[[fx.GraphModule], Function]) -> Func
 
 
 def _loop(piece: Piece, functions: dict[Tile, Function]) -> Function:
-    """The code that runs tile after tile.
+    """The loop over tiles.
 
-    Results that are cut are written where they belong in the whole, so they are in memory once and
-    a tile more.
+    CUT results are written into the whole result, so their peak memory is the whole plus one tile.
     """
 
     def run(*inputs: Tensor) -> list[Tensor]:
@@ -280,7 +277,7 @@ def _loop(piece: Piece, functions: dict[Tile, Function]) -> Function:
             del cut
             for result, (kind, axis) in zip(results, piece.results, strict=True):
                 _put(result, kind, axis, start, tile.tokens, made)
-            del made  # or this tile's values would live while the next one is computed
+            del made  # free this tile's values before the next tile
         for k, meta in enumerate(piece.metas):
             results[k] = results[k].to(meta.dtype)
         return results
@@ -289,7 +286,7 @@ def _loop(piece: Piece, functions: dict[Tile, Function]) -> Function:
 
 
 def _begin(kind: Result, axis: Axis | None, meta: TensorMeta) -> Tensor:
-    """Memory for a result."""
+    """Allocate a result."""
     if kind is Result.CUT:
         return meta.empty()
     return torch.empty(meta.shape, dtype=sum_dtype(meta.dtype), device=meta.device)
@@ -302,7 +299,7 @@ def _cut(value: Tensor, axis: Axis | None, start: int, length: int) -> Tensor:
 def _put(
     result: Tensor, kind: Result, axis: Axis | None, start: int, length: int, made: Iterator[Tensor]
 ) -> None:
-    """Write a tile's part of a result, or add it."""
+    """Write or accumulate a tile's part of a result."""
     if kind is Result.PRODUCT:
         compat.add_product(result, next(made), next(made), first=start == 0)
     elif kind is Result.SUM:
@@ -318,15 +315,15 @@ def with_strides(
     *,
     settled: bool = False,
 ) -> Callable[..., list[Any]]:
-    """The function, whose results have the strides of these metas.
+    """Wrap a function so that its results have the strides of these metas.
 
-    Inductor keeps the order of strides alone where a result is a view of what it has padded, such
-    as a matrix product whose sides are no multiples of 8. A result that was traced as a view with
-    gaps is left as it is.
+    Inductor keeps only the order of strides if a result is a view of a padded tensor, such as a
+    matrix product with sizes that are not multiples of 8. A result traced as a view with gaps is
+    not changed.
 
     Args:
-        settled: it gives the same strides in each call, if sizes are no symbols: those that are
-            right in the first call are not looked at again.
+        settled: strides are the same in each call, unless sizes are symbols: results that are
+            correct in the first call are not checked again.
     """
     wanted = {k: meta for k, meta in enumerate(metas) if meta and is_dense(meta, meta.stride)}
     settled = settled and all(meta.symbolic is None for meta in wanted.values())
@@ -337,7 +334,7 @@ def with_strides(
             if results[k].stride() != meta.stride:
                 results[k] = dense(results[k], meta.stride, meta.shape)
             elif settled:
-                wanted.pop(k, None)  # another thread may be in it too
+                wanted.pop(k, None)  # another thread may run it too
         return results
 
     return run

@@ -1,13 +1,12 @@
-"""Traced graphs whose sizes are symbols: numbers are computed from the stage's own inputs.
+"""Traced graphs with symbolic sizes: computes numbers from the stage's own inputs.
 
     forward:  primals -> results, saved tensors, numbers        backward: saved, numbers, tangents
     after:    primals -> results, saved tensors                 backward: saved, primals, tangents
 
-The partitioner hands numbers from the forward to the backward as it does tensors. They are cheap,
-and a schedule's saved values are tensors, so the backward computes them again from the numbers that
-the stage is given.
+The partitioner saves numbers for the backward like tensors. Numbers are cheap, and a schedule's
+saved values are tensors, so the backward recomputes them from the stage's number inputs.
 
-A graph's values are also given sizes that are planned for: what costs them reads ints.
+A graph's values also get planned sizes, because the cost model reads ints.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from megacompile.ir.symbols import Number, Values, planned_of
 from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.edit import SYMBOLIC, body_of, computed, put, value_of, with_stages
 
-_FLOAT = "megacompile.float"  # in a node's meta: the float that stands as a tensor
+_FLOAT = "megacompile.float"  # in a node's meta: the float that is represented by a tensor
 _OTHER_NAMES = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 _SLICES = (torch.ops.aten.slice.Tensor, torch.ops.aten.slice_backward.default)
 _SCATTER = torch.ops.aten.slice_scatter.default
 
 
 def compute_ints(module: fx.GraphModule, primals: tuple[Any, ...]) -> fx.GraphModule:
-    """Compute every int of a traced graph from the numbers among its inputs, in place.
+    """Compute every int of a traced graph from its number inputs, in place.
 
-    Sizes that it asks its tensors for would bind it to tensors that it needs not otherwise. Floats
-    stay as they are computed: another order would round otherwise.
+    Sizes read from tensors would make the graph depend on tensors that it does not need otherwise.
+    Floats keep their computation: another order would round differently.
     """
     graph = module.graph
     placeholders = graph.find_nodes(op="placeholder")
@@ -71,7 +70,8 @@ def _computed(
 
 
 def floats_as_tensors(joint: fx.GraphModule) -> None:
-    """Makes floats tensors of one element, in place: the partitioner knows symbolic ints alone."""
+    """Replace floats by one-element tensors, in place: the partitioner supports only symbolic
+    ints."""
     for node in joint.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.SymFloat):
@@ -81,17 +81,17 @@ def floats_as_tensors(joint: fx.GraphModule) -> None:
 
 
 def restore_floats(module: fx.GraphModule) -> None:
-    """Undo `floats_as_tensors` in a part of a graph."""
+    """Undo `floats_as_tensors` in a subgraph."""
     for node in module.graph.nodes:
         if _FLOAT in node.meta:
             node.meta["val"] = node.meta.pop(_FLOAT)
 
 
 def without_numbers(backward: fx.GraphModule, joint: fx.GraphModule) -> fx.GraphModule:
-    """A backward that computes the numbers it takes from the forward, but for primals; in place.
+    """Make a backward recompute the numbers from its forward, except primals; in place.
 
     Args:
-        joint: the graph that it is a part of, whose numbers `compute_ints` has computed.
+        joint: its joint graph, after `compute_ints`.
     """
     graph = backward.graph
     sources = {node.name: node for node in joint.graph.nodes}
@@ -104,7 +104,7 @@ def without_numbers(backward: fx.GraphModule, joint: fx.GraphModule) -> fx.Graph
 
 
 def _recomputed(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:
-    """Put what computes a number in the place of the placeholder for it."""
+    """Replace a number's placeholder by its computation."""
     placeholders = {str(n.target): n for n in graph.find_nodes(op="placeholder")}
     first = next(iter(graph.nodes))
     body = body_of(graph)
@@ -127,11 +127,11 @@ def _recomputed(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:
 
 
 def sized(module: fx.GraphModule, values: Values) -> fx.GraphModule:
-    """A graph whose values are of the sizes that are planned for, and have symbols next to them.
+    """A graph whose values have planned sizes beside their symbols.
 
     Args:
-        module: left as it is; it may have been given other sizes before.
-        values: of the symbols.
+        module: not changed; it may have other planned sizes.
+        values: the symbols' planned values.
     """
     graph = compat.copy_graph(module.graph)
     memo: dict[Any, Any] = {}
@@ -155,15 +155,15 @@ def _sized(value: Any, values: Values, memo: dict[Any, Any]) -> Any:
 
 
 def numbers_of(primals: Iterable[Any]) -> dict[sympy.Symbol, int | float]:
-    """The values that a stage's inputs are planned for, by symbol."""
+    """The planned values of a stage's inputs, by symbol."""
     return planned_of([meta for meta in primals if isinstance(meta, Number)])
 
 
 def first_difference(symbolic: fx.GraphModule, plain: fx.GraphModule) -> str:
-    """Finds where a graph with symbols does other work than one without, for the sizes planned for.
+    """The first difference between a graph with symbols and one without, for the planned sizes.
 
-    "" where it does the same: the same operators, in the same order, of values with the same
-    sizes and strides. Other names for a value are no operators.
+    "" if both run the same operators in the same order, on values with the same sizes and strides.
+    Aliases of a value do not count as operators.
     """
     ours, theirs = _work(symbolic.graph), _work(plain.graph)
     mine = {node: f"%{k}" for k, node in enumerate(ours)}
@@ -192,10 +192,10 @@ def _work(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _named(node: fx.Node) -> fx.Node | None:
-    """The value that a node renames: it has the same elements in the same order.
+    """The value that a node aliases, with the same elements in the same order.
 
-    A slice of all of a dimension, its backward, and writing to it, are traced or not, as the size
-    is known.
+    A slice over a full dimension, its backward and writes to it are traced only if the size is
+    unknown.
     """
     if node.target in _SLICES or node.target is _SCATTER:
         source = node.args[1 if node.target is _SCATTER else 0]
@@ -205,7 +205,7 @@ def _named(node: fx.Node) -> fx.Node | None:
 
 
 def _taken(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
-    """A node's arguments: numbers as planned, values by what computes them."""
+    """A node's arguments: planned numbers, and values by their computation."""
 
     def value(source: fx.Node) -> Any:
         number = source.meta.get("val")
@@ -219,7 +219,7 @@ def _taken(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
 
 
 def _looks(value: Any) -> Any:
-    """The description of a value; no element is reached by the stride of a dimension of size 1."""
+    """The description of a value; ignores strides of dimensions of size 1."""
     if isinstance(value, torch.Tensor):
         meta = TensorMeta.of(value)
         sizes = zip(meta.shape, meta.stride, strict=True)
@@ -231,7 +231,7 @@ def _looks(value: Any) -> Any:
 
 
 def resize(stages: Schedule, values: Values) -> Schedule:
-    """The result of `partition`, planned for these values of all its symbols."""
+    """The result of `partition`, with these planned values of all its symbols."""
     assert stages.symbols is not None
     new = with_stages(
         stages,

@@ -2,10 +2,10 @@
 
     before: the captured torch-level graph          after: 0F 1F 2F 3F
 
-A stage is stateless: parameters, buffers and activations are all inputs. What it changes in place
-comes out as a new value, and later stages take that; an input of the model that was changed (a
-BatchNorm statistic) is written back with `assign`. Grad mode and autocast regions that span stages
-are opened again in each, and so is what chooses kernels (`sdpa_kernel`).
+A stage is stateless: parameters, buffers and activations are all inputs. An in-place change becomes
+a new value that later stages read; a changed model input (a BatchNorm statistic) is written back
+with `assign`. Grad mode, autocast regions and kernel choices (`sdpa_kernel`) that span stages are
+entered again in each.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from megacompile.passes.stages.segments import (
 
 
 def partition(capture: Capture, units: Sequence[Unit], *, whole: bool = False) -> Schedule:
-    """The schedule with stages only: no weights, no backward.
+    """The schedule with only stages: no weights, no backward.
 
     Args:
-        whole: one stage for all of the graph.
+        whole: one stage for the whole graph.
 
     Raises:
-        UnsupportedGraphError: the graph changes a parameter in place or returns one, or has an
-            operator that cannot be traced.
+        UnsupportedGraphError: the graph changes a parameter in place, returns one, or has an
+            untraceable operator.
     """
     capture = inline_checkpoints(capture)
     values = propagate(capture)
@@ -63,19 +63,19 @@ def partition(capture: Capture, units: Sequence[Unit], *, whole: bool = False) -
 
 @dataclass(slots=True)
 class _Chunk:
-    """A stage and the captured nodes behind its inputs and outputs."""
+    """A stage and the captured nodes of its inputs and outputs."""
 
     stage: Stage
     args: list[fx.Node]
     outputs: list[fx.Node]
-    changed: list[fx.Node]  # args that it changes in place, aligned with stage.mutated
-    metas: tuple[TensorMeta, ...]  # of the outputs and of the new values of what it changes
+    changed: list[fx.Node]  # mutated args, aligned with stage.mutated
+    metas: tuple[TensorMeta, ...]  # of the outputs and the mutated args' new values
 
 
 @dataclass(slots=True)
 class _Regions:
-    """Grad mode, open autocast regions, and the calls that chose kernels last, before each position
-    of the node list."""
+    """Grad mode, open autocast regions, and the last kernel-choosing calls, before each position of
+    the node list."""
 
     grad: list[bool]
     autocast: list[tuple[fx.Node, ...]]
@@ -154,7 +154,7 @@ class _Builder:
     def _external(
         self, body: Sequence[fx.Node], inside: set[fx.Node]
     ) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Parameters and other tensors that a segment takes from outside, in order of use."""
+        """Parameters and other tensors that a segment reads from outside, in order of use."""
         found: dict[fx.Node, None] = {}
         for node in body:
             for source in node.all_input_nodes:
@@ -173,9 +173,9 @@ class _Builder:
         )
 
     def _numbers(self, body: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> list[fx.Node]:
-        """The numbers that the values of a segment are expressions of: inputs of the graph.
+        """The graph's number inputs that occur in a segment's expressions.
 
-        A number that another segment computes is computed again, from these.
+        A number computed by another segment is recomputed from these.
         """
         if self.values.symbols is None:
             return []
@@ -240,13 +240,13 @@ class _Builder:
 
         self._open_regions(graph, segment.start, env)
         for node in self.nodes[segment.start : segment.stop]:
-            if node in env:  # an autocast region that was opened again
+            if node in env:  # an autocast region entered again
                 continue
             if self._is_method_of_literal(node, value):
                 continue
             args, kwargs = fx.map_arg((node.args, node.kwargs), value)
             made = env[node] = graph.create_node(node.op, node.target)
-            compat.set_args(made, args)  # `create_node` would look into each for symbols
+            compat.set_args(made, args)  # `create_node` would search each for symbols
             if kwargs:
                 compat.set_kwargs(made, kwargs)
         result = tuple(env[node] for node in outputs)
@@ -261,8 +261,7 @@ class _Builder:
         numbers: Mapping[sympy.Symbol, fx.Node],
         value: Callable[[fx.Node], Any],
     ) -> Any:
-        """Compute a number that another segment computes too. A float by the same operations: it
-        would be rounded otherwise."""
+        """Recompute a number of another segment; a float by the same operations, to round alike."""
         found = self.values.of[node]
         if isinstance(found, Number) and not found.expression.is_integer:
             args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
@@ -276,7 +275,7 @@ class _Builder:
             env[enter] = graph.call_function(enter.target, enter.args, enter.kwargs)
         if self.regions.grad[start] != self.capture.ambient.grad_enabled:
             graph.call_function(compat.SET_GRAD_ENABLED, (self.regions.grad[start],))
-        for choice in self.regions.kernels[start]:  # undone where the trace ends
+        for choice in self.regions.kernels[start]:  # undone at the end of the trace
             _copied(graph, choice)
 
     def _close_regions(self, graph: fx.Graph, segment: Segment, env: dict[fx.Node, Any]) -> None:
@@ -308,7 +307,7 @@ class _Builder:
                     ops.call(graph, ops.assign, sources[node], env[node], *counted, after=())
         recorded = [node for node in last_change if self._is_recorded(node)]
         new_values = [env[node] for node in recorded]
-        env |= {node: sources[node] for node in recorded}  # an output that is the input itself
+        env |= {node: sources[node] for node in recorded}  # an output that is an input itself
         results_of_all = ops.returned(self.capture.module.graph)
         outputs: Any = fx.map_arg(results_of_all, lambda n: self._result(n, env, sources))
         graph.output(((*outputs, *new_values), ()))
@@ -342,15 +341,15 @@ class _Builder:
         return [n for n in self.nodes if self.values.mutates[n] & keys]
 
     def _is_counted(self, node: fx.Node) -> bool:
-        """Does torch count a version where an input is changed in place? Batch norm has the
-        statistics written by its kernel, and a backward that saved them goes on."""
+        """True if torch bumps the version for this in-place change. Batch norm's kernel writes the
+        statistics without a bump, so a backward that saved them still runs."""
         return any(n.target not in compat.COUNT_NO_VERSION for n in self._changes(node))
 
     def _is_recorded(self, node: fx.Node) -> bool:
-        """True if autograd records how an input is changed in place.
+        """True if autograd records an in-place change of an input.
 
         Raises:
-            UnsupportedGraphError: other inputs share its memory, and would need it recorded too.
+            UnsupportedGraphError: other inputs share its memory and would need the record too.
         """
         if not self._meta(node, len(self.nodes)).requires_grad:
             return False
@@ -366,8 +365,8 @@ class _Builder:
         return True
 
     def _is_method_of_literal(self, node: fx.Node, value: Callable[[fx.Node], Any]) -> bool:
-        """Does it call a number's method (`n.bit_length()`) and give a number? Its result is a
-        literal too, and Python cannot read `2.bit_length()`."""
+        """True for a number's method that returns a number (`n.bit_length()`). Its result is a
+        literal too, and `2.bit_length()` is not valid Python."""
         if node.op != "call_method" or not self.values.is_constant(node):
             return False
         return not isinstance(fx.map_arg(node.args[0], value), fx.Node)
@@ -378,11 +377,11 @@ class _Builder:
         if self.values.is_number(node):
             return self.values.of[node]
         origin = self._origin(node)
-        if origin in sources:  # the input itself, though it was changed in place
+        if origin in sources:  # the input itself, even after an in-place change
             unseen = not self._meta(node, len(self.nodes)).requires_grad
             if unseen or env[origin] is sources[origin]:
                 return sources[origin]
-        if node in self.views:  # the call makes the view of it
+        if node in self.views:  # the call recreates the view
             return sources[self.views[node][0]]
         if node in env:
             return env[node]
@@ -390,7 +389,7 @@ class _Builder:
         return item.value if isinstance(item, ConstantInput) else self.values.of[node]
 
     def _origin(self, node: fx.Node) -> fx.Node:
-        """The node that gave the very tensor that `node` returns."""
+        """The node that created the tensor object that `node` returns."""
         origin = self.values.origin(node)
         name = origin.meta.get(VIEW_OF_BASE)
         named = {item.name: item for item in self.inputs}
@@ -432,7 +431,7 @@ def _regions(capture: Capture, nodes: Sequence[fx.Node]) -> _Regions:
 
 
 def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """A node again, with the nodes that it takes."""
+    """Copy a node with its inputs."""
     return graph.node_copy(node, lambda source: _copied(graph, source))
 
 

@@ -1,13 +1,12 @@
-"""Divide a traced graph into pieces that run one after another, by turns whole and in tiles.
+"""Divide a traced graph into pieces that run in sequence, alternately whole and in tiles.
 
     norm mm | attention | mm add norm mm gelu mm add
     tiles     whole       tiles
 
-A piece in tiles is as large as it can be: a node joins the first one that has all of what it takes.
-It must come later where it needs a value whole (attention looks at all tokens), or a sum over
-tokens. Views of weights are made in each piece that reads them. What a piece reads of an earlier
-one, cheap to compute again from what is in memory anyway (a norm), is computed again there:
-else it would have to be kept for all tokens.
+Tiled pieces are maximal: a node joins the first piece that has all its inputs. It moves to a later
+piece if it needs a whole value (attention reads all tokens) or a sum over tokens. Views of weights
+are repeated in each piece that reads them. Values from an earlier piece that are cheap to recompute
+from values in memory (a norm) are recomputed; otherwise they would have to be kept for all tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from megacompile.passes.stages.token_rules import Act
 from megacompile.passes.stages.tokenwise import Tokenwise, is_fill, is_view
 
 PRODUCTS = {"mm", "bmm", "addmm", "_scaled_mm"}
-_AGAIN = 16  # nodes at most that are computed again for one value
+_AGAIN = 16  # maximum number of recomputed nodes per value
 
 
 @dataclass(slots=True)
@@ -34,8 +33,8 @@ class Members:
 
     Args:
         in_tiles: it runs in tiles.
-        nodes: in the order in which they run, each with how it acts; None in a whole piece.
-        again: those that an earlier piece has computed too.
+        nodes: in execution order, each with its action on tokens; None in a whole piece.
+        again: nodes that an earlier piece has computed too.
         reads: values of earlier pieces, and inputs of the graph.
     """
 
@@ -46,9 +45,9 @@ class Members:
 
 
 def divide(graph: fx.Graph, found: Tokenwise) -> list[Members]:
-    """The pieces of a graph, in order; a single whole one where nothing is worth tiles.
+    """The pieces of a graph, in order; a single whole one if tiles do not pay off.
 
-    `found.acts` loses the nodes that are no part of a piece in tiles.
+    Removes nodes outside of tiled pieces from `found.acts`.
     """
     while True:
         division = _Division(graph, found)
@@ -60,12 +59,12 @@ def divide(graph: fx.Graph, found: Tokenwise) -> list[Members]:
 
 
 class _Division:
-    """The phase that each node runs in: even ones are whole, odd ones in tiles."""
+    """The phase of each node: even phases are whole, odd ones tiled."""
 
     def __init__(self, graph: fx.Graph, found: Tokenwise) -> None:
         self.found = found
         self.graph = graph
-        self.free: set[fx.Node] = set()  # made in each piece that reads them
+        self.free: set[fx.Node] = set()  # repeated in each piece that reads them
         self.phases: dict[fx.Node, int] = {}
         for node in graph.nodes:
             if node.op not in ("call_function", "get_attr"):
@@ -104,14 +103,14 @@ class _Division:
         return least
 
     def stays(self, node: fx.Node, source: fx.Node) -> bool:
-        """True if a node can take a tokenwise value in the tile that returns it."""
+        """True if a node can read a tokenwise value within the same tile."""
         act, given = self.found.acts[node], self.found.acts[source]
         if given.items:  # an item of a tuple
             return True
         return given.results[0][0] is Result.CUT and act.cuts.get(source) == given.axis
 
     def _delay(self) -> None:
-        """Runs whole nodes as late as they can: they take memory until they are read."""
+        """Move whole nodes as late as possible, because they use memory until they are read."""
         for node in reversed(list(self.phases)):
             if node in self.found.acts or _is_item(node):
                 continue
@@ -125,7 +124,7 @@ class _Division:
                 self.phases[one] = max(latest, self.phases[one])
 
     def _users(self, node: fx.Node, items: Iterable[fx.Node]) -> Iterator[fx.Node]:
-        """The readers of a value, through views that are made in each piece."""
+        """The readers of a value, through views that are repeated in each piece."""
         for user in node.users:
             if user in self.free:
                 yield from self._users(user, items)
@@ -133,7 +132,7 @@ class _Division:
                 yield user
 
     def without_products(self) -> list[fx.Node]:
-        """Nodes of pieces that compute no matrix product: whole, they are fused with others."""
+        """Nodes of pieces without a matrix product: run whole, they fuse with others."""
         lonely: dict[int, list[fx.Node]] = {}
         for node, phase in self.phases.items():
             if node in self.found.acts:
@@ -141,8 +140,8 @@ class _Division:
         return [n for nodes in lonely.values() if not any(map(is_product, nodes)) for n in nodes]
 
     def read_whole(self) -> list[fx.Node]:
-        """Nodes that whole pieces alone read, and that are no smaller than what they are computed
-        from: there, they need not be kept for all tokens, as what is fused with its reader."""
+        """Nodes that only whole pieces read and that are no smaller than their inputs: computed
+        there, they fuse with their readers and are not kept for all tokens."""
         return [node for node in self.phases if node in self.found.acts and self._read_whole(node)]
 
     def _read_whole(self, node: fx.Node) -> bool:
@@ -174,8 +173,8 @@ class _Division:
         return list(made.values())
 
     def _read(self, node: fx.Node, own: set[fx.Node]) -> set[fx.Node]:
-        """The values that a node takes from outside of its piece, through views that the piece
-        makes."""
+        """The values that a node reads from outside of its piece, through views that the piece
+        repeats."""
         found: set[fx.Node] = set()
         for source in node.all_input_nodes:
             if source in self.free:
@@ -185,12 +184,12 @@ class _Division:
         return found
 
     def _is_at_hand(self, node: fx.Node, source: fx.Node) -> bool:
-        """Can a node take what its own piece has of a value? A tile is not all of it."""
+        """True if a node can read its piece's part of a value, which may be only a tile."""
         acts = self.found.acts
         return node not in acts or source not in acts or self.stays(node, source)
 
     def _again(self, node: fx.Node, source: fx.Node, phase: int) -> list[fx.Node]:
-        """The nodes that a later piece computes again, to have a value; empty where it reads it
+        """The nodes that a later piece recomputes for a value; empty if it reads the value
         instead."""
         before = self.phases.get(source)
         if before is None or before % 2 == 0 or before == phase or not self.stays(node, source):
@@ -203,7 +202,7 @@ class _Division:
                 continue
             at = self.phases[one]
             if at % 2 == 0 and at < phase:
-                continue  # it is in memory
+                continue  # already in memory
             act = self.found.acts.get(one)
             sums = act is not None and any(kind is not Result.CUT for kind, _ in act.results)
             if act is None or sums or is_product(one) or len(cone) == _AGAIN:
@@ -223,11 +222,11 @@ def _is_item(node: fx.Node) -> bool:
 
 
 def is_product(node: fx.Node) -> bool:
-    """True if it is a product of matrices that a tile may compute."""
+    """True for a matrix product that a tile can compute."""
     return compat.operator_name(node.target) in PRODUCTS
 
 
 def cut_of(act: Act | None, node: fx.Node) -> Axis | None:
-    """The dimension in which a node cuts an operand; None: it takes it whole."""
+    """The dimension along which a node cuts an operand; None: whole."""
     cuts: Mapping[fx.Node, Axis] = {} if act is None else act.cuts
     return cuts.get(node)

@@ -3,10 +3,10 @@
     embed | 0.norm 0.attn 0.add | 1.norm 1.attn 1.add | norm head loss
 
 Every node that runs in a unit's module, or else uses a unit's parameter, belongs to that unit (and
-to one call of it: a module called twice is two segments). Nodes in between join a neighbour: one
-that is no layer, so that layers stay alike; where both are alike, the side of the smallest cut in
-live bytes. Then segments that cannot be apart are merged: values that are no tensors, and memory
-that is changed in place while views of it are used elsewhere, must not cross a cut.
+to one call of it: a module called twice is two segments). Nodes in between join a neighbour:
+preferably a non-layer, so that layers stay equal; otherwise the side with the smallest cut in live
+bytes. Then inseparable segments are merged: non-tensor values, and memory that is changed in place
+while views of it are used elsewhere, must not cross a cut.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megacompile.ir.tensors import tensors_bytes
 from megacompile.passes.capture.inputs import VIEW_OF_BASE, WRAPPED
 from megacompile.passes.capture.propagate import Values
 
-Owner = tuple[int, str]  # (index of the unit, which call of its module)
+Owner = tuple[int, str]  # (index of the unit, number of the call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,14 @@ class Segment:
 
     start: int
     stop: int
-    unit: int | None  # None where several units, or none, share it
+    unit: int | None  # None if it belongs to several units or none
 
     def join(self, other: Segment, unit: int | None) -> Segment:
         return Segment(min(self.start, other.start), max(self.stop, other.stop), unit)
 
 
 def compute_nodes(capture: Capture, values: Values) -> list[fx.Node]:
-    """The nodes that do something, in program order, a tuple's items right after it."""
+    """The computing nodes in program order, with a tuple's items right after it."""
     ordered: list[fx.Node] = []
     placed: set[fx.Node] = set()
 
@@ -74,7 +74,7 @@ def cut(capture: Capture, values: Values, units: Sequence[Unit]) -> list[Segment
 
 
 def _is_item(node: fx.Node, values: Values) -> bool:
-    """Does the node take a tuple of an operator apart? An index into a tensor does not."""
+    """True if the node is an item of an operator's tuple; False for an index into a tensor."""
     if node.target is not operator.getitem or not isinstance(node.args[1], int):
         return False
     return isinstance(node.args[0], fx.Node) and not values.is_tensor(node.args[0])
@@ -98,7 +98,7 @@ def _owners(
             continue
         owner: Owner | None = None
         for module, call in compat.module_calls(node):
-            if module in unit_of_module:  # below the root, a call is not one of the whole unit
+            if module in unit_of_module:  # below the root, a call does not cover the whole unit
                 owner = (unit_of_module[module], call if module in roots else "")
                 break
         used = [unit_of_param[n] for n in node.all_input_nodes if n in unit_of_param]
@@ -109,10 +109,10 @@ def _owners(
 
 
 def _live_bytes(nodes: Sequence[fx.Node], values: Values) -> list[float]:
-    """Entry p: bytes of the values made before position p and used at p or later.
+    """Entry p: bytes of the values defined before position p and used at p or later.
 
-    Infinite before an item, which stays with its tuple, and after a view of a base or a
-    wrapper, which stay with their use.
+    Infinite before an item (it stays with its tuple) and after a view of a base or a wrapper (they
+    stay with their use).
     """
     position = {node: p for p, node in enumerate(nodes)}
     end = len(nodes)
@@ -155,7 +155,7 @@ def _cut_between_owners(
 
 
 def _join_small(segments: Sequence[Segment], units: Sequence[Unit]) -> list[Segment]:
-    """Join neighbours that are no layers while their buckets stay within the largest one."""
+    """Join adjacent non-layers while their buckets do not exceed the largest one."""
     largest = max((unit.bucket.size_bytes for unit in units), default=0)
     joined: list[tuple[Segment, frozenset[int]]] = []
     for segment in segments:
@@ -200,7 +200,7 @@ def _merge_inseparable(
 def _opaque_spans(
     nodes: Sequence[fx.Node], position: dict[fx.Node, int], values: Values
 ) -> list[tuple[int, int]]:
-    """The range of a value that is neither a tensor nor a literal, first to last position."""
+    """The range, from first to last position, of a value that is neither a tensor nor a literal."""
     spans = []
     for node in nodes:
         if values.is_tensor(node) or values.is_constant(node) or is_autocast(node):
@@ -216,7 +216,7 @@ def _opaque_spans(
 def _alias_spans(
     capture: Capture, position: dict[fx.Node, int], values: Values, segment_at: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """The range in which memory that is changed in place is also reached through a view in another
+    """The range in which memory changed in place is also accessed through a view in another
     segment."""
     changed = {key for node in position for key in values.mutates[node]}
     spans = []
@@ -237,5 +237,5 @@ def _alias_spans(
 
 
 def is_autocast(node: fx.Node) -> bool:
-    """Does the node enter an autocast region? Its handle need not stay within one segment."""
+    """True if the node enters an autocast region, whose handle may cross segments."""
     return getattr(node.target, "__name__", "") == "_enter_autocast"

@@ -1,14 +1,14 @@
-"""Trace each stage to functional ATen graphs, once for all stages that have the same code.
+"""Trace each stage to functional ATen graphs, once for all stages with the same code.
 
     stage (torch level)  ->  FORWARD | FORWARD_SAVING | RECOMPUTE | BACKWARD
 
 Forward and backward are traced together, with `torch.autograd.grad` inside the traced function,
 and split by `megacompile.passes.stages.joint`.
 
-Stages are visited from last to first, because what a backward takes depends on the later stages:
-a *tangent* for each output whose gradient exists, and a *partial gradient* for each input or
+Stages are visited from last to first, because a backward's inputs depend on the later stages: a
+*tangent* for each output whose gradient exists, and a *partial gradient* for each input or
 parameter that a later stage used too. Partial gradients enter the traced graph as gradients of the
-inputs themselves, so that sums run in the order in which autograd adds them.
+inputs themselves, so that sums follow autograd's order.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def trace_templates(
     """Give every stage its template. `schedule.tangents` are the outputs that get a gradient.
 
     Args:
-        finds_writes: what backwards write is not known yet (see `stages/writes`).
+        finds_writes: the writes of backwards are not known yet (see `stages/writes`).
 
     Raises:
-        UnsupportedGraphError: a stage cannot be traced, or its backward writes what is not known.
+        UnsupportedGraphError: a stage cannot be traced, or its backward writes an unknown tensor.
     """
     walk = _GradientWalk(schedule)
     stages: list[Stage] = []
@@ -86,7 +86,7 @@ def cannot_write(stage: Stage, what: str) -> str:
 
 
 class _GradientWalk:
-    """The values that have a gradient, while stages are visited from last to first."""
+    """The values with a gradient, while stages are visited from last to first."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.calls = ops.calls_by_stage(schedule.forward, ops.forward)
@@ -97,7 +97,7 @@ class _GradientWalk:
         }
 
     def takes(self, stage: Stage) -> BackwardInputs:
-        """The results that have a gradient, and the primals that have one already."""
+        """The results with a gradient, and the primals with a partial gradient."""
         call = self.calls[stage.index]
         results = {k: item for k, item in ops.items(call) if item in self.gradients}
         if not results:
@@ -115,7 +115,7 @@ class _GradientWalk:
         )
 
     def gives(self, stage: Stage, template: Template) -> None:
-        """Note the gradients that the stage's backward returns."""
+        """Record the gradients that the stage's backward returns."""
         call = self.calls[stage.index]
         for primal, meta in zip(template.gradients, template.gradient_metas, strict=True):
             self.gradients[self._source(stage, call, primal)] = meta
@@ -140,7 +140,7 @@ def _template(
     given = replace(takes, metas=tuple(any_size(meta) for meta in takes.metas))
     key = (code, metas, params, stage.mutated, stage.live, given, lowering, ambient)
     planned = numbers_of(stage.metas)
-    for number in itertools.count():  # code with symbols may not be right for all their values
+    for number in itertools.count():  # code with symbols may not be valid for all their values
         template = cache.get((key, number))
         if template is not None and template.holds(planned):
             return planned_for(template, planned, cache)
@@ -155,7 +155,7 @@ def _template(
 
 
 def planned_for(template: Template, planned: Values, cache: TemplateCache) -> Template:
-    """The template, planned for these values of its symbols. It has the same code."""
+    """The template with these planned values of its symbols, and the same code."""
     if template.symbols is None or template.symbols.planned == planned:
         return template
     key = (template, tuple(planned.items()))
@@ -175,7 +175,7 @@ def planned_for(template: Template, planned: Values, cache: TemplateCache) -> Te
 
 
 def next_index(cache: TemplateCache) -> int:
-    """An index that no template of the cache has; some may have been evicted."""
+    """An index that no template in the cache uses; some may have been evicted."""
     return 1 + max((template.index for template in cache.values()), default=-1)
 
 
@@ -216,13 +216,13 @@ class _Tracer:
     def _trace_symbolic(self) -> fx.GraphModule:
         """The joint graph for all sizes.
 
-        [Note: symbolic and bitwise] Tensors without data have the strides of fake kernels, and
-        Python decompositions take the place of operators that C++ takes apart. So what is to be
-        equal in every bit is traced for the planned sizes too, as it would be without symbols, and
-        the two graphs must be the same but for the symbols.
+        [Note: symbolic and bitwise] Fake tensors have the strides of fake kernels, and Python
+        decompositions replace operators that C++ decomposes. So code that must be bitwise equal is
+        also traced with the planned sizes, as without symbols, and the two graphs must be equal
+        except for the symbols.
 
         Raises:
-            UntraceableSymbols: they are not.
+            UntraceableSymbols: the graphs differ.
         """
         fakes = compat.SymbolicFakes(self.planned)
         with contextlib.ExitStack() as modes:
@@ -267,7 +267,8 @@ class _Tracer:
         except (torch.OutOfMemoryError, *compat.UNTRACEABLE):
             raise
         except (RuntimeError, IndexError, ValueError, ArithmeticError):
-            # zeros are not the user's data: -1 is no index, and a matrix of them has no inverse
+            # zeros are not the user's data: -1 may become an index, and a zero matrix has no
+            # inverse
             return self._traced(compat.fake_mode(), decompositions)
 
     def _traced(
@@ -291,15 +292,15 @@ class _Tracer:
     def _joint(
         self, primals: list[Any], tangents: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The results as values, which a backward does not change; gradients and new values."""
+        """The results as values that a backward does not change; gradients and new values."""
         inputs = list(primals)
-        for i in self.stage.mutated:  # a value of its own, so that the old one stays readable
+        for i in self.stage.mutated:  # a separate value, so that the old one stays readable
             inputs[i] = primals[i].clone()
         held = {compat.storage_key(p) for p in primals[: self.params]}
         outputs = list(self.module(*inputs))
         for k, (tensor, meta) in enumerate(zip(outputs, self.stage.outputs, strict=True)):
             if compat.storage_key(tensor) in held:  # no view of a slot may leave the stage
-                with torch.enable_grad():  # under no_grad too, a parameter as it is requires grad
+                with torch.enable_grad():  # an unchanged parameter requires grad even under no_grad
                     outputs[k] = tensor.clone()
             elif not _has_strides(tensor, meta):  # [Note: strides that lie]
                 outputs[k] = meta.empty().detach().copy_(tensor)
@@ -321,7 +322,7 @@ class _Tracer:
                     ends, [primals[i] for i in sources], tangents, allow_unused=True
                 )
             except RuntimeError as error:
-                if compat.is_overwritten(error):  # plain torch raises it in the backward alone
+                if compat.is_overwritten(error):  # plain torch raises it only in the backward
                     raise NotImplementedError(str(error).partition(" Hint:")[0]) from error
                 raise
         pairs = [(i, g) for i, g in zip(sources, found, strict=True) if g is not None]
@@ -330,12 +331,11 @@ class _Tracer:
         return values, [*(g for _, g in pairs), *(inputs[i] for i in self.written)]
 
     def _written(self, inputs: list[Any], outputs: list[Any], before: list[Any]) -> tuple[int, ...]:
-        """The primals that the backward has changed in place: a hook in it, or an
-        `autograd.Function`.
+        """The primals that the backward changed in place, by a hook or an `autograd.Function`.
 
         Raises:
-            UnsupportedGraphError: it has changed what others than this stage have, and which is no
-                input of the model.
+            UnsupportedGraphError: it changed a tensor that other stages use and that is not a model
+                input.
         """
         now = [compat.from_functional(t) for t in (*inputs, *outputs)]
         changed = [

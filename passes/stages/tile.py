@@ -1,16 +1,15 @@
-"""Run what acts on each token alone in tiles, so that its values are there for a tile at a time.
+"""Run tokenwise operations in tiles, so that their values exist for one tile at a time.
 
     before: h = mm(x, w1); g = gelu(h); y = mm(g, w2); d = sum(g, [0])
     after:  y, d = tiles_1(x, w1, w2)        4 tiles of 4096 tokens
 
-The graph that comes out calls pieces (`megacompile.ir.tiles`) and nothing else. Each piece has a
-graph of its own for the size of its tiles: the same operators, with sizes of the tile in the place
-of sizes of the whole. It is run on fake tensors, and a node that does not give a part of what it
-gave before stays whole.
+The resulting graph calls only pieces (`megacompile.ir.tiles`). Each piece has its own graph for its
+tile size: the same operators, with tile sizes instead of whole sizes. The graph runs on fake
+tensors, and a node whose result is not a part of its whole result stays whole.
 
-Gradients of weights are products over tokens. They are added up in float32, tile by tile, and
-rounded once. A matrix kernel may round otherwise for fewer rows, so results are equal up to
-rounding, and not in every bit.
+Weight gradients are products over tokens. They are accumulated in float32, tile by tile, and
+rounded once. A matrix kernel may round differently for fewer rows, so results are equal up to
+rounding, not bitwise.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _SIZES = {"view": 1, "_unsafe_view": 1, "reshape": 1, "expand": 1, "full": 0, "z
 
 
 def tile_lengths(tokens: int, tiles: int) -> tuple[int, ...]:
-    """The sizes of as few tiles as asked for, all equal but for the last: one length, or two."""
+    """The sizes of the tiles, all equal except the last: one or two different lengths."""
     length = -(-tokens // tiles)
     rest = tokens % length
     return (length, rest) if rest else (length,)
@@ -47,13 +46,13 @@ def tile_lengths(tokens: int, tiles: int) -> tuple[int, ...]:
 def tile(
     module: fx.GraphModule, tokens: Tokens, tiles: int, whole: frozenset[str]
 ) -> fx.GraphModule:
-    """The graph as pieces, those that can in tiles; itself, where none can.
+    """The graph cut into pieces, tiled where possible; the same graph if nothing can be tiled.
 
     Args:
         module: an ATen graph whose sizes are numbers.
-        tokens: along what it is cut.
-        tiles: how many, at most one for each token.
-        whole: names of the placeholders that have no tokens: parameters.
+        tokens: the axis of the cut.
+        tiles: the number of tiles, at most one per token.
+        whole: names of the placeholders without tokens: parameters.
     """
     lengths = tile_lengths(tokens.count, max(1, min(tiles, tokens.count)))
     rejected: set[fx.Node] = set()
@@ -65,13 +64,13 @@ def tile(
         try:
             return _Writer(module, members, lengths, tokens.count).write()
         except _NoPart as wrong:
-            if wrong.node in rejected:  # nothing comes of trying again
+            if wrong.node in rejected:  # another attempt would not help
                 return module
             rejected.add(wrong.node)
 
 
 class _NoPart(Exception):
-    """A node that does not give, for a tile, that part of what it returns for all tokens."""
+    """Raised for a node whose result for a tile is not the tile of its whole result."""
 
     def __init__(self, node: fx.Node) -> None:
         super().__init__(node)
@@ -96,8 +95,8 @@ class _Writer:
         self.lengths = lengths
         self.tokens = tokens
         self.graph = fx.Graph()
-        self.made: dict[fx.Node, fx.Node] = {}  # a value of the given graph -> of the new one
-        self.metas: dict[fx.Node, TensorMeta] = {}  # of those, as they are in memory
+        self.made: dict[fx.Node, fx.Node] = {}  # value of the given graph -> value of the new graph
+        self.metas: dict[fx.Node, TensorMeta] = {}  # their memory layouts
         self.fakes = compat.fake_mode()
 
     def write(self) -> fx.GraphModule:
@@ -111,7 +110,7 @@ class _Writer:
             wanted = [n for n in members.nodes if n in read and n not in members.again]
             for node in wanted if members.in_tiles else ():
                 if _result(members.nodes[node]) == (Result.CUT, None):
-                    raise _NoPart(node.all_input_nodes[0])  # the same in each tile: a seed
+                    raise _NoPart(node.all_input_nodes[0])  # equal in all tiles: a seed
             self._piece(members, wanted)
         rest = [n for n in returned if n not in self.made]
         if rest:  # views of inputs, and constants
@@ -140,7 +139,7 @@ class _Writer:
 
 
 class _Part:
-    """The graph of a piece for one size of tile; `length` None: for all tokens."""
+    """The graph of a piece for one tile size; `length` None: for all tokens."""
 
     def __init__(
         self, writer: _Writer, members: Members, wanted: Sequence[fx.Node], length: int | None
@@ -151,7 +150,7 @@ class _Part:
         self.graph = fx.Graph()
         self.made: dict[fx.Node, fx.Node] = {}
         self.reads: dict[Read, fx.Node] = {}
-        self.fills: dict[Read, fx.Node] = {}  # constants, and views of what has no tokens
+        self.fills: dict[Read, fx.Node] = {}  # constants, and views of tensors without tokens
         self._last_read: fx.Node | None = None
         with writer.fakes:
             for node, act in members.nodes.items():
@@ -168,7 +167,7 @@ class _Part:
         return [self.made[node] if node in self.made else self._value(node, None)]
 
     def _value(self, node: fx.Node, cut: Axis | None) -> fx.Node:
-        """A value in this piece: computed in it, or read, all of it or a tile."""
+        """A value in this piece: computed here, or read whole or as a tile."""
         act = self.members.nodes.get(node)
         if node in self.made and (act is None or act.items or cut == act.axis):
             return self.made[node]
@@ -221,7 +220,7 @@ class _Part:
         return made
 
     def _resize(self, made: fx.Node, axis: Axis) -> None:
-        """Gives views and constants the sizes of the tile."""
+        """Replace the sizes in views and constants by the tile's."""
         assert self.length is not None
         at = _SIZES.get(name_of(made))
         sizes: Any = made.args[at] if at is not None and len(made.args) > at else None
@@ -229,7 +228,7 @@ class _Part:
             made.update_arg(at, list(axis.shape(tuple(sizes), self.length)))  # type: ignore[arg-type]
 
     def _widen(self, made: fx.Node) -> None:
-        """Sums of halves stay in float32: they are added to others."""
+        """Keep half-precision sums in float32, because they are accumulated."""
         dtype = made.args[0].meta["val"].dtype  # type: ignore[union-attr]
         if made.kwargs.get("dtype") is None and dtype.is_floating_point:
             made.update_kwarg("dtype", sum_dtype(dtype))
@@ -237,7 +236,7 @@ class _Part:
     def _check(
         self, node: fx.Node, given: Any, found: Any, kind: Result, axis: Axis | None
     ) -> None:
-        if not isinstance(given, torch.Tensor):  # a gradient that is not wanted
+        if not isinstance(given, torch.Tensor):  # an unneeded gradient
             return
         shape = tuple(given.shape)
         if axis is not None and self.length is not None:
@@ -252,7 +251,7 @@ def _each(value: Any) -> Sequence[Any]:
 
 
 def _whole(value: Any) -> Any:
-    """The value of a node for all tokens, in this mode."""
+    """The value of a node for all tokens, in this fake mode."""
     if isinstance(value, torch.Tensor):
         return TensorMeta.of(value.detach()).empty()
     if isinstance(value, (tuple, list)):
@@ -266,9 +265,8 @@ def _result(act: Act | None) -> tuple[Result, Axis | None]:
 
 
 def _laid_out(node: fx.Node, members: Members) -> TensorMeta:
-    """The layout of a result: as it was, or where it was a view with gaps and is put together of
-    tiles, without them. Its dimensions are in the same order, since attention returns what it
-    returns in that order."""
+    """The layout of a result: unchanged, or without gaps for a strided view assembled from tiles.
+    The memory order of dimensions is kept, because attention's results follow it."""
     meta = replace(TensorMeta.of(node.meta["val"]), requires_grad=False)
     if not members.in_tiles or is_dense(meta, meta.stride):
         return meta

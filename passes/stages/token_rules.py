@@ -1,10 +1,10 @@
-"""The way operators act on tokens: a rule for each that can run in tiles.
+"""Rules for operators that can run in tiles: their action on tokens.
 
-    (node, the axes of operands, tokens) -> how it acts; None: not on each token alone
+    (node, the axes of operands, tokens) -> its action; None: not tokenwise
 
-An operator is known by its name, and by nothing of the model. A rule is right whatever dimension
-is called that of the tokens: it says that a part of the result needs that part of the operands
-alone, or that the result is a sum over parts.
+Rules depend only on the operator, never on the model. A rule is valid for any choice of the token
+dimension: it states that a part of the result needs only that part of the operands, or that the
+result is a sum over parts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Axes = Mapping[fx.Node, Axis]
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """The way a tokenwise node acts: which operands are cut, and what its results are."""
+    """The action of a tokenwise node: the cut operands and the kinds of results."""
 
     cuts: Axes
     results: Kinds
@@ -66,7 +66,7 @@ def _rank(node: fx.Node) -> int:
 def _aligned(
     operands: Sequence[fx.Node], axes: Axes, rank: int, tokens: int
 ) -> tuple[Axis, dict[fx.Node, Axis]] | None:
-    """The axis of what operands of all shapes are broadcast to, and where each is cut."""
+    """The token axis of the broadcast shape, and the cut axis of each operand."""
     found: Axis | None = None
     for node in operands:
         if node in axes:
@@ -84,7 +84,7 @@ def _aligned(
         if dim < 0 or (shape[dim] == 1 and found.size(tokens) != 1):
             if node in axes:
                 return None
-            continue  # it is broadcast over tokens
+            continue  # broadcast over tokens
         if shape[dim] != found.size(tokens):
             return None
         cuts[node] = Axis(dim, found.outer, found.inner)
@@ -102,7 +102,7 @@ def pointwise(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
 
 
 def _along(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    """Something along other dimensions, which keeps the shape: a softmax."""
+    """A shape-preserving operation along other dimensions: a softmax."""
     dim = _of(node)["dim"] % max(1, _rank(node))
     act = pointwise(node, axes, tokens)
     return act if act is not None and act.axis is not None and act.axis.dim != dim else None
@@ -127,7 +127,7 @@ def _reshape(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
 
 
 def reshaped(axis: Axis, before: Sequence[int], after: Sequence[int]) -> Axis | None:
-    """The axis of tokens after a reshape; None where it takes them apart."""
+    """The token axis after a reshape; None if the reshape splits it."""
     outer = math.prod(before[: axis.dim]) * axis.outer
     inner = math.prod(before[axis.dim + 1 :]) * axis.inner
     if 0 in before:
@@ -169,7 +169,7 @@ def _expand(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
 
 
 def _slice(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    """A part of another dimension: its axis stays, or moves down where the dimension goes."""
+    """A part of another dimension: the token axis stays, or shifts if the dimension is removed."""
     taken = _only(node, axes)
     if taken is None:
         return None
@@ -194,7 +194,7 @@ def _split(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
 
 
 def _all_cut(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    """Something along another dimension of operands of one rank, all of which are cut."""
+    """An operation along another dimension of operands of equal rank, all of which are cut."""
     rank = _rank(node)
     made = _aligned(node.all_input_nodes, axes, rank, tokens)
     if made is None or any(_rank(operand) != rank for operand in node.all_input_nodes):
@@ -243,7 +243,7 @@ def _product(node: fx.Node, a: fx.Node, b: fx.Node, axes: Axes, sums: Result) ->
         return None
     if left is not None and right is not None:
         same = (left.outer, left.inner) == (right.outer, right.inner)
-        if same and left.dim == right.dim < rows:  # of each matrix
+        if same and left.dim == right.dim < rows:  # tokens within each matrix
             return Act({a: left, b: right}, ((Result.CUT, left),))
         if same and left.dim == columns and right.dim == rows:
             return Act({a: left, b: right}, ((sums, None),))
@@ -267,8 +267,8 @@ def _addmm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
 
 
 def _scaled_mm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    """A product of fp8 factors: rows of the first one, or columns of the second one, with the
-    scales that these have. Over tokens it would be a sum of tiles with scales of all tokens."""
+    """A product of fp8 factors: cut along rows of the first or columns of the second, with their
+    scales. A sum over tokens is not supported, because scales may span all tokens."""
     given = _of(node)
     for key, scale_key, dim in (("self", "scale_a", 0), ("mat2", "scale_b", 1)):
         operand, scale, bias = given[key], given[scale_key], given.get("bias")
@@ -339,15 +339,15 @@ def _attention(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
     if name_of(node).endswith("_backward"):
         used = {user.args[1] for user in node.users}
         if any(axis is None for k, (_, axis) in enumerate(results) if k in used):
-            return None  # the gradient of a mask that samples share
+            return None  # the gradient of a mask shared by samples
     return Act(cuts, results, items=True)
 
 
-_OF_SAMPLES = 3  # dimensions at least, of what attention takes and returns of each sample
+_OF_SAMPLES = 3  # minimum rank of attention's per-sample operands and results
 
 
 def _of_samples(value: Any, axis: Axis, tokens: int) -> tuple[Result, Axis | None]:
-    """Cut along samples, or the same in each tile: a seed."""
+    """Cut along samples, or equal in all tiles: a seed."""
     is_cut = isinstance(value, torch.Tensor) and value.dim() >= _OF_SAMPLES
     return Result.CUT, axis if is_cut and value.shape[0] == axis.size(tokens) else None
 
@@ -376,7 +376,7 @@ RULES: dict[str, Rule] = {
     "embedding": _embedding,
 }
 
-ATTENTION: dict[str, Rule] = {  # where tiles are of whole samples
+ATTENTION: dict[str, Rule] = {  # for tiles of whole samples
     f"_scaled_dot_product_{kind}{way}": _attention
     for kind in (
         "flash_attention",

@@ -1,12 +1,11 @@
-"""Finds the nodes of a traced graph that act on each token alone, and the axis of tokens in their
-results.
+"""Finds the tokenwise nodes of a traced graph, and the token axis of their results.
 
     h = mm(x, w)           x (tokens, width): each row of h needs its own row of x, and all of w
     s = sum(h, [0])        a sum over tokens: the sum of the sums of tiles
-    a = attention(q, k, v) not tokenwise: each token looks at others. Each sample is alone
+    a = attention(q, k, v) not tokenwise: each token reads others; samples are independent
 
-What no rule (`token_rules`) knows is not tokenwise, nor are random numbers: tiles would draw
-others.
+Operators without a rule (`token_rules`) are not tokenwise, nor are random numbers: tiles would draw
+different ones.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from megacompile.passes.stages.token_rules import (
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The dimension of a model's activations that is cut.
+    """The cut dimension of a model's activations.
 
     Args:
-        shape: of an activation.
-        dim: of its dimensions.
-        samples: attention may be cut along it too, where it is that of samples.
+        shape: the shape of an activation.
+        dim: the cut dimension.
+        samples: it is the sample dimension, along which attention can be cut too.
     """
 
     shape: tuple[int, ...]
@@ -51,7 +50,7 @@ class Tokens:
         return self.shape[self.dim]
 
     def axis_in(self, shape: Sequence[int]) -> Axis | None:
-        """The likely axis of tokens in a tensor that comes from outside."""
+        """The likely token axis of an input tensor."""
         exact = [d for d, size in enumerate(shape) if size == self.count]
         if self.dim in exact:
             return Axis(self.dim)
@@ -69,7 +68,7 @@ class Tokenwise:
 
     tokens: Tokens
     acts: dict[fx.Node, Act] = field(default_factory=dict)  # of the tokenwise ones
-    axes: dict[fx.Node, Axis] = field(default_factory=dict)  # of values that have tokens
+    axes: dict[fx.Node, Axis] = field(default_factory=dict)  # axes of values with tokens
 
 
 def find_tokenwise(
@@ -81,10 +80,10 @@ def find_tokenwise(
     """The tokenwise nodes of a graph.
 
     Args:
-        graph: of ATen operators, whose nodes have fake tensors as `meta["val"]`.
-        tokens: what is cut.
-        whole: names of the placeholders that have no tokens.
-        rejected: nodes that are not tokenwise, whatever the rules say.
+        graph: a graph of ATen operators with fake tensors in `meta["val"]`.
+        tokens: the cut dimension.
+        whole: names of the placeholders without tokens.
+        rejected: nodes to treat as not tokenwise despite the rules.
     """
     found = Tokenwise(tokens)
     for node in graph.nodes:
@@ -101,12 +100,12 @@ def find_tokenwise(
 
 
 def is_fill(node: fx.Node) -> bool:
-    """True if a node makes a tensor of one value, out of nothing."""
+    """True if a node creates a constant-valued tensor."""
     return name_of(node) in ("full", "zeros", "ones") and not node.all_input_nodes
 
 
 def is_view(node: fx.Node) -> bool:
-    """Does a node give the memory that it takes? One of a tuple's is not asked for."""
+    """True if a node returns an alias of its input; not called for items of a tuple."""
     return node.target is not operator.getitem and aten.is_view(node)
 
 
@@ -139,7 +138,10 @@ def _act(node: fx.Node, found: Tokenwise) -> Act | None:
     if rule is None or not offered or any(shape_of(n) is None for n in node.all_input_nodes):
         return None
     made = rule(node, offered, found.tokens.count)
-    if made is None and name_of(node) in ("mm", "bmm"):  # one may be whole: keys of attention
+    if made is None and name_of(node) in (
+        "mm",
+        "bmm",
+    ):  # an operand may be whole: keys of attention
         for source in reversed(offered):
             rest = {other: axis for other, axis in offered.items() if other is not source}
             made = made or (rule(node, rest, found.tokens.count) if rest else None)
@@ -147,7 +149,7 @@ def _act(node: fx.Node, found: Tokenwise) -> Act | None:
 
 
 def _item(node: fx.Node, found: Tokenwise) -> Act | None:
-    """One of a tuple's; it goes with the node that returns the tuple."""
+    """An item of a tuple; handled like the node that returns the tuple."""
     source, index = node.args
     act = found.acts.get(source) if isinstance(source, fx.Node) else None
     if act is None or not isinstance(index, int):

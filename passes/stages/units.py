@@ -4,8 +4,8 @@
 
 A unit is a child of the outermost repeated container (`ModuleList`, `Sequential` or `ModuleDict`
 with two or more children of one class), or the largest subtree under `UNIT_LIMIT_BYTES` where
-nothing repeats. Neighbours that are no layers share a bucket where one of them is tiny. A tied
-parameter belongs to the first unit that has it.
+nothing repeats. Adjacent non-layers share a bucket if one of them is tiny. A tied parameter belongs
+to the first unit that has it.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def find_units(
 ) -> tuple[Unit, ...]:
     """The units of `model`, in the order of its module tree; together they hold every parameter.
 
-    With `compute_dtype`, buckets hold float32 parameters in that dtype, but for packed ones. With
-    `ranks`, each has a part of every bucket; as many as `replicas` have the same part.
+    With `compute_dtype`, buckets hold float32 parameters in that dtype, except packed ones. With
+    `ranks`, each rank has a part of every bucket; `replicas` ranks have the same part.
     """
     seen: set[int] = set()
     subtrees = []
@@ -77,7 +77,7 @@ def find_units(
 def _bucket(
     key: int, subtree: _Subtree, compute_dtype: torch.dtype | None, ranks: int, replicas: int
 ) -> Bucket:
-    """The parameters as they are on the device."""
+    """The parameters' metas on the device."""
     packed = {leaf.name for leaf in subtree.params if leaf.packed}
     params = [
         (name, tensor)
@@ -104,7 +104,7 @@ def _split(module: nn.Module, name: str, limit_bytes: int, *, repeated: bool) ->
         yield whole
         return
     children = list(module.named_children())
-    if not children:  # one module over the limit: it cannot be cut further
+    if not children:  # one module over the limit: it cannot be divided further
         yield whole
         return
     own = tuple(own_leaves(module, _join(name, "")))
@@ -116,7 +116,7 @@ def _split(module: nn.Module, name: str, limit_bytes: int, *, repeated: bool) ->
 
 
 def _repeated_classes(module: nn.Module) -> set[type[nn.Module]]:
-    """Classes that a container has at least two children of, with parameters."""
+    """Classes with at least two children, with parameters, in a container."""
     if not isinstance(module, _CONTAINERS):
         return set()
     counts = Counter(
@@ -130,7 +130,7 @@ def _has_repeats(module: nn.Module) -> bool:
 
 
 def _join_small(subtrees: Sequence[_Subtree]) -> list[_Subtree]:
-    """Joins neighbours that are no layers in one bucket where one of them is tiny."""
+    """Join adjacent non-layers into one bucket if one of them is tiny."""
     joined: list[_Subtree] = []
     for subtree in subtrees:
         if joined and not subtree.repeated and not joined[-1].repeated:

@@ -1,17 +1,17 @@
-"""Find the inputs of the model that a stage's backward changes in place.
+"""Find the model inputs that a stage's backward changes in place.
 
 A hook in the forward (`h.register_hook`) may write a buffer, and so may the backward of an
 `autograd.Function`: the largest gradient, from which the next step takes a scale. Such code is a
-part of the backward graph. It reads and writes memory as it is when it runs, not as the forward
-found it, so a stage that takes such an input takes it twice: what its forward computes reads the
-value of then, what its backward computes reads the memory (`Stage.live`).
+part of the backward graph. It reads and writes the current memory, not the forward's value, so a
+stage takes such an input twice: its forward computations read the forward's value, its backward
+computations read the memory (`Stage.live`).
 
     before: hook(g): amax.copy_(g.abs().amax())
     after:  (..., amax now) -> (gradients, amax new), and `assign` in the backward graph
 
-Who writes is known only once a backward is traced. That is done here, for all outputs that can
-have a gradient, so that every variant of the schedule agrees; and only where the captured graph has
-code whose backward is not torch's own.
+Writes are known only after a backward is traced. This pass traces it for all outputs that can have
+a gradient, so that every variant of the schedule agrees; and only if the captured graph has code
+whose backward is not torch's own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megacompile.passes.stages.templates import (
 
 
 def has_own_backwards(schedule: Schedule) -> bool:
-    """True if some stage has a node whose backward may be code of the user's."""
+    """True if any stage has a node whose backward may be user code."""
     nodes = (node for stage in schedule.stages for node in stage.module.graph.nodes)
     return any(node.op == "call_function" and not compat.is_torchs(node.target) for node in nodes)
 
@@ -48,7 +48,7 @@ def find_writes(
     """The stages, with `live`, and `Schedule.written`.
 
     Raises:
-        UnsupportedGraphError: a backward writes what is no input of the model.
+        UnsupportedGraphError: a backward writes a tensor that is not a model input.
     """
     traced = trace_templates(
         replace(schedule, tangents=able_tangents(schedule)),
@@ -79,7 +79,7 @@ def find_writes(
 
 
 def _with_args(schedule: Schedule) -> Iterator[tuple[Stage, dict[int, str]]]:
-    """Each stage, and the names of what its forward is given, by the primal."""
+    """Each stage, with primal -> name of its forward's argument."""
     calls = ops.calls_by_stage(schedule.forward, ops.forward)
     for stage in schedule.stages:
         given = ops.arguments(calls[stage.index])[2]

@@ -1,18 +1,19 @@
-"""Run stages on zeros, for what fake kernels do not tell: strides.
+"""Run stages on zeros to find real strides, which fake kernels may report wrongly.
 
-[Note: strides that lie] Some operators give other strides than their fake kernels say (attention's
-backward, a functionalized BatchNorm, a sum of tensors in several orders), and strides choose the
-kernels of what comes next, hence the rounding. Code that is to be bitwise equal to the plain model
-needs the real ones. So each stage runs once on zeros, in the order of the forward, with the strides
-that those before it gave, and is traced that way too (`templates`). Where that raises, strides are
-those of the fake kernels.
+[Note: strides that lie] Some operators return other strides than their fake kernels (attention's
+backward, a functionalized BatchNorm, a sum of tensors in several memory orders), and strides select
+the next operators' kernels and thus the rounding. Code that must be bitwise equal to the plain
+model needs the real strides. So each stage runs once on zeros, in forward order, with the strides
+of the previous stages' results, and is traced with them too (`templates`). If this raises, the fake
+kernels' strides are used.
 
-Zeros are not the user's data. What could look up an index that does not exist must not run on them:
+Zeros are not the user's data. Code that could use an invalid index must not run on them:
 
     gather(x, 1, index)             index is 0: there is an element 0
     gather(x, 1, sum(mask) - 1)     is -1 on zeros
 
-On the CPU that raises. On CUDA it ends the process's use of the device, so it must not be tried.
+On the CPU this raises. On CUDA it makes the device unusable for the process, so it must not be
+tried.
 """
 
 from __future__ import annotations
@@ -34,17 +35,22 @@ from megacompile.ir.stages import ArgRef, Stage
 from megacompile.ir.tensors import TensorMeta, is_dense
 from megacompile.passes.edit import with_stages
 
-_INDICES = ("index", "indices", "target")  # what the schemas of ATen call them
-_CHANCES = ("bernoulli", "bernoulli_", "multinomial", "_assert_async")  # check what they are given
+_INDICES = ("index", "indices", "target")  # their names in ATen's schemas
+_CHANCES = (
+    "bernoulli",
+    "bernoulli_",
+    "multinomial",
+    "_assert_async",
+)  # they check values
 _SAME_VALUES = {"t", "view", "transpose", "permute", "expand", "reshape", "unsqueeze", "squeeze"}
 _SAME_VALUES |= {"slice", "select", "alias", "detach", "_unsafe_view", "_to_copy", "clone"}
-_SAME_VALUES |= {"constant_pad_nd"}  # with the index that a loss ignores
+_SAME_VALUES |= {"constant_pad_nd"}  # pads with a loss's ignore_index
 
 Strides = tuple[tuple[int, ...], ...]
 
 
 def settle_strides(schedule: Schedule, *, ambient: Ambient) -> Schedule:
-    """The stages with other metas, where the fake kernels lied; on the CPU only."""
+    """The stages with corrected metas where the fake kernels were wrong; only on the CPU."""
     new = schedule.copy()
     calls = ops.calls_by_stage(new.forward, ops.forward)
     settled: dict[fx.Node, TensorMeta] = {}
@@ -70,7 +76,7 @@ def settle_strides(schedule: Schedule, *, ambient: Ambient) -> Schedule:
 
 
 def _strides(stage: Stage, ambient: Ambient) -> Strides | None:
-    """The strides of a stage's outputs; None where they cannot be known."""
+    """The strides of a stage's outputs; None if unknown."""
     if not all(map(_is_settled_by_running, (*stage.metas, *stage.outputs))):
         return None
     try:
@@ -85,7 +91,7 @@ def _strides(stage: Stage, ambient: Ambient) -> Strides | None:
 
 
 def _is_settled_by_running(meta: object) -> bool:
-    """True if it is a tensor on the CPU, of known size."""
+    """True for a CPU tensor of known size."""
     known = getattr(meta, "symbolic", None) is None
     return isinstance(meta, TensorMeta) and meta.device.type == "cpu" and known
 
@@ -101,14 +107,14 @@ def _with(metas: tuple[TensorMeta, ...], strides: Strides | None) -> tuple[Tenso
 
 @contextlib.contextmanager
 def real_tensors(stage: Stage) -> Iterator[None]:
-    """For its duration, tensors are real, and random generators are as they were after it."""
+    """A context with real tensors, which restores the random generators afterwards."""
     devices = sorted({m.device for m in stage.metas if m.device.type == "cuda"}, key=str)
     with torch.random.fork_rng(devices):
         yield
 
 
 def computes_indices(graph: fx.Graph) -> bool:
-    """True if an ATen graph uses an index, or a probability, that it computes from its inputs."""
+    """True if an ATen graph uses an index or a probability computed from its inputs."""
     given = set(graph.find_nodes(op="placeholder"))
     computed: set[fx.Node] = set()
     for node in graph.nodes:
@@ -125,7 +131,7 @@ def computes_indices(graph: fx.Graph) -> bool:
 
 
 def _checked(node: fx.Node) -> Iterator[Any]:
-    """The arguments of an operator whose values it checks."""
+    """The arguments whose values an operator checks."""
     if _name(node) in _CHANCES:
         yield from node.all_input_nodes[:1]
     for name, value in compat.arguments_of(node):
