@@ -1,11 +1,11 @@
-"""Tensors of integers whose sizes are symbols, as formulas of their indices.
+"""Integer tensors with symbolic sizes, as formulas of their indices.
 
     torch.arange(n)[:, None] + 3        base 3, steps (1, 0): the value at [i, j] is 3 + i
 
-A mask of a length that is not known is made of such tensors. What a comparison of two of them
-allows follows from the formulas: `keys <= queries` is causal where it is `j <= i` for all lengths.
-Where that depends on the length (a window that is longer than the context), it is decided for the
-length that is planned for, and becomes a condition of the program.
+A mask of unknown length is built from such tensors. The formulas determine the result of a
+comparison: `keys <= queries` is causal if it is `j <= i` for all lengths. If the result depends on
+the length (a window longer than the context), it is decided for the planned length and becomes a
+condition of the program.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _INTEGERS = (torch.int64, torch.bool)
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """The value at an index is `base` and a step for each unit of each of its coordinates."""
+    """The value at an index is `base` plus the sum of step times coordinate."""
 
     base: Any  # an int, or an expression of the symbols
     steps: tuple[int, ...]
 
     @property
     def constant(self) -> int | None:
-        """The number that all elements are."""
+        """The common value of all elements."""
         known = not any(self.steps) and isinstance(self.base, (int, sympy.Integer))
         return int(self.base) if known else None
 
     def of_rank(self, rank: int) -> Affine:
-        """Spread over more leading dimensions."""
+        """Broadcast to more leading dimensions."""
         return Affine(self.base, (0,) * (rank - len(self.steps)) + self.steps)
 
     def plus(self, other: Affine, times: int = 1) -> Affine:
-        """This and the other, spread over one another."""
+        """This and the other, broadcast together."""
         rank = max(len(self.steps), len(other.steps))
         pairs = zip(self.of_rank(rank).steps, other.of_rank(rank).steps, strict=True)
         base = sympy.expand(self.base + times * other.base)
@@ -49,22 +49,22 @@ class Affine:
 
 
 class Unknown(Exception):
-    """No formula is known for a value."""
+    """Raised if no formula is known for a value."""
 
 
 @dataclass(slots=True)
 class Conditions:
-    """Facts about the symbols: true for all their values, or asked for.
+    """Facts about the symbols: valid for all values, or recorded as conditions.
 
     Args:
-        planned: the values that decide.
+        planned: the values that decide otherwise.
     """
 
     planned: Values
     relied_on: list[Any] = field(default_factory=list)
 
     def decide(self, relation: Any) -> bool:
-        """Is a relation true? For other values too, or only under a condition."""
+        """True if a relation holds: for all values, or under a recorded condition."""
         relation = sympy.sympify(relation)
         if relation in (sympy.true, sympy.false):
             return bool(relation)
@@ -76,7 +76,7 @@ class Conditions:
 
 
 def of_tensor(tensor: torch.Tensor) -> Affine:
-    """The formula of a tensor that is known.
+    """The formula of a known tensor.
 
     Raises:
         Unknown: it has none.
@@ -97,15 +97,15 @@ def of_tensor(tensor: torch.Tensor) -> Affine:
 
 
 def computed(name: str, args: Sequence[Any], kwargs: dict[str, Any], rank: int) -> Affine:
-    """The formula of what a function of formulas and numbers returns.
+    """The formula of the result of a function of formulas and numbers.
 
     Args:
         name: of the function, without underscores around it.
-        args: formulas, ints, expressions of symbols, and what else is written in a call.
+        args: formulas, ints, expressions of symbols, and other call arguments.
         rank: dimensions of the result.
 
     Raises:
-        Unknown: there is none, or none is known.
+        Unknown: no formula exists or is known.
     """
     named = {k: v for k, v in kwargs.items() if k not in ("device", "dtype", "pin_memory")}
     make = _FUNCTIONS.get(name)
@@ -113,7 +113,7 @@ def computed(name: str, args: Sequence[Any], kwargs: dict[str, Any], rank: int) 
         raise Unknown
     try:
         found: Affine = make(rank, *args, **named)
-    except (TypeError, IndexError, ValueError) as error:  # written in a way that is not known
+    except (TypeError, IndexError, ValueError) as error:  # an unknown form of the call
         raise Unknown from error
     return found
 
@@ -171,7 +171,7 @@ def _same(rank: int, x: Any, *_: Any, **__: Any) -> Affine:
 
 
 def _expand(rank: int, x: Affine, *_: Any) -> Affine:
-    return x.of_rank(rank)  # what is spread has size 1, and a step of 0
+    return x.of_rank(rank)  # a broadcast dimension has size 1 and step 0
 
 
 def _unsqueeze(rank: int, x: Affine, dim: int) -> Affine:
@@ -280,7 +280,7 @@ class Compared:
         return None if difference is None else bool(self.compare(difference, 0))
 
     def is_causal(self, conditions: Conditions) -> bool:
-        """True if a query, in the last dimension but one, sees the keys up to its own."""
+        """True if each query (second-to-last dimension) sees the keys up to its own."""
         found = self._seen()
         if found is None or len(found.steps) < 2:
             return False
@@ -300,7 +300,7 @@ class Compared:
         return conditions.decide(sympy.sympify(least) >= 0)
 
     def _seen(self) -> Affine | None:
-        """An expression that is not negative exactly where the comparison is true."""
+        """An expression that is non-negative exactly where the comparison is true."""
         if self.compare in (operator.le, operator.lt):
             found = self.right.plus(self.left, -1)
         elif self.compare in (operator.ge, operator.gt):

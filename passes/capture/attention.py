@@ -34,7 +34,7 @@ def set_mask(node: fx.Node, *, causal: bool) -> None:
     node.kwargs = bound
 
 
-# The operators that attention masks are made with, as captured graphs name them.
+# The operators that build attention masks, by their names in captured graphs.
 
 # Pure functions of their arguments, methods by name. An operator's method (`__eq__`) is what torch
 # 2.11's Dynamo makes of some operators.

@@ -1,25 +1,24 @@
-"""Calls that Dynamo captures in a form that stages cannot be cut from, each in another form.
+"""Rewrites calls that Dynamo captures in a form that cannot be cut into stages.
 
-`inline_checkpoints` puts the bodies of activation checkpoints in the place of their calls. What is
-kept and what is recomputed is for `plan` to decide, for every stage alike. The numbers of a model
-do not depend on its checkpoints.
+`inline_checkpoints` inlines the bodies of activation checkpoints. `plan` decides what to save and
+what to recompute, for every stage alike. A model's results do not depend on its checkpoints.
 
     before: x = checkpoint(body, x, weight)[0]        after: x = linear(x, weight)
 
-`fold_vmaps` puts what `torch.vmap` wrote into a graph into one node. The values in between have a
-hidden dimension and live in a nesting that is counted in global state: a stage must hold all of
-them or none. What is traced of the node has no vmap any more.
+`fold_vmaps` folds the nodes of a `torch.vmap` into one node. Their values have a hidden dimension
+and a nesting level in global state: a stage must contain all of them or none. Tracing the node
+removes the vmap.
 
     before: begin(4); a = add_batch_dim(x, 0, 1); b = a * w; y = remove_batch_dim(b, 1, 4, 0); end()
     after:  y = vmap_0(x, w)
 
-`take_numbers` makes Python floats that change from call to call numbers. Dynamo gives a graph a
-float as a tensor without dimensions, whose value is asked for.
+`take_numbers` turns Python floats that change from call to call into number inputs. Dynamo passes
+such a float as a 0-d tensor and calls `item()` on it.
 
     before: x0 (a tensor) -> t = x0.item(); y * t        after: x0 (a number) -> y * x0
 
-`take_grouped_products` makes products of experts torch's own, as in an eager call of the model (see
-`megacompile.compat.kernels`).
+`take_grouped_products` replaces products of experts by torch's own, as in an eager call of the
+model (see `megacompile.compat.kernels`).
 
     before: transformers.grouped_mm_fallback(x, weight, offs)
     after:  megacompile.grouped_mm(x, weight, offs)
@@ -40,7 +39,7 @@ from megacompile.ir.capture import Capture, ConstantInput, NumberInput
 
 
 def inline_checkpoints(capture: Capture) -> Capture:
-    """The capture without checkpoints; itself where it has none."""
+    """The capture without checkpoints; the same capture if it has none."""
     if not any(_is_checkpoint(node) for node in capture.module.graph.nodes):
         return capture
     graph = fx.Graph()
@@ -76,7 +75,7 @@ def _copy(body: fx.GraphModule, graph: fx.Graph, inputs: Sequence[Any] | None, p
 
 
 def fold_vmaps(capture: Capture) -> Capture:
-    """The capture with a call of a module for each vmap; itself where it has none."""
+    """The capture with a module call for each vmap; the same capture if it has none."""
     own = inline_checkpoints(capture)
     if not own.module.graph.find_nodes(op="call_function", target=compat.VMAP_BEGIN):
         return capture
@@ -108,7 +107,7 @@ def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def _fold(module: fx.GraphModule, region: Sequence[fx.Node], name: str) -> None:
-    """Replace a region by a call of a module that has it."""
+    """Move a region into a module and replace it by a call."""
     inside = set(region)
     inputs = list(dict.fromkeys(n for r in region for n in r.all_input_nodes if n not in inside))
     outputs = [node for node in region if any(user not in inside for user in node.users)]
@@ -121,7 +120,7 @@ def _fold(module: fx.GraphModule, region: Sequence[fx.Node], name: str) -> None:
     graph = module.graph
     with graph.inserting_before(region[0]):
         for node in inputs:
-            if node.op == "get_attr":  # a constant that the vmap is the first to use
+            if node.op == "get_attr":  # a constant first used in the vmap
                 region[0].prepend(node)
         call = graph.call_module(name, tuple(inputs))
         call.meta = _place_of(region)
@@ -134,13 +133,13 @@ def _fold(module: fx.GraphModule, region: Sequence[fx.Node], name: str) -> None:
 
 
 def _place_of(region: Sequence[fx.Node]) -> dict[str, object]:
-    """The meta of the first node that says in which module it ran."""
+    """The meta of the first node with a module stack."""
     placed = (node.meta for node in region if compat.module_calls(node))
     return dict(next(placed, region[0].meta))
 
 
 def take_numbers(capture: Capture) -> Capture:
-    """The capture whose numbers are taken as they are; itself where none comes as a tensor."""
+    """The capture with plain number inputs; the same capture if no number is passed as a tensor."""
     if not any(_items(capture)):
         return capture
     own = capture.fresh()
@@ -152,7 +151,7 @@ def take_numbers(capture: Capture) -> Capture:
 
 
 def _items(capture: Capture) -> list[tuple[fx.Node, fx.Node]]:
-    """The nodes that ask for the value of a number, and the number's input."""
+    """The nodes that read the value of a number, and the number's input."""
     return [
         (user, node)
         for node, item in capture.bound.items()
@@ -163,7 +162,7 @@ def _items(capture: Capture) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def take_grouped_products(capture: Capture, device: torch.device) -> Capture:
-    """The capture with torch's products of experts; itself where it has none of the others."""
+    """The capture with torch's products of experts; the same capture if it has no others."""
     if not _others(capture.module.graph, device):
         return capture
     own = capture.fresh()

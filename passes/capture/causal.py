@@ -1,13 +1,13 @@
-"""Tells attention that its mask is causal, instead of making the mask.
+"""Replaces known masks by `is_causal=True`, so that they are never materialized.
 
     before: mask = (kv[None, :] <= q[:, None])        after: y = attention(..., is_causal=True)
             y = attention(..., attn_mask=mask)
 
-A model that is captured cannot look at its mask, so Hugging Face's make one where the plain loop
-passes `is_causal=True`: a square of the length of the context, in the memory of every layer, and
-kernels that cannot skip half of it. What such a mask is can be known: it is made of constants.
-Those that are small are computed here. Of what is made of them, with a row for each query and a
-column for each key, it is enough to know whether it allows everything, or what is_causal allows.
+A captured model cannot inspect its mask, so Hugging Face models build one where the plain loop
+passes `is_causal=True`: quadratic in the context length, in the memory of every layer, and for
+kernels that cannot skip half of it. Such a mask is known: it is computed from constants. Small
+constants are computed here. For the large masks derived from them, with a row per query and a
+column per key, it is enough to know whether they allow everything or exactly what is_causal allows.
 
 The attention is the same up to rounding: another kernel computes it.
 """
@@ -55,11 +55,11 @@ from megacompile.passes.capture.calls import inline_checkpoints
 from megacompile.passes.capture.propagate import Values, propagate
 from megacompile.text import format_bytes
 
-SMALL_NUMEL = 2**22  # of what is computed
+SMALL_NUMEL = 2**22  # for computed tensors
 
 
 class _Allows(Enum):
-    """The keys that a mask of queries by keys, in its last two dimensions, lets attention see."""
+    """The keys that a (..., queries, keys) mask allows."""
 
     ALL = "everything"
     CAUSAL = "each query the keys up to its own"
@@ -71,12 +71,12 @@ _UNKNOWN = object()
 def use_causal_attention(
     capture: Capture, *, lowering: Lowering, small_numel: int = SMALL_NUMEL
 ) -> tuple[Capture, tuple[str, ...]]:
-    """The capture whose attention gets no mask that is known, and a line on those.
+    """The capture without known attention masks, and a log line on them.
 
-    A capture that is left as it is, is returned itself; with `EAGER`, which is bitwise, always.
+    An unchanged capture is returned as the same object; with `EAGER`, which is bitwise, always.
 
     Args:
-        small_numel: what has so many elements at most is computed.
+        small_numel: tensors with at most this many elements are computed.
     """
     if lowering is Lowering.EAGER:
         return capture, ()
@@ -108,7 +108,7 @@ def use_causal_attention(
 
 
 def _erase_unused(graph: fx.Graph, masks: Sequence[fx.Node]) -> None:
-    """Masks without a reader, and what was made for them."""
+    """Remove masks without a reader, and the nodes that built them."""
     made = set(masks)
     for node in reversed(graph.nodes):
         if node in made and not node.users and node.op in ("call_function", "call_method"):
@@ -118,15 +118,15 @@ def _erase_unused(graph: fx.Graph, masks: Sequence[fx.Node]) -> None:
 
 @dataclass(slots=True)
 class _Known:
-    """Facts about the values of a captured graph, before it runs."""
+    """Statically known values of a captured graph."""
 
     capture: Capture
     values: Values
     small_numel: int
     found: dict[fx.Node, Any] = field(default_factory=dict)
-    computed: dict[str, Any] = field(default_factory=dict)  # by what was done
-    changed: frozenset[int] = field(init=False)  # storages that something writes to
-    conditions: Conditions = field(init=False)  # of the symbols, that what is known relies on
+    computed: dict[str, Any] = field(default_factory=dict)  # by operation
+    changed: frozenset[int] = field(init=False)  # storages that any node writes
+    conditions: Conditions = field(init=False)  # conditions on symbols for the known values
 
     def __post_init__(self) -> None:
         self.conditions = Conditions(self.capture.planned)
@@ -141,7 +141,7 @@ class _Known:
         return meta
 
     def attention(self, node: fx.Node, mask: fx.Node) -> _Allows | None:
-        """The keys that its mask allows; None where that is not known, or cannot be expressed."""
+        """The keys that its mask allows; None if unknown or inexpressible."""
         bound = bound_of(node)
         query, key = bound["query"], bound["key"]
         if not isinstance(query, fx.Node) or not isinstance(key, fx.Node):
@@ -162,7 +162,7 @@ class _Known:
     def of(self, node: fx.Node) -> Any:
         """A value on the CPU, an `_Allows`, or `_UNKNOWN`."""
         stack = [node]
-        while stack:  # deep graphs: no recursion
+        while stack:  # no recursion, because graphs are deep
             last = stack[-1]
             missing = [n for n in last.all_input_nodes if n not in self.found]
             if last in self.found:
@@ -198,7 +198,7 @@ class _Known:
         return self._allowed(node, meta) if isinstance(meta, TensorMeta) else _UNKNOWN
 
     def _formula(self, node: fx.Node, meta: TensorMeta) -> Any:
-        """The value of a node whose size, or elements, change from call to call."""
+        """The value of a node whose size or elements change from call to call."""
         try:
             args: Any = fx.map_arg(node.args, self._as_formula)
             named = dict(fx.map_arg(node.kwargs, self._as_formula))
@@ -226,13 +226,13 @@ class _Known:
         return of_tensor(value) if isinstance(value, torch.Tensor) else value
 
     def _of_integers(self, node: fx.Node, meta: TensorMeta, args: Sequence[Any]) -> bool:
-        """True if it is arithmetic of integers, or bools where they are only put elsewhere."""
+        """True for integer arithmetic, and for bools that are only rearranged."""
         metas = [self.values.of[source] for source in node.all_input_nodes]
         dtypes = [given.dtype for given in metas if isinstance(given, TensorMeta)]
         if not {meta.dtype, *dtypes} <= {torch.int64, torch.bool}:
             return False
         if node.target in (torch.diff, "diff") and _sizes(meta) != _sizes(metas[0]):
-            return False  # more than one is put in front
+            return False  # adds several leading dimensions
         if node.target in (operator.getitem, "__getitem__") and torch.bool in dtypes[1:]:
             return False
         if meta.dtype is torch.int64:
@@ -244,7 +244,7 @@ class _Known:
         return placed and (dtypes[:1] == [torch.bool] or all(known[:1]))
 
     def _compared(self, compare: Any, left: Any, right: Any, meta: TensorMeta) -> Any:
-        """The value of a comparison: one truth, or the keys it allows as a mask."""
+        """The value of a comparison: a single truth value, or the keys it allows as a mask."""
         if isinstance(left, _Allows) or isinstance(right, _Allows):
             return _UNKNOWN
         found = Compared(compare, as_affine(left), as_affine(right), _sizes(meta))
@@ -256,7 +256,7 @@ class _Known:
         return _UNKNOWN if truth is None else Affine(int(truth), (0,) * len(meta.shape))
 
     def _compute(self, node: fx.Node) -> Any:
-        """The value, on the CPU; the same for nodes that do the same, such as those of layers."""
+        """The value on the CPU; shared by equal nodes, such as those of equal layers."""
 
         def named(source: fx.Node) -> Any:
             value = self.found[source]
@@ -273,19 +273,19 @@ class _Known:
         kwargs.pop("pin_memory", None)
         if kwargs.get("device") is not None:
             kwargs["device"] = "cpu"
-        for i, item in enumerate(args):  # the only strings that these functions take are devices
+        for i, item in enumerate(args):  # string arguments of these functions are always devices
             index = node.target == "to" and type(item) is int
             if index or isinstance(item, (torch.device, str)):
                 args[i] = "cpu"
         if node.target == "cuda":
             return args[0]
         try:
-            with torch.device("cpu"):  # whatever the default is
+            with torch.device("cpu"):  # independent of the default
                 if node.op == "call_method":
                     return getattr(args[0], str(node.target))(*args[1:], **kwargs)
                 assert callable(node.target)
                 return node.target(*args, **kwargs)
-        except Exception:  # whatever the CPU cannot do
+        except Exception:  # unsupported on the CPU
             return _UNKNOWN
 
     def _allowed(self, node: fx.Node, meta: TensorMeta) -> Any:
@@ -293,7 +293,7 @@ class _Known:
         if len(meta.shape) < 2:
             return _UNKNOWN
         named = dict(node.kwargs)
-        first = (named.pop("input"),) if "input" in named else ()  # wherever it was written
+        first = (named.pop("input"),) if "input" in named else ()  # positional or keyword
         given = (*node.args, *first, *named.values())
         values = [self.found[item] if isinstance(item, fx.Node) else item for item in given]
         if node.target in COMPARES and len(values) == 2:
@@ -307,14 +307,14 @@ class _Known:
         if node.target in TRILS and masks and values[1:] in ([], [0]):
             return _Allows.CAUSAL
         if masks and values[0] is masks[0] and self._keeps(node, meta):
-            return masks[0]  # and not what `a.expand_as(b)` takes the shape of
+            return masks[0]  # not the shape argument of `a.expand_as(b)`
         return _UNKNOWN
 
     def _both(self, node: fx.Node, values: Sequence[Any], meta: TensorMeta) -> Any:
         sides, square = [], _sizes(meta)[-2:]
         for source, value in zip(node.all_input_nodes, values, strict=False):
             if isinstance(value, torch.Tensor) and value.dtype is torch.bool and bool(value.all()):
-                value = _Allows.ALL  # of any shape, because it is spread over the other
+                value = _Allows.ALL  # of any shape, because it is broadcast
             elif isinstance(value, Affine) and value.constant == 1:
                 value = _Allows.ALL
             elif not isinstance(value, _Allows) or _sizes(self.meta(source))[-2:] != square:
@@ -327,13 +327,13 @@ class _Known:
         return _Allows.CAUSAL if _Allows.CAUSAL in sides else _Allows.ALL
 
     def _keeps(self, node: fx.Node, meta: TensorMeta) -> bool:
-        """True if the last two dimensions are those of the mask that it takes."""
+        """True if the last two dimensions are those of its mask argument."""
         before = self.meta(node.all_input_nodes[0])
         if meta.dtype is not torch.bool or _sizes(meta)[-2:] != _sizes(before)[-2:]:
             return False
         if node.target in KEEP:
             return True
-        if node.target in RESHAPES:  # of leading dimensions: both sizes are there, and not 1
+        if node.target in RESHAPES:  # both last sizes exist and are not 1
             return min(meta.shape[-2:]) > 1
         if node.target is operator.getitem:
             return _keeps_rows(node.args[1], len(before.shape))
@@ -341,12 +341,12 @@ class _Known:
 
 
 def _sizes(meta: TensorMeta) -> tuple[Any, ...]:
-    """A tensor's sizes, those that change as expressions."""
+    """A tensor's sizes, with changing sizes as expressions."""
     return meta.shape if meta.symbolic is None else meta.symbolic.shape
 
 
 def _keeps_rows(index: Any, dims: int) -> bool:
-    """True if an index adds leading dimensions at most."""
+    """True if an index at most adds leading dimensions."""
     given = list(index) if isinstance(index, tuple) else [index]
     if not all(entry is None or entry is Ellipsis or entry == slice(None) for entry in given):
         return False
@@ -356,8 +356,7 @@ def _keeps_rows(index: Any, dims: int) -> bool:
 
 
 def _seen(value: Any, shape: Sequence[int]) -> Any:
-    """The keys that a mask allows which was computed because it is small, and is a part of a larger
-    one."""
+    """The keys allowed by a computed small mask that is part of a larger one."""
     is_mask = isinstance(value, torch.Tensor) and value.dtype is torch.bool and value.dim() > 1
     if not is_mask or value.shape[-2:] != shape[-2:]:
         return value
@@ -374,11 +373,11 @@ def _look(mask: torch.Tensor) -> Any:
 
 
 def _compared(target: Any, left: Any, right: Any, shape: Sequence[int]) -> Any:
-    """The keys that a comparison of a number for each key with one for each query allows."""
+    """The keys allowed by comparing a number per key with a number per query."""
     compare = COMPARES[target]
     if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
         return _UNKNOWN
-    dtype = torch.result_type(left, right)  # as they are compared
+    dtype = torch.result_type(left, right)  # in the comparison's dtype
     if dtype not in INTEGERS or compare is operator.ne:
         return _UNKNOWN
     left, right = (
@@ -390,7 +389,7 @@ def _compared(target: Any, left: Any, right: Any, shape: Sequence[int]) -> Any:
     keys, queries = (left, right) if compare in (operator.le, operator.lt) else (right, left)
     within = operator.lt if compare in (operator.lt, operator.gt) else operator.le
     if keys.shape[-2] != 1 or queries.shape[-1] != 1:
-        return _UNKNOWN  # the other way round, or not a number for each
+        return _UNKNOWN  # reversed, or not one number each
     keys, queries = keys[..., 0, :].expand(*keys.shape[:-2], shape[-1]), queries[..., 0]
     if bool(within(keys.amax(), queries.amin())):
         return _Allows.ALL

@@ -1,4 +1,4 @@
-"""Compute the head of a language model in chunks: its logits are never there as a whole.
+"""Compute the head of a language model in chunks, without materializing all logits.
 
     before: logits = linear(x, weight)               after: x = x[:, :-1]
             logits = logits.float()[:, :-1]                 x = x.reshape(-1, H)
@@ -6,12 +6,12 @@
             loss = cross_entropy(logits, y)                     x, weight, y, chunk_rows=...)
 
 Casts to float32, slices and reshapes of leading dimensions between the two commute with the linear
-layer, row by row, and are made to its input. Whatever else happens to the logits, or needs them,
-leaves the graph as it is; `reasons` then says why. The new code stands where the loss stood and
-belongs to the module of the linear layer.
+layer, row by row, and are applied to its input. Any other use of the logits leaves the graph
+unchanged; `reasons` then says why. The new code replaces the loss and belongs to the module of the
+linear layer.
 
-Sizes may be symbols. The number of chunks is found when the operator runs. Whether logits are many
-enough is a condition on the symbols: a call on the other side of the limit gets another program.
+Sizes may be symbols. The operator computes the number of chunks at run time. The size limit for
+chunking is a condition on the symbols: a call on the other side of the limit gets another program.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megacompile.passes.capture.chunk_rewrite import RESHAPES, FoundHead, rewrit
 from megacompile.passes.capture.propagate import Values, propagate
 from megacompile.text import format_bytes
 
-CHUNK_BYTES = 2**30  # of logits at a time; "auto" leaves a head of fewer as it is
+CHUNK_BYTES = 2**30  # of logits at a time; "auto" keeps smaller heads whole
 
 _CASTS = {"float", "to", "type"}
 _TRANSPOSES: dict[Any, str] = {
@@ -56,18 +56,18 @@ _LINEAR = ("input", "weight", "bias")
 _REDUCTIONS = {"mean": True, 1: True, "sum": False, 2: False}
 _EVERY_CLASS = slice(None), slice(0, None)
 
-STOOD_BACK = "the head is whole: "  # how a reason begins where a loss was found
+STOOD_BACK = "the head is whole: "  # prefix of a reason if a loss was found
 
 
 def chunk_head(
     capture: Capture, *, head: Head, lowering: Lowering, chunk_bytes: int | None = None
 ) -> tuple[Capture, tuple[str, ...]]:
-    """The capture with each head that can be in chunks, and a line on each loss.
+    """The capture with every possible head in chunks, and a log line on each loss.
 
-    A capture that is left as it is, is returned itself.
+    An unchanged capture is returned as the same object.
 
     Args:
-        chunk_bytes: of logits at a time. Default: `CHUNK_BYTES`.
+        chunk_bytes: bytes of logits per chunk. Default: `CHUNK_BYTES`.
     """
     limit_bytes = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
     own = inline_checkpoints(capture)
@@ -103,11 +103,11 @@ def chunk_head(
 
 
 class _Whole(Exception):
-    """The reason why a head is left as it is."""
+    """The reason why a head stays whole."""
 
 
 def _conditions(found: FoundHead, limit_bytes: int) -> list[Any]:
-    """That logits stay on their side of the limit of "auto"."""
+    """The condition that logits stay on their side of the limit of "auto"."""
     if not found.is_symbolic:
         return []
     most = limit_bytes // found.row_bytes
@@ -116,13 +116,14 @@ def _conditions(found: FoundHead, limit_bytes: int) -> list[Any]:
 
 
 def most_rows(row_bytes: int, limit_bytes: int) -> int:
-    """Rows that the limit allows, in whole tiles if that is possible."""
+    """Rows within the limit, in whole tiles if possible."""
     at_most = max(1, limit_bytes // row_bytes)
     return at_most - at_most % ALIGNED_ROWS if at_most > ALIGNED_ROWS else at_most
 
 
 def rows_of_a_chunk(rows: int, row_bytes: int, limit_bytes: int) -> int:
-    """For as few chunks as the limit allows, of equal size and whole tiles if that is possible."""
+    """Rows per chunk for the fewest chunks within the limit, of equal size and whole tiles if
+    possible."""
     return equal_chunks(rows, most_rows(row_bytes, limit_bytes))
 
 
@@ -135,7 +136,7 @@ class _Finder:
     limit_bytes: int  # of logits at a time
 
     def find(self, loss: fx.Node) -> FoundHead:
-        """The head of a loss; `_Whole` where it is not one that can be in chunks."""
+        """The head of a loss; raises `_Whole` if it cannot be chunked."""
         of = self._bind(loss, _LOSSES[loss.target])  # type: ignore[index]
         if of.get("size_average") is not None or of.get("reduce") is not None:
             raise _Whole(f"{loss} has size_average or reduce")
@@ -173,7 +174,7 @@ class _Finder:
         return found
 
     def literal(self, value: Any) -> Any:
-        """A value in which nodes of known numbers are those numbers."""
+        """A value with nodes of known numbers replaced by the numbers."""
         return fx.map_arg(value, self._number)
 
     def _number(self, node: fx.Node) -> Any:
@@ -223,7 +224,7 @@ class _Finder:
                 raise _Whole(f"the logits ({node}) are also used by {other}")
 
     def _asks_for_size(self, user: fx.Node) -> bool:
-        """Does a user of a tensor only look at what it is? What changes it has no value."""
+        """True if a user reads only a tensor's metadata."""
         value = self.values.of[user]
         looks = value is not None and not self.values.mutates[user]
         return looks and (self.values.is_constant(user) or self.values.is_number(user))
@@ -259,7 +260,7 @@ class _Finder:
             raise _Whole(f"{node} takes a part of the classes")
 
     def _is_class_first(self, node: fx.Node) -> bool:
-        """True if it makes (N, C, L) of (N, L, C), the layout that cross_entropy takes."""
+        """True if it transposes (N, L, C) to (N, C, L), the layout for cross_entropy."""
         given = self.literal((*node.args[1:], *node.kwargs.values()))
         order = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
         if len(self.meta(node).shape) != 3 or not all(type(d) is int for d in order):
@@ -278,7 +279,7 @@ class _Finder:
     def _rows(self, chain: Sequence[fx.Node], linear: fx.Node, target: Any) -> tuple[int, Any, int]:
         """Rows and classes of the loss's input, whose classes come last or are transposed.
 
-        Rows are those that are planned for, and an expression of the symbols.
+        Rows are returned as the planned number and as an expression of the symbols.
         """
         classes = self.meta(linear).shape[-1]
         given = self.meta(chain[-1] if chain else linear)
@@ -298,7 +299,8 @@ class _Finder:
         return rows, sympy.prod(meta.symbolic.shape), classes
 
     def _check_between(self, found: FoundHead) -> None:
-        """Moving the linear layer down to its loss must not change what it reads, or how."""
+        """Raise if moving the linear layer down to its loss would change its inputs or their
+        state."""
         nodes = list(self.capture.module.graph.nodes)
         read = [n for n in (found.hidden, found.weight, found.bias) if n is not None]
         held = {key for node in read for key in self.values.storages[node]}

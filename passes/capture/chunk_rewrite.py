@@ -1,4 +1,4 @@
-"""Write the loss of a head in chunks in the place of a head and its loss.
+"""Replace a head and its loss by the chunked loss.
 
 Sizes that change from call to call are computed from the graph's own numbers.
 """
@@ -33,7 +33,7 @@ RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", *
 
 @dataclass(frozen=True, slots=True)
 class FoundHead:
-    """A linear layer, what happens to its logits, and their loss."""
+    """A linear layer, the operations on its logits, and their loss."""
 
     linear: fx.Node
     chain: tuple[fx.Node, ...]  # from the linear layer's user to the loss's input
@@ -46,15 +46,15 @@ class FoundHead:
     mean: bool
     ignore_index: int
     label_smoothing: float
-    rows: int  # that are planned for
+    rows: int  # planned
     any_rows: Any  # an expression of the symbols, or `rows`
     classes: int
     row_bytes: int
-    chunk_rows: int  # the most of any chunk where the number of rows changes
+    chunk_rows: int  # maximum per chunk if the number of rows changes
 
     @property
     def logits_bytes(self) -> int:
-        """The number of rows that are planned for."""
+        """The planned number of rows."""
         return self.rows * self.row_bytes
 
     @property
@@ -74,10 +74,10 @@ class FoundHead:
 
 
 def rewrite_head(capture: Capture, values: Values, found: FoundHead) -> None:
-    """Put the chunked loss in the place of the loss, and drop the logits, in the capture's graph.
+    """Replace the loss by the chunked loss and remove the logits, in the capture's graph.
 
     Args:
-        values: of the graph's nodes.
+        values: the values of the graph's nodes.
     """
     _Rewriter(capture, values, found).rewrite()
 
@@ -116,7 +116,7 @@ class _Rewriter:
             self.graph.erase_node(node)
 
     def _replace_questions(self) -> None:
-        """Write sizes of the logits as the numbers they are."""
+        """Replace reads of the logits' sizes by numbers."""
         found = self.found
         for node in (found.linear, *found.chain):
             for user in list(node.users):
@@ -127,7 +127,7 @@ class _Rewriter:
                     self.graph.erase_node(user)
 
     def _hidden(self) -> fx.Node:
-        """The linear layer's input, after the slices and reshapes of the logits."""
+        """The linear layer's input with the slices and reshapes of the logits applied."""
         hidden = self.found.hidden
         width = self._meta(hidden).shape[-1]
         for node in self.found.chain:
@@ -149,7 +149,7 @@ class _Rewriter:
         return meta
 
     def _leading(self, node: fx.Node) -> tuple[Any, ...]:
-        """All sizes of a tensor but the last, those that change as numbers."""
+        """All sizes of a tensor except the last; changing sizes as numbers."""
         meta = self._meta(node)
         if meta.symbolic is None:
             return meta.shape[:-1]

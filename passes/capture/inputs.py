@@ -1,12 +1,12 @@
-"""Inputs of a captured graph that are not what passes want become plain tensors.
+"""Converts special inputs of a captured graph to plain tensors.
 
-`unpack` takes wrapper subclasses (torchao's weights) apart:
+`unpack` replaces wrapper subclasses (torchao's weights) by their components:
 
     before: w -> linear(x, w)
     after:  w_0, w_1 -> linear(x, as_Int8Tensor(w_0, w_1))
 
-The plain tensors come in, and each use has a wrapper of its own over them, right before it and
-in the same stage. Tracing looks through it: what the class computes becomes part of the stage.
+The plain tensors become inputs, and each use gets its own wrapper over them, right before it and in
+the same stage. Tracing sees through the wrapper: the class's computation becomes part of the stage.
 
 `rebase_overlaps` makes inputs that share memory, one of which is changed in place, views of one
 base (AOTAutograd calls such a base synthetic):
@@ -14,8 +14,8 @@ base (AOTAutograd calls such a base synthetic):
     before: x0, x1 -> x1[x1 == 3] = 0; embed(x0)
     after:  x0, x1, x2 -> as_strided(x2, x1's)[...] = 0; embed(as_strided(x2, x0's))
 
-`x2` is the memory that they share, flat. Each use has a view of its own, so that a change in one
-stage does not tie all later ones to it.
+`x2` is their common memory, flat. Each use has its own view, so that a change in one stage does not
+force all later ones into that stage.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from megacompile.ir.capture import Capture, GraphInput, Overlap, PackedInput, Te
 from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.capture.calls import inline_checkpoints
 
-# In the meta of a node that stands for an input in one use: the name of the input.
+# In the meta of a node that represents an input in one use: the input's name.
 WRAPPED = "megacompile.wrapped"  # a wrapper
 VIEW_OF_BASE = "megacompile.view_of_base"  # a view of a base
 
 
 def unpack(capture: Capture) -> Capture:
-    """The capture without packed inputs; itself where it has none.
+    """The capture without packed inputs; the same capture if it has none.
 
     Raises:
         UnsupportedGraphError: the graph returns one.
     """
     if not any(isinstance(item, PackedInput) for item in capture.inputs):
         return capture
-    own = inline_checkpoints(capture).fresh()  # a use within a checkpoint is one of its stage
+    own = inline_checkpoints(capture).fresh()  # a use within a checkpoint belongs to its stage
     graph = own.module.graph
     inputs: list[GraphInput] = []
     for node, item in own.bound.items():
@@ -92,8 +92,7 @@ def rebase_overlaps(capture: Capture) -> Capture:
 def _made_for_each_use(
     node: fx.Node, mark: str, target: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    """Give each use of an input, but as an output, a call of its own, right before it and in the
-    same stage."""
+    """Insert a separate call before each use of an input, except outputs, in the same stage."""
     for user in list(node.users):
         if user.op == "output":
             continue

@@ -1,4 +1,4 @@
-"""Run a captured graph on fake tensors, a node at a time, and note what each of them is."""
+"""Run a captured graph on fake tensors, node by node, and record each value."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ class Values:
 
     of: dict[fx.Node, Any] = field(default_factory=dict)  # TensorMeta, constants, tuples of them
     storages: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
-    mutates: dict[fx.Node, frozenset[int]] = field(default_factory=dict)  # storages it changes
-    same_as: dict[fx.Node, fx.Node] = field(default_factory=dict)  # what is changed in place -> it
-    wrappers: set[fx.Node] = field(default_factory=set)  # tensors that are made of others
-    # what did not require grad when it was made -> the change in place after which it does
+    mutates: dict[fx.Node, frozenset[int]] = field(default_factory=dict)  # storages
+    same_as: dict[fx.Node, fx.Node] = field(default_factory=dict)  # changed -> changing node
+    wrappers: set[fx.Node] = field(default_factory=set)  # tensors derived from others
+    # value created without requires_grad -> the in-place change that set it
     requires_grad_after: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    symbols: Symbols | None = None  # of the captured graph, where it has any
+    symbols: Symbols | None = None  # of the captured graph, if it has any
 
     def is_constant(self, node: fx.Node) -> bool:
-        """True if the node's value can stand in the code as a literal."""
+        """True if the node's value can be a literal in the code."""
         return _is_constant(self.of[node])
 
     def is_number(self, node: fx.Node) -> bool:
-        """True if the node's value is a number that changes from call to call, or holds one."""
+        """True if the node's value is or contains a number that changes from call to call."""
         value = self.of[node]
         return has_numbers(value) and _is_constant(value, numbers=True)
 
     def origin(self, node: fx.Node) -> fx.Node:
-        """The node that gave the very tensor that `node` returns: `x` for `x.add_(1)`."""
+        """The node that created the tensor object that `node` returns: `x` for `x.add_(1)`."""
         while node in self.same_as:
             node = self.same_as[node]
         return node
@@ -61,7 +61,7 @@ class Interpreter(fx.Interpreter):
         self.constants: dict[str, torch.Tensor] = {}
 
     def fake_constants(self) -> dict[str, torch.Tensor]:
-        """Fake tensors for the tensors that the captured graph holds itself."""
+        """Fake tensors for the captured graph's own tensors."""
         nodes = self.capture.module.graph.find_nodes(op="get_attr")
         held = {node.target: self.fetch_attr(node.target) for node in nodes}
         return {k: TensorMeta.of(v).empty() for k, v in held.items() if isinstance(v, torch.Tensor)}
@@ -92,7 +92,7 @@ class Interpreter(fx.Interpreter):
         return self.env[node]
 
     def storage_of(self, tensor: torch.Tensor) -> int:
-        """Equal for tensors that share memory."""
+        """A key that is equal for tensors that share memory."""
         return compat.storage_key(tensor)
 
     def run_node(self, n: fx.Node) -> Any:
@@ -116,9 +116,10 @@ class Interpreter(fx.Interpreter):
         return value
 
     def _note_requires_grad(self, n: fx.Node) -> None:
-        """A tensor made by `torch.zeros` requires grad once a part of it is set to what does."""
+        """A tensor from `torch.zeros` requires grad once a part of it is set to a value that
+        does."""
         if not self.values.mutates[n]:
-            return  # most nodes; else time would grow with the square of the graph
+            return  # most nodes; avoids quadratic time
         for holder in self.env:
             if holder in self.values.requires_grad_after:
                 continue
@@ -129,7 +130,8 @@ class Interpreter(fx.Interpreter):
                     self.values.requires_grad_after[holder] = n
 
     def _inputs(self, n: fx.Node) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The tensors that a node takes, with their values: another one once they were changed."""
+        """The tensors that a node takes, with their current values, which in-place changes
+        replace."""
         taken = [
             tensor for source in n.all_input_nodes for tensor in tensors_in(self.value_of(source))
         ]
@@ -137,7 +139,7 @@ class Interpreter(fx.Interpreter):
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of a value, wrappers taken apart."""
+    """The tensors of a value, with wrappers replaced by their components."""
     if is_wrapper(value):
         return taken_apart(value)[1]
     if isinstance(value, torch.Tensor):
@@ -150,7 +152,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def number_of(value: Any) -> Any:
-    """A number that changes from call to call as a `Number`, any other as it is."""
+    """Convert a number that changes from call to call to a `Number`; keep any other."""
     planned, expression = compat.expression_of(value)
     return Number(expression, planned) if symbols_in(expression) else planned
 
@@ -174,7 +176,7 @@ def _describe(value: Any) -> Any:
 
 
 def _is_constant(value: Any, *, numbers: bool = False) -> bool:
-    """Can a value stand in the code as a literal? With `numbers`, but for numbers that change."""
+    """True if a value can be a literal in the code; with `numbers`, except for changing numbers."""
     if isinstance(value, (tuple, list)):
         return all(_is_constant(item, numbers=numbers) for item in value)
     if isinstance(value, Number):

@@ -3,8 +3,8 @@
     before: loss = cross_entropy(logits, y)          after: wide = logits.float()
                                                             loss = cross_entropy(wide, y)
 
-A loss sums over many small numbers. `torch.autocast` computes losses in float32 and returns that,
-on a GPU `log_softmax` too (its list of ops that autocast to float32); so does this.
+A loss sums many small numbers. `torch.autocast` computes and returns losses in float32, on a GPU
+`log_softmax` too (its list of ops that autocast to float32); so does this pass.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.capture.calls import inline_checkpoints
 from megacompile.passes.capture.propagate import Values, propagate
 
-# Functions of torch.nn.functional, what those call, and methods, by name.
+# Functions of torch.nn.functional, their callees, and methods, by name.
 _LOSSES = {
     *("cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"),
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "poisson_nll_loss"),
@@ -34,7 +34,8 @@ _LOG_SOFTMAX = "log_softmax"
 def widen_losses(
     capture: Capture, *, compute_dtype: torch.dtype
 ) -> tuple[Capture, tuple[str, ...]]:
-    """The capture whose losses get no tensor in `compute_dtype`; one without is returned itself."""
+    """The capture with losses whose inputs are never in `compute_dtype`; the same capture if
+    nothing changes."""
     names = _LOSSES | ({_LOG_SOFTMAX} if capture.device.type == "cuda" else set())
     own = inline_checkpoints(capture)
     if not any(_is_loss(node, names) for node in own.module.graph.nodes):
@@ -53,7 +54,7 @@ def widen_losses(
 
 
 def _is_loss(node: fx.Node, names: set[str]) -> bool:
-    """True if it is one of torch's whose dtype was not given."""
+    """True for a function of torch without an explicit dtype."""
     method = isinstance(node.target, str)
     name = node.target if method else getattr(node.target, "__name__", "")
     if name not in names or node.op not in ("call_function", "call_method"):

@@ -1,16 +1,16 @@
-"""Find the value of every node of a captured graph: its meta, its memory, what changes it.
+"""Find the value of every node of a captured graph: its meta, its memory, its in-place changes.
 
-The captured graph runs once on fake tensors under functionalization, so nothing is computed and
-nothing of the user's is changed. What equal layers do is run once, and recalled for the others: an
-operation that was run for the same metas, constants and grad mode returns the same metas again. Its
-result is known, and is not made until the tensor itself is needed.
+The captured graph runs once on fake tensors under functionalization, so nothing is computed and no
+user tensor is changed. Operations of equal layers run once and are recalled for the others: an
+operation with the same metas, constants and grad mode returns the same metas. Its result is known,
+and its tensor is created only when needed.
 
     before: y = linear(x, w0), z = linear(y, w1)        after: y is run, z is recalled
 
-An operation is run wherever that may not be so: where it changes anything in place or takes what
-was changed, where its result is a number that data decide, where it takes anything but tensors,
-numbers and plain constants, and inside of transforms. Numbers are known by their expressions: an
-operation on the same ones asks the same of the symbols, so its conditions are there already.
+An operation is always run if this may not hold: if it changes anything in place or reads a changed
+tensor, if its result is a data-dependent number, if it takes anything but tensors, numbers and
+plain constants, and inside transforms. Numbers are identified by their expressions: an operation on
+the same expressions adds no new conditions on the symbols.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def propagate(capture: Capture, *, recall: bool = True) -> Values:
     """Run `capture` on fake tensors.
 
     Args:
-        recall: what is known of an operation is taken for others that are equal.
+        recall: reuse the result of an operation for equal operations.
 
     Raises:
         UnsupportedGraphError: an operator has no fake kernel, or a shape that depends on data.
@@ -45,7 +45,7 @@ def propagate(capture: Capture, *, recall: bool = True) -> Values:
     if recall:
         try:
             return _run(Recalling(capture, Values()))
-        except Exception:  # whatever needs the tensors themselves: the plain run says what is wrong
+        except Exception:  # needs the real fake tensors: the plain run raises the proper error
             pass
     try:
         return _run(Interpreter(capture, Values()))
@@ -69,22 +69,22 @@ def _run(interpreter: Interpreter) -> Values:
 
 
 _NUMBERS = frozenset({torch.SymInt, torch.SymFloat})
-# What looks at a tensor and not at its data, of all that returns no tensor.
+# Non-tensor functions that read only a tensor's metadata.
 _LOOKS = frozenset({"size", "dim", "stride", "numel", "is_contiguous", "element_size"})
 _ATTRIBUTES = frozenset({"shape", "dtype", "device", "ndim"})
 
 
 class NotRecallableError(Exception):
-    """Raised where what is recalled does not hold in this graph."""
+    """Raised if a recalled result is invalid in this graph."""
 
 
 class _MustRun(Exception):
-    """An operation is to be run."""
+    """Raised if an operation must be run."""
 
 
 @dataclass(slots=True, eq=False)
 class _Later:
-    """A tensor that is known, and made where it is needed."""
+    """A known tensor, created when needed."""
 
     meta: TensorMeta
     storage: int
@@ -94,23 +94,23 @@ class _Later:
 
 @dataclass(frozen=True, slots=True)
 class _Same:
-    """The result is the very tensor that was taken, by its place among those."""
+    """The result is an argument itself, given by its position."""
 
     taken: int
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """The result shares memory with a tensor that was taken, by its place among those."""
+    """The result shares memory with an argument, given by its position."""
 
     taken: int
     meta: TensorMeta
-    path: tuple[int, ...]  # to the tensor in what the operation returns
+    path: tuple[int, ...]  # path to the tensor in the operation's result
 
 
 @dataclass(frozen=True, slots=True)
 class _Fresh:
-    """The result is in memory of its own."""
+    """The result has its own memory."""
 
     meta: TensorMeta
 
@@ -124,29 +124,29 @@ class _Constant:
 class _Operation:
     """The arguments of an operation."""
 
-    key: Hashable = None  # None: it is to be run
-    taken: list[Any] = field(default_factory=list)  # tensors, made or not, each once
+    key: Hashable = None  # None: must be run
+    taken: list[Any] = field(default_factory=list)  # tensors, created or not, each once
     metas: list[TensorMeta] = field(default_factory=list)
     storages: list[int] = field(default_factory=list)
 
 
 class Recalling(Interpreter):
-    """Recalls what equal layers do; `run` raises whatever an operation does that needs data."""
+    """Recalls results of equal layers; `run` raises the errors of data-dependent operations."""
 
     def __init__(self, capture: Capture, values: Values) -> None:
         super().__init__(capture, values)
         self._known: dict[Hashable, tuple[Any, Any]] = {}  # outcome, description
-        self._names: dict[int, int] = {}  # real storage -> what it was called before it was made
-        self._fresh = 0  # names that were given
-        self._seen: set[int] = set()  # storages of what was run
-        self._changed: set[int] = set()  # storages that something has written to
-        self._viewed: set[int] = set()  # storages with views that may not be made yet
-        self._epoch = 0  # counts what may have changed the state of the thread
+        self._names: dict[int, int] = {}  # real storage -> its name before creation
+        self._fresh = 0  # assigned names
+        self._seen: set[int] = set()  # storages of run operations
+        self._changed: set[int] = set()  # storages that were written
+        self._viewed: set[int] = set()  # storages with possibly uncreated views
+        self._epoch = 0  # counts possible changes of thread state
         self._mode: Hashable = None
         self._set_mode()
 
     def fake_input(self, item: Any) -> Any:
-        """Parameters are made for those layers that are run."""
+        """Parameters are created only for layers that run."""
         if not isinstance(item, ParamInput):
             return super().fake_input(item)
         meta = self.meta_of(item)
@@ -180,7 +180,7 @@ class Recalling(Interpreter):
         return value
 
     def _call(self, n: fx.Node) -> _Operation:
-        """The arguments of a node, and a key that is equal where the same is done."""
+        """The arguments of a node, and a key that is equal for equal operations."""
         call = _Operation()
         if n.op not in ("call_function", "call_method") or self._mode is None:
             return call
@@ -218,7 +218,7 @@ class Recalling(Interpreter):
             raise _MustRun from None
 
     def _place(self, value: Any, call: _Operation) -> int:
-        """The place of a tensor among those that are taken."""
+        """The position of a tensor among the arguments."""
         value = value.made if isinstance(value, _Later) and value.made is not None else value
         for k, other in enumerate(call.taken):
             if other is value:
@@ -230,7 +230,7 @@ class Recalling(Interpreter):
                 raise _MustRun
             meta, storage = TensorMeta.of(value), self.storage_of(value)
             if meta.requires_grad != value.requires_grad:
-                raise _MustRun  # cut off: more is known of it than its meta
+                raise _MustRun  # no key: the meta does not describe it fully
         if storage in self._changed:
             raise _MustRun
         call.taken.append(value)
@@ -239,7 +239,7 @@ class Recalling(Interpreter):
         return len(call.taken) - 1
 
     def _note_changes(self, n: fx.Node, value: Any) -> None:
-        """After a node that was run: what it may have changed."""
+        """Record the possible changes of a node that was run."""
         changed = self.values.mutates[n]
         if changed & self._viewed:
             raise NotRecallableError(f"{n} changes what a view of it is recalled of")
@@ -258,7 +258,7 @@ class Recalling(Interpreter):
         self._mode = None if compat.in_transform() else Ambient.current(self.capture.device)
 
     def _holds(self, n: fx.Node, call: _Operation) -> bool:
-        """True if the arguments are as they were before."""
+        """True if the arguments are unchanged."""
         made = [value.made if isinstance(value, _Later) else value for value in call.taken]
         return not self.values.mutates[n] and all(
             tensor is not None and TensorMeta.of(tensor) == meta
@@ -266,8 +266,7 @@ class Recalling(Interpreter):
         )
 
     def _outcome(self, n: fx.Node, value: Any, call: _Operation, path: tuple[int, ...]) -> Any:
-        """The result of an operation, for others of the same key; None where it must be run
-        again."""
+        """The result of an operation for others with the same key; None if they must be run."""
         if isinstance(value, torch.Tensor):
             return self._outcome_of(n, value, call, path)
         if type(value) in (tuple, list):
@@ -275,7 +274,7 @@ class Recalling(Interpreter):
             fresh = [tensor for item in value for tensor in tensors_in(item)]
             own = {self.storage_of(tensor) for tensor in fresh} - set(call.storages)
             if None in items or len(own) != sum(isinstance(item, _Fresh) for item in items):
-                return None  # or results share memory of their own
+                return None  # or results share new memory
             return type(value)(items)
         looks = _looks(n) or (value is None and path != ())
         return _Constant(value) if looks and _is_data(value) else None
@@ -295,7 +294,7 @@ class Recalling(Interpreter):
         return None if storage in self._seen else _Fresh(meta)
 
     def _recalled(self, n: fx.Node, call: _Operation) -> Any:
-        """The result of a node that is not run."""
+        """The recalled result of a node."""
         outcome, self.values.of[n] = self._known[call.key]
         again = _Once(self, n, torch.is_grad_enabled())
         storages: set[int] = set()
@@ -338,7 +337,7 @@ class Recalling(Interpreter):
 
 @dataclass(slots=True)
 class _Once:
-    """Runs a node that was recalled, once, where a view that it returns is needed."""
+    """Run a recalled node, once, when a view that it returns is needed."""
 
     interpreter: Recalling
     node: fx.Node
@@ -346,7 +345,7 @@ class _Once:
     results: list[Any] = field(default_factory=list)
 
     def at(self, path: Sequence[int]) -> Any:
-        """A part of what it returns."""
+        """A part of its result."""
         if not self.results:
             with torch.set_grad_enabled(self.grad_enabled):
                 self.results.append(fx.Interpreter.run_node(self.interpreter, self.node))
@@ -357,7 +356,7 @@ class _Once:
 
 
 def _new(meta: TensorMeta) -> torch.Tensor:
-    """A tensor that was computed: not a leaf, where it requires grad."""
+    """A computed tensor: not a leaf if it requires grad."""
     with torch.enable_grad():
         tensor = replace(meta, requires_grad=False).empty()
         if meta.requires_grad:
@@ -371,7 +370,7 @@ def _identity(value: Any) -> Any:
 
 
 def _each(value: Any, function: Callable[[Any], Any]) -> Any:
-    """A value with `function` of each tensor in it."""
+    """A value with `function` applied to each tensor in it."""
     if isinstance(value, _Later):
         return function(value)
     if type(value) in (tuple, list) and any(True for _ in _unmade(value)):
@@ -388,7 +387,7 @@ def _unmade(value: Any) -> Iterator[_Later]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """True if a tensor is all that its meta says, and no more."""
+    """True if a tensor is fully described by its meta."""
     return (
         tensor.layout is torch.strided
         and not tensor.is_complex()
@@ -399,7 +398,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    """True if it is made of tensors, numbers and constants alone."""
+    """True if it consists only of tensors, numbers and constants."""
     if isinstance(value, (tuple, list)):
         return all(map(_is_data, value))
     return isinstance(value, torch.Tensor) or type(value) in _NUMBERS or _is_constant(value)
@@ -414,7 +413,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _looks(n: fx.Node) -> bool:
-    """True if a node looks at what a tensor is, and not at its data."""
+    """True if a node reads a tensor's metadata but not its data."""
     if n.op == "call_method":
         return n.target in _LOOKS
     return n.target is getattr and len(n.args) > 1 and n.args[1] in _ATTRIBUTES
