@@ -19,8 +19,8 @@ from megacompile.compat.distributed import is_sharded
 
 @contextmanager
 def without_saved_tensors_hooks() -> Iterator[None]:  # torch 2.11 to 2.15
-    """For its duration, no hooks of the user pack what autograd saves (checkpoint, save_on_cpu)."""
-    autograd: Any = torch._C._autograd  # its stubs say that there always is a top
+    """A context that disables the user's saved-tensor hooks (checkpoint, save_on_cpu)."""
+    autograd: Any = torch._C._autograd  # the stubs assume that the stack is never empty
     hooks = []
     while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)
@@ -33,8 +33,7 @@ def without_saved_tensors_hooks() -> Iterator[None]:  # torch 2.11 to 2.15
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:  # torch 2.11 to 2.15
-    """`function.apply(*args)`, which looks through all arguments, parameters too, for what
-    `torch.func` has left."""
+    """`function.apply(*args)`, without its search of all arguments for `torch.func` wrappers."""
     plain = [arg for arg in args if type(arg) is torch.Tensor]
     left = any(map(torch._C._functorch.is_functorch_wrapped_tensor, plain))
     if left or torch._C._are_functorch_transforms_active():
@@ -48,20 +47,20 @@ def keeps_graph() -> bool:  # torch 2.11 to 2.15
 
 
 def accumulator_of(param: torch.Tensor) -> Node:  # torch 2.11 to 2.15
-    """The AccumulateGrad node of a leaf: where autograd's graph ends. It lives while it is held."""
+    """The AccumulateGrad node of a leaf. It lives only while it is referenced."""
     if not is_sharded(param):
         node: Node = torch.autograd.graph._get_grad_fn_or_grad_acc(param)
         return node
-    with torch.enable_grad():  # torch's way makes a view, which has no rows to divide where 0 are
+    with torch.enable_grad():  # torch's way creates a view, which fails for 0 rows
         after: Any = torch.ops.aten.alias(param).grad_fn
     found: Node = after.next_functions[0][0]
     return found
 
 
 def hooks_of(node: Node) -> tuple[dict[int, Any], dict[int, Any]]:  # torch 2.11 to 2.15
-    """The Python hooks of a node, before and after it; the dicts follow what is registered.
+    """The Python pre- and post-hooks of a node; the dicts are live.
 
-    Hooks of C++ (those of DistributedDataParallel) are not among them.
+    Excludes C++ hooks (those of DistributedDataParallel).
     """
     found = []
     for register in (node.register_prehook, node.register_hook):
@@ -83,7 +82,7 @@ def accumulates_into(node: Node) -> bool | None:  # torch 2.11 to 2.15
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # it refuses to say of a leaf that autograd.grad() was called for
+    except RuntimeError:  # it raises for a leaf requested by autograd.grad()
         return None
 
 
@@ -100,7 +99,7 @@ class BackwardCall:  # torch 2.11 to 2.15
     """One call of `backward()` or `autograd.grad()`, while it runs."""
 
     roots: tuple[Any, ...]  # tensors, or gradient edges
-    users: Any = None  # what was found out about it
+    users: Any = None  # facts cached by users
 
 
 def note_backward_calls(
@@ -137,7 +136,7 @@ def note_backward_calls(
             )
         finally:
             _BACKWARD_CALLS.remove(call)
-            call.roots = ()  # what still holds the call holds no graph
+            call.roots = ()  # remaining references to the call hold no graph
             call.users = None
 
     run.noted = True  # type: ignore[attr-defined]
@@ -146,7 +145,7 @@ def note_backward_calls(
 
 
 def backward_calls() -> tuple[BackwardCall, ...]:  # torch 2.11 to 2.15
-    """The calls that run now, in whatever thread. Autograd's own threads do not know theirs."""
+    """The running calls in all threads. Autograd's own threads do not know theirs."""
     return tuple(_BACKWARD_CALLS)
 
 
@@ -154,14 +153,14 @@ _BACKWARD_CALLS: list[BackwardCall] = []
 
 
 def root_node(root: Any) -> Node:  # torch 2.11 to 2.15
-    """The node of what a backward was called for: a tensor or a gradient edge."""
+    """The node of a backward's root: a tensor or a gradient edge."""
     if isinstance(root, torch.Tensor):
         return accumulator_of(root)
     node: Node = root.node
     return node
 
 
-# The class of the nodes where autograd's graph ends.
+# The class of AccumulateGrad nodes.
 ACCUMULATOR: Any = getattr(torch._C._functions, "AccumulateGrad")  # noqa: B009  # torch 2.11 to 2.15
 
 
@@ -171,7 +170,7 @@ def node_class(function: Any) -> Any:  # torch 2.11 to 2.15
 
 
 def run_soon(node: Node) -> None:  # torch 2.11 to 2.15
-    """Makes autograd run a node as soon as it can, as it does its AccumulateGrad nodes."""
+    """Make autograd run a node as early as possible, like AccumulateGrad nodes."""
     node._set_sequence_nr(2**63 - 1)  # type: ignore[attr-defined]
 
 
@@ -191,21 +190,21 @@ def backward_id() -> int:  # torch 2.11 to 2.15
 
 
 def put_first(handle: Any) -> None:  # torch 2.11 to 2.15
-    """Moves a hook ahead of those that are registered in the same place."""
+    """Move a hook before the other hooks in the same dict."""
     hooks = handle.hooks_dict_ref()
     assert hooks is not None, "the hooks of an object that is gone"
     hooks.move_to_end(handle.id, last=False)
 
 
 def put_last(handle: Any) -> None:  # torch 2.11 to 2.15
-    """Moves a hook after those that are registered in the same place."""
+    """Move a hook after the other hooks in the same dict."""
     hooks = handle.hooks_dict_ref()
     if hooks is not None and handle.id in hooks:
         hooks.move_to_end(handle.id)
 
 
 def is_overwritten(error: RuntimeError) -> bool:  # torch 2.11 to 2.15
-    """True if a backward refuses because a tensor that it needs was changed in place."""
+    """True for the error of a backward whose saved tensor was changed in place."""
     return "has been modified by an inplace operation" in str(error)
 
 
@@ -239,7 +238,7 @@ def loss_is_scaled() -> bool:  # torch 2.11 to 2.15
     return backward_id() in _SCALED
 
 
-_SCALED: list[int] = []  # the last backward that did
+_SCALED: list[int] = []  # the last such backward
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:  # torch 2.11 to 2.15

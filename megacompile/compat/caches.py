@@ -1,4 +1,4 @@
-"""Inductor's caches: where they are, what their keys depend on, and what was found in them."""
+"""Inductor's caches: their folders, the inputs of their keys, and counts of hits."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch._inductor import codecache
 from torch._inductor import config as inductor_config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-# Variables of the environment that say where caches are.
+# Environment variables with the caches' folders.
 CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # torch 2.11 to 2.15
 
 
 def code_cache() -> Path | None:  # torch 2.11 to 2.15
-    """The folder in which compiled code outlives a process; None where caches are off."""
+    """The folder of compiled code on disk; None if caches are off."""
     if inductor_config.force_disable_caches or not inductor_config.fx_graph_cache:
         return None
     return Path(cache_dir())
@@ -56,7 +56,7 @@ class CacheCounts(NamedTuple):  # torch 2.11 to 2.15
     made: int
 
     def since(self, before: CacheCounts) -> CacheCounts:
-        """Those that came after `before`."""
+        """The counts since `before`."""
         return CacheCounts(self.found - before.found, self.made - before.made)
 
 
@@ -67,12 +67,13 @@ def cache_counts() -> CacheCounts:  # torch 2.11 to 2.15
     return CacheCounts(of["fxgraph_cache_hit"], made + _uncounted[0])
 
 
-_uncounted = [0]  # graphs that Inductor compiled without a look at its caches
+_uncounted = [0]  # graphs compiled without a cache lookup
 
 
 @contextmanager
 def counted() -> Iterator[None]:  # torch 2.11 to 2.15
-    """Around one graph that Inductor compiles. Where its caches are off it counts nothing."""
+    """A context that counts one compilation by Inductor, which counts nothing itself if its
+    caches are off."""
     before = cache_counts()
     yield
     if cache_counts() == before:
@@ -85,7 +86,7 @@ def note_kernels(
     """Calls back for every Triton kernel of a package that this process compiles, or finds in
     Triton's cache: with its name, true if it was found, and the seconds that it took.
 
-    Nothing happens where there is no Triton, or one older than 3.4.
+    Does nothing without Triton 3.4 or later.
     """
     try:
         from triton import knobs
@@ -115,7 +116,7 @@ def compile_settings() -> bytes:  # torch 2.11 to 2.15
     """Settings of this process that are part of cache keys, for a process that finds or fills the
     caches.
 
-    The system is among it: a process that sees no GPU would have keys of its own.
+    Includes the system: a process that sees no GPU would have other keys.
     """
     settle_cache_keys()
     matmul = torch.backends.cuda.matmul
@@ -136,7 +137,7 @@ def compile_settings() -> bytes:  # torch 2.11 to 2.15
 
 
 def use_compile_settings(given: bytes) -> None:  # torch 2.11 to 2.15
-    """Do in this process as the one that `given` is of."""
+    """Apply another process's settings to this process."""
     settle_cache_keys()
     settings = pickle.loads(given)
     _use(settings)
@@ -146,7 +147,7 @@ def use_compile_settings(given: bytes) -> None:  # torch 2.11 to 2.15
 
 @contextmanager
 def compile_settings_in_use(given: bytes) -> Iterator[None]:  # torch 2.11 to 2.15
-    """Do as this process did when `given` was taken, whatever has been set since."""
+    """A context with this process's settings as recorded in `given`."""
     before = pickle.loads(compile_settings())
     _use(pickle.loads(given))
     try:

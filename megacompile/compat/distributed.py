@@ -1,8 +1,8 @@
 """torch.distributed: DTensors, its store and groups, DistributedDataParallel and DataParallel.
 
-A `DTensor` is a wrapper over one plain tensor, `_local_tensor`: the part that this rank has. Its
-public `to_local()` makes a new tensor with every call, dispatches, and goes through autograd;
-buckets need that very tensor.
+A `DTensor` wraps one plain tensor, `_local_tensor`: this rank's part. Its public `to_local()`
+creates a new tensor in every call, dispatches, and goes through autograd; buckets need the original
+tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils import _pytree
 # --- DTensors
 
 
-_DTENSOR: list[type[torch.Tensor]] = []  # `DTensor`, once a mesh is used: it takes long to import
+_DTENSOR: list[type[torch.Tensor]] = []  # `DTensor`, imported at first use: slow
 _LOCAL: list[Any] = []  # the descriptor of `DTensor._local_tensor`
 
 
@@ -51,12 +51,12 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
 
 
 def is_sharded(tensor: object) -> bool:  # torch 2.11 to 2.15
-    """True if this rank has a part of the tensor."""
+    """True for a DTensor, of which this rank has a part."""
     return bool(_DTENSOR) and isinstance(tensor, _DTENSOR[0])
 
 
 def local(tensor: Any) -> Any:  # torch 2.11 to 2.15
-    """This rank's part of a tensor, without asking a guard; any other value as it is."""
+    """This rank's part of a tensor, bypassing guards; any other value unchanged."""
     if not _DTENSOR or not isinstance(tensor, _DTENSOR[0]):
         return tensor
     return _LOCAL[0].__get__(tensor)
@@ -68,7 +68,7 @@ def locals_of(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:  # tor
 
 
 def set_local(tensor: torch.Tensor, part: torch.Tensor) -> None:  # torch 2.11 to 2.15
-    """Gives a tensor another part of this rank's, of the same shape; also on another device."""
+    """Replace this rank's part of a tensor by one of the same shape, possibly on another device."""
     if tensor.device != part.device:
         with torch.no_grad():
             tensor.data = like(tensor, part)
@@ -76,8 +76,8 @@ def set_local(tensor: torch.Tensor, part: torch.Tensor) -> None:  # torch 2.11 t
 
 
 def like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:  # torch 2.11 to 2.15
-    """A tensor of which this rank has `part`, laid out over ranks as another one; where that is no
-    DTensor, `part` itself."""
+    """A DTensor over `part` with the layout of another DTensor; `part` itself if the other is a
+    plain tensor."""
     if not is_sharded(tensor):
         return part
     spec: Any = tensor._spec  # type: ignore[attr-defined]
@@ -87,7 +87,8 @@ def like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:  # torch 2.1
 def _over(
     part: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: Any, stride: Any
 ) -> torch.Tensor:  # torch 2.11 to 2.15
-    """A DTensor over this very tensor: `DTensor.from_local` would move it to the mesh's devices."""
+    """A DTensor over this tensor object: `DTensor.from_local` would move it to the mesh's
+    devices."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     meta = TensorMeta(torch.Size(shape), tuple(stride), part.dtype)
@@ -119,7 +120,7 @@ def mesh_of(tensor: torch.Tensor) -> Any:  # torch 2.11 to 2.15
 
 
 def distributed(value: torch.Tensor, like_: torch.Tensor) -> torch.Tensor:  # torch 2.11 to 2.15
-    """A tensor that every rank has whole, laid out over ranks as a DTensor: nothing is sent."""
+    """Shard a tensor that every rank has whole, without communication."""
     from torch.distributed.tensor import Replicate
 
     spec: Any = like_._spec  # type: ignore[attr-defined]
@@ -131,14 +132,14 @@ def distributed(value: torch.Tensor, like_: torch.Tensor) -> torch.Tensor:  # to
 
 
 def whole(like_: torch.Tensor, part: torch.Tensor) -> torch.Tensor:  # torch 2.11 to 2.15
-    """All of a tensor of which each rank has a part, laid out as a DTensor: a collective."""
+    """The full tensor of parts with a DTensor's layout: a collective."""
     with torch.no_grad():
         gathered: torch.Tensor = like(like_, part).full_tensor()  # type: ignore[attr-defined]
     return gathered
 
 
 def averaged(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:  # torch 2.11 to 2.15
-    """The mean over ranks of a gradient, laid out as a DTensor: a collective."""
+    """The mean over ranks of a gradient, with a DTensor's layout: a collective."""
     from torch.distributed.tensor import Partial
 
     spec: Any = param._spec  # type: ignore[attr-defined]
@@ -162,7 +163,7 @@ REDUCE_SCATTER: Any = getattr(
 def coalesced(
     group: Any, device: torch.device
 ) -> AbstractContextManager[Any]:  # torch 2.11 to 2.15
-    """Collectives in it are one launch, where the backend can do that."""
+    """A context that coalesces collectives into one launch if the backend supports it."""
     if device.type != "cuda":
         return nullcontext()
     c10d: Any = dist  # whose stubs leave it out
@@ -173,12 +174,12 @@ def coalesced(
 # --- the store and the groups
 
 
-# It is gone, or does not answer.
+# Errors of a store that is gone or does not answer.
 STORE_ERRORS: tuple[type[Exception], ...] = (dist.DistError,)  # torch 2.11 to 2.15
 
 
 def store(prefix: str, *, timeout_s: float) -> Any:  # torch 2.11 to 2.15
-    """A client of the default process group's store, with keys of its own.
+    """A client of the default process group's store, with its own key prefix.
 
     Each thread needs one: a client serves one request at a time.
     """
@@ -186,7 +187,7 @@ def store(prefix: str, *, timeout_s: float) -> Any:  # torch 2.11 to 2.15
     shared: Any = c10d._get_default_store()
     try:
         own = shared.clone()
-    except (AttributeError, RuntimeError):  # a kind of store that cannot
+    except (AttributeError, RuntimeError):  # a kind of store without clones
         own = shared
     else:
         own.set_timeout(timedelta(seconds=timeout_s))
@@ -203,7 +204,8 @@ def group_timeout_s(group: Any, device: torch.device) -> tuple[float, bool]:  # 
 
 
 def serve_the_host(group: Any, device: torch.device) -> None:  # torch 2.11 to 2.15
-    """Makes a group's collectives take tensors on the host too, by gloo; all of its ranks call it.
+    """Add gloo to a group, so that its collectives support host tensors too; all of its ranks call
+    this.
 
     A group that torch makes without a name of a backend does; one of "nccl" does not, and DTensors
     whose parts are on the host have none but their mesh's groups: in `full_tensor()`, in norms.
@@ -222,7 +224,7 @@ def serve_the_host(group: Any, device: torch.device) -> None:  # torch 2.11 to 2
 
 
 def abort(group: Any) -> None:  # torch 2.11 to 2.15
-    """End a group's collectives that other ranks do not answer, where the backend can do that."""
+    """Abort a group's pending collectives, if the backend supports it."""
     end = getattr(group, "abort", None)
     if end is not None:
         end()
@@ -241,7 +243,7 @@ def ddp_around() -> torch.nn.parallel.DistributedDataParallel | None:  # torch 2
 def ddp_parameters(
     ddp: torch.nn.parallel.DistributedDataParallel,
 ) -> list[torch.nn.Parameter]:  # torch 2.11 to 2.15
-    """The parameters that a DistributedDataParallel looks after."""
+    """The parameters that a DistributedDataParallel reduces."""
     return list(ddp._module_parameters)
 
 
