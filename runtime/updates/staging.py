@@ -11,8 +11,8 @@ because different events return them:
 
 [Note: parts of a bucket] An update writes only the bytes that it has changed: frozen parameters may
 share a page. Whole pages are written by direct I/O. Partial pages at both ends of a run of trained
-parameters go through the page cache, like a user's writes through the mapping. See [Note:
-coherence] in `runtime/disk/scratch.py`.
+parameters go through the page cache, like a user's writes through the mapping.
+See [Note: coherence] in `runtime/disk/scratch.py`.
 """
 
 from __future__ import annotations
