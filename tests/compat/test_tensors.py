@@ -41,6 +41,13 @@ def test_allocation_in_a_pool_that_has_ended_already() -> None:
     compat.end_allocation(torch.device("cuda", 0), torch.cuda.graph_pool_handle())
 
 
+@pytest.mark.gpu
+def test_random_numbers_after_a_capture_that_was_no_failure() -> None:
+    with torch.cuda.stream(torch.cuda.Stream()):
+        compat.end_random_capture()
+    assert torch.rand(8, device="cuda").unique().numel() == 8
+
+
 def test_whose_memory_it_is() -> None:
     """Alone, shared with a base, or a part of it."""
     tensor, other = torch.zeros(4), torch.zeros(4)
