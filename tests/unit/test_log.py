@@ -226,6 +226,9 @@ FIRST = (
 )
 
 
+SHORT = ("moving parameters to the host", "compiling stages")  # seen on a busy machine alone
+
+
 def test_the_first_step_says_what_it_waits_for(
     terminal: Callable[[], list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -234,7 +237,8 @@ def test_the_first_step_says_what_it_waits_for(
     terminal()
     model, optimizers = one_step()
     texts = terminal()
-    assert list(dict.fromkeys(text for text in texts if text)) == [f"{t} ..." for t in FIRST]
+    said = dict.fromkeys(text.removesuffix(" ...") for text in texts if text)
+    assert [text for text in said if text not in SHORT] == [*FIRST]
     assert texts[-1] == ""
     step(model, optimizers)
     with caplog.at_level(INFO, "megacompile.time"):
@@ -242,7 +246,7 @@ def test_the_first_step_says_what_it_waits_for(
     assert terminal() == []
     took = [record.getMessage() for record in caplog.records if record.name == "megacompile.time"]
     names = [text.partition(" took ")[0] for text in took]
-    assert FIRST[0] in names and {*names} <= {*FIRST}, names
+    assert FIRST[0] in names and {*names} <= {*FIRST, *SHORT}, names
     sys.stderr = io.StringIO()
     one_step()
     assert "\r" not in sys.stderr.getvalue(), "off a terminal"
