@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,9 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile import explain, megacompile
-from megacompile.runtime.device.replay import CudaGraphs, Replay
 from tests import inside
-from tests.interrupts import Places
 
 pytestmark = pytest.mark.skipif(not inside.has_cpp_compiler(), reason="needs a C++ compiler")
 
@@ -364,33 +361,6 @@ def test_a_result_that_is_held_for_good_does_not_end_replays() -> None:
     assert emulated.replays - before == 3
 
 
-def test_interrupts() -> None:
-    """Wherever Ctrl-C comes, the calls after that have the numbers of the code."""
-    place, stopped = 0, True
-    while stopped:
-        place += 1
-        replay = Replay(Emulated(), weakref.WeakSet(), 1, in_place=[], given_away=[0], leaves=True)
-        places = Places(place, "replay")
-        stopped = False
-        for k in range(7):
-            x = torch.full((3,), float(k))
-            sys.settrace(places)
-            try:
-                found = replay(_doubled, [x])
-            except KeyboardInterrupt:
-                stopped = True
-                continue
-            finally:
-                sys.settrace(None)
-            assert found[0] is not None and found[0].equal(2 * x), places.stopped
-        stopped = stopped or bool(places.stopped)
-    assert place > 20
-
-
-def _doubled(inputs: list[Tensor]) -> list[Tensor]:
-    return [inputs[0] * 2]
-
-
 @pytest.fixture
 def waits_for_code() -> Iterator[None]:
     """No stage runs uncompiled until its code is there: that rounds otherwise."""
@@ -408,28 +378,6 @@ def test_replays_change_nothing_on_a_gpu(loop: Loop, waits_for_code: None) -> No
     ours = trained(model(graphs, device="cuda"), loop, "cuda")
     assert graphs.replays > 0
     assert [k for k, (a, b) in enumerate(zip(plain, ours, strict=True)) if not a.equal(b)] == []
-
-
-@pytest.mark.gpu
-def test_a_capture_that_fails_leaves_no_trace() -> None:
-    """Random numbers, graphs from before it, and later captures go on."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    graphs, x = CudaGraphs(device), torch.ones(3, device=device)
-    before, there = graphs.capture(
-        lambda inputs: [inputs[0] + torch.rand(3, device=device)], [x], leaves=False
-    )
-    for leaves in (False, True):
-        with pytest.raises(RuntimeError):
-            graphs.capture(lambda inputs: [inputs[0] * inputs[0].sum().item()], [x], leaves=leaves)
-        torch.manual_seed(0)
-        expected = x + torch.rand(3, device=device)
-        torch.manual_seed(0)
-        graphs.follow()
-        before()
-        assert there[0] is not None and there[0].equal(expected)
-        later, result = graphs.capture(lambda inputs: [inputs[0] * 2], [x], leaves=leaves)
-        later()
-        assert result[0] is not None and result[0].equal(2 * x)
 
 
 def test_each_call_is_a_replay_in_the_end() -> None:
