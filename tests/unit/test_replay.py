@@ -1,4 +1,4 @@
-"""Replays of a function: Ctrl-C, and captures that fail. Those of models: equality/test_replay.py."""
+"""Replays of a function: Ctrl-C, and captures that fail. Of models: equality/test_replay.py."""
 
 from __future__ import annotations
 
