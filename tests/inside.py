@@ -82,6 +82,11 @@ def machine(model: nn.Module) -> Machine:
     return streamed(model).machine
 
 
+def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """A storage of a tensor's memory, which does not hold it."""
+    return compat.own_storage(tensor)
+
+
 def prove(schedule: Schedule) -> None:
     """Raises where a schedule is not safe."""
     proof.verify(schedule)

@@ -22,7 +22,6 @@ from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.capture import Capture, Variant
 from megacompile.ir.plan import Placement
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.stream import Stream
 from megacompile.ir.symbols import Values
 from megacompile.options import Lowering, Options
 from megacompile.passes.schedule.update_graph import rest_of
@@ -216,7 +215,7 @@ class PassCompiler:
             not (options.cuda_graphs and options.may_merge and options.plans)
             or len(schedule.stages) > 1
             or any(template.live for template in schedule.templates)
-            or any(graph is not None and ops.nodes_that(graph, _copies) for graph in graphs)
+            or any(g is not None and ops.nodes_that(g, ops.leaves_compute) for g in graphs)
         ):
             return schedule
         peak = device_memory([schedule], optimizer=self.setting.cost()).peak
@@ -339,7 +338,3 @@ class SettledPlans:
         """Plan these stages with the choice closest to the budgets, although it exceeds them."""
         self.placement = self.compiler.wants(self.placement)
         self.compiler.chooser.choose_least(stages, self.placement, reason)
-
-
-def _copies(op: ops.Op) -> bool:
-    return op.stream is not Stream.COMPUTE

@@ -237,7 +237,7 @@ class Replay:
                 that leave the schedule share memory, or there are enough graphs.
         """
         tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
-        if sum(each.has_graph for each in self._replays) >= self._most:
+        if captured(self._replays) >= self._most:
             raise ValueError(f"the device holds no more than {self._most} graphs")
         devices = {x.device for x in tensors.values()}
         if len(devices) != 1:
@@ -263,6 +263,11 @@ class Replay:
         self._uses = compat.storage_uses(self._storages)
         self._replay = replay  # last: Ctrl-C may come anywhere
         return replay
+
+
+def captured(replays: Collection[Replay]) -> int:
+    """The number of replays that keep the memory of a graph."""
+    return sum(each.has_graph for each in replays)
 
 
 def _memory(tensor: torch.Tensor) -> int:

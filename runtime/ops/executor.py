@@ -28,6 +28,7 @@ from megacompile.ir.stages import ParamRef
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import token_of
 from megacompile.ir.values import borrowed, left_of
+from megacompile.runtime.device.replay import captured
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.collectives import CollectiveOps
 from megacompile.runtime.ops.compute import ComputeOps
@@ -66,7 +67,9 @@ class Executor:
         self._constants = {name: _constants(graph) for name, graph in schedule.graphs.items()}
         self._left = list(left_of(schedule))
         self._fills = {name: _filled(graph) for name, graph in schedule.graphs.items()}
-        self._alone = {n: not ops.nodes_that(g, _copies) for n, g in schedule.graphs.items()}
+        self._alone = {
+            n: not ops.nodes_that(g, ops.leaves_compute) for n, g in schedule.graphs.items()
+        }
         stay = schedule.reused if schedule.backward is None else ()
         self._stay_from = min((i for i, _ in stay), default=None)
         self._stays = [(i, b.key) for i, b in stay if i in self._fills["forward"]]
@@ -77,8 +80,7 @@ class Executor:
         self._collectives = {n: Collectives.of(g, n, schedule.name) for n, g in kinds}
         self._bound = {name: BoundOps(schedule, machine) for name in schedule.graphs}
         self._run = {name: self._compile(name) for name in schedule.graphs}
-        graphs = sum(each.has_graph for each in machine.replays)
-        if schedule.stages and graphs >= 2 * schedule.plan.cuda_graphs:
+        if schedule.stages and captured(machine.replays) >= 2 * schedule.plan.cuda_graphs:
             machine.forget_graphs()  # the plan has no room for them
         self._looked_at: dict[str, Callable[[list[Any]], Any]] = {}  # built at first use
         self._tuned = False  # True after the first backward, which tunes kernels
@@ -283,11 +285,6 @@ def _read(graph: fx.Graph) -> Iterator[ParamId]:
         for ref in (stage.primals[i] for i in primals):
             if isinstance(ref, ParamRef):
                 yield stage.buckets[ref.bucket].key, ref.param
-
-
-def _copies(op: ops.Op) -> bool:
-    """True if an op overlaps with the compute stream."""
-    return op.stream is not Stream.COMPUTE
 
 
 def _filled(graph: fx.Graph) -> list[int]:

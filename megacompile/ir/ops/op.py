@@ -21,7 +21,8 @@ from megacompile.ir.stages import Code
 from megacompile.ir.stream import Stream
 from megacompile.ir.tensors import tensors_bytes
 
-__all__ = ["NO_OP", "OPS", "Op", "Part", "Show", "Takes", "Value", "alike"]  # of `ir.ops`
+# Exported by `ir.ops`.
+__all__ = ["NO_OP", "OPS", "Op", "Part", "Show", "Takes", "Value", "alike", "leaves_compute"]
 
 
 class Part(enum.Enum):
@@ -128,6 +129,11 @@ class Op:
 def alike(op: Op) -> bool:
     """True if all ranks that share a model issue the op in the same order."""
     return op.issues and op.stream is Stream.COMM
+
+
+def leaves_compute(op: Op) -> bool:
+    """True if the op runs on another stream than compute."""
+    return op.stream is not Stream.COMPUTE
 
 
 NO_OP = Op("", Stream.COMPUTE, lambda args: "", issues=False, show=Show.QUIET)
