@@ -37,7 +37,7 @@ else:
     # Each would start processes that compile for half of the cores, and Inductor for all of them.
     beside = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if beside > 1:
-        share = str(max(1, (os.cpu_count() or 1) // beside))
+        share = str(max(1, len(os.sched_getaffinity(0)) // beside))
         os.environ.setdefault("MEGACOMPILE_COMPILE_PROCESSES", share)
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", share)
     compat.use_expandable_segments()  # as megacompile() does where it comes before the first tensor

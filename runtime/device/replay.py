@@ -34,6 +34,9 @@ Code = Callable[[list[Any]], Sequence[torch.Tensor | None]]
 _WARM_UP = 3
 _MOST = 4  # captures of one piece of code; inputs that move again and again are not worth more
 _PATIENCE = 64  # calls that are no replays, one after another, until a graph goes
+# Graphs whose capture failed. The allocator of page-locked memory still takes their pools for ones
+# that are recorded to, and asks them (torch 2.11 to 2.15; Python cannot tell it).
+_FAILED: list[torch.cuda.CUDAGraph] = []
 
 
 class Graphs(Protocol):
@@ -91,6 +94,9 @@ class CudaGraphs:
                     graph.capture_end()
                 compat.end_allocation(self._device, pool)
                 compat.end_random_capture()
+                _FAILED.append(graph)
+                if pool is self._pool:
+                    self._sharing = weakref.WeakSet()  # the next capture has another pool
                 raise
         current.wait_stream(self._side)
 

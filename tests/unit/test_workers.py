@@ -261,7 +261,7 @@ _CASES: dict[str, tuple[torch.dtype, dict[str, Any], Callable[[nn.Module], Optim
 }
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(long=True)
 @pytest.mark.parametrize("case", _CASES)
 def test_host_and_device_round_alike(case: str) -> None:
     """All by the host, all by the device, and divided: the same bits everywhere.
