@@ -1,4 +1,4 @@
-"""megacompile: train a model that does not fit on the GPU, with one line.
+"""Train a PyTorch model that does not fit on the GPU, with one line.
 
 model = megacompile(model)
 """
@@ -72,7 +72,7 @@ __all__ = [
     "updates",
 ]
 
-_HOMES = (  # of what is imported above for type checkers alone
+_HOMES = (  # modules that define the names above, which are imported on first use
     "megacompile.api",
     "megacompile.inspection",
     "megacompile.lifetime",
@@ -83,7 +83,8 @@ _HOMES = (  # of what is imported above for type checkers alone
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch when something that needs it is asked for: the command line may not."""
+    """Import a public name or a submodule on first use: the command line must start without
+    torch."""
     if name in __all__:
         for home in map(importlib.import_module, _HOMES):
             if hasattr(home, name):

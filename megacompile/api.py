@@ -1,6 +1,6 @@
-"""The front door, first part: `megacompile()`, `save()`, `accumulate()`.
+"""The public functions `megacompile()`, `save()` and `accumulate()`.
 
-It and `inspection` join `plan` and `runtime`, neither of which knows the other.
+With `inspection`, this module connects `plan` and `runtime`, which do not import each other.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from megacompile.validate import (
 M = TypeVar("M", bound=nn.Module)
 
 
-LISTENERS: list[Callable[[nn.Module], None]] = []  # called with each model that is megacompiled
+LISTENERS: list[Callable[[nn.Module], None]] = []  # called with every model that is megacompiled
 
 
 def megacompile(
@@ -82,91 +82,91 @@ def megacompile(
     detect_anomaly: bool = False,
     **removed: Never,
 ) -> M:
-    """Keep a model's parameters and gradients in host memory and stream them through a device.
+    """Compile a model whose parameters and gradients stream between host and device memory.
 
-    The model is changed in place and returned: same class, same parameters, same `state_dict`
-    keys. Its parameters stay `nn.Parameter`s, on the host or, as far as they fit, on the device.
-    Optimizers, clipping, schedulers and checkpoints work as for any model. A call computes on
-    `device`.
+    The model is changed in place and returned, with the same class, parameters and `state_dict`
+    keys. Parameters stay `nn.Parameter`s, in host memory or, where they fit, in device memory.
+    Optimizers, clipping, schedulers and checkpoints work unchanged. Calls compute on `device`.
 
-    Start without options. Those from `resident` on are for experts: docs/options.md says more of
-    them than is said here, and when to set which.
+    Start without options. Options from `resident` on are for experts; docs/options.md describes
+    them in full and says when to set each.
 
     Args:
-        model: any `nn.Module` with dense parameters. Of what `torch.compile()` gave, the module in
-            it is taken and returned.
-        device: where to compute. Default: the current CUDA device, else the CPU.
-        gpu_memory: device memory that may be used: bytes, "20GiB" or a fraction of the device's.
-            Default: the free memory when the plan is made, less 5 % of it, at most 4 GiB. Ranks
-            that share the model plan with the least that any of them may use, here and on the host.
-        host_memory: host memory for parameters, gradients, optimizer states and what waits there,
-            in the same forms. Default: the free memory less 4 % of it, at most 6 GiB. What
-            does not fit lives on the device or, with `disk`, there; if that is full too,
-            `HostMemoryError` is raised.
-        disk: a folder on a fast local disk. What host memory does not hold is there, in a scratch
-            file that is gone when the process is: optimizer states, then parameters, then what
-            waits between forward and backward. Each step reads and writes it. Without a plan (on
-            the CPU) the states of all streamed buckets are there.
-        optimizer: an AdamW, Adam, SGD or Lion, whose update the backward makes, stage by stage.
-            Gradients never reach the host, and `optimizer.step()` only counts. There is no clipping
-            by the global norm, no `p.grad` and no GradScaler; `clip_grad_norm_(parameters, inf)`
-            returns the norm. The backward of every micro-batch but the last goes into
-            `accumulate(model)`.
+        model: an `nn.Module` with dense parameters. The result of `torch.compile()` is unwrapped:
+            its inner module is compiled and returned.
+        device: the device that computes. Default: the current CUDA device, else the CPU.
+        gpu_memory: device memory that the plan may use: bytes, "20GiB" or a fraction of the
+            device's. Default: the memory that is free when the plan is made, less 5 % of it (4 GiB
+            at most). With `mesh`, all ranks plan with the smallest limit of any rank, for host
+            memory too.
+        host_memory: host memory for parameters, gradients, optimizer states and offloaded tensors,
+            in the same forms. Default: the free memory less 4 % of it (6 GiB at most). The rest
+            stays on the device or, with `disk`, goes there; if that is full too, `HostMemoryError`
+            is raised.
+        disk: a folder on a fast local disk for what host memory does not hold: optimizer states,
+            then parameters, then tensors saved for the backward. They are in a scratch file that
+            disappears with the process; each step reads and writes it. Without a plan (on the CPU),
+            the optimizer states of all streamed buckets are there.
+        optimizer: an AdamW, Adam, SGD or Lion whose update runs in the backward, stage by stage.
+            Gradients never reach the host, and `optimizer.step()` only counts. Clipping by the
+            global norm, `p.grad` and GradScaler do not work; `clip_grad_norm_(parameters, inf)`
+            returns the norm. Put the backward of every micro-batch but the last into
+            `with accumulate(model):`.
         state_dtype: the dtype of the optimizer's moments: torch.float32, torch.bfloat16 or "int8"
             (8 bits, blockwise). Default: the parameter's, as in torch.optim. Optimizers other than
             AdamW, Adam, SGD and Lion ignore it with a warning.
-        compute_dtype: torch.bfloat16 or torch.float16. Float32 parameters and floating inputs are
-            computed in it. The host keeps the float32 masters and streams a copy.
-        activations: what the backward takes from the forward. "keep" leaves every stage's saved
-            tensors on the device: fastest, most memory. "selective" leaves about half of them there
-            and recomputes the rest. "recompute" leaves the stages' inputs there and recomputes
-            everything else, except for the last stage, whose backward comes next. "offload" does
-            the same with the stages' inputs in host memory, so that device memory does not grow
-            with the number of layers: for long contexts. "auto" (default) keeps as many stages as
-            fit and make the step faster, and offloads if nothing else fits.
-        checkpoint: a folder or file of safetensors, whose tensors are read straight into the
-            model's host memory; or a `megacompile.Checkpoint`, which says more. Default: the
-            model's own values. What is on meta is initialised at random, on the CPU: by
-            `_init_weights` of transformers, else by the modules' `reset_parameters()`.
-        mesh: the ranks that share the model, a process each, as `torchrun` starts them:
-            `init_device_mesh("cuda", (world_size,))`. Each has its rows of every parameter,
+        compute_dtype: torch.bfloat16 or torch.float16: float32 parameters and floating-point inputs
+            are cast to it. The host keeps float32 masters and streams the cast copy.
+        activations: the tensors that are saved for the backward. "keep" keeps all of them on the
+            device: fastest, most memory. "selective" keeps about half of them and recomputes the
+            rest. "recompute" keeps only stage inputs and recomputes everything else, except in the
+            last stage, whose backward comes next. "offload" does the same with stage inputs in host
+            memory, so that device memory does not grow with the number of layers: for long
+            contexts. "auto" (default) keeps as many stages as fit and shorten the step, and
+            offloads if nothing else fits.
+        checkpoint: a safetensors folder or file, read straight into the model's host memory, or a
+            `megacompile.Checkpoint` with more settings. Default: the model's own values; parameters
+            on meta are initialized at random on the CPU, by `_init_weights` of transformers, else
+            by the modules' `reset_parameters()`.
+        mesh: the ranks that share the model, one process each, started by `torchrun`:
+            `init_device_mesh("cuda", (world_size,))`. Each rank has its rows of every parameter,
             gradient and state; gradients are means over ranks, as with FSDP2. Parameters become
-            DTensors, other objects than before: make the optimizer afterwards (one that has not
-            stepped gets the new ones). Of two dimensions the last one shards, and the first one
-            replicates.
+            DTensors, which are new objects: create the optimizer afterwards (one that has not
+            stepped gets the new ones). Of two dimensions, the first replicates and the second
+            shards.
         lowering: "inductor" (default on CUDA) or "eager" (default on the CPU, bitwise equal to
             the plain model).
-        progress: show bars, and what the first step waits for. Default: where stderr is a terminal;
-            elsewhere one line is printed, once, where a part of a first step takes 5 s.
-            With `mesh` the first rank alone shows them.
+        progress: show progress bars and what the first step waits for. Default: if stderr is a
+            terminal; otherwise one line is printed, once, if a part of the first step takes 5 s.
+            With `mesh`, only the first rank shows them.
         resident: device memory for parameters that stay there: a size, 0, "all" or "auto".
-        disk_memory: what everything may take in `disk`, in the forms of `gpu_memory`.
-        disk_weights: the parameters of all streamed buckets are in `disk` (True), or none (False).
-        disk_saved: what waits on the host during a step goes on to `disk` (True), or none (False).
+        disk_memory: disk space that may be used in `disk`, in the forms of `gpu_memory`.
+        disk_weights: all streamed buckets have their parameters in `disk` (True), or none (False).
+        disk_saved: move tensors offloaded during a step on to `disk` (True), or none (False).
         device_update: the share (0 to 1) of parameters that `optimizer.step()` updates on `device`.
         grad_dtype: the dtype of `p.grad`. Default: the parameter's.
-        stochastic_rounding: the optimizer rounds bfloat16 parameters up or down at random.
-        head: the last linear layer and its loss are computed "chunked", "whole" or as "auto" finds.
-        tiles: the number of tiles that the tokens are cut into; 1 for none.
-        dynamic: sizes are symbols from the start (True), never (False) or once they have changed.
+        stochastic_rounding: round updated bfloat16 parameters up or down at random.
+        head: compute the last linear layer and its loss "chunked", "whole" or as "auto" decides.
+        tiles: the number of tiles that tokens are divided into; 1 for none.
+        dynamic: trace sizes as symbols from the start (True), never (False), or once they change.
         lookahead: how many stages ahead a bucket is prefetched.
         slots: device buffers for prefetched buckets, at least `lookahead + 1`.
-        cuda_graphs: capture a model that fits, with what it keeps, and replay it in each step.
+        cuda_graphs: capture a model that fits as CUDA graphs, and replay them in each step.
         detect_anomaly: raise `AnomalyError` if a stage's backward returns NaN or inf.
-        removed: no option. One that there was in an earlier version is an error that says what to
-            do instead.
+        removed: not an option. The name of a removed option raises an error that names its
+            replacement.
 
     Raises:
-        ModelError: the argument is no module, its parameters cannot be streamed, or another
+        ModelError: `model` is not a module, its parameters cannot be streamed, or another
             megacompiled model has one of them.
-        OptionError: a bad option, or a second call with other options.
-        DiskError: no file can be made in `disk`, or the parameters do not fit there.
-        HostMemoryError: parameters (but for those that may go to a disk) and gradients do not fit
-            into host memory; or, at the first call, these with optimizer states and what waits
-            there.
-        CheckpointError: the checkpoint is not whole, does not fit the model, or cannot be read. The
-            model is as it was.
-        MissingExtraError: `checkpoint` was given, and safetensors is not installed.
+        OptionError: an option is invalid, or differs from an earlier call's.
+        DiskError: no file can be created in `disk`, or the parameters do not fit there.
+        HostMemoryError: parameters (except those that may go to a disk) and gradients do not fit
+            into host memory; or, at the first call, these with optimizer states and offloaded
+            tensors.
+        CheckpointError: the checkpoint is incomplete, does not fit the model, or cannot be read.
+            The model is unchanged.
+        MissingExtraError: `checkpoint` needs safetensors, which is not installed.
 
     Example::
 
@@ -178,14 +178,14 @@ def megacompile(
             optimizer.step()
             optimizer.zero_grad()
     """
-    given = {**locals()}  # the parameters: there is no other local yet
+    given = {**locals()}  # the parameters: no other local exists yet
     del given["model"], given["checkpoint"], given["removed"]
     log.configure()
     options = Options.resolve(**given, **removed)
     if isinstance(model, nn.Module):
         model = cast("M", compat.without_torch_compile(model))
     if isinstance(model, nn.Module) and compat.compiled_call(model) is not None:
-        return _make(model, options, checkpoint, None)  # there is nothing to make
+        return _make(model, options, checkpoint, None)  # only checks: nothing is compiled
     ranks = ranks_that_share(options)
     if ranks is None:
         return _make(model, options, checkpoint, None)
@@ -199,7 +199,7 @@ def _make(
     checkpoint: str | os.PathLike[str] | Checkpoint | None,
     ranks: Ranks | None,
 ) -> M:
-    """Returns the model, megacompiled. Where `ranks` share it, they raise together."""
+    """Megacompile a model and return it. Ranks that share it raise together."""
     if _is_megacompiled(model, options, checkpoint):
         return model
     if ranks is not None:
@@ -210,7 +210,7 @@ def _make(
         check_optimizer(model, options.optimizer)
     if options.stochastic_rounding:
         warn_of_rounding(model)
-    # without a checkpoint, `mesh` refuses what is on meta
+    # without a checkpoint, `mesh` refuses parameters on meta
     wanted = options.mesh is None or checkpoint is not None
     contents = _contents(model, checkpoint) if wanted else None
     rows = host_rows(
@@ -224,7 +224,7 @@ def _make(
     room = _room(rows, options) if options.may_store_weights else None
     compiler = functools.partial(PassCompiler, _setting(model, options, ranks))
     if options.device.type == "cuda" and options.lowering is Lowering.INDUCTOR:
-        compat.start_compile_workers()  # they are ready when parameters have moved
+        compat.start_compile_workers()  # they start while parameters move
         compile_pool.start(options.device)
     divide = functools.partial(
         find_units,
@@ -250,7 +250,7 @@ def _make(
 
 
 def _room(rows: Sequence[tuple[str, int]], options: Options) -> HostRoom:
-    """Host memory for parameters, next to what is needed in any case."""
+    """Host memory left for parameters after the rows that are needed in any case."""
     limit = options.host_memory
     return HostRoom(limit, free_bytes(limit) - sum(size for _, size in rows))
 
@@ -258,10 +258,10 @@ def _room(rows: Sequence[tuple[str, int]], options: Options) -> HostRoom:
 def _is_megacompiled(
     model: nn.Module, options: Options, checkpoint: str | os.PathLike[str] | Checkpoint | None
 ) -> bool:
-    """True if the model is megacompiled with these options already. Raises if it cannot be, or is
-    with others."""
+    """True if the model is already megacompiled with these options. Raises for other options, and
+    for a model that cannot be megacompiled."""
     present = compat.compiled_call(model) if isinstance(model, nn.Module) else None
-    if is_part(present):  # another model's: what has its parameters says more
+    if is_part(present):  # part of another model: `refuse_shared` has the better error
         present = None
     shared = isinstance(present, StreamedModel) and present.options.mesh is not None
     check_model(model, meta=True, sharded=shared)
@@ -287,8 +287,8 @@ def _is_megacompiled(
 
 
 def _setting(model: nn.Module, options: Options, ranks: Ranks | None) -> Setting:
-    """The options and this machine, to plan for; with ranks, also the rates and memory that all of
-    them have."""
+    """The options and this machine's memory, for plans; with ranks, also their agreed rates and
+    memory."""
     cuda = options.device.type == "cuda"
     share = 1 if ranks is None or not cuda else ranks_of_host(ranks.mesh)
     host_bytes = None
@@ -300,7 +300,7 @@ def _setting(model: nn.Module, options: Options, ranks: Ranks | None) -> Setting
     if ranks is None:
         return Setting(options, host_bytes=host_bytes)
     use_cores(ranks.mesh)
-    with line("", options.progress):  # which says what is measured
+    with line("", options.progress):  # shows what is measured
         disks = agree_disks(ranks.mesh, options.disk, ranks.all_gather_object, measured=cuda)
         agreed = agree(ranks.mesh, options.device, ranks.all_gather_object, disks)
     disk = disks.get(ranks.mesh.get_rank())
@@ -325,7 +325,7 @@ def _least(ranks: Ranks, size_bytes: int) -> int:
 
 
 def _device_bytes(options: Options) -> int:
-    """Device memory that buckets may live in; on the CPU it is the host's."""
+    """Device memory for resident buckets; 0 on the CPU, where it is host memory."""
     if options.device.type != "cuda":
         return 0
     return options.gpu_memory or compat.free_device_bytes(options.device)
@@ -334,7 +334,7 @@ def _device_bytes(options: Options) -> int:
 def _contents(
     model: nn.Module, checkpoint: str | os.PathLike[str] | Checkpoint | None
 ) -> Contents | None:
-    """The contents that fill a model; None where it has its values."""
+    """The values to load or initialize; None if the model has its own."""
     if checkpoint is not None and not isinstance(checkpoint, (str, os.PathLike, Checkpoint)):
         raise OptionTypeError(
             f"megacompile(): option 'checkpoint' got {type(checkpoint).__name__}; needed a path "
@@ -350,23 +350,22 @@ def _contents(
 def accumulate(model: nn.Module) -> Iterator[None]:
     """Mark the backward of a micro-batch that is not the last, with `optimizer=` or `mesh=`.
 
-    With `optimizer=`, its gradients go to the host, as they do without; those of layers that live
-    on the device stay there. The next backward outside of `accumulate` adds them and makes the
-    update. Without such a one, `optimizer.step()` makes it.
+    With `optimizer=`, its gradients accumulate on the host or, for resident layers, on the device,
+    as they do without `optimizer=`. The next backward outside of `accumulate` adds them and
+    updates; if none follows, `optimizer.step()` updates.
 
-    With a mesh of two dimensions, its gradients are summed over the ranks that shard, and not over
-    replicas. The next backward outside of `accumulate` does that for all of them. Until then
-    `p.grad` is not the gradient: to read it, to clip by it and `optimizer.step()` are errors
-    (`OptimizerError`), and `zero_grad()` is none. A graph of whose gradients autograd has a part (a
-    hook, a parameter that is used outside of the model) sums as ever. With a mesh of one dimension
-    and no `optimizer=` it changes nothing.
+    With a mesh of two dimensions, its gradients are summed over the ranks that shard, but not over
+    replicas. The next backward outside of `accumulate` sums all of them. Until then `p.grad` is
+    incomplete: reading it, clipping it and `optimizer.step()` raise `OptimizerError`; `zero_grad()`
+    works. A graph whose gradients autograd adds to (a hook, a parameter that is used outside of the
+    model) is summed in each backward. With a mesh of one dimension and no `optimizer=`, the mark
+    has no effect.
 
-    In the loops of Accelerate, Trainer and TRL there is nothing to mark: which micro-batch is the
-    last is read where Accelerate notes it.
+    Loops of Accelerate, Trainer and TRL need no mark: Accelerate records which micro-batch is the
+    last.
 
     Raises:
-        ModelError: the model is not megacompiled, or neither updates in the backward nor has a
-            mesh.
+        ModelError: the model was not megacompiled with `optimizer=` or `mesh=`.
 
     Example::
 

@@ -1,15 +1,15 @@
-"""Errors of megacompile. Each says where, what it got, what it needed, and what to do.
+"""Errors of megacompile. Each message names the place, what it got, what it needed, and the fix.
 
 Errors that a user can cause derive from `MegacompileError` and from the built-in class that fits
 (`ValueError`, `RuntimeError`, `MemoryError`), so existing `except` clauses keep working. An
-`AssertionError` from this package is a bug in it. docs/troubleshooting.md lists every message.
+`AssertionError` from this package is a bug in it. docs/troubleshooting.md lists all messages.
 """
 
 from __future__ import annotations
 
 
 class MegacompileError(Exception):
-    """Base of every error that a user of megacompile can cause or should read."""
+    """Base class of the errors that a user can cause or should read."""
 
 
 class ModelError(MegacompileError, ValueError):
@@ -25,7 +25,7 @@ class OptionTypeError(OptionError, TypeError):
 
 
 class CheckpointError(MegacompileError, RuntimeError):
-    """A checkpoint is not whole, does not fit the model, or cannot be read or written."""
+    """A checkpoint is incomplete, does not fit the model, or cannot be read or written."""
 
 
 class HostMemoryError(MegacompileError, MemoryError):
@@ -33,14 +33,14 @@ class HostMemoryError(MegacompileError, MemoryError):
 
 
 class DiskError(MegacompileError, OSError):
-    """A scratch file cannot be made, read or written: a full disk, a limit, a fault of the drive.
+    """A scratch file cannot be created, read or written: a full disk, a limit, a faulty drive.
 
-    `errno` is the system's. A read or a write that fails names its op, its offset and the folder.
+    `errno` is the system's. A failed read or write names its op, its offset and the folder.
     """
 
 
 class DeviceMemoryError(MegacompileError, RuntimeError):
-    """A step does not fit into device memory. The message has a table of what needs how much."""
+    """A step does not fit into device memory. The message has a table of memory by kind."""
 
 
 class ScheduleError(MegacompileError, RuntimeError):
@@ -48,11 +48,11 @@ class ScheduleError(MegacompileError, RuntimeError):
 
 
 class NoScheduleError(MegacompileError, IndexError):
-    """A schedule was asked for, and none has run yet. The message says why."""
+    """No schedule has run yet. The message has the reason."""
 
 
 class BackwardError(MegacompileError, RuntimeError):
-    """A backward cannot be run: a second time, double backward, changed parameters or inputs."""
+    """A backward cannot run: a second or double backward, changed parameters or inputs."""
 
 
 class UnsupportedGraphError(MegacompileError, RuntimeError):
@@ -64,15 +64,15 @@ class AnomalyError(MegacompileError, RuntimeError):
 
 
 class OptimizerError(MegacompileError, RuntimeError):
-    """An optimizer step cannot be made as asked for, or failed in the background."""
+    """An optimizer step is not possible, or failed in the background."""
 
 
 class RankError(MegacompileError, RuntimeError):
-    """Another rank runs something else, has stopped, or does not come. All ranks stop.
+    """Another rank runs other operations, has stopped, or does not respond. All ranks stop.
 
     Attributes:
-        by: the rank that is the cause; -1: this one disagrees with another one.
-        why: what is wrong with it.
+        by: the rank that is the cause; -1 if this rank and another one disagree.
+        why: the reason.
     """
 
     def __init__(self, message: str, *, by: int = -1, why: str = "") -> None:
@@ -85,4 +85,4 @@ class TraceError(MegacompileError, RuntimeError):
 
 
 class MissingExtraError(MegacompileError, ImportError):
-    """A package that an optional part needs is not installed. The message names the extra."""
+    """An optional package is not installed. The message names the extra to install."""

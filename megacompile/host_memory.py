@@ -1,4 +1,4 @@
-"""Host memory that this process can still get, and the check that an allocation fits in it."""
+"""Host memory that this process can still allocate, and page locks."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ try:
 except ImportError:  # not on Windows
     resource = None
 
-MARGIN_BYTES = 256 * 2**20  # left free for everything else in the process
-_SHARE = 0.04  # of what is free, left to what a plan does not know: data loaders, say
-_SHARE_BYTES = 6 * 2**30  # at most: most of that does not grow with the memory
+MARGIN_BYTES = 256 * 2**20  # reserve for the rest of the process
+_SHARE = 0.04  # share of free memory reserved for users unknown to the plan, such as data loaders
+_SHARE_BYTES = 6 * 2**30  # upper bound of that reserve
 
 
 def check_host_memory(rows: Sequence[tuple[str, int]], limit_bytes: int | None = None) -> None:
-    """Raise before anything is allocated if `rows` of (what, additional bytes) do not fit.
+    """Raise if planned allocations do not fit, before anything is allocated.
 
     Args:
         rows: (what, additional bytes).
-        limit_bytes: what the user allows; None: what is free, less a margin.
+        limit_bytes: the user's `host_memory`; None: the free memory, less a margin.
 
     Raises:
-        HostMemoryError: with the table.
+        HostMemoryError: with a table of `rows`.
     """
     if lines := too_small(rows, free_bytes(limit_bytes)):
         raise HostMemoryError("megacompile(): host memory is too small\n" + "\n".join(lines[1:]))
 
 
 def too_small(rows: Sequence[tuple[str, int]], available_bytes: int) -> tuple[str, ...]:
-    """The lines of the error, if `rows` of (what, additional bytes) do not fit; else ()."""
+    """The lines of the error if `rows` of (what, additional bytes) do not fit, else ()."""
     needed = sum(size for _, size in rows)
     if needed <= available_bytes:
         return ()
@@ -55,21 +55,21 @@ def too_small(rows: Sequence[tuple[str, int]], available_bytes: int) -> tuple[st
 
 
 def free_bytes(limit_bytes: int | None = None) -> int:
-    """Bytes that may be allocated: what is free, less a margin, and no more than the limit."""
+    """Bytes that may be allocated: free memory less a margin, within the limit."""
     free = max(available_bytes() - MARGIN_BYTES, 0)
     return free if limit_bytes is None else min(free, limit_bytes)
 
 
 def budget_bytes(held_bytes: int = 0, *, share: int = 1, beside_bytes: int = 0) -> int:
-    """Host memory that a model may take: what is free, and what it holds now, less a margin.
+    """Host memory budget of a model: free memory and what the model holds now, less a margin.
 
     Args:
-        held_bytes: by the model, which gives it up for its buckets. The part counts that is in RAM
-            and is no file: `to_empty()` allocates memory that is free until a caller
-            writes to it, and the pages of a mapped checkpoint are free whenever others need them.
-        share: processes that do the same on this host: each has so much of what is free.
-        beside_bytes: of processes that this one will start; the margin is that much at least, and
-            a little more.
+        held_bytes: the model's memory, which moves to buckets. Counts only as far as the process
+            has it in RAM without pages of files: memory of `to_empty()` is free until it is
+            written, and pages of a mapped checkpoint can be reclaimed.
+        share: number of processes on this host that divide the free memory.
+        beside_bytes: memory of processes that this one will start; the margin is at least slightly
+            more.
     """
     free = available_bytes() // share + min(held_bytes, in_ram_bytes())
     least = MARGIN_BYTES + beside_bytes
@@ -77,15 +77,14 @@ def budget_bytes(held_bytes: int = 0, *, share: int = 1, beside_bytes: int = 0) 
 
 
 def total_bytes() -> int:
-    """Host memory that this process may have in all: the machine's, within its limits."""
+    """The machine's memory, within the limits of this process."""
     limits = [each["max"] for each in _cgroups() if "max" in each]
     total: int = psutil.virtual_memory().total
     return min([total, *limits, *(limit for limit, _ in _rlimits())])
 
 
 def available_bytes() -> int:
-    """Host memory that this process can still get: what is free, within its limits: those of its
-    cgroup, of those that this one is in, and of the process itself."""
+    """Free memory, within the limits of this process, its cgroup and the parents of that."""
     free: int = psutil.virtual_memory().available
     left = [
         each["max"] - each["current"] + each.get("inactive_file", 0)
@@ -96,8 +95,8 @@ def available_bytes() -> int:
 
 
 def in_ram_bytes() -> int:
-    """Memory of this process in RAM: anonymous and shared, which page-locked memory is; where the
-    system does not tell them apart, with the pages of files."""
+    """Anonymous and shared memory of this process in RAM, page-locked memory included. On systems
+    that do not distinguish them, pages of files count too."""
     kinds: dict[str, str] = {}
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -113,9 +112,8 @@ _FILES = {"inactive_file": "inactive_file", "total_inactive_file": "inactive_fil
 
 
 def _cgroups() -> list[dict[str, int]]:
-    """Memory figures of each cgroup around this process: "max" (a limit), "current",
-    "inactive_file"; bytes. A container sees its own at the root; a job of SLURM or a systemd unit
-    is further down."""
+    """Figures in bytes of this process's cgroup and its parents: "max" (a limit), "current",
+    "inactive_file". A container sees its own at the root; a SLURM job or systemd unit is deeper."""
     found = []
     for root, path, names in _places():
         for folder in (path, *path.parents):
@@ -126,7 +124,7 @@ def _cgroups() -> list[dict[str, int]]:
 
 
 def _places() -> Iterator[tuple[str, PurePosixPath, dict[str, str]]]:
-    """Location of the cgroup of this process: its root folder, its path, and the names of files."""
+    """Location of this process's cgroup: its root folder, its path, and the names of its files."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -141,8 +139,8 @@ def _places() -> Iterator[tuple[str, PurePosixPath, dict[str, str]]]:
 
 
 def _figures(place: Path, names: dict[str, str]) -> dict[str, int]:
-    """Figures of one cgroup; {} if it has no limit. Each new buffer asks, so no more files are
-    read."""
+    """Figures of one cgroup; {} if it has no limit. Called for each new buffer, so it reads no more
+    files than it must."""
     found: dict[str, int] = {}
     for name in (*names, "memory.stat"):  # the limit comes first
         with contextlib.suppress(OSError):
@@ -171,40 +169,39 @@ def _rlimits() -> list[tuple[int, int]]:
     return found
 
 
-# Page-locked memory of this process: how much there is, and where the system has refused more.
+# Page-locked memory of this process, and the limit that the system sets.
 #
-# It is not known in advance how much can be locked. `ulimit -l` is not asked by NVIDIA's driver.
-# Under WSL 2 it is what Windows lends, which can be as little as 0.5 GiB; some containers allow
-# none. So the limit is found by trying: what was refused once is not asked for again, and buffers
-# that are not locked are pageable. The numbers are the same. Their copies are slower, and plans
-# allow for that (`megacompile.cost.hardware`).
+# The limit is not known in advance. NVIDIA's driver ignores `ulimit -l`; WSL 2 may allow as little
+# as 0.5 GiB, and some containers none. So the limit is found by trying: an amount that was refused
+# is not requested again, and the remaining buffers stay pageable. The numbers are the same, but
+# copies are slower, and plans count on that (`megacompile.cost.hardware`).
 
 
 class PageLocks:
-    """Page locks, and those that the system refused, by the address of buffers."""
+    """Sizes of locked buffers, and of those that the system refused to lock, by address."""
 
     def __init__(self) -> None:
-        self._locked: dict[int, int] = {}  # dictionaries, because several threads lock
+        self._locked: dict[int, int] = {}  # dictionaries, for access by several threads
         self._pageable: dict[int, int] = {}
-        self._refused_bytes: int | None = None  # in all, with the smallest that was refused
+        self._refused_bytes: int | None = None  # smallest total that was refused
 
     @property
     def locked_bytes(self) -> int:
-        """Bytes of all buffers of this process that are locked now."""
+        """Bytes of the buffers that are locked now."""
         return sum(list(self._locked.values()))
 
     @property
     def pageable_bytes(self) -> int:
-        """Bytes of those that should be locked, and are not."""
+        """Bytes of the buffers that could not be locked."""
         return sum(list(self._pageable.values()))
 
     @property
     def limit_bytes(self) -> int | None:
-        """Bytes that can be locked in all, as far as is known; None: nothing was refused yet."""
+        """Bytes that can be locked in total; None if no lock was refused yet."""
         return None if self._refused_bytes is None else self.locked_bytes
 
     def lock(self, address: int, size_bytes: int) -> bool:
-        """Lock whole pages for CUDA; False where they stay pageable."""
+        """Lock whole pages for CUDA; False if they stay pageable."""
         if address in self._locked:
             return True
         now = self.locked_bytes + size_bytes
@@ -221,7 +218,7 @@ class PageLocks:
         return False
 
     def unlock(self, address: int) -> None:
-        """The memory goes. A copy may be under way: it is waited for."""
+        """Unlock memory that is about to be freed, after copies in flight."""
         self._pageable.pop(address, None)
         try:
             if address in self._locked and torch.cuda.is_initialized():
@@ -241,19 +238,18 @@ class PageLocks:
         )
 
 
-PAGE_LOCKS = PageLocks()  # of this process, as the limit is
+PAGE_LOCKS = PageLocks()  # the limit holds for the process
 
 
 def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A small host tensor for a copy: page-locked, where the system allows it."""
     try:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
-    except RuntimeError:  # torch has forgotten the error
+    except RuntimeError:  # torch has cleared CUDA's error
         return torch.empty(shape, dtype=dtype)
 
 
 def _forget_error() -> None:
-    """CUDA keeps the last error of a thread, and the next kernel would raise it in torch's name.
-    Launch one here, which consumes it."""
-    with contextlib.suppress(RuntimeError, AssertionError):  # or torch has no CUDA
+    """Clear the thread's last CUDA error with a small kernel; the next kernel would raise it."""
+    with contextlib.suppress(RuntimeError, AssertionError):  # torch without CUDA
         torch.ones(1, device="cuda")

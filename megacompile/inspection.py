@@ -1,4 +1,4 @@
-"""The front door, second part: `schedules()`, `updates()`, `trace()`, `explain()`."""
+"""The public functions `schedules()`, `updates()`, `trace()` and `explain()`."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ from megacompile.views.recorder import Traced
 
 
 def schedules(model: nn.Module) -> list[Schedule]:
-    """The schedules that a megacompiled model has run: one for each captured graph and shape.
+    """Return the schedules that a megacompiled model has run, one for each captured graph and
+    shape.
 
     Raises:
         ModelError: the model is not megacompiled.
-        NoScheduleError: by indexing the list where it is empty; it says why none has run.
+        NoScheduleError: on indexing an empty list; the message says why no schedule has run.
     """
     streamed = streamed_model(model, "schedules")
     return _Schedules(type(model).__name__, streamed)
 
 
 class _Schedules(list[Schedule]):
-    """A list that says why it is empty."""
+    """A list whose IndexError says why it is empty."""
 
     def __init__(self, name: str, streamed: StreamedModel) -> None:
         super().__init__(streamed.captures.schedules())
@@ -61,12 +62,12 @@ def _why_none(streamed: StreamedModel) -> str:
 
 
 def updates(model: nn.Module) -> dict[str, str]:
-    """The backend that updated each unit in the last `optimizer.step()`, by module path, in model
-    order.
+    """Return the backend that updated each unit in the last `optimizer.step()`, by module path, in
+    model order.
 
-    For example "compiled to C++", "torch.optim", "torch.optim, fused", "torch.optim on the device",
-    "torch" (also until the C++ is compiled) or "in the backward". Empty before the first step, and
-    for an optimizer that runs as it is.
+    Examples: "compiled to C++", "torch.optim", "torch.optim, fused", "torch.optim on the device",
+    "torch" (also until the C++ is compiled), "in the backward". Empty before the first step, and
+    for an optimizer that runs unchanged.
 
     Raises:
         ModelError: the model is not megacompiled.
@@ -75,16 +76,16 @@ def updates(model: nn.Module) -> dict[str, str]:
 
 
 def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:
-    """Record when every op of megacompiled models runs, on every stream, in a `with` block.
+    """Record when each op of megacompiled models runs, on each stream, within a `with` block.
 
-    Nothing waits for the record: on CUDA it is timed events on the ops' own streams, which are read
-    when the block is over. Updates that `optimizer.step()` makes on the host have a lane of their
-    own. Blocks may be nested, and may span steps and models.
+    Recording adds no synchronization: on CUDA it uses timed events on the ops' own streams, read
+    after the block. Updates on the host have their own lane. Blocks may be nested, and may span
+    steps and models.
 
     Args:
         models: one or more.
-        hardware: the machine's rates, from which a prediction is made. Default: those on file,
-            which `python -m megacompile hardware` puts there. Without any there is no prediction.
+        hardware: the machine's rates, for a prediction next to the measured times. Default: the
+            rates saved by `python -m megacompile hardware`. Without rates there is no prediction.
 
     Raises:
         ModelError: no model was given, or one is not megacompiled.
@@ -123,27 +124,27 @@ def explain(
     hardware: Hardware | None = None,
     changes: bool = True,
 ) -> Explanation:
-    """Explains the step of a megacompiled model on one screen: what it does, and why.
+    """Explain the step of a megacompiled model on one screen.
 
-    It shows the stages; where every byte is, on the device and on the host; the plan and its
-    reasons; how busy each stream is and what bounds the step; what would help, and by how much.
-    Times are predicted for a step in the middle of training. A trace puts measured times next to
-    them. The optimizer is assumed to be an AdamW with the states that the options name. Of the
-    model's stages, and of the process's updates in C++ and kernels in Triton, it says how many came
-    from caches, how many were compiled in this process, and how many seconds that took (`code`).
+    Shows the stages; where every byte is, on the device and on the host; the plan and its reasons;
+    how busy each stream is and what bounds the step; what would help, and by how much. Times are
+    predicted for a step in the middle of training, for an AdamW with the states that the options
+    name. A trace adds measured times. For the model's stages, and the process's updates in C++ and
+    kernels in Triton, `code` counts those from caches and those compiled in this process, and the
+    seconds that took.
 
-    Where ranks share the model, it names the slowest one and says what that costs. No rank waits
-    for another in this call, so one of them alone may make it.
+    If ranks share the model, it names the slowest one and its cost. No rank waits for another in
+    this call, so a single rank may make it.
 
     Args:
-        model: a model that has run a step. Its newest schedules are explained.
-        trace: a trace of whole steps of the model. Default: the last one taken, if it still exists.
-        hardware: the machine's rates. Default: on CUDA those measured (once, in seconds); on the
-            CPU those on file, or those of an H200.
-        changes: try other plans too. Each takes about as long as planning did.
+        model: a model that has run a step; its newest schedules are explained.
+        trace: a trace of whole steps of the model. Default: its last trace, if that still exists.
+        hardware: the machine's rates. Default: on CUDA measured rates (once, in seconds); on the
+            CPU saved rates, or those of an H200.
+        changes: simulate other plans too. Each takes about as long as planning did.
 
     Returns:
-        An object to `print()`. `to_dict()` is for programs, and notebooks show it as tables.
+        An object to `print()`. `to_dict()` is for programs; notebooks show tables.
 
     Raises:
         ModelError: the model is not megacompiled, or has not run.
@@ -179,7 +180,7 @@ def explain(
     node = streamed.machine.host_budget.node
     agreed = compiler.setting.agreed if hardware is None else None
     plans = options.plans and any(schedule.backward is not None for schedule in made)
-    other = compiler if plans else None  # that makes other plans
+    other = compiler if plans else None  # for other plans
     return Explanation.of(
         now,
         model=name,
@@ -207,12 +208,12 @@ def _moved(machine: Machine) -> Moved | None:
     return Moved(read, written, machine.steps)
 
 
-# The last trace of each model, as long as another object keeps it.
+# The last trace of each model, as long as the user keeps it.
 _TRACES: WeakKeyDictionary[StreamedModel, ref[Trace]] = WeakKeyDictionary()
 
 
 def _newest(streamed: StreamedModel) -> tuple[list[Planned], list[Schedule]]:
-    """Each captured graph's schedule of the newest shape: that of a training step, if any ran."""
+    """The newest schedule of each captured graph: that of a training step, if one ran."""
     planned, schedules = [], []
     for graph in streamed.captures.current():
         ran = [

@@ -1,5 +1,5 @@
-"""The front door, third part: a model that returns its memory, is called without capture,
-and becomes a plain one again.
+"""Public functions that lend a model's device memory, call it without capture, and make it plain
+again.
 
 `released()`, `restoring()`, `eager()`, `full_parameters()`, `unmegacompile()`.
 """
@@ -30,20 +30,19 @@ M = TypeVar("M", bound=nn.Module)
 
 @contextlib.contextmanager
 def released(model: nn.Module) -> Iterator[None]:
-    """Lend the device's memory to other code for the time of a `with` block.
+    """Lend the model's device memory to other code within a `with` block.
 
-    Slots, workspaces and the allocator's cache are freed. Layers that live on the device go to the
-    host, with their gradients and optimizer states, and come back at the end, also when an
-    exception passes. Everything that is not on the device stays as it is, so parameters may be read
-    inside, and saved. Nothing is captured, planned or compiled again. The model's buffers stay on
-    the device. Blocks may be nested.
+    Slots, workspaces and the allocator's cache are freed. Resident layers move to the host, with
+    their gradients and optimizer states, and return at the end, also after an exception. Parameters
+    may be read and saved inside. Nothing is captured, planned or compiled again. The model's
+    buffers (`register_buffer`) stay on the device. Blocks may be nested.
 
-    Inside, a call of the model and `optimizer.step()` are errors.
+    Calls of the model and `optimizer.step()` raise inside.
 
     Raises:
         ModelError: the model is not megacompiled, is in use, or a forward waits for its backward.
-        HostMemoryError: what lives on the device does not fit on the host.
-        DeviceMemoryError: at the end, the memory is not there any more. The model is whole then,
+        HostMemoryError: the resident layers do not fit on the host.
+        DeviceMemoryError: at the end, the device has too little free memory. The model is intact,
             and its next call tries again.
 
     Example::
@@ -67,19 +66,19 @@ def released(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restoring(model: nn.Module) -> Iterator[None]:
-    """Load a checkpoint over a partially made update, by a loader that reads first.
+    """Load a checkpoint after a partial update, with a loader that reads the old values first.
 
-    Reads of half updated parameters and optimizer states raise, so that they are not saved. A
-    loader that asks for `state_dict()` to load into it, as torch.distributed.checkpoint's does, may
-    read them inside of this block. A call of the model and `optimizer.step()` are errors there
-    until all of it was loaded. Where nothing has failed the block does nothing.
+    After an update failed halfway, reading parameters and optimizer states raises, so that they are
+    not saved by mistake. Inside this block, a loader that reads `state_dict()` first, such as
+    torch.distributed.checkpoint, may read them. Calls of the model and `optimizer.step()` raise
+    until everything is loaded. Without a failed update, the block has no effect.
 
     Args:
-        model: a megacompiled model. The states of all optimizers over it are meant too.
+        model: a megacompiled model. The block also covers the states of all its optimizers.
 
     Raises:
         ModelError: the model is not megacompiled, or is in use.
-        OptimizerError: at the end, the model or an optimizer was not loaded.
+        OptimizerError: at the end, the model or an optimizer was not loaded completely.
 
     Example::
 
@@ -105,23 +104,22 @@ def restoring(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def eager(model: nn.Module) -> Iterator[None]:
-    """Call the model as plain PyTorch code for the time of a `with` block.
+    """Call the model as plain PyTorch code, without capture, within a `with` block.
 
-    For loops whose calls all differ, such as one that samples with a cache of its own: nothing is
-    captured, planned or compiled for them. Each use of a parameter copies it to the device, so a
-    call takes about as long as that of a plain model whose weights are copied there each time. What
-    was captured before stays as it is, and calls after the block are captured again.
+    For loops whose calls all differ in shape, such as sampling with a growing cache: nothing is
+    captured, planned or compiled. Each use of a parameter copies it to the device, so a call takes
+    about as long as in a plain model that copies its weights there. Earlier captures stay, and
+    calls after the block are captured again.
 
-    It holds for calls of the model and of modules in it, also those that `generate()` or another
-    method makes. It holds in this thread: calls in others are captured meanwhile. Blocks may be
-    nested. Gradients are those of the plain model. Where ranks share the model (`mesh=`), all of
-    them enter it: they gather each parameter at each use.
+    The block applies to calls of the model and its modules, also from `generate()` and other
+    methods, in this thread only. Blocks may be nested. Gradients are those of the plain model. With
+    `mesh=`, all ranks must enter the block: they gather each parameter at each use.
 
     Args:
-        model: a megacompiled model, or a module in one, which stands for all of it.
+        model: a megacompiled model, or a module in one: the block applies to the whole model.
 
     Raises:
-        ModelError: the model is not in a megacompiled one, or this is the middle of its forward.
+        ModelError: the model is not part of a megacompiled one, or its forward is running.
 
     Example::
 
@@ -141,31 +139,30 @@ def _model_of_block(model: nn.Module) -> StreamedModel:
 
 
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each parameter on the device, under its name in a Hugging Face checkpoint, for a weight sync.
+    """Yield each parameter on the device under its Hugging Face name, for a weight sync.
 
-    One bucket is copied while the one before it is used, so two of them are on the device at a
-    time. They come in the order of the buckets. A tied parameter comes once, under its first name,
-    as `named_parameters()` has it and as `load_weights` of vLLM and the trainers of TRL expect it.
-    Names are those of the model that is given, which may be a module inside of a megacompiled one:
-    where a wrapper adds a prefix, give what it wraps. The names of PEFT are turned into those of
-    the base model, and the adapter's own parameters are left out. Where a checkpoint has other
-    tensors than the model has parameters (experts that transformers keeps as one), the names are
-    those of the parameters, as in TRL. Where ranks share the model (`mesh=`), every rank goes
-    through all of them, and each gets them whole.
+    A bucket is copied while the one before it is used, so two are on the device at a time.
+    Parameters come in the order of buckets. A tied parameter comes once, under its first name in
+    `named_parameters()`, as vLLM's `load_weights` and TRL expect. Names are relative to `model`,
+    which may be a module inside a megacompiled model: pass the inner model of a wrapper that adds a
+    prefix. PEFT's names become those of the base model, without the adapter's own parameters. Where
+    a checkpoint splits a parameter (experts that transformers merges), the name is that of the
+    parameter, as in TRL. With `mesh=`, all ranks must iterate over all parameters, and each gets
+    whole tensors.
 
-    It may be used inside of `released`, and while an update runs. Do not train meanwhile.
+    Works inside `released`, and while an update runs. Do not train during the iteration.
 
     Args:
         model: a megacompiled model, or a module in one.
 
     Yields:
         (name, tensor): of the parameter's shape, in the dtype that the model computes in
-        (`compute_dtype`, else the parameter's). A tensor that you keep is not written to; of a
-        layer that lives on the device it is the parameter itself: do not write to it.
+        (`compute_dtype`, else the parameter's). A copy that you keep is never overwritten. For a
+        resident layer the tensor is the parameter itself: do not write to it.
 
     Raises:
-        ModelError: the model is not in a megacompiled one, a parameter is quantized, or an adapter
-            is not merged.
+        ModelError: the model is not part of a megacompiled one, a parameter is quantized, or an
+            adapter is not merged.
 
     Example::
 
@@ -183,33 +180,31 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def unmegacompile(model: M, *, device: torch.device | str | int = "cpu") -> M:
     """Make a megacompiled model a plain one again, in place.
 
-    Parameters, gradients, optimizer states and buffers get ordinary memory on `device`. The
-    parameters are the same objects, and optimizers go on with them: states are what torch.optim has
-    (of the parameter's dtype, none in 8 bits). Everything that `megacompile()` put around the model
-    is gone, and it may be megacompiled again, with other options. A loss from before cannot be
-    differentiated any more.
+    Parameters, gradients, optimizer states and buffers get ordinary memory on `device`. Parameters
+    stay the same objects, and optimizers keep working: their states have torch.optim's form (the
+    parameter's dtype, not 8 bits). The model may be megacompiled again with other options. An
+    earlier loss can no longer be differentiated.
 
     The states of an optimizer that has not stepped yet stay where they are.
 
-    Where ranks share the model (`mesh=`), all of them call it, and each gets all of the model:
-    parameters are other objects, under the same names, as after `megacompile()`; optimizers that
-    have the old ones, stepped or not, get the new ones, with whole states. Buffers stay those of
-    the rank. An interrupt in the middle is the end of all ranks.
+    With `mesh=`, all ranks must call it, and each gets the whole model. Parameters become new
+    objects under the same names, which all optimizers of the old ones take over, with whole states.
+    Buffers stay the rank's own. An interrupt in the middle ends all ranks.
 
     Args:
-        model: a megacompiled model. The host needs memory for one bucket more while it runs.
-        device: where everything goes.
+        model: a megacompiled model. The host needs memory for one more bucket meanwhile.
+        device: the device of the plain model.
 
     Returns:
         The model.
 
     Raises:
-        ModelError: the model is not megacompiled, is in use, or a hook holds its parameters where
-            they are, or would be lost.
-        OptionError: no such device; or an optimizer has states that ranks cannot gather.
-        DeviceMemoryError: it does not fit there. Nothing has changed then.
-        HostMemoryError: the same, of ranks that share it.
-        RankError: another rank does something else, or has stopped.
+        ModelError: the model is not megacompiled or is in use, or a move would lose hooks on its
+            parameters.
+        OptionError: the device does not exist, or an optimizer has states that ranks cannot gather.
+        DeviceMemoryError: the model does not fit there. Nothing was changed.
+        HostMemoryError: the same, with `mesh=`.
+        RankError: another rank runs something else, or has stopped.
 
     Example::
 

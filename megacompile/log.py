@@ -2,12 +2,12 @@
 
     MEGACOMPILE_LOG=schedule,plan     these subjects, at INFO, on stderr
     MEGACOMPILE_LOG=+passes           at DEBUG
-    MEGACOMPILE_LOG=all               every subject; +all at DEBUG; later names win: all,+plan
+    MEGACOMPILE_LOG=all               all subjects; +all at DEBUG; later names win: all,+plan
     MEGACOMPILE_LOG=help              print the subjects
 
-The variable is read by `megacompile()`. Where it is not set no handler is installed, and the logger
-`megacompile` is at WARNING, unless the user has set its level: `logging.basicConfig(level=INFO)`
-of a script shows none of it. A subject that is to be seen there gets a level, as any logger:
+`megacompile()` reads the variable. If it is not set, no handler is installed, and the logger
+`megacompile` is at WARNING unless the user has set its level, so `logging.basicConfig(level=INFO)`
+shows nothing. To show a subject in the user's handlers, set its level:
 `logging.getLogger("megacompile.plan").setLevel(logging.INFO)`.
 """
 
@@ -39,11 +39,11 @@ SUBJECTS = {
     "ranks": "which rank stops the others, and why",
     "time": "what takes seconds until the first step is done, and how long each took",
 }
-_LEAST_S = 0.01  # shorter is not logged
+_LEAST_S = 0.01  # shorter times are not logged
 _FORMAT = "%(asctime)s %(name)s %(levelname)s: %(message)s"
 
-_configured: str | None = None  # the variable as it was when it was last read
-_levels: dict[str, int] = {}  # of the subjects that it named then
+_configured: str | None = None  # the variable when it was last read
+_levels: dict[str, int] = {}  # of the subjects that it named
 _handler: logging.Handler | None = None
 
 
@@ -55,7 +55,7 @@ def logger(subject: str) -> logging.Logger:
 
 
 class Lazy:
-    """A text that is made when a handler wants it: `log.info("%s", Lazy(schedule.table))`."""
+    """A text made only if a handler formats it: `log.info("%s", Lazy(schedule.table))`."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.make = make
@@ -65,10 +65,10 @@ class Lazy:
 
 
 def configure() -> None:
-    """Do what MEGACOMPILE_LOG says; once for each value that it has.
+    """Apply MEGACOMPILE_LOG, once for each value.
 
     Raises:
-        OptionError: it names a subject that there is not.
+        OptionError: it names an unknown subject.
     """
     global _configured, _handler, _levels
     value = os.environ.get(VARIABLE, "")
@@ -81,7 +81,7 @@ def configure() -> None:
     _configured = value
     if wants_help:
         print(help_text(), file=sys.stderr)
-    for subject in _levels.keys() | levels.keys():  # others may have the user's own level
+    for subject in _levels.keys() | levels.keys():  # keeps levels that the user has set
         logger(subject).setLevel(levels.get(subject, logging.NOTSET))
     _levels = levels
     if _handler is not None:
@@ -95,10 +95,10 @@ def configure() -> None:
 
 
 def parse(value: str) -> tuple[dict[str, int], bool]:
-    """(subject -> level, is help asked for) of the variable's value.
+    """Parse the variable's value: (level by subject, whether help is requested).
 
     Raises:
-        OptionError: with the subjects that there are.
+        OptionError: on an unknown subject.
     """
     levels: dict[str, int] = {}
     wants_help = False
@@ -121,7 +121,7 @@ def parse(value: str) -> tuple[dict[str, int], bool]:
 
 
 def help_text() -> str:
-    """The subjects, one a line."""
+    """A help text with one line for each subject."""
     width = max(map(len, SUBJECTS))
     lines = [f"  {name:<{width}}  {text}" for name, text in SUBJECTS.items()]
     return "\n".join(
@@ -132,11 +132,11 @@ def help_text() -> str:
     )
 
 
-# The messages of each subject.
+# Messages, by subject.
 
 
 def captured(capture: Capture, stages: Schedule) -> None:
-    """Dynamo's graph was bound to its inputs and partitioned."""
+    """Log that Dynamo's graph was bound to its inputs and partitioned."""
     logger("capture").info(
         "%s: %d inputs on %s, %d stages",
         capture.name,
@@ -147,7 +147,7 @@ def captured(capture: Capture, stages: Schedule) -> None:
 
 
 def pass_done(name: str, record: PassRecord, nodes_before: int) -> None:
-    """A pass has run on the schedule `name`."""
+    """Log that a pass ran on the schedule `name`."""
     ms = record.time_s * 1e3
     text = "%s: %s %.1f ms, %d -> %d nodes"
     logger("passes").info(text, name, record.name, ms, nodes_before, record.nodes)
@@ -156,7 +156,7 @@ def pass_done(name: str, record: PassRecord, nodes_before: int) -> None:
 
 
 def schedule_made(schedule: Schedule) -> None:
-    """The last pass has run."""
+    """Log a schedule after its last pass."""
     plan = schedule.plan
     kept = ", ".join(map(str, sorted(plan.keep))) or "none"
     reasons = "".join(f"; {reason}" for reason in plan.reasons)
@@ -168,8 +168,8 @@ def schedule_made(schedule: Schedule) -> None:
 
 
 def host_budget(name: str, size_bytes: int, beside: Sequence[tuple[str, int]]) -> None:
-    """Logs the host memory that a model may take where the user says nothing, and what is left to
-    processes next to this one: (what, bytes)."""
+    """Log the default host memory budget of a model, and the memory left for other processes:
+    (what, bytes)."""
     left = "; ".join(f"{format_bytes(size)} for {what}" for what, size in beside)
     logger("memory").info(
         "%s: may take %s of host memory; left to processes beside it: %s",
@@ -180,7 +180,7 @@ def host_budget(name: str, size_bytes: int, beside: Sequence[tuple[str, int]]) -
 
 
 def buckets_placed(name: str, buckets: Sequence[Bucket], node: str = "") -> None:
-    """A model's parameters were moved to host buckets."""
+    """Log the host buckets of a model."""
     total = Lazy(lambda: format_bytes(sum(bucket.size_bytes for bucket in buckets)))
     logger("memory").info("%s: %s in %d host buckets", name, total, len(buckets))
     if node:
@@ -190,7 +190,8 @@ def buckets_placed(name: str, buckets: Sequence[Bucket], node: str = "") -> None
 
 
 def without_symbols(name: str, error: Exception, what: str = "set of sizes") -> str:
-    """Logs that each set of sizes, or each value of a float, gets its own code; returns why."""
+    """Log that each set of sizes, or each value of a float, gets its own code. Returns the
+    reason."""
     why = str(error).strip().split("\n")[0]
     if line := source_line(str(error)):
         why = f"{why} ({line})"
@@ -200,8 +201,8 @@ def without_symbols(name: str, error: Exception, what: str = "set of sizes") -> 
 
 
 def fixed_sizes(name: str, fixed: Mapping[int | float, str]) -> str:
-    """Logs which changing sizes and numbers are constants in the code, and the lines that ask for
-    them; returns why."""
+    """Log which changing sizes and numbers are constants in the code, and the lines that read them.
+    Returns the reason."""
     for value, where in fixed.items():
         text = "%s: each value of a size gets its own code, as %s did now: %s asks for it"
         logger("capture").info(text, name, value, where)
@@ -210,7 +211,8 @@ def fixed_sizes(name: str, fixed: Mapping[int | float, str]) -> str:
 
 
 def other_way(name: str, broken: str) -> str:
-    """Logs the relation of sizes that another program relies on; returns why this one was made."""
+    """Log the relation of sizes that an existing program relies on. Returns the reason for a new
+    one."""
     if not broken:
         return ""
     logger("capture").info("%s: other sizes need code of their own: %s", name, broken)
@@ -218,12 +220,12 @@ def other_way(name: str, broken: str) -> str:
 
 
 def compiled(name: str, found: int, made: int, time_s: float, beside: int = 0) -> None:
-    """A schedule has its code.
+    """Log how a schedule got its code.
 
     Args:
-        found: graphs whose code was in a cache.
+        found: graphs with code in a cache.
         made: graphs that were compiled.
-        beside: of those found: graphs that processes next to this one have compiled meanwhile.
+        beside: of the graphs found, those that the compile processes compiled meanwhile.
     """
     if found or made:
         text = "%s: compiled %d templates in %.1f s (%d from the cache%s)"
@@ -232,31 +234,31 @@ def compiled(name: str, found: int, made: int, time_s: float, beside: int = 0) -
 
 
 def update_compiled(name: str, *, found: bool, time_s: float, what: str = "C++") -> None:
-    """The code of an update is there."""
+    """Log that the code of an update is ready."""
     text = "%s: compiled to %s in %.1f s%s"
     logger("compile").info(text, name, what, time_s, " (from the cache)" if found else "")
 
 
 def took(what: str, time_s: float) -> None:
-    """Something that is waited for has ended."""
+    """Log the time of a finished wait."""
     if time_s >= _LEAST_S:
         logger("time").info("%s took %.2f s", what, time_s)
 
 
-# Code that was compiled in this process, or taken from caches, and the time it took.
+# Counts of code that was compiled in this process or taken from caches.
 
 
 @dataclass(slots=True)
 class CodeCounts:
     """Counts of one kind of code: graphs, or kernels."""
 
-    found: int = 0  # in caches, those of another process that compiled them meanwhile included
-    beside: int = 0  # of these: compiled meanwhile by processes next to this one, for this one
+    found: int = 0  # in caches, graphs compiled meanwhile by compile processes included
+    beside: int = 0  # of these, compiled meanwhile by compile processes
     made: int = 0  # compiled in this process
-    time_s: float = 0.0  # that this process took to find and to compile them
+    time_s: float = 0.0  # spent by this process to load and compile them
 
     def add(self, *, found: int, made: int, time_s: float, beside: int = 0) -> None:
-        """Some more."""
+        """Add to the counts."""
         self.found += found
         self.made += made
         self.beside += min(beside, found)
@@ -268,5 +270,5 @@ class CodeCounts:
         return not self.found and not self.made
 
 
-UPDATES = CodeCounts()  # of this process: optimizers' updates on the host, in C++
-KERNELS = CodeCounts()  # of this process: our own kernels in Triton, most of them updates
+UPDATES = CodeCounts()  # optimizers' updates on the host, in C++
+KERNELS = CodeCounts()  # megacompile's kernels in Triton, most of them updates

@@ -1,10 +1,11 @@
 """Warnings that point at the user's line.
 
 A warning may come from hooks, decorators and generated code, so the number of frames up to the
-user's code is not known where the text is written. It is found by looking at the frames.
+user's code varies. It is found from the frames.
 
-Where ranks share a model, one of them says what is the same in all; other warnings name their rank.
-What is said once, of the process or of an object, goes by a subject (`warn_once`, `is_new`).
+If ranks share a model, warnings that are the same in all ranks come from one of them; other
+warnings name their rank. A subject identifies a warning that appears once for the process or for an
+object (`warn_once`, `is_new`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from types import FrameType
 from weakref import WeakKeyDictionary
 
-# Packages whose lines are no help: ours, and those that call us on behalf of the user's code.
+# Packages whose frames are skipped: megacompile, and those that call it for the user's code.
 _PASSED = frozenset(("megacompile", "torch", "contextlib", "functools", "threading", "concurrent"))
 
 
@@ -32,23 +33,23 @@ class Whose(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """This process among those that share models."""
+    """This process's rank among those that share models."""
 
     number: int
     is_first: bool
-    is_there: Callable[[], bool]  # does the process group still exist?
+    is_there: Callable[[], bool]  # True while the process group exists
 
 
 _rank: _Rank | None = None
 
 
 def in_rank(number: int, *, is_first: bool, is_there: Callable[[], bool]) -> None:
-    """From now on this process is a rank of those that share a model.
+    """Register this process as a rank of a shared model.
 
     Args:
         number: its rank.
-        is_first: is it the first one of its mesh?
-        is_there: does the process group still exist?
+        is_first: True for the first rank of its mesh.
+        is_there: returns True while the process group exists.
     """
     global _rank
     if _rank is None or not _rank.is_there() or is_first:
@@ -56,11 +57,11 @@ def in_rank(number: int, *, is_first: bool, is_there: Callable[[], bool]) -> Non
 
 
 def warn(text: str, whose: Whose = Whose.ALL) -> None:
-    """Warn at the innermost line that is neither ours nor torch's; in a thread that has none, here.
+    """Warn at the innermost line outside of megacompile and torch; in a thread without one, here.
 
     Args:
-        text: of the warning.
-        whose: what it is about, which says which ranks show it.
+        text: the warning's text.
+        whose: the subject, which determines the ranks that show it.
     """
     if _rank is not None and _rank.is_there():
         if whose is Whose.ALL and not _rank.is_first:
@@ -78,27 +79,27 @@ def warn(text: str, whose: Whose = Whose.ALL) -> None:
         module=frame.f_globals.get("__name__"),
         registry=frame.f_globals.setdefault("__warningregistry__", {}),
     )
-    del frame  # it may be this one: a frame that names itself keeps what its callers have alive
+    del frame  # it may be this frame, and a cycle would keep the callers' objects alive
 
 
 def warn_once(
     subject: str, text: str, whose: Whose = Whose.ALL, *, of: object | None = None
 ) -> None:
-    """Warn, unless there was a warning of the subject before.
+    """Warn, unless the subject was warned of before.
 
     Args:
         subject: names the warning.
         text: as for `warn`.
         whose: as for `warn`.
-        of: the object that the warning is about, such as a model: each gets its own. Default: the
-            process.
+        of: the object that the warning is about, such as a model; each object gets its own warning.
+            Default: the process.
     """
     if is_new(subject, of):
         warn(text, whose)
 
 
 def is_new(subject: str, of: object | None = None) -> bool:
-    """True for the first caller that asks about a subject, of the process or of an object."""
+    """True for the first call with this subject, for the process or an object."""
     said = _said if of is None else _said_of.setdefault(of, set())
     is_first = subject not in said
     said.add(subject)
@@ -106,12 +107,12 @@ def is_new(subject: str, of: object | None = None) -> bool:
 
 
 def was_said(subject: str) -> bool:
-    """True if a caller has asked `is_new` about a subject of the process."""
+    """True if `is_new` was called with a subject of the process."""
     return subject in _said
 
 
 def say_again() -> None:
-    """Forget all subjects of the process."""
+    """Forget the process's subjects, so that warnings appear again."""
     _said.clear()
 
 
@@ -127,6 +128,6 @@ def _users_frame() -> FrameType | None:
 
 
 def _is_passed(frame: FrameType) -> bool:
-    if frame.f_code.co_filename.startswith("<megacompile"):  # the Python of a schedule or a stage
+    if frame.f_code.co_filename.startswith("<megacompile"):  # generated Python
         return True
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _PASSED

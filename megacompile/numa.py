@@ -1,18 +1,18 @@
-"""The NUMA node that a GPU is attached to: the memory and the cores that are near it.
+"""The NUMA node of a GPU: placement of host memory and threads near it.
 
-A machine of several sockets has memory at each of them. A copy between a GPU and the memory of
-another socket crosses the link between the two, which is slower than PCIe and shared by all. So
+In a machine with several sockets, a copy between a GPU and another socket's memory crosses the link
+between sockets, which is slower than PCIe and shared. Therefore
 
-    memory that is copied to or from the GPU    comes from the GPU's node, while that has some
+    memory that is copied to or from the GPU    prefers the GPU's node
     threads that touch it first                 run on the node's cores
     threads that update                         run there, if the node has a core for each of them
 
-Preferred, never demanded: where the node is full, pages come from another one. Nothing is done
-where there is one node, where the system does not say which (most virtual machines), and where the
-user has said it (`numactl`): a memory policy of the process, or cores of other nodes alone.
+Memory is not bound: if the node is full, pages come from another one. Nothing is done on a machine
+with one node, if the system does not name the GPU's node (most virtual machines), or if the user
+has chosen (`numactl`): a memory policy, or only cores of other nodes.
 
-Containers may refuse `mbind` (Docker's default profile does). There, pages are where they are
-touched first, and it is the threads that bring them near.
+Containers may refuse `mbind` (Docker's default profile does). Then the node of the thread that
+touches a page first decides.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Node:
 
     number: int
     count: int  # of nodes that have cores
-    cores: frozenset[int]  # of this one, that the process may use; as the system counts them
-    siblings: int = 1  # of these, that are one core to a thread that computes
+    cores: frozenset[int]  # of this node, usable by the process; the system's numbers
+    siblings: int = 1  # hardware threads that share a physical core
 
     @property
     def short(self) -> str:
@@ -62,13 +62,13 @@ class Node:
 
 
 def node_of(device: torch.device, root: Path = _SYSFS) -> Node | None:
-    """The node that a GPU is attached to.
+    """Find the node that a GPU is attached to.
 
     Args:
-        root: where sysfs is.
+        root: mount point of sysfs.
 
     Returns:
-        None where nothing is to be done: see above.
+        None if memory and threads should be left alone: see above.
     """
     if device.type != "cuda":
         return None
@@ -82,7 +82,7 @@ def node_of(device: torch.device, root: Path = _SYSFS) -> Node | None:
 
 
 def node_at(address: str, root: Path = _SYSFS) -> Node | None:
-    """The node of the PCI device at an address ("0000:dc:00.0"); None as for `node_of`."""
+    """Find the node of a PCI device by its address ("0000:dc:00.0"); None as for `node_of`."""
     try:
         number = int((root / "bus/pci/devices" / address / "numa_node").read_text())
         lists = [
@@ -92,7 +92,7 @@ def node_at(address: str, root: Path = _SYSFS) -> Node | None:
         nodes = {node: _cores(text) for node, text in lists}
     except (OSError, ValueError):
         return None
-    nodes = {node: cores for node, cores in nodes.items() if cores}  # others are memory alone
+    nodes = {node: cores for node, cores in nodes.items() if cores}  # others only have memory
     if number not in nodes or len(nodes) < 2:  # -1: the system does not know
         return None
     cores = nodes[number] & os.sched_getaffinity(0)
@@ -109,19 +109,18 @@ def _siblings(cores: Collection[int], root: Path) -> int:
 
 
 def prefer(address: int, size_bytes: int, node: Node) -> bool:
-    """Ask that memory gets its pages from a node, from any thread that touches it. Pages that are
-    there stay.
+    """Request that untouched pages come from a node, regardless of the thread that touches them.
 
     Args:
-        address: of whole pages, in a mapping.
+        address: page-aligned, in a mapping.
 
     Returns:
-        False where the system refuses that.
+        False if the system refuses.
     """
     words = node.number // _WORD + 1
     mask = (ctypes.c_ulong * words)()
     mask[node.number // _WORD] = 1 << node.number % _WORD
-    bits = ctypes.c_ulong(words * _WORD + 1)  # the kernel takes one off
+    bits = ctypes.c_ulong(words * _WORD + 1)  # the kernel subtracts one
     error = _syscall()(
         _MBIND,
         ctypes.c_void_p(address),
@@ -137,22 +136,22 @@ def prefer(address: int, size_bytes: int, node: Node) -> bool:
 
 
 def cores_of_updates(node: Node | None, threads: int, processes: int) -> frozenset[int]:
-    """The cores that the threads of updates are to run on; none: wherever the system puts them.
+    """The cores for threads of updates; none: the system decides.
 
-    One node's memory is as fast as so many of its cores can use. So threads go near the GPU if the
-    node has a core for each. If there are more, they need the other nodes' cores, and the memory
-    there: what the CPU alone uses, such as optimizer states, is where its thread runs.
+    Threads run near the GPU if the node has a core for each. Otherwise they need the cores and
+    memory bandwidth of other nodes too: memory that only the CPU uses, such as optimizer states, is
+    placed by its thread.
 
     Args:
-        threads: of this process.
-        processes: whose GPUs are attached to the node, each with as many.
+        threads: number of this process.
+        processes: number of processes with GPUs on the node, each with as many threads.
     """
     fits = node is not None and threads * processes * node.siblings <= len(node.cores)
     return node.cores if node is not None and fits else frozenset()
 
 
 def bind(cores: Collection[int]) -> None:
-    """Binds this thread to these cores, and those that it starts; no cores: leaves it."""
+    """Bind this thread, and threads that it starts, to cores. Without cores, do nothing."""
     if cores:
         with contextlib.suppress(OSError):  # others may have been taken away since
             os.sched_setaffinity(0, cores)
@@ -160,8 +159,8 @@ def bind(cores: Collection[int]) -> None:
 
 @contextmanager
 def bound(node: Node | None) -> Iterator[None]:
-    """For its duration this thread runs on the cores of a node; None: where it does. OpenMP must
-    not start inside: its threads would stay on these cores."""
+    """A context in which this thread runs on a node's cores; None: unchanged. OpenMP must not start
+    inside: its threads would stay on these cores."""
     if node is None:
         yield
         return
@@ -186,8 +185,8 @@ _GET_MEMPOLICY, _MBIND = range(2)
 
 @functools.cache
 def _syscall() -> Syscall:
-    """Calls `get_mempolicy` or `mbind`, and returns the error, or 0. No library of Python's or the
-    system's has them but libnuma, which is not everywhere."""
+    """A function that calls `get_mempolicy` or `mbind` and returns the error, or 0. Uses raw system
+    calls, because libnuma is not installed everywhere."""
     numbers = _NUMBERS.get(platform.machine())
     try:
         call = ctypes.CDLL(None, use_errno=True).syscall
@@ -214,7 +213,7 @@ def _cores(text: str) -> frozenset[int]:
     """Parses "0-3,8" to 0, 1, 2, 3, 8.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text has another form.
     """
     found = set[int]()
     for part in filter(None, text.strip().split(",")):
@@ -224,7 +223,7 @@ def _cores(text: str) -> frozenset[int]:
 
 
 def _ranges(cores: Collection[int]) -> str:
-    """The other way round."""
+    """Format cores as ranges: the inverse of `_cores`."""
     parts: list[list[int]] = []
     for core in sorted(cores):
         if parts and parts[-1][-1] == core - 1:

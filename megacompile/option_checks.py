@@ -1,4 +1,4 @@
-"""Checks of the options of `megacompile()`: each returns what a value becomes, or refuses it."""
+"""Checks of the options of `megacompile()`: each returns the value for `Options`, or raises."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Given:
 
     name: str
     value: Any
-    above: Mapping[str, Any]  # the options that are declared above it, checked
+    above: Mapping[str, Any]  # the options declared above it, already checked
 
     def wrong_type(self, needed: str) -> str:
         """The message of an `OptionTypeError`."""
@@ -54,13 +54,13 @@ def open_flag(given: Given) -> bool | None:
 
 
 def progress(given: Given) -> bool | None:
-    """A flag, or None; False where another rank is the first one of `mesh`."""
+    """A flag, or None; False in all ranks of `mesh` but the first."""
     shown = open_flag(given)
     return shown if _is_first(given.above["mesh"]) else False
 
 
 def count(given: Given, *, least: int = 1, words: str = "") -> int:
-    """An int of at least `least`; `words`: other values that the option takes, for errors."""
+    """An int of at least `least`; `words`: other accepted values, for errors."""
     value = given.value
     if isinstance(value, bool) or not isinstance(value, int):
         raise OptionTypeError(given.wrong_type(f"{words}an int of at least {least}"))
@@ -89,7 +89,7 @@ def tiles(given: Given) -> int | None:
 
 
 def member(choices: type[_E]) -> Callable[[Given], _E]:
-    """The check for a member of an enum, or its value."""
+    """Make the check for a member of an enum, or its value."""
 
     def check(given: Given) -> _E:
         value = given.value
@@ -109,20 +109,20 @@ def member(choices: type[_E]) -> Callable[[Given], _E]:
 
 
 def lowering(given: Given) -> Lowering:
-    """The way stages become code; None: by the device."""
+    """The backend of stages; None: chosen by the device."""
     if given.value is None:
         return Lowering.INDUCTOR if given.above["device"].type == "cuda" else Lowering.EAGER
     return member(Lowering)(given)
 
 
 def dtype(name: str) -> torch.dtype | str:
-    """The value of a dtype option that `option_values` names."""
+    """The value of a dtype option, from its name in `option_values`."""
     found: torch.dtype | str = name if name == "int8" else getattr(torch, name)
     return found
 
 
 def one_of(names: tuple[str, ...]) -> Callable[[Given], Any]:
-    """The check for one of several dtypes, or None."""
+    """Make the check for one of several dtypes, or None."""
     allowed = [dtype(name) for name in names]
 
     def check(given: Given) -> Any:
@@ -141,17 +141,17 @@ def one_of(names: tuple[str, ...]) -> Callable[[Given], Any]:
 
 
 def device(given: Given) -> torch.device:
-    """A device that exists, CUDA's with its index."""
+    """An existing device; a CUDA device has its index."""
     value = given.value
     if value is None:
         value = "cuda" if torch.cuda.is_available() else "cpu"
     if isinstance(value, bool) or not isinstance(value, (str, int, torch.device)):
         raise OptionTypeError(given.wrong_type("a torch.device, 'cuda:0' or 'cpu'"))
-    if isinstance(value, int) and not 0 <= value < 128:  # torch keeps 8 bits: 256 would be cuda:0
+    if isinstance(value, int) and not 0 <= value < 128:  # torch keeps 8 bits: 256 is cuda:0
         raise OptionError(f"megacompile(): got device={value}; needed the index of a CUDA device")
     try:
         found = torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
-    except RuntimeError:  # which lists every backend that torch knows
+    except RuntimeError:  # torch's message lists all its backends
         raise OptionError(
             f"megacompile(): got device={value!r}; needed a 'cuda' device or 'cpu'"
         ) from None
@@ -176,8 +176,8 @@ def device(given: Given) -> torch.device:
 
 
 def mesh(given: Given) -> DeviceMesh | None:
-    """A mesh of such devices whose last dimension shards, and whose first one, of two, replicates;
-    or None."""
+    """A mesh of the same device type, or None. Its last dimension shards; the first of two
+    replicates."""
     mesh, device = given.value, given.above["device"]
     if mesh is None:
         return None
@@ -256,7 +256,7 @@ def _size(given: Given, place: torch.device, words: str) -> int | None:
 
 
 def optimizer(given: Given) -> torch.optim.Optimizer | None:
-    """An optimizer that can update in the backward, or None."""
+    """An optimizer with an update in the backward, or None."""
     value = given.value
     if value is None:
         return None
@@ -277,7 +277,7 @@ def optimizer(given: Given) -> torch.optim.Optimizer | None:
 
 
 def device_update(given: Given) -> float | None:
-    """A share that can be updated on the device, or None."""
+    """A share for device updates, or None."""
     value = given.value
     if value is None:
         return None
@@ -327,7 +327,7 @@ def disk(given: Given) -> str | None:
 
 
 def disk_memory(given: Given) -> int | None:
-    """Bytes that may be taken on the disk; None: what is free."""
+    """Bytes that may be used on the disk; None: the free space."""
     if given.value is None:
         return None
     folder = given.above["disk"]
@@ -343,7 +343,7 @@ _NO_FOLDER = "without disk=; needed the folder that they lie in; name one"
 
 
 def disk_weights(given: Given) -> bool | None:
-    """A flag, or None. Not True where parameters cannot be on a disk."""
+    """A flag, or None. True only where parameters can be on a disk."""
     asked, compute_dtype = open_flag(given), given.above["compute_dtype"]
     wrong = _NO_FOLDER if given.above["disk"] is None else ""
     if not wrong and compute_dtype is not None:
@@ -359,7 +359,7 @@ def disk_weights(given: Given) -> bool | None:
 
 
 def disk_saved(given: Given) -> bool | None:
-    """A flag, or None. Not True where no saved tensor waits on the host."""
+    """A flag, or None. True only where saved tensors are offloaded."""
     asked, activations = open_flag(given), given.above["activations"]
     wrong = _NO_FOLDER if given.above["disk"] is None else ""
     if not wrong and activations not in (Activations.OFFLOAD, Activations.AUTO):

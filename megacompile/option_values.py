@@ -1,6 +1,6 @@
 """Values of options as users write them: words, dtypes, memory sizes.
 
-Needs no torch: the command line reads them before it is imported.
+Imports no torch: the command line reads these values before torch is imported.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from megacompile.errors import OptionError, OptionTypeError
 
 COMPUTE_DTYPES = ("bfloat16", "float16")
 GRAD_DTYPES = ("bfloat16", "float16", "float32")
-STATE_DTYPES = ("float32", "bfloat16", "int8")  # int8: blocks of 8 bits, no dtype of torch's
+STATE_DTYPES = ("float32", "bfloat16", "int8")  # int8: blockwise 8 bits, not a torch dtype
 
 
 class Lowering(enum.Enum):
-    """The way a stage's graph becomes code."""
+    """The backend that turns a stage's graph into code."""
 
-    EAGER = "eager"  # the traced ATen graph, one kernel at a time: bitwise equal to the plain model
-    INDUCTOR = "inductor"  # fused by TorchInductor: fast, equal within its own tolerance
+    EAGER = "eager"  # the traced ATen graph, op by op: bitwise equal to the plain model
+    INDUCTOR = "inductor"  # fused by TorchInductor: fast, equal within its rounding
 
 
 class Head(enum.Enum):
-    """The way a language model's head and its loss are computed."""
+    """The method for a language model's head and loss."""
 
-    AUTO = "auto"  # in chunks with Inductor, where logits would take more than 1 GiB
-    WHOLE = "whole"  # as the model has it
-    CHUNKED = "chunked"  # in chunks of tokens, so that logits are never there as a whole
+    AUTO = "auto"  # in chunks with Inductor if logits exceed 1 GiB
+    WHOLE = "whole"  # as the model computes it
+    CHUNKED = "chunked"  # in chunks of tokens: the logits never exist as a whole
 
 
 class Activations(enum.Enum):
-    """The place of the tensors that a stage's backward takes from its forward."""
+    """The treatment of the tensors that a stage saves for its backward."""
 
-    AUTO = "auto"  # what the plan finds best
+    AUTO = "auto"  # the plan decides
     KEEP = "keep"  # saved tensors stay on the device
-    SELECTIVE = "selective"  # about half of them do, the rest is computed again
-    RECOMPUTE = "recompute"  # stage inputs stay on the device, all else is computed again
-    OFFLOAD = "offload"  # stage inputs wait on the host, all else is computed again
+    SELECTIVE = "selective"  # about half of them stay, the rest is recomputed
+    RECOMPUTE = "recompute"  # stage inputs stay on the device, the rest is recomputed
+    OFFLOAD = "offload"  # stage inputs wait on the host, the rest is recomputed
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -46,17 +46,17 @@ _NEEDED = 'bytes (an int), a text such as "20GiB", or a fraction of what there i
 
 
 def parse_bytes(name: str, value: Any, total_bytes: int, *, words: str = "") -> int:
-    """The bytes that an option's value stands for.
+    """Convert an option's memory size to bytes.
 
     Args:
-        name: of the option, for errors.
-        value: an int; a text: a number with B, KiB, MiB, GiB or TiB (GB and the like are powers of
-            ten); or a float up to 1, a fraction of `total_bytes`.
-        words: other values that the option takes, for errors: "'all', ".
+        name: the option's name, for errors.
+        value: an int; a string: a number with B, KiB, MiB, GiB or TiB (GB etc. are powers of ten);
+            or a float from 0 to 1, a fraction of `total_bytes`.
+        words: other accepted values, for errors: "'all', ".
 
     Raises:
-        OptionError: a negative size, a unit that there is none of, a fraction above 1.
-        OptionTypeError: neither a number nor a text.
+        OptionError: a negative size, an unknown unit, a fraction above 1.
+        OptionTypeError: neither a number nor a string.
     """
     needed = words + _NEEDED
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):

@@ -1,7 +1,7 @@
-"""The options of `megacompile()`: frozen, checked once, never ignored.
+"""The checked, frozen options of `megacompile()`.
 
-An option is a parameter of `megacompile()`, which has its type, its default and its meaning for
-users, and a field here: what its value becomes, and the check of `option_checks` that makes it so.
+An option is a parameter of `megacompile()`, with the type, default and meaning for users, and a
+field here, with the internal type and the check of `option_checks` that converts the value.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def _option(
     """A field of `Options`.
 
     Args:
-        check: raises, or returns the field's value. It sees the options that are declared above.
-        default: the value where the option is left out. Without one, that of the check of None.
-        alike: ranks that share a model need the same, because collectives or numbers depend on it.
-            The rest each chooses for itself: memory, disks.
+        check: returns the field's value, or raises. It sees the options declared above.
+        default: the value of an omitted option. Without one, the check of None decides.
+        alike: True if ranks that share a model need the same value, because collectives or numbers
+            depend on it. Memory and disks may differ.
     """
     metadata = {"check": check, "alike": alike}
     field: _T = dataclasses.field(default=default, metadata=metadata)
@@ -43,14 +43,14 @@ def _option(
 
 @dataclass(frozen=True, slots=True)
 class PlannedMesh:
-    """Ranks that a model is only planned for, without a process of theirs."""
+    """A mesh for plans, without processes."""
 
-    ranks: int  # that shard
+    ranks: int  # ranks that shard
     replicas: int = 1
 
     @property
     def ndim(self) -> int:
-        """As of a DeviceMesh: with replicas, these are its first dimension."""
+        """Number of dimensions, as in a DeviceMesh: replicas are the first."""
         return 1 if self.replicas == 1 else 2
 
     def size(self, dim: int) -> int:
@@ -58,14 +58,14 @@ class PlannedMesh:
         return self.ranks if dim == self.ndim - 1 else self.replicas
 
     def get_local_rank(self, dim: int = 0) -> int:
-        """The first one's place: its part is the largest."""
+        """Rank 0, whose part is the largest."""
         del dim
         return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options of a user, checked. `megacompile()` says what each means; sizes are in bytes."""
+    """The user's options after checks. `megacompile()` documents them; sizes are in bytes."""
 
     device: torch.device = _option(checks.device)
     gpu_memory: int | None = _option(checks.device_size, None)
@@ -95,14 +95,15 @@ class Options:
 
     @staticmethod
     def resolve(**given: Any) -> Options:
-        """Check what the user gave, and fill in the rest.
+        """Check the user's options, and fill in defaults.
 
         Args:
-            given: by name, as `megacompile()` takes them.
+            given: values by name, as passed to `megacompile()`.
 
         Raises:
-            OptionError: a value is out of range, or the device does not exist.
-            OptionTypeError: a value has the wrong type, or there is no such option (also a
+            OptionError: a value is out of range or contradicts another, or the device does not
+                exist.
+            OptionTypeError: a value has the wrong type, or the option does not exist (also a
                 `TypeError`).
         """
         known = {field.name for field in fields(Options)}
@@ -122,31 +123,31 @@ class Options:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that have a part of each parameter.
+        """Number of ranks that shard each parameter.
 
-        With several, plans choose nothing by themselves that collectives depend on: ranks whose
-        inputs have other shapes, or that have other rates and budgets, must issue the same ones.
+        With several, plans decide nothing that changes collectives: ranks with other input shapes,
+        rates and budgets must issue the same ones.
         """
         return 1 if self.mesh is None else self.mesh.size(self.mesh.ndim - 1)
 
     @property
     def replicas(self) -> int:
-        """Number of ranks that have the same part of each parameter (HSDP)."""
+        """Number of ranks with the same shard of each parameter (HSDP)."""
         return 1 if self.mesh is None or self.mesh.ndim == 1 else self.mesh.size(0)
 
     @property
     def rank(self) -> int:
-        """This process's place among the ranks that have parts of the same parameters."""
+        """This process's rank among those that shard the same parameters."""
         return 0 if self.mesh is None else self.mesh.get_local_rank(self.mesh.ndim - 1)
 
     @property
     def least_slots(self) -> int:
-        """The smallest number with which every bucket is prefetched `lookahead` stages ahead."""
+        """The smallest number of slots that allows a prefetch `lookahead` stages ahead."""
         return self.lookahead + 1 if self.slots is None else self.slots
 
     @property
     def plans_device_update(self) -> bool:
-        """True if the plan may choose device updates, if `device_update` is left open."""
+        """True if the plan may choose device updates when `device_update` is None."""
         return (
             self.lowering is Lowering.INDUCTOR
             and self.optimizer is None
@@ -156,7 +157,7 @@ class Options:
 
     @property
     def device_helps(self) -> bool:
-        """True if a GPU helps the host with the updates that are no device updates."""
+        """True if the GPU helps with updates on the host."""
         return (
             self.lowering is Lowering.INDUCTOR
             and self.optimizer is None
@@ -167,7 +168,7 @@ class Options:
 
     @property
     def may_store_weights(self) -> bool:
-        """True if parameters may go to the disk, if `disk_weights` is left open."""
+        """True if parameters may go to the disk when `disk_weights` is None."""
         return (
             self.disk is not None
             and self.disk_weights is None
@@ -189,25 +190,24 @@ class Options:
 
     @property
     def plans(self) -> bool:
-        """True if a plan is searched for. On the CPU, only if the user passes `gpu_memory`."""
+        """True if a plan is searched for: on the CPU, only with `gpu_memory`."""
         return self.device.type == "cuda" or self.gpu_memory is not None
 
     @property
     def updates_on_device(self) -> bool:
-        """True if parameters of float32 masters may be updated on the device."""
+        """True if float32 masters may be updated on the device."""
         return self.optimizer is not None or bool(self.device_update) or self.device_helps
 
     @property
     def of_all_ranks(self) -> dict[str, str]:
-        """The options that ranks which share a model need alike, as text."""
+        """The options that must be the same in all ranks, as text."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata["alike"]}
         if self.optimizer is not None:
             values["optimizer"] = type(self.optimizer).__name__
         return {name: str(getattr(value, "value", value)) for name, value in values.items()}
 
     def differences(self, other: Options) -> list[str]:
-        """The options in which `other` differs, as "name: mine -> theirs", as a user writes
-        them."""
+        """Differences to `other` as "name: mine -> theirs", in the user's notation."""
         return [
             f"{name}: {_as_given(name, mine)} -> {_as_given(name, theirs)}"
             for name in (field.name for field in fields(self))
@@ -216,7 +216,7 @@ class Options:
 
 
 def check_alike(of_ranks: Sequence[Mapping[str, str]]) -> None:
-    """Raise where ranks have options that differ.
+    """Raise if ranks have different options.
 
     Args:
         of_ranks: `Options.of_all_ranks` of each rank.
@@ -237,7 +237,7 @@ _REMOVED = {"whole_buckets": "leave it out; ranks gather their parts of a bucket
 
 
 def _as_given(name: str, value: Any) -> str:
-    """The text of an option's value: what one writes to ask for it."""
+    """An option's value in the user's notation."""
     if name == "resident" and value in (None, sys.maxsize):
         return repr("auto" if value is None else "all")
     if isinstance(value, torch.optim.Optimizer):

@@ -1,13 +1,13 @@
-"""Packed parameters: those that are made of several plain tensors, as quantized weights are.
+"""Packed parameters, which consist of several plain tensors, such as quantized weights.
 
-    w    a wrapper subclass (torchao): `__tensor_flatten__` says what it is made of
+    w    a wrapper subclass (torchao): `__tensor_flatten__` names its tensors
          -> w.qdata, w.scale
     w    an nn.Parameter of a class of its own (bitsandbytes): its data, and the tensors of the
          state objects of that package on it and on its module
          -> w, w.quant_state.absmax, w.quant_state.state2.absmax, ...
 
-A *leaf* is one of these plain tensors, or an ordinary parameter. Leaves are what is in buckets.
-A *member* is a leaf where a packed parameter has it; two members of equal memory are one leaf.
+A *leaf* is one of these plain tensors, or an ordinary parameter. Buckets hold leaves. A *member* is
+a place of a plain tensor in a packed parameter; members that share memory are one leaf.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from megacompile.ir.capture import Wrapping
 
 
 class Leaf(NamedTuple):
-    """A plain tensor that is in a bucket."""
+    """A plain tensor in a bucket."""
 
-    name: str  # fully qualified: the parameter's, and where in it the leaf is
+    name: str  # fully qualified: the parameter's name, and the leaf's path in it
     tensor: torch.Tensor  # an nn.Parameter, or a plain tensor of a packed one
     packed: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A plain tensor of a packed parameter, and where that has it."""
+    """A plain tensor of a packed parameter, and its place there."""
 
     path: str  # after the parameter's name; "" for the parameter itself
     tensor: torch.Tensor
-    leaf: torch.Tensor  # the first member in the same memory: mostly itself
-    holder: Any  # the object whose attribute it is
+    leaf: torch.Tensor  # the first member in the same memory, usually this one
+    holder: Any  # the object that has it as an attribute
     key: str
 
     @property
@@ -52,7 +52,7 @@ class Member:
 
 
 def is_wrapper(tensor: object) -> bool:
-    """True if it is a tensor that only wraps others, which hold its data."""
+    """True for a tensor that only wraps others, which hold its data."""
     return isinstance(tensor, torch.Tensor) and _kind(type(tensor)) is _Kind.WRAPPER
 
 
@@ -62,7 +62,7 @@ def any_packed(params: Iterable[object]) -> bool:
 
 
 def members(module: nn.Module, param: torch.Tensor) -> Sequence[Member]:
-    """The tensors that a parameter of `module` is made of; empty for an ordinary one."""
+    """The plain tensors of a parameter of `module`; empty for an ordinary parameter."""
     kind = _kind(type(param))
     if kind is _Kind.ORDINARY:
         return ()
@@ -75,7 +75,7 @@ def members(module: nn.Module, param: torch.Tensor) -> Sequence[Member]:
 
 
 def own_leaves(module: nn.Module, prefix: str = "") -> Iterator[Leaf]:
-    """The leaves of a module's own parameters, `prefix` before their names."""
+    """Yield the leaves of a module's own parameters, with `prefix` before their names."""
     for name, param in compat.parameters_of(module).items():
         if param is None:
             continue
@@ -88,13 +88,13 @@ def own_leaves(module: nn.Module, prefix: str = "") -> Iterator[Leaf]:
 
 
 def leaves(model: nn.Module, prefix: str = "") -> Iterator[Leaf]:
-    """All leaves of a model, in the order of `named_parameters(remove_duplicate=False)`."""
+    """Yield all leaves of a model, in the order of `named_parameters(remove_duplicate=False)`."""
     for name, module in model.named_modules(prefix=prefix, remove_duplicate=False):
         yield from own_leaves(module, f"{name}." if name else "")
 
 
 def packed_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Every packed parameter in every place that it has: its module, its name there, and it."""
+    """Yield (module, name, parameter) for every packed parameter, once for each place."""
     for module in model.modules():
         for name, param in compat.parameters_of(module).items():
             if param is not None and members(module, param):
@@ -102,12 +102,12 @@ def packed_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Par
 
 
 def settle(model: nn.Module) -> None:
-    """Normalises packed parameters between two calls, so that they share no tensor of their states.
+    """Normalize packed parameters between two calls, so that they share no state tensors.
 
-    bitsandbytes moves the statistics of 8-bit weights from parameter to module in the first call,
-    and exchanges 4-bit weights by others in the first call for inference on a CPU (which loses
-    some of their bits; it has a way back). Its 4-bit weights share the code of their statistics:
-    each layer would need the bucket of the first one for it.
+    bitsandbytes moves the statistics of 8-bit weights from parameter to module in the first call.
+    In the first call for inference on a CPU it replaces 4-bit weights by another format, which
+    loses bits, and can convert them back. Its 4-bit weights share the code of their statistics:
+    each layer would need the first one's bucket.
     """
     for module in model.modules():
         for param in compat.parameters_of(module).values():
@@ -115,14 +115,13 @@ def settle(model: nn.Module) -> None:
             if callable(initialize) and getattr(param, "CB", None) is not None:
                 initialize()
         if getattr(module, _FOR_CPU, False):
-            module.state_dict()  # goes that way back
+            module.state_dict()  # converts back
             setattr(module, _FOR_CPU, False)
     unshare(model)
 
 
 def unshare(model: nn.Module) -> list[Member]:
-    """Copies the tensors that packed parameters share in their states; returns the members before
-    the copies."""
+    """Copy state tensors that packed parameters share. Returns the members as they were before."""
     owner: dict[int, int] = {}  # tensor -> parameter
     shared: list[Member] = []
     for module, _, param in packed_parameters(model):
@@ -135,7 +134,7 @@ def unshare(model: nn.Module) -> list[Member]:
 
 
 def twins(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Members that are no leaves, and the leaves whose memory they share."""
+    """Pairs of a member that is not a leaf, and the leaf that shares its memory."""
     found = [
         member for module, _, param in packed_parameters(model) for member in members(module, param)
     ]
@@ -143,7 +142,7 @@ def twins(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def taken_apart(tensor: torch.Tensor) -> tuple[Wrapping, list[torch.Tensor]]:
-    """The way a wrapper is put together, and the tensors that it is made of."""
+    """Flatten a wrapper into its structure and its plain tensors."""
     names, context = compat.flatten_wrapper(tensor)
     inner: list[Wrapping | None] = []
     found: list[torch.Tensor] = []
@@ -162,7 +161,7 @@ def taken_apart(tensor: torch.Tensor) -> tuple[Wrapping, list[torch.Tensor]]:
 
 
 def on_device(wrapping: Wrapping, device: torch.device) -> Wrapping:
-    """The same, put together on a device: what a wrapper notes of it is exchanged."""
+    """The same structure on another device, with the devices in its context replaced."""
     return dataclasses.replace(
         wrapping,
         inner=tuple(nested and on_device(nested, device) for nested in wrapping.inner),
@@ -190,14 +189,14 @@ def _moved(value: Any, device: torch.device) -> Any:
 class _Kind(enum.Enum):
     ORDINARY = "ordinary"
     WRAPPER = "wrapper"
-    STATEFUL = "stateful"  # an nn.Parameter of a class of its own, perhaps with a state
+    STATEFUL = "stateful"  # a subclass of nn.Parameter, which may have a state
 
 
 @functools.cache
 def _kind(cls: type) -> _Kind:
     package = cls.__module__.partition(".")[0]
     if hasattr(cls, "stands_for") or package in (__name__.partition(".")[0], "torch"):
-        return _Kind.ORDINARY  # guarded parameters and proxies; what torch wraps is no weight
+        return _Kind.ORDINARY  # guarded parameters, proxies, torch's own wrappers
     if compat.is_wrapper_class(cls):
         return _Kind.WRAPPER
     return _Kind.STATEFUL if issubclass(cls, nn.Parameter) else _Kind.ORDINARY
@@ -219,14 +218,15 @@ def _inner(wrapper: torch.Tensor, path: str) -> Iterator[_Found]:
 
 
 def _states(module: nn.Module, param: torch.Tensor) -> Iterator[_Found]:
-    """The tensors of the state objects of a parameter's package, on it and on its module."""
+    """Yield tensors in state objects of the parameter's package, on the parameter and its
+    module."""
     package = type(param).__module__.partition(".")[0]
     seen: set[int] = set()
 
     def walk(holder: Any, path: str, *, tensors: bool) -> Iterator[_Found]:
         for key, value in list(vars(holder).items()):
             if isinstance(value, torch.Tensor):
-                # indices are what a call leaves there, and no part of the weight
+                # int64 tensors are left there by a call and are no part of the weight
                 if tensors and not isinstance(value, nn.Parameter) and value.dtype != torch.int64:
                     yield f"{path}.{key}", value, holder, key
             elif _is_state(value, package) and id(value) not in seen:
@@ -243,7 +243,7 @@ def _is_state(value: object, package: str) -> bool:
 
 
 def _distinct(found: Iterator[_Found] | Sequence[_Found]) -> list[Member]:
-    """Members, with one leaf for those in the same memory."""
+    """Make members, with one leaf for each memory."""
     first: dict[Any, torch.Tensor] = {}
     made = []
     for path, tensor, holder, key in found:

@@ -1,7 +1,7 @@
-"""Bars, and a line on stderr that says what is waited for: for what takes seconds on a large model.
+"""Progress bars and a status line on stderr, for work that takes seconds on a large model.
 
-Off a terminal (a log file, a notebook) one line is printed, once, where the wait is long.
-MEGACOMPILE_LOG=time logs how long each took.
+Without a terminal (a log file, a notebook), one line is printed once, if a wait is long.
+MEGACOMPILE_LOG=time logs each duration.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from tqdm import tqdm
 
 from megacompile import log, notices
 
-_ERASE = "\r\x1b[K"  # to the end of the line
-_LONG_S = 5.0  # off a terminal, shorter waits are not printed
+_ERASE = "\r\x1b[K"  # erases to the end of the line
+_LONG_S = 5.0  # without a terminal, shorter waits are not printed
 
 
 @dataclass(slots=True)
 class _Line:
-    """The work that is waited for."""
+    """A status line of one thread."""
 
     is_shown: bool
     what: str = ""  # "": nothing
     since_s: float = 0.0
     inside: list[str] = field(default_factory=list)  # phases, the innermost last
     took_s: dict[str, float] = field(default_factory=dict)  # by phase
-    thread: int = field(default_factory=threading.get_ident)  # that waits
+    thread: int = field(default_factory=threading.get_ident)  # the waiting thread
 
     def now(self) -> str:
-        """The work that is waited for at this moment."""
+        """The current work."""
         return self.inside[-1] if self.inside else self.what
 
     def show(self) -> None:
-        """Shows what is waited for now."""
+        """Show the current work."""
         if self.is_shown:
             what = self.now()
             print(f"{_ERASE}megacompile: {what} ..." if what else _ERASE, end="", file=sys.stderr)
@@ -50,7 +50,7 @@ _WAIT = "a wait off a terminal"
 
 @contextmanager
 def _printed_once(line: _Line) -> Iterator[None]:
-    """Off a terminal: if the block is long, prints once in this process what is waited for."""
+    """Print the current work if the block is long; once in this process."""
 
     def say() -> None:
         if (what := line.now()) and notices.is_new(_WAIT):
@@ -74,7 +74,8 @@ def _printed_once(line: _Line) -> Iterator[None]:
 def bar(
     what: str, total: int, show: bool | None, *, unit: str = "it"
 ) -> Iterator[Callable[[int], object]]:
-    """A bar of `total` units; yields a function that advances it. `show=None`: on a terminal."""
+    """Show a bar of `total` units; yields a function that advances it. `show=None`: only on a
+    terminal."""
     disable = None if show is None else not show
     now("")
     start = time.perf_counter()
@@ -92,9 +93,9 @@ def bar(
 
 @contextmanager
 def line(what: str, show: bool | None) -> Iterator[None]:
-    """A line that is gone at the end, when an outer one is there again; `now` and `phase` change
-    it. `show=None`: on a terminal, and elsewhere once if it takes long. `what=""`: it says nothing
-    until then."""
+    """Show a status line until the end of the block; an outer line then reappears. `now` and
+    `phase` change its text; `what=""` is empty until then. `show=None`: on a terminal, and
+    elsewhere once if it takes long."""
     on_terminal = sys.stderr.isatty()
     mine = _Line(on_terminal if show is None else show)
     is_quiet = on_terminal or show is not None or notices.was_said(_WAIT)
@@ -114,8 +115,8 @@ def line(what: str, show: bool | None) -> Iterator[None]:
 
 @contextmanager
 def later_line(what: str, show: bool | None) -> Iterator[None]:
-    """`line` for work of a later step: shown on a terminal alone, and only if this thread has no
-    line, which says already what is waited for."""
+    """`line` for work of a later step: shown only on a terminal, and only if this thread has no
+    line."""
     if _line() is not None:
         yield
         return
@@ -124,7 +125,7 @@ def later_line(what: str, show: bool | None) -> Iterator[None]:
 
 
 def now(what: str) -> None:
-    """Changes the text of the line, if this thread has one: "" is nothing."""
+    """Change the text of this thread's line, if any; "" clears it."""
     current = _line()
     if current is None or current.what == what:
         return
@@ -137,8 +138,8 @@ def now(what: str) -> None:
 
 @contextmanager
 def phase(what: str) -> Iterator[None]:
-    """Changes the text of the line inside of the block, if this thread has one. The time of what it
-    said before goes on, and phases of one name are logged as one."""
+    """Change the text of this thread's line, if any, within the block. The outer text's time goes
+    on, and phases of one name are logged together."""
     current = _line()
     if current is None:
         yield
@@ -155,7 +156,7 @@ def phase(what: str) -> Iterator[None]:
 
 
 def _line() -> _Line | None:
-    """The innermost line of this thread; None: it has none, as threads that work next to it."""
+    """The innermost line of this thread, or None."""
     if not _lines:
         return None
     mine = threading.get_ident()

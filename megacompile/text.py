@@ -1,4 +1,4 @@
-"""Text as it is printed everywhere: sizes, times, names from outside, columns."""
+"""Formatted text: sizes, times, names from outside, columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LINE = re.compile(r'File "([^"]+)", line (\d+)[^\n]*\n\s*(\S[^\n]*)')
 
 
 def printable(text: str) -> str:
-    """Text of which no part leaves its line: escapes for newlines and what else is not printed."""
+    """Text on one line: newlines and other unprintable characters are escaped."""
     if text.isprintable():
         return text
     escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -19,7 +19,7 @@ def printable(text: str) -> str:
 
 
 def source_line(traceback: str) -> str:
-    """The last line of code that a traceback names: "net.py, line 31: `y = f(x)`"; or ""."""
+    """The last line of code in a traceback, as "net.py, line 31: `y = f(x)`", or ""."""
     lines = _LINE.findall(traceback)
     if not lines:
         return ""
@@ -31,7 +31,7 @@ def format_bytes(size_bytes: float) -> str:
     """ "1.09 GiB": three significant digits, binary units."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 999.5:  # what rounds to 1000 has a unit of its own
+        if abs(size) < 999.5:  # a size that rounds to 1000 gets the next unit
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
         size /= 1024
     return f"{size:.3g} TiB"
@@ -59,7 +59,7 @@ def short_count(number: float) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> str:
-    """Rows in columns: those named in `left` to the left, numbers to the right."""
+    """Align rows in columns: those in `left` to the left, others to the right."""
     flush = set(left)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
 
@@ -74,7 +74,7 @@ def columns(rows: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> str:
 
 
 def as_lines(rows: Sequence[list[str]] | Sequence[str]) -> list[str]:
-    """Columns, or texts with a dash each."""
+    """Lines of a table, or of texts with a dash each."""
     if rows and isinstance(rows[0], list):
         cells = [list(row) for row in rows]
         last = len(cells[0]) - 1

@@ -1,4 +1,4 @@
-"""The requirements of `megacompile()` on a model, checked before anything is changed."""
+"""Checks of a model, before `megacompile()` changes anything."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megacompile.packed import leaves, packed_parameters
 
 
 def check_model(model: object, *, meta: bool = False, sharded: bool = False) -> None:
-    """Raise `ModelError` for what cannot be streamed.
+    """Raise `ModelError` if a model cannot be streamed.
 
     Args:
-        model: what the user gave.
-        meta: parameters may be on meta, because they are about to get values.
-        sharded: they may be DTensors, because several ranks share the model.
+        model: the user's argument.
+        meta: parameters may be on meta, because they will get values.
+        sharded: parameters may be DTensors, because several ranks share the model.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(
@@ -91,15 +91,15 @@ def _check_parameter(name: str, param: torch.Tensor, *, meta: bool) -> None:
 
 
 def _refuse_shared_memory(model: str, params: dict[str, torch.Tensor]) -> None:
-    """Two parameters in the same memory are one to the optimizer; in buckets they would be two."""
+    """Raise if parameters share memory: in buckets each would get its own."""
     spans = []
     for name, param in params.items():
-        if param.is_meta:  # no memory: it gets some of its own
+        if param.is_meta:  # no memory yet
             continue
         last = sum(
             (size - 1) * step for size, step in zip(param.shape, param.stride(), strict=True)
         )
-        if last + 1 == param.numel():  # dense: rows of a common tensor, say, are in no one's way
+        if last + 1 == param.numel():  # dense; slices of one tensor may interleave
             spans.append((param.data_ptr(), (last + 1) * param.dtype.itemsize, name))
     spans.sort()
     for (start, size_bytes, name), (other_start, _, other) in zip(spans, spans[1:], strict=False):
@@ -131,9 +131,9 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def warn_of_rounding(model: nn.Module) -> None:
-    """Warn if `stochastic_rounding=True` has nothing to round.
+    """Warn if `stochastic_rounding=True` has no effect.
 
-    It is no error: the numbers are right, and more exact than what was asked for.
+    Not an error, because the numbers are more exact than requested.
     """
     params = list(model.parameters())
     trained = [param for param in params if param.requires_grad] or params
@@ -155,13 +155,13 @@ def host_rows(
     on_disk: bool = False,
     ranks: int = 1,
 ) -> list[tuple[str, int]]:
-    """Bytes of host memory that `megacompile()` will need beyond what the model holds there now.
+    """Rows of (what, bytes) of host memory that `megacompile()` needs beyond the model's own.
 
     Args:
-        gradients: are there any?
-        device_bytes: memory for buckets that may live on the device, with their gradients.
-        on_disk: parameters go to a disk.
-        ranks: that share the model.
+        gradients: True if gradients are kept on the host.
+        device_bytes: device memory for resident buckets with their gradients.
+        on_disk: True if parameters go to a disk.
+        ranks: number of ranks that shard each parameter.
     """
     sizes = [(tensor, -(-size // ranks)) for tensor, size in _sizes(model)]
     moved = [n for leaf, n in sizes if leaf.device.type != "cpu" and not on_disk]
@@ -179,6 +179,6 @@ def held_bytes(model: nn.Module) -> int:
 
 
 def _sizes(model: nn.Module) -> list[tuple[torch.Tensor, int]]:
-    """The tensors that a model's parameters are made of, each once, and their bytes."""
+    """Each leaf of a model once, with its bytes."""
     tensors = {id(leaf.tensor): leaf.tensor for leaf in leaves(model)}.values()
     return [(tensor, tensor.numel() * tensor.dtype.itemsize) for tensor in tensors]
