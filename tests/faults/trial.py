@@ -123,6 +123,15 @@ def trial(
 
     if not reaching and not others:
         return result(End.UNREACHED)
+
+    def run(tests: list[str], hang_s: float) -> Run:
+        source = tree.faulty(fault)
+        try:
+            files = list(dict.fromkeys(map(_file, tests)))
+            return tree.pytest(["-x", *files], tests=tests, limit_s=hang_s)
+        finally:
+            tree.write(fault.path, source)
+
     known = [[first]] if first in reach.times_s else []
     for batch in [*known, *batches(reaching, reach), *batches(others, reach)]:
         left = [test for test in batch if not sound.fails(test)]
@@ -130,19 +139,18 @@ def trial(
             if time.monotonic() - began > limit_s:
                 return result(End.UNFINISHED)
             hang_s = _crowd() * (_START_S + _PATIENCE * sum(reach.times_s[t] for t in left))
-            source = tree.faulty(fault)
-            try:
-                files = list(dict.fromkeys(map(_file, left)))
-                run = tree.pytest(["-x", *files], tests=left, limit_s=hang_s)
-            finally:
-                tree.write(fault.path, source)
-            started = run.tests("started")
+            batch_run = run(left, hang_s)
+            started = batch_run.tests("started")
             ran += len(started)
-            end, test = _end(run)
+            end, test = _end(batch_run)
             if not end.caught:
                 break
             suspect = test if "::" in test else left[0]  # a file does not import
-            if sound.check(tree, suspect, hang_s):
+            # alone too: one that fails after others may fail after them without the fault
+            alone = (
+                end is not End.FAILED or len(started) < 2 or _end(run([suspect], hang_s))[0].caught
+            )
+            if alone and sound.check(tree, suspect, hang_s):
                 return result(end, test)
             left = [each for each in left if each not in started and each != suspect]
     return result(End.SURVIVED)

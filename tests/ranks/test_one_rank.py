@@ -21,7 +21,6 @@ from megacompile.errors import (
     OptimizerError,
     OptionError,
     OptionTypeError,
-    RankError,
 )
 from tests import inside, quantized
 from tests.processes import group_of_one
@@ -51,20 +50,6 @@ def step(model: Any) -> Tensor:
     loss: Tensor = model(torch.ones(3, 4)).square().mean()
     loss.backward()
     return loss.detach()
-
-
-def test_a_model_that_lives_keeps_no_group_that_was_destroyed() -> None:
-    """Process groups belong to torch. Nor does what the models of the
-    same ranks have together. It comes before the group of the others."""
-    with group_of_one():
-        model: Any = megacompile(net(), mesh=init_device_mesh("cpu", (1,)), device="cpu")
-        step(model)
-        AdamW(model.parameters()).step()
-        ranks = inside.machine(model).ranks
-        assert ranks is not None and ranks.group is not None
-    assert [group() for group in ranks.groups] == [None]
-    with pytest.raises(RankError, match="destroy_process_group"):
-        _ = ranks.group
 
 
 # The option.

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
 
 from megacompile import megacompile, save, unmegacompile
-from megacompile.errors import ModelError
+from megacompile.errors import ModelError, RankError
+from tests import inside
 from tests.processes import group_of_one
 
 Wrap: Any = DistributedDataParallel
@@ -143,3 +145,17 @@ def test_what_is_saved_is_gathered_one_by_one(
     save(net, tmp_path)
     assert (tmp_path / "model.safetensors").exists()
     assert alive and max(alive) <= 1
+
+
+def test_a_model_that_lives_keeps_no_group_that_was_destroyed() -> None:
+    """Process groups belong to torch. Nor does what the models of the same ranks have together."""
+    with group_of_one():
+        mesh = init_device_mesh("cpu", (1,))
+        model: Any = megacompile(nn.Sequential(nn.Linear(4, 4)), mesh=mesh, device="cpu")
+        model(torch.ones(2, 4)).sum().backward()
+        AdamW(model.parameters()).step()
+        ranks = inside.machine(model).ranks
+        assert ranks is not None and ranks.group is not None
+    assert [group() for group in ranks.groups] == [None]
+    with pytest.raises(RankError, match="destroy_process_group"):
+        _ = ranks.group
