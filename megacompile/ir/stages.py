@@ -149,13 +149,13 @@ class Stage:
     def __repr__(self) -> str:
         return f"stage_{self.index}"
 
-    @property
+    @functools.cached_property
     def traced(self) -> Template:
         """The template; an internal error if the `templates` pass has not run."""
         assert self.template is not None, f"stage {self.index} ({self.name}) has no template yet"
         return self.template
 
-    @property
+    @functools.cached_property
     def result_count(self) -> int:
         """Its outputs, then the new values of its mutated inputs."""
         return len(self.outputs) + len(self.mutated)

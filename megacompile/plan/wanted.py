@@ -65,6 +65,7 @@ class WantedPlaces:
         self._asked: frozenset[int] = frozenset()  # keys of buckets already decided about
         self._leaving: frozenset[int] = frozenset()  # keys of evicted ones
         self._ended = False  # did the device run out of memory with them?
+        self._answer: tuple[Placement, Placement] | None = None  # the last question and answer
 
     @property
     def known(self) -> bool:
@@ -87,11 +88,13 @@ class WantedPlaces:
 
     def placement(self, now: Placement) -> Placement:
         """The wanted placement; weights stay if nothing may move."""
-        places = self.places(now)
-        if now.stays:
-            stored = now.places.weights_on_disk
-            places = Places.of(places.resident, places.on_disk, stored)
-        return replace(now, places=places)
+        if self._answer is None or self._answer[0] is not now:
+            places = self.places(now)
+            if now.stays:
+                stored = now.places.weights_on_disk
+                places = Places.of(places.resident, places.on_disk, stored)
+            self._answer = now, now if places == now.places else replace(now, places=places)
+        return self._answer[1]
 
     def open_to(self, schedule: Schedule, now: Placement, *, again: bool) -> OpenTo:
         """The decisions that a captured graph's plan may make.
@@ -112,6 +115,7 @@ class WantedPlaces:
         """Record a plan's decisions."""
         if not open_to.keys:
             return
+        self._answer = None
         self._places = self.places(now).taken(open_to.keys, choice.places)
         self._decided |= open_to.residents
         self._stored |= open_to.states
@@ -122,11 +126,11 @@ class WantedPlaces:
 
     def set(self, places: Places) -> None:
         """Want these places, whatever was decided."""
-        self._places = places
+        self._places, self._answer = places, None
 
     def forget(self) -> None:
         """Want every bucket to stay where it is."""
-        self._places = None
+        self._places = self._answer = None
 
     def reopen(self) -> None:
         """Open all decisions again."""
@@ -155,6 +159,7 @@ class WantedPlaces:
         if self._ended or not new:
             return
         self._asked = self._asked.union(bucket.key for bucket in new)
+        self._answer = None
         left, resident = _SHARE * room_bytes() - self.uncaptured_bytes(), now.places.resident
         for bucket in sorted(new, key=lambda bucket: bucket.key not in resident):
             there, size_bytes = bucket.key in resident, size(bucket)
@@ -177,6 +182,7 @@ class WantedPlaces:
         """Evict the buckets of uncaptured code, because a plan does not fit next to them."""
         self._leaving = self._leaving.union(self._bytes)
         self._bytes.clear()
+        self._answer = None
 
     def end(self) -> bool:
         """Evict the buckets of uncaptured code for good, because the device ran out of memory; True

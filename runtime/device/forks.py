@@ -50,8 +50,8 @@ class Live(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         """The live objects, in order of insertion."""
-        found = [reference() for reference in list(self._of.values())]
-        return iter([one for one in found if one is not None])
+        references = list(self._of.values())
+        return iter([one for reference in references if (one := reference()) is not None])
 
 
 class Forks(Protocol):

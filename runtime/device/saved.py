@@ -125,24 +125,22 @@ def _now(queue: torch.cuda.Stream | None) -> Completion:
     return Completion(event)
 
 
-def taken(
+def converted(
     saved_values: Mapping[str, Any],
     name: str,
     elsewhere: Mapping[str, str],
     pool: BufferPool,
     queue: torch.cuda.Stream | None,
 ) -> Any:
-    """The value that a backward reads as `name`; converted on the current stream if the forward
-    saved another form.
+    """The value that a backward reads as `name`, converted on the current stream: the forward saved
+    another form.
 
-    Schedules of one graph offload the same saved values to the host and the disk, so this is a
-    lookup; a backward with a different plan (for other outputs' gradients) is slower, but correct.
+    Schedules of one graph offload the same saved values to the host and the disk, so this is
+    for a backward with a different plan (for other outputs' gradients): slower, but correct.
 
     Args:
         elsewhere: name of a host or disk copy -> name of the value, in both schedules.
     """
-    if name in saved_values:
-        return saved_values[name]
     value = elsewhere.get(name, name)
     if value in saved_values:
         return OnHost.of(pool, saved_values[value], queue)

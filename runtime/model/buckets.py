@@ -184,8 +184,10 @@ class ModelBuckets:
         self.machine.steps += 1
         if self.machine.ranks is not None:
             self.machine.ranks.agreement.steps += 1
-        replaced = (b.replaced() for b in self.machine.buckets.values())
-        self._aliases.of_parts(self.model, [param for pairs in replaced for param, _ in pairs])
+        replaced = [bucket for bucket in self.machine.buckets.values() if bucket.is_replaced()]
+        if replaced:
+            params = [param for bucket in replaced for param, _ in bucket.replaced()]
+            self._aliases.of_parts(self.model, params)
         self._note_fetches()
         self.move_if_wanted()
 
@@ -356,7 +358,9 @@ class ModelBuckets:
     def follow_plans(self) -> None:
         """Move buckets to where the plans want them, unless something around the call forbids
         it."""
-        self.plans.say_stays(self.data_parallel.around() or self.plans.placement.stays)
+        ddp = compat.ddp_around()
+        if ddp is not None:
+            self.plans.say_stays(self.data_parallel.around(ddp))
         updates = self.machine.in_backward
         if updates is not None and updates.accumulating:
             self.plans.say_accumulates()

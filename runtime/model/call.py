@@ -16,10 +16,18 @@ from megacompile.ir.buckets import ParamId
 from megacompile.ir.capture import Variant
 from megacompile.ir.symbols import has_numbers
 from megacompile.progress import line
-from megacompile.runtime.device.saved import taken
+from megacompile.runtime.device.saved import converted
 from megacompile.runtime.model import shortage
-from megacompile.runtime.model.autograd import Gate, Graph, nodes_behind, users
-from megacompile.runtime.model.hooked_outputs import Watched, hooked_inside, say_hooked, watched
+from megacompile.runtime.model.autograd import (
+    Gate,
+    Graph,
+    Watched,
+    hooked_inside,
+    nodes_behind,
+    say_hooked,
+    users,
+    watched,
+)
 from megacompile.runtime.model.program import Program
 from megacompile.runtime.model.shared_values import Readings, Source, changed, shared
 from megacompile.runtime.ops.compute import random_state, set_random_state
@@ -36,7 +44,7 @@ def run(program: Program, args: Sequence[Any]) -> list[Any]:
     In-place changes of the graph are visible afterwards, to autograd too.
     """
     call = Call(program, args)
-    if any(program.differentiable(k) for k in program.tensor_outputs()):
+    if program.differentiable:
         with torch.enable_grad():  # the graph itself may
             trained = [k for k in program.other_tensors(args) if args[k].requires_grad]
             computed = compat.apply(
@@ -44,7 +52,7 @@ def run(program: Program, args: Sequence[Any]) -> list[Any]:
             )
     else:
         computed = call.forward()
-    by_position = dict(zip(program.tensor_outputs(), computed, strict=True))
+    by_position = dict(zip(program.computed, computed, strict=True))
     call.outputs = watched({k: t for k, t in by_position.items() if t.requires_grad})
     by_node = {program.outputs[k]: value for k, value in by_position.items()}
     inputs = call.inputs_by_name
@@ -148,7 +156,7 @@ class Call:
             self.machine.gradients.forget()
             self.random = random_state(self.machine.device)
             outputs = self._compute()
-        computed = [outputs[k] for k in self.program.tensor_outputs()]
+        computed = [outputs[k] for k in self.program.computed]
         if not recorded:
             return computed
         self.machine.pending.add(self)
@@ -163,7 +171,7 @@ class Call:
             executor = self.program.executor(replace(self.variant, reuse=True))
         saves = executor.schedule.backward is not None
         names, inputs = self.program.changed_names, self.inputs_by_name
-        before = Readings.of(inputs, executor.constants(), names) if saves else None
+        before = Readings.of(inputs, executor.constants, names) if saves else None
         outputs, self.saved_values = executor.forward(
             {
                 name: value.detach() if isinstance(value, torch.Tensor) else value
@@ -189,11 +197,10 @@ class Call:
         """Run the backward schedule on the outputs' gradients; returns the gradients of the other
         inputs, by position. The gates return the gradients of parameters.
         """
-        positions = self.program.tensor_outputs()
         tangents = {
             k: gradient
-            for k, gradient in zip(positions, given, strict=True)
-            if gradient is not None and self.program.differentiable(k)
+            for k, gradient in zip(self.program.computed, given, strict=True)
+            if gradient is not None and k in self.program.differentiable
         }
         if not tangents:
             return {}
@@ -275,12 +282,17 @@ class Call:
         named = executor.tangents
         inputs = {named[k]: gradient for k, gradient in tangents.items() if k in named}
         elsewhere = self.program.executor(self.variant).elsewhere | executor.elsewhere
-        for name in executor.inputs("backward"):
-            if name not in inputs:
+        for name in executor.inputs["backward"]:
+            if name in inputs:
+                continue
+            if name in saved_values:
+                inputs[name] = saved_values[name]
+            else:
                 pool = self.machine.activations
-                inputs[name] = taken(saved_values, name, elsewhere, pool, queue)
+                inputs[name] = converted(saved_values, name, elsewhere, pool, queue)
         del tangents, saved_values
-        progress.now("running the first backward")  # code may have been compiled since
+        if not self.program.ran_backward:  # code may have been compiled since
+            progress.now("running the first backward")
         return executor.backward(inputs)
 
     def _executor(self, tangents: tuple[int, ...]) -> Executor:
@@ -431,7 +443,7 @@ class Call:
         """The names of the values that this backward reads: a subset of all that may be saved."""
         executor = self._wanted(tangents)
         elsewhere = self.program.executor(self.variant).elsewhere | executor.elsewhere
-        for name in executor.inputs("backward"):
+        for name in executor.inputs["backward"]:
             yield elsewhere.get(name, name)  # the forward left it there
             yield name
-        yield from executor.constants("backward")
+        yield from executor.constants_in["backward"]

@@ -136,7 +136,9 @@ class Captures:
 
     def _until_done(self, run: Run, compiled: Compiled, before: shortage.Before) -> Any:
         """Run a call; restarts it if buckets must move first or memory runs out."""
-        attempts = self._attempts.setdefault(compiled, Attempts())
+        attempts = self._attempts.get(compiled)
+        if attempts is None:
+            attempts = self._attempts[compiled] = Attempts()
         failed: Exception | None = None
         tried = attempts.is_due()
         while tried:

@@ -85,15 +85,12 @@ class DataParallel:
         compat.check_data_parallel(DistributedDataParallel, _check_wrap)
         compat.check_data_parallel(nn.DataParallel, _check_copies)
 
-    def around(self) -> str:
-        """At a call: why buckets stay where they are. "" where no DDP is around.
+    def around(self, ddp: DistributedDataParallel) -> str:
+        """At a call within a DDP: why buckets stay where they are.
 
         Raises:
             ModelError: that DDP would reduce nothing.
         """
-        ddp = compat.ddp_around()
-        if ddp is None:
-            return ""
         why = "a DistributedDataParallel is around"
         if self._checked is None or self._checked() is not ddp:
             held = {id(param) for param in compat.ddp_parameters(ddp)}

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megacompile.runtime.params.undo import Undos, exchange
 
+PACKAGE = "bitsandbytes"
 OPERATOR = "matmul_4bit"
 _NAME = "matmul_4bit"  # of the function, in the package's namespace
 _SCHEMA = (
@@ -33,7 +34,7 @@ _SCHEMA = (
 
 def swap_in(undos: Undos) -> None:
     """Until the undos run, Dynamo captures the operator where bitsandbytes is used."""
-    package = sys.modules.get("bitsandbytes")
+    package = sys.modules.get(PACKAGE)
     theirs = getattr(package, _NAME, None)
     state = getattr(getattr(package, "functional", None), "QuantState", None)
     if theirs is None or state is None or theirs in _OURS:

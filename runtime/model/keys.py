@@ -178,7 +178,8 @@ _TRAINED = attrgetter("param.requires_grad")
 
 
 def _taker(positions: Sequence[int]) -> Any:
-    """Return the items at these positions as a tuple."""
+    """A function that returns the items of a tuple at these positions, as a tuple."""
     if len(positions) > 1:
         return itemgetter(*positions)
-    return lambda items: tuple(items[k] for k in positions)
+    first = positions[0] if positions else 0
+    return itemgetter(slice(first, first + len(positions)))

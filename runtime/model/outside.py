@@ -20,7 +20,8 @@ from megacompile.runtime.params.eager_notice import share
 
 
 class OutsideNotice:
-    """Warns once if a model's parameters are used outside of schedules.
+    """Warns once if a model's parameters are used outside of schedules, and once if a forward has
+    kept a view of one, which is a copy.
 
     Args:
         machine: its buckets hold the parameters.
@@ -28,35 +29,45 @@ class OutsideNotice:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.said = False
+        self._said = self._said_view = False
         self._noted: weakref.WeakSet[Program] = weakref.WeakSet()
         self._read: set[int] = set()  # ids of parameters read by any schedule
 
-    def note(self, graphs: Iterable[CapturedGraph]) -> None:
-        """Record the parameters that schedules have read so far."""
-        if self.said:
-            return
-        for program in [program for graph in graphs for program in graph.programs.values()]:
-            if program is None:  # runs in eager mode, with its own warning
-                self.said = True
-                return
-            if program in self._noted:
-                continue
-            self._noted.add(program)
-            for given in program.capture.inputs:
-                if isinstance(given, ParamInput) and given.bucket.key in self.machine.buckets:
-                    params = self.machine.buckets[given.bucket.key].params
-                    self._read |= {id(param) for param in params[given.param : given.param + 1]}
+    def say(self, model: nn.Module, graphs: Iterable[CapturedGraph], *, is_known: bool) -> None:
+        """At a step: warn of such views and gradients.
 
-    def say(self, model: nn.Module) -> None:
-        """At a step: warn of such gradients."""
-        if self.said:
+        Args:
+            is_known: code in eager mode has used parameters, with its own warning.
+        """
+        programs = [program for graph in graphs for program in graph.programs.values()]
+        if not self._said_view:
+            self._say_view(model, programs)
+        if self._said or is_known:
             return
+        if None in programs:  # a graph that runs in eager mode, with its own warning
+            self._said = True
+            return
+        for program in programs:
+            if program is not None and program not in self._noted:
+                self._note(program)
+        for bucket in self.machine.buckets.values():
+            for param in bucket.params:
+                if param.grad is not None and id(param) not in self._read:
+                    self._say_outside(model)
+                    return
+
+    def _note(self, program: Program) -> None:
+        """Record the parameters that a program's schedules read."""
+        self._noted.add(program)
+        for given in program.capture.inputs:
+            if isinstance(given, ParamInput) and given.bucket.key in self.machine.buckets:
+                params = self.machine.buckets[given.bucket.key].params
+                self._read |= {id(param) for param in params[given.param : given.param + 1]}
+
+    def _say_outside(self, model: nn.Module) -> None:
+        self._said = True
         params = [p for b in self.machine.buckets.values() for p in b.params]
         outside = {id(p) for p in params if p.grad is not None and id(p) not in self._read}
-        if not outside:
-            return
-        self.said = True
         kind = type(model).__name__
         name = next(name for name, param in model.named_parameters() if id(param) in outside)
         module = name.rpartition(".")[0]
@@ -68,26 +79,17 @@ class OutsideNotice:
             "itself, or move that code into a module's forward"
         )
 
-
-class ViewNotice:
-    """Warns once that a view of a parameter, kept by a forward, is a copy."""
-
-    def __init__(self) -> None:
-        self.said = False
-
-    def say(self, model: nn.Module, graphs: Iterable[CapturedGraph]) -> None:
-        """At a step: warn if such a view exists. Views that a forward did not keep are freed
-        already."""
-        if self.said:
-            return
-        programs = [p for graph in graphs for p in graph.programs.values() if p is not None]
-        views = (view for program in programs for view in program.views)
-        name = next((name for view, name in views if view() is not None), None)
-        if name is None:
-            return
-        self.said = True
-        notices.warn(
-            f"megacompile: the forward of {type(model).__name__} has kept a view of parameter "
-            f"{name!r}, or returned it, and it is a copy: this step changes the parameter, not the "
-            f"copy (said once); read model.get_parameter({name!r}) where the view is used"
-        )
+    def _say_view(self, model: nn.Module, programs: Iterable[Program | None]) -> None:
+        """Views that a forward did not keep are freed already."""
+        for program in programs:
+            for view, name in () if program is None else program.views:
+                if view() is None:
+                    continue
+                self._said_view = True
+                notices.warn(
+                    f"megacompile: the forward of {type(model).__name__} has kept a view of "
+                    f"parameter {name!r}, or returned it, and it is a copy: this step changes the "
+                    "parameter, not the copy (said once); read "
+                    f"model.get_parameter({name!r}) where the view is used"
+                )
+                return

@@ -21,6 +21,7 @@ the same numbers as torch's and rounds alike.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 
 from megacompile import compat
+from megacompile.runtime.model import four_bit
 from megacompile.runtime.params.undo import Undos, exchange
 
 _LIBRARY = torch.library.Library("megacompile", "FRAGMENT")
@@ -36,7 +38,10 @@ _HERE = threading.local()  # `on`: True while this thread calls a model
 
 
 def swap_in(undos: Undos) -> None:
-    """Make Dynamo capture our operators if a number or a size is a symbol, until the undos run."""
+    """Make Dynamo capture our operators, where a number or a size is a symbol and in bitsandbytes,
+    until the undos run."""
+    if four_bit.PACKAGE in sys.modules:
+        four_bit.swap_in(undos)
     compat.capture_dropout_as(dropout, _is_on)
     for stock, own in _SIZED.items():
         compat.capture_sized_as(stock, own, _is_on)

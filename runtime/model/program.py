@@ -30,7 +30,6 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.signature import computed_outputs, expected_tangents
 from megacompile.ir.signature import inputs as inputs_of
 from megacompile.ir.symbols import Number, Symbols
-from megacompile.ir.tensors import TensorMeta
 from megacompile.ir.values import bytes_of
 from megacompile.runtime.model.plans import Plans
 from megacompile.runtime.ops.executor import Executor
@@ -84,6 +83,11 @@ class Program:
         self.stages = stages
         outputs, _ = ops.returned(self.stages.forward)
         self.outputs: tuple[Any, ...] = tuple(outputs)
+        # positions of the outputs that stages compute, each value once, and of those among them
+        # that require grad (also under `no_grad`, if the graph enables it)
+        self.computed = computed_outputs(self.outputs)
+        metas = {k: self.outputs[k].meta["value"] for k in self.computed}
+        self.differentiable = frozenset(k for k, meta in metas.items() if meta.requires_grad)
         changes = ops.nodes_of(self.stages.forward, ops.assign)
         self.inputs = inputs_of(self.stages.forward)  # name in the schedule -> position
         # the inputs (including bases) that forward or backward changes in place
@@ -102,11 +106,6 @@ class Program:
         self.ran_backward = False
         self.said_hooked = False  # the output has a hook
         self.views: list[tuple[weakref.ref[torch.Tensor], str]] = []  # of parameters: see `hand`
-
-    def _meta(self, output: int) -> TensorMeta:
-        meta = self.outputs[output].meta["value"]
-        assert isinstance(meta, TensorMeta)
-        return meta
 
     def anew(self, stages: Schedule | None = None) -> Program:
         """The same program and code without schedules; `stages` are for other sizes."""
@@ -146,19 +145,11 @@ class Program:
     def _tensors(self) -> list[int]:
         return [k for k, item in enumerate(self._given) if isinstance(item, TensorInput)]
 
-    def tensor_outputs(self) -> list[int]:
-        """Positions of the outputs that stages compute, each value once."""
-        return computed_outputs(self.outputs)
-
     def hand(self, outputs: Sequence[Any]) -> None:
         """Record outputs of the last call that should be views of parameters."""
         views = self.stages.views
         if views:
             self.views = [(weakref.ref(outputs[k]), name) for k, name in views]
-
-    def differentiable(self, output: int) -> bool:
-        """Does a graph output require grad? (Also under `no_grad`, if the graph enables it.)"""
-        return self._meta(output).requires_grad
 
     def variant(self, **changes: Any) -> Variant:
         """The variant for the currently expected gradients.

@@ -153,7 +153,9 @@ def _sources_in(
 def changed(among: Iterable[Source], needed: Callable[[], Iterable[str]]) -> Source | None:
     """The first source that was changed in place and holds a needed value."""
     found = [source for source in among if compat.version(source.tensor) != source.version]
-    names = frozenset(needed()) if found else frozenset()
+    if not found:
+        return None
+    names = frozenset(needed())
     return next((source for source in found if not names.isdisjoint(source.names)), None)
 
 

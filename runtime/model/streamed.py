@@ -22,13 +22,13 @@ from megacompile.errors import ModelError
 from megacompile.ir.buckets import Unit
 from megacompile.options import Options
 from megacompile.runtime.checkpoint.contents import Contents
-from megacompile.runtime.model import four_bit, own_operators
+from megacompile.runtime.model import own_operators
 from megacompile.runtime.model.attempts import EagerBlocks, EverNew
 from megacompile.runtime.model.buckets import ModelBuckets
 from megacompile.runtime.model.captures import Captures
 from megacompile.runtime.model.input_hooks import InputHooks
 from megacompile.runtime.model.methods import ClassMethods, Replacement, State
-from megacompile.runtime.model.outside import OutsideNotice, ViewNotice
+from megacompile.runtime.model.outside import OutsideNotice
 from megacompile.runtime.model.owners import live, register
 from megacompile.runtime.model.parts import ModuleCall, ModuleCalls
 from megacompile.runtime.model.plans import Compiler
@@ -107,8 +107,7 @@ class StreamedModel:
         self._methods = ClassMethods(model)
         self._compiled: dict[State, Callable[..., Any]] = {}
         self.parts = ModuleCalls(model, self)
-        self.outside = OutsideNotice(self.machine)
-        self._views = ViewNotice()
+        self._outside = OutsideNotice(self.machine)
         bind_operators()
         self.called = False
         register(self.buckets)
@@ -181,22 +180,23 @@ class StreamedModel:
         stand_ins = undone(functools.partial(self._adopt, modules, undos))
         if compat.in_transform() and not compat.given_to_functional_call():
             self._refuse("torch.func")
-        args, kwargs = shared_memory.moved(args, kwargs, self._to_device)
+        args, kwargs = shared_memory.moved(args, kwargs, self._is_there, self._to_device)
         run = functools.partial(self._run, stand_ins, modules, args, kwargs)
         # ranks that share the model would have to agree on captures
         infers = not torch.is_grad_enabled() and self.machine.ranks is None
         if self.eager.depth or (infers and not self._ever_new.is_due(compiled)):
             with self.buckets.notice.asked_for():
                 return undone(functools.partial(run, compat.uncompiled(compiled)))
+        if not infers:
+            return self.captures.call(run, compiled, modules)
         before = self.captures.programs_made()
         result = self.captures.call(run, compiled, modules)
-        if infers:
-            self._ever_new.note(compiled, self.captures.programs_made() - before)
+        self._ever_new.note(compiled, self.captures.programs_made() - before)
         return result
 
     def _run(
         self,
-        stand_ins: StandIns,
+        stand_ins: StandIns | None,
         modules: Sequence[nn.Module],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -206,9 +206,9 @@ class StreamedModel:
         undos.append(functools.partial(compat.set_dynamo_options, compat.dynamo_options()))
         compat.set_dynamo_options(compat.CALL_OPTIONS)
         self._input_hooks.swap_in(modules, undos)
-        four_bit.swap_in(undos)
         own_operators.swap_in(undos)
-        stand_ins.put_in(self._stand_in, undos)
+        if stand_ins is not None:
+            stand_ins.put_in(self._stand_in, undos)
         self.parts.take_out(undos)
         self.buckets.proxies.swap_in(undos)
         return call(*args, **kwargs)
@@ -267,18 +267,16 @@ class StreamedModel:
         """Called when an optimizer's step begins."""
         self.released.check()
         self.buckets.before_step()
-        self._views.say(self.model, self.captures.graphs)
-        if not self.buckets.notice.used:
-            self.outside.note(self.captures.graphs)
-            self.outside.say(self.model)
+        known = self.buckets.notice.used
+        self._outside.say(self.model, self.captures.graphs, is_known=known)
 
-    def _adopt(self, modules: Sequence[nn.Module], of_call: Undos, undos: Undos) -> StandIns:
-        """Adopt changes; returns the proxies that replace parameters until the call ends."""
+    def _adopt(self, modules: Sequence[nn.Module], of_call: Undos, undos: Undos) -> StandIns | None:
+        """Adopt changes; returns the tensors of a functional call."""
         use_unguarded(undos)
         with compat.outside_inference_mode(), compat.on_host():
             refuse_nested(self.model, modules)
             buckets = self.buckets
-            stand_ins = StandIns()
+            stand_ins = None
             fits = buckets.proxies.fits(self.model, modules)
             if not fits and not self._is_in_a_call():
                 buckets.proxies.put_back()  # left by a call that was interrupted twice
@@ -291,6 +289,11 @@ class StreamedModel:
             self.parts.put_in()
         self.buckets.follow_plans()
         return stand_ins
+
+    def _is_there(self, value: torch.Tensor) -> bool:
+        """True if an input is on the device, in the dtype of the computation."""
+        casts = self.options.compute_dtype is not None and value.dtype == torch.float32
+        return value.device == self.options.device and not casts
 
     def _to_device(self, value: torch.Tensor) -> torch.Tensor:
         dtype, source = self.options.compute_dtype, value

@@ -15,11 +15,6 @@ from megacompile.errors import AnomalyError
 from megacompile.ir.stages import ArgRef, Stage
 
 
-def wanted(option: bool) -> bool:
-    """True if NaN should be reported."""
-    return option or (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled())
-
-
 def check(
     stage: Stage,
     given: Sequence[Any],  # saved tensors and inputs, then the incoming gradients

@@ -148,7 +148,9 @@ class ComputeOps(OpGroup):
                 else:
                     flows.append(groups[stage.buckets[ref.bucket].key][ref.param])
             inputs += map(_conform, flows, template.tangent_metas, _strides(template, primals))
-            looks = anomaly.wanted(self.machine.detect_anomaly)
+            looks = self.machine.detect_anomaly or (
+                torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+            )
             given = list(inputs) if looks else ()
             inputs += [handle.value for handle in live]
             found = self._code(stage, Code.BACKWARD)(inputs)

@@ -61,10 +61,15 @@ class Executor:
             name: [(node.name, token_of(node)) for node in graph.find_nodes(op="placeholder")]
             for name, graph in schedule.graphs.items()
         }
+        self.inputs = {  # without tokens
+            name: [key for key, token in found if token is None]
+            for name, found in self._inputs.items()
+        }
         self.elsewhere = elsewhere(schedule.forward)
         self.borrowed = borrowed(schedule)
         self.tangents = {} if schedule.backward is None else tangents(schedule.backward)
-        self._constants = {name: _constants(graph) for name, graph in schedule.graphs.items()}
+        self.constants_in = {name: _constants(graph) for name, graph in schedule.graphs.items()}
+        self.constants = {k: v for found in self.constants_in.values() for k, v in found.items()}
         self._left = list(left_of(schedule))
         self._fills = {name: _filled(graph) for name, graph in schedule.graphs.items()}
         self._alone = {
@@ -115,15 +120,6 @@ class Executor:
         exec(compile(source, filename, "exec"), namespace)
         function: Callable[[list[Any]], Any] = namespace[f"run_{name}"]
         return function
-
-    def inputs(self, name: str) -> list[str]:
-        """The names of a graph's inputs, without tokens."""
-        return [name for name, token in self._inputs[name] if token is None]
-
-    def constants(self, *names: str) -> dict[str, torch.Tensor]:
-        """The constant tensors in the code of the named graphs; without names, of all graphs."""
-        every = (self._constants[name] for name in names or self._constants)
-        return {name: tensor for found in every for name, tensor in found.items()}
 
     @functools.cached_property
     def read_in_backward(self) -> frozenset[ParamId]:
@@ -186,9 +182,11 @@ class Executor:
 
     def _update(self, parts: Mapping[int, BucketUpdate], undos: Undos) -> None:
         hold(self.machine.running, undos)  # forwards in other threads use the same streams
-        left = [part.left for part in parts.values() if part.left is not None]
-        values = {each.host.layout.key: (each.gradients, each.buffers) for each in left}
-        given = dict(zip(self.schedule.left, _flat(map(values.get, self._left)), strict=True))
+        values: list[Any] = []
+        for key in self._left:
+            left = parts[key].left if key in parts else None
+            values += (None, None) if left is None else (left.gradients, left.buffers)
+        given = dict(zip(self.schedule.left, values, strict=True))
         bound, machine = self._bound["update"], self.machine
         with machine.streams.run():
             machine.streams.alone = self._alone["update"]
@@ -316,26 +314,17 @@ def _updates(schedule: Schedule) -> dict[int, Callable[..., Any]]:
     return {ops.arguments(node)[0].key: node.target for node in nodes}  # type: ignore[misc]
 
 
-def _flat(pairs: Iterable[tuple[Any, Any] | None]) -> list[Any]:
-    return [value for pair in pairs for value in pair or (None, None)]
-
-
 def _alone(outputs: Sequence[Any]) -> list[Any]:
     """The outputs as base tensors instead of views, except outputs that share memory.
 
     Autograd forbids in-place changes of one of several outputs that are views, because it cannot
     know what they alias.
     """
-    tensors = [value for value in outputs if isinstance(value, torch.Tensor)]
-    shared = Counter(_memory(value) for value in {id(v): v for v in tensors}.values())
-    return [
-        value.detach() if isinstance(value, torch.Tensor) and shared[_memory(value)] == 1 else value
-        for value in outputs
-    ]
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    tensors = {id(value): value for value in outputs if isinstance(value, torch.Tensor)}
+    memory = {key: value.untyped_storage().data_ptr() for key, value in tensors.items()}
+    shared = Counter(memory.values())
+    alone = {key: value.detach() for key, value in tensors.items() if shared[memory[key]] == 1}
+    return [alone.get(id(value), value) for value in outputs]
 
 
 def _plain(values: Iterable[Any]) -> list[Any]:

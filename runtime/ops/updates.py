@@ -10,7 +10,6 @@ from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.group import OpGroup, handles
 from megacompile.runtime.params.work import InFlight
-from megacompile.runtime.updates.device_buffers import note_changes
 from megacompile.runtime.updates.update import update_residents
 
 
@@ -56,7 +55,7 @@ class UpdateOps(OpGroup):
         self.residents = []
         handle = self._issue(Stream.COMPUTE, waits, lambda: update_residents(parts))
         for part in parts:
-            note_changes(part.bucket, part.indices)
+            part.bucket.note_changes(part.indices)
         return handle
 
     def update_in_place(

@@ -240,11 +240,3 @@ def to_plain(value: Any) -> Any:
 def _plain(value: Any) -> Any:
     mine = compat.local(value)
     return compat.like(value, mine.plain()) if isinstance(mine, BlockwiseTensor) else value
-
-
-def is_shared(state: torch.Tensor) -> bool:
-    """Is a state's memory held under another name? The bucket and the optimizer do.
-
-    The same of a gradient's: it has two names too, `p.grad` and the bucket's.
-    """
-    return compat.storage_users(state) > 2

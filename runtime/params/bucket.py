@@ -8,7 +8,7 @@ in another dtype.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from weakref import ref
 
@@ -203,6 +203,13 @@ class HostBucket:
     def refresh(self) -> None:
         """Update the streamed copy with the user's changes."""
         self.copy.refresh(idle=self.pending.in_flight is None)
+
+    def note_changes(self, updated: Iterable[int]) -> None:
+        """Record that parameters, by index, have new values."""
+        indices = list(updated)
+        torch.autograd.graph.increment_version([self.params[i] for i in indices])
+        if self.has_copy:
+            self.copy.mark_fresh(indices)
 
     def aliased(self, index: int) -> bool:
         """True if a parameter's memory has an alias."""

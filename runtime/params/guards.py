@@ -18,13 +18,14 @@ from __future__ import annotations
 import copy
 import enum
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
 from megacompile import compat
+
+unguarded = compat.without_torch_function  # a context in which this thread bypasses guards
 
 
 class GuardState(enum.Enum):
@@ -212,9 +213,10 @@ def state_of(tensor: torch.Tensor | None) -> GuardState | None:
     return tensor.guard.state if isinstance(tensor, _Guarded) else None
 
 
-def unguarded() -> AbstractContextManager[None]:
-    """A context in which this thread bypasses guards."""
-    return compat.without_torch_function()
+def is_shared(tensor: torch.Tensor) -> bool:
+    """True if the memory of a state or a gradient has an alias: besides the bucket's tensor and the
+    user's (`optimizer.state`, `p.grad`)."""
+    return compat.storage_users(tensor) > 2
 
 
 def _guarded_among(values: Any) -> Iterator[Any]:

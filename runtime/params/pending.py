@@ -413,7 +413,7 @@ class StreamedCopy:
     def mark_fresh(self, indices: Sequence[int]) -> None:
         """Record that the copies of some parameters are up to date."""
         of = self._reference()
-        if of is not None and of.has_copy:
+        if of is not None:
             versions = compat.versions([of.params[i] for i in indices])
             self._fresh.update(zip(indices, versions, strict=True))
 

@@ -32,13 +32,21 @@ class _Span(NamedTuple):
 
 
 def moved(
-    args: tuple[Any, ...], kwargs: dict[str, Any], move: Callable[[torch.Tensor], torch.Tensor]
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    is_there: Callable[[torch.Tensor], bool],
+    move: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Apply `move` to the tensors of a call; overlapping tensors still overlap afterwards.
 
     A list or dict without moved tensors is passed on as the same object: the forward may change it.
+
+    Args:
+        is_there: returns True if `move` would return the tensor itself.
     """
-    tensors = (leaf for leaf in compat.leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    tensors = [leaf for leaf in compat.leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if all(map(is_there, tensors)):
+        return args, kwargs
     found = {id(tensor): tensor for tensor in tensors}
     made = zip(found.values(), moved_together(list(found.values()), move), strict=True)
     others = {id(tensor): there for tensor, there in made if there is not tensor}

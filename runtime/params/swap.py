@@ -286,9 +286,8 @@ class StandIns:
     """
 
     def __init__(
-        self, sites: Sequence[tuple[dict[str, Any], str, nn.Parameter | None, torch.Tensor]] = ()
+        self, sites: Sequence[tuple[dict[str, Any], str, nn.Parameter | None, torch.Tensor]]
     ) -> None:
-        self.sites = sites
         self._holders = [holder for holder, _, _, _ in sites]
         self._names = [name for _, name, _, _ in sites]
         self._params = [param for _, _, param, _ in sites]
@@ -358,9 +357,10 @@ class Containers:
 
     def put_back(self) -> None:
         """Replace proxies by their parameters."""
-        self._exchange(_outside, self._tuples)
-        self._exchange_made(_outside)
-        self._tuples.clear()
+        if self._places:
+            self._exchange(_outside, self._tuples)
+            self._exchange_made(_outside)
+            self._tuples.clear()
 
     def _exchange_made(self, other: Callable[[Any], Any]) -> None:
         """The same in lists that modules created during a call, like nn.LSTM."""

@@ -164,9 +164,9 @@ class Alike:
     def of(
         optimizer: Optimizer, parts: Sequence[BucketUpdate], trained: Sequence[Trained]
     ) -> Alike | None:
-        """The facts about a prepared step; None if the next step must be prepared from scratch."""
-        residents = {part.place for part in parts} == {UpdatePlace.RESIDENT}
-        rule = rule_of(optimizer) if residents else None
+        """The facts about a prepared step of residents; None if the next step must be prepared from
+        scratch."""
+        rule = rule_of(optimizer)
         if rule is None or any(part.bucket.whole.ranks > 1 for part in parts):
             return None
         described = []

@@ -177,9 +177,10 @@ class Updates:
         prepared.params = [each.param for each in trained]
         prepared.gradients = [param.grad for param in prepared.params]
         prepared.states = [each.state for each in trained]
-        alike_next = Alike.of(optimizer, prepared.parts, trained)
-        if alike_next is not None:
-            self._alike[optimizer] = alike_next
+        if {part.place for part in prepared.parts} == {UpdatePlace.RESIDENT}:
+            alike_next = Alike.of(optimizer, prepared.parts, trained)
+            if alike_next is not None:
+                self._alike[optimizer] = alike_next
         return prepared
 
     def _prepare_alike(self, optimizer: Optimizer) -> PreparedStep | None:

@@ -177,7 +177,7 @@ def write_back(
         if queue is not None:
             queue.synchronize()
         raise
-    note_changes(host, buffers)
+    host.note_changes(buffers)
     return landing
 
 
@@ -197,13 +197,6 @@ def states_back(
     """New states on the device and their destinations, flat."""
     for i, buffer in buffers.items():
         yield from _pairs(buffer, sources[i])
-
-
-def note_changes(host: HostBucket, updated: Iterable[int]) -> None:
-    """Record that parameters have new values."""
-    indices = list(updated)
-    torch.autograd.graph.increment_version([host.params[i] for i in indices])
-    host.copy.mark_fresh(indices)
 
 
 def _pairs(

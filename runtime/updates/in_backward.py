@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 from megacompile import compat
 from megacompile.errors import OptimizerError
 from megacompile.ir.buckets import ParamId
-from megacompile.runtime.optim.blockwise import is_shared
 from megacompile.runtime.optim.registry import known
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.gradient_guards import is_taken
+from megacompile.runtime.params.guards import is_shared
 from megacompile.runtime.params.optimizer_states import (
     drop_empty,
     reserve,
@@ -38,7 +38,6 @@ from megacompile.runtime.updates.device_buffers import (
     buffers_in_place,
     fetch,
     make_buffers,
-    note_changes,
     update,
     write_back,
 )
@@ -263,7 +262,7 @@ class InBackward:
         try:
             with torch.no_grad():
                 update(host, buffers, steps, gradients, None)
-            note_changes(host, steps)
+            host.note_changes(steps)
         finally:
             self._note_made(host, steps)
 

@@ -25,8 +25,8 @@ from megacompile import compat
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.streams import Handle, Streams
-from megacompile.runtime.optim.blockwise import is_shared
 from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.guards import is_shared
 from megacompile.runtime.params.state_memory import StateMemory
 from megacompile.runtime.params.work import InFlight
 from megacompile.runtime.updates.device_buffers import (
@@ -37,7 +37,6 @@ from megacompile.runtime.updates.device_buffers import (
     fetch,
     fulfil_update,
     make_buffers,
-    note_changes,
     params_back,
     states_back,
 )
@@ -97,7 +96,7 @@ class DeviceUpdate:
                     timed(Stream.D2H.value, lambda: None)  # a trace waits for its completion
                     host.pending.wait()  # the next forward must not use the device tensors
                 raise
-        note_changes(host, buffers)
+        host.note_changes(buffers)
         return flying
 
     def _back(self, buffers: UpdateBuffers) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

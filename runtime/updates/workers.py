@@ -32,7 +32,6 @@ from megacompile.runtime.updates.chunks import Chunks, ChunkStreams
 from megacompile.runtime.updates.device_buffers import (
     Timed,
     fulfil_update,
-    note_changes,
     untimed,
 )
 from megacompile.runtime.updates.leases import BucketLease
@@ -273,7 +272,7 @@ class HostUpdates:
                 job.timed = recording.in_background()
             # register with the bucket before it can start
             bucket.pending.start(written(made), update.indices, update.visible)
-            note_changes(bucket, update.indices)
+            bucket.note_changes(update.indices)
             self.workers.submit(job)
         except BaseException:
             job.call_off()
