@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from megacompile import megacompile
+from megacompile.errors import HostMemoryError
 from megacompile.ir.tensors import TensorMeta
 from megacompile.runtime.device.buffers import HostBuffer
+from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.saved import OnHost
 from tests import inside
 
@@ -70,6 +72,14 @@ def test_a_tensor_comes_back_as_it_was() -> None:
         back = waiting.back(None)
         assert torch.equal(back, wanted) and back.dtype == wanted.dtype
         assert back.stride() == waiting.meta.stride == TensorMeta.of(make()).stride
+
+
+def test_a_buffer_that_was_refused_takes_nothing_of_the_budget() -> None:
+    budget = HostBudget(limit_bytes=2**20)
+    with pytest.raises(HostMemoryError, match="host_memory"):
+        budget.make(2**21, "a test", pin=False)
+    assert budget.held_bytes == 0
+    assert len(budget.make(2**20, "a test", pin=False)) == 2**20
 
 
 @pytest.mark.gpu
