@@ -40,7 +40,11 @@ class Here:
     @property
     def pairs(self) -> Here:
         """The same ranks as 2 x 2: replicas of what two share."""
-        return Here(init_device_mesh(self.device, (2, 2)), self.folder)
+        return self.meshed(2, 2)
+
+    def meshed(self, *sizes: int) -> Here:
+        """The same ranks in another mesh."""
+        return Here(init_device_mesh(self.device, sizes), self.folder)
 
     def all_say(self, value: Any) -> list[Any]:
         """What each rank says: a collective."""

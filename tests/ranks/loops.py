@@ -7,6 +7,7 @@ its gradients were clipped and used.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import AdamW, Optimizer
+from torch.profiler import ProfilerActivity, profile
 
 from megacompile import megacompile
 from tests.ranks.here import Check, Here, Values, contents, differing, whole
@@ -22,6 +24,7 @@ from tests.ranks.modes import LR
 from tests.ranks.nets import WORDS, Words
 
 EXACT = 1e-11  # of float64: the mean of all rows at once is another sum
+DTYPES = ("float", "c10::BFloat16")  # as the profiler calls them
 ROWS = 8  # of all ranks together
 
 
@@ -215,7 +218,23 @@ def check(name: str, **options: Any) -> Check:
     return as_plain
 
 
-TWO: dict[str, Check] = {name: check(name) for name in LOOPS if "breaks" not in name}
+def averages_in_grad_dtype(here: Here) -> None:
+    """Half of the bytes go between ranks."""
+    model = megacompile(nn.Linear(4, 4), mesh=here.mesh, device="cpu", grad_dtype=torch.bfloat16)
+    loss = model(torch.ones(2, 4)).sum()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+        loss.backward()
+    path = here.folder / f"collectives-{here.rank}.json"
+    recorded.export_chrome_trace(str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    sent = [e["args"]["Input type"] for e in events if "c10d::" in e.get("name", "")]
+    assert sent and {"c10::BFloat16"} == {t for types in sent for t in types if t in DTYPES}, sent
+
+
+TWO: dict[str, Check] = {
+    **{name: check(name) for name in LOOPS if "breaks" not in name},
+    "averages in grad_dtype": averages_in_grad_dtype,
+}
 MORE: dict[str, Check] = {
     **{name: check(name) for name in LOOPS if name not in TWO},
     **{f"compiled, {name}": check(name, lowering="inductor") for name in LOOPS},

@@ -205,13 +205,14 @@ def check(mode: Mode) -> Check:
     return as_plain
 
 
-def checks(modes: Mapping[str, Mode], *, pairs: bool = False) -> dict[str, Check]:
-    """Of each mode; with `pairs` by 2 x 2 ranks."""
+def checks(modes: Mapping[str, Mode], *, sizes: tuple[int, ...] = ()) -> dict[str, Check]:
+    """Of each mode, by all ranks or by a mesh of these sizes."""
 
     def bound(mode: Mode) -> Check:
-        return (lambda here: check(mode)(here.pairs)) if pairs else check(mode)
+        return (lambda here: check(mode)(here.meshed(*sizes))) if sizes else check(mode)
 
-    return {f"{name}{', 2 x 2' if pairs else ''}": bound(mode) for name, mode in modes.items()}
+    of = f", {' x '.join(map(str, sizes))}" if sizes else ""
+    return {name + of: bound(mode) for name, mode in modes.items()}
 
 
 EXACT = Mode(clip=0.5, decay=0.9, near=NEAR)
@@ -278,6 +279,7 @@ MORE_REPLICATED: dict[str, Mode] = {
         options=COMPILED, dtype=torch.float64, micro=2, in_backward=True
     ),
 }
+THREE_REPLICAS: dict[str, Mode] = {"clipped": Mode(micro=2, clip=0.5, near=NEAR)}
 ON_GPUS: dict[str, Mode] = {  # of two: each way by which parts come and gradients go
     "exact": EXACT,
     "in the backward": Mode(in_backward=True),

@@ -37,8 +37,9 @@ PARTS: dict[str, dict[str, Check]] = {
     },
     "loops": loops.MORE,
     "four": {**modes.checks(modes.FOUR), **states.FOUR, **refusals.FOUR},
-    "replicas": {**modes.checks(modes.REPLICATED, pairs=True), **replicas.FOUR},
-    "more replicas": modes.checks(modes.MORE_REPLICATED, pairs=True),
+    "replicas": {**modes.checks(modes.REPLICATED, sizes=(2, 2)), **replicas.FOUR},
+    "more replicas": modes.checks(modes.MORE_REPLICATED, sizes=(2, 2)),
+    "three replicas": modes.checks(modes.THREE_REPLICAS, sizes=(3, 2)),
     "gpus": modes.checks(modes.ON_GPUS),
 }
 

@@ -24,6 +24,7 @@ THOROUGH = pytest.mark.thorough
         pytest.param("four", 4, "cpu", marks=THOROUGH),
         pytest.param("replicas", 4, "cpu", marks=THOROUGH),
         pytest.param("more replicas", 4, "cpu", marks=THOROUGH),
+        pytest.param("three replicas", 6, "cpu", marks=THOROUGH),
         pytest.param("gpus", 2, "cuda", marks=pytest.mark.gpu(count=2)),
         pytest.param("replicas", 4, "cuda", marks=pytest.mark.gpu(count=4)),
     ],
