@@ -270,8 +270,8 @@ def _is_megacompiled(
     name = type(model).__name__
     if not isinstance(present, StreamedModel):
         raise OptionError(
-            f"megacompile(): {name} was compiled with model.compile() already; "
-            "leave that out: megacompile compiles it"
+            f"megacompile(): {name} was compiled with model.compile() already; leave out that "
+            "call: megacompile compiles the model"
         )
     if changes := present.options.differences(options):
         raise OptionError(
@@ -280,8 +280,8 @@ def _is_megacompiled(
         )
     if checkpoint is not None:
         raise OptionError(
-            f"megacompile(): {name} is megacompiled already, and has values; "
-            "give checkpoint= in the first call, or use model.load_state_dict()"
+            f"megacompile(): {name} is megacompiled already, and has values; pass checkpoint= in "
+            "the first call, or use model.load_state_dict()"
         )
     return True
 
@@ -380,7 +380,7 @@ def accumulate(model: nn.Module) -> Iterator[None]:
     if machine is None or (machine.in_backward is None and machine.ranks is None):
         raise ModelError(
             f"accumulate(): {type(model).__name__} was not megacompiled with optimizer=... or "
-            "mesh=...; without them every backward accumulates, and there is nothing to mark"
+            "mesh=...; without them every backward accumulates, and no mark is needed"
         )
     steps = machine.micro_steps
     before, steps.marked = steps.marked, True

@@ -231,9 +231,9 @@ class PageLocks:
         notices.warn_once(
             "memory that stays pageable",
             f"megacompile: cudaHostRegister of {format_bytes(size_bytes)} failed with error "
-            f"{error}, with {format_bytes(self.locked_bytes)} locked: memory that the "
-            "system will not lock stays pageable, copies from and to it run at about half the "
-            "speed, and plans allow for that (said once)",
+            f"{error}, with {format_bytes(self.locked_bytes)} locked: the system locks no more "
+            "memory; the rest stays pageable, its copies run at about half the speed, and plans "
+            "count on that (shown once)",
             notices.Whose.RANK,
         )
 

@@ -29,15 +29,15 @@ from megacompile.text import format_bytes, source_line
 
 VARIABLE = "MEGACOMPILE_LOG"
 SUBJECTS = {
-    "capture": "what Dynamo captured, and for which inputs schedules are made",
-    "plan": "what a schedule keeps and recomputes, and why",
+    "capture": "captured graphs, and the inputs that get schedules",
+    "plan": "the stages that a schedule keeps or recomputes, and why",
     "passes": "each pass with its time and nodes; at DEBUG the actions before and after it",
     "schedule": "a schedule's table; at DEBUG the Python that runs",
-    "compile": "how much code was compiled, how long that took, and what came from caches",
-    "memory": "what parameters take on the host and slots on the device",
-    "update": "how optimizer.step() updates each bucket",
-    "ranks": "which rank stops the others, and why",
-    "time": "what takes seconds until the first step is done, and how long each took",
+    "compile": "the amount of compiled code, its time, and the part from caches",
+    "memory": "host memory of parameters, device memory of slots",
+    "update": "the code that updates each bucket in optimizer.step()",
+    "ranks": "the rank that stops the others, and why",
+    "time": "the slow parts of the first step, and their times",
 }
 _LEAST_S = 0.01  # shorter times are not logged
 _FORMAT = "%(asctime)s %(name)s %(levelname)s: %(message)s"
@@ -172,7 +172,7 @@ def host_budget(name: str, size_bytes: int, beside: Sequence[tuple[str, int]]) -
     (what, bytes)."""
     left = "; ".join(f"{format_bytes(size)} for {what}" for what, size in beside)
     logger("memory").info(
-        "%s: may take %s of host memory; left to processes beside it: %s",
+        "%s: host memory budget %s; reserved for other processes: %s",
         name,
         format_bytes(size_bytes),
         left or "none",
@@ -204,7 +204,7 @@ def fixed_sizes(name: str, fixed: Mapping[int | float, str]) -> str:
     """Log which changing sizes and numbers are constants in the code, and the lines that read them.
     Returns the reason."""
     for value, where in fixed.items():
-        text = "%s: each value of a size gets its own code, as %s did now: %s asks for it"
+        text = "%s: each value of a size gets its own code, now %s: %s reads it"
         logger("capture").info(text, name, value, where)
     wheres = dict.fromkeys(fixed.values())
     return f"each value of a size gets its own code: {', '.join(wheres)}" if wheres else ""
@@ -215,8 +215,8 @@ def other_way(name: str, broken: str) -> str:
     one."""
     if not broken:
         return ""
-    logger("capture").info("%s: other sizes need code of their own: %s", name, broken)
-    return f"other sizes need code of their own: {broken}"
+    logger("capture").info("%s: other sizes need their own code: %s", name, broken)
+    return f"other sizes need their own code: {broken}"
 
 
 def compiled(name: str, found: int, made: int, time_s: float, beside: int = 0) -> None:
@@ -229,7 +229,7 @@ def compiled(name: str, found: int, made: int, time_s: float, beside: int = 0) -
     """
     if found or made:
         text = "%s: compiled %d templates in %.1f s (%d from the cache%s)"
-        more = f", {beside} of them compiled by processes beside this one" if beside else ""
+        more = f", {beside} of them compiled by other processes" if beside else ""
         logger("compile").info(text, name, found + made, time_s, found, more)
 
 

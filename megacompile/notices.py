@@ -26,9 +26,9 @@ _PASSED = frozenset(("megacompile", "torch", "contextlib", "functools", "threadi
 class Whose(enum.Enum):
     """The subject of a warning, where ranks share a model."""
 
-    ALL = "the model, or the program: the same in all ranks, and the first one says it"
-    HOST = "a machine: its first rank says it"
-    RANK = "this rank: it says so, with its number"
+    ALL = "the model or the program: the same in all ranks; the first rank warns"
+    HOST = "a machine: its first rank warns"
+    RANK = "this rank: the warning has its number"
 
 
 @dataclass(frozen=True, slots=True)

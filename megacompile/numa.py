@@ -205,7 +205,7 @@ def _say_refused(error: int) -> None:
         return
     why = os.strerror(error) if error > 0 else "not known here"
     logger("memory").info(
-        "mbind is refused (%s): host memory is near the threads that touch it first", why
+        "mbind is refused (%s): host memory is on the node of the thread that touches it first", why
     )
 
 

@@ -190,13 +190,13 @@ def mesh(given: Given) -> DeviceMesh | None:
     if not 1 <= mesh.ndim <= 2:
         raise OptionError(
             f"megacompile(): got a mesh of {mesh.ndim} dimensions; needed one, which shards, or "
-            "two: ranks of the first replicate, ranks of the second shard"
+            "two: the first replicates, the second shards"
         )
     if mesh.ndim == 2 and mesh.size(1) == 1 < mesh.size(0):
         raise OptionError(
             f"megacompile(): got a mesh of {mesh.size(0)} x 1 ranks, each of which would have the "
-            "whole model; needed a second dimension of 2 or more, which shards; or leave out "
-            "mesh=, and use DistributedDataParallel(megacompile(model))"
+            "whole model; needed a second dimension of 2 or more; or leave out mesh=, and use "
+            "DistributedDataParallel(megacompile(model))"
         )
     if mesh.device_type != device.type:
         raise OptionError(
@@ -206,7 +206,7 @@ def mesh(given: Given) -> DeviceMesh | None:
     if mesh.get_coordinate() is None:
         raise OptionError(
             f"megacompile(): rank {dist.get_rank()} is not in the mesh {mesh}; call megacompile() "
-            "in the ranks that are"
+            "only in the ranks of the mesh"
         )
     return mesh
 
@@ -271,8 +271,8 @@ def optimizer(given: Given) -> torch.optim.Optimizer | None:
         return value
     got = type(value).__name__ + (f" ({why_not})" if why_not else "")
     raise OptionError(
-        f"megacompile(): got optimizer={got}; needed {needed}; leave it out, and every optimizer "
-        "works in optimizer.step()"
+        f"megacompile(): got optimizer={got}; needed {needed}; or leave it out: optimizer.step() "
+        "works with every optimizer"
     )
 
 
@@ -288,18 +288,16 @@ def device_update(given: Given) -> float | None:
     got = f"megacompile(): got device_update={float(value)} with"
     if value and given.above["optimizer"] is not None:
         raise OptionError(
-            f"{got} optimizer=...; there every update is made in the backward; leave one of them "
-            "out"
+            f"{got} optimizer=..., which makes every update in the backward; leave one of them out"
         )
     if value and given.above["lowering"] is Lowering.EAGER:
         raise OptionError(
-            f"{got} lowering='eager', whose updates are torch.optim's own; leave it out, or use "
-            "lowering='inductor'"
+            f"{got} lowering='eager', which updates with torch.optim itself; leave out "
+            "device_update, or use lowering='inductor'"
         )
     if value and given.above["disk_weights"]:
         raise OptionError(
-            f"{got} disk_weights=True; the device would update parameters that are read from a "
-            "disk; leave one of them out"
+            f"{got} disk_weights=True; the host updates parameters on a disk; leave one of them out"
         )
     return float(value)
 
@@ -333,13 +331,13 @@ def disk_memory(given: Given) -> int | None:
     folder = given.above["disk"]
     if folder is None:
         raise OptionError(
-            f"megacompile(): got disk_memory={given.value!r} without disk=; needed the folder "
-            "that it is about; name one, or leave disk_memory out"
+            f"megacompile(): got disk_memory={given.value!r} without disk=; pass disk='/folder' "
+            "too, or leave out disk_memory"
         )
     return parse_bytes(given.name, given.value, shutil.disk_usage(folder).free)
 
 
-_NO_FOLDER = "without disk=; needed the folder that they lie in; name one"
+_NO_FOLDER = "without disk=; pass disk='/folder' too"
 
 
 def disk_weights(given: Given) -> bool | None:
@@ -347,13 +345,18 @@ def disk_weights(given: Given) -> bool | None:
     asked, compute_dtype = open_flag(given), given.above["compute_dtype"]
     wrong = _NO_FOLDER if given.above["disk"] is None else ""
     if not wrong and compute_dtype is not None:
-        wrong = f"with compute_dtype={compute_dtype}; masters do not go to a disk; leave that out"
+        wrong = (
+            f"with compute_dtype={compute_dtype}; float32 masters cannot be on a disk; leave "
+            "out compute_dtype"
+        )
     if asked and wrong:
-        raise OptionError(f"megacompile(): got disk_weights=True {wrong}, or leave it out")
+        raise OptionError(
+            f"megacompile(): got disk_weights=True {wrong}, or leave out disk_weights"
+        )
     if asked and given.above["mesh"] is not None:
         raise OptionError(
-            "megacompile(): got disk_weights=True with mesh=...; parts of parameters cannot lie "
-            "on a disk; leave one of them out (disk= works: optimizer states)"
+            "megacompile(): got disk_weights=True with mesh=...; shards of parameters cannot be "
+            "on a disk; leave one of them out (disk= alone stores optimizer states)"
         )
     return asked
 
@@ -364,9 +367,9 @@ def disk_saved(given: Given) -> bool | None:
     wrong = _NO_FOLDER if given.above["disk"] is None else ""
     if not wrong and activations not in (Activations.OFFLOAD, Activations.AUTO):
         wrong = (
-            f"with activations={activations.value!r}; only what waits on the host goes on to a "
-            "disk; use activations='offload'"
+            f"with activations={activations.value!r}; only offloaded tensors go on to a disk; use "
+            "activations='offload'"
         )
     if asked and wrong:
-        raise OptionError(f"megacompile(): got disk_saved=True {wrong}, or leave it out")
+        raise OptionError(f"megacompile(): got disk_saved=True {wrong}, or leave out disk_saved")
     return asked

@@ -229,11 +229,11 @@ def check_alike(of_ranks: Sequence[Mapping[str, str]]) -> None:
             if value != of_ranks[0][name]:
                 raise OptionError(
                     f"megacompile(): option {name!r} is {of_ranks[0][name]} in rank 0 and {value} "
-                    f"in rank {rank}; ranks that share a model need the same"
+                    f"in rank {rank}; pass the same in all ranks"
                 )
 
 
-_REMOVED = {"whole_buckets": "leave it out; ranks gather their parts of a bucket on the GPUs"}
+_REMOVED = {"whole_buckets": "leave it out; ranks gather buckets on the GPUs"}
 
 
 def _as_given(name: str, value: Any) -> str:

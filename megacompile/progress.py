@@ -55,8 +55,8 @@ def _printed_once(line: _Line) -> Iterator[None]:
     def say() -> None:
         if (what := line.now()) and notices.is_new(_WAIT):
             print(
-                f"megacompile: {what} ... (the first step may take minutes; said once; "
-                f"{log.VARIABLE}=time says how long each part takes)",
+                f"megacompile: {what} ... (the first step may take minutes; shown once; "
+                f"{log.VARIABLE}=time logs the time of each part)",
                 file=sys.stderr,
                 flush=True,
             )

@@ -32,8 +32,8 @@ def check_model(model: object, *, meta: bool = False, sharded: bool = False) -> 
     params = dict(model.named_parameters())
     if not params:
         raise ModelError(
-            f"megacompile(): {name} has no parameters; needed at least one to stream "
-            "(lazy modules get theirs in a first call)"
+            f"megacompile(): {name} has no parameters; needed at least one to stream; call a lazy "
+            "module once first"
         )
     packed = {id(param) for _, _, param in packed_parameters(model)}
     for param_name, param in params.items():
@@ -60,8 +60,8 @@ def _check_packed(name: str, param: nn.Parameter) -> None:
     if param.requires_grad:
         raise ModelError(
             f"megacompile(): parameter {name} is a {type(param).__name__} that requires grad; "
-            "needed a frozen one, as its packed data have no gradients; use "
-            "requires_grad_(False), and train adapters (LoRA) beside it"
+            "needed a frozen one, because quantized data have no gradients; use "
+            "requires_grad_(False) and train adapters (LoRA)"
         )
 
 
@@ -71,8 +71,8 @@ def _check_parameter(name: str, param: torch.Tensor, *, meta: bool) -> None:
         raise ModelError(f"{where} is not initialized yet; call the model once first")
     if param.device.type == "meta" and not meta:
         raise ModelError(
-            f"{where} came to be on the meta device after megacompile(), and has no data; "
-            "needed one in memory: model.to_empty(device='cpu'), and initialize or load it"
+            f"{where} moved to the meta device after megacompile(), and has no data; call "
+            "model.to_empty(device='cpu'), then initialize or load it"
         )
     if param.is_meta and (compat.gradient_hooks(param) or compat.post_accumulate_hooks(param)):
         raise ModelError(
@@ -84,9 +84,9 @@ def _check_parameter(name: str, param: torch.Tensor, *, meta: bool) -> None:
     if param.is_quantized or type(param.data) is not torch.Tensor:
         kind = "quantized" if param.is_quantized else type(param.data).__name__
         raise ModelError(
-            f"{where} is {kind}; needed an ordinary dense tensor, or a packed one that can be "
-            "taken apart (as those of torchao and bitsandbytes); megacompile the model before "
-            "quantizing, or dequantize it; of a DTensor, param.full_tensor(), and mesh="
+            f"{where} is {kind}; needed an ordinary dense tensor, or a quantized one of torchao or "
+            "bitsandbytes; call megacompile() before quantizing, or dequantize it; for a DTensor, "
+            "use param.full_tensor() and mesh="
         )
 
 
@@ -123,11 +123,14 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             )
         if group is not None and (group.get("differentiable") or group.get("capturable")):
             raise OptionError(
-                "megacompile(): the optimizer is differentiable or capturable; needed one that is "
-                "not, to update in the backward"
+                "megacompile(): the optimizer is differentiable or capturable; needed one without "
+                "these flags, to update in the backward"
             )
         if param.requires_grad and param.is_complex():
-            raise OptionError(f"megacompile(): parameter {name} is complex; leave out optimizer=")
+            raise OptionError(
+                f"megacompile(): parameter {name} is complex, which the update in the backward "
+                "does not support; leave out optimizer=, and optimizer.step() updates it"
+            )
 
 
 def warn_of_rounding(model: nn.Module) -> None:
@@ -140,9 +143,9 @@ def warn_of_rounding(model: nn.Module) -> None:
     dtypes = sorted({str(param.dtype).removeprefix("torch.") for param in trained})
     if "bfloat16" not in dtypes:
         notices.warn(
-            "megacompile(): stochastic_rounding=True changes nothing: it is for bfloat16 "
-            f"parameters, and those of {type(model).__name__} are {', '.join(dtypes)} (with "
-            "compute_dtype=, too, the optimizer updates these); use model.bfloat16(), or leave it "
+            "megacompile(): stochastic_rounding=True has no effect: it rounds bfloat16 "
+            f"parameters, and those of {type(model).__name__} are {', '.join(dtypes)} (the "
+            "optimizer updates these with compute_dtype= too); use model.bfloat16(), or leave it "
             "out"
         )
 

@@ -266,7 +266,7 @@ class RefusedLate(Exception):
     """
 
 
-_FEWER_STATES = "A step that needs more is refused"
+_FEWER_STATES = "An optimizer step that needs more raises an error"
 
 
 def budgets_of(case: Case, folder: Path) -> dict[str, Any]:

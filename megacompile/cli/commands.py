@@ -106,8 +106,8 @@ def _check_module(name: str) -> None:
         sys.path.pop(0)
     if found is None:
         raise OptionError(
-            f"-m {name}: no such module that can be run (a package needs a "
-            "__main__.py); run the command where `import` finds it, or give a file without -m"
+            f"-m {name}: no such module that can be run (a package needs a __main__.py); run the "
+            "command where `import` finds it, or pass a file without -m"
         )
 
 

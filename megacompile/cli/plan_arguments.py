@@ -183,9 +183,15 @@ def _check_on_disk(args: argparse.Namespace) -> None:
 
 def _check_float8(args: argparse.Namespace, hardware: Hardware | None) -> None:
     if isinstance(source.parse(args.target), source.Function):
-        raise OptionError(f"--float8 {args.float8}: a function converts the model that it returns")
+        raise OptionError(
+            f"--float8 {args.float8}: only for configs; call convert_to_float8_training in the "
+            "function"
+        )
     if hardware is not None and hardware.matmul8_tflop_s is None:
-        raise OptionError(f"--float8 {args.float8}: the {hardware.name} has no fp8")
+        raise OptionError(
+            f"--float8 {args.float8}: the {hardware.name} has no fp8; needed --gpu h100, h200 or "
+            "4090"
+        )
     if importlib.util.find_spec("torchao") is None:
         raise MissingExtraError("--float8 needs torchao: pip install torchao")
 
@@ -284,7 +290,7 @@ def _size(name: str, text: str | None, total_bytes: int | None, example: str) ->
     if text is None:
         return None
     if _is_fraction(text) and not total_bytes:
-        raise OptionError(f"{name} {text}: a fraction of an unknown size; give a size: {example}")
+        raise OptionError(f"{name} {text}: a fraction of an unknown size; pass a size: {example}")
     try:
         size = parse_bytes(name, float(text) if _is_fraction(text) else text, total_bytes or 0)
     except OptionError:

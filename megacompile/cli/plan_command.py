@@ -129,8 +129,8 @@ def _with_disk(hardware: Hardware, disk: DiskArguments | None) -> Hardware:
     rates = disk_on_file(disk.folder)
     if rates is None:
         raise OptionError(
-            f"--disk {disk.folder}: its rates are unknown; give them (--disk-rates "
-            f"2.2/2.2), or measure them: python -m megacompile hardware --disk {disk.folder}"
+            f"--disk {disk.folder}: its rates are unknown; pass --disk-rates 2.2/2.2, or measure "
+            f"them: python -m megacompile hardware --disk {disk.folder}"
         )
     return rates.on(hardware)
 
@@ -142,7 +142,10 @@ def _sweep(args: argparse.Namespace, hardware: Hardware) -> list[Answer]:
     while batch <= _LARGEST:
         answer = _answer(args, hardware, batch)
         if answer.target.tokens is None:
-            raise OptionError(f"--sweep batch: {args.target} takes no arguments batch and seq")
+            raise OptionError(
+                f"--sweep batch: {args.target} takes no arguments batch and seq; add them to the "
+                "function"
+            )
         print(f"batch {batch}: {_short(answer)}", file=sys.stderr, flush=True)
         answers.append(answer)
         rates = [each.tokens_s or 0.0 for each in answers[-2:]]

@@ -125,7 +125,9 @@ def check_length(seq: int, longest: object) -> None:
         OptionError: too long.
     """
     if isinstance(longest, int) and seq > longest:
-        raise OptionError(f"--seq {seq}: the config has max_position_embeddings {longest}")
+        raise OptionError(
+            f"--seq {seq}: the config has max_position_embeddings {longest}; lower --seq"
+        )
 
 
 def function(text: str, named: Function) -> Callable[..., Any]:

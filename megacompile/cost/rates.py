@@ -148,7 +148,7 @@ def _keep(path: Path | None, text: str) -> None:
     except OSError as error:
         notices.warn(
             f"megacompile: the machine's rates cannot be cached ({error}), so each process "
-            "measures them; set XDG_CACHE_HOME to a directory that can be written",
+            "measures them; set XDG_CACHE_HOME to a writable directory",
             notices.Whose.HOST,
         )
 
@@ -211,7 +211,7 @@ def known(name: str) -> Hardware:
     found = of_sheet(key)
     if found is None:
         raise OptionError(
-            f"known(): got {name!r}; needed one of {', '.join(NAMES)}; or make a "
+            f"known(): got {name!r}; needed one of {', '.join(NAMES)}; or pass a "
             "megacompile.cost.hardware.Hardware with your own figures"
         )
     return found

@@ -60,9 +60,10 @@ class Searches:
                 found = self.everywhere(replace(less, disk_weights=False))
             if (found := found or self.everywhere(less)) is not None:
                 notices.warn(
-                    f"megacompile: host memory ({format_bytes(problem.host_budget_bytes)}) does "
-                    f"not hold {assumed} optimizer states a parameter, which AdamW has; it holds "
-                    f"{states}. A step that needs more is refused; state_dtype='int8' needs less",
+                    f"megacompile: host memory ({format_bytes(problem.host_budget_bytes)}) holds "
+                    f"{states} optimizer states for each parameter, and AdamW has {assumed}. An "
+                    "optimizer step that needs more raises an error; state_dtype='int8' needs "
+                    "less",
                     notices.Whose.RANK,
                 )
                 return found

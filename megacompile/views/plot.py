@@ -88,10 +88,10 @@ def _figure(measured: Timeline, predicted: Timeline | None) -> Any:
     except ImportError as error:
         raise MissingExtraError(
             "plot(): matplotlib is not installed; pip install 'megacompile[viz]' "
-            "(save('step.json') needs nothing, and opens in ui.perfetto.dev)"
+            "(save('step.json') needs no extra; open the file in ui.perfetto.dev)"
         ) from error
     if not measured.spans:
-        raise TraceError("plot(): nothing ran while the trace was on; call the model in its block")
+        raise TraceError("plot(): the trace has no ops; call the model within its `with` block")
     panels = [(measured, "measured")]
     if predicted is not None and predicted.spans:
         panels.insert(0, (predicted, "predicted"))

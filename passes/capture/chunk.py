@@ -189,7 +189,7 @@ class _Finder:
         bound: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
         unknown = bound.keys() - set(names)
         if unknown or len(node.args) > len(names):
-            raise _Whole(f"{node} has arguments that are not known: {sorted(unknown)}")
+            raise _Whole(f"{node} has unknown arguments: {sorted(unknown)}")
         return bound
 
     def meta(self, node: Any) -> TensorMeta:
@@ -257,7 +257,7 @@ class _Finder:
         count = sum(e is not Ellipsis for e in entries)
         reaches_last = entries[-1] is not Ellipsis and (count == dims or Ellipsis in entries)
         if reaches_last and entries[-1] not in _EVERY_CLASS:
-            raise _Whole(f"{node} takes a part of the classes")
+            raise _Whole(f"{node} selects a part of the classes")
 
     def _is_class_first(self, node: fx.Node) -> bool:
         """True if it transposes (N, L, C) to (N, C, L), the layout for cross_entropy."""
@@ -306,7 +306,7 @@ class _Finder:
         held = {key for node in read for key in self.values.storages[node]}
         for node in nodes[nodes.index(found.linear) : nodes.index(found.loss)]:
             if self.values.mutates[node] & held:
-                raise _Whole(f"{node} changes what the head read, before the loss")
+                raise _Whole(f"{node} changes the head's input or weight before the loss")
             if node.target is compat.SET_GRAD_ENABLED or "_autocast" in _target(node):
                 raise _Whole(f"{node} changes grad mode or autocast between the head and its loss")
 

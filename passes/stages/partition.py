@@ -123,7 +123,7 @@ class _Builder:
         params, args = self._external(body, inside)
         outputs = [node for node in body if self._is_output(node, segment.stop)]
         for node in self.values.wrappers.intersection(outputs):
-            raise UnsupportedGraphError(f"{node} is packed, and more than one layer uses it")
+            raise UnsupportedGraphError(f"{node} is quantized, and more than one layer uses it")
         changed_keys = {key for node in body for key in self.values.mutates[node]}
         changed = [n for n in args if self.values.storages[n] & changed_keys]
 
@@ -359,8 +359,8 @@ class _Builder:
             return False
         if any(VIEW_OF_BASE in user.meta for user in node.users):
             raise UnsupportedGraphError(
-                "inputs share memory, and one is changed in place to what requires grad; pass "
-                "copies (.clone())"
+                "inputs share memory, and one is changed in place to a value that requires grad; "
+                "pass copies (.clone())"
             )
         return True
 

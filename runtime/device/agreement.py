@@ -37,9 +37,9 @@ from megacompile.runtime.device.rank_notes import SILENT_S, Faults, Limits, Note
 _KEPT = 64  # number of graphs whose keys are kept
 _LOOK_S = 0.5  # between two polls of the other ranks' notes
 _SAME = (
-    "needed the same graphs, in the same order, in all ranks: inputs of the same shapes (pad them, "
-    "or dynamic=True), as many micro-batches and steps, train() or eval() in all of them, and the "
-    "same parameters frozen (requires_grad)"
+    "needed the same graphs, in the same order, in all ranks: inputs of the same shapes (pad "
+    "them, or use dynamic=True), equally many micro-batches and steps, the same mode (train() or "
+    "eval()) and the same frozen parameters (requires_grad)"
 )
 
 
@@ -316,14 +316,14 @@ class Agreement:
         except RankError as fault:
             raise fault from error
         raise RankError(
-            f"rank {self.rank}: {self._op} failed ({error}), and every other rank is there; see "
-            "what they say"
+            f"rank {self.rank}: {self._op} failed ({error}), but every other rank responds; see "
+            "their output"
         ) from error
 
     def _gone(self, error: BaseException) -> None:
         raise RankError(
             f"rank {self.rank} in {self._op}: the store of the process group does not answer; the "
-            "process that has it (rank 0, or torchrun) has ended: see what that says"
+            "process that runs it (rank 0, or torchrun) has ended: see its output"
         ) from error
 
     def _stop(self, error: BaseException) -> None:

@@ -123,8 +123,8 @@ class HostBudget:
             if isinstance(error, OSError) and error.errno == errno.ENOMEM:
                 raise HostMemoryError(
                     f"megacompile(): the system refuses {format_bytes(size_bytes)} of host memory "
-                    f"for {what} ({error}); raise the limit on the memory of a process (ulimit -d, "
-                    "ulimit -v), or use less: host_memory= says how much a plan may use"
+                    f"for {what} ({error}); raise the limit of the process (ulimit -d, ulimit -v), "
+                    "or set a smaller host_memory="
                 ) from error
             raise
         weakref.finalize(buffer, self._sizes.pop, key).atexit = False
@@ -136,8 +136,8 @@ class HostBudget:
         if self.limit_bytes is not None and held > self.limit_bytes:
             raise HostMemoryError(
                 f"megacompile(): host_memory is {format_bytes(self.limit_bytes)}; "
-                f"{format_bytes(held - size_bytes)} of it are taken, and {what} needs "
-                f"{format_bytes(size_bytes)} more; raise host_memory=, or need less: "
+                f"{format_bytes(held - size_bytes)} of it are in use, and {what} needs "
+                f"{format_bytes(size_bytes)} more; raise host_memory=, or use less: "
                 "state_dtype='int8', a smaller batch, or disk="
             )
         check_host_memory([(what, size_bytes)])

@@ -240,8 +240,8 @@ class BufferPool(Lender, Reused[Buffer]):
             free = available_bytes()
         if size_bytes > mmap.PAGESIZE and size_bytes + MARGIN_BYTES > free:
             raise HostMemoryError(
-                f"offloading activations: {format_bytes(size_bytes)} more are needed on the host, "
-                f"beside {format_bytes(self.lent_bytes)} that wait there, and "
+                f"offloading activations: {format_bytes(size_bytes)} more of host memory needed, "
+                f"in addition to {format_bytes(self.lent_bytes)} in use, and "
                 f"{format_bytes(max(free - MARGIN_BYTES, 0))} are available; use "
                 "activations='recompute', or a smaller batch"
             )

@@ -332,8 +332,8 @@ class Faults:
 
     def _blame(self, rank: int, why: str, where: str) -> None:
         raise RankError(
-            f"rank {self._notes.rank} waits in {where} for rank {rank}, which {why}; all "
-            "ranks stop; fix the error of that rank, or give it more time: "
+            f"rank {self._notes.rank} waits in {where} for rank {rank}, which {why}; all ranks "
+            "stop; fix the error of that rank, or allow more time: "
             "init_process_group(timeout=...)",
             by=rank,
             why=why,

@@ -326,8 +326,8 @@ def _alive(group: weakref.ref[Any]) -> Any:
     found = group()
     if found is None:
         raise RankError(
-            "the process group of ranks that share a model is gone, and the model needs it; needed "
-            "torch.distributed.destroy_process_group() after the last call, step and save"
+            "the process group of ranks that share a model was destroyed, and the model needs it; "
+            "call torch.distributed.destroy_process_group() after the last call, step and save"
         )
     return found
 

@@ -250,7 +250,7 @@ class Replay:
             raise ValueError("its inputs are not all on one device")
         copied = {i: x for i, x in tensors.items() if i not in self._in_place}
         if any(map(_is_expanded, copied.values())):
-            raise ValueError("an input is expanded, which nothing can be copied to")
+            raise ValueError("an input is expanded, so nothing can be copied into it")
         copies = {i: _copy(x) for i, x in copied.items()}
         given = [copies.get(i, x) for i, x in enumerate(inputs)]
         replay, results = self._graphs.capture(code, given, leaves=self._leaves)
@@ -260,7 +260,7 @@ class Replay:
         leaving = (results[k] for k in self._given_away)
         away = [_memory(r) for r in leaving if r is not None]
         if len({*away}) < len(away) or not theirs.isdisjoint(away):
-            raise ValueError("results that leave it share memory")
+            raise ValueError("its outputs share memory")
         made = [x for x in (*copies.values(), *results) if x is not None]
         own = {_memory(x): x for x in made if _memory(x) not in theirs}
         self._results = results

@@ -206,7 +206,7 @@ class Request(Completion):
         notices.warn(
             f"megacompile: {self.what}: the {self.way.value} of {format_bytes(self.size_bytes)} "
             f"in {self.file.folder} is not done after {seconds:.0f} s; the disk is slow, or hangs "
-            "(said once)",
+            "(shown once)",
             notices.Whose.RANK,
         )
 

@@ -89,12 +89,12 @@ class CapturedAgain:
         if for_sizes:
             why, fix = for_sizes, "pad to a few sizes"
         else:
-            failed = compat.why_captured_again(compiled) or "TORCH_LOGS=recompiles says what"
-            why = f"what they were captured for did not hold ({failed})"
-            fix = "let fewer things change from call to call, or make them arguments, or tensors"
+            failed = compat.why_captured_again(compiled) or "TORCH_LOGS=recompiles shows it"
+            why = f"a condition of earlier captures did not hold ({failed})"
+            fix = "keep it constant from call to call, or pass it as an argument or a tensor"
         notices.warn(
-            f"megacompile: {self.name} was captured anew in {len(anew)} of its last "
-            f"{len(self._took_s)} calls, which took {sum(anew):.1f} s (slower, same numbers; said "
+            f"megacompile: {self.name} was captured again in {len(anew)} of its last "
+            f"{len(self._took_s)} calls, which took {sum(anew):.1f} s (slower, same numbers; shown "
             f"once): {why}; {fix}"
         )
 
@@ -157,11 +157,10 @@ class EverNew:
         self._said = True
         notices.warn(
             f"megacompile: {self.name} made {row.programs} schedules in {row.calls} calls without "
-            "gradients, one after the other: each came with shapes or numbers that no schedule was "
-            "there for. Such calls run in eager mode from now on and fetch parameters at each use; "
-            "few of them try again (slower, same numbers; said once). Write `with "
-            "megacompile.eager(model):` around a loop that samples, or let shapes stay the same, "
-            "so that schedules serve again: a cache of a fixed size, the position in it as a tensor"
+            "gradients in a row, because each had new shapes or numbers. From now on, most such "
+            "calls run in eager mode and fetch parameters at each use (slower, same numbers; "
+            "shown once). Put a loop that samples into `with megacompile.eager(model):`, or keep "
+            "shapes constant: a cache of a fixed size, with the position as a tensor"
         )
 
 

@@ -155,9 +155,9 @@ def say_hooked(name: str, k: int) -> None:
     """Warn of an output that is hooked."""
     notices.warn(
         f"megacompile: {name}: output {k} has a hook, or retains its gradient, and other outputs "
-        "are computed from it: what comes through those does not reach the hook, and what the hook "
-        "changes does not reach them (other numbers than the plain model's; said once); end the "
-        "captured graph after the line that computes it: torch._dynamo.graph_break()"
+        "are computed from it: gradients through those do not reach the hook, and its changes do "
+        "not reach them (numbers differ from the plain model's; shown once); call "
+        "torch._dynamo.graph_break() after the line that computes it"
     )
 
 

@@ -262,8 +262,8 @@ class Call:
         if why:
             raise DeviceMemoryError(
                 f"{program.capture.name}: device memory ran out in the backward ({ran_out}), and "
-                f"the step cannot be repeated, because {why}; let the plan use less from the "
-                "start: megacompile(model, gpu_memory=...)"
+                f"the step cannot be repeated, because {why}; set a smaller budget: "
+                "megacompile(model, gpu_memory=...)"
             )
         run.repeat()
         program.replan()
@@ -360,19 +360,19 @@ class Call:
         if asked.issuperset(self.places):
             return False  # torch.autograd.grad()
         instead = (
-            "but gradients never leave the device where the backward updates; leave out optimizer= "
+            "but gradients never leave the device if the backward updates; leave out optimizer= "
             "of megacompile(), or put this backward into `with megacompile.accumulate(model):`"
         )
         name = self.program.capture.name
         if asked:
             raise BackwardError(
-                f"{name}: the gradient of {self._name(min(asked))!r} is wanted by a "
-                f"hook, or by backward(inputs=...), {instead}"
+                f"{name}: the gradient of {self._name(min(asked))!r} is requested by a hook, or by "
+                f"backward(inputs=...), {instead}"
             )
         if by_code := run.used_by(Others.CODE):
             raise BackwardError(
-                f"{name}: {self._name(min(by_code))!r} is used outside of the model too in "
-                f"this backward, so a part of its gradient comes from elsewhere, {instead}"
+                f"{name}: {self._name(min(by_code))!r} is also used outside of the model in this "
+                f"backward, so part of its gradient comes from there, {instead}"
             )
         if by_graphs := run.used_by(Others.GRAPHS):
             raise BackwardError(
@@ -388,8 +388,8 @@ class Call:
     def _take_saved_values(self) -> dict[str, Any]:
         if self.saved_values is None:
             raise BackwardError(
-                f"{self.program.capture.name}: backward() a second time, but what it needs was "
-                "freed by the first; call the first with retain_graph=True"
+                f"{self.program.capture.name}: backward() a second time, but the first one freed "
+                "its saved tensors; call the first with retain_graph=True"
             )
         taken = dict(self.saved_values)
         if not compat.keeps_graph():
@@ -402,9 +402,9 @@ class Call:
         name = self.program.capture.name
         if compat.in_compiled_autograd():
             raise BackwardError(
-                f"{name}: backward() in compiled autograd, which cannot hand gradients over: leave "
-                "it off (torch._dynamo.config.compiled_autograd); megacompile has compiled this "
-                "backward already"
+                f"{name}: backward() in compiled autograd, which bypasses autograd's engine; turn "
+                "off torch._dynamo.config.compiled_autograd: megacompile compiles the backward "
+                "itself"
             )
         if torch.is_grad_enabled():
             raise BackwardError(
@@ -413,8 +413,8 @@ class Call:
             )
         if self.machine.gradients.buckets is not self.buckets:
             raise BackwardError(
-                f"{name}: parameters were replaced between the forward and its backward, and "
-                "taken over by another call; call backward() before that"
+                f"{name}: parameters were replaced between the forward and its backward; call "
+                "backward() before you replace them"
             )
         if compat.versions(self._roots) != self.param_versions:
             self._check_parameters(tangents)
@@ -422,8 +422,8 @@ class Call:
         if source is not None:
             raise BackwardError(
                 f"{name}: {source.what} of shape {tuple(source.tensor.shape)} was changed in place "
-                "since the forward, whose backward needs it as it was; change a copy (.clone()), "
-                "or call backward() before"
+                "since the forward, and the backward needs its old value; change a copy "
+                "(.clone()), or call backward() first"
             )
 
     def _check_parameters(self, tangents: tuple[int, ...]) -> None:

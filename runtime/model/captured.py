@@ -377,7 +377,7 @@ class CapturedGraph:
         except UnsupportedGraphError as error:
             notices.warn(
                 f"megacompile: {self.name} is not scheduled and runs in eager mode, fetching "
-                f"{self._share(args)} at each use, unless they live on the device (slower, same "
+                f"{self._share(args)} at each use, unless they are on the device (slower, same "
                 f"numbers): {error}"
             )
             self._attempts.failed(str(error))

@@ -47,9 +47,9 @@ _BACKENDS = 'init_process_group("cpu:gloo,cuda:nccl")'
 _PREPARED = "_is_accelerate_prepared"  # Accelerate's
 _WRAP = "model = DistributedDataParallel(megacompile(model))"
 _COPIES = (
-    "which calls copies of the module, one on each GPU, and copies are not streamed; leave it out: "
-    "let the process see one GPU (CUDA_VISIBLE_DEVICES=0), or start a process for each GPU "
-    "(torchrun, with mesh= or a DistributedDataParallel)"
+    "which calls copies of the module, one on each GPU, and copies are not streamed; leave it "
+    "out: use one GPU (CUDA_VISIBLE_DEVICES=0), or start a process for each GPU (torchrun, with "
+    "mesh= or a DistributedDataParallel)"
 )
 
 
@@ -131,9 +131,9 @@ class DataParallel:
         """Say once that buckets stay."""
         notices.warn_once(
             "parameters that stay",
-            f"megacompile: every parameter stays on the device it is on, because {why}, and "
-            'moving one would lose its hooks; megacompile(model, resident="all") or '
-            'resident="8GiB" puts them on the GPU before that (said once)',
+            f"megacompile: every parameter stays on its device, because {why}, and a move would "
+            'lose its hooks; for layers on the GPU, pass resident="all" or resident="8GiB" to '
+            "megacompile() before that (shown once)",
             of=self,
         )
 
@@ -185,14 +185,14 @@ def refuse_moves(
         if any(id(param) in moving for param in compat.ddp_parameters(ddp)):
             raise ModelError(
                 f"megacompile(): {name} has a DistributedDataParallel in it, and megacompile() "
-                f"{way}, where that would not reduce their gradients; make it afterwards: {_WRAP}, "
-                f"after {_BACKENDS}"
+                f"{way}, where it would not reduce their gradients; make the "
+                f"DistributedDataParallel after megacompile(): {_WRAP}, after {_BACKENDS}"
             )
     hooked = _hooked(model, moving.keys())
     if hooked:
         raise ModelError(
             f"megacompile(): a hook is registered on the AccumulateGrad node of {name}.{hooked}, "
-            f"and megacompile() {way}, where it would never be called; register hooks on nodes "
+            f"and megacompile() {way}, so the hook would never be called; register hooks on nodes "
             "after megacompile()"
         )
 
@@ -207,7 +207,7 @@ def refuse_other_device(name: str, params: Mapping[str, nn.Parameter], made_for:
         if param.requires_grad and param.device.type != made_for:
             raise ModelError(
                 f"{name}: its DistributedDataParallel was made when parameter {param_name!r} was "
-                f"on {made_for}; it is on {param.device.type} now, and its gradient would not be "
+                f"on {made_for}; now it is on {param.device.type}, and its gradient would not be "
                 f"reduced; make the DistributedDataParallel after megacompile(): {_WRAP}, after "
                 f"{_BACKENDS}"
             )
@@ -247,8 +247,8 @@ def refuse_unreduced(
         )
     if device_ids:
         raise ModelError(
-            f"{where}, so that it takes no device_ids or output_device, got {device_ids}; "
-            f"{write}: the model moves its inputs to the device itself"
+            f"{where}, so that it takes no device_ids or output_device, got {device_ids}; {write}: "
+            "the model moves its inputs itself"
         )
     if reduces_on is not None and "cpu" not in reduces_on:
         raise ModelError(
@@ -286,8 +286,8 @@ def _check_copies(_: nn.DataParallel[Any], given: Mapping[str, Any]) -> bool:
     if inside and torch.cuda.is_available():
         raise ModelError(
             f"DataParallel(): {type(inside[0].model).__name__} is megacompiled, but got a "
-            f"DataParallel around it, {_COPIES}; Trainer makes a DataParallel where it sees "
-            "several GPUs and was not started by torchrun"
+            f"DataParallel around it, {_COPIES}; Trainer makes a DataParallel if it sees several "
+            "GPUs without torchrun"
         )
     return False
 

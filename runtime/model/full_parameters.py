@@ -59,8 +59,8 @@ def refuse_unmerged(model: nn.Module) -> None:
         if beside and not off:
             raise ModelError(
                 f"full_parameters(): the adapter of {name!r} is not merged, and its weight is that "
-                "of the base model; call model.merge_adapter() before, and "
-                "model.unmerge_adapter() afterwards"
+                "of the base model; call model.merge_adapter() first, and model.unmerge_adapter() "
+                "afterwards"
             )
 
 
@@ -74,8 +74,8 @@ def refuse_packed(model: nn.Module) -> None:
     for module, name, param in packed_parameters(model):
         raise ModelError(
             f"full_parameters(): parameter {name!r} of layer {names[id(module)]!r} is a quantized "
-            f"{type(param).__name__}; needed weights in full; send the adapters alone "
-            "(peft.get_peft_model_state_dict), to an engine that has the same base"
+            f"{type(param).__name__}; needed unquantized weights; send only the adapters "
+            "(peft.get_peft_model_state_dict), to an engine with the same base"
         )
 
 
@@ -89,8 +89,8 @@ def refuse_unknown(streamed: StreamedModel, names: Mapping[int, str]) -> None:
     for key, name in names.items():
         if key not in plain:
             raise ModelError(
-                f"full_parameters(): parameter {name!r} came since the last call, and is in no "
-                "bucket yet; needed one that a call has seen; call the model once before"
+                f"full_parameters(): parameter {name!r} was added since the last call, and is in "
+                "no bucket yet; call the model once first"
             )
 
 

@@ -64,7 +64,7 @@ class OwnCompile(Replacement):
         notices.warn_once(
             "compile()",
             f"megacompile: {type(self.model).__name__}.compile() does nothing: megacompile "
-            "compiles the model (said once); leave it out",
+            "compiles the model (shown once); leave it out",
             of=self,
         )
 
@@ -93,7 +93,7 @@ class HostApply(Replacement):
             notices.warn_once(
                 "to(device)",
                 "megacompile: parameters stay in host memory and are streamed to the device; "
-                "model.to(device) moved only buffers (said once)",
+                "model.to(device) moved only buffers (shown once)",
                 of=self,
             )
         return applied
@@ -110,9 +110,9 @@ class SharedSave(Replacement):
             return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
         raise ModelError(
             f"save_pretrained(): ranks share {type(self.model).__name__} (mesh=), and this one has "
-            "its rows alone; needed megacompile.save(model, folder), which all ranks call (with "
-            "Trainer: trainer.save_model(folder); with Accelerate: accelerator.save_model(model, "
-            "folder), or state_dict=accelerator.get_state_dict(model); in all ranks, too)"
+            "only its rows; call megacompile.save(model, folder) in all ranks (with Trainer: "
+            "trainer.save_model(folder); with Accelerate: accelerator.save_model(model, folder), "
+            "or state_dict=accelerator.get_state_dict(model))"
         )
 
 

@@ -74,9 +74,9 @@ class OutsideNotice:
         call = f"model.{module}(...)" if module else "model(...)"
         notices.warn(
             f"megacompile: {share(params, outside)} of {kind} have gradients that no schedule has "
-            f"computed, {name!r} first: code outside of every call used them, where they lie "
-            f"(slower, same numbers; said once); write {call}, not .forward(...) nor the parameter "
-            "itself, or move that code into a module's forward"
+            f"computed, {name!r} first: code outside of every call used them, on the device where "
+            f"they are stored (slower, same numbers; shown once); write {call}, not .forward(...) "
+            "or the parameter itself, or move that code into a module's forward"
         )
 
     def _say_view(self, model: nn.Module, programs: Iterable[Program | None]) -> None:
@@ -88,8 +88,8 @@ class OutsideNotice:
                 self._said_view = True
                 notices.warn(
                     f"megacompile: the forward of {type(model).__name__} has kept a view of "
-                    f"parameter {name!r}, or returned it, and it is a copy: this step changes the "
-                    "parameter, not the copy (said once); read "
+                    f"parameter {name!r}, or returned it, and the view is a copy: this step "
+                    "changes the parameter, not the copy (shown once); read "
                     f"model.get_parameter({name!r}) where the view is used"
                 )
                 return

@@ -42,9 +42,8 @@ def refuse_shared(model: nn.Module) -> None:
         raise ModelError(
             f"megacompile(): parameter {type(model).__name__}.{name} is owned by another "
             f"megacompiled model ({type(owner.model).__name__}.{there[0]} there), and a parameter "
-            "has one owner; megacompile neither of them, but one module that has both and calls "
-            "them; or give one of them a copy of the parameter; or call "
-            "megacompile.unmegacompile() on the other one, if it is not needed any more"
+            "has one owner; megacompile one module that has both and calls them, give one of them "
+            "a copy of the parameter, or call megacompile.unmegacompile() on the other model"
         )
 
 

@@ -128,8 +128,8 @@ def refuse_other_wraps(
     if here != there:
         raise ModelError(
             f"{where}, which are {there}, but its process group has the ranks {here}; needed the "
-            "same: leave DistributedDataParallel out, and give megacompile() a mesh of all ranks "
-            "(of two dimensions: the first one replicates, the second one shards)"
+            "same: leave DistributedDataParallel out, and pass megacompile() a mesh of all ranks "
+            "(of two dimensions: the first replicates, the second shards)"
         )
 
 

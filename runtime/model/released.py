@@ -53,9 +53,9 @@ class Released:
         """
         if self.depth:
             raise ModelError(
-                f"{self._name}: used inside of `with megacompile.released(model):`, where its "
-                "device memory is given back; call it, and optimizer.step(), after the block "
-                "(megacompile.full_parameters(model) gives its parameters inside)"
+                f"{self._name}: used inside of `with megacompile.released(model):`, where it has "
+                "no device memory; call it, and optimizer.step(), after the block (inside, "
+                "megacompile.full_parameters(model) yields its parameters)"
             )
         if self.away:
             self._take()
@@ -103,9 +103,9 @@ class Released:
             _clear_queue()
         if pending:
             raise ModelError(
-                f"released(): a forward of {self._name} waits for its backward, and what that "
-                "needs is on the device; call backward() before, delete its outputs (del loss), "
-                "or evaluate under torch.no_grad()"
+                f"released(): a forward of {self._name} waits for its backward, whose tensors are "
+                "on the device; call backward() first, delete its outputs (del loss), or evaluate "
+                "under torch.no_grad()"
             )
 
     def _check_host(self) -> None:
@@ -120,7 +120,7 @@ class Released:
             raise HostMemoryError(
                 f"released(): {format_bytes(needed)} of {self._name} live on the device, and "
                 f"{format_bytes(there)} of host memory are available for them; free host memory, "
-                "or megacompile(model, resident=...) with less"
+                "or lower resident="
             )
 
     def _give(self) -> None:
@@ -159,9 +159,8 @@ class Released:
             notices.warn_once(
                 "buckets that stay",
                 f"megacompile: released() leaves {format_bytes(size_bytes)} of {self._name} on the "
-                f"device, with their gradients and states, because {why}, and parameters that "
-                "move would lose its hooks; megacompile(model, resident=0) keeps none there (said "
-                "once)",
+                f"device, with their gradients and states, because {why}, and a move would lose "
+                "its hooks; megacompile(model, resident=0) keeps none there (shown once)",
                 of=self,
             )
 
@@ -182,8 +181,8 @@ class Released:
             size = sum(b.layout.size_bytes + state_bytes(b) for b in missing)
             raise DeviceMemoryError(
                 f"released(): {format_bytes(size)} of {self._name} live on the device, and could "
-                f"not be taken there again ({ran_out}); let the other one give its memory back "
-                "before the block ends; the next call of the model tries again"
+                f"not return to the device ({ran_out}); free the other engine's memory before the "
+                "block ends; the next call of the model tries again"
             )
 
     @torch.inference_mode(False)

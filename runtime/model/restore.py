@@ -103,7 +103,7 @@ def _refuse(streamed: StreamedModel, device: torch.device) -> None:
     if why:
         raise ModelError(
             f"unmegacompile(): {name} has parameters on {moving[0].device}, which cannot move to "
-            f"{device}, because {why}, and they would lose its hooks; leave them where they are "
+            f"{device}, because {why}, and a move would lose its hooks; pass their device "
             f"(device={str(moving[0].device)!r}), or remove that first"
         )
     if device.type != "cpu":

@@ -119,8 +119,8 @@ def _check(model: nn.Module, *, meta: bool) -> None:
             )
         if param.grad is not None:
             raise ModelError(
-                f"{where} has a gradient, which is not divided among ranks; megacompile() before "
-                "the first backward, or optimizer.zero_grad()"
+                f"{where} has a gradient, which is not divided among ranks; call megacompile() "
+                "before the first backward, or optimizer.zero_grad() first"
             )
 
 
@@ -178,8 +178,8 @@ def _check_states(optimizer: Optimizer, model: nn.Module) -> None:
                 raise OptionError(
                     f"megacompile(): {type(optimizer).__name__} has a state {key!r} of shape "
                     f"{tuple(state.shape)} for parameter {name!r} of shape {tuple(param.shape)}, "
-                    "and mesh= divides states by rows; needed the parameter's shape: "
-                    "megacompile() before the first step, and load a checkpoint after it"
+                    "and mesh= divides states by rows; needed the parameter's shape; call "
+                    "megacompile() before the first step, and load a checkpoint afterwards"
                 )
 
 
@@ -321,7 +321,7 @@ def refuse_ungathered(
         if hooks or (param.requires_grad and Accumulator(param).hooked_node):
             raise ModelError(
                 f"unmegacompile(): parameter {name}.{param_name} has hooks, which would be lost "
-                "when it is no DTensor any more; remove them, and register them afterwards"
+                "when it becomes an ordinary parameter; register them afterwards"
             )
     for optimizer in optimizers_over(model):
         _refuse_states(optimizer, model)
@@ -345,6 +345,6 @@ def _refuse_states(optimizer: Optimizer, model: nn.Module) -> None:
                 raise OptionError(
                     f"unmegacompile(): {type(optimizer).__name__} has a state {key!r} of shape "
                     f"{tuple(state.shape)} for parameter {name!r} of shape {tuple(param.shape)}, "
-                    "and nobody knows how ranks (mesh=) divide it; needed a DTensor, or the "
-                    "parameter's shape: optimizer.state.clear(), and a new optimizer after it"
+                    "which ranks (mesh=) cannot gather; needed a DTensor, or the parameter's "
+                    "shape; call optimizer.state.clear(), and make a new optimizer afterwards"
                 )

@@ -49,8 +49,8 @@ def step_down(compiler: StepsDown, machine: Machine, ran_out: str, where: str) -
             'use smaller batches or sequences, or activations="offload"'
         )
     notices.warn(
-        f"megacompile: device memory ran out in {where}, which is repeated with a plan that needs "
-        f"less: {how} ({ran_out})",
+        f"megacompile: device memory ran out in {where}, which is repeated with a smaller plan: "
+        f"{how} ({ran_out})",
         notices.Whose.RANK,
     )
 
@@ -80,8 +80,8 @@ class Before:
         if now != (self.versions, self.assigned):
             raise DeviceMemoryError(
                 f"megacompile(): device memory ran out in the forward ({ran_out}), which has "
-                "changed a buffer by then (running statistics?) and cannot be repeated; let the "
-                "plan use less from the start: megacompile(model, gpu_memory=...)"
+                "changed a buffer (running statistics?) and cannot be repeated; set a smaller "
+                "budget: megacompile(model, gpu_memory=...)"
             )
         set_random_state(self.device, self.random)
 

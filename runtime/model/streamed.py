@@ -162,7 +162,7 @@ class StreamedModel:
     def _refuse(self, tracer: str) -> None:
         raise ModelError(
             f"{type(self.model).__name__}: called within {tracer}, which needs ordinary "
-            "parameters; use a plain model there: copy.deepcopy(model) is one"
+            "parameters; use a plain model there: copy.deepcopy(model)"
         )
 
     def _undone(
@@ -244,16 +244,16 @@ class StreamedModel:
 
     def _refuse_in(self, where: str, caller: str) -> None:
         raise ModelError(
-            f"{caller}: {type(self.model).__name__} is in the middle of {where}; do that "
-            "between calls"
+            f"{caller}: {type(self.model).__name__} is in the middle of {where}; call it between "
+            "two steps"
         )
 
     def _within_torch_compile(self) -> None:
         notices.warn_once(
             "within torch.compile",
             f"megacompile: {type(self.model).__name__} is called from code that torch.compile "
-            "captures, which leaves it as it is: megacompile compiles it (said once); leave out "
-            "torch.compile where it is around the model alone",
+            "captures, which skips the model: megacompile compiles it (shown once); leave out "
+            "torch.compile if it wraps only the model",
             of=self,
         )
 
@@ -326,7 +326,7 @@ def refuse_nested(model: nn.Module, modules: Sequence[nn.Module]) -> None:
         if module is not model and isinstance(compat.compiled_call(module), StreamedModel):
             raise ModelError(
                 f"{type(model).__name__}.{name} is megacompiled itself; megacompile only the "
-                "outermost module that is called (a copy.deepcopy of the other is a plain module)"
+                "outermost module that is called (copy.deepcopy of the other is a plain module)"
             )
 
 

@@ -393,10 +393,9 @@ def _nothing() -> None:
 def _say_moved(name: str) -> None:
     notices.warn_once(
         "moved to shared memory",
-        f"megacompile: parameter {name!r} (and maybe others) was moved to memory that processes "
-        "share, by share_memory() or by sending it to another process. megacompile has taken the "
-        "values back into memory of its own: other processes keep what they were until now, and "
-        "what they write there is not seen here. Send state_dict() again when they shall know "
-        "newer ones (said once)",
+        f"megacompile: parameter {name!r} (and maybe others) was moved to shared memory, by "
+        "share_memory() or by sending it to another process. megacompile has moved it back: "
+        "other processes keep the old values, and what they write has no effect here. Send "
+        "state_dict() again for new values (shown once)",
         notices.Whose.RANK,
     )

@@ -119,7 +119,7 @@ class EagerNotice:
         self._said.add(cause)
         notices.warn(
             f"megacompile: {place} runs in eager mode and fetches {share(params(), used)} at each "
-            f"use, unless they live on the device (slower, same numbers; said once): {cause}"
+            f"use, unless they are on the device (slower, same numbers; shown once): {cause}"
         )
 
 

@@ -91,11 +91,11 @@ class GradientGuard(Guard):
         """
         if self.state is GuardState.TAKEN:
             raise OptimizerError(
-                f"p.grad of {self.name!r} is not there: megacompile(model, optimizer=...) updates "
-                "in the backward, and gradients never leave the device, so they cannot be read, "
-                "clipped by their global norm or unscaled by a GradScaler; for those leave out "
-                "optimizer=, or use megacompile.accumulate(model) around the backward, and clip "
-                "micro-batches"
+                f"p.grad of {self.name!r} does not exist: megacompile(model, optimizer=...) "
+                "updates in the backward, and gradients never leave the device, so they cannot be "
+                "read, clipped by their global norm or unscaled by a GradScaler; leave out "
+                "optimizer=, or put the backward into `with megacompile.accumulate(model):` and "
+                "clip micro-batches"
             )
         if self.state is GuardState.UNSUMMED:
             raise OptimizerError(
@@ -246,10 +246,9 @@ def _refuse_factor(tensors: Sequence[Any], factor: float) -> None:
         if who.state is GuardState.TAKEN and factor != 1.0:
             raise OptimizerError(
                 f"p.grad of {who.name!r} cannot be multiplied by {factor:g}: megacompile(model, "
-                "optimizer=...) has made the update in the backward already, with the gradients as "
-                "they were, so this step is not clipped; leave out optimizer= to clip by the "
-                "global norm. clip_grad_norm_(parameters, inf) gives the norm alone "
-                "(max_grad_norm=0 in a Trainer)"
+                "optimizer=...) has already updated in the backward, without clipping; leave out "
+                "optimizer= to clip by the global norm. clip_grad_norm_(parameters, inf) returns "
+                "only the norm (max_grad_norm=0 in a Trainer)"
             )
 
 
@@ -336,9 +335,9 @@ def _unscale(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if who.state is GuardState.TAKEN:
             raise OptimizerError(
                 f"p.grad of {who.name!r} cannot be unscaled: megacompile(model, optimizer=...) has "
-                "made the update in the backward. If the loss was scaled, parameters and optimizer "
-                "states are wrong now: load a checkpoint of both. For a GradScaler leave out "
-                "optimizer=; bfloat16 needs none"
+                "already updated in the backward. If the loss was scaled, parameters and "
+                "optimizer states are wrong now: load a checkpoint of both. Leave out optimizer= "
+                "to use a GradScaler; bfloat16 needs none"
             )
     return NotImplemented
 
@@ -398,9 +397,9 @@ def _zero_there(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 # Gradients that are not summed over replicas yet.
 
 _WHY_UNSUMMED = (
-    "its last backward ran inside of megacompile.accumulate(model), or a loop (of Accelerate, of a "
-    "Trainer) said that another one comes before the step; leave the last micro-batch out of "
-    "accumulate(), or optimizer.zero_grad()"
+    "its last backward ran inside of megacompile.accumulate(model), or a loop (Accelerate, "
+    "Trainer) announced another one before the step; run the last micro-batch outside of "
+    "accumulate(), or call optimizer.zero_grad()"
 )
 
 

@@ -132,8 +132,8 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
         else:
             raise BackwardError(
                 f"a parameter of shape {tuple(self.shape)} was changed in place since the forward, "
-                "which used it in code that Dynamo did not capture and whose backward needs it as "
-                "it was; call backward() before optimizer.step()"
+                "which used it in code that Dynamo did not capture, and the backward needs its "
+                "old value; call backward() before optimizer.step()"
             )
 
     def store(self, value: torch.Tensor) -> None:
@@ -172,7 +172,8 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
         if value.shape != self.shape or value.dtype != self.dtype:
             raise ModelError(
                 f"a parameter of shape {tuple(self.shape)} and {self.dtype} got data of shape "
-                f"{tuple(value.shape)} and {value.dtype} in the forward; do that between calls"
+                f"{tuple(value.shape)} and {value.dtype} in the forward; assign .data between "
+                "calls"
             )
         with torch.no_grad():
             self.source.settle()
@@ -364,8 +365,8 @@ def stand_in(
     if param.requires_grad:
         raise ModelError(
             f"a parameter of shape {tuple(param.shape)} is a {type(param).__name__} that requires "
-            "grad since megacompile(); needed a frozen one, as its packed data have no gradients; "
-            "use requires_grad_(False), and train adapters (LoRA) beside it"
+            "grad since megacompile(); needed a frozen one, because quantized data have no "
+            "gradients; use requires_grad_(False) and train adapters (LoRA)"
         )
     wrapping, parts = taken_apart(param)
     made = on_device(wrapping, device)(*map(proxy_of, parts))
@@ -390,8 +391,8 @@ def follow_parts(model: nn.Module) -> None:
         except RuntimeError as error:
             raise ModelError(
                 f"parameter {name} ({type(param).__name__}) cannot move from {param.device} to "
-                f"{device}: {error}; needed a parameter that nothing else refers to; drop other "
-                "references to it, or move the model there before"
+                f"{device}: {error}; drop other references to the parameter, or move the model "
+                "before megacompile()"
             ) from error
 
 

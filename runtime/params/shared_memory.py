@@ -292,10 +292,10 @@ class AliasNotice:
         where = _where(model, others.get(compat.storage_key(first), []))
         notices.warn(
             f"megacompile: parameter {type(model).__name__}.{name} shares its memory with another "
-            f"tensor ({where}). It moves to a bucket now, and the other tensor does not, so "
-            "neither will see changes of the other one. Write to the parameter itself, with "
-            f"torch.no_grad(): model.get_parameter({name!r}).copy_(other); and read "
-            f"model.state_dict(), or make a view, anew ({len(shared)} parameters; said once)"
+            f"tensor ({where}). megacompile() moves the parameter and not the other tensor, so "
+            "changes of one no longer reach the other. Write to the parameter itself, with "
+            f"torch.no_grad(): model.get_parameter({name!r}).copy_(other); call "
+            f"model.state_dict(), or make the view, again ({len(shared)} parameters; shown once)"
         )
 
 

@@ -163,9 +163,8 @@ class Torn:
             OptimizerError: always.
         """
         raise OptimizerError(
-            "parameters and optimizer states are half updated, and a checkpoint of them would be "
-            "taken for a whole one: load one into the model and into the optimizer "
-            "(load_state_dict() of both; said until then), within "
-            "megacompile.restoring(model) where a loader reads them first, as that of "
-            f"torch.distributed.checkpoint does. What failed: {self.why}"
+            "parameters and optimizer states are half updated, so they cannot be used or saved: "
+            "load a checkpoint into the model and the optimizer (load_state_dict() of both), "
+            "within megacompile.restoring(model) if the loader reads them first "
+            f"(torch.distributed.checkpoint). What failed: {self.why}"
         )

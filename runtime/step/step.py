@@ -273,7 +273,7 @@ class Updates:
         return False if self.parts.backends else self.options.progress
 
     def _say(self, text: str) -> None:
-        notices.warn_once(text, f"megacompile: {text} (said once)", of=self)
+        notices.warn_once(text, f"megacompile: {text} (shown once)", of=self)
 
     def _in_order(self, keys: Iterable[int]) -> list[int]:
         """The buckets in the forward's reading order."""

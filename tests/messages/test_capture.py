@@ -143,11 +143,11 @@ def changed_output() -> None:
 
 
 # How it is provoked, its class, its text.
-SLOWER = "(slower, same numbers; said once)"
-ANEW = f"was captured anew in 8 of its last 8 calls, which took {{}} s {SLOWER}: "
-GUARD = "what they were captured for did not hold (model.name == 'case {}'); "
-FEWER = "let fewer things change from call to call, or make them arguments, or tensors"
-THERE = "at each use, unless they live on the device"
+SLOWER = "(slower, same numbers; shown once)"
+ANEW = f"was captured again in 8 of its last 8 calls, which took {{}} s {SLOWER}: "
+GUARD = "a condition of earlier captures did not hold (model.name == 'case {}'); "
+FEWER = "keep it constant from call to call, or pass it as an argument or a tensor"
+THERE = "at each use, unless they are on the device"
 BOTH = f"fetching 2 of 2 parameters (80 B of 80 B, 100 %) {THERE} (slower, same numbers)"
 FILE = __file__
 
@@ -171,18 +171,18 @@ ROWS: list[tuple[Callable[[], None], type[Exception], str]] = [
         "too; pass copies (.clone())"),
     (hooked_output, UserWarning,
         "megacompile: Function: output 1 has a hook, or retains its gradient, and other outputs "
-        "are computed from it: what comes through those does not reach the hook, and what the hook "
-        "changes does not reach them (other numbers than the plain model's; said once); end the "
-        "captured graph after the line that computes it: torch._dynamo.graph_break()"),
+        "are computed from it: gradients through those do not reach the hook, and its changes "
+        "do not reach them (numbers differ from the plain model's; shown once); call "
+        "torch._dynamo.graph_break() after the line that computes it"),
     (logits, UserWarning,
         "megacompile(): Function: head='chunked', but the head is whole: the logits (scores) are "
         "returned to the caller; return the loss"),
     (compiled, UserWarning,
-        "megacompile: Stack is called from code that torch.compile captures, which leaves it as it "
-        "is: megacompile compiles it (said once); leave out torch.compile where it is around the "
-        "model alone"),
+        "megacompile: Stack is called from code that torch.compile captures, which skips the "
+        "model: megacompile compiles it (shown once); leave out torch.compile if it wraps only "
+        "the model"),
     (compiled_method, UserWarning,
-        "megacompile: Stack.compile() does nothing: megacompile compiles the model (said once); "
+        "megacompile: Stack.compile() does nothing: megacompile compiles the model (shown once); "
         "leave it out"),
     (fullgraph, torch._dynamo.exc.Unsupported,
         "{}reason: megacompile compiles this model itself; leave out fullgraph=True, or "
@@ -191,8 +191,8 @@ ROWS: list[tuple[Callable[[], None], type[Exception], str]] = [
         "Function.1: a backward for these outputs has no code for sizes of 5 together; call "
         "megacompile(model, dynamic=False), so that each set of sizes gets its own"),
     (changed_output, BackwardError,
-        "Function: an output of shape (2, 4) was changed in place since the forward, whose "
-        "backward needs it as it was; change a copy (.clone()), or call backward() before"),
+        "Function: an output of shape (2, 4) was changed in place since the forward, and the "
+        "backward needs its old value; change a copy (.clone()), or call backward() first"),
 ]  # fmt: skip
 
 

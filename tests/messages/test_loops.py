@@ -220,21 +220,21 @@ RESET = (
 OF_LAST = "AdamW.step(): the state '{}' of parameter 'last.weight'"
 ROWS: dict[str, tuple[Said, type[Exception], str]] = {
     "called_inside": (called_inside, ModelError,
-     "Net: used inside of `with megacompile.released(model):`, where its device memory is given "
-     "back; call it, and optimizer.step(), after the block (megacompile.full_parameters(model) "
-     "gives its parameters inside)"),
+     "Net: used inside of `with megacompile.released(model):`, where it has no device memory; "
+     "call it, and optimizer.step(), after the block (inside, "
+     "megacompile.full_parameters(model) yields its parameters)"),
     "released_before_backward": (released_before_backward, ModelError,
-     "released(): a forward of Net waits for its backward, and what that needs is on the device; "
-     "call backward() before, delete its outputs (del loss), or evaluate under torch.no_grad()"),
+     "released(): a forward of Net waits for its backward, whose tensors are on the device; "
+     "call backward() first, delete its outputs (del loss), or evaluate under torch.no_grad()"),
     "released_without_memory": (released_without_memory, DeviceMemoryError,
-     "released(): 1 KiB of Net live on the device, and could not be taken there again (CUDA out "
-     "of memory); let the other one give its memory back before the block ends; the next call of "
-     "the model tries again"),
+     "released(): 1 KiB of Net live on the device, and could not return to the device (CUDA out "
+     "of memory); free the other engine's memory before the block ends; the next call of the "
+     "model tries again"),
     "came_since": (came_since, ModelError,
-     "full_parameters(): parameter 'extra.weight' came since the last call, and is in no bucket "
-     "yet; needed one that a call has seen; call the model once before"),
+     "full_parameters(): parameter 'extra.weight' was added since the last call, and is in no "
+     "bucket yet; call the model once first"),
     "ended_in_a_call": (ended_in_a_call, ModelError,
-     "unmegacompile(): Net is in the middle of a call; do that between calls"),
+     "unmegacompile(): Net is in the middle of a call; call it between two steps"),
     "ended_before_the_step": (ended_before_the_step, ModelError,
      "unmegacompile(): the backward of Net has made an update that optimizer.step() has not "
      "counted; call optimizer.step() first"),
@@ -242,17 +242,17 @@ ROWS: dict[str, tuple[Said, type[Exception], str]] = {
      "unmegacompile(): got device='meta', which would lose the parameters"),
     "traced_by_func": (traced_by_func, ModelError,
      "Net: called within torch.func, which needs ordinary parameters; use a plain model there: "
-     "copy.deepcopy(model) is one"),
+     "copy.deepcopy(model)"),
     "update_that_failed": (update_that_failed, OptimizerError,
      "optimizer.step(): the update of 'Net' failed in the background with ArithmeticError: out "
      "of numbers; its parameters and states are half updated: load a checkpoint"),
     "use_of_what_is_torn": (use_of_what_is_torn, OptimizerError,
-     "parameters and optimizer states are half updated, and a checkpoint of them would be taken "
-     "for a whole one: load one into the model and into the optimizer (load_state_dict() of "
-     "both; said until then), within megacompile.restoring(model) where a loader reads them "
-     "first, as that of torch.distributed.checkpoint does. What failed: optimizer.step(): the "
-     "update of 'Net' failed in the background with ArithmeticError: out of numbers; its "
-     "parameters and states are half updated: load a checkpoint"),
+     "parameters and optimizer states are half updated, so they cannot be used or saved: load a "
+     "checkpoint into the model and the optimizer (load_state_dict() of both), within "
+     "megacompile.restoring(model) if the loader reads them first "
+     "(torch.distributed.checkpoint). What failed: optimizer.step(): the update of 'Net' failed "
+     "in the background with ArithmeticError: out of numbers; its parameters and states are "
+     "half updated: load a checkpoint"),
     "second_optimizer": (second_optimizer, OptimizerError,
      "SGD.step(): parameter 'last.weight' was updated in the backward, by the AdamW of "
      "megacompile(model, optimizer=...), which used up its gradient (this SGD updated nothing); "
@@ -263,14 +263,14 @@ ROWS: dict[str, tuple[Said, type[Exception], str]] = {
      "optimizer=...), which updates in the backward (nothing was updated); add it: "
      "optimizer.add_param_group({'params': [...]}), or freeze it (requires_grad_(False))"),
     "outside_of_the_model": (outside_of_the_model, BackwardError,
-     "Net: 'last.weight' is used outside of the model too in this backward, so a part of its "
-     "gradient comes from elsewhere, but gradients never leave the device where the backward "
-     "updates; leave out optimizer= of megacompile(), or put this backward into `with "
+     "Net: 'last.weight' is also used outside of the model in this backward, so part of its "
+     "gradient comes from there, but gradients never leave the device if the backward updates; "
+     "leave out optimizer= of megacompile(), or put this backward into `with "
      "megacompile.accumulate(model):`"),
     "in_several_parts": (in_several_parts, BackwardError,
      "Net.1: 'last.weight' gets its gradient in several parts in this backward: the model, or a "
      "module in it, was called twice, or a graph break lets two captured graphs use it, but "
-     "gradients never leave the device where the backward updates; leave out optimizer= of "
+     "gradients never leave the device if the backward updates; leave out optimizer= of "
      "megacompile(), or put this backward into `with megacompile.accumulate(model):`"),
     "lr_is_text": (option("lr", "0.1"), OptimizerError,
      "AdamW.step(): param_groups[0] has lr='0.1' (str); needed a number; nothing was updated: "
@@ -295,19 +295,18 @@ ROWS: dict[str, tuple[Said, type[Exception], str]] = {
     "unknown_optimizer": (unknown_optimizer, UserWarning,
      "megacompile: RMSprop keeps torch.optim's path on the host: torch.optim.rmsprop.RMSprop has "
      "no update of ours (AdamW, Adam, SGD, Lion, Muon and Adafactor of torch.optim and "
-     "lion_pytorch have) (said once)"),
+     "lion_pytorch have) (shown once)"),
     "sent_to_a_process": (sent_to_a_process, UserWarning,
-     "megacompile: parameter 'first.weight' (and maybe others) was moved to memory that "
-     "processes share, by share_memory() or by sending it to another process. megacompile has "
-     "taken the values back into memory of its own: other processes keep what they were until "
-     "now, and what they write there is not seen here. Send state_dict() again when they shall "
-     "know newer ones (said once)"),
+     "megacompile: parameter 'first.weight' (and maybe others) was moved to shared memory, by "
+     "share_memory() or by sending it to another process. megacompile has moved it back: other "
+     "processes keep the old values, and what they write has no effect here. Send state_dict() "
+     "again for new values (shown once)"),
     "changes_a_parameter": (changes_a_parameter, UserWarning,
      "megacompile: Net is not scheduled and runs in eager mode, fetching 4 of 4 parameters (432 "
-     "B of 432 B, 100 %) at each use, unless they live on the device (slower, same numbers): "
-     "stage 'Net': a hook, or an autograd.Function, changes parameter 'last.bias' in place in the "
-     "backward, which is kept for buffers and inputs of the model alone; write it to a buffer of a "
-     "module"),
+     "B of 432 B, 100 %) at each use, unless they are on the device (slower, same numbers): "
+     "stage 'Net': a hook, or an autograd.Function, changes parameter 'last.bias' in place in "
+     "the backward, which is kept for buffers and inputs of the model alone; write it to a "
+     "buffer of a module"),
 }  # fmt: skip
 
 

@@ -143,9 +143,9 @@ def no_cuda(device: Any) -> Any:
 
 
 ORDINARY = (
-    "needed an ordinary dense tensor, or a packed one that can be taken apart (as those of torchao "
-    "and bitsandbytes); megacompile the model before quantizing, or dequantize it; of a DTensor, "
-    "param.full_tensor(), and mesh="
+    "needed an ordinary dense tensor, or a quantized one of torchao or bitsandbytes; call "
+    "megacompile() before quantizing, or dequantize it; for a DTensor, use param.full_tensor() "
+    "and mesh="
 )
 ROWS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a function": (lambda: megacompile(cast(Any, lambda x: x)), ModelError,
@@ -155,8 +155,8 @@ ROWS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
      "megacompile(): RecursiveScriptModule is a TorchScript module, which cannot be captured; "
      "needed the Python module that it was made from"),
     "no parameters": (lambda: megacompile(nn.Sequential(nn.ReLU())), ModelError,
-     "megacompile(): Sequential has no parameters; needed at least one to stream (lazy modules "
-     "get theirs in a first call)"),
+     "megacompile(): Sequential has no parameters; needed at least one to stream; call a lazy "
+     "module once first"),
     "a lazy module": (lambda: megacompile(nn.LazyLinear(2)), ModelError,
      "megacompile(): parameter LazyLinear.weight is not initialized yet; call the model once "
      "first"),
@@ -180,19 +180,19 @@ ROWS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
      "dense ones; set sparse=False"),
     "a trained packed weight": (lambda: on_cpu(packed(True)), ModelError,
      "megacompile(): parameter Model.layers.0.first.base.weight is a Int8 that requires grad; "
-     "needed a frozen one, as its packed data have no gradients; use requires_grad_(False), and "
-     "train adapters (LoRA) beside it"),
+     "needed a frozen one, because quantized data have no gradients; use requires_grad_(False) "
+     "and train adapters (LoRA)"),
     "one that is trained later": (trained_later, ModelError,
-     "a parameter of shape (256, 128) is a Int8 that requires grad since megacompile(); needed a "
-     "frozen one, as its packed data have no gradients; use requires_grad_(False), and train "
-     "adapters (LoRA) beside it"),
+     "a parameter of shape (256, 128) is a Int8 that requires grad since megacompile(); needed "
+     "a frozen one, because quantized data have no gradients; use requires_grad_(False) and "
+     "train adapters (LoRA)"),
     "a packed weight in full": (lambda: full_parameters(on_cpu(packed(False))), ModelError,
      "full_parameters(): parameter 'weight' of layer 'layers.0.first.base' is a quantized Int8; "
-     "needed weights in full; send the adapters alone (peft.get_peft_model_state_dict), to an "
-     "engine that has the same base"),
+     "needed unquantized weights; send only the adapters (peft.get_peft_model_state_dict), to "
+     "an engine with the same base"),
     "compiled before": (lambda: megacompile(compiled(), device="cpu"), OptionError,
-     "megacompile(): Linear was compiled with model.compile() already; leave that out: "
-     "megacompile compiles it"),
+     "megacompile(): Linear was compiled with model.compile() already; leave out that call: "
+     "megacompile compiles the model"),
     "explain before a call": (lambda: explain(on_cpu()), ModelError,
      "explain(): Stack has no schedule: it has not been called yet; call model(...) on a batch "
      "first (or a module in it)"),
@@ -205,13 +205,12 @@ ROWS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
      "schedules(): Stack has none: Dynamo has captured nothing of it, as a warning said"),
     "megacompiled inside": (lambda: inside(True), ModelError,
      "Sequential.0 is megacompiled itself; megacompile only the outermost module that is called "
-     "(a copy.deepcopy of the other is a plain module)"),
+     "(copy.deepcopy of the other is a plain module)"),
     "inside of a megacompiled one": (lambda: inside(False), ModelError,
      "megacompile(): parameter Block.norm.weight is owned by another megacompiled model "
-     "(Stack.layers.1.norm.weight there), and a parameter has one owner; megacompile neither of "
-     "them, but one module that has both and calls them; or give one of them a copy of the "
-     "parameter; or call megacompile.unmegacompile() on the other one, if it is not needed any "
-     "more"),
+     "(Stack.layers.1.norm.weight there), and a parameter has one owner; megacompile one module "
+     "that has both and calls them, give one of them a copy of the parameter, or call "
+     "megacompile.unmegacompile() on the other model"),
     "no such option": (lambda: on_cpu(look_ahead=2), OptionTypeError,
      "megacompile() got an unexpected keyword argument 'look_ahead'"),
     "no CUDA device": (lambda: no_cuda("cuda"), OptionError,
@@ -228,8 +227,8 @@ ROWS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
      "free host memory (or raise host_memory=), use a smaller dtype (model.bfloat16()), or "
      "freeze parameters (requires_grad_(False)), which need no gradients"),
     "backward twice": (twice, BackwardError,
-     "Stack: backward() a second time, but what it needs was freed by the first; call the first "
-     "with retain_graph=True"),
+     "Stack: backward() a second time, but the first one freed its saved tensors; call the "
+     "first with retain_graph=True"),
     "compiled autograd": (compiled_autograd, BackwardError,
      "Stack: backward() in compiled autograd{}"),
     "double backward": (double_backward, BackwardError,
@@ -239,11 +238,11 @@ ROWS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
      "Stack: parameter 'layers.1.up.weight' was changed in place between the forward and its "
      "backward; call backward() before optimizer.step()"),
     "a parameter replaced": (lambda: changed(replace_parameter), BackwardError,
-     "Stack: parameters were replaced between the forward and its backward, and taken over by "
-     "another call; call backward() before that"),
+     "Stack: parameters were replaced between the forward and its backward; call backward() "
+     "before you replace them"),
     "an input in place": (lambda: changed(lambda given: given[1]["x"].add_(1)), BackwardError,
-     "Stack: input {} of shape (4, 16) was changed in place since the forward, whose backward "
-     "needs it as it was; change a copy (.clone()), or call backward() before"),
+     "Stack: input {} of shape (4, 16) was changed in place since the forward, and the backward "
+     "needs its old value; change a copy (.clone()), or call backward() first"),
 }  # fmt: skip
 OPTIONS: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] = [
     (on_cpu, {"lookahead": 1.0}, OptionTypeError,
@@ -343,24 +342,25 @@ def moved() -> None:
 WARNINGS: dict[str, tuple[Callable[[], Any], str]] = {
     "a graph break": (lambda: thrice(on_cpu(Breaks())),
      "megacompile: {} (in_eager) runs in eager mode and fetches 1 of 2 parameters (256 B of 1 "
-     "KiB, 25 %) at each use, unless they live on the device (slower, same numbers; said once): a "
-     "graph break at {} (forward): {}; TORCH_LOGS=graph_breaks says more"),
+     "KiB, 25 %) at each use, unless they are on the device (slower, same numbers; shown once): "
+     "a graph break at {} (forward): {}; TORCH_LOGS=graph_breaks says more"),
     "a function that is skipped": (lambda: on_cpu(InALoop())(X),
      "megacompile: {} (forward) runs in eager mode and fetches 2 of 2 parameters (1 KiB of 1 "
-     "KiB, 100 %) at each use, unless they live on the device (slower, same numbers; said once): a "
-     "graph break at {} (forward): {}; TORCH_LOGS=graph_breaks says more"),
+     "KiB, 100 %) at each use, unless they are on the device (slower, same numbers; shown "
+     "once): a graph break at {} (forward): {}; TORCH_LOGS=graph_breaks says more"),
     "capture is switched off": (switched_off,
      "megacompile: {} (in_eager) runs in eager mode and fetches 2 of 2 parameters (1 KiB of 1 "
-     "KiB, 100 %) at each use, unless they live on the device (slower, same numbers; said once): "
-     "capture is switched off, by torch.compiler.set_stance('force_eager'); leave that out"),
+     "KiB, 100 %) at each use, unless they are on the device (slower, same numbers; shown "
+     "once): capture is switched off, by torch.compiler.set_stance('force_eager'); leave that "
+     "out"),
     "a forward that is called itself": (lambda: used(lambda m: m.b.forward(m.a(X)).sum()),
      "megacompile: 1 of 2 parameters (768 B of 1 KiB, 75 %) of Breaks have gradients that no "
-     "schedule has computed, 'b.weight' first: code outside of every call used them, where they "
-     "lie (slower, same numbers; said once); write model.b(...), not .forward(...) nor the "
-     "parameter itself, or move that code into a module's forward"),
+     "schedule has computed, 'b.weight' first: code outside of every call used them, on the "
+     "device where they are stored (slower, same numbers; shown once); write model.b(...), not "
+     ".forward(...) or the parameter itself, or move that code into a module's forward"),
     "moved": (moved,
      "megacompile: parameters stay in host memory and are streamed to the device; "
-     "model.to(device) moved only buffers (said once)"),
+     "model.to(device) moved only buffers (shown once)"),
 }  # fmt: skip
 
 

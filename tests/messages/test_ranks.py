@@ -103,18 +103,17 @@ ERRORS: dict[str, tuple[Callable[[DeviceMesh], object], type[MegacompileError], 
      "megacompile(): option 'mesh' got 'cpu' (str); needed a DeviceMesh: "
      'init_device_mesh("cpu", (world_size,)), after torch.distributed.init_process_group()'),
     "three dimensions": (lambda mesh: shared(init_device_mesh("cpu", (1, 1, 1))), OptionError,
-     "megacompile(): got a mesh of 3 dimensions; needed one, which shards, or two: ranks of the "
-     "first replicate, ranks of the second shard"),
+     "megacompile(): got a mesh of 3 dimensions; needed one, which shards, or two: the first "
+     "replicates, the second shards"),
     "other devices": (
      lambda mesh: shared(DeviceMesh("meta", [0], _init_backend=False)), OptionError,
      "megacompile(): got a mesh of 'meta' devices with device='cpu'; needed "
      'init_device_mesh("cpu", (world_size,)), after torch.distributed.init_process_group()'),
     "disk_weights": (lambda mesh: shared(mesh, disk=".", disk_weights=True), OptionError,
-     "megacompile(): got disk_weights=True with mesh=...; parts of parameters cannot lie on a "
-     "disk; leave one of them out (disk= works: optimizer states)"),
+     "megacompile(): got disk_weights=True with mesh=...; shards of parameters cannot be on a "
+     "disk; leave one of them out (disk= alone stores optimizer states)"),
     "whole_buckets": (lambda mesh: shared(mesh, whole_buckets=True), OptionTypeError,
-     "megacompile(): whole_buckets= was removed; leave it out; ranks gather their parts of a "
-     "bucket on the GPUs"),
+     "megacompile(): whole_buckets= was removed; leave it out; ranks gather buckets on the GPUs"),
     "again": (lambda mesh: megacompile(shared(mesh), device="cpu"), OptionError,
      "megacompile(): Sequential is megacompiled already, with other options (mesh: {mesh} -> "
      "None); call it once, with the options you want"),
@@ -129,7 +128,7 @@ ERRORS: dict[str, tuple[Callable[[DeviceMesh], object], type[MegacompileError], 
      "DTensor; register them after megacompile()"),
     "a gradient": (lambda mesh: shared(mesh, trained()), ModelError,
      "megacompile(): parameter Linear.weight has a gradient, which is not divided among ranks; "
-     "megacompile() before the first backward, or optimizer.zero_grad()"),
+     "call megacompile() before the first backward, or optimizer.zero_grad() first"),
     "a whole parameter": (lambda mesh: with_another_bias(mesh, lambda: torch.zeros(6)), ModelError,
      "megacompile(): parameter Sequential.0.bias is whole, and ranks share this model; needed "
      "placements (Shard(dim=0),) over its mesh: "
@@ -144,9 +143,9 @@ ERRORS: dict[str, tuple[Callable[[DeviceMesh], object], type[MegacompileError], 
      "nn.Parameter(torch.distributed.tensor.distribute_tensor(param, mesh, placements)), and an "
      "optimizer that has it"),
     "states by no rows": (divided_before, OptionError,
-     "megacompile(): Adafactor has a state 'row_var' of shape (6, 1) for parameter '0.weight' of "
-     "shape (6, 4), and mesh= divides states by rows; needed the parameter's shape: "
-     "megacompile() before the first step, and load a checkpoint after it"),
+     "megacompile(): Adafactor has a state 'row_var' of shape (6, 1) for parameter '0.weight' "
+     "of shape (6, 4), and mesh= divides states by rows; needed the parameter's shape; call "
+     "megacompile() before the first step, and load a checkpoint afterwards"),
     "means over whole tensors": (steps_over_means, OptimizerError,
      "Adafactor.step() computes with means over whole parameters, of which each rank has a part "
      "(mesh=), and its own step takes no such parts; nothing was updated: use AdamW with "

@@ -87,7 +87,9 @@ WHOLE: dict[str, Loss] = {
     "the targets are f32[18, 40], not i64[18] class indices": (
         lambda x, w, ids: F.cross_entropy(F.linear(x, w).flatten(0, 1), torch.ones(18, CLASSES))
     ),
-    "getitem takes a part of the classes": (lambda x, w, ids: flat(F.linear(x, w)[..., :30], ids)),
+    "getitem selects a part of the classes": (
+        lambda x, w, ids: flat(F.linear(x, w)[..., :30], ids)
+    ),
     "getitem indexes the logits with more than slices": gathered,
     "view does not keep the 40 classes in the last dimension": (
         lambda x, w, ids: F.cross_entropy(F.linear(x, w).view(-1, 20), ids.view(-1).repeat(2))
@@ -98,7 +100,7 @@ WHOLE: dict[str, Loss] = {
     "to casts f32[2, 9, 40] to bf16[2, 9, 40] on cpu": (
         lambda x, w, ids: flat(F.linear(x, w).to(torch.bfloat16), ids)
     ),
-    "add_ changes what the head read, before the loss": input_changes,
+    "add_ changes the head's input or weight before the loss": input_changes,
     "_set_grad_enabled changes grad mode or autocast between the head and its loss": grad_mode,
     "_exit_autocast changes grad mode or autocast between the head and its loss": autocast,
     "cross_entropy has size_average or reduce": (

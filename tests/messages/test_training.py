@@ -169,60 +169,60 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "device_update=nan": (option(device_update=float("nan"), lowering="inductor"), OptionError,
      "megacompile(): got device_update=nan; needed a number from 0 to 1"),
     "device_update, eager": (option(device_update=0.5, lowering="eager"), OptionError,
-     "megacompile(): got device_update=0.5 with lowering='eager', whose updates are "
-     "torch.optim's own; leave it out, or use lowering='inductor'"),
+     "megacompile(): got device_update=0.5 with lowering='eager', which updates with "
+     "torch.optim itself; leave out device_update, or use lowering='inductor'"),
     "disk, absent": (option(disk="/absent/folder"), OptionError,
      "megacompile(): got disk='/absent/folder'; needed a folder that this process can write to, "
      "on a local disk"),
     "disk_memory alone": (option(disk_memory=2**30), OptionError,
-     "megacompile(): got disk_memory=1073741824 without disk=; needed the folder that it is "
-     "about; name one, or leave disk_memory out"),
+     "megacompile(): got disk_memory=1073741824 without disk=; pass disk='/folder' too, or "
+     "leave out disk_memory"),
     "disk_weights alone": (option(disk_weights=True), OptionError,
-     "megacompile(): got disk_weights=True without disk=; needed the folder that they lie in; "
-     "name one, or leave it out"),
+     "megacompile(): got disk_weights=True without disk=; pass disk='/folder' too, or leave "
+     "out disk_weights"),
     "disk_weights, masters": (
      option(disk="/tmp", disk_weights=True, compute_dtype=BF16), OptionError,
-     "megacompile(): got disk_weights=True with compute_dtype=torch.bfloat16; masters do not go "
-     "to a disk; leave that out, or leave it out"),
+     "megacompile(): got disk_weights=True with compute_dtype=torch.bfloat16; float32 masters "
+     "cannot be on a disk; leave out compute_dtype, or leave out disk_weights"),
     "disk_weights, device_update": (
      option(disk="/tmp", disk_weights=True, device_update=0.5, lowering="inductor"), OptionError,
-     "megacompile(): got device_update=0.5 with disk_weights=True; the device would update "
-     "parameters that are read from a disk; leave one of them out"),
+     "megacompile(): got device_update=0.5 with disk_weights=True; the host updates parameters "
+     "on a disk; leave one of them out"),
     "disk_saved, recompute": (
      option(disk="/tmp", disk_saved=True, activations="recompute"), OptionError,
-     "megacompile(): got disk_saved=True with activations='recompute'; only what waits on the "
-     "host goes on to a disk; use activations='offload', or leave it out"),
+     "megacompile(): got disk_saved=True with activations='recompute'; only offloaded tensors "
+     "go on to a disk; use activations='offload', or leave out disk_saved"),
     "a disk too small for parameters": (
      disk(disk_memory=4096, disk_weights=True, lowering="eager"), DiskError,
      "disk_memory=4 KiB is too small: 0 B lie in FOLDER, and 8 KiB more are needed; raise "
      "disk_memory="),
     "optimizer=Adagrad": (optimizer(Adagrad), OptionError,
      "megacompile(): got optimizer=Adagrad; needed one that can update in the backward: AdamW, "
-     "Adam, SGD or Lion; leave it out, and every optimizer works in optimizer.step()"),
+     "Adam, SGD or Lion; or leave it out: optimizer.step() works with every optimizer"),
     "differentiable": (optimizer(lambda p: Adam(p, differentiable=True)), OptionError,
-     "megacompile(): the optimizer is differentiable or capturable; needed one that is not, to "
-     "update in the backward"),
+     "megacompile(): the optimizer is differentiable or capturable; needed one without these "
+     "flags, to update in the backward"),
     "decoupled": (optimizer(lambda p: Lion(p, decoupled_weight_decay=True)), OptionError,
      "megacompile(): got optimizer=Lion (decoupled_weight_decay=True divides by the lr that the "
      "optimizer began with); needed one that can update in the backward: AdamW, Adam, SGD or "
-     "Lion; leave it out, and every optimizer works in optimizer.step()"),
+     "Lion; or leave it out: optimizer.step() works with every optimizer"),
     "not in the optimizer": (optimizer(lambda p: SGD(list(p)[:3])), OptionError,
      "megacompile(): parameter 2.bias is not in the optimizer that updates in the backward; add "
      "it, or freeze it (requires_grad_(False))"),
     "device_update, in the backward": (updated_twice, OptionError,
-     "megacompile(): got device_update=0.5 with optimizer=...; there every update is made in the "
+     "megacompile(): got device_update=0.5 with optimizer=..., which makes every update in the "
      "backward; leave one of them out"),
     "a gradient that is gone": (trained(lambda model, _: model[0].weight.grad * 2), OptimizerError,
-     "p.grad of '0.weight' is not there: megacompile(model, optimizer=...) updates in the "
+     "p.grad of '0.weight' does not exist: megacompile(model, optimizer=...) updates in the "
      "backward, and gradients never leave the device, so they cannot be read, clipped by their "
-     "global norm or unscaled by a GradScaler; for those leave out optimizer=, or use "
-     "megacompile.accumulate(model) around the backward, and clip micro-batches"),
+     "global norm or unscaled by a GradScaler; leave out optimizer=, or put the backward into "
+     "`with megacompile.accumulate(model):` and clip micro-batches"),
     "clipped too late": (
      trained(lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1e-3)), OptimizerError,
      "p.grad of '0.weight' cannot be multiplied by {}: megacompile(model, optimizer=...) has "
-     "made the update in the backward already, with the gradients as they were, so this step is "
-     "not clipped; leave out optimizer= to clip by the global norm. clip_grad_norm_(parameters, "
-     "inf) gives the norm alone (max_grad_norm=0 in a Trainer)"),
+     "already updated in the backward, without clipping; leave out optimizer= to clip by the "
+     "global norm. clip_grad_norm_(parameters, inf) returns only the norm (max_grad_norm=0 in a "
+     "Trainer)"),
     "a second backward": (
      trained(lambda model, _: model(torch.ones(2, 8)).sum().backward()), OptimizerError,
      "parameter '0.weight' was updated in a backward already, and gets another gradient before "
@@ -235,16 +235,17 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
      "gradients (nothing was updated): leave out optimizer=, or the GradScaler, which bfloat16 "
      "does not need"),
     "a hook": (trained(hooked, before=True), BackwardError,
-     "Sequential: the gradient of '2.weight' is wanted by a hook, or by backward(inputs=...), "
-     "but gradients never leave the device where the backward updates; leave out optimizer= of "
-     "megacompile(), or put this backward into `with megacompile.accumulate(model):`"),
+     "Sequential: the gradient of '2.weight' is requested by a hook, or by "
+     "backward(inputs=...), but gradients never leave the device if the backward updates; leave "
+     "out optimizer= of megacompile(), or put this backward into `with "
+     "megacompile.accumulate(model):`"),
     "an option changed": (trained(changed_rate), OptimizerError,
      "optimizer.step(): a parameter group was changed between backward() and step() (lr: 0.1 -> "
      "0.5), but the update has been made in the backward; change it after step(), as lr "
      "schedulers do"),
     "accumulate": (accumulates, ModelError,
-     "accumulate(): Sequential was not megacompiled with optimizer=... or mesh=...; without them "
-     "every backward accumulates, and there is nothing to mark"),
+     "accumulate(): Sequential was not megacompiled with optimizer=... or mesh=...; without "
+     "them every backward accumulates, and no mark is needed"),
     "betas": (stepped(lambda made, _: made.param_groups[0].update(betas=(0.9,))), OptimizerError,
      "AdamW.step(): param_groups[0] has betas=(0.9,) (tuple); needed two numbers of at least 0, "
      "below 1; nothing was updated: set optimizer.param_groups[0]['betas'], and call it again"),
@@ -302,7 +303,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
      "safetensors: save it with safetensors.torch.save_file, or with save_pretrained of "
      "transformers"),
     "loaded twice": (loads_twice, OptionError,
-     "megacompile(): Net is megacompiled already, and has values; give checkpoint= in the first "
+     "megacompile(): Net is megacompiled already, and has values; pass checkpoint= in the first "
      "call, or use model.load_state_dict()"),
     "saved from meta": (lambda folder: save(on_meta(), folder), CheckpointError,
      "save(): Net has tensors on the meta device, which have no values; needed a model in "

@@ -107,7 +107,7 @@ def messages(modules: Mapping[str, ast.Module]) -> dict[str, str]:
 
 def first_words(message: str) -> str:
     """What the page must have of a message; "" where it has too few words of its own."""
-    line = message.partition("\n")[0].replace("(said once)", "")
+    line = message.partition("\n")[0].replace("(shown once)", "")
     words = re.sub(r"^[^a-zA-Z-]+", "", line).split()  # it may begin with what varies
     own = [word for word in words if re.search(r"[a-zA-Z]{2}", word)]
     return " ".join(words[:FIRST]) if len(own) >= 3 else ""
