@@ -1,6 +1,6 @@
-"""Graph in, graph out: `capture` works on captured graphs, `stages` makes stages with templates of
-them, and code of these, `schedule` takes a `Schedule` and returns another one, on a copy of its
-graphs. `edit` has what several of them do to a graph.
+"""Passes over graphs: `capture` rewrites captured graphs, `stages` cuts them into stages with
+templates and code, and `schedule` takes a `Schedule` and returns a new one, on a copy of its
+graphs. `edit` has the edits that they share.
 
-`megacompile.plan.pipeline` runs the passes, and has their order.
+`megacompile.plan.pipeline` runs the passes in order.
 """

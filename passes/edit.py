@@ -1,4 +1,4 @@
-"""Edits of graphs that several passes make: of captured and traced graphs, then of schedules'."""
+"""Graph edits that several passes share: on captured and traced graphs, then on schedules."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ SYMBOLIC = "megacompile.symbolic"  # in a traced node's meta: its value with sym
 
 
 def value_of(node: fx.Node) -> Any:
-    """The value of a traced node, with symbols where it has any."""
+    """The value of a traced node, with symbols if it has any."""
     return node.meta.get(SYMBOLIC, node.meta.get("val"))
 
 
 class NotComputedError(Exception):
-    """A traced node does not compute anything of the values that it is given."""
+    """The value of a traced node cannot be computed from its arguments."""
 
 
 def computed(node: fx.Node) -> Any:
-    """The value of a traced node, computed again of the values of its arguments, which are fake.
+    """The value of a traced node, recomputed from the fake values of its arguments.
 
     Raises:
-        NotComputedError: an argument has no value, or the operator refuses it.
+        NotComputedError: an argument has no value, or the operator rejects it.
     """
     assert callable(node.target)
     try:
@@ -47,15 +47,15 @@ def computed(node: fx.Node) -> Any:
 
 
 def put(node: fx.Node, value: Any) -> None:
-    """Use `value`, another node or a constant, in the place of a node."""
+    """Replace all uses of a node by `value`, another node or a constant."""
     for user in list(node.users):
         user.args = fx.map_arg(user.args, lambda n: value if n is node else n)
         user.kwargs = fx.map_arg(user.kwargs, lambda n: value if n is node else n)
 
 
 def written(graph: fx.Graph, value: Any, symbols: Mapping[sympy.Symbol, fx.Node]) -> Any:
-    """A value as it is written where the graph inserts now: what changes from call to call is
-    computed of the numbers among the graph's inputs."""
+    """A value as an argument at the graph's insertion point. Numbers that change from call to call
+    are computed from the graph's number inputs."""
     if isinstance(value, Number):
         return compat.reified(graph, value.expression, symbols)
     if isinstance(value, slice):
@@ -84,7 +84,7 @@ def extracted(
     """The part of a graph that computes `outputs`.
 
     Args:
-        placeholders: that it has, needed or not; default: all of them.
+        placeholders: kept even if they are not needed; default: all of them.
     """
     part = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -97,17 +97,17 @@ def extracted(
     return part
 
 
-# Schedules.
+# --- schedules
 
 
 def body_of(graph: fx.Graph) -> fx.Node:
-    """The first node of a graph that is no placeholder."""
+    """The first node of a graph after its placeholders."""
     body: fx.Node = next(node for node in graph.nodes if node.op != "placeholder")
     return body
 
 
 def wait_for(node: fx.Node, other: fx.Node) -> None:
-    """Add a node to those that an op names in `after=`."""
+    """Add `other` to the ops that `node` names in `after=`."""
     named: Any = node.kwargs.get("after", ())
     compat.set_kwargs(node, {**node.kwargs, "after": (*named, other)})
 
@@ -115,10 +115,10 @@ def wait_for(node: fx.Node, other: fx.Node) -> None:
 def trained_bytes(
     schedule: Schedule, bucket: Bucket, item_bytes: Callable[[int], float]
 ) -> TensorMeta:
-    """The meta of bytes that stand for the trained parameters of a bucket, or for their states.
+    """The meta of a byte tensor as large as a bucket's trained parameters, or their states.
 
     Args:
-        item_bytes: that stand for one element, by its bytes as streamed.
+        item_bytes: maps the bytes of a streamed element to those of an element of the tensor.
     """
     mine = largest_shard(bucket)
     params = [mine.params[i] for i in schedule.gradient_params[bucket.key]]
@@ -127,7 +127,7 @@ def trained_bytes(
 
 
 def add_item(graph: fx.Graph, call: fx.Node, index: int, name: str) -> fx.Node:
-    """`call[index]`, named; its meta is that part of the call's."""
+    """`call[index]`, with a name; its meta is that item of the call's meta."""
     item = compat.new_node(graph, "call_function", operator.getitem, name, (call, index))
     value = call.meta.get("value")
     item.meta["value"] = value[index] if isinstance(value, tuple) and index < len(value) else None
@@ -135,19 +135,19 @@ def add_item(graph: fx.Graph, call: fx.Node, index: int, name: str) -> fx.Node:
 
 
 def saved_value(graph: fx.Graph, value: fx.Node) -> fx.Node:
-    """The value that the backward takes to have `value` as the forward read it.
+    """The value that the backward takes for `value` as the forward read it.
 
-    That is the value itself, or a snapshot where an input is changed in place, by a stage's
-    backward too (`Schedule.written`):
+    It is the value itself, or a snapshot if the value is an input that is changed in place, in the
+    forward or by a stage's backward (`Schedule.written`):
 
         before: 3F ASSIGN(x)        after: 3F SNAPSHOT(x) ASSIGN(x)
     """
     assigns = [n for n in value.users if n.target is ops.assign and n.args[0] is value]
     if not assigns and not value.meta.get("written"):
         return value
-    there = value_that_is_saved(value)
-    if there is not value:
-        return there
+    snapshot = value_that_is_saved(value)
+    if snapshot is not value:
+        return snapshot
     with graph.inserting_before(assigns[0] if assigns else body_of(graph)):
         copy = ops.call(graph, ops.snapshot, value, name=f"{value.name}_old")
     copy.meta["value"] = value.meta.get("value")
@@ -155,12 +155,12 @@ def saved_value(graph: fx.Graph, value: fx.Node) -> fx.Node:
 
 
 def value_that_is_saved(value: fx.Node) -> fx.Node:
-    """The snapshot of a value, where there is one already; else itself."""
+    """The existing snapshot of a value; without one, the value itself."""
     return next((user for user in value.users if user.target is ops.snapshot), value)
 
 
 class Placeholders:
-    """Those of a backward, found by name: a graph has thousands of nodes."""
+    """The placeholders of a backward, found by name: a graph has thousands of nodes."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -168,11 +168,11 @@ class Placeholders:
         self._by_name = {str(node.target): node for node in existing}
 
     def find(self, name: str) -> fx.Node | None:
-        """That of a name, if there is one."""
+        """The placeholder of this name, if there is one."""
         return self._by_name.get(name)
 
     def of(self, source: fx.Node) -> fx.Node:
-        """That for a saved value, made where there is none; those come first."""
+        """The placeholder of a saved value; a new one becomes the first node."""
         if source.name not in self._by_name:
             with self.graph.inserting_before(next(iter(self.graph.nodes))):
                 made: fx.Node = self.graph.placeholder(source.name)
@@ -181,14 +181,14 @@ class Placeholders:
         return self._by_name[source.name]
 
     def replace(self, placeholder: fx.Node, value: fx.Node) -> None:
-        """Uses `value` instead of a placeholder, which it erases."""
+        """Replace a placeholder by `value` and erase it."""
         placeholder.replace_all_uses_with(value)
         self.graph.erase_node(placeholder)
         del self._by_name[str(placeholder.target)]
 
 
 def set_saved_values(schedule: Schedule, names: Sequence[str]) -> Schedule:
-    """Set what the forward hands to the backward; `schedule` is a copy that may be changed."""
+    """Set the forward's saved values, by name; changes the graphs of `schedule`, a copy."""
     by_name = {node.name: node for node in schedule.forward.nodes}
     output = schedule.forward.output_node()
     outputs, _ = ops.returned(schedule.forward)
@@ -197,7 +197,7 @@ def set_saved_values(schedule: Schedule, names: Sequence[str]) -> Schedule:
 
 
 def with_stages(schedule: Schedule, stages: tuple[Stage, ...]) -> Schedule:
-    """The schedule with other stage objects, in its graphs too."""
+    """A copy of the schedule with other stage objects, in its graphs too."""
     new = replace(schedule.copy(), stages=stages)
     for graph in new.graphs.values():
         for node in graph.nodes:

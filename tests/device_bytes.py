@@ -12,7 +12,7 @@ from megacompile import compat
 def device_bytes() -> int:
     """Of the tensors that live, on the current GPU: no garbage, and no workspaces of cuBLAS."""
     gc.collect()
-    compat.give_cache_back(torch.device("cuda", torch.cuda.current_device()))
+    compat.release_device_cache(torch.device("cuda", torch.cuda.current_device()))
     return torch.cuda.memory_allocated()
 
 

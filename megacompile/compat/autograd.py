@@ -71,7 +71,7 @@ def hooks_of(node: Node) -> tuple[dict[int, Any], dict[int, Any]]:  # torch 2.11
 
 
 def _no_hook(*gradients: Any) -> None:
-    """Shows where hooks are kept."""
+    """A hook whose handle leads `hooks_of` to the dict of hooks."""
 
 
 def accumulates_into(node: Node) -> bool | None:  # torch 2.11 to 2.15
@@ -108,8 +108,9 @@ def note_backward_calls(
     """Records every call of a backward from now on, for `backward_calls`.
 
     Args:
-        leaf_of: the tensor whose gradient is asked for where a tensor is given; the first caller's.
-        as_asked: that gradient, as one for the tensor that was given.
+        leaf_of: maps a tensor in `inputs=` to the one whose gradient autograd computes. Later calls
+            of this function do not replace it.
+        as_asked: (tensor in `inputs=`, that gradient) -> the gradient to return for it.
     """
     stock = torch.autograd.graph._engine_run_backward
     if hasattr(stock, "noted"):
@@ -145,7 +146,7 @@ def note_backward_calls(
 
 
 def backward_calls() -> tuple[BackwardCall, ...]:  # torch 2.11 to 2.15
-    """The running calls in all threads. Autograd's own threads do not know theirs."""
+    """The running calls in all threads. Autograd's own threads have no link to theirs."""
     return tuple(_BACKWARD_CALLS)
 
 

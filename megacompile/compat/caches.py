@@ -61,7 +61,7 @@ class CacheCounts(NamedTuple):  # torch 2.11 to 2.15
 
 
 def cache_counts() -> CacheCounts:  # torch 2.11 to 2.15
-    """Counts of all that Inductor compiled so far, and of what `counted` saw without caches."""
+    """Graphs that Inductor compiled so far, including those that `counted` saw without caches."""
     of = counters["inductor"]
     made = of["fxgraph_cache_miss"] + of["fxgraph_cache_bypass"]
     return CacheCounts(of["fxgraph_cache_hit"], made + _uncounted[0])
@@ -83,8 +83,8 @@ def counted() -> Iterator[None]:  # torch 2.11 to 2.15
 def note_kernels(
     package: str, callback: Callable[[str, bool, float], None]
 ) -> None:  # torch 2.11 to 2.15
-    """Calls back for every Triton kernel of a package that this process compiles, or finds in
-    Triton's cache: with its name, true if it was found, and the seconds that it took.
+    """Calls `callback(name, is_cached, time_s)` for every Triton kernel of a package that this
+    process compiles or finds in Triton's cache.
 
     Does nothing without Triton 3.4 or later.
     """

@@ -27,7 +27,7 @@ _LOCAL: list[Any] = []  # the descriptor of `DTensor._local_tensor`
 
 
 def use_dtensor() -> type[torch.Tensor]:  # torch 2.11 to 2.15
-    """`DTensor`; from now on `local` knows it."""
+    """`DTensor`; after this, `local` handles it."""
     if not _DTENSOR:
         from torch.distributed.tensor import DTensor
 
@@ -38,9 +38,8 @@ def use_dtensor() -> type[torch.Tensor]:  # torch 2.11 to 2.15
 
 
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
-    """`copy.deepcopy` of a DTensor. Torch's own fails where the part is after the beginning of
-    its memory, as in a bucket: it takes the offset for an address, and the DTensor for a tensor
-    with memory of its own."""
+    """`copy.deepcopy` of a DTensor. torch's own fails if the part has a storage offset, as in a
+    bucket: it treats the DTensor as a tensor with its own memory."""
     if id(self) not in memo:
         with torch.no_grad():
             made: Any = like(self, local(self).detach().clone())
@@ -107,7 +106,7 @@ def sharded_parameter(
     *,
     requires_grad: bool,
 ) -> nn.Parameter:  # torch 2.11 to 2.15
-    """A parameter of a shape of which this rank has `part`."""
+    """A sharded parameter of this shape; this rank has `part`."""
     strides = torch.empty(shape, device="meta").stride()
     whole = _over(part.detach(), mesh, placements, shape, strides)
     return nn.Parameter(whole, requires_grad=requires_grad)
@@ -207,11 +206,11 @@ def serve_the_host(group: Any, device: torch.device) -> None:  # torch 2.11 to 2
     """Add gloo to a group, so that its collectives support host tensors too; all of its ranks call
     this.
 
-    A group that torch makes without a name of a backend does; one of "nccl" does not, and DTensors
-    whose parts are on the host have none but their mesh's groups: in `full_tensor()`, in norms.
+    A group without a named backend supports both; a group of "nccl" does not. DTensors with parts
+    on the host need it: `full_tensor()` and norms use the mesh's groups.
 
     Args:
-        device: of the tensors that the group takes, and waits for as long.
+        device: of the group's tensors. gloo gets the timeout of its backend.
     """
     host = torch.device("cpu")
     if host in group._device_types:
@@ -250,11 +249,11 @@ def ddp_parameters(
 def check_data_parallel(
     kind: type[torch.nn.Module], check: Callable[[Any, dict[str, Any]], bool]
 ) -> None:  # torch 2.11 to 2.15
-    """Call `check` with every module of a kind and its arguments, before it is made. Where it says
-    True, it has made it.
+    """Call `check` with every new module of a kind and its arguments, before `__init__`.
 
     Args:
         kind: DistributedDataParallel, or DataParallel.
+        check: returns true if it has initialised the module itself.
     """
     stock: Any = kind.__init__
     if hasattr(stock, "checked"):
@@ -277,10 +276,11 @@ _COLLECTIVES = (
 
 
 def ask_before_collectives(ask: Callable[[Any], None]) -> None:  # torch 2.11 to 2.15
-    """Call `ask` with each tensor that is given to a collective of `torch.distributed`.
+    """Call `ask` with each tensor argument of a collective of `torch.distributed`.
 
-    On torch 2.11, some take a tensor subclass for a plain tensor (2.12 asks the subclass).
-    Code that has imported one by its name before megacompile was imported calls it as it is.
+    On torch 2.11, some collectives treat a tensor subclass as a plain tensor (2.12 dispatches to
+    the subclass). Code that imported one by name before megacompile was imported still calls
+    torch's.
     """
     if not torch.distributed.is_available():
         return
@@ -299,8 +299,8 @@ def ask_before_collectives(ask: Callable[[Any], None]) -> None:  # torch 2.11 to
 
 
 def send_no_parts(is_part: Callable[[Any], bool]) -> None:  # torch 2.11 to 2.15
-    """Makes the function that equalises ranks (`_broadcast_coalesced`: Lightning calls it before it
-    evaluates) leave out tensors of which each rank has another part; torch refuses them."""
+    """Makes `_broadcast_coalesced` skip tensors of which each rank has its own part; torch rejects
+    them. Lightning calls this function before it evaluates."""
     distributed: Any = torch.distributed
     stock = distributed._broadcast_coalesced
     if hasattr(stock, "sends_no_parts"):

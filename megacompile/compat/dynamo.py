@@ -1,8 +1,8 @@
-"""Dynamo: its options, what it keeps, and what it must leave alone."""
+"""Dynamo's options, caches and logs, and functions that it must not capture."""
 
 from __future__ import annotations
 
-import concurrent.futures.process  # noqa: F401  torch does when it captures: late, as main ends
+import concurrent.futures.process  # noqa: F401  torch imports it lazily: too late as main ends
 import functools
 import inspect
 import re
@@ -27,12 +27,12 @@ from megacompile.compat.caches import counted
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# Dynamo captures again when hooks are added to or removed from a module, and when two parameters
-# become one; by default it looks at neither. Nor does it split a graph at the buckets of a
-# DistributedDataParallel around: a schedule is for a whole graph. What it would leave to eager code
-# after 8 captures (an op that needs a number's value) is captured again.
-# nn.LSTM fits into no stage: oneDNN's kernel leaves nothing for a backward where gradients are off,
-# and cuDNN's keep the state of their dropout (docs/limits.md).
+# Dynamo recaptures when hooks are added to or removed from a module, and when two parameters become
+# one; by default it checks neither. It does not split a graph at the buckets of an enclosing
+# DistributedDataParallel: a schedule needs the whole graph. It recaptures where it would fall back
+# to eager code after 8 captures (an op that needs a number's value).
+# nn.LSTM fits into no stage: oneDNN's kernel saves nothing for a backward while gradients are off,
+# and cuDNN's kernels keep the state of their dropout (docs/limits.md).
 CALL_OPTIONS = {  # torch 2.11 to 2.15
     "skip_nnmodule_hook_guards": False,
     "skip_no_tensor_aliasing_guards_on_parameters": False,
@@ -42,13 +42,13 @@ CALL_OPTIONS = {  # torch 2.11 to 2.15
     "allow_rnn": False,
 }
 if hasattr(torch._dynamo.config, "force_compile_during_fx_trace"):
-    # Another thread may trace a stage; what says so is of the process. (A tracer around the model
-    # itself is refused by name: `tracer_around`.)
+    # Dynamo compiles nothing while FX traces, and that flag is process-wide: another thread may
+    # trace a stage. (`tracer_around` finds a tracer around the model itself.)
     CALL_OPTIONS["force_compile_during_fx_trace"] = True
 
 
-# An operator refuses its inputs, such as a product of other shapes; or a fault of Dynamo's own, as
-# where it needs a number and has a symbol.
+# An operator rejects its inputs (a product of mismatched shapes), or Dynamo itself fails (it needs
+# a number and has a symbol).
 CAPTURE_ERRORS = (  # torch 2.11 to 2.15
     torch._dynamo.exc.TorchRuntimeError,
     torch._dynamo.exc.InternalTorchDynamoError,
@@ -57,28 +57,30 @@ CAPTURE_ERRORS = (  # torch 2.11 to 2.15
 
 
 def uncompiled(compiled: Callable[..., Any]) -> Callable[..., Any]:  # torch 2.11 to 2.15
-    """The function that `torch.compile` was given, to be called as it is."""
+    """The original function inside `torch.compile(function)`."""
     function: Callable[..., Any] = compiled._torchdynamo_orig_callable  # type: ignore[attr-defined]
     return function
 
 
 def compile_lock() -> AbstractContextManager[object]:  # torch 2.11 to 2.15
-    """Dynamo's: one thread compiles at a time. What notes that FX traces is of the process, and two
-    tracers that end in another order than they began would leave it set."""
+    """Dynamo's compile lock: one thread compiles at a time.
+
+    FX's tracing flag is process-wide: two tracers that do not end in reverse order leave it set.
+    """
     lock: AbstractContextManager[object] = convert_frame.compile_lock
     return lock
 
 
 def dynamo_options() -> dict[str, Any]:  # torch 2.11 to 2.15
-    """Current values of Dynamo's options that `CALL_OPTIONS` sets, as they are stored where that is
-    known."""
+    """Current values of the Dynamo options in `CALL_OPTIONS`, as torch stores them if
+    `_kept_options` found their variables."""
     if _OPTIONS:
         return {name: variable.get() for name, variable in _OPTIONS.items()}
     return {name: getattr(torch._dynamo.config, name) for name in CALL_OPTIONS}
 
 
 def set_dynamo_options(options: Mapping[str, Any]) -> None:  # torch 2.11 to 2.15
-    """Set what `dynamo_options` gave (since torch 2.12, for this thread)."""
+    """Restore values that `dynamo_options` returned (since torch 2.12: for this thread)."""
     if not _OPTIONS:
         for name, value in options.items():
             setattr(torch._dynamo.config, name, value)
@@ -91,14 +93,14 @@ def set_dynamo_options(options: Mapping[str, Any]) -> None:  # torch 2.11 to 2.1
 
 
 def _kept_options() -> dict[str, Any]:  # torch 2.11 to 2.15
-    """The variables that store the options of `CALL_OPTIONS`. Setting each by its name takes as
-    long as the guards of a small model. Empty where torch stores them in another way."""
+    """The context variables of the options in `CALL_OPTIONS`; empty if torch stores them in another
+    way. Setting each option by name takes as long as the guards of a small model."""
     config: Any = torch._dynamo.config
     names = ("_hash_dirty_var", "_get_dict_dirty_keys_var")
     if not all(isinstance(getattr(config, name, None), ContextVar) for name in names):
         return {}
     entries = [config._config[name] for name in CALL_OPTIONS]
-    others = ("alias", "hide", "deprecated")  # what setting one by its name looks at
+    others = ("alias", "hide", "deprecated")  # setting an option by name handles them
     if any(getattr(entry, name, None) for entry in entries for name in others):
         return {}
     kept = {name: entry.user_override for name, entry in zip(CALL_OPTIONS, entries, strict=True)}
@@ -109,7 +111,7 @@ _OPTIONS = _kept_options()
 
 
 def without_collecting() -> AbstractContextManager[object]:  # torch 2.11 to 2.15
-    """For its duration, Dynamo does not run the garbage collector after each compilation."""
+    """A context in which Dynamo does not collect garbage after each compilation."""
     patch: AbstractContextManager[object] = torch._dynamo.config.patch(run_gc_after_compile=False)
     return patch
 
@@ -117,10 +119,10 @@ def without_collecting() -> AbstractContextManager[object]:  # torch 2.11 to 2.1
 def forget_compiled(
     code: types.CodeType, backend: Callable[..., Any]
 ) -> None:  # torch 2.11 to 2.15
-    """Removes what Dynamo made of a function that no longer exists.
+    """Removes Dynamo's caches of a function that no longer exists.
 
-    Its guards have finalizers on what lives on (a class, a module); through them, it would keep the
-    guards of every model that there ever was, and a reference to each backend.
+    Its guards have finalizers on objects that live on (a class, a module). These would keep the
+    guards of every past model alive, and Dynamo keeps a reference to each backend.
     """
     frame: Any = torch._C._dynamo.eval_frame
     gone = {id(entry.guard_manager) for entry in frame._debug_get_cache_entry_list(code)}
@@ -138,10 +140,10 @@ def forget_compiled(
 
 
 def forget_missing() -> None:  # torch 2.11 to 2.15
-    """Removes Dynamo's guards of attributes that are missing.
+    """Removes Dynamo's guards on missing attributes.
 
-    On torch 2.11, a guard on `not hasattr(module, "x")` raises when it is evaluated for a filter.
-    That leaves the module in a table that every capture shares, for good.
+    On torch 2.11, a guard on `not hasattr(module, "x")` raises when Dynamo evaluates it for a guard
+    filter. The module then stays in a table that all captures share.
     """
     table = torch._dynamo.guards._get_closure_vars()
     for name in [name for name in table if re.fullmatch(r"tmp\d*", name)]:
@@ -151,10 +153,10 @@ def forget_missing() -> None:  # torch 2.11 to 2.15
 def capture_dropout_as(
     instead: Callable[..., Any], wanted: Callable[[], bool]
 ) -> None:  # torch 2.11 to 2.15
-    """Makes Dynamo capture `instead(x, rate)` for `F.dropout` in training whose rate is a symbol.
+    """Makes Dynamo capture `instead(x, rate)` for `F.dropout` in training if the rate is a symbol.
 
     Args:
-        wanted: asked at each capture, on its thread.
+        wanted: called at each capture, in its thread.
     """
 
     def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -173,11 +175,11 @@ def capture_dropout_as(
 def capture_sized_as(
     stock: Callable[..., Any], instead: Callable[..., Any], wanted: Callable[[], bool]
 ) -> None:  # torch 2.11 to 2.15
-    """Makes Dynamo capture another function where a number or a size that is given is a symbol.
+    """Makes Dynamo capture `instead` for `stock` if an argument has a symbolic number or size.
 
     Args:
-        instead: takes the same arguments; where it has no parameter for one, `stock` is captured.
-        wanted: asked at each capture, on its thread.
+        instead: takes the same arguments; Dynamo captures `stock` for a call that it cannot take.
+        wanted: called at each capture, in its thread.
     """
 
     def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -193,7 +195,7 @@ def capture_sized_as(
 
 
 def _has_symbols(variable: Any) -> bool:
-    """True if a variable of Dynamo's is a symbol, holds one, or has a size that is one."""
+    """True if a Dynamo variable is a symbol, contains one, or has a symbolic size."""
     if isinstance(variable, BaseListVariable):
         return any(map(_has_symbols, variable.items))
     if isinstance(variable, TensorVariable):
@@ -207,10 +209,10 @@ def _capture_as(
     instead: Callable[..., Any],
     choose: Callable[[tuple[Any, ...], dict[str, Any]], Any],
 ) -> None:
-    """Makes Dynamo capture another function.
+    """Makes Dynamo capture `instead` for `stock`.
 
     Args:
-        choose: returns its arguments, out of variables of Dynamo's; None: Dynamo goes on as ever.
+        choose: returns the arguments of `instead` as Dynamo's variables; None captures `stock`.
     """
     handlers: Any = TorchInGraphFunctionVariable._get_handlers()
     if stock in handlers:
@@ -233,15 +235,15 @@ def _constant(variable: Any, default: bool) -> Any:
 
 
 def captured_so_far() -> tuple[int, int]:  # torch 2.11 to 2.15
-    """Graphs that Dynamo has captured in this process, and frames that it has looked at."""
+    """(graphs that Dynamo captured, frames that it processed) so far in this process."""
     return counters["stats"]["unique_graphs"], counters["frames"]["total"]
 
 
 @contextmanager
 def logging_captures() -> Iterator[str]:  # torch 2.11 to 2.15
-    """For its duration Dynamo logs at DEBUG why it captures code again; returns the logger's name.
+    """A context in which Dynamo logs at DEBUG why it recompiles; yields the logger's name.
 
-    `torch._logging.set_logs()` would give all of torch's loggers other handlers.
+    `torch._logging.set_logs()` would replace the handlers of all torch loggers.
     """
     artifacts: set[str] = torch._logging._internal.log_state.artifact_names
     was_on = "recompiles" in artifacts
@@ -254,7 +256,7 @@ def logging_captures() -> Iterator[str]:  # torch 2.11 to 2.15
 
 
 def tracer_around() -> str:  # torch 2.11 to 2.15
-    """Name of the tracer of this call, where it is not Dynamo; "" if nothing traces it."""
+    """Name of the tracer of this call, other than Dynamo; "" if there is none."""
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"
     if torch.compiler.is_exporting():
@@ -265,15 +267,15 @@ def tracer_around() -> str:  # torch 2.11 to 2.15
 def opaque(
     function: Callable[..., Any],
     *,
-    reason: str = "it is a part of megacompile, which must run as it is",
+    reason: str = "it is part of megacompile, which runs in eager code",
     on_capture: Callable[[Any], None] | None = None,
 ) -> Callable[..., Any]:  # torch 2.11 to 2.15
-    """A function that Dynamo leaves as it is, with all that it calls, where it captures a caller.
+    """A function that runs in eager code, with all that it calls, when Dynamo captures a caller.
 
     Args:
-        function: whose call breaks the graph.
-        reason: what Dynamo says where it must not break one (`fullgraph=True`).
-        on_capture: called with the first argument where Dynamo is at work around the call.
+        function: its call breaks the graph.
+        reason: shown in Dynamo's error if the graph must not break (`fullgraph=True`).
+        on_capture: called with the first argument if the caller runs under Dynamo.
     """
     working: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback
     alone = torch.compiler.disable(function, reason=reason)
@@ -294,10 +296,10 @@ def opaque(
 
 
 def within_callers(function: _F) -> _F:  # torch 2.11 to 2.15
-    """A function that Dynamo captures as a part of its callers alone.
+    """A function that Dynamo captures only as part of its callers.
 
-    Where a graph breaks in what it calls, its own frame would be traced up to there for nothing;
-    what it calls is captured by itself.
+    If a callee breaks the graph, tracing this frame up to there is wasted work: Dynamo captures the
+    callee by itself.
     """
     skip_code(function.__code__)
     return function
@@ -311,15 +313,14 @@ def compiled_function(
 ) -> Callable[..., Any]:  # torch 2.11 to 2.15
     """`torch.compile(function)` for arguments like these, of any size, as a plain function.
 
-    It runs Dynamo's code for them without Dynamo's look at the arguments: there is no guard, and
-    nothing that `torch.compiler.reset()` could take away.
+    It runs Dynamo's code without guards, and `torch.compiler.reset()` does not remove it.
     """
     fresh = _function_of(function.__code__.replace(), function, function.__globals__)
     with counted():
         torch.compile(fresh, dynamic=True, fullgraph=True, options=options)(*args, **kwargs)
     frame: Any = torch._C._dynamo.eval_frame
-    (entry,) = frame._debug_get_cache_entry_list(fresh.__code__)  # code of its own: one entry
-    return _function_of(entry.code, function, dict(function.__globals__))  # Dynamo's names stay
+    (entry,) = frame._debug_get_cache_entry_list(fresh.__code__)  # a new code object: one entry
+    return _function_of(entry.code, function, dict(function.__globals__))  # keeps Dynamo's names
 
 
 def _function_of(

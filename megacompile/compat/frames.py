@@ -1,5 +1,5 @@
-"""Frames that Dynamo captures: whose code they run, what has run of a call, and why Dynamo did not
-capture one: a graph break, a failed trace, a limit, a switch.
+"""Frames that Dynamo captures: their owner, and the progress of a call. Reasons for not capturing
+one: a graph break, a failed trace, a limit, a switch.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
 
 
 def is_of_capture(frame: types.FrameType) -> bool:  # torch 2.11 to 2.15
-    """True if a frame is a graph's generated code, or Dynamo at work."""
+    """True if a frame runs a graph's generated code, or Dynamo itself."""
     generated = "eval_with_key" in frame.f_code.co_filename
     return generated or frame.f_globals.get("__name__") == "torch._dynamo.convert_frame"
 
 
 def is_of_user(frame: types.FrameType) -> bool:  # torch 2.11 to 2.15
-    """True if the code of a frame is neither ours nor torch's."""
+    """True if a frame's code is neither torch's nor megacompile's."""
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     return package not in ("torch", "megacompile")
 
 
-def is_asked_by_user() -> bool:  # torch 2.11 to 2.15
-    """True if the caller is called by a user's code, or by a Python method that a user called."""
+def is_called_by_user() -> bool:  # torch 2.11 to 2.15
+    """True if user code called the caller, directly or through a Python method of a tensor."""
     frame = sys._getframe(2)
     return is_of_user(frame) or frame.f_globals.get("__name__") == "torch._tensor"
 
 
 def is_called_first(code: types.CodeType) -> bool:  # torch 2.11 to 2.15
-    """True if a call of this code came here without a line of a user, except captured ones.
+    """True if a call of this code got here before a line of the user ran, except captured ones.
 
-    What runs in a frame that Dynamo resumed has another graph before it.
+    False in a frame that Dynamo resumed: another graph ran before it.
     """
     return _has_begun(code, sys._getframe(1)) is False
 
 
 def has_begun(code: types.CodeType, following: types.CodeType) -> bool:  # torch 2.11 to 2.15
-    """Is a call of this code under way in which a line of a user has run? `following` runs next."""
+    """True if a line of the user has run in a call of this code. `following` is about to run."""
     return _has_begun(code, sys._getframe(1), begun=_is_resumed(following)) is True
 
 
 def _has_begun(
     code: types.CodeType, frame: types.FrameType | None, *, begun: bool = False
 ) -> bool | None:
-    """Has a line of a user run between this frame and a call of this code? None: there is none."""
+    """True if a line of the user ran between a call of this code and `frame`; None if no call."""
     while frame is not None and frame.f_code is not code:
         begun |= _has_run(frame)
         frame = frame.f_back
@@ -68,8 +68,10 @@ def _has_begun(
 
 
 def is_raised_first(error: BaseException) -> bool:  # torch 2.11 to 2.15
-    """Was an error that was caught here raised by Dynamo, before a line of a user has run? What is
-    raised in a frame that Dynamo resumed has another graph before it."""
+    """True if Dynamo raised an error, caught here, before a line of the user ran.
+
+    False in a frame that Dynamo resumed: another graph ran before it.
+    """
     at, captures = error.__traceback__, False
     while at is not None:
         if _has_run(at.tb_frame):
@@ -80,25 +82,24 @@ def is_raised_first(error: BaseException) -> bool:  # torch 2.11 to 2.15
 
 
 def _has_run(frame: types.FrameType) -> bool:
-    """True if a frame on a stack shows that a line of a user has run, here or before a graph
-    break."""
+    """True if a frame on the stack runs user code, or resumes it after a graph break."""
     return is_of_user(frame) or _is_resumed(frame.f_code)
 
 
 def _is_resumed(code: types.CodeType) -> bool:
-    """True if Dynamo made this code of the lines after a graph break."""
+    """True if Dynamo generated this code for the lines after a graph break."""
     return users_name(code.co_name) != code.co_name
 
 
 def users_name(name: str) -> str:  # torch 2.11 to 2.15
-    """The user's name of a function, from that of its lines after a graph break:
-    "forward" of "torch_dynamo_resume_in_forward_at_12"."""
+    """The user's name of a function that Dynamo resumed: "forward" for
+    "torch_dynamo_resume_in_forward_at_12"."""
     return _RESUMED.sub(r"\1", name)
 
 
 def quiet_within(code: types.CodeType) -> None:  # torch 2.11 to 2.15
-    """Within calls of this code, torch does not log the traceback of an operator that refuses its
-    fake inputs: the error that is raised says it too."""
+    """Stops torch from logging a traceback when an operator rejects its fake inputs in a call of
+    this code. The error that it raises has the same text."""
     if not _quiet:
         logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_outside)
     _quiet.add(code)
@@ -119,40 +120,40 @@ _quiet: set[types.CodeType] = set()
 # --- what is not captured
 
 
-_KEPT = 1000  # of each kind, of the process; the oldest go
-_TRIES = 3  # to trace a code that could not be traced: another input may have been wrong
+_KEPT = 1000  # records of each kind in the process; drops the oldest
+_TRIES = 3  # failed traces of one code object: the input may have been the reason
 
 
 class GraphBreak(NamedTuple):  # torch 2.11 to 2.15
-    """A line of a user's code that Dynamo could not capture, or that calls what it could not."""
+    """A line of user code that Dynamo could not capture, or that calls code that it could not."""
 
-    file: str  # "" where all of the stack is torch's and ours
+    file: str  # "" if the whole stack is torch's and megacompile's
     line: int
     function: str
     why: str
 
 
 class Untraced(NamedTuple):  # torch 2.11 to 2.15
-    """A line of a user's code that Dynamo failed to trace."""
+    """A line of user code that Dynamo failed to trace."""
 
-    place: str  # "file.py:12 (forward)"; "it" where that is not known
+    place: str  # "file.py:12 (forward)"; "it" if unknown
     why: str
 
 
 class LimitHit(NamedTuple):  # torch 2.11 to 2.15
-    """Code that Dynamo has captured so often that it gave up."""
+    """Code that Dynamo captured so often that it gave up."""
 
     function: str  # 'forward' (file.py:12): its name, its file, its first line
     option: str  # of torch._dynamo.config
     limit: int
-    why: str  # it was captured again the last time
+    why: str  # of the last recapture
 
 
 def note_uncaptured() -> None:  # torch 2.11 to 2.15
     """Records every graph break and limit from now on, for `graph_breaks` and `limit_hits`.
 
-    Dynamo has a list of its own for some graph breaks, but not for those that make it skip a whole
-    function (in a loop, in `try`). A limit that is hit is only logged.
+    Dynamo's own list lacks graph breaks that make it skip a whole function (in a loop, in `try`).
+    Dynamo only logs limits.
     """
     stock: Any = InstructionTranslatorBase.log_graph_break
     if hasattr(stock, "noted"):
@@ -176,13 +177,13 @@ def note_uncaptured() -> None:  # torch 2.11 to 2.15
 
 
 def skip_untraced(within: types.CodeType) -> None:  # torch 2.11 to 2.15
-    """Runs code that Dynamo cannot trace as it is, after lines of a user that have run.
+    """Runs untraceable code in eager mode, if lines of the user have already run.
 
-    A call of which no line has run can begin again, without Dynamo; another one cannot. Its frame
-    that could not be traced is skipped, as after a graph break; `untraced` knows of it.
+    A call in which no line has run can start over without Dynamo; other calls cannot. Dynamo skips
+    their frame as after a graph break, and `untraced` returns the reason.
 
     Args:
-        within: only in calls of this code.
+        within: applies only in calls of this code.
     """
     if not _within:
         stock: Any = convert_frame.ConvertFrame.__call__
@@ -210,19 +211,19 @@ def untraced_by(error: Exception) -> Untraced:  # torch 2.11 to 2.15
     text = str(error).strip()
     of_operator = re.search(r"with fake tensors: \w+ (.+?)\(\*.*: got (.+)", text)
     why = text.partition("\n")[0] if of_operator is None else ": ".join(of_operator.groups())
-    stack = _AT.findall(text.partition("from user code:")[2])  # not all errors have it themselves
+    stack = _AT.findall(text.partition("from user code:")[2])  # absent from some errors
     at = [place for place in stack if not place[0].startswith(_NOT_USERS)]
     return Untraced("{}:{} ({})".format(*at[-1][:2], users_name(at[-1][2])) if at else "it", why)
 
 
 def untraced(code: types.CodeType) -> Untraced | None:  # torch 2.11 to 2.15
-    """Returns what `skip_untraced` skipped last for this code."""
+    """The last failure that `skip_untraced` skipped for this code."""
     found: tuple[int, Untraced | None] = _untraced.get(code, (0, None))
     return found[1]
 
 
 def _of_user(stack: Iterable[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    """The innermost line that is neither torch's nor ours."""
+    """The innermost line of user code."""
     users = [at for at in stack if not at.filename.startswith(_NOT_USERS)]
     return users[-1] if users else None
 
@@ -236,12 +237,12 @@ def _note_limit(record: logging.LogRecord) -> bool:
 
 
 def graph_breaks() -> Iterable[GraphBreak]:  # torch 2.11 to 2.15
-    """Those that were met since `note_uncaptured`, the last one first."""
+    """Graph breaks since `note_uncaptured`, newest first."""
     return tuple(reversed(_BREAKS))
 
 
 def limit_hits() -> Iterable[LimitHit]:  # torch 2.11 to 2.15
-    """Those that were met since `note_uncaptured`, the last one first."""
+    """Limits hit since `note_uncaptured`, newest first."""
     return tuple(reversed(_LIMITS))
 
 
@@ -251,21 +252,20 @@ def uncaptured() -> int:  # torch 2.11 to 2.15
 
 
 def why_captured_again(compiled: Callable[..., Any]) -> str:  # torch 2.11 to 2.15
-    """The guard that failed in the newest of the earlier captures, in Dynamo's words; "" where it
-    is not known."""
+    """The guard that failed in the newest earlier capture, in Dynamo's words; "" if unknown."""
     said = torch._dynamo.utils.guard_failures.get(uncompiled(compiled).__code__, [])
     found = max(said, key=_capture_of, default="").partition("\n")[0]
-    return found.partition(": ")[2].partition("  #")[0].strip()  # after it: the line, a hint
+    return found.partition(": ")[2].partition("  #")[0].strip()  # without the source line, a hint
 
 
 def _capture_of(failure: str) -> int:
-    """Index of the capture of its function that a failed guard belongs to, of "0/3: ..."."""
+    """Index of the capture whose guard failed: 3 for "0/3: ..."; -1 if unknown."""
     number = re.match(r"\d+/(\d+)", failure)
     return int(number[1]) if number else -1
 
 
 def capture_is_off() -> str:  # torch 2.11 to 2.15
-    """Returns what switches Dynamo off for the process; "" where it is on."""
+    """The switch that turns Dynamo off for the process; "" if it is on."""
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1" or torch._dynamo.config.disable:
         return "TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE"
     stance = getattr(torch._dynamo.eval_frame, "_stance", None)
@@ -277,15 +277,15 @@ _NOT_USERS = tuple(
     os.path.join(os.path.dirname(path), "") for path in (torch.__file__, os.path.dirname(__file__))
 )
 _NONE = ("", 0, "")
-_HINTS = {  # functions of torch that break a graph: what makes them not do so
-    "_detect_is_causal_mask": " (nn.TransformerEncoder and its like compare a mask with a causal "
-    "one: pass is_causal=True where it is causal, else is_causal=False)",
+_HINTS = {  # functions of torch that break a graph: how to avoid it
+    "_detect_is_causal_mask": " (nn.TransformerEncoder and similar modules compare a mask with a "
+    "causal one: pass is_causal=True if it is causal, else is_causal=False)",
     "_canonical_mask": " (a mask and a padding mask of two dtypes: pass both as torch.bool)",
 }
 _AT = re.compile(r'File "(.+)", line (\d+), in (\S+)')  # of a traceback
 _OFF = ("force_eager", "eager_on_recompile", "eager_then_compile")
 _COUNT = [0]
 _within: set[types.CodeType] = set()
-_untraced = WeakIdKeyDictionary()  # code -> how often in a row, and the last time
+_untraced = WeakIdKeyDictionary()  # code -> (failures in a row, the last one)
 _BREAKS: deque[GraphBreak] = deque(maxlen=_KEPT)
 _LIMITS: deque[LimitHit] = deque(maxlen=_KEPT)

@@ -1,4 +1,4 @@
-"""FX graphs: nodes made in a fraction of the time, and what Dynamo writes into captured ones."""
+"""FX graphs: fast creation of nodes, and the nodes that Dynamo writes into captured graphs."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from torch._functorch import predispatch
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils.checkpoint import checkpoint
 
-_ARGS: Any = fx.Node.args  # set without a look at the graph's table of targets
+_ARGS: Any = fx.Node.args  # its setter skips the graph's table of targets
 _KWARGS: Any = fx.Node.kwargs
 
 
 def set_args(node: fx.Node, args: Any) -> None:  # torch 2.11 to 2.15
-    """As `node.args = args`, in a fraction of the time.
+    """`node.args = args`, in a fraction of the time.
 
-    That also takes the node out of the graph's table of targets and puts it back, which is for a
-    node that gets another target. A search makes a million nodes.
+    The assignment also removes the node from the graph's table of targets and inserts it again,
+    which only a new target needs. A search creates a million nodes.
     """
     _ARGS.fset(node, args)
 
 
 def set_kwargs(node: fx.Node, kwargs: Any) -> None:  # torch 2.11 to 2.15
-    """As `node.kwargs = kwargs`."""
+    """`node.kwargs = kwargs`, in a fraction of the time."""
     _KWARGS.fset(node, kwargs)
 
 
 def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:  # torch 2.11 to 2.15
-    """As `fx.GraphModule(root, graph)`; its Python is written on the first call or look."""
+    """`fx.GraphModule(root, graph)` that generates its Python code on first use."""
     module: fx.GraphModule = _LazyGraphModule(root, graph)
     return module
 
 
 def write_powers() -> None:  # torch 2.11 to 2.15
-    """Makes FX write the base of a power in brackets, from now on and for good.
+    """Makes FX write the base of a power in parentheses, permanently.
 
-    It writes `-1 ** x` for a base of -1, which Python reads as `-(1 ** x)`. So numbers of a graph
-    whose Python runs are wrong, with `torch.compile(backend="eager")` too.
+    FX writes `-1 ** x` for a base of -1, which Python parses as `-(1 ** x)`: generated code
+    computes wrong numbers, with `torch.compile(backend="eager")` too.
     """
     fx.graph.magic_methods["pow"] = "({}) ** {}"
 
@@ -56,10 +56,10 @@ def new_node(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> fx.Node:  # torch 2.11 to 2.15
-    """As `graph.create_node(op, target, args, kwargs, name)`, for a graph that no module has hooks
-    on, and arguments that are no symbols.
+    """`graph.create_node(op, target, args, kwargs, name)` for a graph without hooks on new nodes,
+    and arguments without symbols.
 
-    A name with a digit is no keyword and no builtin: where it is free, it is taken as it is.
+    A name with a digit is no keyword or builtin: the node gets exactly this name if it is unused.
     """
     names = graph._graph_namespace
     plain = name.isascii() and name.isidentifier() and not name.replace("_", "").isalpha()
@@ -74,7 +74,7 @@ def new_node(
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:  # torch 2.11 to 2.15
-    """A copy with nodes of its own and the same names."""
+    """A copy whose nodes have the same names and metadata."""
     copied = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -95,7 +95,7 @@ def _added(
     args: Any,
     kwargs: Any,
 ) -> fx.Node:
-    """A node of exactly this name, where the graph inserts now."""
+    """Insert a node of exactly this name at the graph's insertion point."""
     node = fx.Node(graph, name, op, target, args, kwargs or {})
     graph._graph_namespace._obj_to_name[node] = name
     graph._insert(node)
@@ -116,16 +116,15 @@ _TRANSFORMS = tuple(
 SET_GRAD_ENABLED = torch._C._set_grad_enabled  # torch 2.11 to 2.15
 EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast  # torch 2.11 to 2.15
 
-# The operator that Dynamo writes for torch.utils.checkpoint, and the keywords that are its own.
+# Dynamo's operator for torch.utils.checkpoint, and the keywords of checkpoint() itself.
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint  # torch 2.11 to 2.15
 _OPTIONS = frozenset(inspect.signature(checkpoint).parameters)
 CHECKPOINT_OPTIONS = _OPTIONS | {"preserve_rng_state"}  # torch 2.11 to 2.15
 
-# What torch.nn.functional.cross_entropy calls.
+# The function that torch.nn.functional.cross_entropy calls.
 CROSS_ENTROPY_LOSS: Callable[..., Any] = torch._C._nn.cross_entropy_loss  # torch 2.11 to 2.15
 
-
-# What Dynamo writes for torch.vmap, from BEGIN to END; what it loads first is needed once.
+# The calls that Dynamo writes for torch.vmap, from BEGIN to END; LOAD is needed once.
 VMAP_LOAD = predispatch.lazy_load_decompositions  # torch 2.11 to 2.15
 VMAP_BEGIN = predispatch._vmap_increment_nesting  # torch 2.11 to 2.15
 VMAP_END = predispatch._vmap_decrement_nesting  # torch 2.11 to 2.15
@@ -133,10 +132,10 @@ _VMAP = (VMAP_LOAD, VMAP_BEGIN, VMAP_END, predispatch._add_batch_dim, predispatc
 
 
 def transforms(module: fx.GraphModule) -> str | None:  # torch 2.11 to 2.15
-    """The first node of `torch.func.grad` and its like in a captured graph.
+    """The first node of `torch.func.grad` or a similar transform in a captured graph.
 
-    They count their nesting in global state, which a trace that fails would leave changed. `vmap`
-    counts too; it is put right by `keeping_nesting`, in the graph and in its checkpoints.
+    Transforms count their nesting in global state, which a failed trace would leave changed. For
+    `vmap` in the graph and in its checkpoints, `keeping_nesting` restores the count.
     """
     plain = set(_with_checkpoints(module))
     for inner in module.modules():
@@ -149,8 +148,10 @@ def transforms(module: fx.GraphModule) -> str | None:  # torch 2.11 to 2.15
 
 
 def put_inputs_first(module: fx.GraphModule) -> None:  # torch 2.11 to 2.15
-    """Move the placeholders of a captured graph to its front, in their order. Torch 2.11 puts that
-    of a size where an `autograd.Function` needed it last."""
+    """Move the placeholders of a captured graph to its front, in order.
+
+    torch 2.11 puts the placeholder of a size that an `autograd.Function` needs last.
+    """
     nodes = list(module.graph.nodes)
     first = next((k for k, node in enumerate(nodes) if node.op != "placeholder"), len(nodes))
     for node in nodes[first:]:
@@ -159,14 +160,14 @@ def put_inputs_first(module: fx.GraphModule) -> None:  # torch 2.11 to 2.15
 
 
 def has_while_loop(module: fx.GraphModule) -> bool:  # torch 2.11 to 2.15
-    """Is there a `while_loop` in a captured graph? Its fake kernel makes symbols of its own."""
+    """True if a captured graph has a `while_loop`, whose fake kernel creates new symbols."""
     loop = torch.ops.higher_order.while_loop
     graphs = [inner.graph for inner in module.modules() if isinstance(inner, fx.GraphModule)]
     return any(graph.find_nodes(op="call_function", target=loop) for graph in graphs)
 
 
 def _with_checkpoints(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
-    """A graph and the bodies of its checkpoints, which are inlined."""
+    """A graph and the bodies of its checkpoints, which are inlined later."""
     yield module
     for node in module.graph.find_nodes(op="call_function", target=CHECKPOINT):
         yield from _with_checkpoints(getattr(module, str(node.args[0].target)))
@@ -174,7 +175,7 @@ def _with_checkpoints(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
 
 @contextmanager
 def keeping_nesting() -> Iterator[None]:  # torch 2.11 to 2.15
-    """Leave what a vmap that fails has entered in this block."""
+    """A context that leaves the vmap levels that a failed trace entered in it."""
     level = torch._C._functorch.maybe_current_level
     before = level() or 0
     try:
@@ -185,7 +186,7 @@ def keeping_nesting() -> Iterator[None]:  # torch 2.11 to 2.15
 
 
 def module_calls(node: fx.Node) -> list[tuple[int, str]]:  # torch 2.11 to 2.15
-    """The modules a captured node ran in, outermost first: (id of the module, which call of it)."""
+    """(id, call) of each module that a captured node ran in, outermost first."""
     stack = node.meta.get("nn_module_stack") or {}
     calls = []
     for key in stack:
@@ -195,7 +196,7 @@ def module_calls(node: fx.Node) -> list[tuple[int, str]]:  # torch 2.11 to 2.15
     return calls
 
 
-# What Dynamo's guard filters see of its guards on what a tensor subclass is made of.
+# Type and source of Dynamo's guards on a subclass's inner tensors, as guard filters see them.
 SUBCLASS_GUARD = "TENSOR_SUBCLASS_METADATA_MATCH"  # torch 2.11 to 2.15
 INNER_NAMES = ".__tensor_flatten__()[0]"  # torch 2.11 to 2.15
 
@@ -203,21 +204,22 @@ INNER_NAMES = ".__tensor_flatten__()[0]"  # torch 2.11 to 2.15
 # --- inputs that are symbols
 
 
-_MARKS = ("_dynamo_", "_specialize_on")  # of what mark_dynamic and its like leave on a tensor
+# Prefixes of the attributes that mark_dynamic and similar functions set on a tensor.
+_MARKS = ("_dynamo_", "_specialize_on")
 
 
 @dataclass(frozen=True, slots=True)
 class DescribedInput:  # torch 2.11 to 2.15
-    """Dynamo's description of one input of a captured graph, in our own symbols."""
+    """One input of a captured graph, described in symbols of our own."""
 
-    number: sympy.Symbol | None = None  # the input is a number
-    in_tensor: bool = False  # which comes as a tensor without dimensions
-    shape: tuple[Any, ...] = ()  # of a tensor with symbols: expressions and ints
+    number: sympy.Symbol | None = None  # set if the input is a number
+    in_tensor: bool = False  # the number is passed as a 0-d tensor
+    shape: tuple[Any, ...] = ()  # of a tensor: expressions and ints
     stride: tuple[Any, ...] = ()
 
 
 def described_inputs(module: fx.GraphModule) -> list[DescribedInput] | None:  # torch 2.11 to 2.15
-    """The inputs of a graph that Dynamo captured with symbols; None where it has none to keep."""
+    """The inputs of a graph that Dynamo captured with symbols; None if there are none to keep."""
     placeholders = module.graph.find_nodes(op="placeholder")
     examples = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
     floats = [_is_float(node) for node in placeholders]
@@ -255,8 +257,7 @@ def described_inputs(module: fx.GraphModule) -> list[DescribedInput] | None:  # 
 
 
 def _is_float(node: fx.Node) -> bool:
-    """True if an input is a Python float, which Dynamo makes a tensor of and the graph takes as a
-    number."""
+    """True for a Python float, which Dynamo passes as a tensor and the graph reads as a number."""
     given = node.meta.get("grapharg")
     passed = bool(getattr(given, "pass_arg_as_tensor", False))
     return passed and all(user.op == "call_method" and user.target == "item" for user in node.users)
@@ -271,7 +272,7 @@ def _own(sizes: Sequence[Any], own: Mapping[Any, sympy.Symbol]) -> tuple[Any, ..
 def keep_dynamic_marks(
     source: torch.Tensor, copy: torch.Tensor
 ) -> torch.Tensor:  # torch 2.11 to 2.15
-    """The copy, with what `torch._dynamo.mark_dynamic` and its like have said of the source."""
+    """Returns `copy` with the marks of `torch._dynamo.mark_dynamic` and the like on `source`."""
     if copy is not source:
         for name, value in source.__dict__.items():
             if name.startswith(_MARKS):

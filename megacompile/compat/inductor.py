@@ -36,7 +36,7 @@ from megacompile.compat.tensors import without_autocast
 
 Tensors = Sequence[torch.Tensor]
 
-_AOT: Any = getattr(compile_fx, "dynamo_common", compile_fx)  # where it looks `aot_autograd` up
+_AOT: Any = getattr(compile_fx, "dynamo_common", compile_fx)  # where it looks up `aot_autograd`
 _LIBRARY = torch.library.Library("megacompile", "FRAGMENT")
 _LIBRARY.define(
     "bernoulli(Tensor like, float p) -> Tensor",
@@ -57,12 +57,12 @@ _HANDED_ON: ContextVar[list[fx.GraphModule] | None] = ContextVar("handed_on", de
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:  # torch 2.11 to 2.15
-    """The decompositions that Inductor is written for."""
+    """The decompositions that Inductor expects."""
     table = dict(select_decomp_table())
     clamp = table[torch.ops.aten.clamp.default]
 
     def clamped(x: torch.Tensor, *bounds: Any, **named: Any) -> Any:
-        """Theirs returns ints for ints, where a float bound is a symbol."""
+        """Inductor's returns ints for ints, even with a symbolic float bound."""
         symbolic = any(isinstance(n, torch.SymFloat) for n in (*bounds, *named.values()))
         exact = x.is_floating_point() or not symbolic
         return clamp(x, *bounds, **named) if exact else NotImplemented
@@ -79,8 +79,8 @@ def split_joint(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:  # torch 2.11 to 2.15
     """AOTAutograd's min-cut partitioner: (forward returning outputs and saved, backward).
 
-    With a budget below 1 it runs nodes on their fake values, to count what they cost. The Python of
-    its graphs, most of which are never called, is written on the first call.
+    With a budget below 1 it runs nodes on fake values to count their cost. The graphs generate
+    their Python code on the first call; most are never called.
     """
     budget = functorch_config.patch(activation_memory_budget=memory_budget)
     with budget, _use_lazy_graph_module(True):
@@ -89,7 +89,7 @@ def split_joint(
         )
 
 
-# Pooling of images, and what Inductor takes it apart into.
+# Image pooling, and the operators that Inductor decomposes it into.
 POOLS = (  # torch 2.11 to 2.15
     torch.ops.aten.max_pool2d_with_indices.default,
     torch.ops.aten.max_pool2d_with_indices_backward.default,
@@ -103,19 +103,18 @@ POOLS = (  # torch 2.11 to 2.15
 
 
 def prefers_channels_last(module: fx.GraphModule) -> bool:  # torch 2.11 to 2.15
-    """True if Inductor, when it trains, would lay out the images of a graph's convolutions with
-    their channels last."""
+    """True if Inductor would use channels-last layout for a graph's convolutions in training."""
     return bool(GraphLowering.decide_layout_opt(module, is_inference=False))
 
 
 def mark_must_recompute(node: fx.Node) -> None:  # torch 2.11 to 2.15
-    """Forbid the partitioner to save a node's value for the backward."""
+    """Make the partitioner recompute a node's value in the backward."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = 0
 
 
 def mark_must_save(node: fx.Node) -> None:  # torch 2.11 to 2.15
-    """Forbid the partitioner to compute a node's value again in the backward."""
+    """Make the partitioner save a node's value for the backward."""
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     node.meta["ac_graph_id"] = 0
 
@@ -123,17 +122,17 @@ def mark_must_save(node: fx.Node) -> None:  # torch 2.11 to 2.15
 def compile_inductor(
     module: fx.GraphModule, inputs: Tensors
 ) -> Callable[..., Any]:  # torch 2.11 to 2.15
-    """Compile an ATen graph with Inductor; `inputs` are fake tensors, and symbols.
+    """Compile an ATen graph with Inductor; `inputs` are fake tensors and symbols.
 
-    A graph that is functional already is not traced again: AOTAutograd would take a sixth of the
-    time, and wrap what runs.
+    Does not trace a functional graph again: AOTAutograd would take a sixth of the time, and wrap
+    the compiled code.
     """
     _keep_strides_of_biases()
     if _draws_in_place(module, inputs):
         module = _drawing_apart(module)
     mode = _mode_of(inputs)
     context = TracingContext(mode) if mode else None
-    # the graph has its casts
+    # the graph contains its casts
     with tracing(context), counted(), without_autocast(), _for_all_sizes(inputs):
         if not _needs_no_tracing(module):
             compiled: Callable[..., Any] = torch._inductor.compile(module, list(inputs))
@@ -150,8 +149,8 @@ def compile_inductor(
 
 
 def _mode_of(inputs: Sequence[Any]) -> FakeTensorMode | None:
-    """The mode of a graph's inputs, of numbers alone too. Inductor's caches want an environment of
-    symbols in it, be there symbols or not."""
+    """The fake mode of a graph's inputs, or a new one if only numbers are symbolic. Inductor's
+    caches need its ShapeEnv even without symbols."""
     for mode in (value.fake_mode for value in inputs if isinstance(value, FakeTensor)):
         mode.shape_env = mode.shape_env or ShapeEnv()
         return mode
@@ -161,10 +160,10 @@ def _mode_of(inputs: Sequence[Any]) -> FakeTensorMode | None:
 
 @functools.cache
 def _keep_strides_of_biases() -> None:
-    """Makes Inductor give the backward of attention a bias with the strides it was traced with.
+    """Makes Inductor keep the traced strides of the bias of attention's backward.
 
-    The kernel of memory-efficient attention wants rows that begin at multiples of 4 elements. Where
-    sizes are symbols, Inductor copies a bias that is padded to one that is not.
+    The kernel of memory-efficient attention needs rows aligned to 4 elements. With symbolic sizes,
+    Inductor copies a padded bias to an unpadded one.
     """
     for operator in _BIASED_BACKWARDS:
         position = [argument.name for argument in operator._schema.arguments].index("attn_bias")
@@ -188,10 +187,10 @@ def _with_bias_as_traced(
 
 @contextmanager
 def _for_all_sizes(inputs: Sequence[Any]) -> Iterator[None]:
-    """Code for symbols is right for other sizes than those it was compiled with.
+    """A context in which code compiled with symbols is right for all sizes.
 
-    Else it is compiled again where a size is a multiple of 8 (a mask that attention is given), and
-    on either side of each size from which some kernels are a little faster in one.
+    Otherwise Inductor recompiles if a size is a multiple of 8 (an attention mask), and on either
+    side of each size above which some kernels are slightly faster fused.
     """
     sizes = [n for x in inputs for n in (x.shape if isinstance(x, torch.Tensor) else (x,))]
     if not any(isinstance(n, (torch.SymInt, torch.SymFloat)) for n in sizes):
@@ -208,7 +207,7 @@ def _for_all_sizes(inputs: Sequence[Any]) -> Iterator[None]:
 
 @functools.cache
 def _assume_no_multiples() -> None:
-    """Makes Inductor's code for all sizes the one for sizes that are multiples of nothing."""
+    """Makes Inductor assume no divisibility of sizes in code for all sizes."""
     stock: Any = SizeVarAllocator.guard_or_false
 
     def guard_or_false(self: SizeVarAllocator, relation: Any) -> bool:
@@ -223,8 +222,8 @@ def _assume_no_multiples() -> None:
 def _draws_in_place(module: fx.GraphModule, inputs: Tensors) -> bool:
     """True if Inductor would lower a `bernoulli` to one that writes into a buffer.
 
-    In torch 2.11 what reads that buffer can be fused with what is before the write. Where it draws
-    random numbers of its own, on CUDA, it has none.
+    In torch 2.11, readers of that buffer can be fused with code before the write. On CUDA, where
+    Inductor draws its own random numbers, there is no such buffer.
     """
     decomposed = any(x.is_cuda for x in inputs if isinstance(x, torch.Tensor))
     draws = module.graph.find_nodes(op="call_function", target=_BERNOULLI)
@@ -232,7 +231,7 @@ def _draws_in_place(module: fx.GraphModule, inputs: Tensors) -> bool:
 
 
 def _drawing_apart(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose draws are operators that Inductor calls as they are."""
+    """A copy whose draws are operators that Inductor calls without lowering them."""
     graph = copy_graph(module.graph)
     for node in graph.find_nodes(op="call_function", target=_BERNOULLI):
         if not node.kwargs:  # no generator
@@ -241,7 +240,7 @@ def _drawing_apart(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _needs_no_tracing(module: fx.GraphModule) -> bool:
-    """True if a graph is what AOTAutograd would make of it: ATen operators that change nothing."""
+    """True if AOTAutograd would leave a graph unchanged: ATen operators without mutation."""
     if inductor_config.freezing or inductor_config.triton.cudagraphs:
         return False
     values = (node for node in module.graph.nodes if node.op == "call_function")
@@ -253,13 +252,12 @@ def _needs_no_tracing(module: fx.GraphModule) -> bool:
 def _is_functional(target: Any) -> bool:
     if isinstance(target, torch._ops.OpOverload):
         return not target._schema.is_mutable
-    return not isinstance(target, torch._ops.HigherOrderOperator)  # else what numbers are made of
+    return not isinstance(target, torch._ops.HigherOrderOperator)  # else arithmetic on numbers
 
 
 @functools.cache
 def _hand_graphs_on() -> None:
-    """Makes `aot_autograd` pass the graphs of `compile_inductor` through; other threads get
-    torch's."""
+    """Makes `aot_autograd` pass the graphs of `compile_inductor` through, in its thread only."""
     stock = _AOT.aot_autograd
 
     def aot_autograd(**named: Any) -> Any:
@@ -272,7 +270,7 @@ def _hand_graphs_on() -> None:
 def _untraced(
     handed_on: list[fx.GraphModule], *, inference_compiler: Callable[..., Any], **_: Any
 ) -> Callable[..., Any]:
-    """Stand in for `aot_autograd`: hand the graph on, with values of the inputs' mode."""
+    """Replaces `aot_autograd`: passes the graph on, with fake values in the inputs' mode."""
 
     def compile_it(module: fx.GraphModule, inputs: Tensors) -> Any:
         handed_on.append(module)
@@ -285,34 +283,33 @@ def _untraced(
 
 
 def packed_graph(module: fx.GraphModule) -> bytes:  # torch 2.11 to 2.15
-    """A graph that `compile_inductor` takes, for another process; `unpacked_graph` returns it
-    there.
+    """Serialise a graph of `compile_inductor` for another process; `unpacked_graph` loads it there.
 
-    What is noted about nodes stays: it may hold nodes, and their values are found again.
+    Drops the nodes' metadata: it may refer to nodes, and their values are computed again.
 
     Raises:
-        Exception: of any kind; not all that a graph may hold can be pickled.
+        Exception: of any kind; a graph may contain objects that cannot be pickled.
     """
     if any("unbacked_bindings" in node.meta for node in module.graph.nodes):
-        raise ValueError("a size of it is known when it has run")
+        raise ValueError("a size in the graph depends on data")
     options = Options(ops_filter=None, node_metadata_key_filter=lambda key: False)
     return GraphPickler.dumps(fx.GraphModule(module, copy_graph(module.graph)), options)
 
 
 def unpacked_graph(given: bytes) -> fx.GraphModule:  # torch 2.11 to 2.15
-    """A graph, without the values of its nodes."""
+    """The graph of `packed_graph`, without its nodes' values."""
     module = GraphPickler.loads(given, FakeTensorMode(shape_env=ShapeEnv()))
     assert isinstance(module, fx.GraphModule)
     return module
 
 
 def use_compile_threads(count: int) -> None:  # torch 2.11 to 2.15
-    """Sets the number of processes that compile kernels for this one."""
+    """Set the number of processes that compile kernels for this one."""
     inductor_config.compile_threads = count
 
 
 def compile_threads() -> int:  # torch 2.11 to 2.15
-    """Number of processes that compile kernels for this one; 1: it does so itself."""
+    """Number of processes that compile kernels; 1 if this process compiles them itself."""
     return int(inductor_config.compile_threads or 1)
 
 
@@ -322,23 +319,23 @@ def compiles_in_processes() -> bool:  # torch 2.11 to 2.15
 
 
 def start_compile_workers() -> None:  # torch 2.11 to 2.15
-    """Starts the processes in which Inductor compiles kernels, unless the user has said no.
+    """Start the processes in which Inductor compiles kernels, unless the user disabled them.
 
-    They take seconds to import torch. Until one is ready, Inductor compiles one kernel after the
-    other in this process.
+    They take seconds to import torch. Until one is ready, Inductor compiles kernels one by one in
+    this process.
     """
     async_compile.maybe_warm_pool()
 
 
 def compiles_without_device() -> bool:  # torch 2.11 to 2.15
-    """Can code be made where no kernel can be loaded? Not where kernels are timed for it."""
+    """True if Inductor can compile where it cannot load kernels: without autotuning."""
     return not (inductor_config.max_autotune or inductor_config.max_autotune_gemm)
 
 
 @contextmanager
 def without_device_memory() -> Iterator[None]:  # torch 2.11 to 2.15
-    """Compile for a GPU without a context on it: kernels stay on disk, fake tensors are no reason
-    for a context."""
+    """A context that compiles for a GPU without a CUDA context: kernels are not loaded, and fake
+    tensors do not initialise the device."""
 
     def nothing(_: Any) -> None:
         pass
@@ -355,22 +352,22 @@ def has_cpp_compiler() -> bool:  # torch 2.11 to 2.15
     """True if Inductor can compile for the CPU here."""
     try:
         cpp_builder.get_cpp_compiler()
-    except Exception:  # it raises errors of several kinds, by how it looked
+    except Exception:  # its type depends on how torch searched
         return False
     return True
 
 
 def vector_isas() -> list[str]:  # torch 2.11 to 2.15
-    """The sets of vector instructions that Inductor's code for the CPU may use here.
+    """The vector instruction sets that Inductor's CPU code may use here.
 
-    Each is tried once in a process: a library is built, and loaded in a process that imports torch.
+    The first call tests each: torch builds a library and loads it in a process that imports torch.
     """
     return [str(isa) for isa in cpu_vec_isa.valid_vec_isa_list()]
 
 
 def use_vector_isas(names: Sequence[str]) -> None:  # torch 2.11 to 2.15
-    """Take over what `vector_isas` said in another process; only sets that it does not name are
-    tried. Inductor still leaves out those that this CPU does not report."""
+    """Apply the `vector_isas` of another process: only sets not in `names` are tested. Inductor
+    still drops sets that this CPU does not report."""
     tried = cpu_vec_isa.VecISA.check_build
 
     def found(isa: cpu_vec_isa.VecISA, code: str) -> bool:

@@ -1,17 +1,18 @@
-"""Operators with kernels of our own while a graph is traced: for symbols as sizes, and for experts.
+"""Kernels of our own: composite operators traced with symbolic sizes, products of experts, and
+products that accumulate in a wider dtype.
 
-C++ takes composite operators apart with sizes as ints; here it is done with sizes as symbols:
+C++ decomposes composite operators with sizes as ints. The kernels here keep sizes symbolic:
 
     aten.upsample_nearest2d.vec(x, None, [2.0, 2.0])
     -> aten.upsample_nearest2d.default(x, [2*h, 2*w], 2.0, 2.0)
 
-A composite operator's C++ is older than symbols in places: it asks for the ints, and what is traced
-is right for these sizes alone. Each of those here calls what its C++ calls, in the same order. So a
-graph that is traced with symbols is the one that C++ returns for numbers.
+The C++ of some composite operators predates symbols: it reads the ints, and the traced graph is
+right for these sizes only. Each kernel here calls the same operators as its C++, in the same order:
+a graph traced with symbols equals the C++ graph for numbers.
 
-torch's Python dispatcher has other decompositions for some of them, and for many more operators,
-which round otherwise. These here are kernels of a dispatch key that is on within `SymbolicFakes`
-alone (`torch.export` uses it too, without our mode: there the C++ runs).
+torch's Python dispatcher decomposes some of them, and many more operators, with other rounding.
+The kernels here use a dispatch key that is enabled only in `SymbolicFakes` (`torch.export` uses it
+too, without our mode: there the C++ runs).
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ _aten = torch.ops.aten
 
 
 def _symbolic_composites() -> Any:  # torch 2.11 to 2.15
-    """A context in which sizes stay symbols in the operators that this file takes apart."""
+    """A context that enables the composite kernels of this file."""
     guard: Any = torch._C._IncludeDispatchKeyGuard
     return guard(_KEY)
 
 
 def _define_composites(wanted: Callable[[], bool]) -> None:  # torch 2.11 to 2.15
-    """Register the kernels. `wanted` is asked at each call, on its thread."""
+    """Register the composite kernels; they call `wanted` at each call, in its thread."""
     _put(_aten.matmul.default, _matmul, wanted)
     for name in _upsampling():
         if name.endswith(".vec"):
@@ -52,14 +53,14 @@ def _define_composites(wanted: Callable[[], bool]) -> None:  # torch 2.11 to 2.1
 
 
 def _upsampling() -> list[str]:
-    """The names of the operators for upsampling, and of their backwards, with their overloads."""
+    """Names, with overloads, of the upsampling operators and of their backwards."""
     names: list[str] = torch._C._dispatch_get_all_op_names()
     return [name.removeprefix("aten::") for name in names if name.startswith(_UPSAMPLING)]
 
 
 def _put(operator: Any, kernel: Callable[..., Any], wanted: Callable[[], bool]) -> None:
     def run(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if not wanted() or any(map(keys.has, _AUTOCAST)):  # which casts, and calls the operator
+        if not wanted() or any(map(keys.has, _AUTOCAST)):  # autocast casts, and calls this again
             return operator.redispatch(keys.remove(_KEY), *args, **kwargs)
         exclude: Any = torch._C._ExcludeDispatchKeyGuard
         with exclude(_KEYS):
@@ -70,9 +71,9 @@ def _put(operator: Any, kernel: Callable[..., Any], wanted: Callable[[], bool]) 
 
 
 def _matmul(a: Any, b: Any) -> Any:
-    """LinearAlgebra.cpp: `_matmul_impl`. Up to torch 2.12 it asks for the sizes."""
+    """LinearAlgebra.cpp: `_matmul_impl`. Up to torch 2.12 the C++ reads the sizes."""
     if a.dim() <= 2 and b.dim() <= 2:
-        return _aten.matmul.default(a, b)  # no size is asked for
+        return _aten.matmul.default(a, b)  # the C++ reads no size
     if a.dim() >= b.dim() and _folds(a, b):
         return _folded(a, b)
     if a.dim() < b.dim() and _folds(b.mT, a):
@@ -85,7 +86,7 @@ def _matmul(a: Any, b: Any) -> Any:
             return _matmul(a, b.squeeze(0))
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     count = math.prod(batch)
-    rows, columns = a.shape[-2:][:-1], b.shape[-2:][1:]  # nothing of a vector
+    rows, columns = a.shape[-2:][:-1], b.shape[-2:][1:]  # empty for a vector
     left = a.expand(*batch, *(rows or [1]), a.shape[-1]).reshape(count, *(rows or [1]), a.shape[-1])
     right = b.expand(*batch, *b.shape[-2:]).reshape(count, *b.shape[-2:])
     if not columns:
@@ -96,7 +97,7 @@ def _matmul(a: Any, b: Any) -> Any:
 
 
 def _folds(many: Any, one: Any) -> bool:
-    """`should_fold`: true if a batch of matrices is multiplied as the rows of a single one."""
+    """`should_fold`: true if a batch of matrices is multiplied as the rows of one matrix."""
     if many.dim() < 3 or one.dim() > 2:
         return False
     if one.requires_grad:
@@ -106,7 +107,7 @@ def _folds(many: Any, one: Any) -> bool:
 
 
 def _folded(a: Any, b: Any) -> Any:
-    """The product of a batch of matrices, as the rows of one, with a matrix or a vector."""
+    """The product of a batch of matrices, folded into the rows of one, and a matrix or vector."""
     rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
     if b.dim() == 2:
         return _aten._unsafe_view.default(rows.mm(b), [*a.shape[:-1], b.shape[1]])
@@ -114,12 +115,12 @@ def _folded(a: Any, b: Any) -> Any:
 
 
 def _upsample(operator: Any) -> Callable[..., Any]:
-    """UpSample.h: `compute_output_size`, and a scale for each dimension."""
+    """UpSample.h: `compute_output_size`, and one scale per dimension."""
 
     def run(x: Any, output_size: Any, *others: Any) -> Any:
         *align_corners, scales = others
         sizes = x.shape[2:]
-        if (output_size is None) == (scales is None):  # the C++ refuses it
+        if (output_size is None) == (scales is None):  # the C++ raises
             return operator.overloadpacket.vec(x, output_size, *others)
         if output_size is None:
             output_size = [_scaled(n, s) for n, s in zip(sizes, scales, strict=True)]
@@ -129,9 +130,9 @@ def _upsample(operator: Any) -> Callable[..., Any]:
 
 
 def _scaled(size: Any, scale: float) -> Any:
-    """The product, rounded to a double, without what is after the point."""
+    """`size * scale` as a double, truncated to an int."""
     up, down = scale.as_integer_ratio()
-    if up < 1 << 32:  # exact for any size: so can be computed with ints
+    if up < 1 << 32:  # int arithmetic is exact for any size
         return size * up // down
     return torch.sym_int(size * scale)
 
@@ -147,10 +148,10 @@ def _gradient_of_shrink(grad: Any, x: Any, *_: Any) -> Any:
 
 
 def _define_fakes(wanted: Callable[[Any], bool]) -> None:  # torch 2.11 to 2.15
-    """Say what some operators give for fake tensors with symbols, for which torch says nothing.
+    """Register fake kernels for operators that torch has none of for symbolic sizes.
 
     Args:
-        wanted: is it said in this FakeTensorMode?
+        wanted: true if the kernels apply in this FakeTensorMode.
     """
     names = [name for name in _upsampling() if name.endswith("_backward")]
     kernels: dict[Any, Callable[..., Any]] = {
@@ -168,29 +169,28 @@ def _define_fakes(wanted: Callable[[Any], bool]) -> None:  # torch 2.11 to 2.15
     register_op_impl(kernels.__contains__)(run)
 
 
-# --- the product of experts
+# --- products of experts
 #
-#     transformers::grouped_mm_fallback(x, weight, offs)    a loop over experts, in Python
+#     transformers::grouped_mm_fallback(x, weight, offs)    a Python loop over experts
 #     torch.nn.functional.grouped_mm(x, weight, offs=offs)  what an eager call of the model runs
 #
-# Where transformers knows of no kernel, Dynamo is given the first (for all dtypes but bfloat16),
-# because torch's traces refuse the second. Of transformers up to 5.17 the backward asks for the
-# offsets, so nothing can be traced of it. The operator here is torch's, which traces take as it is:
-# an eager model's kernels, and bits.
+# transformers shows Dynamo the first for all dtypes but bfloat16, because torch's tracing rejects
+# the second. Up to transformers 5.17 its backward reads the offsets, so it cannot be traced. The
+# operator here calls torch's function, opaque to traces: the kernels and bits of the eager model.
 
 _OPERATORS = torch.library.Library("megacompile", "FRAGMENT")
 _FALLBACK = "transformers::grouped_mm_fallback"
 
 
 def eager_grouped_mm(target: Any, device: torch.device) -> Any:  # torch 2.11 to 2.15
-    """The operator to take in the place of a captured one; None where that stays."""
+    """The operator that replaces a captured one; None if it stays."""
     names = (getattr(target, "_qualified_op_name", None), getattr(target, "_name", ""))
     if _FALLBACK not in (names[0], names[1].partition(".")[0]):
         return None
     if not hasattr(functional, "grouped_mm"):
         return None
-    there = device.type == "cuda" and torch.cuda.is_available()
-    if there and torch.cuda.get_device_capability(device) < (8, 0):
+    on_cuda = device.type == "cuda" and torch.cuda.is_available()
+    if on_cuda and torch.cuda.get_device_capability(device) < (8, 0):
         return None
     return torch.ops.megacompile.grouped_mm.default
 
@@ -200,7 +200,7 @@ def _product(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
 
 
 def _gradients(gradient: Tensor, x: Tensor, weight: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
-    """As torch's own formulas: a transposed weight gets a transposed gradient."""
+    """torch's own formulas: a transposed weight gets a transposed gradient."""
     of_x = functional.grouped_mm(gradient, weight.transpose(-2, -1), offs=offs).contiguous()
     if _is_transposed(weight):
         swapped = functional.grouped_mm(gradient.transpose(-2, -1), x, offs=offs)
@@ -252,7 +252,7 @@ def _define_grouped_mm() -> None:
 _define_grouped_mm()
 
 
-# --- products of matrices that are added to a sum of a wider dtype
+# --- matrix products that accumulate in a wider dtype
 
 
 def add_product(
@@ -264,12 +264,12 @@ def add_product(
         total: (M, N); of the dtype of `a` and `b`, or wider.
         a: (M, K).
         b: (K, N).
-        first: `total = a @ b`: what is there is not read, and may be anything.
+        first: `total = a @ b` without reading `total`, which may be uninitialised.
     """
     beta = 0 if first else 1
     if total.dtype == a.dtype:
         total.addmm_(a, b, beta=beta)
-    elif a.device.type == "cpu":  # half matrices are slow there anyway
+    elif a.device.type == "cpu":  # half-precision products are slow there anyway
         total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
     elif _adds_to_wider(a.device, a.dtype):
         addmm: Any = torch.addmm
@@ -282,10 +282,10 @@ def add_product(
 
 @functools.cache
 def _adds_to_wider(device: torch.device, dtype: torch.dtype) -> bool:
-    """True if addmm adds a product of halves to a float32 matrix in place, or writes it there, and
-    gets it right.
+    """True if addmm adds a half-precision product to a float32 matrix in place, or writes it there,
+    correctly.
 
-    Documented for CUDA since torch 2.8; tried once, because not every backend has it.
+    Documented for CUDA since torch 2.8; tested once, because not every backend supports it.
     """
     addmm: Any = torch.addmm
     total = torch.full((16, 16), 1.0, device=device)
@@ -297,4 +297,4 @@ def _adds_to_wider(device: torch.device, dtype: torch.dtype) -> bool:
     except (RuntimeError, TypeError):
         return False
     product = 16 / 1024**2
-    return bool((total == 1 + product).all() and (empty == product).all())  # 1.0 in halves
+    return bool((total == 1 + product).all() and (empty == product).all())  # 1.0 in half precision

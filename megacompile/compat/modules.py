@@ -1,4 +1,4 @@
-"""The parts of a module that torch calls it by."""
+"""Private parts of `nn.Module`: its call, its dicts, `_apply` and copies."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from torch.nn.utils import stateless
 
 from megacompile.compat.distributed import is_sharded
 
-# The methods of a module that `__call__` and `to` go through: its own take their place.
+# Methods that `__call__` and `to` go through; a module's own attributes override them.
 CALL = "_call_impl"  # torch 2.11 to 2.15
 APPLY = "_apply"  # torch 2.11 to 2.15
-# Where a module keeps what its call calls instead.
+# The attribute with the function that replaces a module's call.
 COMPILED_CALL = "_compiled_call_impl"  # torch 2.11 to 2.15
 
-_frames: WeakValueDictionary[str, types.FunctionType] = WeakValueDictionary()  # by their names
-_named: set[str] = set()  # those that there have been
+# Live functions of `frame_of`, by name.
+_frames: WeakValueDictionary[str, types.FunctionType] = WeakValueDictionary()
+_named: set[str] = set()  # all names so far
 
 
 def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:  # torch 2.11 to 2.15
-    """The function that a call of a module calls instead, since `module.compile()` or
-    `megacompile()`."""
+    """The function that replaces a module's call, from `module.compile()` or `megacompile()`."""
     found: Callable[..., Any] | None = module._compiled_call_impl
     return found
 
@@ -37,17 +37,17 @@ def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:  # torc
 def set_compiled_call(
     module: torch.nn.Module, call: Callable[..., Any] | None
 ) -> None:  # torch 2.11 to 2.15
-    """Have a call of a module call this; None: the module itself. A copied module forgets it."""
+    """Replace a module's call; None restores it. Copies of the module drop it."""
     module._compiled_call_impl = call
 
 
 def frame_of(model: torch.nn.Module, name: str) -> types.FunctionType:  # torch 2.11 to 2.15
-    """A function that calls a model as it is, with its hooks, for Dynamo to capture.
+    """A function that calls a model with its hooks, for Dynamo to capture.
 
     Dynamo skips frames of torch.nn itself, so `nn.Sequential` needs a frame around it. It counts
-    recompilations by code object, and by a function's file, line and name it remembers which sizes
-    have changed. What one model is given makes no size of another's symbolic: no two that live have
-    the same name ("name_2"), and nothing is remembered of one that is gone.
+    recompilations by code object, and records changed sizes by a function's file, line and name.
+    One model's sizes must not make another's symbolic: live functions have distinct names
+    ("name_2"), and a reused name starts without records.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ def frame_of(model: torch.nn.Module, name: str) -> types.FunctionType:  # torch 
 
 
 def _forget_sizes(code: types.CodeType) -> None:  # torch 2.11 to 2.15
-    """Forgets which sizes changed from call to call of a function of this file and name."""
+    """Drop Dynamo's records of changed sizes for functions of this file and name."""
     remembered = pgo.get_code_state()
     place = (code.co_filename, code.co_name)
     for key in [key for key in remembered if (key.filename, key.name) == place]:
@@ -75,7 +75,7 @@ def _forget_sizes(code: types.CodeType) -> None:  # torch 2.11 to 2.15
 def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:  # torch 2.11 to 2.15
     """Every module of a model once, in the order of `model.modules()`, in a fraction of its time.
 
-    A call of a model asks for them, so it is the host's time in every step.
+    Every call of a model needs them: this is host time in every step.
     """
     found: dict[int, torch.nn.Module] = {}
     stack: list[Any] = [model]
@@ -92,53 +92,52 @@ def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:  # torch 2.11 t
 def compiled_calls(
     modules: Iterable[torch.nn.Module],
 ) -> list[Callable[..., Any] | None]:  # torch 2.11 to 2.15
-    """`compiled_call` of each."""
+    """`compiled_call` of each module."""
     return [module._compiled_call_impl for module in modules]
 
 
 def holders_of_parameters(
     modules: Iterable[torch.nn.Module],
 ) -> list[dict[str, torch.nn.Parameter | None]]:  # torch 2.11 to 2.15
-    """The dicts of the modules that have parameters of their own, as `parameters_of` returns
-    them."""
+    """The modules' dicts of parameters, as `parameters_of` returns them, without empty ones."""
     return [holder for module in modules if (holder := module._parameters)]
 
 
 def holders_of_buffers(
     modules: Iterable[torch.nn.Module],
 ) -> list[dict[str, torch.Tensor | None]]:  # torch 2.11 to 2.15
-    """The dicts of the modules that have buffers."""
+    """The modules' dicts of buffers, without empty ones."""
     return [holder for module in modules if (holder := module._buffers)]
 
 
 def holders_of_forward_hooks(
     modules: Iterable[torch.nn.Module],
 ) -> list[dict[int, Callable[..., Any]]]:  # torch 2.11 to 2.15
-    """The dicts of the modules that have forward hooks."""
+    """The modules' dicts of forward hooks, without empty ones."""
     return [holder for module in modules if (holder := module._forward_hooks)]
 
 
 def parameters_of(
     module: torch.nn.Module,
 ) -> dict[str, torch.nn.Parameter | None]:  # torch 2.11 to 2.15
-    """A module's own parameters, in the dict that holds them: what is put there is its parameter.
+    """A module's own parameters; the dict is live.
 
-    No method of a subclass is asked, as it is where an attribute is set.
+    Writing to it does not call a subclass's `__setattr__`.
     """
     return module._parameters
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:  # torch 2.11 to 2.15
-    """A module's own buffers, in the dict that holds them."""
+    """A module's own buffers; the dict is live."""
     return module._buffers
 
 
 def convert_in_place(kind: type[torch.Tensor]) -> None:  # torch 2.11 to 2.15
-    """Makes `module.to(...)` and the like set the `data` of parameters of this class, as of others.
+    """Makes `module.to(...)` and similar methods set the `data` of parameters of this class.
 
-    Where what comes out is a wrapper, torch exchanges the parameter for a detached copy, even where
-    it comes out as it is: autograd would see none of its later uses. Dynamo captures torch's own.
-    A DTensor cannot be set the `data` of: torch exchanges it where it comes out as another one.
+    For a wrapper subclass, torch swaps the parameter for a detached copy, even if nothing changes:
+    autograd would miss its later uses. Dynamo captures torch's own method. A DTensor does not
+    support setting `data`: torch swaps one that changes.
     """
     if kind in _CONVERTED_IN_PLACE:
         return
@@ -154,7 +153,7 @@ def convert_in_place(kind: type[torch.Tensor]) -> None:  # torch 2.11 to 2.15
         _convert(self, fn, recurse)
         return self
 
-    skip_code(apply.__code__)  # captured by itself, it would never see the class
+    skip_code(apply.__code__)  # captured by itself, it would miss the class
     torch.nn.Module._apply = functools.wraps(stock)(apply)  # type: ignore[method-assign]
 
 
@@ -176,7 +175,7 @@ def _convert(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool) -
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _is_exchanged(params: list[torch.nn.Parameter], fn: Callable[[Any], Any]) -> bool:
-    """True if torch has to exchange one of these: a DTensor that comes out as another one."""
+    """True if torch must swap one of these: a DTensor whose dtype or device changes."""
     sharded = [(param, fn(param)) for param in params if is_sharded(param)]
     return any(p.dtype != to.dtype or p.device != to.device for p, to in sharded)
 
@@ -187,8 +186,8 @@ _CONVERTED_IN_PLACE: list[type[torch.Tensor]] = []
 def leave_out_of_copies(*kinds: type) -> None:  # torch 2.11 to 2.15
     """Leaves attributes of these classes out of copies and pickles of modules.
 
-    torch leaves out `_compiled_call_impl` itself, but not where a class has a `__getstate__` of its
-    own, as `nn.LSTM` has, and no method that was put into a module's `__dict__`.
+    torch itself leaves out `_compiled_call_impl`, but not for a class with its own `__getstate__`
+    (`nn.LSTM`), and it keeps methods in a module's `__dict__`.
     """
     new = [kind for kind in kinds if kind not in _LEFT_OUT]
     if not _LEFT_OUT:
@@ -201,7 +200,7 @@ def _reduce_ex(self: torch.nn.Module, protocol: Any) -> Any:
 
 
 def _without_left_out(value: Any) -> Any:
-    """The attributes, or a tuple around them, without what is left out."""
+    """The attributes, or a tuple that contains them, without the classes to leave out."""
     kinds = tuple(_LEFT_OUT)
     if type(value) is tuple:
         made = tuple(map(_without_left_out, value))
@@ -215,8 +214,7 @@ _LEFT_OUT: list[type] = []
 
 
 def given_to_functional_call() -> dict[int, Any]:  # torch 2.11 to 2.15
-    """Tensors that the `torch.func.functional_call`s around this call have put into modules, by its
-    id."""
+    """Tensors, by id, that the enclosing `torch.func.functional_call`s put into modules."""
     code = stateless._functional_call.__code__
     found: dict[int, Any] = {}
     frame: types.FrameType | None = sys._getframe(1)
@@ -229,6 +227,6 @@ def given_to_functional_call() -> dict[int, Any]:  # torch 2.11 to 2.15
 
 
 def without_torch_compile(model: torch.nn.Module) -> torch.nn.Module:  # torch 2.11 to 2.15
-    """The module that `torch.compile(module)` was called with; any other as it is."""
+    """The module inside `torch.compile(module)`; any other module unchanged."""
     inner = getattr(model, "_orig_mod", None)
     return inner if isinstance(inner, torch.nn.Module) else model

@@ -1,4 +1,4 @@
-"""Operators: their schemas and tags, and those that have no public name."""
+"""Schemas, tags and settings of operators; operators without a public name."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from torch.utils import _pytree
 
 
 def operator_name(target: Any) -> str:  # torch 2.11 to 2.15
-    """An ATen operator's name without its namespace and overload; "" for anything else."""
+    """An ATen operator's name without its namespace and overload; "" for other targets."""
     return str(getattr(target, "_opname", ""))
 
 
 def is_higher_order(target: Any) -> bool:  # torch 2.11 to 2.15
-    """True if a node calls an operator that is given graphs: a loop, flex attention."""
+    """True for an operator with graphs as arguments: a loop, flex attention."""
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
 def kernel_of(target: Any) -> Any:  # torch 2.11 to 2.15
-    """The function that an ATen operator calls, without the Python function before it."""
+    """The C++ function of an ATen operator, without its Python wrapper; other targets unchanged."""
     return target._op if isinstance(target, torch._ops.OpOverload) else target
 
 
 def arguments_of(node: fx.Node) -> Iterator[tuple[str, Any]]:  # torch 2.11 to 2.15
-    """The arguments of an ATen node by their names, defaults included; none for another node."""
+    """(name, value) of an ATen node's arguments, defaults included; nothing for other nodes."""
     schema = getattr(node.target, "_schema", None)
     for i, argument in enumerate(() if schema is None else schema.arguments):
         given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
@@ -41,10 +41,9 @@ _TORCHS = ("", "torch", "_operator", "operator", "builtins", "math", "megacompil
 
 
 def is_torchs(target: Any) -> bool:  # torch 2.11 to 2.15
-    """True if the target in a captured graph is torch's, or our own, so that its backward writes
-    nothing.
+    """True if a captured node's target is torch's or ours: its backward writes to no tensor.
 
-    A higher-order operator runs code of the user: of a hook, of an `autograd.Function`.
+    A higher-order operator runs user code: of a hook, of an `autograd.Function`.
     """
     if isinstance(target, torch._ops.HigherOrderOperator):
         return False
@@ -61,7 +60,7 @@ def is_torchs(target: Any) -> bool:  # torch 2.11 to 2.15
 class CustomOperator:  # torch 2.11 to 2.15
     """An operator of `torch.library.custom_op` with a backward in Python.
 
-    Each of its inputs and outputs is a tensor or no tensor at all: a list has none.
+    Each input and output is one tensor or none: no list contains tensors.
     """
 
     operator: Any
@@ -70,8 +69,8 @@ class CustomOperator:  # torch 2.11 to 2.15
 
     @property
     def inputs(self) -> list[str]:
-        """As its schema writes them, without the mark before those that are named, and without
-        defaults: the dispatcher leaves out arguments that are equal to theirs."""
+        """The schema's text of each input, without the keyword-only mark and defaults: the
+        dispatcher drops arguments that equal a default."""
         names = [item.name for item in self.operator._schema.arguments]
         text = str(self.operator._schema)
         found = [re.search(rf"[^\s,(]+ {re.escape(name)}(?=[=,)])", text) for name in names]
@@ -89,7 +88,7 @@ class CustomOperator:  # torch 2.11 to 2.15
         return self.operator(*self.placed(arguments), **self._named(arguments))
 
     def set_up(self, ctx: Any, arguments: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Stores in `ctx` what the backward needs."""
+        """Store the backward's inputs in `ctx`."""
         if self.setup is None:
             return
         named = self._named(arguments)
@@ -98,7 +97,7 @@ class CustomOperator:  # torch 2.11 to 2.15
         self.setup(ctx=ctx, inputs=tuple(self.placed(arguments)), output=output, **also)
 
     def placed(self, values: Sequence[Any]) -> list[Any]:
-        """The values of those arguments that need not be named."""
+        """The values of the positional arguments."""
         pairs = zip(self.operator._schema.arguments, values, strict=True)
         return [value for argument, value in pairs if not argument.kwarg_only]
 
@@ -108,7 +107,7 @@ class CustomOperator:  # torch 2.11 to 2.15
 
 
 def custom_operator(target: Any) -> CustomOperator | None:  # torch 2.11 to 2.15
-    """The `CustomOperator` that a node calls, if it is one."""
+    """The `CustomOperator` of a node's target; None for other targets."""
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = getattr(target, "default", None)
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
@@ -123,15 +122,10 @@ def custom_operator(target: Any) -> CustomOperator | None:  # torch 2.11 to 2.15
 
 
 def is_random(node: fx.Node) -> bool:  # torch 2.11 to 2.15
-    """Does an ATen node draw from a generator? Attention with `dropout_p=0` does not."""
+    """True if an ATen node draws random numbers. Attention with `dropout_p=0` does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     return bool(dict(arguments_of(node)).get("dropout_p", True))
-
-
-def is_pointwise(func: Any) -> bool:  # torch 2.11 to 2.15
-    """True if each element of an ATen operator's result is made of those at its place."""
-    return torch.Tag.pointwise in getattr(func, "tags", ())
 
 
 def is_mutable(func: Any) -> bool:  # torch 2.11 to 2.15
@@ -139,10 +133,10 @@ def is_mutable(func: Any) -> bool:  # torch 2.11 to 2.15
     return bool(func._schema.is_mutable)
 
 
-# Of what changes an argument in place, what leaves its version as it is.
+# Functions that change an argument in place without changing its version.
 COUNT_NO_VERSION = (torch.nn.functional.batch_norm, torch.batch_norm)  # torch 2.11 to 2.15
 
-# Calls that Dynamo puts into graphs, by which operators are taken apart otherwise from there on.
+# Calls in captured graphs that change how torch decomposes the operators after them.
 CHOOSES_KERNELS = (  # torch 2.11 to 2.15
     torch.nn.attention._sdpa_kernel,
     torch._C._set_deterministic_algorithms,
@@ -171,14 +165,14 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
 
 
 def kernel_switches() -> tuple[Any, ...]:  # torch 2.11 to 2.15
-    """Settings of the process that decide into which kernels torch takes operators apart:
-    attention, batch norm, recurrent layers."""
-    found = [get() for get, _ in _SWITCHES]  # lists: this is called in every step
+    """Process-wide settings that decide how torch decomposes operators: attention, batch norm,
+    recurrent layers."""
+    found = [get() for get, _ in _SWITCHES]  # lists are fast: every step calls this
     return tuple([tuple(value) if isinstance(value, list) else value for value in found])
 
 
 def set_kernel_switches(wanted: Sequence[Any]) -> None:  # torch 2.11 to 2.15
-    """Put the process into a state that `kernel_switches` gave."""
+    """Restore settings that `kernel_switches` returned."""
     for (_, put), value, now in zip(_SWITCHES, wanted, kernel_switches(), strict=True):
         if value != now:
             put(value)
@@ -190,8 +184,11 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:  # torch 2.11 to
 
 
 def map_values(function: Callable[[Any], Any], func: Any, values: Any) -> Any:  # torch 2.11 to 2.15
-    """The same of an operator's arguments or results. Those of ATen operators are in lists, tuples
-    and dicts of names, which takes a tenth of the time."""
+    """`tree_map` over an operator's arguments or results.
+
+    ATen operators use only lists, tuples and dicts with names as keys: these take a tenth of the
+    time.
+    """
     if isinstance(func, torch._ops.OpOverload):
         return _mapped(function, values)
     return tree_map(function, values)
@@ -209,7 +206,7 @@ def _mapped(function: Callable[[Any], Any], values: Any) -> Any:
 
 
 def tree_map_once(function: Callable[[Any], Any], tree: Any) -> Any:  # torch 2.11 to 2.15
-    """Apply `function` to what a container has in it, whatever that is."""
+    """Apply `function` to the items of a container, nested containers included."""
     return _pytree.tree_map(function, tree, is_leaf=lambda each: each is not tree)
 
 
@@ -219,8 +216,8 @@ def leaves(tree: Any) -> list[Any]:  # torch 2.11 to 2.15
 
 
 @functools.cache
-def gives_views(func: Any) -> bool:  # torch 2.11 to 2.15
-    """True if an ATen operator's result is a view of its input, that shares memory with it."""
+def returns_views(func: Any) -> bool:  # torch 2.11 to 2.15
+    """True if an ATen operator returns a view of its input, without changing it."""
     schema = getattr(func, "_schema", None)
     aliases = [] if schema is None else [result.alias_info for result in schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
@@ -253,10 +250,10 @@ def written(
 
 @functools.cache
 def taking_tensors(target: Any, names: tuple[str, ...]) -> Any:  # torch 2.11 to 2.15
-    """An operator that does what an ATen operator does, with tensors of one element in the place
-    of these numbers; None where there can be none.
+    """An operator equal to an ATen operator, but with one-element tensors for the numbers `names`;
+    None if there can be none.
 
-    Its arguments are the operator's, all by position.
+    It takes the operator's arguments, all by position.
     """
     schema = getattr(target, "_schema", None)
     if schema is None or any(item.alias_info for item in (*schema.arguments, *schema.returns)):
@@ -278,7 +275,7 @@ def taking_tensors(target: Any, names: tuple[str, ...]) -> Any:  # torch 2.11 to
         return target(*values[: len(values) - len(named)], **named)
 
     _LIBRARY.impl(own, functools.partial(run, torch.Tensor.item), "CompositeExplicitAutograd")
-    fake = functools.partial(run, lambda tensor: 0.5)  # no shape is made of it
+    fake = functools.partial(run, lambda tensor: 0.5)  # no shape depends on it
     torch.library.register_fake(f"megacompile::{own}", fake, lib=_LIBRARY)
     return getattr(torch.ops.megacompile, own).default
 
@@ -300,14 +297,14 @@ _LIBRARY.define(
 )
 _LIBRARY.impl("cudnn_batch_norm", _cudnn_batch_norm, "CUDA")
 torch.library.register_fake("megacompile::cudnn_batch_norm", _cudnn_batch_norm, lib=_LIBRARY)
-# aten.cudnn_batch_norm, which changes its statistics, as a function that returns new ones.
+# aten.cudnn_batch_norm, which changes its statistics, as an operator that returns new ones.
 CUDNN_BATCH_NORM = torch.ops.megacompile.cudnn_batch_norm.default  # torch 2.11 to 2.15
 
 # The product of fp8 matrices, each with a scale.
 SCALED_MM = torch._scaled_mm  # torch 2.11 to 2.15
 
-# What clip_grad_norm_ calls on a list of gradients, GradScaler.unscale_, and zero_grad; and what
-# torch.optim counts steps with.
+# Functions on lists of tensors: of clip_grad_norm_, GradScaler.unscale_, zero_grad, and of
+# torch.optim, which counts steps with one.
 FOREACH_NORM = torch._foreach_norm  # torch 2.11 to 2.15
 FOREACH_COPY = torch._foreach_copy_  # torch 2.11 to 2.15
 FOREACH_MUL = torch._foreach_mul_  # torch 2.11 to 2.15
@@ -317,8 +314,8 @@ FOREACH_ADD = torch._foreach_add_  # torch 2.11 to 2.15
 
 
 def take_as_plain(kind: type) -> None:  # torch 2.11 to 2.15
-    """Makes `clip_grad_norm_` call its functions for lists on tensors of a class too, as on plain
-    ones. Else it calls one function for each tensor."""
+    """Makes `clip_grad_norm_` call its functions on lists for tensors of this class too, instead of
+    one function per tensor."""
     supported: list[Any] = torch.utils._foreach_utils._foreach_supported_types
     if kind not in supported:
         supported.append(kind)

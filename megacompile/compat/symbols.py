@@ -1,8 +1,7 @@
-"""Tracing with sizes and numbers that are symbols.
+"""Tracing with symbolic sizes and numbers.
 
-A symbol is a `sympy.Symbol` of our own, with a name that does not change from graph to graph: a
-size is an integer and positive, another int is an integer, a float is real. No reference to
-Dynamo's own symbols is kept.
+A symbol is a `sympy.Symbol` of our own, with the same name in every graph: a size is a positive
+integer, another int an integer, a float real. Nothing refers to Dynamo's symbols.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ _BY_ENV: weakref.WeakKeyDictionary[ShapeEnv, SymbolicFakes] = weakref.WeakKeyDic
 
 
 def check(condition: bool) -> None:  # torch 2.11 to 2.15
-    """Say what tracing with symbols may rely on; a RuntimeError where it is not so."""
+    """Tell a trace with symbols that a condition is true. Raises RuntimeError if it is false."""
     torch._check(condition)
 
 
 class _Python(PythonReferenceAnalysis):
-    """Python's functions of symbols, for numbers, symbolic ones, and proxies of both.
+    """Python's functions of symbols, for numbers, symbolic numbers, and proxies of both.
 
-    torch's returns sympy's functions for some of them, or functions that ask a proxy for its value.
+    torch's class returns sympy's functions for some, or functions that read a proxy's value.
     """
 
     @staticmethod
@@ -74,11 +73,11 @@ def _called(function: Callable[[Any], Any], x: Any) -> Any:
 
 
 class UntraceableSymbols(Exception):  # torch 2.11 to 2.15
-    """A graph that cannot be traced with these symbols, and may be with numbers."""
+    """A graph cannot be traced with these symbols; tracing with numbers may work."""
 
 
 class _Fakes(FakeTensorMode):
-    """Shows `real_strides` the results of fake kernels, below whatever records them."""
+    """Passes the results of fake kernels to `real_strides`, before a trace records them."""
 
     settle: Callable[[Any, Any, Any, Any], Any] | None = None
 
@@ -88,31 +87,31 @@ class _Fakes(FakeTensorMode):
 
 
 class SymbolicFakes:  # torch 2.11 to 2.15
-    """A mode in which tensors have no data, and sizes that are expressions of symbols.
+    """A mode in which tensors have no data, and sizes are expressions of symbols.
 
     Args:
-        hints: the symbols, and the values that decide where code asks for one.
+        hints: the symbols, with the values to use where code needs one.
     """
 
     def __init__(self, hints: _Values) -> None:  # torch 2.11 to 2.15
         self.hints = dict(hints)
-        # what depends on data is no size: the trace ends there, as it does without symbols
+        # a size that depends on data ends the trace, as it does without symbols
         self.env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         self.mode = _Fakes(shape_env=self.env, allow_non_fake_inputs=True)
-        self.mode.cache_enabled = False  # few operations come twice: it takes longer than they do
-        self._theirs: dict[Any, Any] = {}
+        self.mode.cache_enabled = False  # slower: few operations repeat
+        self._theirs: dict[Any, Any] = {}  # our symbol -> torch's
         self._ours: dict[Any, Any] = {}
         self._numbers: dict[Any, Any] = {}
-        self._described: dict[Any, tuple[Any, Any]] = {}  # by an expression of theirs
+        self._described: dict[Any, tuple[Any, Any]] = {}  # by torch's expression
         for symbol, hint in self.hints.items():
             self._add(symbol, hint)
         _BY_ENV[self.env] = self
         self._stack: list[tuple[ExitStack, Any]] = []
-        self._guards = -1  # how many there were when `holds` was made
+        self._guards = -1  # their number when `holds` was built
         self._holds: Callable[..., bool] = bool
-        self.fixed: dict[sympy.Symbol, str] = {}  # those with one value; the code that asked
-        self._noted: list[tuple[Any, str]] = []  # guards that `fixed` knows of; the code that asked
-        self._asked: dict[Any, str] = {}  # the code that asked first for a function of a symbol
+        self.fixed: dict[sympy.Symbol, str] = {}  # symbols with one value -> the code that set it
+        self._noted: list[tuple[Any, str]] = []  # guards seen by `note_fixed`, with their code
+        self._fixed_at: dict[Any, str] = {}  # torch's symbol -> the code that first fixed it
 
     def _add(self, symbol: sympy.Symbol, hint: _Value) -> None:
         source = ConstantSource(f"megacompile_{symbol.name}")
@@ -145,16 +144,16 @@ class SymbolicFakes:  # torch 2.11 to 2.15
         stack.close()
 
     def number(self, expression: Any) -> Any:
-        """A SymInt or SymFloat for an expression of our symbols; a plain number as it is."""
+        """A SymInt or SymFloat for an expression of our symbols; a plain number unchanged."""
         if not isinstance(expression, sympy.Basic):
             return expression
         if expression in self._numbers:
             return self._numbers[expression]
-        # computed, so that where this is traced, it is traced from the symbols
+        # computed from the symbols, so that a trace records it
         return sympy_interp(_Python, self._numbers, expression)
 
     def equal(self, number: Any, expression: Any) -> bool:
-        """Is a number what the expression says? What is not known is decided for the hints."""
+        """True if a number equals an expression; decided for the hints if it is not known."""
         mine, theirs = (
             n.node.expr if is_number(n) else n.xreplace(self._theirs) if _symbolic(n) else n
             for n in (number, expression)
@@ -162,34 +161,34 @@ class SymbolicFakes:  # torch 2.11 to 2.15
         return bool(self.env.evaluate_expr(sympy.Eq(mine, theirs)))
 
     def require(self, conditions: Iterable[Any]) -> None:
-        """Restricts the trace to values for which these relations of our symbols are true."""
+        """Restrict the trace to values for which these relations of our symbols are true."""
         for condition in conditions:
             if not self.env.evaluate_expr(condition.xreplace(self._theirs)):
-                raise AssertionError(f"{condition} is not true for {self.hints}")
+                raise AssertionError(f"{condition} is false for {self.hints}")
 
     def require_of(self, other: SymbolicFakes) -> None:
-        """Restricts the trace to values for which the trace of the other mode holds."""
+        """Restrict the trace to values for which the trace of another mode holds."""
         conditions = [guard.expr.xreplace(other._ours) for guard in other.env.guards]
         self.require(condition for condition in conditions if condition.free_symbols)
 
     def note_fixed(self, where: Callable[[], str]) -> None:
-        """Note which symbols have got one value alone by what was traced since the last note."""
+        """Note the symbols that got a single value since the last call. `where` names the code."""
         new = self.env.guards[len(self._noted) :]
         if not new:
             return
-        asks = where()
-        self._noted += [(guard.expr, asks) for guard in new]
+        place = where()
+        self._noted += [(guard.expr, place) for guard in new]
         for guard in new:
             if isinstance(guard.expr, sympy.Eq) and any(side.is_number for side in guard.expr.args):
                 for made in guard.expr.free_symbols:
-                    self._asked.setdefault(made, asks)
+                    self._fixed_at.setdefault(made, place)
         for symbol, made in self._theirs.items():
             if symbol not in self.fixed and not self.env.replace(made).free_symbols:
-                self.fixed[symbol] = self._asked.get(made) or asks
+                self.fixed[symbol] = self._fixed_at.get(made) or place
 
     def broken(self, values: Sequence[_Value]) -> str:
-        """The relation that was asked of the symbols and has another answer for these values of
-        them."""
+        """The first noted guard that is false for these values of the symbols, with its code; "" if
+        there is none."""
         for expression, where in self._noted:
             ours = expression.xreplace(self._ours)
             if not _is_true(ours, dict(zip(self.hints, values, strict=True))):
@@ -202,11 +201,11 @@ class SymbolicFakes:  # torch 2.11 to 2.15
         return not all(symbol.is_integer for symbol in self.hints)
 
     def without_floats(self) -> SymbolicFakes:
-        """Another mode, of the symbols that are ints."""
+        """Another mode, with only the integer symbols."""
         return SymbolicFakes({s: hint for s, hint in self.hints.items() if s.is_integer})
 
     def described(self, number: Any) -> tuple[Any, Any]:
-        """Describes a SymInt or SymFloat: for the hints, and in our symbols, where it has any."""
+        """(value for the hints, expression in our symbols) of a SymInt or SymFloat."""
         theirs = number.node.expr
         if theirs not in self._described:
             found = theirs.xreplace(self._ours)
@@ -217,8 +216,8 @@ class SymbolicFakes:  # torch 2.11 to 2.15
 
     @property
     def holds(self) -> Callable[..., bool]:
-        """A function that says if the trace so far is right for values of the symbols, in their
-        order."""
+        """A predicate of the symbols' values, in order: true if the trace so far is valid for
+        them."""
         if len(self.env.guards) != self._guards:
             self._guards = len(self.env.guards)
             self._holds = self._condition()
@@ -238,7 +237,7 @@ class SymbolicFakes:  # torch 2.11 to 2.15
 class _FakeKernels(TorchDispatchMode):
     """Makes torch's Python dispatcher find fake kernels, which some operators have only there.
 
-    It is off above: there it would take operators apart in other ways than C++ does.
+    The dispatcher is off above this mode: it would decompose operators differently than C++.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -252,24 +251,24 @@ def _symbolic(value: Any) -> bool:
 
 
 def symbols_now() -> SymbolicFakes | None:  # torch 2.11 to 2.15
-    """The mode that is on in this thread."""
+    """The active mode of this thread, if any."""
     return _ACTIVE.get()
 
 
 def expression_of(number: Any) -> tuple[Any, Any]:  # torch 2.11 to 2.15
-    """(its value for the hints, its expression) of a size or number of `SymbolicFakes`."""
+    """(value for the hints, expression) of a size or number of `SymbolicFakes`."""
     if not isinstance(number, (torch.SymInt, torch.SymFloat)):
         return number, number
     return fakes_of(number).described(number)
 
 
 def fakes_of(value: Any) -> SymbolicFakes:  # torch 2.11 to 2.15
-    """The mode that a SymInt, SymFloat or SymBool is of."""
+    """The mode of a SymInt, SymFloat or SymBool."""
     return _BY_ENV[value.node.shape_env]
 
 
 def fakes_in(values: Iterable[Any]) -> SymbolicFakes | None:  # torch 2.11 to 2.15
-    """The mode that some of these fake tensors and numbers are of."""
+    """The mode of the first fake tensor or symbolic number that has one."""
     for value in values:
         env = value.node.shape_env if is_number(value) else None
         if isinstance(value, FakeTensor):
@@ -280,7 +279,7 @@ def fakes_in(values: Iterable[Any]) -> SymbolicFakes | None:  # torch 2.11 to 2.
 
 
 def evaluated(expression: Any, values: _Values) -> Any:  # torch 2.11 to 2.15
-    """Value of an expression for these values of its symbols."""
+    """An expression's value for these values of its symbols."""
     if not isinstance(expression, sympy.Basic):
         return expression
     found = expression.xreplace({symbol: sympy.sympify(v) for symbol, v in values.items()})
@@ -288,7 +287,7 @@ def evaluated(expression: Any, values: _Values) -> Any:  # torch 2.11 to 2.15
 
 
 def _is_true(condition: Any, values: _Values) -> bool:
-    """Is a relation true? One that sympy cannot decide may be."""
+    """True unless sympy finds a relation false for these values."""
     found = condition.xreplace({symbol: sympy.sympify(v) for symbol, v in values.items()})
     return found is not sympy.false
 
@@ -296,7 +295,7 @@ def _is_true(condition: Any, values: _Values) -> bool:
 def as_function(
     expressions: Any, symbols: Sequence[sympy.Symbol]
 ) -> Callable[..., Any]:  # torch 2.11 to 2.15
-    """Tuples of expressions of integers, as a Python function of their symbols."""
+    """A Python function of symbols that returns nested tuples of integer expressions."""
     names = ", ".join(symbol.name for symbol in symbols)
     scope = {"math": math, **SYMPY_INTERP}
     found: Callable[..., Any] = eval(f"lambda {names}: {_printed(expressions)}", scope)
@@ -313,7 +312,7 @@ def _printed(expression: Any) -> str:
 def reified(
     graph: fx.Graph, expression: Any, nodes: Mapping[sympy.Symbol, fx.Node]
 ) -> Any:  # torch 2.11 to 2.15
-    """The node at the graph's end that computes an expression of ints from the symbols' nodes."""
+    """A node at the graph's end that computes an integer expression; an int for a constant."""
     if not isinstance(expression, sympy.Basic) or not expression.free_symbols:
         return int(expression)
     tracer = fx.proxy.GraphAppendingTracer(graph)
@@ -323,7 +322,7 @@ def reified(
 
 
 def is_number(value: Any) -> bool:  # torch 2.11 to 2.15
-    """True if a traced node returns a symbolic number."""
+    """True for a symbolic number."""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 

@@ -6,8 +6,8 @@ import functools
 import operator
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -21,14 +21,14 @@ NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl  # torch 2.11 to 2.15
 
 
 def storage_key(tensor: torch.Tensor) -> int:  # torch 2.11 to 2.15
-    """Equal for tensors that share memory; valid while one of them lives."""
+    """A key that is equal for tensors that share memory; valid while one of them lives."""
     return hash(StorageWeakRef(tensor.untyped_storage()))
 
 
 def wrapper(
     cls: type[torch.Tensor], like: torch.Tensor, device: torch.device
 ) -> Any:  # torch 2.11 to 2.15
-    """A tensor of a wrapper subclass: the looks of `like` on another device, and no data."""
+    """A wrapper subclass without data: shape, strides and dtype of `like`, on `device`."""
     return torch.Tensor._make_wrapper_subclass(
         cls,
         like.shape,
@@ -41,12 +41,12 @@ def wrapper(
 
 
 def is_wrapper_class(cls: type) -> bool:  # torch 2.11 to 2.15
-    """True if tensors of a class are wrappers, which can be taken apart and put together again."""
+    """True for a wrapper subclass: its tensors can be flattened and unflattened."""
     return issubclass(cls, torch.Tensor) and is_traceable_wrapper_subclass_type(cls)
 
 
 def flatten_wrapper(tensor: Any) -> tuple[list[str], Any]:  # torch 2.11 to 2.15
-    """The names of the tensors that a wrapper is made of, and what else it is made from."""
+    """(names of a wrapper's inner tensors, context for `unflatten_wrapper`)."""
     names, context = tensor.__tensor_flatten__()
     return list(names), context
 
@@ -54,15 +54,16 @@ def flatten_wrapper(tensor: Any) -> tuple[list[str], Any]:  # torch 2.11 to 2.15
 def unflatten_wrapper(
     cls: Any, parts: dict[str, torch.Tensor], context: Any, shape: Any, stride: Any
 ) -> torch.Tensor:  # torch 2.11 to 2.15
-    """A wrapper over `parts`, by their names."""
+    """A wrapper over `parts`: name -> inner tensor."""
     made: torch.Tensor = cls.__tensor_unflatten__(parts, context, torch.Size(shape), tuple(stride))
     return made
 
 
 def outside_inference_mode() -> AbstractContextManager[None]:  # torch 2.11 to 2.15
-    """For its duration, new tensors are ordinary ones. In C: nothing is left where a signal raises.
+    """A context in which new tensors are not inference tensors.
 
-    `torch.inference_mode(False)` does the same in Python.
+    `torch.inference_mode(False)` does the same in Python. This one is in C: a signal that raises
+    does not leave the mode changed.
     """
     context: AbstractContextManager[None] = torch._C._InferenceMode(False)
     return context
@@ -76,22 +77,22 @@ def storage_users(tensor: torch.Tensor) -> int:  # torch 2.11 to 2.15
 
 
 def storage_uses(storages: Iterable[torch.UntypedStorage]) -> list[int]:  # torch 2.11 to 2.15
-    """Number of tensors, and of these objects, that share each storage."""
+    """Use count of each storage: tensors that share it, and these objects."""
     return [torch._C._storage_Use_Count(storage._cdata) for storage in storages]
 
 
-# The classes of tensors that have memory and no will of their own.
+# The tensor classes that have memory and override nothing.
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # torch 2.11 to 2.15
 
 
 def tensor_guards(
     examples: Sequence[torch.Tensor],
 ) -> Callable[[Sequence[torch.Tensor]], bool]:  # torch 2.11 to 2.15
-    """A function that is true of tensors which are like these, one by one, as Dynamo's guards ask
-    it: class, dtype, device, shape, strides, layout, does it require grad? In C."""
+    """A predicate in C: true if tensors match these one by one, as Dynamo's guards check: class,
+    dtype, device, shape, strides, layout, requires_grad."""
     if not examples:
         return lambda tensors: not tensors
-    new: Any = torch._C._dynamo.guards.TensorGuards  # whose stub has other lists
+    new: Any = torch._C._dynamo.guards.TensorGuards  # its stub has other lists
     guards = new(
         *examples,
         dynamic_dims_sizes=[list(tensor.shape) for tensor in examples],
@@ -101,14 +102,14 @@ def tensor_guards(
 
 
 def is_alone(tensor: torch.Tensor) -> bool:  # torch 2.11 to 2.15
-    """True if a dense tensor fills its storage, and no other tensor shares that."""
+    """True if a dense tensor fills its storage, and no other tensor shares it."""
     storage = tensor.untyped_storage()
     users = torch._C._storage_Use_Count(storage._cdata)
     return users == 2 and storage.nbytes() == tensor.nbytes  # one of them is `storage` itself
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:  # torch 2.11 to 2.15
-    """`version` of each."""
+    """`version` of each tensor."""
     return list(map(_VERSION, tensors))
 
 
@@ -116,12 +117,12 @@ _VERSION = operator.attrgetter("_version")
 
 
 def version(tensor: torch.Tensor) -> int:  # torch 2.11 to 2.15
-    """Number of times that a tensor's memory was changed in place, by any of its views."""
+    """Number of in-place changes of a tensor's memory, through any of its views."""
     return tensor._version
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:  # torch 2.11 to 2.15
-    """The tensor that autograd takes a view for a view of; None for one that is no view."""
+    """The base of a view, for autograd; None for a tensor that is no view."""
     return tensor._base
 
 
@@ -138,28 +139,27 @@ def gradient_hooks(param: torch.Tensor) -> bool:  # torch 2.11 to 2.15
 
 
 def any_hooked(params: Sequence[torch.Tensor]) -> bool:  # torch 2.11 to 2.15
-    """True if any parameter has a hook of the user's that sees its gradient: `gradient_hooks`, or
-    `post_accumulate_hooks`."""
-    return any(map(_BEFORE, params)) or any_accumulate_hooks(params)
+    """True if any parameter has `gradient_hooks` or `post_accumulate_hooks`."""
+    return any(map(_GRADIENT_HOOKS, params)) or any_accumulate_hooks(params)
 
 
 def any_accumulate_hooks(params: Iterable[torch.Tensor]) -> bool:  # torch 2.11 to 2.15
     """True if any parameter has `post_accumulate_hooks`."""
-    return any(map(_BEHIND, params))
+    return any(map(_ACCUMULATE_HOOKS, params))
 
 
-_BEFORE = operator.attrgetter("_backward_hooks")
-_BEHIND = operator.attrgetter("_post_accumulate_grad_hooks")
+_GRADIENT_HOOKS = operator.attrgetter("_backward_hooks")
+_ACCUMULATE_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 def without_torch_function() -> AbstractContextManager[None]:  # torch 2.11 to 2.15
-    """For its duration, tensor subclasses of this thread are treated as plain tensors."""
+    """A context in which torch treats tensor subclasses of this thread as plain tensors."""
     context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return context
 
 
 def torch_function_enabled() -> bool:  # torch 2.11 to 2.15
-    """Do tensor subclasses have their say in this thread? See `without_torch_function`."""
+    """False in `without_torch_function`, for this thread."""
     return bool(torch._C._is_torch_function_enabled())
 
 
@@ -172,24 +172,20 @@ def torch_function_state() -> Any:  # torch 2.11 to 2.15
 
 
 def set_torch_function_state(state: Any) -> None:  # torch 2.11 to 2.15
-    """Set what `torch_function_state` gave, or `NO_SUBCLASSES`."""
+    """Set a state that `torch_function_state` returned, or `NO_SUBCLASSES`."""
     _C._set_torch_function_state(state)
 
 
-# As in `without_torch_function`.
+# The state in `without_torch_function`.
 NO_SUBCLASSES = _C._TorchFunctionState.SUBCLASSES_DISABLED  # torch 2.11 to 2.15
 
 
-def compares(func: Any) -> bool:  # torch 2.11 to 2.15
-    """True if an operator is that of `a == b` of two tensors."""
-    return func is torch.ops.aten.eq.Tensor
-
-
-STATIC_INPUT = "_dynamo_static_input_type"  # where Dynamo notes it of a tensor: torch 2.11 to 2.15
+# The attribute that `mark_static_address` sets on a tensor.
+STATIC_INPUT = "_dynamo_static_input_type"  # torch 2.11 to 2.15
 
 
 def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage:  # torch 2.11 to 2.15
-    """A storage that begins where a tensor does, in the same memory: the tensor must outlive it."""
+    """A storage that starts at a tensor's data, in the same memory; the tensor must outlive it."""
     count = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     if not tensor.numel():
         return torch.UntypedStorage(0, device=tensor.device)
@@ -200,16 +196,11 @@ def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage:  # torch 2.11 to 
     return made  # type: ignore[no-any-return]
 
 
-def converts_itself(cls: type[torch.Tensor]) -> bool:  # torch 2.11 to 2.15
-    """True if a class of parameters has a `to` of its own."""
-    return cls.to is not torch.Tensor.to
-
-
 def ask_before_export(ask: Callable[[Any], Any]) -> None:  # torch 2.11 to 2.15
-    """Makes DLPack's C functions export what `ask` returns for a tensor; None: the tensor itself.
+    """Makes DLPack's C functions export `ask(tensor)`, or the tensor itself if that is None.
 
-    They take a tensor subclass for a plain tensor. Code that has imported one of them by its name
-    before megacompile was imported calls it as it is.
+    They treat a tensor subclass as a plain tensor. Code that imported one of them by name before
+    megacompile was imported still calls torch's.
     """
     for module, name in (
         (torch._C, "_to_dlpack"),
@@ -228,7 +219,7 @@ def ask_before_export(ask: Callable[[Any], Any]) -> None:  # torch 2.11 to 2.15
 
 
 def _metadata() -> frozenset[Any]:
-    """Functions that look at what a tensor is, not at what it holds."""
+    """Functions that read or set a tensor's metadata, not its elements."""
     tensor = torch.Tensor
     properties = (
         "shape dtype device layout ndim is_leaf grad_fn requires_grad grad _grad _version _base "
@@ -253,7 +244,7 @@ METADATA = _metadata()  # torch 2.11 to 2.15
 
 
 def _overwriting() -> frozenset[Any]:
-    """Functions that give their first tensor other values, all of it, and do not look at it."""
+    """Functions that overwrite all of their first tensor without reading it."""
     tensor: Any = torch.Tensor
     return frozenset([tensor.copy_, tensor.zero_, tensor.fill_, tensor.data.__set__])
 
@@ -262,20 +253,20 @@ OVERWRITING = _overwriting()  # torch 2.11 to 2.15
 
 
 def in_transform() -> bool:  # torch 2.11 to 2.15
-    """True if a transform of `torch.func` is around this call."""
+    """True if this call is inside a `torch.func` transform."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_of_transform(tensor: torch.Tensor) -> bool:  # torch 2.11 to 2.15
-    """True if a tensor is one of a transform's own, which has no memory."""
+    """True for a wrapper tensor of a `torch.func` transform, which has no memory."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def exchange_memory(a: torch.Tensor, b: torch.Tensor) -> None:  # torch 2.11 to 2.15
-    """Exchanges two tensors, device and all; they stay the objects they are.
+    """Swap the contents of two tensor objects, devices included.
 
-    `torch.utils.swap_tensors` does the same, and refuses tensors with weak references, as `nn.LSTM`
-    has of its parameters.
+    `torch.utils.swap_tensors` does the same, but rejects tensors with weak references, such as the
+    parameters of `nn.LSTM`.
     """
     torch._C._swap_tensor_impl(a, b)
 
@@ -284,7 +275,7 @@ def exchange_memory(a: torch.Tensor, b: torch.Tensor) -> None:  # torch 2.11 to 
 
 
 def free_device_bytes(device: torch.device) -> int:  # torch 2.11 to 2.15
-    """Device memory that this process can still get, within the limit that it was given."""
+    """Device memory, bytes, that this process can still allocate within its limit."""
     if device.type != "cuda":
         return available_bytes()
     free, total = torch.cuda.mem_get_info(device)
@@ -297,18 +288,23 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads th
 
 
 def end_allocation(device: torch.device, pool: Any) -> None:  # torch 2.11 to 2.15
-    """Stop allocating from the pool of a CUDA graph whose capture failed, and let the pool go:
-    ending the capture does not get there if CUDA has invalidated it. No error if that has stopped
-    already; the graph lets the pool go then."""
+    """Stop allocating from the pool of a CUDA graph whose capture failed, and release the pool.
+
+    Ending a capture that CUDA has invalidated raises before it does this. No error if allocation
+    has stopped already: the graph releases the pool then.
+    """
     with suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)
         torch._C._cuda_releasePool(device.index, pool)
 
 
 def end_random_capture() -> None:  # torch 2.11 to 2.15
-    """Take the generator of the current device out of a capture that failed, on a stream that may
-    be captured. torch 2.11 leaves it there, and every random number is an error then; a capture
-    that ends takes it out."""
+    """End the capture state of the current device's generator after a capture that failed. The
+    current stream must allow captures.
+
+    torch 2.11 leaves the generator in that state, in which drawing random numbers raises. A capture
+    that ends resets it.
+    """
     graph = torch.cuda.CUDAGraph()
     with suppress(RuntimeError), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of an empty graph
@@ -317,13 +313,12 @@ def end_random_capture() -> None:  # torch 2.11 to 2.15
 
 
 def use_expandable_segments() -> bool:  # torch 2.11 to 2.15
-    """Turns expandable segments of the CUDA allocator on, for the process, where everybody can see
-    it.
+    """Enable expandable segments of the CUDA allocator in this process; true if they were enabled.
 
-    Code that cannot do with it (vLLM's memory pools) asks the environment. So it is set there too,
-    and not at all where the user set the allocator up, or where memory was taken from it already:
-    a caller that did that has asked before. Torch 2.11 cannot say what a program has set (2.12
-    can).
+    Sets the environment variables too: code that does not support expandable segments (vLLM's
+    memory pools) checks these. Changes nothing if the user configured the allocator, or if memory
+    was allocated: such code may have checked before. torch 2.11 cannot tell whether the program
+    configured it (2.12 can).
     """
     configured = getattr(_C, "_accelerator_getAllocatorSettings", str)
     if any(os.environ.get(name) for name in _ALLOCATOR) or configured() or _has_allocated():
@@ -335,25 +330,27 @@ def use_expandable_segments() -> bool:  # torch 2.11 to 2.15
 
 
 def _has_allocated() -> bool:
-    """True if memory was ever taken from the CUDA allocator, even if it was given back since."""
+    """True if the CUDA allocator ever reserved memory, even if it was released since."""
     if not torch.cuda.is_initialized():
         return False
     devices = range(torch.cuda.device_count())
     return any(torch.cuda.memory_stats(d).get("segment.all.allocated", 0) for d in devices)
 
 
-def give_cache_back(device: torch.device) -> None:  # torch 2.11 to 2.15
-    """Return unused device memory to the driver: workspaces, and what is cached."""
+def release_device_cache(device: torch.device) -> None:  # torch 2.11 to 2.15
+    """Return unused device memory to the driver: cuBLAS workspaces and torch's cache."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         _C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
 
-def give_pinned_cache_back(device: torch.device) -> None:  # torch 2.11 to 2.15
-    """Give page-locked host memory that torch's allocator caches back to the system. Where a kernel
-    is tuned that writes to a tensor in place, and device memory is short, Inductor copies that
-    tensor there, in blocks of powers of two."""
+def release_pinned_cache(device: torch.device) -> None:  # torch 2.11 to 2.15
+    """Return page-locked host memory in torch's cache to the system.
+
+    When Inductor tunes a kernel that writes to a tensor in place and device memory is short, it
+    copies the tensor to such memory, in blocks of powers of two.
+    """
     if device.type == "cuda":
         _C._host_emptyCache()
 
@@ -364,24 +361,13 @@ def profiler_enabled() -> bool:  # torch 2.11 to 2.15
 
 
 def on_host() -> AbstractContextManager[Any]:  # torch 2.11 to 2.15
-    """For its duration, what names no device is on the CPU, whatever the default device is."""
+    """A context in which the default device is the CPU."""
     if _C._len_torch_function_stack() == 0:  # a default device is a mode, like `with device:`
         return nullcontext()
     return torch.device("cpu")
 
 
 def without_autocast() -> AbstractContextManager[Any]:  # torch 2.11 to 2.15
-    """For its duration, no operation casts what it reads, whatever autocast the caller is in."""
+    """A context in which no operation casts its inputs, even inside the caller's autocast."""
     guard: AbstractContextManager[Any] = _C._DisableAutocast()
     return guard
-
-
-@contextmanager
-def side_stream(device: torch.device) -> Iterator[None]:  # torch 2.11 to 2.15
-    """On CUDA: a stream of its own for the duration, done at the end. On the CPU: nothing."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)) as _:
-        yield
-        torch.cuda.current_stream(device).synchronize()

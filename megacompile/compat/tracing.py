@@ -1,4 +1,4 @@
-"""Tracing to ATen: fake tensors, functional tensors, make_fx, strides as the kernels give them."""
+"""Tracing to ATen: fake tensors, functional tensors, make_fx, the strides of real kernels."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from megacompile.compat.symbols import UntraceableSymbols, expression_of, symbol
 
 Tensors = Sequence[torch.Tensor]
 
-# What tracing raises for operators whose results depend on data, or that have no fake kernel.
+# Errors of tracing: an operator's results depend on data, or it has no fake kernel.
 UNTRACEABLE = (  # torch 2.11 to 2.15
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
-    NotImplementedError,  # no kernel for what it was given
+    NotImplementedError,  # no kernel for these inputs
 )
 
 
@@ -47,11 +47,10 @@ def fake_mode() -> FakeTensorMode:  # torch 2.11 to 2.15
 
 
 def _knowing_statistics(mode: Any, native: bool) -> Callable[..., Any]:
-    """The handling of operators by a functional mode, where cuDNN's batch norm changes its
-    statistics.
+    """The dispatch of a functional mode, with the in-place update of statistics by cuDNN's batch
+    norm.
 
-    Its schema does not say so, and torch takes them for inputs alone: their new values would be
-    of no user.
+    The operator's schema does not declare that update: torch would drop the new statistics.
     """
     stock = mode.__torch_dispatch__
 
@@ -81,17 +80,17 @@ def _changes_statistics(
 
 @contextmanager
 def functional_mode(*, native: bool = False) -> Iterator[None]:  # torch 2.11 to 2.15
-    """In-place operations on tensors made by `to_functional` become values and are recorded.
+    """A context that turns in-place operations on tensors of `to_functional` into functional ones.
 
     Args:
-        native: cuDNN's batch norm becomes torch's own, which a compiler can take apart. Their
-            numbers are equal but for rounding.
+        native: cuDNN's batch norm becomes torch's own, which a compiler can decompose. Their
+            results differ by rounding.
 
     Raises:
-        NotImplementedError: an operator has effects in an order (it checks, it prints).
+        NotImplementedError: an operator has ordered side effects (a check, a print).
     """
     mode: Any = FunctionalTensorMode(_allow_token_discovery=True)
-    # not a class of our own: higher-order operators ask for this very one
+    # not a subclass: higher-order operators look for this class
     mode.__torch_dispatch__ = _knowing_statistics(mode, native)
     with mode:
         yield
@@ -100,12 +99,12 @@ def functional_mode(*, native: bool = False) -> Iterator[None]:  # torch 2.11 to
 
 
 def to_functional(value: Any) -> Any:  # torch 2.11 to 2.15
-    """Wrap a tensor for the `functional_mode` that is active; anything else as it is."""
+    """Wrap a tensor for the active `functional_mode`; other values unchanged."""
     return to_fun(value)
 
 
 def from_functional(tensor: Any) -> Any:  # torch 2.11 to 2.15
-    """The value of a wrapped tensor, another object after each change; anything else as it is."""
+    """The value of a wrapped tensor, a new object after each change; other values unchanged."""
     return from_fun(tensor) if isinstance(tensor, FunctionalTensor) else tensor
 
 
@@ -114,11 +113,10 @@ _OF_BACKWARD = "megacompile.of_backward"  # in a node's meta
 
 @contextmanager
 def in_backward() -> Iterator[None]:  # torch 2.11 to 2.15
-    """Marks what `trace` sees for its duration as the backward's; random numbers are drawn there
-    too.
+    """A context in which `trace` marks nodes as the backward's, where random numbers stay too.
 
-    The partitioner takes what depends on no tangent for a part of the forward. There it would be
-    drawn before what later stages draw, and once where a graph is retained.
+    The partitioner assigns nodes that depend on no tangent to the forward. Their random numbers
+    would be drawn before those of later stages, and only once for a retained graph.
     """
     mode = get_proxy_mode()
     graph = None if mode is None else mode.tracer.graph
@@ -132,14 +130,14 @@ def in_backward() -> Iterator[None]:  # torch 2.11 to 2.15
 
 
 def is_of_backward(node: fx.Node) -> bool:  # torch 2.11 to 2.15
-    """True if `trace` saw a node `in_backward`."""
+    """True if `trace` recorded a node `in_backward`."""
     return _OF_BACKWARD in node.meta
 
 
 def set_functional_value(tensor: Any, value: Any) -> None:  # torch 2.11 to 2.15
-    """Give a tensor made by `to_functional`, and its views, another value; autograd does not know.
+    """Replace the value of a tensor of `to_functional`, and of its views.
 
-    Its version stays: to autograd, nothing was changed in place.
+    Its version stays: autograd sees no in-place change.
     """
     new = from_functional(value)
     tensor.replace_(new)
@@ -148,7 +146,7 @@ def set_functional_value(tensor: Any, value: Any) -> None:  # torch 2.11 to 2.15
 
 
 def has_known_data(tensor: torch.Tensor) -> bool:  # torch 2.11 to 2.15
-    """True if a fake tensor remembers its elements, as one made of numbers does."""
+    """True if a fake tensor has its elements, as one made from numbers does."""
     return getattr(from_functional(tensor), "constant", None) is not None
 
 
@@ -160,25 +158,25 @@ def trace(
 ) -> fx.GraphModule:  # torch 2.11 to 2.15
     """Trace `function(primals, tangents)` to ATen; placeholders are primals_1.., tangents_1..
 
-    Each value's description is a fake tensor. Where the tensors are real, torch would make a mode
-    for each of them, and each mode keeps the stack that it was made on.
+    The nodes' values are fake tensors of one mode. For real tensors, torch would create a mode
+    each, and each mode keeps the stack of its creation.
     """
 
     def joint(primals: Tensors, tangents: Tensors) -> Any:  # the partitioner reads these names
         return function(primals, tangents)
 
     with contextlib.ExitStack() as modes:
-        # it reads values, which are not there yet
+        # it would read values, which fake tensors lack
         modes.enter_context(torch.autograd.set_detect_anomaly(False))
         if detect_fake_mode((*primals, *tangents)) is None:
             modes.enter_context(tracing(TracingContext(fake_mode())))
-        modes.enter_context(_use_lazy_graph_module(True))  # it may never be called
+        modes.enter_context(_use_lazy_graph_module(True))  # the graph may never be called
         traced = make_fx(joint, decomposition_table=decompositions)(list(primals), list(tangents))
-    return flatten_signature(traced)
+    return _flatten_signature(traced)
 
 
-def flatten_signature(module: fx.GraphModule) -> fx.GraphModule:  # torch 2.11 to 2.15
-    """Give a traced function of two lists a flat signature and a flat output."""
+def _flatten_signature(module: fx.GraphModule) -> fx.GraphModule:
+    """Flatten the inputs, two lists, and the output of a traced function."""
     graph = module.graph
     graph.set_codegen(fx.graph.CodeGen())
     output = next(iter(reversed(graph.nodes)))
@@ -198,12 +196,12 @@ def flatten_signature(module: fx.GraphModule) -> fx.GraphModule:  # torch 2.11 t
 
 
 def eager_decompositions() -> dict[Any, Callable[..., Any]]:  # torch 2.11 to 2.15
-    """For operators whose functional form returns other numbers than the in-place form does."""
+    """Decompositions of operators whose functional form returns other numbers than in place."""
     return {torch.ops.aten.bernoulli.p: _bernoulli}
 
 
 def _bernoulli(like: torch.Tensor, p: float, generator: Any = None) -> Any:
-    """Draw in the order of `like`'s memory, as `bernoulli_` does: the mask of a dropout."""
+    """Draw in `like`'s memory order, as `bernoulli_` does for the mask of a dropout."""
     order = sorted(range(like.dim()), key=like.stride, reverse=True)
     if generator is not None or order == list(range(like.dim())):
         return NotImplemented
@@ -212,9 +210,9 @@ def _bernoulli(like: torch.Tensor, p: float, generator: Any = None) -> Any:
 
 
 def symbolic_decompositions() -> dict[Any, Callable[..., Any]]:  # torch 2.11 to 2.15
-    """`eager_decompositions`, and for what an index does only where its tensor has symbols.
+    """`eager_decompositions`, and those that drop slices which exist only with symbolic sizes.
 
-    A slice of all of a dimension is no operator where sizes are numbers.
+    With numbers as sizes, indexing records no operator for a slice of a whole dimension.
     """
     aten = torch.ops.aten
     return {
@@ -241,15 +239,15 @@ def _takes_all(size: Any, start: Any, end: Any, step: int) -> bool:
 
 
 def is_described() -> bool:  # torch 2.11 to 2.15
-    """True if the caller's property is read for a fake tensor to be made like this one."""
+    """True if torch reads the caller's property to make a fake copy of the tensor."""
     return sys._getframe(2).f_code.co_name in ("safe_grad", "safe_has_grad")
 
 
 @contextmanager
 def without_sources() -> Iterator[None]:  # torch 2.11 to 2.15
-    """For its duration, torch.fx keeps no source of the graph modules that are made.
+    """A context that drops torch.fx's sources of the graph modules made in it.
 
-    It would keep each for good, though most are gone in a moment: for tracebacks alone.
+    torch.fx keeps each for the whole process, for tracebacks; most of the modules are short-lived.
     """
     sources = fx.graph_module._loader.eval_cache
     before = set(sources)
@@ -261,7 +259,7 @@ def without_sources() -> Iterator[None]:  # torch 2.11 to 2.15
             linecache.cache.pop(name, None)
 
 
-# --- strides as the kernels give them, for tensors that have no data
+# --- the strides of real kernels, for tensors without data
 
 
 _CANNOT_RUN = (RuntimeError, IndexError, ValueError, ArithmeticError, TypeError)
@@ -269,10 +267,10 @@ _CANNOT_RUN = (RuntimeError, IndexError, ValueError, ArithmeticError, TypeError)
 
 @contextmanager
 def real_strides() -> Iterator[None]:  # torch 2.11 to 2.15
-    """Run each operator on zeros too, at the hints' sizes, for the strides it returns.
+    """A context that also runs each operator on zeros, at the hints' sizes, for its real strides.
 
-    A few kernels give other strides than their fake kernels say. What cannot run on zeros keeps
-    what the fake kernel says. To be entered inside of `SymbolicFakes`.
+    A few kernels return other strides than their fake kernels. An operator that cannot run on zeros
+    keeps the fake strides. Enter it inside `SymbolicFakes`.
     """
     fakes = symbols_now()
     assert fakes is not None
@@ -284,7 +282,7 @@ def real_strides() -> Iterator[None]:  # torch 2.11 to 2.15
 
 
 def _settled(func: Any, args: Any, kwargs: Any, found: Any) -> Any:
-    """The results of an operator, with the strides that its kernel returns."""
+    """The results of an operator, with the strides of its real kernel."""
     if not _makes_tensors(func):
         return found
     flat, spec = _pytree.tree_flatten(found)
@@ -301,7 +299,7 @@ def _settled(func: Any, args: Any, kwargs: Any, found: Any) -> Any:
 
 
 def _makes_tensors(func: Any) -> bool:
-    """True if an operator's results are memory of their own, and it changes nothing."""
+    """True if an operator returns new memory and changes no argument."""
     schema = getattr(func, "_schema", None)
     if schema is None or schema.is_mutable:
         return False
@@ -329,7 +327,7 @@ def _zeros(value: Any) -> Any:
 
 
 def _with_strides(fake: Any, real: Any) -> Any:
-    """The fake result, or one in the order of the real one's strides where these are others."""
+    """The fake result, with its dimensions in the order of the real strides if they differ."""
     if not isinstance(fake, FakeTensor) or not isinstance(real, torch.Tensor):
         return fake
     shape = tuple(expression_of(n)[0] for n in fake.shape)
@@ -338,14 +336,14 @@ def _with_strides(fake: Any, real: Any) -> Any:
         return fake
     order = sorted(range(real.dim()), key=lambda d: (real.stride(d), real.shape[d]))
     if shape != tuple(real.shape) or _dense(real.shape, order) != real.stride():
-        raise UntraceableSymbols(f"a kernel gives strides {real.stride()} for {list(real.shape)}")
+        raise UntraceableSymbols(f"a kernel returns strides {real.stride()} for {list(real.shape)}")
     return torch.empty_strided(
         fake.shape, _dense(fake.shape, order), dtype=fake.dtype, device=fake.device
     )
 
 
 def _dense(shape: Sequence[Any], order: Sequence[int]) -> tuple[Any, ...]:
-    """Strides of a tensor without gaps, whose dimension `order[0]` is the innermost."""
+    """Strides of a tensor without gaps, with dimensions in `order`, innermost first."""
     found: list[Any] = [1] * len(shape)
     step: Any = 1
     for dim in order:

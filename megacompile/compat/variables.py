@@ -1,4 +1,4 @@
-"""Objects of captured code as Dynamo sees them: parameters of our classes, and two containers."""
+"""Dynamo's variables for parameters of our classes, and for two containers."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _shown: list[type[torch.Tensor]] = []
 
 
 def show_classes(kind: type[torch.Tensor]) -> None:  # torch 2.11 to 2.15
-    """Makes captured code see tensors of this class and its subclasses as what they stand for.
+    """Makes captured code see tensors of this class and its subclasses as the original parameters.
 
     Args:
-        kind: whose `stands_for` is the class that captured code sees, and whose `param` is what it
-            asks the id of.
+        kind: `stands_for` is the class that captured code sees; `param` is the tensor whose id it
+            sees.
     """
     if not _shown:
         _patch()
@@ -44,7 +44,7 @@ def show_classes(kind: type[torch.Tensor]) -> None:  # torch 2.11 to 2.15
 
 
 def _leave_alone(base: type) -> None:
-    """Eager code asks a tensor of this class: its methods are nothing to capture by themselves."""
+    """Stop Dynamo from capturing this class's methods by themselves when eager code calls them."""
     for member in vars(base).values():
         functions = [member.fget, member.fset] if isinstance(member, property) else [member]
         for function in functions:
@@ -67,7 +67,7 @@ def _patch() -> None:
     def shown_call_type(self: Any, tx: Any, obj: Any) -> Any:
         if not (isinstance(obj, TensorVariable) and _is_shown(obj.class_type)):
             return call_type(self, tx, obj)
-        source = obj.source and AttrSource(obj.source, "__class__")  # the type itself is another
+        source = obj.source and AttrSource(obj.source, "__class__")  # the real type is another
         return VariableTracker.build(tx, obj.python_type(), source)
 
     @functools.wraps(var_getattr)
@@ -75,28 +75,28 @@ def _patch() -> None:
         if not _is_shown(self.class_type):
             return var_getattr(self, tx, name)
         if name in _POINTERS:
-            _leave(self, name, "in captured code a parameter has no memory")
+            _leave(self, name, "a parameter has no memory in captured code")
         if name == "_version":
-            _leave(self, name, "an update counts, and it is known in eager code alone")
+            _leave(self, name, "only eager code counts updates")
         own: Any = _of_own_class(self.class_type, name)
         if isinstance(own, property):
             return _function(own.fget).call_function(tx, [self], {})
         if own is not None and not isinstance(own, types.FunctionType):
-            _leave(self, name, "it is an attribute of the class")
+            _leave(self, name, "it is a class attribute")
         return var_getattr(self, tx, name)
 
     @functools.wraps(call_method)
     def shown_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name in _POINTERS and _is_shown(self.class_type):
-            _leave(self, name, "in captured code a parameter has no memory")
+            _leave(self, name, "a parameter has no memory in captured code")
         own = _of_own_class(self.class_type, name) if _is_shown(self.class_type) else None
         if name == "to" and "to" in vars(self.class_type) and len(args) == 1 and not kwargs:
             if args[0].is_python_constant() and args[0].as_python_constant() == self.device:
-                return self  # it may be put into the parameter's place
+                return self  # code may assign it to the parameter
         if own is None:
             return call_method(self, tx, name, args, kwargs)
         if not isinstance(own, types.FunctionType):
-            _leave(self, name, "it is no method of one parameter")
+            _leave(self, name, "it is not an instance method")
         return _function(own).call_function(tx, [self, *args], kwargs)
 
     builder: Any = VariableBuilder
@@ -105,7 +105,7 @@ def _patch() -> None:
     @functools.wraps(wrap_tensor)
     def shown_tensor(self: Any, value: Any) -> Any:
         if type(self.source).__name__ in _KEYS and isinstance(value, torch.nn.Parameter):
-            _leave(self.source.name, "", "it is a key of a dict or set, where another one may be")
+            _leave(self.source.name, "", "it is a key of a dict or set")
         return wrap_tensor(self, value)
 
     builder.wrap_tensor = shown_tensor
@@ -133,8 +133,7 @@ def _is_shown(cls: type) -> bool:
 
 
 def _of_own_class(cls: type, name: str) -> Any:
-    """The attribute that a class of parameters defines itself by that name; None where torch's is
-    meant."""
+    """The attribute that a parameter class defines by that name; None for one of torch's."""
     of = next((base for base in cls.__mro__ if name in vars(base)), None)
     own = (
         of is not None
@@ -159,10 +158,10 @@ def _leave(variable: Any, name: str, why: str) -> None:
 
 
 class _Longest(ConstantVariable):  # torch 2.11 to 2.15
-    """The `maxlen` of a deque that a frame was given.
+    """The `maxlen` of a deque from outside a frame.
 
-    Dynamo refuses to write such a deque back unless this is None. It writes back what is in it at
-    the end, after `clear()`, which is right for any `maxlen`.
+    Dynamo writes such a deque back only if its `maxlen` is None. It writes back the final items
+    after `clear()`, which is right for any `maxlen`.
     """
 
     def is_constant_none(self) -> bool:
@@ -170,11 +169,10 @@ class _Longest(ConstantVariable):  # torch 2.11 to 2.15
 
 
 def follow_containers() -> None:  # torch 2.11 to 2.15
-    """Makes Dynamo trace two containers from outside of a frame as Python has them.
+    """Makes Dynamo trace deques and ordered dicts from outside a frame as Python runs them.
 
-    It forgets the `maxlen` of a deque, which then has too many items, from the call on in which it
-    is full. `OrderedDict.move_to_end` changes the order within the frame alone; `popitem` is traced
-    for the first order that it meets.
+    Dynamo ignores the `maxlen` of a deque: a full one gets too many items. It applies
+    `OrderedDict.move_to_end` within the frame only, and traces `popitem` for the first order.
     """
     stock: Any = VariableBuilder.wrap_listlike
     if hasattr(stock, "follows"):
@@ -210,7 +208,7 @@ def follow_containers() -> None:  # torch 2.11 to 2.15
 
 
 def _follow_order(kind: Any) -> None:  # torch 2.11 to 2.15
-    """Makes the ordered methods of an OrderedDict see, and keep, Python's order."""
+    """Makes the ordered methods of an OrderedDict use and keep Python's order."""
     stock = kind.call_method
 
     @functools.wraps(stock)

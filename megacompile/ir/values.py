@@ -50,7 +50,7 @@ def memory(node: fx.Node) -> fx.Node:
     return node
 
 
-def inputs_behind(schedule: Schedule) -> dict[str, str]:
+def underlying_inputs(schedule: Schedule) -> dict[str, str]:
     """Names of the forward's values in an input's memory (the input itself and its new values from
     stages) -> the input's name."""
     found = {node.name: node.name for node in schedule.forward.find_nodes(op="placeholder")}

@@ -20,7 +20,7 @@ from megacompile.ir import ops, signature
 from megacompile.ir.ops import Part, Value, effects
 from megacompile.ir.stages import ArgRef, Stage
 from megacompile.ir.tokens import token_of
-from megacompile.ir.values import inputs_behind, kind_of, label, named
+from megacompile.ir.values import kind_of, label, named, underlying_inputs
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 
 
@@ -172,7 +172,7 @@ def _changes_kept(view: View) -> Iterator[Hazard]:
 
 
 def _writes_of_backward(view: View) -> Iterator[Hazard]:
-    behind = inputs_behind(view.schedule)
+    underlying = underlying_inputs(view.schedule)
     left = {node.name: node for node in view.graph.find_nodes(op="placeholder")}
     wanted: dict[fx.Node, str] = {}  # backward's new value -> its input
     for node in view.nodes(ops.backward, ops.assign):
@@ -193,7 +193,7 @@ def _writes_of_backward(view: View) -> Iterator[Hazard]:
             continue
         sources: Any = call.args[2]
         given = [sources[ref.index] for ref in stage.arg_refs(stage.traced.live)]
-        names = ["" if source is None else behind.get(source.name, "") for source in given]
+        names = ["" if source is None else underlying.get(source.name, "") for source in given]
         for name, got in zip(names, args[6] if len(args) > 6 else (), strict=False):
             if got is not left.get(name) or name in wanted.values():
                 message = (

@@ -41,7 +41,7 @@ class Affine:
         return Affine(self.base, (0,) * (rank - len(self.steps)) + self.steps)
 
     def plus(self, other: Affine, times: int = 1) -> Affine:
-        """This and the other, broadcast together."""
+        """`self + times * other`, broadcast together."""
         rank = max(len(self.steps), len(other.steps))
         pairs = zip(self.of_rank(rank).steps, other.of_rank(rank).steps, strict=True)
         base = sympy.expand(self.base + times * other.base)
@@ -119,7 +119,7 @@ def computed(name: str, args: Sequence[Any], kwargs: dict[str, Any], rank: int) 
 
 
 def as_affine(value: Any) -> Affine:
-    """The formula of a formula, or of a number.
+    """A formula unchanged; the formula of a number.
 
     Raises:
         Unknown: it is neither.
@@ -209,7 +209,7 @@ def _getitem(rank: int, x: Affine, index: Any) -> Affine:
 
 
 def _gathered(rank: int, x: Affine, index: Sequence[Any]) -> Affine:
-    """`x[i, j]`, a formula for each dimension; a negative number would count from the end."""
+    """`x[i, j]`, with a formula for each dimension; unknown for negative indices."""
     if len(index) != len(x.steps):
         raise Unknown
     found = Affine(x.base, ())
@@ -267,7 +267,7 @@ _FUNCTIONS: dict[str, Callable[..., Affine]] = {
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """`compare(left, right)`, and with what size."""
+    """`compare(left, right)`, with its shape."""
 
     compare: Callable[[Any, Any], Any]
     left: Affine
@@ -291,7 +291,7 @@ class Compared:
         return conditions.decide(first >= 0) and conditions.decide(first < rows)
 
     def allows_all(self, conditions: Conditions) -> bool:
-        """True if it holds everywhere."""
+        """True if the comparison holds everywhere."""
         found = self._seen()
         if found is None:
             return False

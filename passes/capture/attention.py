@@ -36,8 +36,8 @@ def set_mask(node: fx.Node, *, causal: bool) -> None:
 
 # The operators that build attention masks, by their names in captured graphs.
 
-# Pure functions of their arguments, methods by name. An operator's method (`__eq__`) is what torch
-# 2.11's Dynamo makes of some operators.
+# Pure functions of their arguments, methods by name. torch 2.11's Dynamo captures some operators as
+# methods (`__eq__`).
 COMPARES: dict[Any, Callable[[Any, Any], Any]] = {
     **dict.fromkeys((operator.le, torch.le, "le", "__le__"), operator.le),
     **dict.fromkeys((operator.lt, torch.lt, "lt", "__lt__"), operator.lt),

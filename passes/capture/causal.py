@@ -4,8 +4,8 @@
             y = attention(..., attn_mask=mask)
 
 A captured model cannot inspect its mask, so Hugging Face models build one where the plain loop
-passes `is_causal=True`: quadratic in the context length, in the memory of every layer, and for
-kernels that cannot skip half of it. Such a mask is known: it is computed from constants. Small
+passes `is_causal=True`. A mask takes memory quadratic in the context length in every layer, and its
+kernels cannot skip half of the work. Such a mask is known: it is computed from constants. Small
 constants are computed here. For the large masks derived from them, with a row per query and a
 column per key, it is enough to know whether they allow everything or exactly what is_causal allows.
 
@@ -98,7 +98,7 @@ def use_causal_attention(
         sizes[mask] = tensors_bytes(known.meta(mask))
         count += 1
     if not count:
-        told = "attention masks are made: what they allow is not known for every size"
+        told = "attention masks are materialized: they are not known for every size"
         return capture, ((told,) if capture.planned else ())
     _erase_unused(own.module.graph, list(sizes))
     own.module.recompile()
@@ -395,7 +395,7 @@ def _compared(target: Any, left: Any, right: Any, shape: Sequence[int]) -> Any:
         return _Allows.ALL
     if queries.shape[-1] != keys.shape[-1]:
         return _UNKNOWN
-    # A query sees every key up to its own: the largest of those, and the smallest after them.
+    # A query sees the largest key up to its own, and does not see the smallest one after it.
     seen = within(keys.cummax(-1).values, queries)
-    behind = within(keys.flip(-1).cummin(-1).values.flip(-1)[..., 1:], queries[..., :-1])
-    return _Allows.CAUSAL if bool(seen.all()) and not bool(behind.any()) else _UNKNOWN
+    later = within(keys.flip(-1).cummin(-1).values.flip(-1)[..., 1:], queries[..., :-1])
+    return _Allows.CAUSAL if bool(seen.all()) and not bool(later.any()) else _UNKNOWN

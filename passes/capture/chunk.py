@@ -7,7 +7,7 @@
 
 Casts to float32, slices and reshapes of leading dimensions between the two commute with the linear
 layer, row by row, and are applied to its input. Any other use of the logits leaves the graph
-unchanged; `reasons` then says why. The new code replaces the loss and belongs to the module of the
+unchanged, and `reasons` states why. The new code replaces the loss and belongs to the module of the
 linear layer.
 
 Sizes may be symbols. The operator computes the number of chunks at run time. The size limit for
@@ -201,7 +201,7 @@ class _Finder:
         return meta
 
     def _walk(self, loss: fx.Node, source: Any) -> tuple[tuple[fx.Node, ...], fx.Node]:
-        """From the loss's input back to the linear layer."""
+        """(nodes between the linear layer and the loss, linear layer)."""
         chain: list[fx.Node] = []
         node, user = source, loss
         while True:
@@ -230,7 +230,7 @@ class _Finder:
         return looks and (self.values.is_constant(user) or self.values.is_number(user))
 
     def _check_step(self, node: fx.Node, *, last: bool) -> None:
-        """True if a node between the head and its loss commutes with the linear layer."""
+        """Raise unless a node between the head and its loss commutes with the linear layer."""
         source = _source(node)
         meta, before = self.meta(node), self.meta(source)
         if node.target in _CASTS:

@@ -54,7 +54,7 @@ class FoundHead:
 
     @property
     def logits_bytes(self) -> int:
-        """The planned number of rows."""
+        """Bytes of the logits for the planned number of rows."""
         return self.rows * self.row_bytes
 
     @property

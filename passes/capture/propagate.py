@@ -242,7 +242,7 @@ class Recalling(Interpreter):
         """Record the possible changes of a node that was run."""
         changed = self.values.mutates[n]
         if changed & self._viewed:
-            raise NotRecallableError(f"{n} changes what a view of it is recalled of")
+            raise NotRecallableError(f"{n} changes a tensor with a recalled view")
         self._changed |= changed
         if n.op.startswith("call_") and not self._takes_tensors(n):
             known = n.target in (compat.SET_GRAD_ENABLED, compat.EXIT_AUTOCAST)

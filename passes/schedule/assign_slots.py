@@ -3,11 +3,11 @@ early.
 
     before: 2PREFETCH@? 1F        after: 2PREFETCH@0(after=0F) 1F
 
-A slot may be refilled once the last compute that reads it has been issued. Among the free slots,
-the one whose bucket is needed last or never again is taken (Belady, 1966). A slot is as large as
-its largest bucket, so buckets that are larger than most (an embedding, a head) prefer a slot that
-is already large. At the boundary of forward and backward, buckets that the forward left in their
-slots are not fetched again if `reuse` allows:
+A slot may be refilled once the last compute that reads it has been issued. A prefetch takes the
+free slot whose bucket is needed last or never again (Belady, 1966). A slot is as large as its
+largest bucket, so buckets that are larger than most (an embedding, a head) prefer a slot that is
+already large. At the boundary of forward and backward, buckets that the forward left in their slots
+are not fetched again if `reuse` allows:
 
     forward ends ... 2F 3F        backward begins 3REUSE@0 2REUSE@2 1REUSE@1 3B 2RECOMPUTE 2B
 
@@ -35,7 +35,7 @@ def assign_slots(schedule: Schedule, *, slots: int, reuse: bool) -> Schedule:
     """Assign `slots` slots, or more if one stage reads many buckets.
 
     Args:
-        slots: the least number to use.
+        slots: the minimum number to use.
         reuse: the backward takes buckets that the forward left in the slots; without a backward,
             the forward takes those that the previous one left. Only valid if nothing else used the
             slots in between and no parameter changed.
@@ -119,10 +119,10 @@ def _place(
     occupant: dict[int, fx.Node] = {}
     for k, node in enumerate(fetches):
         wanted = ops.bucket_of(node)
-        there = next((n for n in occupant.values() if ops.bucket_of(n).key == wanted.key), None)
-        if there is not None:
-            places.reused[node] = there
-            readers[there] = sorted([*readers[there], *readers[node]], key=position.__getitem__)
+        earlier = next((n for n in occupant.values() if ops.bucket_of(n).key == wanted.key), None)
+        if earlier is not None:
+            places.reused[node] = earlier
+            readers[earlier] = sorted([*readers[earlier], *readers[node]], key=position.__getitem__)
             continue
         after: tuple[fx.Node, ...] = ()
         ready = [i for i, b in places.holds.items() if b.key == wanted.key and i not in occupant]

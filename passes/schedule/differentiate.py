@@ -26,7 +26,7 @@ from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.signature import live_of, tangent_of
 from megacompile.ir.stages import ArgRef, Code, ParamRef, Stage, Template
-from megacompile.ir.values import inputs_behind
+from megacompile.ir.values import underlying_inputs
 from megacompile.passes.edit import add_item, needed_for, saved_value, set_saved_values
 
 
@@ -57,8 +57,8 @@ def differentiate(schedule: Schedule) -> Schedule:
                 saved_values[node.name] = backward.placeholder(node.name)
                 saved_values[node.name].meta["value"] = node.meta.get("value")
     gradients = _Gradients()
-    behind = inputs_behind(new)
-    taken = {name for s in stages for name in _live(calls[s.index], s, behind)}
+    underlying = underlying_inputs(new)
+    taken = {name for s in stages for name in _live(calls[s.index], s, underlying)}
     for node in new.forward.find_nodes(op="placeholder"):
         if node.name in taken:
             gradients.live[node.name] = live_of(backward, node.name)
@@ -70,7 +70,7 @@ def differentiate(schedule: Schedule) -> Schedule:
         gradients.of_value[outputs[k]] = tangent
     for stage in stages:
         call = calls[stage.index]
-        names = _live(call, stage, behind)
+        names = _live(call, stage, underlying)
         _backward(new.forward, backward, call, stage, gradients, saved_values, names)
     wanted = [n for n in new.forward.find_nodes(op="placeholder") if n in gradients.of_value]
     backward.output((tuple(gradients.of_value[n] for n in wanted), (), ()))
@@ -83,15 +83,15 @@ def differentiate(schedule: Schedule) -> Schedule:
     return set_saved_values(new, list(dict.fromkeys(names)))
 
 
-def _live(call: fx.Node, stage: Stage, behind: Mapping[str, str]) -> list[str]:
+def _live(call: fx.Node, stage: Stage, underlying: Mapping[str, str]) -> list[str]:
     """The inputs that a stage's backward takes in their current state.
 
     Args:
         call: its forward.
-        behind: from `inputs_behind`.
+        underlying: from `underlying_inputs`.
     """
     args = ops.arguments(call)[2]
-    return [behind[args[ref.index].name] for ref in stage.arg_refs(stage.traced.live)]
+    return [underlying[args[ref.index].name] for ref in stage.arg_refs(stage.traced.live)]
 
 
 def _boundary(graph: fx.Graph, call: fx.Node, stage: Stage) -> list[str]:

@@ -1,4 +1,4 @@
-"""Inserts frees: where each value dies.
+"""Inserts a free where each value dies.
 
     before: 2F(y1) 3F(y2)        after: 2F(y1) del y1 3F(y2) del y2
 
@@ -94,8 +94,8 @@ def _insert(
     # a free names the values that it waits for, so these are freed after it
     named: dict[fx.Node, tuple[int, int]] = {}  # value -> the last such free, length of the chain
     for k, (last, node, waits, deferred) in enumerate(frees):
-        behind, chain = named.get(node, (0, 0))
-        last = max(last, behind)
+        latest, chain = named.get(node, (0, 0))
+        last = max(last, latest)
         frees[k] = last, node, waits, deferred
         for wait in waits:
             before, longest = named.get(wait, (0, 0))

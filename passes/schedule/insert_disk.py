@@ -228,7 +228,7 @@ def _saved_reason(schedule: Schedule, stages: frozenset[int]) -> str:
     writes = ops.nodes_of(schedule.forward, ops.write_saved)
     sizes = [tensors_bytes(node.meta.get("value")) for node in writes]
     return (
-        f"saved tensors of {numbered('stage', 0, max(stages))} go on from the host to a disk: "
+        f"saved tensors of {numbered('stage', 0, max(stages))} move on from the host to a disk: "
         f"each step writes {format_bytes(sum(sizes))} there and reads it back, through "
         f"{2 * SAVED_SETS} buffers ({format_bytes(2 * SAVED_SETS * max(sizes))} of host memory)"
     )

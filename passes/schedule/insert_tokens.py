@@ -35,14 +35,14 @@ def insert_tokens(schedule: Schedule) -> Schedule:
 
 def _wait(graph: fx.Graph) -> None:
     touched: set[Place] = set()
-    there, body = taken(graph), body_of(graph)
+    tokens, body = taken(graph), body_of(graph)
     for node in ops.nodes_that(graph, lambda op: op.reads or op.writes):
         bucket = ops.bucket_of(node)
         op = ops.effects(node)
         for part in op.reads:
             if (bucket.key, part) in touched or _in_order(op, part):
                 continue
-            token = there.get((bucket.key, part)) or add(graph, bucket, part, body)
+            token = tokens.get((bucket.key, part)) or add(graph, bucket, part, body)
             after = node.kwargs.get("after", ())
             compat.set_kwargs(node, {**node.kwargs, "after": (token, *after)})  # type: ignore[misc]
         touched |= {(bucket.key, part) for part in op.reads} | set(written(node))

@@ -292,7 +292,7 @@ def _by_samples(stages: frozenset[int]) -> tuple[str, ...]:
 
 
 def _halves(schedule: Schedule, keep: frozenset[int]) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Keep half in all kept stages except the last, whose backward is next."""
+    """Save half in all kept stages except the last, whose backward is next."""
     chosen = keep - {schedule.stages[-1].index}
     if not chosen:
         return chosen, ()

@@ -16,8 +16,8 @@ gradients of earlier backwards are added first, as in `offload_grad`.
 
 If ranks share a bucket, an update needs only this rank's part. If the stage of the update does not
 read the bucket (an embedding), the part is fetched with the states, because a prefetch would be a
-gather, in which ranks where the bucket is resident would not take part. Otherwise it comes from the
-slot, which those ranks keep as long.
+gather, in which ranks where the bucket is resident would not take part. Otherwise the part comes
+from the slot, which those ranks keep as long.
 
 The frees of a backward's last updates are deferred (see `free`), because the next forward should
 not begin with a wait for their copies. Its first half hides these copies; then a `drain` frees

@@ -1,4 +1,4 @@
-"""Lay the images of a stage's convolutions out with their channels last, for Inductor.
+"""Use the channels_last layout for a stage's convolutions, for Inductor.
 
     before: conv(x, w) relu conv               after: conv(clone(x), w) relu conv clone
 
@@ -48,7 +48,7 @@ _FOLLOWS = frozenset(
 )
 
 
-class _StaysAsItIs(Exception):
+class _LayoutIsFixed(Exception):
     """Raised if a value cannot have the requested strides."""
 
 
@@ -66,7 +66,7 @@ def lay_channels_last(joint: fx.GraphModule) -> fx.GraphModule:
         return joint
     try:
         return _Layout(joint).made()
-    except _StaysAsItIs:
+    except _LayoutIsFixed:
         return joint
 
 
@@ -92,7 +92,8 @@ class _Layout:
         return compat.graph_module(self.joint, self.graph)
 
     def _called(self, node: fx.Node) -> fx.Node:
-        follows = node.target in _FOLLOWS or compat.is_pointwise(node.target)
+        tags = getattr(node.target, "tags", ())
+        follows = node.target in _FOLLOWS or torch.Tag.pointwise in tags
         follows = follows and not compat.is_random(node)
         images = _IMAGES.get(node.target, ())
 
@@ -114,7 +115,7 @@ class _Layout:
         try:
             new.meta["val"] = computed(new)
         except NotComputedError as error:
-            raise _StaysAsItIs from error
+            raise _LayoutIsFixed from error
         self.other.add(new)
 
     def _as_it_was(self, source: fx.Node, user: fx.Node) -> fx.Node:
@@ -126,7 +127,7 @@ class _Layout:
         order = tuple(sorted(range(old.ndim), key=lambda d: (-strides[d], d)))
         made = self._with_strides(new, order, user)
         if made.meta["val"].stride() != old.stride():  # it had gaps or overlapping elements
-            raise _StaysAsItIs
+            raise _LayoutIsFixed
         return made
 
     def _with_strides(self, new: fx.Node, order: tuple[int, ...], user: fx.Node) -> fx.Node:

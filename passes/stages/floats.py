@@ -80,9 +80,9 @@ def check_floats(joint: fx.GraphModule) -> None:
     for node in joint.graph.nodes:
         sizes = [v for v in compat.leaves(value_of(node)) if isinstance(v, torch.Tensor)]
         if any(_of_floats(TensorMeta.of(size).symbolic) for size in sizes):
-            raise compat.UntraceableSymbols("a float that changes makes a size")
+            raise compat.UntraceableSymbols("a changing float determines a size")
         if any(map(_comes_as_tensor, _numbers_taken(node))) and not _is_known(node):
-            raise compat.UntraceableSymbols(f"{node.target} takes a float that changes")
+            raise compat.UntraceableSymbols(f"{node.target} takes a changing float")
 
 
 class PowersOfTensors(TorchFunctionMode):

@@ -166,7 +166,7 @@ def _root(node: fx.Node) -> fx.Node:
     while node.op == "call_function":
         source = node.all_input_nodes[0] if node.all_input_nodes else node
         maker = source if node.target is operator.getitem else node
-        if not compat.gives_views(maker.target):
+        if not compat.returns_views(maker.target):
             break
         node = source
     return node
@@ -274,11 +274,11 @@ def _compute_in_tiles(joint: fx.GraphModule, tokens: Tokens, parameters: frozens
     """Mark values computed in tiles as never saved, except those read outside of tiles."""
     acts = find_tokenwise(joint.graph, tokens, parameters).acts
     backward = [n for n in joint.graph.find_nodes(op="placeholder") if "tangents" in n.name]
-    behind: set[fx.Node] = set(backward)
+    dependents: set[fx.Node] = set(backward)
     for node in joint.graph.nodes:
-        if behind.intersection(node.all_input_nodes):
-            behind.add(node)
-    for node in acts.keys() - behind:
+        if dependents.intersection(node.all_input_nodes):
+            dependents.add(node)
+    for node in acts.keys() - dependents:
         if not any(user.op != "output" and user not in acts for user in node.users):
             compat.mark_must_recompute(node)
 

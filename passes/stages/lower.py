@@ -111,9 +111,7 @@ class CodeToCome:
             self._uncompiled[id(template.code)] = template
         self._batches.append((jobs, later))
         if later:
-            text = (
-                "%d graphs are compiled beside the training, which runs them uncompiled meanwhile"
-            )
+            text = "%d graphs compile in the background; training runs them uncompiled until then"
             log.logger("compile").info(text, len(later))
         return now
 
@@ -133,7 +131,7 @@ class CodeToCome:
                 take = _take_nothing if jobs is None else jobs.take
                 try:
                     self._loaded[template, code] = _compiled(template.graphs[code], take)
-                except Exception as error:  # an error of Inductor's
+                except Exception as error:  # from Inductor
                     log.logger("compile").warning("a stage stays uncompiled: %s", error)
                     self._failed.add(id(template.code))
         return True

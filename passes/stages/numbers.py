@@ -127,7 +127,7 @@ def _recomputed(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:
 
 
 def sized(module: fx.GraphModule, values: Values) -> fx.GraphModule:
-    """A graph whose values have planned sizes beside their symbols.
+    """A graph whose values have planned sizes in addition to their symbols.
 
     Args:
         module: not changed; it may have other planned sizes.
@@ -170,15 +170,15 @@ def first_difference(symbolic: fx.GraphModule, plain: fx.GraphModule) -> str:
     other_names = {node: f"%{k}" for k, node in enumerate(theirs)}
     for node, other in zip(ours, theirs, strict=False):
         if node.op != other.op or (node.op == "call_function" and node.target != other.target):
-            return f"{node.target} stands in the place of {other.target}"
+            return f"{node.target} replaces {other.target}"
         if node.op == "placeholder":
             continue
         taken, wanted = _taken(node, mine), _taken(other, other_names)
         if taken != wanted:
-            return f"{node.target} takes {taken}, and without {wanted}"
+            return f"{node.target} takes {taken} with symbols, {wanted} without"
         if _looks(node.meta.get("val")) != _looks(other.meta.get("val")):
-            return f"{node.target} gives other strides"
-    return "" if len(ours) == len(theirs) else "there are other operators"
+            return f"{node.target} returns other strides"
+    return "" if len(ours) == len(theirs) else "one has more operators"
 
 
 def _work(graph: fx.Graph) -> list[fx.Node]:

@@ -1,4 +1,4 @@
-"""Cut the captured graph's node list into contiguous segments, one a stage.
+"""Cut the captured graph's node list into contiguous segments, one per stage.
 
     embed | 0.norm 0.attn 0.add | 1.norm 1.attn 1.add | norm head loss
 

@@ -71,7 +71,7 @@ def trace_templates(
         template = _template(stage, takes, ambient, cache, lowering)
         if not finds_writes and not set(template.written) <= set(stage.live):
             raise UnsupportedGraphError(cannot_write(stage, "a tensor"))
-        walk.gives(stage, template)
+        walk.record(stage, template)
         stages.append(replace(stage, template=template))
     return with_stages(schedule, tuple(reversed(stages)))
 
@@ -80,8 +80,8 @@ def cannot_write(stage: Stage, what: str) -> str:
     """The reason why a stage whose backward changes `what` in place is not scheduled."""
     return (
         f"stage {stage.name!r}: a hook, or an autograd.Function, changes {what} in place in the "
-        "backward, which is kept for buffers and inputs of the model alone; write it to a buffer "
-        "of a module"
+        "backward, where only buffers and inputs of the model may change; write it to a module's "
+        "buffer"
     )
 
 
@@ -114,7 +114,7 @@ class _GradientWalk:
             tangents, partial_gradients, tuple(self.gradients[source] for source in given)
         )
 
-    def gives(self, stage: Stage, template: Template) -> None:
+    def record(self, stage: Stage, template: Template) -> None:
         """Record the gradients that the stage's backward returns."""
         call = self.calls[stage.index]
         for primal, meta in zip(template.gradients, template.gradient_metas, strict=True):
@@ -302,7 +302,7 @@ class _Tracer:
             if compat.storage_key(tensor) in held:  # no view of a slot may leave the stage
                 with torch.enable_grad():  # an unchanged parameter requires grad even under no_grad
                     outputs[k] = tensor.clone()
-            elif not _has_strides(tensor, meta):  # [Note: strides that lie]
+            elif not _has_strides(tensor, meta):  # [Note: fake strides]
                 outputs[k] = meta.empty().detach().copy_(tensor)
         results = [*outputs, *(inputs[i] for i in self.stage.mutated)]
         values = [compat.from_functional(t) for t in results]
@@ -350,7 +350,7 @@ class _Tracer:
                 assert isinstance(ref, ParamRef)
                 what = f"parameter {self.stage.buckets[ref.bucket].params[ref.param].name!r}"
             elif k >= len(inputs) and compat.storage_key(outputs[k - len(inputs)]) not in memory:
-                what = "a tensor that the stage gives to others"
+                what = "a tensor that the stage passes to others"
             if what:
                 raise UnsupportedGraphError(cannot_write(self.stage, what))
         return written

@@ -71,10 +71,10 @@ def _aligned(
     for node in operands:
         if node in axes:
             axis = axes[node]
-            there = Axis(axis.dim + rank - _rank(node), axis.outer, axis.inner)
-            if found is not None and there != found:
+            aligned = Axis(axis.dim + rank - _rank(node), axis.outer, axis.inner)
+            if found is not None and aligned != found:
                 return None
-            found = there
+            found = aligned
     if found is None:
         return None
     cuts = {}

@@ -26,7 +26,7 @@ from megacompile.ir.capture import Ambient
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.signature import able_tangents, inputs
 from megacompile.ir.stages import ArgRef, Stage
-from megacompile.ir.values import inputs_behind
+from megacompile.ir.values import underlying_inputs
 from megacompile.options import Lowering
 from megacompile.passes.edit import with_stages
 from megacompile.passes.stages.templates import (
@@ -57,18 +57,18 @@ def find_writes(
         lowering=lowering,
         finds_writes=True,
     )
-    behind = inputs_behind(schedule)
+    underlying = underlying_inputs(schedule)
     written: set[str] = set()
     for stage, args in _with_args(traced):
         for primal in stage.traced.written:
-            name = behind.get(args[primal])
+            name = underlying.get(args[primal])
             if name is None:
                 raise UnsupportedGraphError(cannot_write(stage, "a tensor from another layer"))
             written.add(name)
     if not written:
         return schedule
     stages = tuple(
-        replace(stage, live=tuple(i for i, arg in args.items() if behind.get(arg) in written))
+        replace(stage, live=tuple(i for i, arg in args.items() if underlying.get(arg) in written))
         for stage, args in _with_args(schedule)
     )
     new = with_stages(schedule, stages)

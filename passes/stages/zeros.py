@@ -1,6 +1,6 @@
 """Run stages on zeros to find real strides, which fake kernels may report wrongly.
 
-[Note: strides that lie] Some operators return other strides than their fake kernels (attention's
+[Note: fake strides] Some operators return other strides than their fake kernels (attention's
 backward, a functionalized BatchNorm, a sum of tensors in several memory orders), and strides select
 the next operators' kernels and thus the rounding. Code that must be bitwise equal to the plain
 model needs the real strides. So each stage runs once on zeros, in forward order, with the strides

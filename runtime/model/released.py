@@ -130,7 +130,7 @@ class Released:
         self._note_residents()
         self._move(sorted(self.away), resident=False)
         gc.collect()
-        compat.give_cache_back(machine.device)
+        compat.release_device_cache(machine.device)
 
     # Free all of these: one remaining tensor would keep its segment in the cache.
 

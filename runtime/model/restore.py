@@ -76,7 +76,7 @@ def restore(streamed: StreamedModel, device: torch.device) -> None:
         streamed.end()
         restore_methods(model)
         compat.set_compiled_call(model, None)
-    compat.give_cache_back(streamed.options.device)
+    compat.release_device_cache(streamed.options.device)
 
 
 def _refuse(streamed: StreamedModel, device: torch.device) -> None:

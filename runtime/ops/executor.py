@@ -167,7 +167,7 @@ class Executor:
         found, left, _ = self._call("backward", inputs)
         self._leave(left)
         if not self._tuned:
-            compat.give_pinned_cache_back(self.machine.device)
+            compat.release_pinned_cache(self.machine.device)
             self._tuned = True
         self.machine.note_backward(self)
         return dict(zip(self.schedule.gradients, _plain(found), strict=True))

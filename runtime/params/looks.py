@@ -135,7 +135,7 @@ class ParameterLooks:
     @compat.within_callers
     def data_ptr(self) -> Any:
         """0 for torch's own code, which describes a tensor without memory."""
-        if compat.is_asked_by_user():
+        if compat.is_called_by_user():
             return self.memory().data_ptr()
         return _TENSOR.data_ptr(self)
 
@@ -143,7 +143,7 @@ class ParameterLooks:
     def untyped_storage(self) -> Any:
         """The storage of a tensor that shares it with no other; an empty one for torch's own
         code."""
-        if compat.is_asked_by_user():
+        if compat.is_called_by_user():
             return compat.own_storage(self.memory())
         return _TENSOR.untyped_storage(self)
 

@@ -199,7 +199,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
     ) -> Any:
         del types
         kwargs = kwargs or {}
-        if compat.gives_views(func):
+        if compat.returns_views(func):
             return _view(func, args, kwargs)
         fetched: dict[int, tuple[StreamedParameter, torch.Tensor]] = {}
         changes = compat.is_mutable(func)
@@ -214,7 +214,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
                 fetched[id(value)] = (value, value.fetched() if changes else value.lying())
             return fetched[id(value)][1]
 
-        if compat.compares(func) and parameter_of(args[0]) is parameter_of(args[1]):
+        if func is torch.ops.aten.eq.Tensor and parameter_of(args[0]) is parameter_of(args[1]):
             value = fetch(args[0] if isinstance(args[0], StreamedParameter) else args[1])
             return func(value, value).as_subclass(Same)
         given, given_kwargs = compat.map_values(fetch, func, (args, kwargs))
@@ -256,7 +256,7 @@ def proxy_class(cls: type) -> type[StreamedParameter]:
     if cls is nn.Parameter or not issubclass(cls, nn.Parameter):
         return StreamedParameter
     content: dict[str, Any] = {"__slots__": (), "stands_for": cls}
-    if compat.converts_itself(cls):
+    if cls.to is not torch.Tensor.to:
         content["to"] = torch.Tensor.to  # the same object if nothing changes
     return _named(type(cls.__name__, (StreamedParameter, cls), content))
 

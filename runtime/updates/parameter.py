@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,17 @@ def run_stock(
         step.states.update(shadow.state[params[step.index]])
 
 
+@contextmanager
+def _side_stream(device: torch.device) -> Iterator[None]:
+    """A context that runs on a new CUDA stream and synchronises it at the end; none on the CPU."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
+        torch.cuda.current_stream(device).synchronize()
+
+
 def run_stock_on_device(
     kind: type[Optimizer],
     step: ParamUpdate,
@@ -62,7 +74,7 @@ def run_stock_on_device(
     device: torch.device,
 ) -> None:
     """One step of an optimizer of `kind` on copies of a parameter and its states on a device."""
-    with compat.side_stream(device):
+    with _side_stream(device):
         there = param.to(device, non_blocking=True)
         moved = ParamUpdate(
             index=step.index,

@@ -401,7 +401,7 @@ def test_code_of_users() -> None:
         found.extend(map(compat.is_of_user, (frame, frame.f_back)))
 
     def asked() -> bool:
-        return compat.is_asked_by_user()
+        return compat.is_called_by_user()
 
     def user() -> bool:
         return asked()

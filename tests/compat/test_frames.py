@@ -127,11 +127,11 @@ def test_what_switches_capture_off() -> None:
 @pytest.mark.gpu
 def test_page_locked_memory_is_given_back() -> None:
     torch.cuda.init()  # there are no figures before
-    compat.give_pinned_cache_back(torch.device("cuda"))
+    compat.release_pinned_cache(torch.device("cuda"))
     held = torch.cuda.host_memory_stats()["allocated_bytes.current"]
     torch.empty(64 * 2**20, dtype=torch.uint8, pin_memory=True)
     assert torch.cuda.host_memory_stats()["allocated_bytes.current"] > held
-    compat.give_pinned_cache_back(torch.device("cuda"))
+    compat.release_pinned_cache(torch.device("cuda"))
     assert torch.cuda.host_memory_stats()["allocated_bytes.current"] == held
 
 
@@ -143,7 +143,7 @@ def test_caches_are_given_back() -> None:
     (a @ a).sum().item()  # makes a workspace
     del a
     reserved = torch.cuda.memory_reserved()
-    compat.give_cache_back(device)
+    compat.release_device_cache(device)
     assert torch.cuda.memory_allocated() <= held
     assert torch.cuda.memory_reserved() <= reserved - 16 * 2**20  # that of `a` at least
 
@@ -154,7 +154,7 @@ def test_caches_are_given_back() -> None:
 @pytest.mark.parametrize(
     ("given", "hint"),
     [
-        ({}, "pass is_causal=True where it is causal"),
+        ({}, "pass is_causal=True if it is causal"),
         ({"is_causal": True, "src_key_padding_mask": PADDING}, "pass both as torch.bool"),
         ({"is_causal": True, "src_key_padding_mask": PADDING, "mask": CAUSAL.isinf()}, ""),
     ],
