@@ -52,9 +52,9 @@ def accumulator_of(param: torch.Tensor) -> Node:  # torch 2.11 to 2.15
         node: Node = torch.autograd.graph._get_grad_fn_or_grad_acc(param)
         return node
     with torch.enable_grad():  # torch's way creates a view, which fails for 0 rows
-        after: Any = torch.ops.aten.alias(param).grad_fn
-    found: Node = after.next_functions[0][0]
-    return found
+        alias: Any = torch.ops.aten.alias(param).grad_fn
+    accumulator: Node = alias.next_functions[0][0]
+    return accumulator
 
 
 def hooks_of(node: Node) -> tuple[dict[int, Any], dict[int, Any]]:  # torch 2.11 to 2.15
@@ -62,12 +62,12 @@ def hooks_of(node: Node) -> tuple[dict[int, Any], dict[int, Any]]:  # torch 2.11
 
     Excludes C++ hooks (those of DistributedDataParallel).
     """
-    found = []
+    hooks = []
     for register in (node.register_prehook, node.register_hook):
         handle: Any = register(_no_hook)
-        found.append(handle.hooks_dict_ref())
+        hooks.append(handle.hooks_dict_ref())
         handle.remove()
-    return found[0], found[1]
+    return hooks[0], hooks[1]
 
 
 def _no_hook(*gradients: Any) -> None:

@@ -235,8 +235,8 @@ def abort(group: Any) -> None:  # torch 2.11 to 2.15
 def ddp_around() -> torch.nn.parallel.DistributedDataParallel | None:  # torch 2.11 to 2.15
     """The DistributedDataParallel whose forward is running."""
     ddp = torch.nn.parallel.DistributedDataParallel
-    found: torch.nn.parallel.DistributedDataParallel | None = ddp._get_active_ddp_module()
-    return found
+    running: torch.nn.parallel.DistributedDataParallel | None = ddp._get_active_ddp_module()
+    return running
 
 
 def ddp_parameters(

@@ -327,6 +327,6 @@ def _function_of(
     code: types.CodeType, like: Callable[..., Any], names: dict[str, Any]
 ) -> types.FunctionType:
     assert isinstance(like, types.FunctionType)
-    made = types.FunctionType(code, names, like.__name__, like.__defaults__, like.__closure__)
-    made.__kwdefaults__ = like.__kwdefaults__
-    return made
+    new = types.FunctionType(code, names, like.__name__, like.__defaults__, like.__closure__)
+    new.__kwdefaults__ = like.__kwdefaults__
+    return new

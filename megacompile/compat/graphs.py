@@ -232,27 +232,27 @@ def described_inputs(module: fx.GraphModule) -> list[DescribedInput] | None:  # 
         for symbol in n.node.expr.free_symbols
     }
     own: dict[Any, sympy.Symbol] = {}
-    found: list[DescribedInput] = []
+    described: list[DescribedInput] = []
     for value, is_float in zip(examples, floats, strict=True):
-        name = f"n{sum(item.number is not None for item in found)}"
+        name = f"n{sum(item.number is not None for item in described)}"
         if is_float:
-            found.append(DescribedInput(sympy.Symbol(name, real=True), in_tensor=True))
+            described.append(DescribedInput(sympy.Symbol(name, real=True), in_tensor=True))
         elif isinstance(value, torch.SymInt) and value.node.expr.is_symbol:
             symbol = value.node.expr
             sized = {"positive": True} if symbol in dims else {}
             own[symbol] = sympy.Symbol(name, integer=True, **sized)
-            found.append(DescribedInput(own[symbol]))
+            described.append(DescribedInput(own[symbol]))
         elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return None
         else:
-            found.append(DescribedInput())
-    if not any(item.number is not None for item in found) or not dims <= own.keys():
+            described.append(DescribedInput())
+    if not any(item.number is not None for item in described) or not dims <= own.keys():
         return None
     return [
         DescribedInput(shape=_own(value.shape, own), stride=_own(value.stride(), own))
         if isinstance(value, torch.Tensor) and not item.in_tensor
         else item
-        for item, value in zip(found, examples, strict=True)
+        for item, value in zip(described, examples, strict=True)
     ]
 
 

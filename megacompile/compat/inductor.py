@@ -370,8 +370,8 @@ def use_vector_isas(names: Sequence[str]) -> None:  # torch 2.11 to 2.15
     still drops sets that this CPU does not report."""
     tried = cpu_vec_isa.VecISA.check_build
 
-    def found(isa: cpu_vec_isa.VecISA, code: str) -> bool:
+    def is_usable(isa: cpu_vec_isa.VecISA, code: str) -> bool:
         return str(isa) in names or tried(isa, code)
 
-    with mock.patch.object(cpu_vec_isa.VecISA, "check_build", found):
+    with mock.patch.object(cpu_vec_isa.VecISA, "check_build", is_usable):
         cpu_vec_isa.valid_vec_isa_list()

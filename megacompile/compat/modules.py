@@ -30,8 +30,8 @@ _named: set[str] = set()  # all names so far
 
 def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:  # torch 2.11 to 2.15
     """The function that replaces a module's call, from `module.compile()` or `megacompile()`."""
-    found: Callable[..., Any] | None = module._compiled_call_impl
-    return found
+    call: Callable[..., Any] | None = module._compiled_call_impl
+    return call
 
 
 def set_compiled_call(
@@ -77,16 +77,16 @@ def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:  # torch 2.11 t
 
     Every call of a model needs them: this is host time in every step.
     """
-    found: dict[int, torch.nn.Module] = {}
+    modules: dict[int, torch.nn.Module] = {}
     stack: list[Any] = [model]
     while stack:
         module = stack.pop()
-        if module is None or id(module) in found:
+        if module is None or id(module) in modules:
             continue
-        found[id(module)] = module
+        modules[id(module)] = module
         if children := module._modules:
             stack.extend(reversed(children.values()))
-    return list(found.values())
+    return list(modules.values())
 
 
 def compiled_calls(
@@ -216,14 +216,14 @@ _LEFT_OUT: list[type] = []
 def given_to_functional_call() -> dict[int, Any]:  # torch 2.11 to 2.15
     """Tensors, by id, that the enclosing `torch.func.functional_call`s put into modules."""
     code = stateless._functional_call.__code__
-    found: dict[int, Any] = {}
+    tensors: dict[int, Any] = {}
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is code:
             given = frame.f_locals["parameters_and_buffers"].values()
-            found |= {id(value): value for value in given}
+            tensors |= {id(value): value for value in given}
         frame = frame.f_back
-    return found
+    return tensors
 
 
 def without_torch_compile(model: torch.nn.Module) -> torch.nn.Module:  # torch 2.11 to 2.15

@@ -116,18 +116,18 @@ class SymbolicFakes:  # torch 2.11 to 2.15
     def _add(self, symbol: sympy.Symbol, hint: _Value) -> None:
         source = ConstantSource(f"megacompile_{symbol.name}")
         size = bool(symbol.is_positive)
-        made = self.env.create_symbol(
+        theirs = self.env.create_symbol(
             hint,
             source=source,
             dynamic_dim=DimDynamic.DYNAMIC,
             positive=True if size else None,
             do_not_specialize_zero_one=not size,
         )
-        self._theirs[symbol] = made
-        if made.is_symbol:
-            self._ours[made] = symbol
+        self._theirs[symbol] = theirs
+        if theirs.is_symbol:
+            self._ours[theirs] = symbol
         make = self.env.create_symintnode if symbol.is_integer else self.env.create_symfloatnode
-        self._numbers[symbol] = make(made, hint=hint, source=source)
+        self._numbers[symbol] = make(theirs, hint=hint, source=source)
 
     def __enter__(self) -> SymbolicFakes:
         stack = ExitStack()
@@ -282,8 +282,8 @@ def evaluated(expression: Any, values: _Values) -> Any:  # torch 2.11 to 2.15
     """An expression's value for these values of its symbols."""
     if not isinstance(expression, sympy.Basic):
         return expression
-    found = expression.xreplace({symbol: sympy.sympify(v) for symbol, v in values.items()})
-    return int(found) if expression.is_integer else float(found)
+    value = expression.xreplace({symbol: sympy.sympify(v) for symbol, v in values.items()})
+    return int(value) if expression.is_integer else float(value)
 
 
 def _is_true(condition: Any, values: _Values) -> bool:
@@ -298,8 +298,8 @@ def as_function(
     """A Python function of symbols that returns nested tuples of integer expressions."""
     names = ", ".join(symbol.name for symbol in symbols)
     scope = {"math": math, **SYMPY_INTERP}
-    found: Callable[..., Any] = eval(f"lambda {names}: {_printed(expressions)}", scope)
-    return found
+    function: Callable[..., Any] = eval(f"lambda {names}: {_printed(expressions)}", scope)
+    return function
 
 
 def _printed(expression: Any) -> str:

@@ -55,8 +55,8 @@ def unflatten_wrapper(
     cls: Any, parts: dict[str, torch.Tensor], context: Any, shape: Any, stride: Any
 ) -> torch.Tensor:  # torch 2.11 to 2.15
     """A wrapper over `parts`: name -> inner tensor."""
-    made: torch.Tensor = cls.__tensor_unflatten__(parts, context, torch.Size(shape), tuple(stride))
-    return made
+    new: torch.Tensor = cls.__tensor_unflatten__(parts, context, torch.Size(shape), tuple(stride))
+    return new
 
 
 def outside_inference_mode() -> AbstractContextManager[None]:  # torch 2.11 to 2.15
@@ -190,10 +190,10 @@ def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage:  # torch 2.11 to 
     if not tensor.numel():
         return torch.UntypedStorage(0, device=tensor.device)
     size = count * tensor.element_size()
-    made: Any = torch._C._construct_storage_from_data_pointer(
+    storage: Any = torch._C._construct_storage_from_data_pointer(
         tensor.data_ptr(), tensor.device, size
     )
-    return made  # type: ignore[no-any-return]
+    return storage  # type: ignore[no-any-return]
 
 
 def ask_before_export(ask: Callable[[Any], Any]) -> None:  # torch 2.11 to 2.15
