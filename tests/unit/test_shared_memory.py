@@ -48,8 +48,8 @@ def test_inputs_move_together_and_stay_what_they_are() -> None:
     assert root.grad is not None
     assert torch.equal(root.grad, torch.tensor([1.0, 3.0, 3.0, 2.0]).expand(3, 4))
 
-    given = [here[:, :-1], here[:, 1:]]
-    assert all(a is b for a, b in zip(given, moved_together(given, lambda t: t), strict=True))
+    halves = [here[:, :-1], here[:, 1:]]
+    assert all(a is b for a, b in zip(halves, moved_together(halves, lambda t: t), strict=True))
 
 
 def test_overlaps_are_those_of_what_is_changed() -> None:
