@@ -1,1 +1,1 @@
-"""Processes next to this one, which compile what it will need."""
+"""Helper processes that compile code for this one."""

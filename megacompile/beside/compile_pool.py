@@ -1,21 +1,21 @@
-"""Processes next to this one that compile stages, so that Inductor's caches on disk have them.
+"""Worker processes that compile stages into Inductor's caches on disk.
 
-Inductor compiles one graph after the other in a process: a minute of Python for the graphs of a
-model, next to which most cores are idle. Here several processes compile a graph each, and this one
-takes what they have made from the caches, within a few hundredths of a second for each.
+Inductor compiles the graphs of a process one by one: a minute of Python for a model, while most
+cores are idle. Here several processes compile a graph each, and this process loads each result from
+the caches in some hundredths of a second.
 
-    compiling   this process wants the code now: it compiles what no process has begun, and waits
-    submit      this process does something else until all of it is in the caches
+    compiling   this process needs the code now: it compiles graphs that no worker has started, and
+                waits for the others
+    submit      this process continues with other work until all graphs are in the caches
 
-The first processes start while a model is captured, because they import torch for seconds, and end
-when the graphs of its first plan have code: a graph on a GPU makes them take device memory, which
-belongs to the first step. Those that start later, when a graph of many stages has been captured
-(`expect`), load no kernel, and take none. Where anything is unusual (no caches, a graph or options
-that cannot be sent, a process that ends or takes too long), this process compiles, as it would have
-done.
+The first workers start while a model is captured, because importing torch takes seconds. They end
+when the graphs of the first plan have code: compiling for a GPU takes device memory in each worker,
+and the first step needs it. Workers that start later, after a graph of many stages was captured
+(`expect`), load no kernels and take no device memory. In unusual cases (no caches, a graph or
+options that cannot be sent, a worker that ends or takes too long) this process compiles.
 
-MEGACOMPILE_COMPILE_PROCESSES=4 says how many; 0: none. Without it there are some on a machine with
-a GPU and many cores.
+MEGACOMPILE_COMPILE_PROCESSES sets the number of workers; 0: none. By default there are some on a
+machine with a GPU and many cores.
 """
 
 from __future__ import annotations
@@ -47,40 +47,40 @@ from megacompile.runtime.device import forks
 from megacompile.runtime.device.background import fulfil
 
 VARIABLE = "MEGACOMPILE_COMPILE_PROCESSES"
-_MOST = 8  # processes, by default
-_PROCESS_BYTES = 2 * 2**30  # of host memory, with the processes that compile its kernels
-_SHARE = 8  # they take no more than one of so many parts of what is free
-_THREADS = 4  # of each of them, for kernels
-_PATIENCE_S = 300.0
-_MANY = 8  # graphs: for fewer, no process is started
-_IDLE_S = 20.0  # after the last graph
-_EXPECTED_S = 90.0  # before the first one
-_READY = "ready"  # for a job, the last of which is done
+_MOST = 8  # default maximum of processes
+_PROCESS_BYTES = 2 * 2**30  # host memory of a process and of its own kernel compilers
+_SHARE = 8  # all processes take at most 1 / _SHARE of the free host memory
+_THREADS = 4  # for kernels, per process
+_PATIENCE_S = 300.0  # per graph
+_MANY = 8  # graphs; no process is started for fewer
+_IDLE_S = 20.0  # a process ends this long after the last graph
+_EXPECTED_S = 90.0  # a process waits this long for the first graph
+_READY = "ready"  # the answer of a process that is ready for the next job
 
 Take = Callable[[fx.GraphModule], None]
 
 
 class GraphToCompile(NamedTuple):
-    """A graph that is to be compiled."""
+    """A graph to compile."""
 
-    part: fx.GraphModule  # of a template, which it is compiled for
-    module: fx.GraphModule  # what Inductor gets
+    part: fx.GraphModule  # the template's graph that needs the code
+    module: fx.GraphModule  # the graph for Inductor
     inputs: Sequence[torch.Tensor]  # fake
 
 
 class CompileJob(NamedTuple):
-    """A graph that a process is asked to compile."""
+    """The request to compile a graph in a worker process."""
 
     graph: bytes  # see `compat.packed_graph`
     inputs: bytes  # see `_described`
     settings: bytes  # see `compat.compile_settings`
-    caches: dict[str, str]  # variables that say where they are
-    cpu_threads: int  # that code for the CPU is made for
-    loads: bool  # may the process load kernels, which takes device memory?
+    caches: dict[str, str]  # environment variables with the caches' folders
+    cpu_threads: int  # the number of threads that CPU code uses
+    loads: bool  # True if the process may load kernels, which takes device memory
 
 
 class Jobs:
-    """Graphs that the processes of a pool are asked to compile."""
+    """Graphs submitted to a pool."""
 
     def __init__(self, pool: CompilePool) -> None:
         self.pool = pool
@@ -88,8 +88,8 @@ class Jobs:
         self._until_s = time.monotonic() + pool.patience_s
 
     def take(self, part: fx.GraphModule) -> None:
-        """Called before a graph is compiled here: wait for the process that compiles it, if one
-        has begun."""
+        """Wait for a worker that has started compiling a graph; otherwise withdraw it. Called
+        before this process compiles the graph."""
         future = self.futures.pop(part, None)
         if future is None or future.cancel():
             return
@@ -103,26 +103,26 @@ class Jobs:
             log.logger("compile").info("no process compiled a graph: %s", error)
 
     def done(self) -> bool:
-        """True if each graph is compiled, or cannot be."""
+        """True if every graph has been compiled or has failed."""
         if all(future.done() for future in self.futures.values()):
             return True
         return self.pool.is_over or time.monotonic() > self._until_s
 
     def withdraw(self) -> None:
-        """Ask for nothing more that no process has begun."""
+        """Cancel the graphs that no process has started."""
         for future in self.futures.values():
             future.cancel()
 
 
 class CompilePool:
-    """Some processes.
+    """A pool of worker processes.
 
     Args:
-        count: of processes.
-        device: index of the GPU that they compile for; None: the CPU.
-        threads: of each, for kernels.
-        loads: they may take device memory.
-        patience_s: with one graph.
+        count: number of processes.
+        device: index of the GPU to compile for; None: the CPU.
+        threads: for kernels, per process.
+        loads: True if they may take device memory.
+        patience_s: time limit of one graph.
     """
 
     def __init__(
@@ -143,12 +143,12 @@ class CompilePool:
         self._works = False
         self.loads = loads
         self.patience_s = patience_s
-        self.kept = False  # do they wait for jobs, or compile some that are not waited for?
+        self.kept = False  # True if they wait for jobs, or compile in the background
         self._idle_s = _IDLE_S
         forks.tell(self)
 
     def submit(self, graphs: Iterable[GraphToCompile]) -> Jobs:
-        """Submits graphs to the workers, in this order."""
+        """Submit graphs to the workers, in this order."""
         settings = functools.cache(compat.compile_settings)
         jobs, self._idle_s = Jobs(self), _IDLE_S
         self._work()
@@ -160,7 +160,7 @@ class CompilePool:
         return jobs
 
     def wait(self, idle_s: float) -> None:
-        """Jobs will come, within so long."""
+        """Start serving, and wait up to `idle_s` for the first job."""
         self.kept, self._idle_s = True, idle_s
         self._work()
 
@@ -174,7 +174,7 @@ class CompilePool:
             ).start()
 
     def _serve(self, process: Process) -> None:
-        """Give one process job after job."""
+        """Send jobs to one process, one by one."""
         works = process.hear() == _READY
         while works:
             try:
@@ -191,7 +191,7 @@ class CompilePool:
             self._give_up()
 
     def _give_up(self) -> None:
-        """Cancels the jobs that have not begun."""
+        """Fail the jobs that have not started."""
         with contextlib.suppress(queue.Empty):
             while True:
                 item = self._jobs.get_nowait()
@@ -200,20 +200,20 @@ class CompilePool:
 
     @property
     def is_over(self) -> bool:
-        """True if all of its processes have ended."""
+        """True if all processes have ended."""
         return all(process.status is not None for process in self._processes)
 
     def stop(self) -> None:
-        """End them, and give their memory back."""
+        """End the processes, which frees their memory."""
         while self._processes:
             self._processes.pop().stop()
             self._jobs.put(None)
 
     def before_fork(self) -> None:
-        """Nothing: what compiles is no thread."""
+        """Do nothing: no thread compiles."""
 
     def after_fork(self, *, in_child: bool) -> None:
-        """They work for the parent; the child compiles for itself."""
+        """Forget the parent's processes in a child of a fork, which compiles by itself."""
         if in_child:
             self._processes.clear()
 
@@ -223,19 +223,19 @@ def _no_process() -> None:
 
 
 def _job(graph: GraphToCompile, settings: Callable[[], bytes], loads: bool) -> CompileJob | None:
-    """The request for a worker process; None where the graph cannot be sent."""
+    """The request for a worker process; None if the graph cannot be sent."""
     try:
         packed, inputs = compat.packed_graph(graph.module), _described(graph.inputs)
         given = settings()
-    except Exception as error:  # whatever a class raises when it is pickled
-        log.logger("compile").info("a graph is compiled here, since it cannot be sent: %s", error)
+    except Exception as error:  # pickling user classes may raise anything
+        log.logger("compile").info("a graph cannot be sent to a worker process: %s", error)
         return None
     caches = {name: os.environ[name] for name in compat.CACHE_VARIABLES if name in os.environ}
     return CompileJob(packed, inputs, given, caches, torch.get_num_threads(), loads)
 
 
 def _described(inputs: Sequence[torch.Tensor]) -> bytes:
-    """Bytes that describe the inputs, and the values that their symbols were traced for."""
+    """Pickle the inputs' metadata and the hints of their symbols."""
     fakes = compat.fakes_in(inputs)
     metas = [
         replace(TensorMeta.of(value), requires_grad=False)
@@ -255,14 +255,14 @@ def _carry_out(process: Process, job: CompileJob) -> None:
         raise RuntimeError(answer or "the process has ended")
 
 
-# In one of the processes.
+# In a worker process.
 
 
 def main(request: bytes) -> None:
     """Entry point of a worker process."""
     device, threads = pickle.loads(request)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever else is printed
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # other output goes to stderr
     jobs: queue.SimpleQueue[CompileJob] = queue.SimpleQueue()
     end_with_the_pipe(lambda message: jobs.put(CompileJob(*message)))
     compat.use_compile_threads(threads)
@@ -292,7 +292,7 @@ def _compile(job: CompileJob, device: int | None, threads: int) -> None:
 
 
 def _made(inputs: bytes) -> list[torch.Tensor]:
-    """The inputs that `_described` has described."""
+    """Create fake inputs from the bytes of `_described`."""
     hints, metas = pickle.loads(inputs)
     if not hints:
         with compat.fake_mode():
@@ -308,7 +308,7 @@ def _made(inputs: bytes) -> list[torch.Tensor]:
 # The pool of this process.
 
 _pool: CompilePool | None = None
-_compiled = [0]  # graphs, by processes for this one
+_compiled = [0]  # graphs that workers have compiled
 
 
 def compiled() -> int:
@@ -317,13 +317,14 @@ def compiled() -> int:
 
 
 def start(device: torch.device, *, loads: bool = True) -> None:
-    """Start processes, where there are none.
+    """Start the pool, if it is not running.
 
     Args:
-        loads: they may take device memory: it is for a model's first graphs.
+        device: the device to compile for.
+        loads: True if the processes may take device memory, for a model's first graphs.
 
     Raises:
-        OptionError: the environment says something else than a number of them.
+        OptionError: MEGACOMPILE_COMPILE_PROCESSES is not a number.
     """
     global _pool
     if _pool is not None and not _pool.is_over:
@@ -335,12 +336,12 @@ def start(device: torch.device, *, loads: bool = True) -> None:
         try:
             _pool = CompilePool(count, index, _THREADS, loads=loads)
         except (OSError, subprocess.SubprocessError) as error:
-            log.logger("compile").info("no processes compile stages: %s", error)
+            log.logger("compile").info("worker processes could not be started: %s", error)
 
 
 def expect(stages: int, device: torch.device, *, idle_s: float = _EXPECTED_S) -> None:
-    """Starts processes for the code of so many stages, where that is much: they import torch for
-    seconds. They end if no graph comes for so long."""
+    """Start processes ahead of compiling many stages, because importing torch takes seconds. They
+    end if no graph arrives within `idle_s`."""
     if stages < _MANY or not compat.compiles_without_device():
         return
     start(device, loads=False)
@@ -349,7 +350,7 @@ def expect(stages: int, device: torch.device, *, idle_s: float = _EXPECTED_S) ->
 
 
 def _count(device: torch.device) -> int:
-    """As many as the environment says; else as many as cores and free memory allow."""
+    """The number of processes: from the environment, or as cores and free memory allow."""
     value = os.environ.get(VARIABLE, "")
     if value:
         if not value.isdecimal():
@@ -357,16 +358,16 @@ def _count(device: torch.device) -> int:
         return int(value)
     if device.type != "cuda":
         return 0
-    beside = os.environ.get("LOCAL_WORLD_SIZE", "")  # ranks on this machine, as torchrun says
-    ranks = max(1, int(beside)) if beside.isdecimal() else 1
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")  # ranks on this machine, set by torchrun
+    ranks = max(1, int(local)) if local.isdecimal() else 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     by_memory = available_bytes() // _SHARE // _PROCESS_BYTES
     count = min(_MOST, (cores or 1) // 2 // ranks, by_memory // ranks)
-    return count if count > 1 else 0  # one alone is as fast as this process
+    return count if count > 1 else 0  # one worker is not faster than this process
 
 
 def stop() -> None:
-    """End the processes, if there are any."""
+    """End the pool, if it is running."""
     global _pool
     if _pool is not None:
         _pool.stop()
@@ -377,14 +378,14 @@ def stop() -> None:
 def compiling(
     graphs: Callable[[], Iterable[GraphToCompile]], count: int, device: torch.device
 ) -> Iterator[Take]:
-    """Compiles graphs in worker processes, which end afterwards. Where there are none, starts some
-    for many graphs.
+    """A context in which worker processes compile graphs. They end afterwards, unless kept.
 
-    Yields `Jobs.take`.
+    Starts processes for many graphs if there are none. Yields `Jobs.take`.
 
     Args:
         graphs: called if there are processes.
-        count: of graphs.
+        count: number of graphs.
+        device: the device to compile for.
     """
     if count >= _MANY:
         start(device, loads=False)
@@ -404,8 +405,7 @@ def compiling(
 
 
 def submit(graphs: Callable[[], Iterable[GraphToCompile]], device: torch.device) -> Jobs | None:
-    """Compiles graphs in worker processes, while this one goes on; None where no process can be
-    started."""
+    """Compile graphs in worker processes in the background; None if no process can be started."""
     if not compat.compiles_without_device():
         return None
     start(device, loads=False)

@@ -1,7 +1,7 @@
-"""A Python process next to this one, which does what a module of ours says.
+"""A helper process that runs the `main` of one of our modules.
 
-It hears no Ctrl-C (it is a session of its own), and ends when the pipe to it closes, also because
-this process is killed. A forked child has no part in it.
+It gets no Ctrl-C, because it has its own session. It ends when the pipe to it closes, even if this
+process is killed. Forked children do not share it.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _PROGRAM = (
     "import importlib\n"
     "importlib.import_module(name).main(request)\n"
 )
-_HIDDEN = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")  # a context takes device memory
+_HIDDEN = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")  # a CUDA context takes device memory
 
 
 class Process:
     """A process that calls `main(request)` of a module.
 
     Args:
-        module: its name.
-        request: a pickle, of whatever that `main` wants.
-        sees_gpus: else it knows nothing of a GPU.
-        answers: it writes lines to stdout, which `hear` reads.
+        module: name of the module.
+        request: bytes for `main`, usually a pickle.
+        sees_gpus: False hides all GPUs from it.
+        answers: True if it writes lines to stdout, which `hear` reads.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the process cannot be started.
     """
 
     def __init__(
@@ -65,58 +65,58 @@ class Process:
         try:
             self.send(pickle.dumps((sys.path, module, request)))
         except BrokenPipeError:
-            pass  # it is over already, and its status says so
+            pass  # the process has ended; see `status`
 
     def send(self, message: bytes) -> None:
-        """Sends one more pickle to the process.
+        """Send a pickle to the process.
 
         Raises:
-            BrokenPipeError: it is over.
+            BrokenPipeError: the process has ended.
         """
         assert self._process.stdin is not None
         self._process.stdin.write(message)
         self._process.stdin.flush()
 
     def hear(self) -> str:
-        """Wait for a line that it writes to stdout; "": it is over, and says nothing more."""
+        """Wait for a line from its stdout; "" if it has ended."""
         assert self._process.stdout is not None
         return self._process.stdout.readline().decode(errors="replace").strip()
 
     @property
     def status(self) -> int | None:
-        """Its exit status; None while it works."""
+        """Its exit status; None while it runs."""
         return self._process.poll()
 
     def wait(self) -> None:
-        """Until it is over."""
+        """Wait until it has ended."""
         self._process.wait()
 
     def complaint(self) -> str:
-        """The last line that it wrote to stderr."""
+        """The last line of its stderr."""
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1] if lines else "it wrote nothing to stderr"
 
     def stop(self) -> None:
-        """End it."""
+        """Kill it, with its own child processes."""
         self._end()
 
     def before_fork(self) -> None:
-        """Nothing: it is no thread of this process."""
+        """Do nothing: no thread is involved."""
 
     def after_fork(self, *, in_child: bool) -> None:
-        """The child must neither end it nor keep its pipes open."""
+        """Close the pipes in a child of a fork, which must not end the process."""
         if in_child:
             self._end.detach()
             _close(self._process, self._errors)
-            self._process.returncode = 0  # it is not the child's to wait for
+            self._process.returncode = 0  # the child cannot wait for it
 
 
 def _stop(process: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
     if process.poll() is None:
         try:
-            os.killpg(process.pid, signal.SIGKILL)  # with what it started
-        except (AttributeError, OSError):  # no groups here, or it is over
+            os.killpg(process.pid, signal.SIGKILL)  # with its child processes
+        except (AttributeError, OSError):  # no process groups here, or it has ended
             process.kill()
         process.wait()
     _close(process, errors)
@@ -125,18 +125,18 @@ def _stop(process: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
 def _close(process: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
     for pipe in (process.stdin, process.stdout, errors):
         if pipe is not None:
-            with contextlib.suppress(OSError):  # of what was not read
+            with contextlib.suppress(OSError):  # flushing to a closed pipe
                 pipe.close()
 
 
 def end_with_the_pipe(read: Callable[[bytes], object] = lambda message: None) -> None:
-    """In the process: end it when the pipe to it closes.
+    """End this process when the pipe from its parent closes; called in the helper process.
 
     Args:
-        read: called with each pickle that comes before that, in a thread.
+        read: called in a thread with each pickle from the pipe.
     """
     assert isinstance(sys.stdin, io.TextIOWrapper)
-    pipe = sys.stdin.detach()  # else Python closes it at its end, and aborts where a thread reads
+    pipe = sys.stdin.detach()  # or Python closes it at exit, and aborts if a thread reads it
     threading.Thread(target=_until_it_closes, args=(pipe, read), daemon=True).start()
 
 
@@ -144,34 +144,33 @@ def _until_it_closes(pipe: Any, read: Callable[[bytes], object]) -> None:
     try:
         while True:
             read(pickle.load(pipe))
-    except (EOFError, pickle.UnpicklingError):  # nothing more comes, or half of it
+    except (EOFError, pickle.UnpicklingError):  # closed, maybe in the middle of a pickle
         if hasattr(os, "killpg"):
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
 
-# Host memory of the processes next to this one, which a budget has to leave to them.
+# Host memory of helper processes, which a budget leaves free.
 #
-# They are there when a first step fills the host with gradients and states. Measured with
-# `python -m benchmarks.beside_memory`; decision 33 has the figures. Those of `compile_pool` are not
-# counted: they end before a step.
+# They run while the first step fills the host with gradients and states. Measured with
+# `python -m benchmarks.beside_memory`; decision 33 has the figures. The processes of `compile_pool`
+# do not count, because they end before a step.
 
 _MIB = 2**20
-_FIRST = 256 * _MIB  # what Inductor's workers are forked of, with torch and Triton in it
-_WORKER = 48 * _MIB  # what each of them has of its own, and ptxas
-_UPDATE = 800 * _MIB  # Python that compiles the code of an update, and the C++ compiler
+_FIRST = 256 * _MIB  # the process that Inductor's workers are forked from, with torch and Triton
+_WORKER = 48 * _MIB  # each worker's own memory, and ptxas
+_UPDATE = 800 * _MIB  # the Python process that compiles an update, and the C++ compiler
 
 
 def processes(options: Options) -> list[tuple[str, int]]:
-    """Processes that may run next to a model on CUDA, and the host memory that each takes,
-    bytes."""
-    found: list[tuple[str, int]] = []
+    """Processes that may run next to a model on CUDA, with the host memory of each in bytes."""
+    helpers: list[tuple[str, int]] = []
     if options.lowering is not Lowering.INDUCTOR:
-        return found
+        return helpers
     if (count := compat.compile_threads()) > 1:
-        found.append((f"{count} processes that compile kernels", _FIRST + count * _WORKER))
+        helpers.append((f"{count} processes that compile kernels", _FIRST + count * _WORKER))
     if options.optimizer is None and compat.has_cpp_compiler():
-        # small tensors have wide states: another kind of update, compiled at the same time
+        # with int8, small tensors have wide states: a second kind of update, compiled concurrently
         kinds = 2 if options.state_dtype == "int8" else 1
-        found.append(("what compiles updates to C++", kinds * _UPDATE))
-    return found
+        helpers.append(("processes that compile updates to C++", kinds * _UPDATE))
+    return helpers

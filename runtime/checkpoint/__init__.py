@@ -1,1 +1,1 @@
-"""A model's values: read from safetensors, initialised at random, saved; a bucket at a time."""
+"""Reads, initialises and saves a model's values, one bucket at a time."""

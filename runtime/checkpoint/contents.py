@@ -1,13 +1,13 @@
-"""The contents of a model's buckets when they are made: a checkpoint, its own initialisation, or
-both.
+"""The initial contents of a model's buckets: a checkpoint, the model's initialisation, or both.
 
-    match     names, shapes and dtypes against the files' headers: refused before anything is made
-    move in   parameters and buffers get the memory of their buckets, untouched
-    set       what no checkpoint has is initialised
-    read      the rest, on several threads, each piece straight to its place
-    filled    bucket by bucket: page-locked, while the next are read
+    match     compare names, shapes and dtypes with the files' headers; errors come before any
+              allocation
+    move in   give parameters and buffers the uninitialised memory of their buckets
+    set       initialise the tensors that the checkpoint lacks
+    read      read the others directly into place, on several threads
+    filled    page-lock each bucket while the next ones are read
 
-Whatever fails, the model is on meta again, or has the memory that it had.
+After an error the model is on meta again, or has its previous memory.
 """
 
 from __future__ import annotations
@@ -38,37 +38,37 @@ from megacompile.runtime.checkpoint.read import Reader
 from megacompile.runtime.device.ranks import Ranks
 
 Undo = Callable[[], object]
-_Place = tuple[dict[str, torch.Tensor | None], str, torch.Tensor, torch.Tensor]  # holder, name,
-#                                                                      the old buffer, the new
+# (the dict that holds the buffer, its name there, the old buffer, the new one)
+_Place = tuple[dict[str, torch.Tensor | None], str, torch.Tensor, torch.Tensor]
 
 
 class Empty(Protocol):
-    """A bucket whose memory was not touched yet."""
+    """A bucket with uninitialised memory."""
 
     params: tuple[nn.Parameter, ...]
     values: list[torch.Tensor]
 
     def filled(self) -> None:
-        """Every value is there."""
+        """Called once all values are set."""
 
 
 class Contents:
-    """The first values of one model.
+    """The initial values of one model.
 
     Args:
-        model: as the user gave it. Nothing of it changes before `fill`, but that weights which its
-            config ties are tied.
-        checkpoint: where they are; None: initialise what is on meta.
+        model: the user's model. Before `fill` it changes only by tying the weights that its config
+            ties.
+        checkpoint: None: initialise tensors on meta.
 
     Raises:
-        CheckpointError: the checkpoint is not whole, or does not fit the model.
-        ModelError: there are tensors that cannot be given values.
+        CheckpointError: the checkpoint is incomplete or does not fit the model.
+        ModelError: some tensors cannot be initialised.
     """
 
     def __init__(self, model: nn.Module, checkpoint: Checkpoint | None) -> None:
         self.model = model
-        self.ranks: Ranks | None = None  # that share the parameters
-        self.shared: set[int] = set()  # ids of these
+        self.ranks: Ranks | None = None  # the ranks that share the parameters
+        self.shared: set[int] = set()  # ids of the sharded parameters
         if on_meta(model):
             hugging_face.tie(model)
             refuse_stray(model)
@@ -85,46 +85,45 @@ class Contents:
             if tensor.is_meta and id(tensor) not in self.read
         }
         check_initializers(model, self.unset)
-        # what a checkpoint is read over leaves the user's random numbers alone
         params = {id(param) for param in model.parameters()}
+        # without parameters to draw, initialisation must not advance the user's generator
         self.draws = any(key in params for key in self.unset)
 
-    def share(self, made: Mapping[int, nn.Parameter], ranks: Ranks) -> None:
-        """Ranks share the model now: each reads its rows.
+    def share(self, sharded: Mapping[int, nn.Parameter], ranks: Ranks) -> None:
+        """Shard the model: each rank reads only its rows.
 
         Args:
-            made: the new parameters, by the id of the old ones.
-            ranks: that share them.
+            sharded: the new parameters, by the ids of the old ones.
+            ranks: the ranks that share them.
 
         Raises:
-            CheckpointError: parameters would be initialised at random, of which every rank would
-                draw its own.
+            CheckpointError: parameters need random initialisation, which would differ between
+                ranks.
         """
-        drawn = [name for key, name in self.unset.items() if key in made]
+        drawn = [name for key, name in self.unset.items() if key in sharded]
         if drawn:
             raise CheckpointError(
                 f"megacompile(): {len(drawn)} parameters are not in the checkpoint "
                 f"({', '.join(drawn[:5])}), and cannot be drawn at random with mesh=...: every "
-                "rank would draw others; needed a checkpoint that has them"
+                "rank would draw different values; needed a checkpoint that has them"
             )
 
         def new(key: int) -> int:
-            return id(made[key]) if key in made else key
+            return id(sharded[key]) if key in sharded else key
 
         self.ranks = ranks
-        self.shared = {id(param) for param in made.values()}
+        self.shared = {id(param) for param in sharded.values()}
         self.stored = {
-            new(key): replace(each, tensor=made.get(key, each.tensor))
+            new(key): replace(each, tensor=sharded.get(key, each.tensor))
             for key, each in self.stored.items()
         }
         self.computed = {new(key): each for key, each in self.computed.items()}
         for each in {id(each): each for each in self.computed.values()}.values():
-            each.tensors.update({n: made.get(id(t), t) for n, t in each.tensors.items()})
+            each.tensors.update({n: sharded.get(id(t), t) for n, t in each.tensors.items()})
         self.read = self.stored.keys() | self.computed.keys()
 
     def _rows(self, key: int, entry: Entry) -> Entry:
-        """The part of a tensor of the checkpoint that this rank reads: its rows are side by side
-        there."""
+        """The part of a checkpoint's tensor that this rank reads: consecutive rows."""
         if self.ranks is None or key not in self.shared:
             return entry
         first, shape = self.ranks.rows(entry.shape)
@@ -137,11 +136,11 @@ class Contents:
         )
 
     def fill(self, buckets: Sequence[Empty], progress: bool | None) -> None:
-        """Give the model the buckets' memory, and values.
+        """Move the model into the buckets' memory and set all values.
 
         Raises:
-            CheckpointError: a file cannot be read. The model is what it was before.
-            ModelError: a tensor got no value. Likewise.
+            CheckpointError: a file cannot be read. The model is unchanged.
+            ModelError: a tensor was not initialised. The model is unchanged.
         """
         undos: list[Undo] = []
         try:
@@ -161,14 +160,14 @@ class Contents:
         for key, param in params.items():
             if param.is_meta or key in self.read:
                 undos.append(give_memory(param, values[key]))
-            else:  # it has values, and no checkpoint has others
+            else:  # keep its current values
                 undos.append(_copied(param, values[key]))
         places = self._buffers(undos)
         buffers = {id(old): new for _, _, old, new in places}
         with contextlib.nullcontext() if self.draws else torch.random.fork_rng(devices=[]):
-            there = {**params, **buffers}
-            initialize(self.model, {name: there[key] for key, name in self.unset.items()})
-        for holder, name, old, new in places:  # whatever has been set there
+            tensors = {**params, **buffers}
+            initialize(self.model, {name: tensors[key] for key, name in self.unset.items()})
+        for holder, name, old, new in places:  # initialisation may have replaced the buffer
             if id(old) in self.read:
                 holder[name] = new
         total = sum(each.entry.size_bytes for each in self.stored.values())
@@ -187,18 +186,18 @@ class Contents:
         buffers: dict[int, torch.Tensor],
         step: Callable[[int], object],
     ) -> None:
-        there = {**values, **buffers}
+        targets = {**values, **buffers}
         begun: dict[int, list[Future[None]]] = {}
         with Reader(step) as reader:
 
             def begin(key: int) -> list[Future[None]]:
                 if key in self.stored:
-                    return reader.read(self._rows(key, self.stored[key].entry), there[key])
+                    return reader.read(self._rows(key, self.stored[key].entry), targets[key])
                 if key not in self.computed:
                     return []
                 each = self.computed[key]
                 if id(each) not in begun:
-                    into = functools.partial(_put, each, there, self._part)
+                    into = functools.partial(_put, each, targets, self._part)
                     begun[id(each)] = reader.compute(each.entries, into)
                 return begun[id(each)]
 
@@ -210,23 +209,23 @@ class Contents:
             _wait(more)
             for stored in self.stored.values():
                 again = [self._rows(id(stored.tensor), entry) for entry in stored.again]
-                _compare(reader, stored, again, there[id(stored.tensor)])
+                _compare(reader, stored, again, targets[id(stored.tensor)])
 
     def _part(self, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """The part of a value that this rank has."""
+        """This rank's part of a tensor's value."""
         if self.ranks is None or id(tensor) not in self.shared:
             return value
         first, shape = self.ranks.rows(tuple(value.shape))
         return value.narrow(0, first, shape[0])
 
     def _buffers(self, undos: list[Undo]) -> list[_Place]:
-        """New buffers on the host for those on meta or in the checkpoint."""
-        made: dict[int, torch.Tensor] = {}
+        """Replace buffers that are on meta or in the checkpoint by new ones on the host."""
+        copies: dict[int, torch.Tensor] = {}
         places: list[_Place] = []
         for _, holder, name in buffers_in(self.model):
             old = holder[name]
             if old is not None and (old.is_meta or id(old) in self.read):
-                new = made.setdefault(id(old), torch.empty_like(old, device="cpu"))
+                new = copies.setdefault(id(old), torch.empty_like(old, device="cpu"))
                 places.append((holder, name, old, new))
         for holder, name, old, new in places:
             undos.append(functools.partial(holder.__setitem__, name, old))
@@ -252,32 +251,32 @@ def _wait(pieces: Sequence[Sequence[Future[None]]]) -> None:
 
 def _put(
     each: Computed,
-    there: Mapping[int, torch.Tensor],
+    targets: Mapping[int, torch.Tensor],
     part: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     sources: Mapping[str, torch.Tensor],
 ) -> None:
-    """Compute tensors and let them be where they belong."""
-    made = each.group.convert(sources)
+    """Compute tensors from the checkpoint's and copy them to their places."""
+    converted = each.group.convert(sources)
     for name, tensor in each.tensors.items():
-        value, into = made.get(name), there[id(tensor)]
+        value, into = converted.get(name), targets[id(tensor)]
         if value is None or value.shape != tensor.shape:
             got = "nothing" if value is None else tuple(value.shape)
             raise CheckpointError(
-                f"megacompile(): transformers makes {got} of {len(sources)} tensors of the "
-                f"checkpoint ({next(iter(sources))}, ...); needed {tuple(tensor.shape)} for "
+                f"megacompile(): transformers converts {len(sources)} tensors of the checkpoint "
+                f"({next(iter(sources))}, ...) to {got}; needed {tuple(tensor.shape)} for "
                 f"{name}; build the model with the checkpoint's config"
             )
         into.copy_(part(tensor, value))
 
 
-def _compare(reader: Reader, stored: Stored, again: Sequence[Entry], there: torch.Tensor) -> None:
-    """Raise where a tied tensor has another value under another name."""
+def _compare(reader: Reader, stored: Stored, again: Sequence[Entry], value: torch.Tensor) -> None:
+    """Raise if the checkpoint has different values for a tied tensor's names."""
     for entry in again:
-        other = torch.empty_like(there, device="cpu")
+        other = torch.empty_like(value, device="cpu")
         _wait([reader.read(entry, other)])
-        if not torch.equal(other, there.cpu()):
+        if not torch.equal(other, value.cpu()):
             raise CheckpointError(
                 f"megacompile(): {stored.entry.name} and {entry.name} are one tensor in the model, "
-                f"and two that differ in checkpoint {entry.path.parent}; build the model without "
-                "tied weights (tie_word_embeddings=False)"
+                f"but two different ones in checkpoint {entry.path.parent}; build the model "
+                "without tied weights (tie_word_embeddings=False)"
             )

@@ -1,11 +1,11 @@
-"""A folder of safetensors, as a table of which tensor is in which bytes of which file.
+"""Finds the tensors of a folder of safetensors: the file and the bytes of each.
 
     folder/model.safetensors                      one file
     folder/model.safetensors.index.json           names -> files, as Hugging Face writes it
-    folder/anything.safetensors                   where it is the only one
+    folder/anything.safetensors                   if it is the only file
 
-Nothing of the tensors is read. Every file is opened by the library `safetensors`, which checks its
-header, and has all of its bytes. Format: https://huggingface.co/docs/safetensors
+Reads only headers. The library `safetensors` opens every file and checks its header; truncated
+files are errors. Format: https://huggingface.co/docs/safetensors
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megacompile.errors import CheckpointError, MissingExtraError
 WEIGHTS = "model.safetensors"
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
-INCOMPLETE = ".incomplete"  # what is being written ends with it
+INCOMPLETE = ".incomplete"  # suffix of files that are still being written
 SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 OTHERS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".distcp")
 
@@ -45,13 +45,13 @@ class Entry:
 
 
 def entries_of(path: Path) -> dict[str, Entry]:
-    """Every tensor of a checkpoint, by its name.
+    """All tensors of a checkpoint, by name.
 
     Args:
         path: a folder, or one file: `.safetensors` or `.safetensors.index.json`.
 
     Raises:
-        CheckpointError: there is no whole checkpoint.
+        CheckpointError: there is no complete checkpoint.
         MissingExtraError: `safetensors` is not installed.
     """
     library()
@@ -60,14 +60,14 @@ def entries_of(path: Path) -> dict[str, Entry]:
     except OSError as error:
         raise CheckpointError(
             f"megacompile(): checkpoint {path} cannot be read ({error}); "
-            "check its rights and the disk"
+            "check its permissions and the disk"
         ) from error
 
 
 def _entries_of(path: Path) -> dict[str, Entry]:
     if path.name.endswith(INDEX_SUFFIX):
         return _of_index(path)
-    if os.path.isfile(path):  # False for a name that no file can have, where Path raises
+    if os.path.isfile(path):  # False for an invalid name, for which Path raises
         return _of_files([path])
     if not os.path.isdir(path):
         raise CheckpointError(
@@ -105,15 +105,15 @@ def _no_one_checkpoint(path: Path, files: list[Path], indices: list[Path]) -> st
     where = f"megacompile(): folder {path}"
     if len(indices) > 1:
         names = ", ".join(index.name for index in indices)
-        return f"{where} has several checkpoints: {names}; give the path of one of them"
+        return f"{where} has several checkpoints: {names}; pass the path of one of them"
     if any(path.glob("*" + INCOMPLETE)) or any(SHARD.fullmatch(file.name) for file in files):
         return (
             f"{where} has parts of a checkpoint and no index (*{INDEX_SUFFIX}), which is written "
-            "last; the save or the download was cut off; save or download it again"
+            "last; the save or download was interrupted; save or download it again"
         )
     if files:
         names = ", ".join(file.name for file in files)
-        return f"{where} has no index and several files: {names}; give the path of one of them"
+        return f"{where} has no index and several files: {names}; pass the path of one of them"
     others = sorted(file.name for file in path.iterdir() if file.suffix in OTHERS)
     return (
         f"{where} has no .safetensors file"
@@ -134,38 +134,38 @@ def _of_index(index: Path) -> dict[str, Entry]:
             f"megacompile(): index {index} names {len(files)} files, of which {len(missing)} are "
             f"not in its folder: {', '.join((outside or missing)[:5])}; download or save them again"
         )
-    found = _of_files([folder / name for name in files])
-    lost = [n for n, file in names.items() if n not in found or found[n].path.name != file]
-    if lost:
+    entries = _of_files([folder / name for name in files])
+    absent = [n for n, file in names.items() if n not in entries or entries[n].path.name != file]
+    if absent:
         raise CheckpointError(
-            f"megacompile(): index {index} says that {names[lost[0]]} has tensor {lost[0]}, and it "
-            f"has not ({len(lost)} such tensors); files and index are not of one save; "
-            "save or download them again"
+            f"megacompile(): index {index} says that {names[absent[0]]} has tensor {absent[0]}, "
+            f"but it does not ({len(absent)} such tensors); files and index are of different "
+            "saves; save or download them again"
         )
-    return found
+    return entries
 
 
 def _of_files(paths: Iterable[Path]) -> dict[str, Entry]:
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for path in paths:
         for entry in _of_file(path):
-            if entry.name in found:
+            if entry.name in entries:
                 raise CheckpointError(
                     f"megacompile(): tensor {entry.name} is in two files, "
-                    f"{found[entry.name].path} and {path.name}; needed one; save it again"
+                    f"{entries[entry.name].path} and {path.name}; needed one; save it again"
                 )
-            found[entry.name] = entry
-    return found
+            entries[entry.name] = entry
+    return entries
 
 
 def _of_file(path: Path) -> list[Entry]:
     header, begin = read_header(path)
-    try:  # what is wrong with a header in any other way, the library knows
+    try:  # the library detects all other errors in a header
         with library().safe_open(str(path), framework="pt"):
             pass
     except Exception as error:
         raise CheckpointError(
-            f"megacompile(): file {path} is no safetensors file ({error}); "
+            f"megacompile(): file {path} is not a safetensors file ({error}); "
             "save or download it again"
         ) from error
     entries = []
@@ -180,11 +180,10 @@ def _of_file(path: Path) -> list[Entry]:
     return entries
 
 
-# The JSON of a checkpoint: the header of a safetensors file, and an index of several files.
+# The JSON of a checkpoint: the header of a safetensors file, and the index of several files.
 #
-# A file may be damaged, or made to do harm. So nothing of it is used before it was looked at:
-# types, numbers, names that come twice, bytes that the file does not have. Whatever is wrong is a
-# `CheckpointError` that names the file.
+# Files may be damaged or malicious. So everything is validated before use: types, numbers, byte
+# ranges, duplicate names. Every violation is a `CheckpointError` that names the file.
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -206,24 +205,24 @@ DTYPES = {
 }
 _MOST_BYTES = 100_000_000  # of a header: the limit of the library `safetensors`
 
-# A zip file; before torch 1.6, a pickle. Read as the length of a header, either is too much.
+# A zip file, or a pickle before torch 1.6. As the length of a header, either is too large.
 _OF_TORCH_SAVE = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
 
 
 class Described(NamedTuple):
-    """A tensor, as a header has it."""
+    """A tensor's entry in a header."""
 
     dtype: str
     shape: tuple[int, ...]
-    first: int  # byte, after the header
+    first: int  # byte offset after the header
     end: int
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Tensors -> files of an index.
+    """The file of each tensor in an index.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the index cannot be read.
     """
     try:
         names = _table(_parsed(index.read_bytes())["weight_map"], "weight_map")
@@ -239,11 +238,11 @@ def read_index(index: Path) -> dict[str, str]:
 
 
 def read_header(path: Path) -> tuple[dict[str, Described], int]:
-    """The tensors of a file that has all of their bytes, by name, and where these begin.
+    """The tensors of a file by name, and the offset of their data in bytes.
 
     Raises:
-        CheckpointError: it is no whole safetensors file.
-        OSError: it cannot be read at all.
+        CheckpointError: not a complete safetensors file.
+        OSError: the file cannot be read.
     """
     got = path.stat().st_size
     with path.open("rb") as file:
@@ -272,30 +271,30 @@ def read_header(path: Path) -> tuple[dict[str, Described], int]:
 
 
 def _check_length(path: Path, start: bytes, length: int, got: int) -> None:
-    """Raise where the first 8 bytes are not the length of a header that the file can have."""
+    """Raise if the first 8 bytes are not a possible header length for this file."""
     if 2 <= length <= min(got - 8, _MOST_BYTES):
         return
     if start.startswith(_OF_TORCH_SAVE):
         raise CheckpointError(
-            f"megacompile(): file {path} is one of torch.save(); needed safetensors; leave out "
-            "checkpoint= and call model.load_state_dict(torch.load(...)) after megacompile()"
+            f"megacompile(): file {path} was written by torch.save(); needed safetensors; leave "
+            "out checkpoint= and call model.load_state_dict(torch.load(...)) after megacompile()"
         )
     raise CheckpointError(
-        f"megacompile(): file {path} is truncated or no safetensors file: got {got} bytes, "
+        f"megacompile(): file {path} is truncated or not a safetensors file: got {got} bytes, "
         f"needed {8 + length} for its header alone; save or download it again"
     )
 
 
 def _parsed(text: bytes) -> Any:
-    """JSON in which no name comes twice."""
+    """Parse JSON; duplicate names are errors."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        table = dict(pairs)
+        if len(table) < len(pairs):
             names = [name for name, _ in pairs]
-            twice = next(name for name in found if names.count(name) > 1)
+            twice = next(name for name in table if names.count(name) > 1)
             raise ValueError(f"it has {twice!r} twice")
-        return found
+        return table
 
     return json.loads(text, object_pairs_hook=once)
 
@@ -307,11 +306,11 @@ def _table(value: Any, what: str) -> dict[str, Any]:
 
 
 def _described(name: str, said: Any) -> Described:
-    """One entry of a header."""
-    found = _table(said, f"tensor {name!r}")
-    dtype: Any = found.get("dtype")
-    shape: Any = found.get("shape")
-    offsets: Any = found.get("data_offsets")
+    """Validate one entry of a header."""
+    entry = _table(said, f"tensor {name!r}")
+    dtype: Any = entry.get("dtype")
+    shape: Any = entry.get("shape")
+    offsets: Any = entry.get("data_offsets")
     if not isinstance(dtype, str):
         raise TypeError(f"tensor {name!r} has dtype {_short(dtype)}; needed a name")
     if not _are_sizes(shape):
@@ -333,7 +332,7 @@ def _are_sizes(value: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    """A value for a message: it may be huge, or too deep to print."""
+    """A value's text for an error; the value may be huge, or nested too deeply to print."""
     if isinstance(value, dict | list):
         text = f"{type(value).__name__} of {len(value)}"
         flat = not any(isinstance(each, dict | list) for each in value)

@@ -1,11 +1,11 @@
-"""The facts that transformers' models say of themselves, and its names of their tensors in files.
+"""Metadata of transformers models, and the conversion of their checkpoints' names and tensors.
 
-The facts are attributes: nothing of transformers is imported for them.
+The metadata are attributes of the models; reading them does not import transformers.
 
-transformers 5 keeps, for each of its models, how the tensors of a checkpoint become those of the
-model (`WeightRenaming`, `WeightConverter`): other names, experts that it merges. Both directions
-are its code; here it is only asked, so that a tensor that is merely renamed can be read straight to
-its place, and one that is computed from several is computed for one group of them at a time.
+transformers 5 describes for each model how a checkpoint's tensors are converted to the model's
+(`WeightRenaming`, `WeightConverter`): it renames tensors and merges experts. Both directions run
+its code. So a renamed tensor is read directly into place, and a tensor computed from several is
+computed one group at a time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import nn
 from megacompile import compat
 from megacompile.errors import CheckpointError
 
-_FLAG = "_is_hf_initialized"  # of tensors and modules that transformers' initialisation leaves out
+_FLAG = "_is_hf_initialized"  # marks tensors and modules that transformers does not initialise
 
 
 def pretrained(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The outermost `PreTrainedModel`s in a model, and their names."""
+    """The outermost `PreTrainedModel`s in a model, with their names."""
 
     def visit(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
         if is_pretrained(module):
@@ -45,24 +45,24 @@ def is_pretrained(module: nn.Module) -> bool:
 
 
 def tie(model: nn.Module) -> None:
-    """Tie what the configs tie: a model that was moved to meta has lost it."""
+    """Tie weights as configured: moving a model to meta unties them."""
     for _, module in pretrained(model):
         module.tie_weights()
 
 
 def left_out(model: nn.Module, names: Iterable[str], attribute: str) -> set[str]:
-    """The names that a model's class says may be missing from a checkpoint, or too many in one.
+    """The names that match the ignore patterns of a model's class.
 
     Args:
         model: of any class.
-        names: of tensors of a checkpoint.
+        names: of a checkpoint's tensors.
         attribute: `_keys_to_ignore_on_load_missing`, `_keys_to_ignore_on_load_unexpected` or
             `_keys_to_ignore_on_save`: regular expressions.
     """
     patterns: set[str] = set()
     for _, module in pretrained(model):
         patterns.update(getattr(module, attribute, None) or ())
-        if attribute == "_keys_to_ignore_on_load_unexpected":  # as transformers adds
+        if attribute == "_keys_to_ignore_on_load_unexpected":  # transformers adds these
             buffers = {name.rpartition(".")[2] for name, _ in module.named_buffers()}
             patterns.update({r"rotary_emb\.inv_freq"} if "inv_freq" in buffers else ())
             patterns.update({r"(^|\.)position_ids$"} if "position_ids" in buffers else ())
@@ -70,11 +70,12 @@ def left_out(model: nn.Module, names: Iterable[str], attribute: str) -> set[str]
 
 
 def initialize(model: Any, unset: set[int]) -> None:
-    """Initialise tensors of a `PreTrainedModel` by its own `_init_weights`, and no others.
+    """Initialise tensors of a `PreTrainedModel` by its `_init_weights`; all others keep their
+    values.
 
     Args:
-        model: all of it in memory.
-        unset: ids of parameters and buffers.
+        model: without tensors on meta.
+        unset: ids of the parameters and buffers to initialise.
     """
     flagged: list[torch.Tensor] = []
     for module in model.modules():
@@ -94,30 +95,30 @@ def initialize(model: Any, unset: set[int]) -> None:
             tensor.__dict__.pop(_FLAG, None)
 
 
-# Names of a checkpoint that transformers converts.
+# Conversion of checkpoints by transformers.
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Tensors of a model that are computed from tensors of a checkpoint."""
+    """Tensors of a model that transformers computes from a checkpoint's tensors."""
 
     targets: tuple[str, ...]  # names in the model
     sources: tuple[str, ...]  # names in the checkpoint
-    _patterns: tuple[str, ...]  # of each source, that it was found by
-    _path: str  # of the model of transformers in the user's
+    _patterns: tuple[str, ...]  # the pattern that each source matched
+    _path: str  # of transformers' model within the user's
     _model: Any
     _converter: Any
 
     def convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The targets, from the sources."""
+        """Compute the targets from the sources."""
         first = self.targets[0].removeprefix(self._path)
         converter = copy.deepcopy(self._converter)
         for source, pattern in zip(self.sources, self._patterns, strict=True):
             converter.add_tensor(first, source, pattern, tensors[source])
-        made = converter.convert(first, model=self._model, config=self._model.config)
+        converted = converter.convert(first, model=self._model, config=self._model.config)
         return {
             f"{self._path}{name}": value[0] if isinstance(value, list) else value
-            for name, value in made.items()
+            for name, value in converted.items()
         }
 
 
@@ -130,22 +131,23 @@ class Conversion:
 
 
 def conversion(model: nn.Module, checkpoint: Iterable[str]) -> Conversion | None:
-    """The way transformers would read a checkpoint into a model; None where it does not know.
+    """The conversion that transformers applies when it loads a checkpoint into a model; None if it
+    has none.
 
     Args:
-        model: of transformers, or a wrapper around one.
-        checkpoint: the names there.
+        model: a transformers model, or a wrapper around one.
+        checkpoint: the checkpoint's names.
     """
-    found = list(pretrained(model))
-    if len(found) != 1:
+    inner_models = list(pretrained(model))
+    if len(inner_models) != 1:
         return None
     try:
         from transformers import core_model_loading as loading  # since 5.0
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:
         return None
-    path = f"{found[0][0]}." if found[0][0] else ""
-    inner: Any = found[0][1]
+    path = f"{inner_models[0][0]}." if inner_models[0][0] else ""
+    inner: Any = inner_models[0][1]
     state = inner.state_dict()
     transforms = get_model_conversion_mapping(inner)
     renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
@@ -182,18 +184,18 @@ def conversion(model: nn.Module, checkpoint: Iterable[str]) -> Conversion | None
 
 
 class Saved:
-    """A model's tensors as its checkpoints have them, made when they are asked for.
+    """A model's tensors in the form of its checkpoints, computed on demand.
 
-    Those that are computed (experts apart) are computed of one tensor of the model at a time, where
-    that can be, and of all of them at once where it cannot.
+    Converted tensors (such as experts that the model merges) are computed from one tensor of the
+    model at a time if possible, otherwise from all of them at once.
 
     Args:
-        model: of transformers; of any other, names are right as they are.
+        model: models that are not transformers' need no conversion.
         tensors: by their names in the model.
-        whole: returns all of a tensor of which ranks have parts; any other one as it is.
+        whole: gathers a sharded tensor; returns any other tensor unchanged.
 
     Raises:
-        CheckpointError: ranks share them, and all would have to be whole at once.
+        CheckpointError: the parameters are sharded, and all would have to be gathered at once.
     """
 
     def __init__(
@@ -205,9 +207,9 @@ class Saved:
         self._model = model
         self._tensors = tensors
         self._whole = whole
-        self._source: dict[str, str] = {}  # of what is computed: its name in the model
+        self._source: dict[str, str] = {}  # checkpoint name -> the model's, of converted tensors
         self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
-        self.looks = dict(tensors)  # what is saved, by its name there; on meta where it is computed
+        self.looks = dict(tensors)  # the checkpoint's tensors; on meta if they are computed
         if not is_pretrained(model):
             return
         metas = {name: _meta(tensor) for name, tensor in tensors.items()}
@@ -220,7 +222,7 @@ class Saved:
             for new, look in made.items():
                 self._source[new] = name
                 self.looks[new] = tensors[name] if look is meta else look
-        if not _alike(self.looks, at_once):  # some are made of several
+        if not _alike(self.looks, at_once):  # some are computed from several
             if any(map(compat.is_sharded, tensors.values())):
                 raise CheckpointError(
                     f"save(): checkpoints of {type(model).__name__} have tensors that are computed "
@@ -231,15 +233,16 @@ class Saved:
             self.looks = dict(self._tensors)
 
     def get(self, name: str) -> torch.Tensor:
-        """One tensor. What comes of one tensor of the model follows one another in `looks`."""
+        """One tensor of the checkpoint. `looks` lists those from one tensor of the model
+        consecutively, so they are computed once."""
         source = self._source.get(name) if self.looks[name].is_meta else None
         if self._last[0] != source:
-            self._last = ("", {})  # its memory, before there is more
+            self._last = ("", {})  # free its memory before the next conversion
         if source is None:
             return self._whole(self.looks[name])
         if not self._last[0]:
-            there = {source: self._whole(self._tensors[source])}
-            self._last = (source, _reverted(self._model, there))
+            gathered = {source: self._whole(self._tensors[source])}
+            self._last = (source, _reverted(self._model, gathered))
         return self._last[1][name]
 
 

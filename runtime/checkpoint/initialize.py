@@ -1,12 +1,12 @@
-"""Random initialisation of a model that was on meta, by what its own modules have for that.
+"""Random initialisation of a model on meta, by its modules' own methods.
 
-    transformers        `initialize_weights()`: each module's `_init_weights`, as `init_weights()`
-    torch, and users'   `reset_parameters()` or `_reset_parameters()`, children first
-    the outermost with  `init_weights()`, without arguments: torchtitan's and others' convention
+    transformers        `initialize_weights()`: calls each module's `_init_weights`
+    torch, user code    `reset_parameters()` or `_reset_parameters()`, children first
+    torchtitan, others  `init_weights()` without arguments, of the outermost module that has it
 
-Numbers come from the CPU's generator, in that order, whatever device the model computes on. So they
-are those of `model.to_empty(device="cpu")` and the same calls, in every bit. They are those of a
-model that is built on the CPU where its constructors draw nothing else: modules of torch do.
+Numbers are drawn from the CPU's generator in this order, on every device. So they are bitwise those
+of `model.to_empty(device="cpu")` followed by the same calls. They equal those of a model built on
+the CPU if its constructors draw no other numbers; those of torch's modules do not.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from megacompile import compat
 from megacompile.errors import ModelError
 from megacompile.runtime.checkpoint import hugging_face
 
-_BYTE = 0xFF  # floating-point numbers of such bytes are NaN, with a payload that no code computes
-_CHUNK = 2**24  # elements that are looked at once
+_BYTE = 0xFF  # floating-point numbers of these bytes are NaN with a payload that no code computes
+_CHUNK = 2**24  # elements checked at a time
 _RESETS = ("reset_parameters", "_reset_parameters", "reset_running_stats")
 _FIX = (
-    "give the module that has it a reset_parameters() that writes all of it; or build it in memory "
+    "give its module a reset_parameters() that writes all of it; or build it in memory "
     "(with torch.device('cpu'):) before megacompile()"
 )
 
 
 def check_initializers(model: nn.Module, unset: Mapping[int, str]) -> None:
-    """Raise where a tensor cannot be initialised, before anything is made.
+    """Raise if a tensor cannot be initialised, before anything is allocated.
 
     Args:
         model: on meta.
-        unset: name by id, of parameters and buffers.
+        unset: id -> name of the parameters and buffers to initialise.
 
     Raises:
-        ModelError: with the names.
+        ModelError: lists the tensors.
     """
     covered: set[int] = set()
     for module in model.modules():
         if hugging_face.is_pretrained(module) or _root(module) or _resets(module):
             covered.update(id(tensor) for tensor in (*module.parameters(), *module.buffers()))
-    lost = [name for key, name in unset.items() if key not in covered]
-    if lost:
-        raise ModelError(_no_value(model, lost))
+    missing = [name for key, name in unset.items() if key not in covered]
+    if missing:
+        raise ModelError(_no_value(model, missing))
 
 
 def initialize(model: nn.Module, unset: Mapping[str, torch.Tensor]) -> None:
-    """Give tensors their first values.
+    """Initialise tensors.
 
     Args:
-        model: all of it in memory.
-        unset: parameters and buffers by their names. Others may change.
+        model: without tensors on meta.
+        unset: the parameters and buffers to initialise, by name. Others may change, too.
 
     Raises:
-        ModelError: one of them was not written to, or not to all of it.
+        ModelError: a tensor was not written completely.
     """
     if not unset:
         return
@@ -67,28 +67,28 @@ def initialize(model: nn.Module, unset: Mapping[str, torch.Tensor]) -> None:
     with torch.no_grad():
         _visit(model, {id(tensor) for tensor in unset.values()}, rooted=False)
         now = {name: _take_back(model, name, tensor) for name, tensor in unset.items()}
-    lost = [name for name, tensor in now.items() if tensor.is_meta or is_unset(tensor)]
-    if lost:
-        raise ModelError(_no_value(model, lost))
+    missing = [name for name, tensor in now.items() if tensor.is_meta or is_unset(tensor)]
+    if missing:
+        raise ModelError(_no_value(model, missing))
 
 
 def _take_back(model: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that a name stands for now: a parameter is the one that it was, whatever code has
-    set."""
+    """The tensor that now has this name. A parameter that initialisation replaced is restored, with
+    the new values."""
     path, _, own = name.rpartition(".")
     module = model.get_submodule(path)
     if not isinstance(tensor, nn.Parameter):
         now: torch.Tensor = getattr(module, own)
         return now
-    made = compat.parameters_of(module)[own]
-    if made is not tensor and made is not None:
-        tensor.copy_(made)
+    replacement = compat.parameters_of(module)[own]
+    if replacement is not tensor and replacement is not None:
+        tensor.copy_(replacement)
         compat.parameters_of(module)[own] = tensor
     return tensor
 
 
 def _visit(module: nn.Module, unset: set[int], *, rooted: bool) -> None:
-    """Children first, as constructors do."""
+    """Initialise a module, children first, like constructors."""
     inside = [*module.parameters(), *module.buffers()]
     if not any(id(tensor) in unset for tensor in inside):
         return
@@ -105,9 +105,9 @@ def _visit(module: nn.Module, unset: set[int], *, rooted: bool) -> None:
 
 
 def _resets(module: nn.Module) -> list[Callable[[], object]]:
-    """The functions that initialise a module of torch, or one like it."""
-    found = [getattr(module, name, None) for name in _RESETS[:2]]
-    resets = [reset for reset in found if callable(reset) and _takes_nothing(reset)][:1]
+    """The functions that initialise a module, by torch's naming convention."""
+    methods = [getattr(module, name, None) for name in _RESETS[:2]]
+    resets = [reset for reset in methods if callable(reset) and _takes_nothing(reset)][:1]
     running = getattr(module, _RESETS[2], None)
     if not resets and callable(running):
         resets.append(running)
@@ -115,9 +115,9 @@ def _resets(module: nn.Module) -> list[Callable[[], object]]:
 
 
 def _root(module: nn.Module) -> Callable[[], object] | None:
-    """`init_weights()`, of the outermost module that has one."""
-    found = getattr(module, "init_weights", None)
-    return found if callable(found) and _takes_nothing(found) else None
+    """The module's `init_weights`, if it needs no arguments."""
+    method = getattr(module, "init_weights", None)
+    return method if callable(method) and _takes_nothing(method) else None
 
 
 def _takes_nothing(function: Callable[..., object]) -> bool:
@@ -129,10 +129,10 @@ def _takes_nothing(function: Callable[..., object]) -> bool:
 
 
 def refuse_stray(model: nn.Module) -> None:
-    """Raise for tensors on meta that are neither parameters nor buffers: they cannot be filled.
+    """Raise for tensors on meta that are neither parameters nor buffers: nothing initialises them.
 
     Raises:
-        ModelError: with the place.
+        ModelError: names the tensor.
     """
     for name, module in model.named_modules():
         kept = {id(t) for t in (*module.parameters(False), *module.buffers(False))}
@@ -141,8 +141,8 @@ def refuse_stray(model: nn.Module) -> None:
                 where = f"{name}.{attribute}" if name else attribute
                 raise ModelError(
                     f"megacompile(): {type(model).__name__}.{where} is a tensor on meta, and "
-                    "neither a parameter nor a buffer, so that nobody can give it values; needed "
-                    "one in memory: make it with device='cpu'"
+                    "neither a parameter nor a buffer, so it cannot be initialised; needed one in "
+                    "memory: create it with device='cpu'"
                 )
 
 
@@ -155,7 +155,7 @@ def _no_value(model: nn.Module, names: list[str]) -> str:
 
 
 def buffers_in(model: nn.Module) -> list[tuple[str, dict[str, torch.Tensor | None], str]]:
-    """Every place of a buffer: its full name, the dict that holds it, its name there."""
+    """All buffers of a model: full name, the dict that holds the buffer, its name there."""
     return [
         (f"{path}.{name}" if path else name, compat.buffers_of(module), name)
         for path, module in model.named_modules(remove_duplicate=False)
@@ -164,15 +164,16 @@ def buffers_in(model: nn.Module) -> list[tuple[str, dict[str, torch.Tensor | Non
     ]
 
 
-# Memory for what is on meta, and the pattern that says that it was not written to yet.
+# Memory for tensors on meta, and the byte pattern of uninitialised memory.
 #
-# Parameters stay the objects that they are: an optimizer that has them keeps them.
+# Parameter objects stay the same, because an optimizer may have them already.
 
 
 def give_memory(param: nn.Parameter, value: torch.Tensor) -> Callable[[], None]:
-    """Gives a parameter the memory of `value`; returns what undoes it."""
+    """Set a parameter's memory to that of `value`; returns a function that undoes this."""
     if param.is_meta:  # `param.data = value` cannot change the device from meta
-        twin = nn.Parameter(value.data, requires_grad=param.requires_grad)  # a version of its own
+        # `value.data` has a separate version counter
+        twin = nn.Parameter(value.data, requires_grad=param.requires_grad)
         compat.exchange_memory(param, twin)
         return functools.partial(compat.exchange_memory, param, twin)
     if compat.is_sharded(param):
@@ -189,15 +190,15 @@ def give_memory(param: nn.Parameter, value: torch.Tensor) -> Callable[[], None]:
 
 
 def mark_unset(tensor: torch.Tensor) -> None:
-    """Fill a tensor with what `is_unset` finds."""
+    """Fill a tensor with the pattern that `is_unset` detects."""
     if tensor.numel():
         _flat(tensor).view(torch.uint8).fill_(_BYTE)
 
 
 def is_unset(tensor: torch.Tensor) -> bool:
-    """True if a tensor has a place that was not written to since `mark_unset`.
+    """True if some element was not written since `mark_unset`.
 
-    Of integers all must be untouched: -1 is a number like others.
+    For integers, True only if no element was written: -1 is a valid value.
     """
     flat = _flat(tensor)
     if not flat.numel():
@@ -205,7 +206,7 @@ def is_unset(tensor: torch.Tensor) -> bool:
     if flat.dtype.is_complex:
         flat = torch.view_as_real(flat).flatten()
     real = flat.dtype.is_floating_point
-    if real and flat.dtype.itemsize > 1 and not bool(flat.sum().isnan()):  # the usual case: fast
+    if real and flat.dtype.itemsize > 1 and not bool(flat.sum().isnan()):  # fast common case
         return False
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.dtype.itemsize]
     marked = (chunk == -1 for chunk in flat.view(whole).split(_CHUNK))
@@ -215,5 +216,5 @@ def is_unset(tensor: torch.Tensor) -> bool:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor as they are in memory: (numel,)."""
+    """The elements of a dense tensor in memory order: (numel,)."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))

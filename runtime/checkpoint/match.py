@@ -1,5 +1,4 @@
-"""The checkpoint that a user gives, and its tensors matched with those of a model: all that does
-not fit, in one error."""
+"""Matches a checkpoint's tensors with a model's; one error lists all mismatches."""
 
 from __future__ import annotations
 
@@ -25,14 +24,14 @@ class Checkpoint:
     """A checkpoint in safetensors, for `megacompile(model, checkpoint=...)`.
 
     Args:
-        path: a folder, as `save_pretrained` or `megacompile.save` writes it, or a file.
-        names: the checkpoint's name of a tensor, from the model's. Default: the same; or, if that
-            fits better, without the path of the module that has all parameters (a model in a
-            wrapper that returns its loss alone).
-        cast: convert dtypes, also where digits are lost. Default: only where none are.
+        path: a folder written by `save_pretrained` or `megacompile.save`, or a file.
+        names: maps the model's name of a tensor to the checkpoint's. Default: the same name; or, if
+            more names match, without the path of the module that has all parameters (a model inside
+            a wrapper that returns only the loss).
+        cast: convert dtypes even if that loses precision. Default: only lossless conversions.
         ignore: patterns (`fnmatch`) of the checkpoint's names that the model may lack.
-        initialize: patterns of the model's names that the checkpoint may lack; these get values at
-            random, as without a checkpoint.
+        initialize: patterns of the model's names that the checkpoint may lack; these tensors are
+            initialised at random, as without a checkpoint.
     """
 
     path: Path
@@ -61,7 +60,7 @@ class Checkpoint:
 
     @staticmethod
     def of(given: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
-        """The user's `checkpoint=`."""
+        """Convert the user's `checkpoint=`."""
         return given if isinstance(given, Checkpoint) else Checkpoint(given)
 
 
@@ -69,33 +68,33 @@ class Checkpoint:
 class Stored:
     """A tensor of a model that a checkpoint has."""
 
-    tensor: torch.Tensor  # the model's: a parameter or a buffer
+    tensor: torch.Tensor  # the model's parameter or buffer
     entry: Entry
-    again: tuple[Entry, ...]  # under its other names, which must be equal
+    again: tuple[Entry, ...]  # its entries under other names, whose values must be equal
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Tensors of a model that transformers computes from several of a checkpoint."""
+    """Tensors of a model that transformers computes from a checkpoint's tensors."""
 
     group: Group
-    tensors: dict[str, torch.Tensor]  # the model's, by their names
-    entries: dict[str, Entry]  # the checkpoint's
+    tensors: dict[str, torch.Tensor]  # the model's, by name
+    entries: dict[str, Entry]  # the checkpoint's, by name
 
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """The tensors that a checkpoint has of a model, in the order of the model."""
+    """The tensors of a model that a checkpoint has, in the model's order."""
 
     stored: tuple[Stored, ...] = ()
     computed: tuple[Computed, ...] = ()
 
 
 def match(model: nn.Module, checkpoint: Checkpoint) -> Matched:
-    """Every tensor of the model that the checkpoint has.
+    """Match the tensors of a model with those of a checkpoint.
 
     Raises:
-        CheckpointError: there is no whole checkpoint, or it does not fit the model.
+        CheckpointError: there is no complete checkpoint, or it does not fit the model.
         MissingExtraError: `safetensors` is not installed.
     """
     entries = entries_of(checkpoint.path)
@@ -103,11 +102,13 @@ def match(model: nn.Module, checkpoint: Checkpoint) -> Matched:
     rename = checkpoint.names or _unwrapped(model, tensors, entries)
     names = {rename(name): name for names, _ in tensors for name in names}
     if checkpoint.names is None and any(name not in names for name in entries):
-        found = conversion(model, entries)  # other names: does transformers know them?
-        if found is not None and (found.groups or set(found.renamed) & set(names.values())):
-            theirs = {name: entries[said] for name, said in found.renamed.items()}
-            in_groups = {said: entries[said] for group in found.groups for said in group.sources}
-            return _match(model, checkpoint, tensors, theirs, str, found.groups, in_groups)
+        loading = conversion(model, entries)  # transformers may know the other names
+        if loading is not None and (loading.groups or set(loading.renamed) & set(names.values())):
+            renamed = {name: entries[source] for name, source in loading.renamed.items()}
+            sources = {
+                source: entries[source] for each in loading.groups for source in each.sources
+            }
+            return _match(model, checkpoint, tensors, renamed, str, loading.groups, sources)
     return _match(model, checkpoint, tensors, entries, rename, (), {})
 
 
@@ -120,7 +121,17 @@ def _match(
     groups: Sequence[Group],
     sources: Mapping[str, Entry],
 ) -> Matched:
-    """Args: entries: by the name that `rename` makes of the model's; sources: of the groups."""
+    """Match tensors by name.
+
+    Args:
+        model: for its ignore patterns and its name in errors.
+        checkpoint: the user's options.
+        tensors: the model's tensors, each with all of its names.
+        entries: the checkpoint's tensors, by `rename(the model's name)`.
+        rename: maps a name of the model to a key of `entries`.
+        groups: tensors that transformers computes.
+        sources: the checkpoint's tensors that the groups need, by name.
+    """
     faults = _Faults(checkpoint, type(model).__name__)
     stored: list[Stored] = []
     used: set[str] = set()
@@ -128,18 +139,18 @@ def _match(
     of_group = {target: group for group in groups for target in group.targets}
     computed: dict[int, Computed] = {}
     for names, tensor in tensors:
-        there = [rename(name) for name in names if rename(name) in entries]
-        used.update(there)
+        present = [rename(name) for name in names if rename(name) in entries]
+        used.update(present)
         by = next((of_group[name] for name in names if name in of_group), None)
-        if there:
-            faults.compare(names[0], tensor, [entries[name] for name in there])
-            first, *again = (entries[name] for name in there)
+        if present:
+            faults.compare(names[0], tensor, [entries[name] for name in present])
+            first, *again = (entries[name] for name in present)
             stored.append(Stored(tensor, first, tuple(again)))
         elif by is not None:
             of_it = {name: sources[name] for name in by.sources}
             faults.compare_dtypes(names[0], tensor, of_it.values())
-            made = computed.setdefault(id(by), Computed(by, {}, of_it))
-            made.tensors.update({name: tensor for name in names if name in by.targets})
+            merged = computed.setdefault(id(by), Computed(by, {}, of_it))
+            merged.tensors.update({name: tensor for name in names if name in by.targets})
         elif not _any_matches(names, checkpoint.initialize):
             absent.append(rename(names[0]))
     ignored = hugging_face.left_out(model, absent, "_keys_to_ignore_on_load_missing")
@@ -155,12 +166,12 @@ def _match(
 
 
 def _named(model: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
-    """The tensors that a state dict has, each with all of its names there."""
-    found: dict[int, tuple[list[str], torch.Tensor]] = {}
+    """The tensors of the model's state dict, each with all of its names."""
+    tensors: dict[int, tuple[list[str], torch.Tensor]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor):
-            found.setdefault(id(value), ([], value))[0].append(name)
-    return list(found.values())
+            tensors.setdefault(id(value), ([], value))[0].append(name)
+    return list(tensors.values())
 
 
 def _unwrapped(
@@ -168,17 +179,17 @@ def _unwrapped(
     tensors: Sequence[tuple[list[str], torch.Tensor]],
     entries: Mapping[str, Entry],
 ) -> Callable[[str], str]:
-    """Names without the path of a module that has all of them, where more of them fit so."""
+    """Maps names to names without a wrapper's path: the one with which most names match."""
 
     def fitting(path: str) -> int:
         return sum(any(n.removeprefix(path) in entries for n in names) for names, _ in tensors)
 
-    path = max(_wrappers(model), key=fitting)  # the first of equals: the outermost
+    path = max(_wrappers(model), key=fitting)  # of equals the outermost
     return lambda name: name.removeprefix(path)
 
 
 def _wrappers(model: nn.Module) -> Iterator[str]:
-    """The paths of the modules that have all that the model has, the model itself first."""
+    """The paths of the modules that have all tensors of the model, starting with the model."""
     path, module = "", model
     while True:
         yield path
@@ -197,7 +208,7 @@ def _any_matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
 
 
 class _Faults:
-    """The tensors that do not fit."""
+    """Collects mismatches, and raises one error for all of them."""
 
     def __init__(self, checkpoint: Checkpoint, model: str) -> None:
         self.checkpoint = checkpoint
@@ -208,26 +219,26 @@ class _Faults:
         self._dtypes: list[str] = []
 
     def compare(self, name: str, tensor: torch.Tensor, entries: Sequence[Entry]) -> None:
-        """Note shapes and dtypes that differ."""
+        """Record mismatched shapes and dtypes."""
         for entry in entries:
             if entry.shape != tuple(tensor.shape):
                 self._shapes.append(f"{name} got {entry.shape}, needed {tuple(tensor.shape)}")
         self.compare_dtypes(name, tensor, entries)
 
     def compare_dtypes(self, name: str, tensor: torch.Tensor, entries: Iterable[Entry]) -> None:
-        """Note dtypes whose conversion loses digits."""
+        """Record dtypes whose conversion loses precision."""
         dtypes = dict.fromkeys(entry.dtype for entry in entries)
         for dtype in dtypes if not self.checkpoint.cast else ():
             if not _keeps(dtype, tensor.dtype):
                 self._dtypes.append(f"{name} got {dtype}, needed {tensor.dtype}")
 
     def check(self) -> None:
-        """Raise if there is anything."""
+        """Raise if there are mismatches."""
         kinds = (
-            ("missing", self.missing, "initialize=(pattern, ...) of megacompile.Checkpoint gives "
-             "them values at random; names=... translates names"),
+            ("missing", self.missing, "initialize=(pattern, ...) of megacompile.Checkpoint "
+             "initialises them at random; names=... translates names"),
             ("unexpected", self.unexpected, "ignore=(pattern, ...) of megacompile.Checkpoint "
-             "leaves them out; or build the model that they are of"),
+             "leaves them out; or build the model that has them"),
             ("shapes", self._shapes, "build the model with the checkpoint's config"),
             ("dtypes", self._dtypes, "model.to(dtype) before megacompile() costs nothing on meta; "
              "cast=True of megacompile.Checkpoint rounds"),
@@ -246,7 +257,7 @@ class _Faults:
 
 
 def _keeps(source: torch.dtype, target: torch.dtype) -> bool:
-    """True if a conversion loses nothing."""
+    """True if a conversion is lossless."""
     if source == target:
         return True
     both = source.is_floating_point and target.is_floating_point

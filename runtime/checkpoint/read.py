@@ -1,9 +1,8 @@
-"""Tensors of files into memory that is there already, on several threads.
+"""Reads tensors of files into existing memory, on several threads.
 
-A file is in the page cache or comes from a disk; either way `preadv` copies it straight to where it
-belongs, without another copy in this process. The first touch of memory is what takes longest
-(page faults), so threads share it: pieces of a bucket are read side by side, in the order of the
-buckets, while the caller page-locks those that are done.
+`preadv` copies from the page cache or the disk directly into the destination. The first access to
+the memory takes longest (page faults), so threads share it: they read pieces of a bucket in
+parallel, in the order of the buckets, while the caller page-locks the finished ones.
 """
 
 from __future__ import annotations
@@ -23,18 +22,20 @@ from megacompile.errors import CheckpointError
 from megacompile.runtime.checkpoint.files import Entry
 
 PIECE_BYTES = 16 * 2**20
-STAGED_BYTES = 4 * 2**20  # of a thread, for values that become others
-THREADS = 16  # at most; more fault on the same file of shared memory
+STAGED_BYTES = 4 * 2**20  # staging memory of a thread, for conversions
+THREADS = 16  # maximum; more would contend for page faults in the same shared-memory file
 
 
 class Reader:
-    """Reads entries in the background, in the order in which they were asked for.
+    """Reads entries in the background, in the order of the calls.
 
-    At the end of its block nothing is under way any more, so memory that was given may go.
+    Use it as a context manager. On exit all reads have ended, so their memory may be freed.
+
+    Args:
+        done: called from any thread with the number of bytes read.
     """
 
     def __init__(self, done: Callable[[int], object]) -> None:
-        """Args: done: told of bytes that were read, from any thread."""
         self._done = done
         self._files: dict[Path, int] = {}
         self._opening = threading.Lock()
@@ -53,16 +54,16 @@ class Reader:
     ) -> None:
         self._computing.shutdown(wait=False, cancel_futures=True)
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._computing.shutdown(wait=True)  # after what it may wait for
+        self._computing.shutdown(wait=True)  # last, because it may wait for reads
         for file in self._files.values():
             os.close(file)
 
     def read(self, entry: Entry, into: torch.Tensor) -> list[Future[None]]:
-        """Begin to fill a tensor.
+        """Start reading a tensor.
 
         Args:
-            entry: what is read.
-            into: of its shape, on any device; of another dtype, values are converted.
+            entry: the tensor to read.
+            into: the destination: same shape, any device; another dtype converts values.
         """
         file = self._open(entry.path)
         if into.dtype != entry.dtype or into.device.type != "cpu" or not into.is_contiguous():
@@ -78,8 +79,7 @@ class Reader:
         entries: Mapping[str, Entry],
         into: Callable[[Mapping[str, torch.Tensor]], None],
     ) -> list[Future[None]]:
-        """Begin to read entries for a caller that makes others of them, one such group at a
-        time."""
+        """Start reading a group of entries and calling `into` with them, one group at a time."""
         return [self._computing.submit(self._compute, entries, into)]
 
     def _compute(
@@ -105,13 +105,13 @@ class Reader:
                     self._files[path] = os.open(path, os.O_RDONLY)
                 except OSError as error:
                     raise CheckpointError(
-                        f"megacompile(): file {path} cannot be opened ({error}); it was there when "
-                        "its header was read; read it again when it is whole"
+                        f"megacompile(): file {path} cannot be opened ({error}); it existed when "
+                        "its header was read; load it again when it is complete"
                     ) from error
             return self._files[path]
 
     def _convert(self, file: int, entry: Entry, into: torch.Tensor) -> None:
-        with torch.inference_mode(False), torch.no_grad():  # threads have modes of their own
+        with torch.inference_mode(False), torch.no_grad():  # modes are per thread
             if not into.is_contiguous():
                 whole = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
                 self._fill(file, entry, 0, _bytes_of(whole))
@@ -125,13 +125,13 @@ class Reader:
                 piece.copy_(staged)
 
     def _staging(self, dtype: torch.dtype) -> torch.Tensor:
-        """This thread's memory, used again: the allocator would keep for a thread what it freed."""
+        """This thread's staging memory, reused: the allocator keeps freed memory per thread."""
         if not hasattr(self._of_thread, "staging"):
             self._of_thread.staging = torch.empty(STAGED_BYTES, dtype=torch.uint8, device="cpu")
         return cast(torch.Tensor, self._of_thread.staging).view(dtype)
 
     def _fill(self, file: int, entry: Entry, begin: int, into: torch.Tensor) -> None:
-        """Read an entry, from its byte `begin` on, into some bytes."""
+        """Fill `into` (uint8) with an entry's bytes from offset `begin`."""
         size_bytes = into.numel()
         memory = (ctypes.c_char * size_bytes).from_address(into.data_ptr())
         left = memoryview(memory).cast("B")
@@ -144,11 +144,11 @@ class Reader:
                     f"megacompile(): file {entry.path} cannot be read at byte {at} ({error}); "
                     f"needed {len(left)} more bytes of {entry.name}; check the disk"
                 ) from error
-            if not got:  # it was whole when its header was read
+            if not got:  # the file was complete when its header was read
                 raise CheckpointError(
                     f"megacompile(): file {entry.path} ends at byte {at}; needed {len(left)} more "
-                    f"bytes of {entry.name}; somebody has truncated it; read it again when it is "
-                    "whole"
+                    f"bytes of {entry.name}; it was truncated meanwhile; load it again when it is "
+                    "complete"
                 )
             at += got
             left = left[got:]
@@ -156,5 +156,5 @@ class Reader:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory: (bytes,), uint8."""
+    """The memory of a contiguous tensor: (bytes,) uint8."""
     return tensor.detach().view(-1).view(torch.uint8)

@@ -1,13 +1,13 @@
-"""A model as safetensors with Hugging Face's names, of which a part is never taken for the whole.
+"""Saves a model as safetensors with Hugging Face's names. A partial save never looks complete.
 
-    write     every file under a name that no reader looks for (*.incomplete), and fsync
-    retract   the index, or the one file, of an older save: from here on there is no checkpoint.
-              One file that another one replaces stays, if the config does too
-    rename    the files to their names
-    publish   the index, or the one file, by a rename: from here on there is the new one
+    write     write every file under a name that readers ignore (*.incomplete), and fsync
+    retract   remove the index, or the single file, of an older save: now there is no checkpoint. If
+              a single file replaces a single file and the config is the same, the old one stays
+    rename    rename the files
+    publish   rename the index, or the single file: now there is the new checkpoint
 
-A process that is killed leaves the old checkpoint, none, or the new one. A tied tensor is saved
-once. One tensor at a time has a copy: where ranks share it, it is not on the host, or not
+If the process is killed, the folder has the old checkpoint, none, or the new one. A tied tensor is
+saved once. At most one tensor at a time is copied, if it is sharded, not on the host, or not
 contiguous.
 """
 
@@ -40,15 +40,15 @@ from megacompile.text import format_bytes
 
 _INDEX = f"{WEIGHTS}.index.json"
 _CONFIGS = f"configs{INCOMPLETE}"  # a folder
-_HEADER_BYTES = 2**20  # of all files together, about
+_HEADER_BYTES = 2**20  # of all files together, estimated
 
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """One file."""
+    """One file of a checkpoint."""
 
     name: str
-    tensors: tuple[str, ...]
+    tensors: tuple[str, ...]  # names
 
 
 def save(
@@ -59,24 +59,25 @@ def save(
 ) -> None:
     """Save a model's parameters and persistent buffers as safetensors, tensor by tensor.
 
-    `from_pretrained(folder)` of transformers and `megacompile(model, checkpoint=folder)` read it.
-    Names are those of `model.state_dict()`; of a model of transformers, those of its checkpoints,
-    and its config is saved too. A save that is cut off is never taken for a whole one.
+    transformers' `from_pretrained(folder)` and `megacompile(model, checkpoint=folder)` read it.
+    Names are those of `model.state_dict()`; a transformers model is saved with the names of its
+    checkpoints and with its config. An interrupted save never looks complete.
 
-    With several processes, call it in one of them. Where ranks share the model (`mesh=`), call it
-    in all of them: they gather one tensor at a time, and the first one writes, its buffers too.
-    When it returns, the checkpoint is whole; where the first one fails, all raise.
+    With several processes, call it in one of them. If ranks share the model (`mesh=`), call it in
+    all of them: they gather one tensor at a time, and the first rank writes the files. When it
+    returns, the checkpoint is complete; if the first rank fails, all raise.
 
     Args:
-        model: megacompiled or not; a submodule of a megacompiled one too.
-        folder: made where it is not there. Other files in it stay.
-        max_shard_size: of one file: bytes, "5GB". A larger tensor has a file of its own.
+        model: a megacompiled model, a submodule of one, or a plain model.
+        folder: created if it does not exist. Other files in it stay.
+        max_shard_size: of one file: bytes, or a text such as "5GB". A larger tensor has its own
+            file.
 
     Raises:
         CheckpointError: the disk is full, or the folder cannot be written. An older checkpoint in
-            the folder is whole, unless the error came while files were renamed: then none is.
+            the folder stays complete, unless files were being renamed: then there is none.
         MissingExtraError: `safetensors` is not installed.
-        OptionError: `max_shard_size` is no size.
+        OptionError: `max_shard_size` is not a size.
         RankError: another rank that shares the model does something else, or has stopped.
 
     Example::
@@ -115,7 +116,7 @@ def save(
 
 
 def _clear(path: Path) -> None:
-    """Remove what a save that was cut off has left."""
+    """Remove the files of an interrupted save."""
     shutil.rmtree(path / _CONFIGS, ignore_errors=True)
     for left in path.glob("*" + INCOMPLETE):
         left.unlink()
@@ -123,18 +124,18 @@ def _clear(path: Path) -> None:
 
 @contextmanager
 def _told(path: Path) -> Iterator[None]:
-    """Turns what goes wrong in the folder into an error of ours."""
+    """Convert errors in the folder to `CheckpointError`."""
     try:
         yield
     except Exception as error:
         raise CheckpointError(
-            f"save(): folder {path} cannot be written ({error}); no new checkpoint is there; free "
-            "the disk, or save elsewhere"
+            f"save(): folder {path} cannot be written ({error}); no new checkpoint was saved; free "
+            "space on the disk, or save elsewhere"
         ) from error
 
 
 def _tensors(model: nn.Module, savers: Savers) -> Saved:
-    """The tensors that are saved, by name; each once."""
+    """The tensors to save, by name; each once."""
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise CheckpointError(
             f"save(): {type(model).__name__} has tensors on the meta device, which have no values; "
@@ -145,23 +146,23 @@ def _tensors(model: nn.Module, savers: Savers) -> Saved:
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
                 f"save(): {type(model).__name__}.{name} is {type(value).__name__}; safetensors "
-                "holds tensors alone; use torch.save(model.state_dict(), file)"
+                "stores only tensors; use torch.save(model.state_dict(), file)"
             )
         kept.setdefault(id(value), name)
-    found = {name: value.detach() for name, value in _named(model, set(kept.values())).items()}
-    for name in hugging_face.left_out(model, found, "_keys_to_ignore_on_save"):
-        del found[name]
-    return Saved(model, found, savers.whole)
+    tensors = {name: value.detach() for name, value in _named(model, set(kept.values())).items()}
+    for name in hugging_face.left_out(model, tensors, "_keys_to_ignore_on_save"):
+        del tensors[name]
+    return Saved(model, tensors, savers.whole)
 
 
 def _named(model: nn.Module, names: set[str]) -> dict[str, torch.Tensor]:
-    """The values of a state dict; a reader waits for updates that are under way.
+    """The named values of a state dict; reading them waits for updates in flight.
 
-    Parameters themselves, which no hook on state dicts makes whole (`model.whole_states`): ranks
-    gather them one by one.
+    With `keep_vars`, hooks on state dicts do not gather sharded parameters (`model.whole_states`):
+    ranks gather them one by one.
     """
-    found = model.state_dict(keep_vars=True)
-    return {name: value for name, value in found.items() if name in names}
+    state = model.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if name in names}
 
 
 def _shards(tensors: Mapping[str, torch.Tensor], limit_bytes: int) -> list[_Shard]:
@@ -191,20 +192,19 @@ def _check_room(path: Path, needed: int) -> None:
     free = shutil.disk_usage(path).free
     if free < needed:
         raise OSError(
-            f"the disk has {format_bytes(free)} free, and {format_bytes(needed)} are needed beside "
-            "what is there"
+            f"the disk has {format_bytes(free)} free, and {format_bytes(needed)} are needed"
         )
 
 
 def _write(path: Path, shard: _Shard, tensors: Saved, savers: Savers) -> None:
-    """One file, whole and on the disk, under a name that is not read."""
+    """Write one file under a name that readers ignore, and sync it to the disk."""
     file: SafetensorsFile | None = None
     target = path / (shard.name + INCOMPLETE)
     with ExitStack() as stack:
         with savers.together(), _told(path):
             if savers.writes:
-                made = SafetensorsFile(target, {n: tensors.looks[n] for n in shard.tensors})
-                file = stack.enter_context(made)
+                writer = SafetensorsFile(target, {n: tensors.looks[n] for n in shard.tensors})
+                file = stack.enter_context(writer)
         for name in shard.tensors:
             _write_one(file, name, tensors, path, savers)
     with savers.together(), _told(path):
@@ -215,7 +215,7 @@ def _write(path: Path, shard: _Shard, tensors: Saved, savers: Savers) -> None:
 def _write_one(
     file: SafetensorsFile | None, name: str, tensors: Saved, path: Path, savers: Savers
 ) -> None:
-    """Its memory is free when this returns."""
+    """Write one tensor. A function, so that its memory is freed at the end."""
     tensor = tensors.get(name)
     with savers.together(), _told(path):
         if file is not None:
@@ -235,7 +235,7 @@ def _write_index(path: Path, shards: Sequence[_Shard], tensors: Saved) -> None:
 
 
 def _publish(path: Path, shards: Sequence[_Shard]) -> None:
-    """Take the old checkpoint away, and let the new one be there, in this order."""
+    """Remove the old checkpoint, then publish the new one."""
     last = _INDEX if len(shards) > 1 else WEIGHTS
     configs = sorted((path / _CONFIGS).iterdir())
     stays = len(shards) == 1 and all(_is_same(new, path / new.name) for new in configs)
@@ -263,7 +263,7 @@ def _is_same(new: Path, old: Path) -> bool:
 
 
 def _sync(path: Path) -> None:
-    """Brings what was written to a file, or renamed in a folder, to the disk."""
+    """Sync a file's content, or a folder's renames, to the disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -272,7 +272,7 @@ def _sync(path: Path) -> None:
 
 
 def _write_configs(model: Any, folder: Path) -> None:
-    """The config of a model of transformers, so that `from_pretrained` finds all that it needs."""
+    """Write the configs that `from_pretrained` needs, if it is a transformers model."""
     folder.mkdir()
     if hugging_face.is_pretrained(model) and hasattr(model.config, "save_pretrained"):
         config = copy.deepcopy(model.config)
@@ -286,27 +286,28 @@ def _write_configs(model: Any, folder: Path) -> None:
     _sync(folder)
 
 
-# One file of safetensors, of which one tensor after the other is written.
+# Writes a safetensors file tensor by tensor.
 #
-# `safetensors` itself takes all tensors of a file at once. Where ranks share a model, no more than
-# one of them is whole at a time. Format: https://huggingface.co/docs/safetensors
+# The library needs all tensors of a file at once, but ranks that share a model gather only one at a
+# time. Format: https://huggingface.co/docs/safetensors
 
-_ALIGNED = 8  # the tensors begin at a multiple
+_ALIGNED = 8  # bytes; alignment of the first tensor
 
 
 class SafetensorsFile:
-    """A file that is being written: `with SafetensorsFile(path, looks) as file`.
+    """A context manager that writes one file: `with SafetensorsFile(path, looks) as file`.
 
     Args:
         path: of the file.
-        looks: a tensor of the shape and dtype of each, by name; their values are not read.
+        looks: tensors with the names, shapes and dtypes of the file's; values are not read.
     """
 
     def __init__(self, path: Path, looks: Mapping[str, torch.Tensor]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         self._starts: dict[str, int] = {}
         end = 0
-        for name in sorted(looks, key=lambda n: (-looks[n].itemsize, n)):  # each is aligned so
+        # larger dtypes first, so all tensors are aligned
+        for name in sorted(looks, key=lambda n: (-looks[n].itemsize, n)):
             look = looks[name]
             start, end = end, end + look.numel() * look.itemsize
             header[name] = {**_said(look), "data_offsets": [start, end]}
@@ -314,7 +315,7 @@ class SafetensorsFile:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _ALIGNED)
         self._begin = 8 + len(text)
-        self._file = path.open("wb", buffering=0)  # nothing is left to be written when it closes
+        self._file = path.open("wb", buffering=0)  # unbuffered: closing writes nothing
         try:
             self._put(struct.pack("<Q", len(text)) + text)
         except BaseException:
@@ -322,7 +323,7 @@ class SafetensorsFile:
             raise
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor, once."""
+        """Write one tensor."""
         self._file.seek(self._begin + self._starts.pop(name))
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         if flat.numel():
@@ -347,8 +348,8 @@ class SafetensorsFile:
 
 
 def _said(look: torch.Tensor) -> dict[str, Any]:
-    """Dtype and shape of a tensor, in the words of the library."""
-    dtype, numbers = _in_its_words(look.dtype)
+    """A tensor's dtype and shape in the header."""
+    dtype, numbers = _library_dtype(look.dtype)
     shape = list(look.shape)
     if shape:
         shape[-1] *= numbers
@@ -356,9 +357,8 @@ def _said(look: torch.Tensor) -> dict[str, Any]:
 
 
 @functools.cache
-def _in_its_words(dtype: torch.dtype) -> tuple[str, int]:
-    """The library's name of a dtype, and the number of its numbers in an element: it knows dtypes
-    of several numbers in a byte."""
+def _library_dtype(dtype: torch.dtype) -> tuple[str, int]:
+    """The library's name of a dtype, and the numbers per element: a byte may hold several."""
     from safetensors.torch import save
 
     one = save({"x": torch.empty(1, dtype=dtype)})
@@ -366,14 +366,14 @@ def _in_its_words(dtype: torch.dtype) -> tuple[str, int]:
     return header["dtype"], header["shape"][0]
 
 
-# The processes that save a model: one, or the ranks that share it, of which the first one writes.
+# The processes that save a model: one, or the ranks that share it.
 #
-# every rank    gathers one tensor after the other, whole
-# the first     writes it; what goes wrong there is told to all, so that no rank waits for it
+# All ranks gather the tensors one by one. The first rank writes them and reports its errors to all,
+# so that no rank waits for it.
 
 
 class Savers:
-    """The ranks that save a model; all of them make one."""
+    """The ranks that save a model; each rank creates one."""
 
     def __init__(self, model: nn.Module) -> None:
         sharded = next(filter(compat.is_sharded, model.parameters()), None)
@@ -386,12 +386,12 @@ class Savers:
         return self._ranks is None or self._ranks.is_first
 
     def together(self) -> AbstractContextManager[None]:
-        """Raises in all of them what raises in one."""
+        """A context whose error in one rank raises in all of them."""
         return nullcontext() if self._ranks is None else self._ranks.together(self._what)
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All of a tensor; of one that ranks share, a collective."""
+        """Gather a sharded tensor, which is a collective; returns any other tensor unchanged."""
         if not compat.is_sharded(tensor):
             return tensor
-        assert self._ranks is not None, "who has such a tensor is one of several ranks"
+        assert self._ranks is not None, "a sharded tensor in a model without ranks"
         return self._ranks.all_of(tensor)

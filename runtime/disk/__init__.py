@@ -1,1 +1,1 @@
-"""A scratch file on a disk, and reads and writes of it that go on behind the caller."""
+"""A scratch file on a disk, and its reads and writes in background threads."""

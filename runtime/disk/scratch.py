@@ -1,22 +1,21 @@
-"""A file on a disk that no other process sees, and the places in it.
+"""A private file on a disk, and allocation of byte ranges (places) in it.
 
-It has no name (`O_TMPFILE`, or unlinked at once), so the system frees it when this process and the
-children that it forked have ended, whatever way they end. A place is allocated when it is taken:
-a full disk is found then, and not in the middle of a step. New places read as zeros.
+The file has no name (`O_TMPFILE`, or unlinked after creation), so the system frees it when this
+process and its forked children have ended, even if they are killed. Taking a place allocates its
+blocks, so a full disk is detected there, not in the middle of a step. New places read as zeros.
 
-[Note: direct I/O] Reads and writes of a step go past the page cache (`O_DIRECT`): disk= is to save
-host memory, and a copy through the cache costs the CPU more than the disk takes. A file system that
-refuses it (some network and FUSE ones) is read and written through the cache, and asked to drop the
-pages after that.
+[Note: direct I/O] Reads and writes of a step bypass the page cache (`O_DIRECT`): disk= is meant to
+save host memory, and copying through the cache takes the CPU longer than the transfer takes the
+disk. If the file system does not support it (some network and FUSE ones), reads and writes use the
+cache, and the system is asked to drop the pages afterwards.
 
-[Note: coherence] A reader of what is in a place reads it through a shared mapping
-(`runtime/device/disk_buffers.py`), that is, through the page cache. Linux keeps the cache and
-direct I/O together within a page: before a direct read or write it writes back what is dirty there,
-and a direct write drops the pages, also from page tables, before and after. It gives up on that
-only while another access touches the same page at the same time, which the guards of states exclude
-(`runtime/params/guards.py`). So places begin and end at page boundaries, and nothing has to be
-synced by hand. A file system that promises less (O_DIRECT is not in POSIX) is found by
-`_is_coherent`, which tries it, and gets no direct I/O.
+[Note: coherence] User code reads places through a shared mapping
+(`runtime/device/disk_buffers.py`), that is, through the page cache. Linux keeps the cache coherent
+with direct I/O: it writes back dirty pages before a direct read or write, and a direct write drops
+the pages, including from page tables, before and after. This fails only for concurrent accesses to
+the same page, which the guards of states exclude (`runtime/params/guards.py`). So places are
+page-aligned, and no explicit sync is needed. POSIX does not define O_DIRECT; `_is_coherent` tests
+it, and direct I/O is disabled on file systems that fail the test.
 """
 
 from __future__ import annotations
@@ -40,10 +39,9 @@ from megacompile.text import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A range of bytes of a scratch file.
+    """A range of bytes in a scratch file.
 
-    Those that `take` returns are aligned. Parts of them need not be: they go through the page
-    cache.
+    `take` returns aligned places. Unaligned parts of them go through the page cache.
     """
 
     at: int
@@ -54,11 +52,11 @@ class ScratchFile:
     """An unnamed file in a folder.
 
     Args:
-        folder: on the disk. It must be there.
-        limit_bytes: that all places together may take; None: what is free.
+        folder: an existing folder on the disk.
+        limit_bytes: of all places together; None: the free space of the disk.
 
     Raises:
-        DiskError: there is no such folder, or no file can be made in it.
+        DiskError: the folder does not exist, or no file can be created in it.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, limit_bytes: int | None = None) -> None:
@@ -67,14 +65,14 @@ class ScratchFile:
         self.used_bytes = 0
         self.process = os.getpid()
         self._end = 0
-        self._free: deque[Place] = deque()  # each is whose who pops it: several threads take places
+        self._free: deque[Place] = deque()  # thread-safe: popping a place claims it
         self._given_back: deque[Place] = deque()
         try:
             self.fd = _unnamed(self.folder)
         except OSError as error:
             raise DiskError(
                 error.errno or errno.EIO,
-                f"disk={str(folder)!r}: no file can be made there ({error.strerror or error}); "
+                f"disk={str(folder)!r}: no file can be created there ({error.strerror or error}); "
                 "needed a folder that this process can write to, on a local disk",
             ) from error
         self._close = weakref.finalize(self, os.close, self.fd)
@@ -83,7 +81,7 @@ class ScratchFile:
         self._try_direct()
 
     def _try_direct(self) -> None:
-        """See [Note: direct I/O]."""
+        """Open the file for direct I/O, if the file system supports it; see [Note: direct I/O]."""
         try:
             direct = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_DIRECT)
         except (AttributeError, OSError) as error:  # AttributeError: not Linux
@@ -92,10 +90,10 @@ class ScratchFile:
         place = self.take(self.alignment)
         try:
             coherent = _is_coherent(self.fd, direct, place)
-        except OSError as error:  # taken when it is opened, refused when it is used
+        except OSError as error:  # O_DIRECT may be accepted by open() and rejected by reads
             coherent, why = False, error.strerror or str(error)
         else:
-            why = "its direct reads and writes do not go with mappings of the same file"
+            why = "direct reads and writes are not coherent with mappings of the file"
         finally:
             self.give_back(place)
         if coherent:
@@ -112,17 +110,17 @@ class ScratchFile:
         _SAID.add(device)
         notices.warn(
             f"megacompile: disk={str(self.folder)!r} has no direct I/O ({why}): reads and writes "
-            "go through the page cache, which takes host memory and time of the CPU; use a folder "
-            "on a local file system (ext4, xfs, btrfs)",
+            "go through the page cache, which takes host memory and CPU time; use a folder on a "
+            "local file system (ext4, xfs, btrfs)",
             notices.Whose.HOST,
         )
 
     def round_up(self, size_bytes: int) -> int:
-        """Bytes that so many bytes take on the disk."""
+        """The allocated size for this many bytes."""
         return max(-(-size_bytes // self.alignment), 1) * self.alignment
 
     def take(self, size_bytes: int) -> Place:
-        """A new place of at least so many bytes, zeros, which the disk has.
+        """Allocate a place of at least this many bytes, filled with zeros.
 
         Raises:
             DiskError: the disk is full, or the limit is reached.
@@ -140,10 +138,10 @@ class ScratchFile:
         return place
 
     def check(self, size_bytes: int) -> None:
-        """Is there place for so many bytes? Nothing is taken.
+        """Check that this many bytes could be allocated, without allocating them.
 
         Raises:
-            DiskError: there is not.
+            DiskError: as `take`.
         """
         self._collect()
         self._check_limit(size_bytes)
@@ -155,21 +153,21 @@ class ScratchFile:
             raise DiskError(
                 errno.EDQUOT,
                 f"disk_memory={format_bytes(self.limit_bytes)} is too small: "
-                f"{format_bytes(self.used_bytes)} lie in {self.folder}, and {format_bytes(size)} "
-                "more are needed; raise disk_memory=",
+                f"{format_bytes(self.used_bytes)} are used in {self.folder}, and "
+                f"{format_bytes(size)} more are needed; raise disk_memory=",
             )
 
     def _full(self, number: int, size: int) -> DiskError:
         return DiskError(
             number,
-            f"disk={str(self.folder)!r} has no place for {format_bytes(size)} more "
-            f"({os.strerror(number)}; {format_bytes(self.used_bytes)} of megacompile's lie there, "
+            f"disk={str(self.folder)!r} has no space for {format_bytes(size)} more "
+            f"({os.strerror(number)}; megacompile uses {format_bytes(self.used_bytes)}, "
             f"and {format_bytes(shutil.disk_usage(self.folder).free)} are free); free space there, "
-            "or name a folder on a larger disk",
+            "or use a folder on a larger disk",
         )
 
     def _find(self, size: int) -> Place:
-        """A hole, or a place after the end."""
+        """A place in a hole, or at the end of the file."""
         holes = self._pop_holes()
         for i, hole in enumerate(holes):
             if hole.size_bytes >= size:
@@ -178,30 +176,30 @@ class ScratchFile:
                 self._free.extend(holes)
                 return Place(hole.at, size)
         self._free.extend(holes)
-        at = self._end  # no call comes before the next line, in which the system could switch
+        at = self._end  # no call between these two lines, so threads do not switch there
         self._end = at + size
         return Place(at, size)
 
     def _pop_holes(self) -> list[Place]:
-        """Those that no other thread looks at."""
-        found = []
+        """Claim all holes that no other thread has claimed."""
+        holes = []
         with contextlib.suppress(IndexError):
             while True:
-                found.append(self._free.popleft())
-        return found
+                holes.append(self._free.popleft())
+        return holes
 
     def give_back(self, place: Place) -> None:
-        """Free a place: from a finalizer too, which may run in the middle of `take`."""
+        """Free a place. Finalizers call this too, possibly in the middle of `take`."""
         if os.getpid() == self.process:
             self._given_back.append(place)
 
     def _collect(self) -> None:
-        """Return to the disk what was given back."""
-        with contextlib.suppress(IndexError):  # it is empty
+        """Deallocate the places that were given back, and merge adjacent holes."""
+        with contextlib.suppress(IndexError):  # empty
             while True:
                 place = self._given_back.popleft()
                 self.used_bytes -= place.size_bytes
-                if _punch(self.fd, place):  # else it would not read as zeros: it is not used again
+                if _punch(self.fd, place):  # otherwise not reused: it would not read as zeros
                     self._free.append(place)
         merged: list[Place] = []
         for hole in sorted(self._pop_holes(), key=lambda hole: hole.at):
@@ -213,10 +211,10 @@ class ScratchFile:
 
 
 def _unnamed(folder: Path) -> int:
-    """A file in a folder without a name."""
+    """Create an unnamed file in a folder; returns its descriptor."""
     flag = getattr(os, "O_TMPFILE", None)
     if flag is not None:
-        with contextlib.suppress(OSError):  # file systems that have no such files
+        with contextlib.suppress(OSError):  # some file systems do not support it
             return os.open(folder, flag | os.O_RDWR, 0o600)
     fd, name = tempfile.mkstemp(prefix=".megacompile-", dir=folder)
     os.unlink(name)
@@ -224,7 +222,7 @@ def _unnamed(folder: Path) -> int:
 
 
 def _allocate(fd: int, place: Place) -> None:
-    """Have the disk reserve a place."""
+    """Allocate the blocks of a place on the disk."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, place.at, place.size_bytes)
     else:  # macOS
@@ -232,7 +230,7 @@ def _allocate(fd: int, place: Place) -> None:
 
 
 def _punch(fd: int, place: Place) -> bool:
-    """Give a place's memory back to the disk; False where that cannot be."""
+    """Deallocate the blocks of a place; returns False if this is not supported."""
     try:
         fallocate = ctypes.CDLL(None, use_errno=True).fallocate
     except (AttributeError, OSError):
@@ -242,11 +240,11 @@ def _punch(fd: int, place: Place) -> bool:
 
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
-_SAID: set[int] = set()  # devices without direct I/O
+_SAID: set[int] = set()  # devices that were warned about
 
 
 def _alignment(fd: int) -> int:
-    """The alignment of offsets, lengths and addresses: pages, and what the disk asks for."""
+    """The alignment of offsets, lengths and addresses: that of pages and of direct I/O."""
     least = max(_PAGE, mmap.PAGESIZE)
     status = (ctypes.c_uint32 * 64)()  # struct statx: 256 bytes
     try:
@@ -264,8 +262,7 @@ _EMPTY_PATH, _DIOALIGN = 0x1000, 0x2000  # AT_EMPTY_PATH, STATX_DIOALIGN (Linux 
 
 
 def _is_coherent(fd: int, direct: int, place: Place) -> bool:
-    """True if what is written through a mapping comes back by direct I/O, and the other way
-    round."""
+    """True if direct I/O reads values written through a mapping, and the reverse."""
     with (
         mmap.mmap(fd, place.size_bytes, offset=place.at) as shared,
         mmap.mmap(-1, place.size_bytes) as memory,
@@ -283,7 +280,7 @@ def _is_coherent(fd: int, direct: int, place: Place) -> bool:
 
 
 def kind_of(path: Path) -> str:
-    """The type of file system that a path is on: "ext4"; "" where that is not known."""
+    """The type of a path's file system, such as "ext4"; "" if unknown."""
     try:
         device = os.stat(path).st_dev
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
@@ -291,7 +288,7 @@ def kind_of(path: Path) -> str:
         return ""
     name = f"{os.major(device)}:{os.minor(device)}"
     for line in lines:
-        before, _, behind = line.partition(" - ")
-        if before.split()[2] == name:
-            return behind.split()[0]
+        mount, _, system = line.partition(" - ")
+        if mount.split()[2] == name:
+            return system.split()[0]
     return ""

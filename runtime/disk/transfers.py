@@ -1,23 +1,23 @@
-"""Reads and writes of a scratch file, several at a time, by threads.
+"""Reads and writes of a scratch file by background threads.
 
-A request is cut into chunks, which as many threads as there are for its direction take one after
-the other. Threads wait in the kernel and hold no lock of Python's meanwhile; that is as fast as
-io_uring here (docs/decisions/0028-disk.md). Reads and writes have threads of their own, so neither
-waits for the other.
+A request is split into chunks, and the threads of its direction process them in parallel. Threads
+wait in the kernel without the GIL, which is as fast as io_uring here (docs/decisions/0028-disk.md).
+Reads and writes have separate threads, so neither delays the other.
 
-[Note: chunks] Between two chunks a thread needs the GIL, and waits up to 5 ms for it
-(`sys.getswitchinterval`) while another thread runs Python, as the one that launches kernels does. A
-chunk of 4 MiB takes about as long as that. So chunks are large, and a request has enough of them
-for all threads.
+[Note: chunks] Between two chunks a thread needs the GIL. It waits up to 5 ms for it
+(`sys.getswitchinterval`) while another thread runs Python, such as the one that launches kernels. A
+chunk of 4 MiB takes about as long. So chunks are large, but a request has enough of them for all
+threads.
 
-[Note: order] Nothing orders two requests but `before`, in which a thread of the disk waits. A write
-waits there for what makes its content, which no thread of the disk does; a read waits for nothing
-(see [Note: no deadlock] in `runtime/device/pool.py`).
+[Note: order] Requests are ordered only by `before`, in which a disk thread waits. A write waits
+there for the work that computes its content, which never runs on a disk thread; a read waits for
+nothing (see [Note: no deadlock] in `runtime/device/pool.py`).
 
-[Note: interrupts] A request is made first and begun later, so that the code that must wait for it
-knows of it before a thread does. It is given to every thread of its direction as a whole, and each
-takes chunks until there is none left. So it may be given twice, and one that Ctrl-C cut off while
-it was given is carried out by those that have it, or is given again by who waits for it.
+[Note: interrupts] A request is created first and started later, so that the code that must wait for
+it is registered before a thread sees it. It is submitted as a whole to every thread of its
+direction, and each thread takes chunks until none are left. So submitting it twice is harmless, and
+if Ctrl-C interrupts a submission, the threads that have the request complete it, or its waiter
+submits it again.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from megacompile.runtime.device.background import Background, Completion
 from megacompile.runtime.disk.scratch import Place, ScratchFile
 from megacompile.text import format_bytes
 
-CHUNK_BYTES = 32 * 2**20  # at most; see [Note: chunks]
-_LEAST_CHUNK_BYTES = 4 * 2**20  # at least, where one for each thread would be less
-THREADS = 4  # for each direction: the requests that a disk has at a time
+CHUNK_BYTES = 32 * 2**20  # maximum; see [Note: chunks]
+_LEAST_CHUNK_BYTES = 4 * 2**20  # minimum, even if some threads get no chunk
+THREADS = 4  # per direction: the disk's queue depth
 
 
 class Way(enum.Enum):
@@ -57,25 +57,25 @@ class Way(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """Bytes of a scratch file, and the memory that they go to or come from."""
+    """A range of a scratch file, and the memory to copy to or from."""
 
     place: Place
     memory: Callable[[], torch.Tensor]
-    """Gives it when it is there, to any thread: flat uint8, on the host. Where address, place and
-    size are not multiples of the alignment, it goes through the page cache."""
+    """Returns the memory, flat uint8 on the host, once it exists; called from any thread. The page
+    cache is used unless address, place and size are multiples of the alignment."""
 
 
 def nothing() -> None:
-    """Waits for nothing."""
+    """Do nothing."""
 
 
 class Request(Completion):
-    """A read or a write by threads. When it is over it holds no memory any more.
+    """A read or write by threads; it references no memory once complete.
 
     Args:
-        what: for errors: "3READ_STATE of 'layers.3'".
-        before: is called by each thread before it begins: it waits for what must be over. If it
-            raises, the request fails.
+        what: names the request in errors: "3READ_STATE of 'layers.3'".
+        before: called by each thread before its chunks; waits for earlier work. If it raises, the
+            request fails.
     """
 
     def __init__(
@@ -97,27 +97,27 @@ class Request(Completion):
         self._chunks = [chunk for span in spans for chunk in _chunks(span, file.alignment)]
         self._count = len(self._chunks)
         self._before = before
-        self._next = itertools.count()  # both are advanced by threads, without a lock
+        self._next = itertools.count()  # threads advance both counters without a lock
         self._done = itertools.count(1)
         self._error: BaseException | None = None
-        self.held = False  # until its buffer is there: a pool begins it, and no waiter does
-        self.at_end: Callable[[], None] = nothing  # called once, before waiters go on
+        self.held = False  # True until its pool has a buffer and starts it; waiters must not
+        self.at_end: Callable[[], None] = nothing  # called once, before waiters continue
         self.explained: Callable[[BaseException], BaseException] | None = None
-        """Makes the error that `wait` raises of the first that came."""
+        """Converts the first error to the one that `wait` raises."""
         self.began_s = self.ended_s = 0.0  # of `time.perf_counter`
 
     def begin(self) -> None:
-        """Give it to the threads; see [Note: interrupts]."""
+        """Submit it to the threads; see [Note: interrupts]."""
         self.held = False
         if self._count == 0:
-            if next(self._done) == 1:  # it is called once more by a waiter
+            if next(self._done) == 1:  # a waiter may call this again
                 self._end(None)
         elif not self.done():
             for lane in self._lanes:
                 lane.submit(self.work)
 
     def work(self) -> None:
-        """Take chunks until there is none left; called by each thread."""
+        """Process chunks until none are left; called by each thread."""
         while (i := next(self._next)) < self._count:
             if self._error is None:
                 try:
@@ -142,7 +142,7 @@ class Request(Completion):
 
     def _failed(self, error: BaseException, chunk: _Chunk) -> BaseException:
         if isinstance(error, DiskError) or not isinstance(error, OSError):
-            return error  # of what it waits for
+            return error  # from `before`
         number = error.errno or errno.EIO
         advice = {
             errno.ENOSPC: "the disk is full: free space there",
@@ -156,14 +156,14 @@ class Request(Completion):
         )
 
     def failed(self) -> bool:
-        """True if it is over, and failed."""
+        """True if it has failed."""
         return self._over.done() and self._over.exception() is not None
 
     def wait(self) -> None:
-        """Wait until it is over.
+        """Wait for completion.
 
         Raises:
-            DiskError: it failed.
+            DiskError: the read or write failed.
         """
         start = time.monotonic()
         while True:
@@ -171,7 +171,7 @@ class Request(Completion):
                 self._over.result(timeout=_PATIENCE_S)
             except StillRunning:
                 if self._over.done():
-                    raise  # its own error, by that name
+                    raise  # the request's own TimeoutError
                 if self.held:
                     start = time.monotonic()
                     continue
@@ -182,13 +182,13 @@ class Request(Completion):
                 return
 
     def call_off(self, error: BaseException) -> None:
-        """It was not begun, and will not be; waiters raise this."""
+        """Fail a request that was not started; waiters raise `error`."""
         if not self._over.done():
             self.began_s = time.perf_counter()
             self._end(error)
 
     def finish(self) -> None:
-        """Wait until it is over, well or not."""
+        """Wait until it has completed or failed."""
         while not self._over.done():
             try:
                 self._over.exception(timeout=_PATIENCE_S)
@@ -196,7 +196,7 @@ class Request(Completion):
                 self.begin()
 
     def when_done(self, work: Callable[[], None]) -> None:
-        """Registers a call for when it is over, by the thread that ends it."""
+        """Register a function that the completing thread calls."""
         self._over.add_done_callback(lambda _: work())
 
     def _say_slow(self, seconds: float) -> None:
@@ -213,14 +213,14 @@ class Request(Completion):
 
 _PATIENCE_S = 1.0
 _SLOW_S = 30.0
-_SLOW: set[object] = set()  # folders that it was said of
+_SLOW: set[object] = set()  # folders that were warned about
 
 
 class Transfers:
     """The threads that read and write scratch files.
 
     Args:
-        threads: for each direction.
+        threads: number of threads per direction.
     """
 
     def __init__(self, threads: int = THREADS) -> None:
@@ -239,10 +239,10 @@ class Transfers:
         what: str,
         before: Callable[[], None] = nothing,
     ) -> Request:
-        """A read or a write; its maker calls `begin`."""
-        made = Request(way, spans, file, what, before, self._lanes[way])
-        made.when_done(functools.partial(self._count, made))
-        return made
+        """Create a read or write; the caller starts it with `begin`."""
+        request = Request(way, spans, file, what, before, self._lanes[way])
+        request.when_done(functools.partial(self._count, request))
+        return request
 
     def _count(self, request: Request) -> None:
         if not request.failed():
@@ -250,11 +250,11 @@ class Transfers:
                 self._moved[request.way] += request.size_bytes
 
     def moved_bytes(self, way: Way) -> int:
-        """Bytes of all requests so far that are over, and succeeded."""
+        """Bytes of all successful requests so far."""
         return self._moved[way]
 
 
-_Chunk = tuple[FileSpan, int, int]  # offset in it, bytes
+_Chunk = tuple[FileSpan, int, int]  # offset in the span, bytes
 
 
 def _chunks(span: FileSpan, alignment: int) -> list[_Chunk]:
@@ -267,7 +267,7 @@ def _chunks(span: FileSpan, alignment: int) -> list[_Chunk]:
 def _transfer(
     file: ScratchFile, way: Way, at: int, whole: torch.Tensor, start: int, size: int
 ) -> None:
-    """Read or write one chunk, however many calls that takes."""
+    """Read or write one chunk; the system may split it into several calls."""
     address = whole.data_ptr() + start
     assert whole.dtype is torch.uint8 and start + size <= whole.numel()
     aligned = all(value % file.alignment == 0 for value in (address, at, size))
@@ -291,14 +291,14 @@ def _transfer(
             raise OSError(errno.EIO, "end of file")
         tries = 0
         done += count
-        if direct and done < size:  # a short one: go on at a place that direct I/O takes
+        if direct and done < size:  # a short transfer: continue at an aligned offset
             back = done % file.alignment
             if back == count:
-                fd, direct = file.fd, False  # less than one unit: the rest through the cache
+                fd, direct = file.fd, False  # less than one unit: use the page cache for the rest
             else:
                 done -= back
     if not direct and hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, at, size, os.POSIX_FADV_DONTNEED)  # begins to write what is dirty
+        os.posix_fadvise(fd, at, size, os.POSIX_FADV_DONTNEED)  # also starts writing dirty pages
 
 
-_TRIES = 12  # a quarter of a minute
+_TRIES = 12  # about 4 s

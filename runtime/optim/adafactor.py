@@ -1,7 +1,8 @@
-"""Adafactor: means over rows and columns of each parameter, so its own step runs, on the device.
+"""Adafactor. It needs means over the rows and columns of each parameter, so torch's own step runs,
+on the device.
 
 Source: Shazeer & Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018,
-arXiv 1804.04235, as torch.optim.Adafactor has it.
+arXiv 1804.04235, as implemented by torch.optim.Adafactor.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megacompile.runtime.optim.rule import Group, OwnStep
 def state_shapes(
     group: Group, shape: Sequence[int], state: Mapping[str, Any]
 ) -> Iterator[tuple[str, Sequence[int]]]:
-    """See `rule.Known.shapes`."""
+    """See `rule.KnownOptimizer.shapes`."""
     del group, state
     if len(shape) > 1:
         yield "row_var", (*shape[:-1], 1)
@@ -30,5 +31,5 @@ ADAFACTOR = OwnStep(
     types=(torch.optim.Adafactor,),
     counts=True,
     state_shapes=state_shapes,
-    takes_dtensors=False,  # it squares a norm in place, which DTensors refuse
+    takes_dtensors=False,  # its step squares a norm in place, which DTensor does not support
 )

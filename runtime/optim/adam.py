@@ -4,11 +4,10 @@
     m = lerp(m, g, 1 - beta1)                 v = beta2 * v + (1 - beta2) * g^2
     p = p - step_size * m / (sqrt(v or max(v)) + eps)
 
-where step_size and eps hold the bias corrections.
+where step_size and eps include the bias corrections.
 
 Sources: Kingma & Ba, 2015, arXiv 1412.6980; Loshchilov & Hutter, 2019, arXiv 1711.05101; Reddi et
-al., 2018, arXiv 1904.09237; the order of operations is that of torch.optim.adam's
-_single_tensor_adam.
+al., 2018, arXiv 1904.09237. Operations are in the order of torch.optim.adam's _single_tensor_adam.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
@@ -38,13 +37,13 @@ if TYPE_CHECKING:  # see `OptimizerRule.kernel`
 class AdamScalars(NamedTuple):
     """The numbers of one step."""
 
-    l2: float  # weight decay that joins the gradient (Adam); else 0
-    decay: float  # factor of the parameter: 1 - lr * weight_decay (AdamW); else 1
+    l2: float  # weight decay that is added to the gradient (Adam), or 0
+    decay: float  # the parameter's factor: 1 - lr * weight_decay (AdamW), or 1
     one_minus_beta1: float
     beta2: float
     one_minus_beta2: float
     negative_step_size: float  # -lr / (1 - beta1^step) * sqrt(1 - beta2^step)
-    eps: float  # eps * sqrt(1 - beta2^step): one division less than in torch.optim's order
+    eps: float  # eps * sqrt(1 - beta2^step): saves one of torch.optim's divisions
 
 
 def scalars(group: Group, step: float, first: bool) -> AdamScalars:
@@ -73,7 +72,7 @@ def twin(
     l2, decay, one_minus_beta1, beta2, one_minus_beta2, step_size, eps = h
     g = torch.where(l2 != 0, g + l2 * p, g)  # 0 * inf is not 0
     p = p * decay
-    # torch.lerp's formula for small weights, which compiled code would take apart otherwise
+    # torch.lerp's formula for small weights; compiled code would decompose torch.lerp itself
     m = states[0] + one_minus_beta1 * (g - states[0])
     v = states[1] * beta2 + one_minus_beta2 * g * g
     v_hat = v if len(states) == 2 else torch.maximum(states[2], v)
@@ -82,7 +81,7 @@ def twin(
 
 
 def adam_kernel(p, g, states, h):
-    """The same in Triton."""
+    """The twin in Triton."""
     l2, decay, one_minus_beta1, beta2, one_minus_beta2, step_size, eps = h
     g = tl.where(l2 != 0, g + l2 * p, g)
     p = p * decay
@@ -93,7 +92,7 @@ def adam_kernel(p, g, states, h):
     if len(states) == 3:
         v_hat = tl.maximum(states[2], v, propagate_nan=tl.PropagateNan.ALL)
         later = (m, v, v_hat)
-    if p.dtype == tl.float32:  # whose plain sqrt and division are approximate
+    if p.dtype == tl.float32:  # plain sqrt and division are approximate in fp32
         p = p + tl.div_rn(step_size * m, tl.sqrt_rn(v_hat) + eps)
     else:
         p = p + step_size * m / (tl.sqrt(v_hat) + eps)

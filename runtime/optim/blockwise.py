@@ -2,20 +2,20 @@
 largest magnitude.
 
 Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021, arXiv 2110.02861.
-The map has seven decades, 1e-6 to 1, each decade with twice the codes of the one below it; signed
-for the first moment, unsigned for the second. Invariants: the code of 0 is exact, so a block of
-zeros stays zeros; a block with a NaN or an infinity comes back as NaN.
+The map has seven decades, from 1e-6 to 1, each with twice as many codes as the one below. The first
+moment uses the signed map, the second the unsigned one. Invariants: the code of 0 is exact, so a
+block of zeros stays zeros; a block with a NaN or an infinity becomes NaN.
 
-[Note: the same codes again] Quantizing what was dequantized returns the same codes and the same
-largest magnitudes, in every bit, so a checkpoint has the values alone, as float32, and any
-optimizer can load it. This needs three things:
+[Note: the same codes again] Quantizing dequantized values returns the same codes and largest
+magnitudes, bitwise. So a checkpoint stores only the float32 values, and any optimizer can load it.
+This needs three things:
 
-- The largest magnitude of a block has a code of its own, 1 or -1, so it comes back as it is. The
-  source's signed map has no -1; here the lowest of its codes is -1 instead of -0.993.
-- The other values come back within 2^-23 of themselves, relative to their size, and the codes are
-  at least 2^-8 apart. This holds while all of them are normal numbers, so a block whose largest
-  magnitude is below `SMALLEST` becomes zeros: its square root is 2e-16.
-- Neither infinity nor NaN can be divided by, so the largest magnitude of such a block is NaN.
+- The largest magnitude of a block has its own code, 1 or -1, so it is exact. The source's signed
+  map has no -1; here its lowest code is -1 instead of -0.993.
+- The other values have a relative error of at most 2^-23, and codes are at least 2^-8 apart. This
+  holds only for normal numbers, so a block whose largest magnitude is below `SMALLEST` becomes
+  zeros: the square root of `SMALLEST` is 2e-16.
+- Values cannot be divided by infinity or NaN, so the largest magnitude of such a block is NaN.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ _DECADES = 7
 def quantizes(numel: int) -> bool:
     """True if the states of a parameter of this size are kept in 8 bits.
 
-    Where ranks share it, all of it counts: the last of them may have no rows.
+    `numel` is the size of the whole parameter, not of a rank's shard, which may be empty.
     """
     return numel >= MIN_SIZE
 
 
 def absmax_numel(numel: int) -> int:
-    """Number of blocks, the last one maybe short, of `numel` values."""
+    """Number of blocks in `numel` values; the last block may be short."""
     return -(-numel // BLOCK)
 
 
 def dynamic_code(signed: bool) -> Tensor:
-    """The values that the 256 codes stand for: (256,) fp32 on the CPU, ascending, the last one 1.
+    """The values of the 256 codes: (256,) fp32 on the CPU, ascending; the last is 1.
 
     Decade d (0 is the lowest) divides [0.1, 1] * 10^(d - 6) into 2^d bins for each sign, or
-    2^(d + 1) if unsigned, and has the middle of each bin; 0 and 1 are the two codes left. Of the
-    signed map the lowest bin has -1.
+    2^(d + 1) if unsigned. Its codes are the middles of the bins; 0 and 1 are the two other codes.
+    The signed map has -1 in its lowest bin.
     """
     values = [0.0, 1.0]
     for decade in range(_DECADES):
@@ -68,19 +68,20 @@ def dynamic_code(signed: bool) -> Tensor:
             values += [-middle for middle in middles]
     codes = torch.tensor(sorted(values), dtype=torch.float32)
     if signed:
-        codes[0] = -1.0  # see the note
+        codes[0] = -1.0  # see [Note: the same codes again]
     return codes
 
 
-# Dynamo would trace through a cached function, and compute the tables in every call; and it takes
-# one constant of a name in a graph, so what is compiled calls this once and passes the result on.
+# Dynamo would trace through a cached function and compute the tables in every call. A graph can
+# have only one constant of a name, so compiled code calls this once and passes the result on.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def tables(device: torch.device) -> Tensor:
-    """The unsigned and the signed map on a device, made once: (2, TABLE_NUMEL) fp32.
+    """The unsigned and the signed map on a device, cached: (2, TABLE_NUMEL) fp32.
 
-    A row has `dynamic_code` (256), the midpoints of neighbouring codes (255, and an infinity) and
-    the code of the lowest value of each cell (65536). A cell has the values of the same upper 16
-    bits. It is narrower than the codes are apart, so the nearest code is the cell's or the next.
+    A row has `dynamic_code` (256), the midpoints of neighbouring codes (255, then infinity) and the
+    code of the lowest value of each cell (65536). A cell is the set of values with the same upper
+    16 bits. Cells are narrower than the distance between codes, so a value's nearest code is its
+    cell's code or the next one.
     """
     return _tables(device)
 
@@ -101,12 +102,13 @@ def _tables(device: torch.device) -> Tensor:
 def quantize(
     values: Tensor,  # (numel,) any float dtype
     signed: bool,
-    table: Tensor | None = None,  # `tables`, where one compiled function quantizes several times
+    table: Tensor | None = None,  # `tables`, if one compiled function quantizes several times
 ) -> tuple[Tensor, Tensor]:
     """The nearest codes, (numel,) uint8, and each block's largest magnitude, fp32.
 
-    A tie takes the lower code. Unsigned maps take values that are not negative. A largest magnitude
-    below `SMALLEST` becomes 0, and one that is not finite NaN: see the note above.
+    A tie takes the lower code. The unsigned map needs values of at least 0. A largest magnitude
+    below `SMALLEST` becomes 0; one that is not finite becomes NaN. See [Note: the same codes
+    again].
     """
     table = tables(values.device) if table is None else table
     numel = values.numel()
@@ -114,7 +116,7 @@ def quantize(
     rows = padded.view(absmax_numel(numel), BLOCK)
     absmax = rows.abs().amax(1)
     absmax = torch.where(absmax < torch.inf, absmax, torch.nan)
-    # SMALLEST, but as a literal: Dynamo would make a float of the module an input (torch 2.11)
+    # SMALLEST as a literal: Dynamo would turn a module's float into an input (torch 2.11)
     absmax = torch.where(absmax < 2.0**-104, 0.0, absmax)
     divisor = torch.where(absmax == 0, 1.0, absmax)
     _, midpoints, guesses = table[int(signed)].split((256, 256, 2**16))
@@ -129,9 +131,9 @@ def dequantize(
     absmax: Tensor,  # (absmax_numel(numel),) fp32
     signed: bool,
     dtype: torch.dtype = torch.float32,
-    table: Tensor | None = None,  # `tables`, where one compiled function dequantizes several times
+    table: Tensor | None = None,  # `tables`, if one compiled function dequantizes several times
 ) -> Tensor:
-    """The values of quantized codes: (numel,) in `dtype`."""
+    """The values of the codes: (numel,) in `dtype`."""
     table = tables(codes.device) if table is None else table
     numel = codes.numel()
     padded = functional.pad(codes, (0, -numel % BLOCK)).view(absmax.numel(), BLOCK)
@@ -140,15 +142,14 @@ def dequantize(
     return rows.view(-1)[:numel].to(dtype)
 
 
-# Optimizer states in 8 bits, as the tensors that `optimizer.state` holds.
+# The tensor subclass of 8-bit states in `optimizer.state`.
 
 
 class BlockwiseTensor(torch.Tensor):
-    """A float32 tensor whose data are 8-bit codes and a largest magnitude for each block.
+    """A float32 tensor stored as 8-bit codes and a largest magnitude per block.
 
-    Reading returns float32 values; writing in place quantizes again. `codes` is (numel,) uint8,
-    `absmax` (blocks,) float32, in the order of the parameter's memory; `settle` waits until
-    nothing in the background writes to them.
+    Reads dequantize; in-place writes quantize. `codes` is (numel,) uint8, `absmax` (blocks,)
+    float32, in the memory order of the parameter. `settle` waits for background writes to them.
     """
 
     codes: torch.Tensor
@@ -182,13 +183,13 @@ class BlockwiseTensor(torch.Tensor):
         return self.plain().__reduce_ex__(protocol)
 
     def plain(self) -> torch.Tensor:
-        """The values, float32, as a tensor of their own."""
+        """The values as a new float32 tensor."""
         self.settle()
         values = dequantize(self.codes, self.absmax, self.signed)
         return values.as_strided(self.shape, self.stride())
 
     def store(self, values: torch.Tensor) -> None:
-        """Quantize new values, of this tensor's shape."""
+        """Quantize new values of this tensor's shape."""
         self.settle()
         laid_out = torch.empty_strided(
             self.shape, self.stride(), dtype=torch.float32, device=self.codes.device
@@ -198,7 +199,7 @@ class BlockwiseTensor(torch.Tensor):
             buffer.copy_(new)
 
     def clear(self) -> None:
-        """Zeros, as quantizing them returns: a billion of those would take seconds."""
+        """Set all values to zero; quantizing a billion zeros would take seconds."""
         self.settle()
         code, _ = quantize(torch.zeros(1, device=self.codes.device), self.signed)
         self.codes.fill_(code.item())
@@ -233,7 +234,7 @@ class BlockwiseTensor(torch.Tensor):
 
 
 def to_plain(value: Any) -> Any:
-    """8-bit states inside of nested containers as float32 tensors; anything else as it is."""
+    """Convert 8-bit states in nested containers to float32 tensors; other values stay."""
     return compat.tree_map(_plain, value)
 
 

@@ -4,8 +4,8 @@
     p = p - lr * sign(beta1 * m + (1 - beta1) * g)
     m = beta2 * m + (1 - beta2) * g
 
-Source: Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, arXiv 2302.06675, in the
-order of operations of the package lion-pytorch.
+Source: Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, arXiv 2302.06675.
+Operations are in the order of the package lion-pytorch.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # see `OptimizerRule.kernel`
 class LionScalars(NamedTuple):
     """The numbers of one step."""
 
-    decay: float  # factor of the parameter: 1 - lr * weight_decay
+    decay: float  # the parameter's factor: 1 - lr * weight_decay
     negative_lr: float
     beta1: float
     one_minus_beta1: float
@@ -69,11 +69,11 @@ def twin(
 
 
 def lion_kernel(p, g, states, h):
-    """The same in Triton."""
+    """The twin in Triton."""
     decay, negative_lr, beta1, one_minus_beta1, beta2, one_minus_beta2 = h
     m = states[0]
     update = m * beta1 + one_minus_beta1 * g
-    direction = tl.where(update > 0, 1.0, tl.where(update < 0, -1.0, 0.0))  # of NaN it is 0
+    direction = tl.where(update > 0, 1.0, tl.where(update < 0, -1.0, 0.0))  # NaN: 0
     p = p * decay + negative_lr * direction
     return p, (m * beta2 + one_minus_beta2 * g,)
 
@@ -84,7 +84,7 @@ def _are_betas(value: Any) -> bool:
 
 def _unsupported_reason(optimizer: Optimizer) -> str:
     if getattr(optimizer, "decoupled_wd", False):
-        return "decoupled_weight_decay=True divides by the lr that the optimizer began with"
+        return "decoupled_weight_decay=True divides by the optimizer's initial lr"
     if any("cautious_factor" in group for group in optimizer.param_groups):
         return "it is a cautious Lion"
     return ""

@@ -1,7 +1,7 @@
-"""Muon: matrix products for each parameter, so its own step runs, on the device.
+"""Muon. It needs matrix products for each parameter, so torch's own step runs, on the device.
 
 Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024, as
-torch.optim.Muon has it.
+implemented by torch.optim.Muon.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megacompile.runtime.optim.rule import Group, OwnStep
 def state_shapes(
     group: Group, shape: Sequence[int], state: Mapping[str, Any]
 ) -> Iterator[tuple[str, Sequence[int]]]:
-    """See `rule.Known.shapes`."""
+    """See `rule.KnownOptimizer.shapes`."""
     if state.get("momentum_buffer") is not None and group["momentum"]:
         yield "momentum_buffer", shape
 

@@ -1,6 +1,6 @@
-"""The optimizers that can update streamed parameters, a file each.
+"""The optimizers that can update streamed parameters, one per file.
 
-An optimizer is added here and in a file of its own; see `rule.py`.
+To add an optimizer, write its file and list it here; see `rule.py`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _BY_CLASS: dict[type | str, KnownOptimizer] = {kind: each for each in KNOWN for 
 
 
 def known(kind: type[Optimizer]) -> KnownOptimizer | None:
-    """The rule for optimizers of a class; None: their own step updates, on the host."""
+    """The entry for a class of optimizers; None: their own step updates, on the host."""
     return _BY_CLASS.get(kind) or _BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def rule_of(optimizer: Optimizer) -> OptimizerRule | None:
     """The rule of an optimizer, if it has one."""
-    found = known(type(optimizer))
-    return found if isinstance(found, OptimizerRule) else None
+    entry = known(type(optimizer))
+    return entry if isinstance(entry, OptimizerRule) else None
 
 
 def listed(optimizers: Sequence[KnownOptimizer], last: str = "and") -> str:
-    """The names of their classes: "AdamW, Adam and SGD"."""
+    """The names of the optimizers' classes: "AdamW, Adam and SGD"."""
     names = [name for each in optimizers for name in each.names]
     return f"{', '.join(names[:-1])} {last} {names[-1]}"

@@ -1,20 +1,20 @@
-"""The interface of an optimizer rule: the one place to look at before adding an optimizer.
+"""The interface of an optimizer rule. Read this file before adding an optimizer.
 
-A rule is a file of this folder with one `OptimizerRule`, and a line in `registry.KNOWN`. It has
+A rule is a file in this folder with one `OptimizerRule`, and an entry in `registry.KNOWN`:
 
-    types     the optimizers it stands for
-    moments   their states, by the names in `optimizer.state[p]`
-    options   what a parameter group must hold
-    scalars   what a step makes of a parameter group: the numbers that the arithmetic takes
-    twin      the arithmetic in plain torch: compiled to C++ for the host
-    kernel    the arithmetic in Triton, for the device; the twin is what it is tested against
+    types     the optimizer classes
+    moments   the states, by their names in `optimizer.state[p]`
+    options   the required options of a parameter group
+    scalars   computes the scalars of a step from a parameter group
+    twin      the arithmetic in plain torch, compiled to C++ for the host
+    kernel    the arithmetic in Triton, for the device; tested against the twin
 
-Twin and kernel are pure and elementwise, on values in fp32 (fp64 for fp64 parameters). Everything
-around them is the same for all rules: dtypes, 8-bit states, rounding, masters and their copies
-(`twin.py`, `kernels/update.py`), and when and where an update is made (`runtime/updates`). The rest
-of the code asks the rule, and never which one it is.
+Twin and kernel are pure and elementwise, on values in fp32 (fp64 for fp64 parameters). All rules
+share the code around them: dtypes, 8-bit states, rounding, masters and their copies (`twin.py`,
+`kernels/update.py`), and the time and place of an update (`runtime/updates`). The rest of the code
+only uses this interface and never checks which rule it has.
 
-An optimizer whose update is not elementwise has an `OwnStep` instead: its own code runs.
+An optimizer whose update is not elementwise has an `OwnStep` instead, which runs torch's own code.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 Group = Mapping[str, Any]  # a parameter group: its options
-MAX_MOMENTS = 3  # that the kernel has arguments for
+MAX_MOMENTS = 3  # the kernel's arguments for states
 
 # (p, g, states, scalars) -> (new p, new states). Tensors are (numel,) in the arithmetic's dtype,
-# scalars 0-d. `states` are those that there are, in the order of `moments`; as many come back.
+# scalars 0-d. `states` are the existing ones in the order of `moments`; as many are returned.
 Twin = Callable[
     [Tensor, Tensor, tuple[Tensor, ...], Sequence[Tensor]], tuple[Tensor, tuple[Tensor, ...]]
 ]
@@ -40,17 +40,17 @@ Twin = Callable[
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A state with an element for each of the parameter's; it begins as zeros."""
+    """A state shaped like the parameter, initially zeros."""
 
     name: str  # in `optimizer.state[p]`
-    signed: bool = True  # has it negative values? Its 8-bit codes go by that
-    option: str | None = None  # of the group, which must be true, or not 0; None: always there
-    late: bool = False  # a state without it is right: the next step makes it
+    signed: bool = True  # True if values can be negative; selects the map of the 8-bit codes
+    option: str | None = None  # the group option that enables it (true or not 0); None: always on
+    late: bool = False  # True if the state may be missing after a step; the next one creates it
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The requirements on an option of a parameter group for an update to begin."""
+    """A required option of a parameter group, checked before an update begins."""
 
     name: str
     fits: Callable[[Any], bool]
@@ -58,14 +58,14 @@ class Option:
 
 
 def is_number(value: Any) -> bool:
-    """True if it is a real number, or a tensor of one."""
+    """True for a real number or a tensor with one."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, (int, float)) or isinstance(value, Real)  # that asks an ABC
+    return isinstance(value, (int, float)) or isinstance(value, Real)  # an ABC: slow
 
 
 def numbers(*names: str) -> tuple[Option, ...]:
-    """Options that are one number each."""
+    """Options with numeric values."""
     return tuple(Option(name, is_number, "a number") for name in names)
 
 
@@ -79,12 +79,12 @@ class KnownOptimizer:
     """An optimizer that can update streamed parameters.
 
     Attributes:
-        types: its classes, which must be the very ones: a subclass may do anything. A class of
-            another package stands as its dotted name, such as "package.module.Class".
-        counts: does it keep a "step" in the state of each parameter?
-        options: what a parameter group must hold.
-        unsupported_reason: why this optimizer must make its own step after all, as a clause; "" if
-            not.
+        types: its exact classes; subclasses do not count, because they may do anything. A class of
+            another package is given by its dotted name, such as "package.module.Class".
+        counts: True if it keeps a "step" in the state of each parameter.
+        options: the required options of a parameter group.
+        unsupported_reason: returns the reason why an optimizer must run its own step on the host,
+            as a clause, or "".
     """
 
     types: tuple[type[Optimizer] | str, ...]
@@ -94,7 +94,7 @@ class KnownOptimizer:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of its classes, as an error lists them."""
+        """Names of its classes, for errors."""
         return tuple(
             kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__
             for kind in self.types
@@ -107,12 +107,11 @@ class KnownOptimizer:
     def shapes(
         self, group: Group, shape: Sequence[int], state: Mapping[str, Any]
     ) -> Iterable[tuple[str, Sequence[int]]]:
-        """The names and shapes that a parameter's state must have, if it has anything."""
+        """The required names and shapes in a parameter's state, unless the state is empty."""
         raise NotImplementedError
 
     def because(self, name: str) -> str:
-        """The reason why a state that is missing is needed, as an error's parenthesis; "" if that
-        is plain."""
+        """The reason why a missing state is needed, in parentheses for an error; "" if obvious."""
         del name
         return ""
 
@@ -122,8 +121,8 @@ class OwnStep(KnownOptimizer):
     """An optimizer whose own step runs on the device, a parameter at a time.
 
     Attributes:
-        state_shapes: as `shapes`.
-        takes_dtensors: is torch.optim's step right where ranks share the parameters?
+        state_shapes: implements `shapes`.
+        takes_dtensors: True if torch.optim's step is correct for sharded parameters.
     """
 
     state_shapes: Callable[
@@ -146,14 +145,13 @@ class OptimizerRule(KnownOptimizer):
     """An optimizer whose update is elementwise; see the module.
 
     Attributes:
-        name: of the kernel.
-        moments: its states; those with an `option` come last, so that states that are there are the
-            first ones.
-        scalars: (group, step, first) -> numbers. `step` counts from 1 (by the "step" of the state);
-            `first`: some state has no value yet.
+        name: the kernel's name.
+        moments: its states. Optional ones come last, so the existing states are the first ones.
+        scalars: (group, step, first) -> numbers. `step` counts from 1 (the state's "step"); `first`
+            is True if a state has no value yet.
         twin: see `Twin`.
-        kernel: the twin in Triton's language, called the same way. It is not decorated: triton is
-            imported when the first bucket is updated on a GPU, and is given `tl` then.
+        kernel: the twin in Triton, with the same arguments. It is not decorated, and `tl` is bound
+            later, because triton is imported for the first update on a GPU.
     """
 
     name: str
@@ -170,7 +168,7 @@ class OptimizerRule(KnownOptimizer):
         return tuple(m.name for m in self.moments if m.option is None or group[m.option])
 
     def signed(self, name: str) -> bool:
-        """True if a state has negative values."""
+        """True if a state can have negative values."""
         return all(moment.signed for moment in self.moments if moment.name == name)
 
     def has_states(self, group: Group) -> bool:
@@ -191,33 +189,33 @@ class OptimizerRule(KnownOptimizer):
     def hyper(
         self, group: Group, *, step: float | Tensor = 1, first: bool = False, scale: float = 1.0
     ) -> tuple[float, ...]:
-        """The numbers of one step: the gradient's factor, negative to maximize, and `scalars`."""
+        """The numbers of one step: the gradient's factor (negative to maximize) and `scalars`."""
         factor = -scale if group.get("maximize", False) else scale
         return (factor, *self.scalars(group, float(step), first))
 
 
-# The update of one parameter, as data: what rules in plain torch and kernels both take.
+# The update of one parameter as data: the input of twins and kernels.
 
-# A tensor of the parameter's numel, or (codes, absmax) as blockwise.quantize returns them.
+# A tensor of the parameter's numel, or the (codes, absmax) of blockwise.quantize.
 State: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
 
 class Update(NamedTuple):
-    """One parameter of a bucket's update; all tensors contiguous and of the parameter's numel."""
+    """The update of one parameter; tensors are contiguous and have the parameter's numel."""
 
     param: Tensor  # bf16, fp16, fp32 or fp64
     grad: Tensor  # any float dtype
     states: tuple[State | None, ...]  # in the order of the rule's `moments`
     hyper: Sequence[float]  # `OptimizerRule.hyper`
-    out: Tensor | None = None  # where the new parameter goes, of its dtype; None is `param`
-    copy: Tensor | None = None  # of another float dtype: takes the new parameter too
-    seed: int | None = None  # a bf16 parameter is rounded stochastically with it
-    factor: Tensor | None = None  # 0-d, of the gradient's dtype: first, as `grad.mul_(factor)` does
+    out: Tensor | None = None  # destination of the new parameter, of its dtype; None: `param`
+    copy: Tensor | None = None  # second destination, of another float dtype
+    seed: int | None = None  # of stochastic rounding, for a bf16 parameter
+    factor: Tensor | None = None  # 0-d, of the gradient's dtype; applied first, as by `grad.mul_`
 
     def map(self, function: Callable[[str, Tensor], Tensor]) -> Update:
-        """The update of what a function makes of each tensor that there is.
+        """The update with each existing tensor replaced by `function(name, tensor)`.
 
-        It is told which one: "param", "grad", "state", "codes", "absmax", "out" or "copy".
+        Names are "param", "grad", "state", "codes", "absmax", "out" and "copy".
         """
 
         def state(value: State | None) -> State | None:
@@ -234,17 +232,17 @@ class Update(NamedTuple):
         )
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Every tensor, with its name as in `map`."""
-        found = []
+        """All tensors, with the names of `map`."""
+        named = []
 
         def note(name: str, tensor: Tensor) -> Tensor:
-            found.append((name, tensor))
+            named.append((name, tensor))
             return tensor
 
         self.map(note)
-        return found
+        return named
 
 
 def math_dtype(param: torch.dtype) -> torch.dtype:
-    """The dtype of the arithmetic, and of `hyper`, for parameters of a dtype."""
+    """The dtype of the arithmetic and of `hyper` for a parameter's dtype."""
     return torch.float64 if param == torch.float64 else torch.float32

@@ -1,11 +1,11 @@
-"""SGD, with momentum and Nesterov's variant of it.
+"""SGD, with momentum and Nesterov momentum.
 
     g = scale * grad + l2 * p
     m = g on the first step, then momentum * m + (1 - dampening) * g
     p = p - lr * d,   d = m, or g + momentum * m (Nesterov), or g (no momentum)
 
-Source: Sutskever et al., "On the importance of initialization and momentum in deep learning", 2013,
-in the form and the order of operations of torch.optim.sgd's _single_tensor_sgd.
+Source: Sutskever et al., "On the importance of initialization and momentum in deep learning", 2013.
+Formulas and order of operations are those of torch.optim.sgd's _single_tensor_sgd.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -31,7 +31,7 @@ class SGDScalars(NamedTuple):
     negative_lr: float
     momentum: float
     one_minus_dampening: float
-    first: float  # 1 on the momentum's first step, when it becomes the gradient; else 0
+    first: float  # 1 on the first step, which sets the momentum to the gradient; then 0
     nesterov: float  # 1 or 0
 
 
@@ -56,14 +56,14 @@ def twin(
     g = torch.where(l2 != 0, g + l2 * p, g)  # 0 * inf is not 0
     if not states:
         return p + negative_lr * g, ()
-    # what is in the memory before the first step does not matter, even NaN
+    # the momentum's memory may hold anything before the first step, even NaN
     m = torch.where(first != 0, g, states[0] * momentum + one_minus_dampening * g)
     direction = torch.where(nesterov != 0, g + momentum * m, m)
     return p + negative_lr * direction, (m,)
 
 
 def sgd_kernel(p, g, states, h):
-    """The same in Triton."""
+    """The twin in Triton."""
     l2, negative_lr, momentum, one_minus_dampening, first, nesterov = h
     g = tl.where(l2 != 0, g + l2 * p, g)
     direction = g

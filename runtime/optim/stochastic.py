@@ -1,11 +1,11 @@
 """Stochastic rounding of new parameters to bf16, and its seeds.
 
 [Note: stochastic rounding]
-To round fp32 to bf16, a random 16-bit number is added to the low half of the bit pattern, and the
-half is cut off: the mean over the random numbers is the unrounded value. The number is the low half
-of the first word of Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-2011) with the element's index as the counter and a seed for the parameter and step as the key. It
-is the word of `tl.randint(seed, index)`, so kernel and twin round alike, bit by bit.
+To round fp32 to bf16, add a random 16-bit number to the bit pattern and cut off its low half. The
+mean over the random numbers is the unrounded value. The random number is the low half of the first
+word of Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). The
+counter is the element's index; the key is a seed for the parameter and the step. `tl.randint(seed,
+index)` returns the same word, so the kernel and the twin round bitwise alike.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _LOW = 0xFFFF
 def seed_of(torch_seed: int, parameter: int, step: int, shard: int = 0) -> int:
     """A seed in [0, 2^63) for one parameter's rounding in one step.
 
-    `torch_seed` is `torch.initial_seed()`. Elements count from the first one of a shard, so each
-    shard has a seed of its own: that of the first one is that of a whole parameter. All are mixed
-    by the finalizer of SplitMix64 (Steele et al., "Fast splittable pseudorandom number
-    generators", 2014).
+    `torch_seed` is `torch.initial_seed()`. Element indices start at 0 in each shard, so each shard
+    needs its own seed; the first shard has the seed of a whole parameter. The finalizer of
+    SplitMix64 mixes the arguments (Steele et al., "Fast splittable pseudorandom number generators",
+    2014).
     """
     mixed = 0
     for part in (torch_seed, parameter, step, *([shard] if shard else [])):
@@ -37,9 +37,12 @@ def seed_of(torch_seed: int, parameter: int, step: int, shard: int = 0) -> int:
 def round_stochastic(
     values: Tensor,  # (numel,) fp32
     seed: Tensor | int,  # 0-d int64
-    first: int = 0,  # the first value's place in the parameter
+    first: int = 0,  # index of the first value in the parameter
 ) -> Tensor:
-    """bf16 neighbours of the values, the nearer the likelier; NaN and infinities stay."""
+    """Round values to one of their bf16 neighbours, the nearer with the higher probability.
+
+    NaN and infinities stay.
+    """
     bits = values.view(torch.int32)
     finite = (bits & 0x7F800000) != 0x7F800000
     index = torch.arange(first, first + values.numel(), device=values.device)
@@ -52,7 +55,7 @@ def philox(
     seed: Tensor | int,  # 0-d int64
     counter: Tensor,  # any shape, int64
 ) -> Tensor:
-    """The first word of Philox-4x32-10, int64 in [0, 2^32), of the counter's shape."""
+    """The first word of Philox-4x32-10: int64 in [0, 2^32), shaped like the counter."""
     key0, key1 = seed & _WORD, (seed >> 32) & _WORD
     c0, c1 = counter & _WORD, (counter >> 32) & _WORD
     c2 = c3 = torch.zeros_like(counter)

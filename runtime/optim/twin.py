@@ -1,6 +1,6 @@
-"""A rule in plain torch on one parameter, in place: what the kernels are tested against.
+"""A rule's update of one parameter in plain torch, in place; the reference for the kernels.
 
-It is pure pointwise code on flat tensors, with its scalars as data, so that one
+The code is pointwise on flat tensors, and its scalars are data. So one
 `torch.compile(function_of(rule), dynamic=True, fullgraph=True)` serves every step and size.
 """
 
@@ -18,23 +18,24 @@ from megacompile.runtime.optim.blockwise import BLOCK, dequantize, quantize, tab
 from megacompile.runtime.optim.rule import OptimizerRule, State, Update, math_dtype
 from megacompile.runtime.optim.stochastic import round_stochastic
 
-CHUNK = 2**18  # elements that a twin which is not compiled works on at once; whole blocks
+CHUNK = 2**18  # elements per chunk of an eager twin; a multiple of the 8-bit block
 
 
 @functools.cache
 def function_of(rule: OptimizerRule) -> Callable[..., None]:
-    """One step of a rule on flat tensors, in place. Its arguments:
+    """The function that runs one step of a rule on flat tensors, in place. Its arguments:
 
     param   (numel,) bf16, fp16, fp32 or fp64
     grad    (numel,) any float dtype
-    states  a tuple, each (numel,) of any float dtype, or codes and absmax, or None
-    copy    (numel,) any float dtype, or None: takes the new parameter too
+    states  a tuple; each is (numel,) of any float dtype, or (codes, absmax), or None
+    copy    (numel,) any float dtype, or None; a second destination of the new parameter
     hyper   (columns,) `OptimizerRule.hyper`, fp32; fp64 for an fp64 parameter
-    seed    0-d int64, or None: rounds a bf16 parameter stochastically
-    out     (numel,) like `param`, which stays as it is then, or None
-    first   the place of the first element in the whole parameter, for the seed
-    table   `blockwise.tables`, for codes; None: it is fetched. Compiled code takes it: a constant
-            is named by how much Dynamo has done in the process, and so are the keys of caches
+    seed    0-d int64, or None; rounds a bf16 parameter stochastically
+    out     (numel,) like `param`, or None; the new parameter goes there and `param` stays
+    first   index of the first element in the whole parameter, for the seed
+    table   `blockwise.tables`, for codes; None: looked up. Compiled code must get it as an
+            argument: Dynamo would number a constant by its work in this process, and the number
+            would enter the caches' keys
     """
     twin, signs = rule.twin, tuple(moment.signed for moment in rule.moments)
 
@@ -51,18 +52,18 @@ def function_of(rule: OptimizerRule) -> Callable[..., None]:
     ) -> None:
         math = math_dtype(param.dtype)
         scale, *scalars = hyper.to(math).unbind()
-        there = [
+        present = [
             (state, sign) for state, sign in zip(states, signs, strict=True) if state is not None
         ]
         if table is None and has_codes(states):
             table = tables(param.device)
-        old = tuple([_load(state, math, table, signed=sign) for state, sign in there])
+        old = tuple([_load(state, math, table, signed=sign) for state, sign in present])
         p, new = twin(param.to(math), grad.to(math) * scale, old, scalars)
-        for (state, sign), values in zip(there, new, strict=True):
+        for (state, sign), values in zip(present, new, strict=True):
             _store(state, values, table, signed=sign)
         _store_param(p, param if out is None else out, copy, seed, first)
 
-    # a code object of its own: Dynamo counts recompilations by it, and rules do not share them
+    # a code object per rule: Dynamo counts recompilations per code object
     code = step.__code__.replace(co_name=f"{rule.name}_")
     return types.FunctionType(code, globals(), code.co_name, step.__defaults__, step.__closure__)
 
@@ -70,8 +71,8 @@ def function_of(rule: OptimizerRule) -> Callable[..., None]:
 def apply(rule: OptimizerRule, update: Update) -> None:
     """Run the twin of a rule on one parameter of a bucket, chunk by chunk.
 
-    What a chunk needs in between stays in the caches, and takes no memory worth counting. The
-    numbers are those of the compiled twin, in every bit.
+    A chunk's temporaries fit into the CPU's caches and take negligible memory. The results are
+    bitwise those of the compiled twin.
     """
     for moment, state in zip(rule.moments, update.states, strict=True):
         if state is None and moment.option is None:
@@ -88,7 +89,7 @@ def apply(rule: OptimizerRule, update: Update) -> None:
 
 
 def _part(whole: Update, first: int, end: int) -> Update:
-    """Some elements of an update, from the first of a block on."""
+    """Elements [first, end) of an update; `first` is a multiple of `BLOCK`."""
 
     def part(name: str, tensor: Tensor) -> Tensor:
         if name == "absmax":
@@ -99,7 +100,7 @@ def _part(whole: Update, first: int, end: int) -> Update:
 
 
 def has_codes(states: Iterable[State | None]) -> bool:
-    """True if any of an update's states is in 8 bits."""
+    """True if any of the states is in 8 bits."""
     return any(isinstance(state, tuple) for state in states)
 
 
@@ -131,7 +132,7 @@ def _store_param(
 
 
 def arguments(update: Update) -> tuple[Any, ...]:
-    """A flat update as `function_of` takes it: one on the host, whose factor is in `hyper`."""
+    """The arguments of `function_of` for a flat update on the host, whose factor is in `hyper`."""
     assert update.factor is None
     scalars = torch.tensor(tuple(update.hyper), dtype=math_dtype(update.param.dtype))
     seed = None if update.seed is None else torch.tensor(update.seed)
@@ -139,31 +140,33 @@ def arguments(update: Update) -> tuple[Any, ...]:
     return (update.param, update.grad, update.states, update.copy, scalars, seed, None, 0, table)
 
 
-# A square root that is rounded correctly wherever it runs.
+# A correctly rounded square root on every device.
 #
-# torch's own on the CPU is MKL's on x86, which may be off in the last bit. Compiled C++ and the
-# kernels use the processor's, which is right; so twins that run as they are must be right too.
+# On x86 CPUs torch calls MKL's root, which may be off in the last bit. Compiled C++ and the kernels
+# use the processor's, which is correctly rounded, so eager twins must be too.
 
-_SPLIT = 2.0**27 + 1  # divides the 53 bits of a number into two halves
-_TINY = 2.0**-500  # below it, the error of a square is no normal number
+_SPLIT = 2.0**27 + 1  # splits the 53 bits of a number into two halves
+_TINY = 2.0**-500  # below it, the error of a square is subnormal
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """The number nearest to the root of each element: fp32 or fp64, of at least 0."""
+    """The correctly rounded square root of each element: fp32 or fp64, not negative."""
     if torch.compiler.is_dynamo_compiling() or x.device.type != "cpu":
         return x.sqrt()
-    if x.dtype == torch.float32:  # no root of 24 bits is near enough to the middle of two numbers
+    if x.dtype == torch.float32:  # an fp64 root rounds to the right fp32: none is near a midpoint
         return x.double().sqrt().float()
     return _of_doubles(x)
 
 
 def _of_doubles(x: Tensor) -> Tensor:
-    """One step of Newton from a root that is off by one bit, with the error of its square exact.
+    """One Newton step from a root that is off by at most one bit, with the exact error of its
+    square.
 
-    Right but for roots within 2^-106 of the middle of two numbers, such as that of 1 - 2^-53.
+    Correctly rounded except for roots within 2^-106 of the midpoint of two numbers, such as the
+    root of 1 - 2^-53.
 
-    Source of the product without an error: Dekker, "A floating-point technique for extending the
-    available precision", 1971.
+    Source of the exact product: Dekker, "A floating-point technique for extending the available
+    precision", 1971.
     """
     tiny = x < _TINY
     x = torch.where(tiny, x * 2.0**512, x)
@@ -174,5 +177,5 @@ def _of_doubles(x: Tensor) -> Tensor:
     square = root * root
     error = ((high * high - square) + 2 * high * low) + low * low
     step = ((x - square) - error) / (2 * root)
-    root = torch.where(step.isfinite(), root + step, root)  # not of 0, infinity and NaN
+    root = torch.where(step.isfinite(), root + step, root)  # not finite for 0, infinity and NaN
     return torch.where(tiny, root * 2.0**-256, root)

@@ -1,1 +1,1 @@
-"""Updates of buckets: on the host, on the device, in chunks."""
+"""Updates of buckets: on the host, on the device, or by both in chunks."""

@@ -1,8 +1,8 @@
-"""Updates of host memory on the device: chunk by chunk over the link and back.
+"""Updates of host memory on the device, in chunks that cross the link and return.
 
 One chunk is fetched while a second is updated and a third is copied back, so the slower direction
-of the link is the bottleneck. The kernels round bitwise like the host's rule: the choice of worker
-affects only the time.
+of the link is the bottleneck. The kernels round bitwise like the host's twins, so the choice of
+worker affects only the time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LEAST_BYTES = 2**20  # enough for this number of elements of any dtypes
 
 
 class ChunkStreams:
-    """The copy streams for chunks, in addition to those of the schedules."""
+    """Streams for chunks, separate from the schedules' streams."""
 
     def __init__(self, device: torch.device) -> None:
         self.h2d, self.compute, self.d2h = (torch.cuda.Stream(device) for _ in range(3))
@@ -48,7 +48,8 @@ class Chunks:
             torch.empty(self.buffer_bytes, dtype=torch.uint8, device=self.device)
             for _ in range(CHUNKS)
         ]
-        self.ours = torch.cuda.current_stream(self.device).record_event()  # free from then on
+        # work that used this memory before; chunks wait for it (write after read)
+        self.ours = torch.cuda.current_stream(self.device).record_event()
 
     @torch.no_grad()
     def update(self, updates: Iterable[tuple[OptimizerRule, Update]]) -> None:
@@ -58,39 +59,39 @@ class Chunks:
         back.
         """
         parts = (
-            (rule, here) for rule, whole in updates for here in chunks(whole, self.buffer_bytes)
+            (rule, chunk) for rule, whole in updates for chunk in chunks(whole, self.buffer_bytes)
         )
         ends: list[torch.cuda.Event | None] = [None] * len(self.buffers)
         with torch.cuda.device(self.device):
             self.streams.h2d.wait_event(self.ours)
             try:
-                for k, (rule, here) in enumerate(parts):
+                for k, (rule, chunk) in enumerate(parts):
                     at = k % len(self.buffers)
                     if (end := ends[at]) is not None:
                         end.synchronize()
-                    ends[at] = _issue(rule, here, self.buffers[at], self.streams)
+                    ends[at] = _issue(rule, chunk, self.buffers[at], self.streams)
                 for end in ends:
                     if end is not None:
                         end.synchronize()
-            except BaseException:  # a started chunk has no completion event
+            except BaseException:  # a chunk that failed halfway has no completion event
                 for stream in (self.streams.h2d, self.streams.compute, self.streams.d2h):
                     stream.synchronize()
                 raise
 
 
 def _issue(
-    rule: OptimizerRule, here: Update, buffer: torch.Tensor, streams: ChunkStreams
+    rule: OptimizerRule, on_host: Update, buffer: torch.Tensor, streams: ChunkStreams
 ) -> torch.cuda.Event:
     """Fetch a chunk, update it and copy it back; returns its completion event."""
-    there = _placed(here, buffer)
+    on_device = _placed(on_host, buffer)
     with torch.cuda.stream(streams.h2d):
-        _copy(there, here, fetched=True)
+        _copy(on_device, on_host, fetched=True)
     streams.compute.wait_stream(streams.h2d)
     with torch.cuda.stream(streams.compute):
-        update_bucket(rule, [there])
+        update_bucket(rule, [on_device])
     streams.d2h.wait_stream(streams.compute)
     with torch.cuda.stream(streams.d2h):
-        _copy(here, there, fetched=False)
+        _copy(on_host, on_device, fetched=False)
         event: torch.cuda.Event = torch.cuda.Event(blocking=True)
         event.record()
     return event
@@ -131,7 +132,7 @@ def _bytes_of(update: Update, numel: int) -> int:
     return total
 
 
-def _placed(here: Update, buffer: torch.Tensor) -> Update:
+def _placed(part: Update, buffer: torch.Tensor) -> Update:
     """Views of a buffer shaped like these tensors."""
     offset = 0
 
@@ -139,11 +140,11 @@ def _placed(here: Update, buffer: torch.Tensor) -> Update:
         del name
         nonlocal offset
         size = tensor.numel() * tensor.itemsize
-        made = buffer[offset : offset + size].view(tensor.dtype)
+        span = buffer[offset : offset + size].view(tensor.dtype)
         offset += _rounded(size)
-        return made
+        return span
 
-    return here.map(place)
+    return part.map(place)
 
 
 def _rounded(size_bytes: int) -> int:

@@ -1,10 +1,10 @@
-"""A rule compiled to C++: ready code, or code being compiled.
+"""The C++ code of a rule, ready or being compiled.
 
-A second process compiles it (`CppProcess`). Until it is done, the eager twin runs
+A second process compiles it (`CppProcess`). Until it is ready, the eager twin runs
 (`optim.twin.apply`), with bitwise equal results. Nothing waits: the thread that calls
-`optimizer.step()` polls `ready` once per kind of update; it loads the code from Inductor's caches,
-in less than half a second and without starting a compiler. The second process has already probed
-the vector instructions.
+`optimizer.step()` polls `ready` once per kind of update, then loads the code from Inductor's
+caches in less than half a second, without a compiler. The second process has already probed the
+vector instructions.
 
 Without caches, or if no process can be started, that thread compiles.
 
@@ -39,19 +39,19 @@ from megacompile.runtime.updates.cpp import (
 
 
 class Compiled:
-    """One rule."""
+    """The compiled updates of one rule, by kind."""
 
     def __init__(self, rule: OptimizerRule) -> None:
         self.rule = rule
         self._codes: dict[Kind, Code] = {}
         self._refused: set[Kind] = set()
-        self._beside: dict[Kind, tuple[CompileRequest, CppProcess]] = {}
+        self._in_process: dict[Kind, tuple[CompileRequest, CppProcess]] = {}  # being compiled
         forks.tell(self)
 
     def expect(self, update: Update) -> None:
         """Start compiling updates of this kind, unless done already."""
         kind = kind_of(update)
-        if kind not in self._codes and kind not in self._refused and kind not in self._beside:
+        if kind not in self._codes and kind not in self._refused and kind not in self._in_process:
             request = self._request(update)
             if request is not None and not request.is_done:
                 self._begin(kind, request)
@@ -63,17 +63,17 @@ class Compiled:
             return True
         if kind in self._refused:
             return False
-        if kind in self._beside:
-            asked, process = self._beside[kind]
+        if kind in self._in_process:
+            asked, process = self._in_process[kind]
             if process.status is None:
                 return False
-            del self._beside[kind]
+            del self._in_process[kind]
             refused, why = process.status == REFUSED, process.complaint()
             process.stop()
             if refused:
                 self._refuse(kind, why)
                 return False
-            return self._take(kind, update, asked, beside=True)
+            return self._take(kind, update, asked, by_process=True)
         request = self._request(update)
         if request is not None and not request.is_done and self._begin(kind, request):
             return False
@@ -84,45 +84,54 @@ class Compiled:
 
     def wait(self) -> None:
         """Wait until all compilation has finished."""
-        for _, process in list(self._beside.values()):
+        for _, process in list(self._in_process.values()):
             process.wait()
 
     def before_fork(self) -> None:
         """Do nothing: no thread compiles."""
 
     def after_fork(self, *, in_child: bool) -> None:
-        """Reset in a child of a fork, which compiles or uses the caches itself."""
+        """Forget the parent's processes in a child of a fork, which compiles by itself."""
         if in_child:
-            self._beside.clear()
+            self._in_process.clear()
 
     def _request(self, update: Update) -> CompileRequest | None:
-        """The request to the other process; None if it could not be sent."""
+        """The request for the second process; None if it cannot be sent."""
         folder = compat.code_cache()
         if folder is None or not sys.executable:
             return None
         try:
             return CompileRequest.of(self.rule, update, folder)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:  # of functions
+        except (pickle.PicklingError, AttributeError, TypeError) as error:  # functions in options
             text = "%s: Inductor's options cannot be sent to another process: %s"
             log.logger("compile").info(text, self.rule.name, error)
             return None
 
     def _begin(self, kind: Kind, request: CompileRequest) -> bool:
         try:
-            self._beside[kind] = request, CppProcess(request)
+            self._in_process[kind] = request, CppProcess(request)
         except (OSError, subprocess.SubprocessError) as error:
-            log.logger("compile").info("%s: no process compiles it: %s", self.rule.name, error)
+            text = "%s: the process that compiles to C++ could not be started: %s"
+            log.logger("compile").info(text, self.rule.name, error)
             return False
-        log.logger("compile").info("%s: compiling to C++, beside the training", self.rule.name)
+        log.logger("compile").info("%s: compiling to C++ in the background", self.rule.name)
         return True
 
     def _take(
-        self, kind: Kind, update: Update, request: CompileRequest | None, *, beside: bool = False
+        self,
+        kind: Kind,
+        update: Update,
+        request: CompileRequest | None,
+        *,
+        by_process: bool = False,
     ) -> bool:
-        """Load or compile the code, from the caches if possible.
+        """Load the code from the caches, or compile it; returns False on failure.
 
         Args:
-            beside: the second process has compiled it.
+            kind: of the update.
+            update: of this kind.
+            request: None if it could not be sent.
+            by_process: True if the second process has compiled it.
         """
         before, start = compat.cache_counts(), time.perf_counter()
         try:
@@ -137,13 +146,13 @@ class Compiled:
             self._refuse(kind, str(error).strip().partition("\n")[0])
             return False
         (found, made), time_s = compat.cache_counts().since(before), time.perf_counter() - start
-        UPDATES.add(found=found, made=made, time_s=time_s, beside=found if beside else 0)
+        UPDATES.add(found=found, made=made, time_s=time_s, beside=found if by_process else 0)
         log.update_compiled(self.rule.name, found=found > 0, time_s=time_s)
         if request is not None and request.is_done and not request.agreed:
             notices.warn(
                 f"megacompile: the {self.rule.name} update that is compiled to C++ rounds "
-                "differently from the one that torch runs until it is ready: the first steps of a "
-                "run without a warm cache differ in the last bits",
+                "differently from the eager one, which runs until it is ready: the first steps of "
+                "a run without a warm cache differ in the last bits",
                 notices.Whose.RANK,
             )
         return True
@@ -151,9 +160,9 @@ class Compiled:
     def _refuse(self, kind: Kind, why: str) -> None:
         self._refused.add(kind)
         notices.warn(
-            f"megacompile: the {self.rule.name} update cannot be compiled to C++: {why}; torch "
-            "makes it, with the same numbers, and more slowly; install a C++ compiler that "
-            "torch.compile can use",
+            f"megacompile: the {self.rule.name} update cannot be compiled to C++: {why}; it runs "
+            "eagerly, with the same results but slower; install a C++ compiler that torch.compile "
+            "can use",
             notices.Whose.HOST,
         )
 

@@ -1,9 +1,9 @@
-"""A rule's twin as C++: its compilation, its key on disk, and the process that compiles it.
+"""Compiles a rule's twin to C++: the code, its key on disk, and the compiling process.
 
-One code serves all sizes. It is compiled with a typical size, because Inductor decides by the first
+One code serves all sizes. It is compiled for a typical size, because Inductor decides by the first
 size whether to use several threads. It leaves one core to the issuing thread, which spins in many
-CUDA calls (`loss.item()`): a team of threads is as fast as its slowest member, and sharing a core
-would halve its speed.
+CUDA calls (`loss.item()`): a team of threads is as fast as its slowest thread, and sharing a core
+would halve that one's speed.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from megacompile.runtime.optim.twin import apply, arguments, function_of
 
 TYPICAL = 2**22  # Inductor's size hint for a parameter, in elements
 REFUSED = 3  # exit status: the process started, but compilation failed
-_NOTE = 2  # the version of the note's format
-_SAMPLE = 2**16 + 37  # elements for comparing codes
+_NOTE = 2  # version of the note's format
+_SAMPLE = 2**16 + 37  # elements for comparing code with its twin
 
 Code = Callable[..., None]
 Kind = tuple[object, ...]
 
 
 def kind_of(update: Update) -> Kind:
-    """The compilation key of a rule: the dtypes and the existing states."""
+    """The key of compiled code: dtypes and existing states."""
     return tuple(str(compat.tree_map(_dtype_of, a)) for a in arguments(update))
 
 
@@ -49,7 +49,7 @@ def like(
     numel: int,
     make: Callable[[int, torch.dtype], torch.Tensor] = lambda n, dtype: torch.zeros(n, dtype=dtype),
 ) -> Update:
-    """An update for another parameter size: on zeros, or on the results of `make`."""
+    """The same kind of update for another size, with zeros or the tensors that `make` returns."""
 
     def new(name: str, tensor: torch.Tensor) -> torch.Tensor:
         return make(absmax_numel(numel) if name == "absmax" else numel, tensor.dtype)
@@ -58,9 +58,9 @@ def like(
 
 
 def options_now() -> dict[str, Any]:
-    """Options for Inductor. The C++ wrapper runs without the GIL.
+    """Inductor's options. The C++ wrapper runs without the GIL.
 
-    Sets Triton autotuning explicitly although no Triton code exists: the default depends on whether
+    Sets Triton autotuning although the code has no Triton kernels: its default depends on whether
     the process sees a GPU, and is part of cache keys (torch 2.11).
     """
     return {
@@ -71,7 +71,7 @@ def options_now() -> dict[str, Any]:
 
 
 def compile_update(rule: OptimizerRule, update: Update, options: dict[str, Any]) -> Code:
-    """Code for updates of this kind, without Dynamo's frame."""
+    """Compile updates of this kind, without Dynamo's frame caches."""
     with torch.no_grad():
         return compat.compiled_function(
             function_of(rule), arguments(like(update, TYPICAL)), {}, options
@@ -79,7 +79,7 @@ def compile_update(rule: OptimizerRule, update: Update, options: dict[str, Any])
 
 
 def agrees(rule: OptimizerRule, update: Update, code: Code) -> bool:
-    """True if code rounds bitwise like its eager twin."""
+    """True if the code's results are bitwise those of the eager twin."""
     generator = torch.Generator().manual_seed(0)
 
     def values(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -104,7 +104,7 @@ class CompileRequest:
     update: Update  # empty tensors
     options: dict[str, Any]
     settings: bytes  # see `compat.compile_settings`
-    note: str  # a file written at completion
+    note: str  # path of a file that is written at completion
 
     @staticmethod
     def of(rule: OptimizerRule, update: Update, folder: Path) -> CompileRequest:
@@ -131,7 +131,7 @@ class CompileRequest:
 
     @property
     def agreed(self) -> bool:
-        """True if the finished code rounded like the twin."""
+        """True if the finished code agrees with its twin."""
         return bool(self._noted()["agrees"])
 
     def prepare_to_load(self) -> None:
@@ -164,25 +164,24 @@ class CompileRequest:
 
 @functools.cache
 def _sources() -> str:
-    """The source text of the twins."""
+    """A hash of the twins' source text."""
     (folder,) = optim.__path__
-    made = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(Path(folder).glob("*.py")):
-        made.update(path.read_bytes())
-    return made.hexdigest()
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _dtype_of(value: Any) -> Any:
     return value.dtype if isinstance(value, torch.Tensor) else value
 
 
-# The second process: compiles an update into Inductor's caches on disk.
-# Not a thread: Dynamo changes process-wide state while it compiles and restores it afterwards.
-# Loading the result from the caches takes half a second. The process sees no GPU.
+# The second process compiles an update into Inductor's caches on disk, and sees no GPU. A thread
+# would not do: Dynamo changes process-wide state while it compiles.
 
 
 class CppProcess(Process):
-    """A process that runs a request.
+    """A process that carries out a request.
 
     Raises:
         OSError: the process cannot be started.

@@ -1,7 +1,7 @@
-"""A bucket's parameters and optimizer states on the device, for an update there.
+"""Device buffers for the parameters and optimizer states of a bucket that the device updates.
 
-Used by both device updates: in the backward (`in_backward`), and in `optimizer.step()` from tensors
-that the backward left on the device (`on_device`).
+Both device updates use them: in the backward (`in_backward`), and in `optimizer.step()` from
+tensors that the backward left on the device (`on_device`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.work import InFlight
 from megacompile.runtime.updates.parameter import ParamUpdate, flat, laid_out_as
 
-Place = Callable[[torch.Tensor], torch.Tensor]  # returns the in-memory copy of a disk tensor
+Place = Callable[[torch.Tensor], torch.Tensor]  # disk tensor -> its in-memory copy
 Sources = Mapping[int, tuple[State | None, ...]]  # parameter index -> its states on the host
 
 
@@ -32,8 +32,8 @@ class UpdateBuffer:
     """One parameter's new value and states on the device, flat."""
 
     new: torch.Tensor | None
-    """(numel,) in the host parameter's dtype; None: the update allocates it, from the streamed
-    weights."""
+    """(numel,) in the host parameter's dtype; None: the update reads the streamed weights and
+    allocates it."""
     copy: torch.Tensor | None  # (numel,) in the streamed dtype, if different
     states: tuple[State | None, ...]  # in the rule's order
 
@@ -69,10 +69,9 @@ class Landing:
 def make_buffers(
     host: HostBucket, sources: Sources, device: torch.device, *, masters: bool
 ) -> UpdateBuffers:
-    """Allocate device memory for states like `sources`.
+    """Allocate device memory for states like `sources`, and with `masters` for the parameters.
 
-    With `masters`, for the parameters too: the host's may have another dtype than the streamed
-    ones.
+    The host's parameters (masters) may have another dtype than the streamed ones.
     """
     buffers: UpdateBuffers = {}
     for i, states in sources.items():
@@ -110,8 +109,8 @@ def fetch(host: HostBucket, buffers: UpdateBuffers, sources: Sources, *, masters
     for i, buffer in buffers.items():
         if masters:
             buffer.value.copy_(flat(host.values[i]), non_blocking=True)
-        for there, here in _pairs(buffer, sources[i]):
-            there.copy_(here, non_blocking=True)
+        for on_device, on_host in _pairs(buffer, sources[i]):
+            on_device.copy_(on_host, non_blocking=True)
 
 
 def update(
@@ -159,15 +158,15 @@ def write_back(
     Args:
         visible: the user-visible states, guarded until the copies are done.
         queue: the copy stream; None on the CPU, where the copies are synchronous.
-        place: the destination of parameters on a disk.
+        place: returns the destination of parameters on a disk.
     """
     landing = None
     try:
-        for there, here in params_back(host, buffers, place):
-            here.copy_(there, non_blocking=True)
+        for on_device, on_host in params_back(host, buffers, place):
+            on_host.copy_(on_device, non_blocking=True)
         params = None if queue is None else queue.record_event()
-        for there, here in states_back(buffers, sources):
-            here.copy_(there, non_blocking=True)
+        for on_device, on_host in states_back(buffers, sources):
+            on_host.copy_(on_device, non_blocking=True)
         if queue is not None and params is not None:
             copied = InFlight(queue.record_event(), weights=Completion(params))
             landing = Landing(host, copied)
@@ -203,8 +202,8 @@ def _pairs(
     buffer: UpdateBuffer, states: Sequence[State | None]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """A parameter's states on the device and on the host, flat."""
-    for there, here in zip(buffer.states, states, strict=True):
-        yield from zip(_parts(there), _parts(here), strict=True)
+    for on_device, on_host in zip(buffer.states, states, strict=True):
+        yield from zip(_parts(on_device), _parts(on_host), strict=True)
 
 
 def _parts(state: State | None) -> tuple[torch.Tensor, ...]:
@@ -226,21 +225,22 @@ def _like(state: State | None, empty: Any) -> State | None:
 #
 # [Note: small chunks] The device-to-host copy engine is first in, first out across all streams: a
 # `loss.item()` waits for all copies issued before it. So a thread issues the copies in chunks,
-# three at a time, and sleeps until one completes instead of spinning: host updates need the core.
+# three at a time. It sleeps until one completes instead of spinning, because host updates need the
+# core.
 
-Timed = Callable[[str, Callable[[], None]], None]  # (lane, work): runs it and records its times
+Timed = Callable[[str, Callable[[], None]], None]  # (lane, work): runs work and records its times
 
 
 def untimed(lane: str, work: Callable[[], None]) -> None:
-    """Does it."""
+    """Run work without recording its times."""
     del lane
     work()
 
 
 def fulfil_update(future: Future[None], name: str, work: Callable[[], None]) -> None:
-    """Update the bucket `name`, or copy its new values to the host, in a thread.
+    """Run `work`, which updates the bucket `name` or copies its new values to the host.
 
-    The error of the future is an OptimizerError.
+    The future's error is an `OptimizerError`.
     """
     fulfil(future, functools.partial(_update, name, work))
 
@@ -262,20 +262,21 @@ _COPY_BYTES = 64 * 2**20  # per chunk; about a millisecond of the link
 def copy_in_chunks(
     pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
     queue: torch.cuda.Stream,
-    behind: torch.cuda.Event,
+    after: torch.cuda.Event,
 ) -> None:
-    """Copy pairs of flat tensors (device, host) to page-locked host memory and wait for completion.
+    """Copy flat tensors to page-locked host memory and wait for completion.
 
     Args:
+        pairs: (device, host) tensors.
         queue: the copy stream.
-        behind: work that must complete first.
+        after: work that must complete first.
     """
     under_way: deque[torch.cuda.Event] = deque()
     with torch.cuda.stream(queue), torch.no_grad():
-        queue.wait_event(behind)
-        for there, here in pairs:
-            numel = _COPY_BYTES // there.itemsize
-            for source, target in zip(there.split(numel), here.split(numel), strict=True):
+        queue.wait_event(after)  # read after write
+        for on_device, on_host in pairs:
+            numel = _COPY_BYTES // on_device.itemsize
+            for source, target in zip(on_device.split(numel), on_host.split(numel), strict=True):
                 target.copy_(source, non_blocking=True)
                 under_way.append(_event(queue))
                 if len(under_way) > 2:
@@ -289,8 +290,8 @@ def _event(queue: torch.cuda.Stream) -> torch.cuda.Event:
     return event  # type: ignore[no-any-return]
 
 
-# Device memory that copies to the host still read: `defer_free` holds it, `drain` frees it.
-# Without a forward that drains it, it is freed when something else is deferred.
+# Device memory that copies to the host still read: `defer_free` keeps it, `drain` frees it. Without
+# a forward that drains it, it is freed when other memory is deferred.
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,18 +300,18 @@ class Deferred:
 
     value: Any
     copied: torch.cuda.Event
-    owner: torch.cuda.Stream  # the owning stream in the caching allocator
+    owner: torch.cuda.Stream  # the memory's stream in the caching allocator
     forget: Callable[[], None] = lambda: None  # called when it is freed
 
 
 class DeferredFrees:
-    """Memory that is held until the copies from it are done or awaited."""
+    """Keeps memory until the copies from it are done or awaited."""
 
     def __init__(self) -> None:
         self._entries: list[Deferred] = []
 
     def add(self, entry: Deferred) -> None:
-        """Hold memory, and free entries whose copies are done."""
+        """Keep memory, and free entries whose copies are done."""
         waiting = [entry]
         for earlier in reversed(self._entries):
             if earlier.copied.query():

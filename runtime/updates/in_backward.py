@@ -1,4 +1,4 @@
-"""The optimizer's update inside of the backward: `megacompile(model, optimizer=...)`.
+"""The optimizer's update in the backward: `megacompile(model, optimizer=...)`.
 
 After the backward of each stage, the bucket's optimizer states are on the device: fetched or
 resident. The update consumes the gradients there, so they never reach the host. `optimizer.step()`
@@ -46,7 +46,7 @@ from megacompile.runtime.updates.refusals import check_backward
 from megacompile.runtime.updates.staging import Staging
 
 PrepareSteps = Callable[[Optimizer, HostBucket, Iterable[int]], dict[int, ParamUpdate]]
-"""Prepares the steps of some of a bucket's parameters, by index."""
+"""Prepares the updates of some of a bucket's parameters, by index."""
 
 
 class InBackward:
@@ -54,8 +54,8 @@ class InBackward:
 
     Args:
         optimizer: the optimizer that updates.
-        prepare: returns its steps (`StepParts.in_backward`).
-        micro_steps: tells whether another backward comes before the step.
+        prepare: see `StepParts.in_backward`.
+        micro_steps: knows if another backward comes before the step.
         staging: buffers for data on a disk.
     """
 
@@ -71,15 +71,15 @@ class InBackward:
         self.staging = staging
         self._micro_steps = micro_steps
         self.uncommitted: set[ParamId] = set()  # updated, before step() was called
-        self.committed: set[ParamId] = set()  # by the last step(), until a backward
-        self.running: dict[int, dict[int, ParamUpdate]] = {}  # in the current backward
-        self._options: list[dict[str, Any]] = []  # the groups' options at its start
-        self.reserved: list[nn.Parameter] = []  # parameters without states at its start
+        self.committed: set[ParamId] = set()  # by the last step(), until the next backward
+        self.running: dict[int, dict[int, ParamUpdate]] = {}  # updates of the current backward
+        self._options: list[dict[str, Any]] = []  # the groups' options when it began
+        self.reserved: list[nn.Parameter] = []  # parameters that had no states when it began
         self._ended = True  # True if the last backward finished without an error
         self._backward = -1  # its id
         self._error = ""  # its error, if known
-        self._buckets: Mapping[int, HostBucket] = {}  # its
-        self._made: dict[ParamId, Left] = {}  # state of updated parameters at that time
+        self._buckets: Mapping[int, HostBucket] = {}  # its buckets
+        self._made: dict[ParamId, Left] = {}  # updated parameters, as the update left them
         self._shown: list[HostBucket] = []  # in flight, with unguarded aliases
         compat.notice_scaled_losses()
 
@@ -100,9 +100,9 @@ class InBackward:
         if compat.loss_is_scaled():
             raise OptimizerError(
                 "the loss of this backward was scaled by a GradScaler, but megacompile(model, "
-                "optimizer=...) makes the update in the backward, before anybody could unscale the "
-                "gradients (nothing was updated): leave out optimizer=, or the GradScaler, which "
-                "bfloat16 does not need"
+                "optimizer=...) updates in the backward, before the gradients can be unscaled "
+                "(nothing was updated): leave out optimizer=, or the GradScaler, which bfloat16 "
+                "does not need"
             )
         if again:
             key, i = again[0]
@@ -110,8 +110,8 @@ class InBackward:
                 f"parameter {buckets[key].layout.params[i].name!r} was updated in a backward "
                 "already, and gets another gradient before optimizer.step(): call step() after "
                 "each backward, put all micro-batches but the last into "
-                "`with megacompile.accumulate(model):`, or, where a graph break lets two captured "
-                "graphs use one parameter, leave out optimizer="
+                "`with megacompile.accumulate(model):`, or, if two captured graphs use one "
+                "parameter because of a graph break, leave out optimizer="
             )
         if not self.uncommitted:
             check_backward(self.optimizer, buckets)
@@ -128,7 +128,7 @@ class InBackward:
         self.uncommitted |= places
 
     def _end(self) -> Callable[[], None]:
-        """A callback for the end of the backward; a failing backward drops it."""
+        """A callback for the end of the backward; autograd drops it if the backward fails."""
 
         def end() -> None:
             self._ended = True
@@ -140,12 +140,12 @@ class InBackward:
         return end
 
     def dropped(self, backward: int) -> None:
-        """Record that a backward has ended or failed."""
+        """Handle a failed backward; called when its end callback is freed."""
         if backward == self._backward:
             self._give_up_failed()
 
     def failed(self, error: BaseException) -> None:
-        """Record a failed run, which may be a backward's."""
+        """Record the error of a run, if a backward is running."""
         if not self._ended:
             self._error = f" with {type(error).__name__}: {error}"
 
@@ -183,11 +183,11 @@ class InBackward:
     ) -> None:
         """Refuse the step of another optimizer over parameters that the backward has updated.
 
-        Another class may be a wrapper around this optimizer, which steps it inside its own step; if
-        it reads a consumed gradient, that raises an error.
+        Unknown classes are allowed: they may wrap this optimizer and call its step. If they read a
+        consumed gradient, that raises an error.
 
         Raises:
-            OptimizerError: with the name of such a parameter.
+            OptimizerError: names such a parameter.
         """
         stock = known(type(optimizer)) is not None
         for group in optimizer.param_groups:
@@ -200,7 +200,7 @@ class InBackward:
                 raise OptimizerError(
                     f"{its}.step(): parameter {buckets[place[0]].layout.params[place[1]].name!r} "
                     f"was updated in the backward, by the {mine} of megacompile(model, "
-                    f"optimizer=...), which used up its gradient (this {its} updated nothing); "
+                    f"optimizer=...), which consumed its gradient (this {its} updated nothing); "
                     f"leave it out of this {its}, or leave out optimizer= of megacompile(): then "
                     "several optimizers may share parameters"
                 )
@@ -211,8 +211,8 @@ class InBackward:
         if self.uncommitted and now != self._options:
             raise OptimizerError(
                 "optimizer.step(): a parameter group was changed between backward() and step() "
-                f"({_difference(self._options, now)}), but the update has been made in the "
-                "backward; change it after step(), as lr schedulers do"
+                f"({_difference(self._options, now)}), but the backward has already made the "
+                "update; change it after step(), as lr schedulers do"
             )
         done, self.uncommitted = sorted(self.uncommitted), set()
         self.committed = set(done)
@@ -256,7 +256,7 @@ class InBackward:
             self._note_made(host, buffers)
 
     def update_in_place(self, host: HostBucket, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Run the step on a resident bucket."""
+        """Update a resident bucket."""
         steps = self.running[host.layout.key]
         buffers = buffers_in_place(host, self._sources(host))
         try:
@@ -267,7 +267,7 @@ class InBackward:
             self._note_made(host, steps)
 
     def _note_made(self, host: HostBucket, updated: Iterable[int]) -> None:
-        """Record updated parameters of a bucket."""
+        """Record how the update has left a bucket's parameters."""
         key = host.layout.key
         self._made |= {(key, i): Left.of(host.params[i], [self.optimizer]) for i in updated}
 
@@ -290,14 +290,14 @@ class InBackward:
 
 
 def _dropped(updates: weakref.ref[InBackward], backward: int) -> None:
-    """Called when a backward's end callback is freed."""
+    """Finalizer of a backward's end callback."""
     alive = updates()
     if alive is not None:
         alive.dropped(backward)
 
 
 def _is_gone(left: Left, key: int, i: int, buckets: Mapping[int, HostBucket]) -> bool:
-    """True if a parameter is no longer in place."""
+    """True if its bucket no longer has this parameter."""
     return key not in buckets or buckets[key].params[i] is not left.param
 
 
@@ -311,21 +311,21 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _difference(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> str:
-    found = [
+    changes = [
         f"{key}: {old.get(key)} -> {new.get(key)}"
         for old, new in zip(before, now, strict=False)
         for key in new
         if old.get(key) != new.get(key)
     ]
-    return ", ".join(found) or "groups were added"
+    return ", ".join(changes) or "groups were added"
 
 
-# Micro-batches: backwards without a following step. Only the training loop knows.
-# `megacompile.accumulate(model)` marks them for one model. Loops that count micro-batches
-# themselves record it in their own state, which the sources below read. A source that wrongly
-# reports another backward costs only time and host memory: `optimizer.step()` then updates from
-# gradients on the host. With replicas, their sum was deferred to the missing backward, and
-# `optimizer.step()` raises. So a source may err on this side, but never on the other.
+# Micro-batches before the last, whose backward no step follows. Only the training loop knows them.
+# `megacompile.accumulate(model)` marks them for one model. Loops that count micro-batches keep the
+# count in their own state, which the sources below read. If a source wrongly reports another
+# backward, `optimizer.step()` updates from gradients on the host, which costs time and memory; with
+# replicas, whose sum was deferred to the missing backward, it raises. So a source may err on this
+# side, but never on the other.
 
 
 class MicroSteps:
@@ -341,7 +341,7 @@ class MicroSteps:
 
 
 def more_to_come() -> bool:
-    """True if a loop reports another backward before its next step."""
+    """True if a training loop reports another backward before its next step."""
     return any(source() for source in SOURCES)
 
 

@@ -32,9 +32,9 @@ class BucketLease(Lease):
     Args:
         host: the bucket.
         places: the bucket's disk ranges.
-        after: their last writes.
-        gaps: bytes without values; they are zeroed before the write to the disk.
-        prefetch: the issuing thread waits for it, and it is not an update in flight.
+        after: the last writes of these ranges.
+        gaps: bytes without values; zeroed before the write to the disk.
+        prefetch: True for a prefetch, which the issuing thread waits for; False for an update.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class BucketLease(Lease):
 
     @property
     def read(self) -> Request | None:
-        """Start the read that fills the buffer."""
+        """The read that fills the buffer, if there is one."""
         return self.ready if isinstance(self.ready, Request) else None
 
     def place(self, i: int = 0) -> torch.Tensor:
@@ -71,7 +71,7 @@ class BucketLease(Lease):
         """Wait until the buffer is filled.
 
         Raises:
-            OptimizerError: the previous update, its write, or the run that requested the lease has
+            OptimizerError: the previous update, its write, or the run that requested the lease
                 failed.
         """
         try:
@@ -84,12 +84,13 @@ class BucketLease(Lease):
             raise self.cut_off()
 
     def cut_off(self) -> OptimizerError:
-        """The error for its waiters."""
+        """The error for waiters of a cancelled lease."""
         name = self.host.layout.name
-        return OptimizerError(f"the run that {name!r} was read from a disk for has failed")
+        return OptimizerError(f"the run that read {name!r} from a disk has failed")
 
     def begin(self, error: BaseException | None) -> None:
-        """Set the buffer or the failure; called by the pool's thread."""
+        """Start the read or complete the lease; with an error, fail it. Called by the pool's
+        thread."""
         self.after = ()
         if self.read is None:
             future = self.ready.future
@@ -113,7 +114,7 @@ class BucketLease(Lease):
         return value
 
     def states(self, states: Sequence[State | None]) -> tuple[State | None, ...]:
-        """The same of states."""
+        """`tensor` for each state."""
         return tuple(map(self._state, states))
 
     def _state(self, state: State | None) -> State | None:
@@ -123,28 +124,30 @@ class BucketLease(Lease):
 
 
 class BucketBuffers(Lender):
-    """A fixed number of buffers for leases of one kind, assigned in order.
+    """A fixed number of buffers for leases of one kind, lent in order.
 
-    Each fits the largest bucket from the start: growing one would need the memory of both, because
-    the old buffer may still be in use.
+    Each fits the largest bucket from the start: growing a buffer would need the memory of both,
+    because the old one may still be in use.
 
     Args:
-        what: names their purpose in errors.
+        device: the device that copies to and from the buffers.
+        name: of the pool's thread.
+        what: names the buffers' content in errors.
+        budget: allocates the buffers.
     """
 
     def __init__(self, device: torch.device, name: str, what: str, budget: HostBudget) -> None:
         super().__init__(name, device, budget)
         self.what = what
         self.count = self.size_bytes = 0
-        self.written_bytes = 0  # bytes read and written so far
+        self.written_bytes = 0  # bytes written so far
         self._reserved = (0, 0)  # number of buffers with memory, and bytes per buffer
         self._free: deque[Buffer | None] = deque()  # None: no memory yet
         self._waiting: deque[BucketLease] = deque()
         self._live: dict[int, BucketLease] = {}
 
     def require(self, count: int, size_bytes: int = 0) -> None:
-        """Provide at least the number of buffers that a schedule needs, each fitting the largest
-        bucket."""
+        """Provide at least this many buffers, each at least this large."""
         if size_bytes < self.size_bytes:
             self._thread.submit(functools.partial(self._shrink, size_bytes))
         self.size_bytes = size_bytes or self.size_bytes
@@ -172,7 +175,7 @@ class BucketBuffers(Lender):
         return None
 
     def lend(self, lease: BucketLease, read: Request | None = None) -> None:
-        """Lend a buffer in turn and start the read into it."""
+        """Lend the next buffer and start the read into it."""
         if read is not None:
             read.held = True
             lease.ready = read
@@ -190,16 +193,16 @@ class BucketBuffers(Lender):
         self._thread.submit(functools.partial(self._take_back, lease, used or OVER))
 
     def unwritten(self) -> list[BucketLease]:
-        """Current and future leases without a write that returns them."""
+        """Leases, lent or waiting, without a write that returns them."""
         return [lease for lease in list(self._live.values()) if lease.write is None]
 
     def give_up(self, left: Iterable[BucketLease]) -> None:
-        """Cancel leases of a failed run; no copy uses them any more."""
+        """Cancel leases of a failed run, when no copy uses them."""
         over = threading.Event()
         self._thread.submit(functools.partial(self._give_up, left, over))
         over.wait()
 
-    # Only the pool's thread runs these; Ctrl-C does not interrupt it.
+    # Only the pool's thread runs the following methods; Ctrl-C does not interrupt it.
 
     def _enqueue(self, lease: BucketLease) -> None:
         self._waiting.append(lease)
@@ -219,7 +222,7 @@ class BucketBuffers(Lender):
             self._lend()
 
     def _shrink(self, size_bytes: int) -> None:
-        """Free buffers that exceed all current buckets, after larger buckets have moved."""
+        """Free buffers that are larger than any remaining bucket needs."""
         for at, buffer in enumerate(list(self._free)):  # `require` adds to its end
             if buffer is not None and buffer.size_bytes > size_bytes:
                 buffer.used.wait()
@@ -251,7 +254,7 @@ class BucketBuffers(Lender):
             lease.begin(error)
 
     def _reserve(self) -> None:
-        what = f"a buffer for {self.what} that lie on a disk"
+        what = f"a buffer for {self.what} on a disk"
         for at, buffer in enumerate(list(self._free)):
             if buffer is None or buffer.size_bytes < self.size_bytes:
                 if buffer is not None:
@@ -261,7 +264,7 @@ class BucketBuffers(Lender):
                 self._free[at] = self._new(self.size_bytes, what)
 
     def _take(self, lease: BucketLease) -> Buffer:
-        """A free one: if there is any that no copy reads, that."""
+        """A free buffer, preferably one that no copy uses."""
         free = list(self._free)  # `require` adds to its end
         at = next((i for i, each in enumerate(free) if each is None or each.used is OVER), None)
         if at is None:
@@ -273,9 +276,7 @@ class BucketBuffers(Lender):
         if buffer is None or buffer.size_bytes < lease.size_bytes:
             buffer = None
             self._free[at] = None
-            what = (
-                f"a buffer for the {self.what} of {lease.host.layout.name!r}, which lie on a disk,"
-            )
+            what = f"a buffer for the {self.what} of {lease.host.layout.name!r} on a disk"
             buffer = self._new(max(lease.size_bytes, self.size_bytes), what)
         del self._free[at]
         return buffer

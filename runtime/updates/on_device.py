@@ -1,13 +1,13 @@
-"""Gradients, parameters and states that a backward leaves on the device for `optimizer.step()`
+"""Device updates from tensors that a backward leaves on the device for `optimizer.step()`
 (`schedule.left`).
 
 The host is the bottleneck of an overlapped step: AdamW moves 22 bytes of host memory per parameter.
-The device meanwhile updates the first buckets, from its gradients and from states fetched during
-the backward; the next forward reads the new parameters in place.
+Meanwhile the device updates the first buckets, from gradients on the device and states fetched
+during the backward. The next forward reads the new parameters there.
 
-These tensors are valid only while the host copies are unchanged: parameters and states are guarded
-(see `guards`), and the first read or write of one makes the step fall back to the host. So does any
-other change that `fits` detects.
+These tensors are valid only while the host's copies are unchanged. Parameters and states are
+guarded (see `guards`), and the first access to one makes the step fall back to the host. So does
+any other change that `fits` detects.
 """
 
 from __future__ import annotations
@@ -45,18 +45,19 @@ from megacompile.runtime.updates.parameter import ParamUpdate
 
 @dataclass(frozen=True, slots=True)
 class DeviceUpdate:
-    """Gradients, parameters and states of one bucket on the device."""
+    """An offer to `optimizer.step()`: one bucket's gradients, parameters and states on the
+    device."""
 
     streams: Streams
     gradients: Handle  # (bucket key, parameter index -> gradient)
     buffers: Handle  # of `UpdateBuffers`
-    sources: Sources  # the states' sources
+    sources: Sources  # the states on the host
     visible: Sequence[torch.Tensor]  # the user-visible states
     host: HostBucket
-    versions: tuple[int, ...]  # versions of the parameters and states
+    versions: tuple[int, ...]  # of the parameters and states
 
     def fits(self, steps: Sequence[ParamUpdate]) -> bool:
-        """True if these updates match the offer exactly, and nothing has changed since the
+        """True if the step's updates match the offer exactly, and nothing has changed since the
         backward."""
         return (
             {step.index for step in steps} == self.buffers.value.keys()
@@ -65,16 +66,22 @@ class DeviceUpdate:
         )
 
     def drop(self) -> None:
-        """Drop the offer: its memory is free once the copies are done."""
+        """Wait for the copies of the offer, whose memory is free afterwards."""
         self.streams.synchronize(Stream.H2D)
         self.streams.synchronize(Stream.D2H)
 
     def bring_back(
         self, made: torch.cuda.Event | None, thread: Background, timed: Timed
     ) -> InFlight | None:
-        """Copy the new values to the host after `made`, on `thread`.
+        """Copy the new values to the host.
 
-        Returns the work in flight; None on the CPU, where it is already done.
+        Args:
+            made: recorded after the update.
+            thread: issues the copies.
+            timed: runs the copies and records their times.
+
+        Returns:
+            The work in flight; None on the CPU, where the copies are already done.
         """
         host, buffers = self.host, self.buffers.value
         queue = self.streams.copies(Stream.D2H)
@@ -109,9 +116,9 @@ class _Learned:
     """An optimizer's states for a bucket."""
 
     sources: Sources
-    visible: tuple[torch.Tensor, ...]  # the user-visible ones
+    visible: tuple[torch.Tensor, ...]  # the user-visible states
     owner: ref[Optimizer]
-    memory: ref[StateMemory]  # their addresses
+    memory: ref[StateMemory]  # the states' memory
 
     def of(self, host: HostBucket) -> bool:
         """True if these are still this bucket's states in place, and the optimizer is alive."""
@@ -121,14 +128,14 @@ class _Learned:
 class DeviceUpdates:
     """Implements the ops of schedules with device updates.
 
-    The first step of an optimizer runs on the host and shows which states exist.
+    The first step of an optimizer runs on the host, because only then its states are known.
     """
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
         self.keys: set[int] = set()  # keys of buckets that any schedule updates on the device
         self._learned: dict[int, _Learned] = {}  # by bucket key
-        self.flying: list[HostBucket] = []  # with new values in flight to the host
+        self.flying: list[HostBucket] = []  # buckets with new values in flight to the host
 
     def learn(
         self,
@@ -159,7 +166,7 @@ class DeviceUpdates:
         return buffers
 
     def keep(self, host: HostBucket, gradients: Handle, buffers: Handle) -> bool:
-        """Offer them to the next step; False if the step could not use them."""
+        """Offer a bucket to the next step; returns False if the step could not use it."""
         learned = self._of(host)
         if not buffers.value or learned is None:
             return False
@@ -192,8 +199,8 @@ class DeviceUpdates:
 
 
 def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for there, here in pairs:
-        here.copy_(there)
+    for on_device, on_host in pairs:
+        on_host.copy_(on_device)
 
 
 def _versions(

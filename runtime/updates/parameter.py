@@ -75,7 +75,7 @@ def run_stock_on_device(
 ) -> None:
     """One step of an optimizer of `kind` on copies of a parameter and its states on a device."""
     with _side_stream(device):
-        there = param.to(device, non_blocking=True)
+        on_device = param.to(device, non_blocking=True)
         moved = ParamUpdate(
             index=step.index,
             grad=step.grad.to(device, non_blocking=True),
@@ -83,8 +83,8 @@ def run_stock_on_device(
             group=step.group,
             states={name: _moved(name, value, device) for name, value in step.states.items()},
         )
-        run_stock(kind, [moved], {step.index: there})
-        param.copy_(there, non_blocking=True)
+        run_stock(kind, [moved], {step.index: on_device})
+        param.copy_(on_device, non_blocking=True)
         for name, value in moved.states.items():
             mine = step.states.get(name)
             if isinstance(mine, torch.Tensor):

@@ -1,9 +1,9 @@
-"""Raises an update's errors during preparation, before anything changes.
+"""Detects the errors of an update during its preparation, before anything changes.
 
-An update runs in the background, bucket after bucket, or stage after stage of a backward: an error
-there would leave half of the parameters updated. Possible causes are an option of a parameter group
+An update runs in the background, bucket by bucket, or in a backward, stage by stage. An error there
+would leave half of the parameters updated. Possible causes are an option of a parameter group
 (`check_options`), a loaded or assigned state (`check_state`), and anything else that torch.optim's
-own step rejects, found by a rehearsal on stand-ins of a few elements (`rehearse`). Values that
+own step rejects, which a rehearsal on tensors of a few elements detects (`rehearse`). Values that
 torch.optim's step accepts, such as a negative lr, are accepted here too.
 """
 
@@ -41,21 +41,21 @@ _ERRORS = (
 
 
 def check_shared(where: str, optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
-    """Refuse an optimizer whose step is incorrect for parameters that ranks share.
+    """Refuse an optimizer whose step is incorrect for sharded parameters.
 
     Raises:
         OptimizerError: it computes with whole parameters, and its own step does not support
             DTensors.
     """
     kind = known(type(optimizer))
-    # transformers' and its copies: row means of plain tensors, which do not mix with DTensors
+    # transformers' Adafactor and its copies create plain tensors, which do not mix with DTensors
     foreign = kind is None and any(c.__name__ == "Adafactor" for c in type(optimizer).__mro__)
     if not foreign and (not isinstance(kind, OwnStep) or kind.takes_dtensors):
         return
     if any(map(compat.is_sharded, params)):
         raise OptimizerError(
             f"{where} computes with means over whole parameters, of which each rank has a part "
-            "(mesh=), and its own step takes no such parts; nothing was updated: use "
+            "(mesh=), and its own step does not support DTensors; nothing was updated: use "
             "AdamW with state_dtype='int8', or leave out mesh="
         )
 
@@ -88,7 +88,8 @@ def check(
 def _is_usual(
     rule: OptimizerRule, param: torch.Tensor, state: dict[str, Any], names: Iterable[str]
 ) -> bool:
-    """True if nothing is wrong: the quick check for every parameter in every step."""
+    """Quick check of a parameter's state, for every parameter in every step; True if it is
+    valid."""
     shape = param.shape
     for name in names:
         value = state.get(name)
@@ -109,7 +110,8 @@ def check_backward(optimizer: Optimizer, buckets: Mapping[int, HostBucket]) -> N
 
     Args:
         optimizer: the optimizer of the backward's updates.
-        buckets: all buckets of the model, because other captured graphs follow in that backward.
+        buckets: all buckets of the model, because other captured graphs may be part of the
+            backward.
 
     Raises:
         OptimizerError: as in `check`, or a parameter is not in the optimizer.
@@ -140,10 +142,10 @@ def check_backward(optimizer: Optimizer, buckets: Mapping[int, HostBucket]) -> N
 
 
 def check_options(where: str, optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> None:
-    """Raise if a rule-based update does not support a parameter group's options.
+    """Raise if an update does not support a parameter group's options.
 
     Raises:
-        OptimizerError: with the group's number and the option.
+        OptimizerError: names the group and the option.
     """
     kind = known(type(optimizer))
     assert kind is not None
@@ -175,7 +177,7 @@ def check_state(where: str, optimizer: Optimizer, name: str, trained: Trained) -
         trained: the parameter; a new state is empty.
 
     Raises:
-        OptimizerError: with the names of the parameter and of the state.
+        OptimizerError: names the parameter and the state.
     """
     param, _, group, state = trained
     kind = known(type(optimizer))
@@ -211,10 +213,10 @@ def _refuse_state(where: str, param: str, state: str, wrong: str) -> None:
 
 
 class Rehearsals:
-    """Runs torch.optim's own step on stand-ins before an update that uses it.
+    """Runs torch.optim's own step on small stand-in tensors before an update that uses it.
 
-    It is not repeated while nothing has changed since it succeeded: the class, the options, and the
-    metadata of the parameter, its gradient and its states.
+    A rehearsal that succeeded is not repeated for the same class, options, and metadata of the
+    parameter, its gradient and its states.
     """
 
     def __init__(self) -> None:
@@ -240,7 +242,7 @@ class Rehearsals:
             trained: its parameters, in the order of its steps.
 
         Raises:
-            OptimizerError: that step raised; with its error.
+            OptimizerError: the step raised; includes its error.
         """
         if update.backend.by_rule:
             return
@@ -292,7 +294,7 @@ def _rehearse(where: str, optimizer: Optimizer, update: BucketUpdate, step: Para
     except _ERRORS as error:
         name = update.bucket.layout.params[step.index].name
         raise OptimizerError(
-            f"{where}: torch.optim's own step refuses parameter {name!r} with "
+            f"{where}: torch.optim's own step rejects parameter {name!r} with "
             f"{type(error).__name__}: {error}; nothing was updated: correct the options of its "
             "parameter group, or its state, and call it again"
         ) from error
@@ -303,7 +305,7 @@ def _kind(state: Any) -> object:
 
 
 def _stand_in(tensor: Any) -> Any:
-    """Zeros like a tensor, with at most two elements per dimension, on the host."""
+    """Zeros like a tensor, on the host, with at most two elements per dimension."""
     if not isinstance(tensor, torch.Tensor):
         return tensor
     return torch.zeros([min(size, 2) for size in tensor.shape], dtype=tensor.dtype)

@@ -2,12 +2,12 @@
 
 Page-locked buffers are leased (see `leases`), each for one use of one bucket, from its read to the
 completion of its write or of its copy to the device. There are three kinds with separate threads,
-because different events return them:
+because different events free them:
 
-    states            a step reads them from the disk, changes them and writes them
+    states            a step reads states from the disk, updates and writes them; free after that
     for a prefetch    parameters from the disk; free after the copy to the device
-    for an update     the host updates the parameters read into it, or the device copies new
-                      parameters into it; free when they are written
+    for an update     the host updates parameters from the disk, or the device copies new ones
+                      here; free after the write to the disk
 
 [Note: parts of a bucket] An update writes only the bytes that it has changed: frozen parameters may
 share a page. Whole pages are written by direct I/O. Partial pages at both ends of a run of trained
@@ -61,8 +61,8 @@ class Staging:
         self.updates.require(plan.new_weight_sets, size)
 
     def reserve(self, hosts: Iterable[HostBucket]) -> None:
-        """Allocate the memory for an update of these buckets before it changes anything: plans made
-        before the optimizer was known may have counted too little.
+        """Allocate the memory for an update of these buckets before it changes anything. Earlier
+        plans, made before the optimizer was known, may have counted too little.
 
         Raises:
             HostMemoryError: too little host memory; nothing has changed.
@@ -74,7 +74,7 @@ class Staging:
         self.updates.reserve()
 
     def give_up(self) -> None:
-        """Cancel the leases of a failed run that it will not write."""
+        """Cancel the leases that a failed run will not write."""
         pools = (self.prefetches, self.updates, self.states)
         left = [(pool, leases) for pool in pools if (leases := pool.unwritten())]
         for lease in (lease for _, leases in left for lease in leases):
@@ -87,9 +87,9 @@ class Staging:
     # States.
 
     def read_states(self, host: HostBucket, what: str) -> BucketLease | None:
-        """Read a bucket's states into memory; None: none are on the disk.
+        """Read a bucket's states into memory; None if none are on the disk.
 
-        A child of a fork has them in private memory already.
+        In a child of a fork they are in private memory already.
         """
         buffers = host.states.on_disk()
         if not buffers or not all(buffer.ours for buffer in buffers):
@@ -105,12 +105,16 @@ class Staging:
         first: InFlight | None,
         before: Callable[[], None],
     ) -> InFlight:
-        """Write new states to the disk; returns the work in flight, whose request the caller
-        starts.
+        """Write new states to the disk.
 
         Args:
-            first: the work that computes them.
+            lease: the states in memory.
+            what: names the request in errors.
+            first: the work that computes the states.
             before: waits for that work.
+
+        Returns:
+            The work in flight; the caller starts its request.
         """
         ready = functools.partial(_ready, before, lease)
         request = self.disk.write(lease.places, _memory(lease), what, ready)
@@ -122,8 +126,7 @@ class Staging:
     # Parameters.
 
     def read(self, host: HostBucket, after: Sequence[Handle], what: str) -> BucketLease | None:
-        """Read a bucket into memory for a prefetch; None: it is in memory, or private to a
-        child."""
+        """Read a bucket into memory for a prefetch; None if it is in memory already."""
         if not _is_ours(host):
             return None
         return self._read(self.prefetches, host, [(0, len(place_of(host)))], after, what)
@@ -131,7 +134,7 @@ class Staging:
     def read_trained(
         self, host: HostBucket, params: Sequence[int], after: Sequence[Handle], what: str
     ) -> BucketLease | None:
-        """The same for some of its parameters, for a host update."""
+        """Read some of a bucket's parameters for a host update; None as for `read`."""
         if not _is_ours(host):
             return None
         unit = self.disk.file.alignment
@@ -149,7 +152,7 @@ class Staging:
         what: str,
     ) -> BucketLease:
         place = place_of(host)
-        writes = [h for h in after if not isinstance(h.value, Lease)]  # leases are in order
+        writes = [h for h in after if not isinstance(h.value, Lease)]  # leases are ordered already
         waits = [h.host for h in writes if h.host is not None]
         lease = BucketLease(pool, host, [place], waits, prefetch=pool is self.prefetches)
         spans = [place.part(begin, end, lease.place) for begin, end in parts]
@@ -157,7 +160,7 @@ class Staging:
         return lease
 
     def take(self, host: HostBucket, params: Iterable[int]) -> BucketLease | None:
-        """A buffer for new parameters computed on the device; None as for `read`."""
+        """Lease a buffer for new parameters from the device; None as for `read`."""
         if not _is_ours(host):
             return None
         gaps = list(_gaps(host.layout, _runs(host, params), set(params)))
@@ -177,7 +180,11 @@ class Staging:
         """Write new parameters to the disk, like `write_states`.
 
         Args:
-            params: the new parameters; see [Note: parts of a bucket].
+            lease: the parameters in memory.
+            params: the trained ones; see [Note: parts of a bucket].
+            what: names the request in errors.
+            first: the work that computes the parameters.
+            before: waits for that work.
         """
         spans = list(_to_write(lease, _runs(lease.host, params), self.disk.file.alignment))
         ready = functools.partial(_ready, before, lease)
@@ -197,19 +204,19 @@ def _ready(before: Callable[[], None], lease: BucketLease) -> None:
 
 
 def _torn(host: HostBucket, part: Part, error: BaseException) -> BaseException:
-    """The error for a bucket's new values that were not written or not computed."""
+    """The error for new values of a bucket that were not written completely."""
     if not isinstance(error, DiskError):
         return error
     name = host.layout.name
     if part is Part.STATES:
         told = OptimizerError(
-            f"optimizer.step(): the new states of {name!r} did not reach the disk whole "
+            f"optimizer.step(): the new states of {name!r} were not written to the disk completely "
             f"({error}); its parameters are updated and its states are torn: load a checkpoint"
         )
     else:
         told = OptimizerError(
-            f"the new parameters of {name!r} did not reach the disk whole ({error}); they are "
-            "torn: load a checkpoint"
+            f"the new parameters of {name!r} were not written to the disk completely ({error}); "
+            "they are torn: load a checkpoint"
         )
     told.__cause__ = error
     return told
@@ -217,20 +224,20 @@ def _torn(host: HostBucket, part: Part, error: BaseException) -> BaseException:
 
 def place_of(host: HostBucket) -> DiskBuffer:
     """The disk buffer of a bucket's parameters."""
-    assert host.on_disk is not None, "a bucket that lies in host memory"
+    assert host.on_disk is not None, "the bucket is in host memory"
     return host.on_disk
 
 
 def _is_ours(host: HostBucket) -> bool:
-    """True if it is on the disk for this process; a child of a fork has it in memory."""
+    """True if this process has the bucket on the disk; a child of a fork has it in memory."""
     return host.on_disk is not None and host.on_disk.ours
 
 
 def _runs(host: HostBucket, params: Iterable[int]) -> Parts:
-    """The byte ranges of some parameters of a bucket; neighbours include the padding between
-    them."""
+    """The byte ranges of some of a bucket's parameters, including the padding between
+    neighbours."""
     places, wanted = host.layout.params, set(params)
-    found = []
+    ranges = []
     for i in sorted(wanted):
         place = places[i]
         end = place.offset_bytes + place.size_bytes
@@ -239,19 +246,19 @@ def _runs(host: HostBucket, params: Iterable[int]) -> Parts:
         elif i + 1 == len(places):
             end = len(place_of(host))  # the last parameter
         if end > place.offset_bytes:
-            found.append((place.offset_bytes, end))
-    return _joined(found)
+            ranges.append((place.offset_bytes, end))
+    return _joined(ranges)
 
 
 def _joined(parts: Iterable[tuple[int, int]]) -> Parts:
-    """Sorted parts, with adjacent ones merged."""
-    found: list[tuple[int, int]] = []
+    """Merge adjacent parts; they must be sorted."""
+    joined: list[tuple[int, int]] = []
     for begin, end in parts:
-        if found and begin <= found[-1][1]:
-            begin, last = found.pop()
+        if joined and begin <= joined[-1][1]:
+            begin, last = joined.pop()
             end = max(end, last)
-        found.append((begin, end))
-    return found
+        joined.append((begin, end))
+    return joined
 
 
 def _gaps(layout: Bucket, runs: Parts, params: set[int]) -> Iterator[tuple[int, int]]:
@@ -269,7 +276,7 @@ def _gaps(layout: Bucket, runs: Parts, params: set[int]) -> Iterator[tuple[int, 
 
 
 def _to_write(lease: BucketLease, runs: Parts, unit: int) -> Iterator[FileSpan]:
-    """The whole pages of the runs, and the remainders at both ends."""
+    """Split the runs into whole pages and the partial pages at both ends."""
     place = place_of(lease.host)
     for begin, end in runs:
         first, last = -(-begin // unit) * unit, end // unit * unit

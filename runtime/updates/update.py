@@ -2,20 +2,20 @@
 
 A backend is the code of an update:
 
-    STOCK            torch.optim's own step, on the bucket's tensors: bitwise the plain loop
-    STOCK_ON_DEVICE  the same on device copies, one parameter at a time: Muon's products FUSED
-    torch.optim's fused CPU kernels: one pass over memory, without a C++ compiler COMPILED
-    the rule's twin (`optim.twin`), compiled by Inductor to C++: one pass too TORCH            the
-    rule's twin in eager mode: for updates that FUSED does not support without a C++ compiler, and
-    for COMPILED until it is compiled (see `compiled`)
+    STOCK            torch.optim's own step on the bucket's tensors; bitwise the plain loop
+    STOCK_ON_DEVICE  the same on device copies, one parameter at a time, such as Muon's products
+    FUSED            torch.optim's fused CPU kernels: one pass over memory, no C++ compiler
+    COMPILED         the rule's twin (`optim.twin`), compiled by Inductor to C++: one pass, too
+    TORCH            the rule's twin in eager mode: until COMPILED is ready (see `compiled`), or
+                     without a C++ compiler for updates that FUSED does not support
     KERNEL           the rule's kernel, bitwise equal to its twin (`optim.kernels`)
 
 A place is where the update runs:
 
-    HOST      in host memory: a thread updates it after `step()` has returned; on a GPU's host the
-              device helps (see `workers`), with the kernel
+    HOST      in host memory: a thread runs it after `step()` has returned; a GPU helps with the
+              kernel (see `workers`)
     DEVICE    on the device, where the backward has left the kernel's inputs (see `on_device`); the
-              backend is the host's, which is the fallback
+              backend is that of the host, which is the fallback
     RESIDENT  on the device, in place: one launch updates all such buckets
     BACKWARD  on the device, after the backward of its stage (see `in_backward`)
 
@@ -65,7 +65,7 @@ class UpdateBackend(enum.Enum):
 
     def __init__(self, said: str, by_rule: bool) -> None:
         self.said = said  # in `megacompile.updates()`
-        self.by_rule = by_rule  # or by the optimizer's own code
+        self.by_rule = by_rule  # False: by the optimizer's own code
 
 
 class UpdatePlace(enum.Enum):
@@ -89,18 +89,17 @@ class _Run:
     """Adjacent parameters that one call of a rule updates."""
 
     rule: OptimizerRule
-    update: Update  # flat; of the first parameter until `joined`
-    ours: bool  # the gradient is in the bucket
-    numel: int  # of all, with the padding between them, which stays zero
+    update: Update  # flat; only of the first parameter until `joined`
+    ours: bool  # True if the gradient is in the bucket
+    numel: int  # of all parameters and the padding between them, which stays zero
 
     @property
     def several(self) -> bool:
-        """True if it has more than one element; a single element would be compiled separately."""
+        """True if it has several elements; a single element would need separate code."""
         return self.numel > 1
 
     def reach(self, other: _Run) -> int:
-        """The number of elements of this run and the next as one; 0: they differ or are not
-        adjacent."""
+        """The number of elements of this run joined with the next; 0 if they cannot be joined."""
         mine, theirs = self.update, other.update
         if (
             (self.rule, tuple(mine.hyper)) != (other.rule, tuple(theirs.hyper))
@@ -123,7 +122,7 @@ class _Run:
         return elements + other.numel
 
     def joined(self, bucket: HostBucket) -> _Run:
-        """Return the run with one update of all its elements."""
+        """The run with one update of all its elements."""
         if self.update.param.numel() == self.numel:
             return self
         return replace(self, update=self.update.map(lambda _, t: bucket.span(t, self.numel)))
@@ -135,7 +134,7 @@ def _tensors(update: Update) -> tuple[Any, ...]:
 
 @dataclass(eq=False, slots=True)
 class BucketUpdate:
-    """The update of one bucket's parameters; exists from a step's preparation to its completion."""
+    """The update of one bucket's parameters, from the step's preparation to its completion."""
 
     bucket: HostBucket
     backend: UpdateBackend
@@ -143,14 +142,14 @@ class BucketUpdate:
     kind: type[Optimizer]
     device: torch.device
     indices: Sequence[int]  # of the parameters
-    steps: list[ParamUpdate] = field(default_factory=list)  # their states; none if `together`
+    steps: list[ParamUpdate] = field(default_factory=list)  # of the parameters; none if `together`
     together: Callable[[Sequence[BucketUpdate]], None] | None = None  # updates several buckets
     runs: list[_Run] = field(default_factory=list)  # set by `prepare`, until the update runs
     on_device: bool = False  # True if the device may update the host memory
     states: list[torch.Tensor] = field(default_factory=list)  # the user-visible states
     visible: list[torch.Tensor] = field(default_factory=list)
-    """The same, all states on a disk, and unguarded gradients."""
-    aliased: bool = False  # its memory has an alias that cannot be guarded
+    """The user-visible states, all states on a disk, and unguarded gradients."""
+    aliased: bool = False  # True if its memory has an alias that cannot be guarded
     first: list[ParamUpdate] = field(default_factory=list)
     """The steps whose states torch.optim's own first step will create."""
     left: DeviceUpdate | None = None  # the offer that the backward left on the device
@@ -204,8 +203,8 @@ class BucketUpdate:
     def prepare(self, done: dict[object, bool]) -> None:
         """Find the runs and their code, in the thread that calls `optimizer.step()`.
 
-        Until code is compiled, torch's eager twin runs. `done` maps the kinds of updates of this
-        step to whether their code is ready; this does not change within a step.
+        Until code is compiled, the eager twin runs. `done` caches which kinds of updates have code
+        in this step, so that it does not change within the step.
         """
         if self.place is UpdatePlace.HOST and self.backend.by_rule:
             self.runs = self._runs()
@@ -243,8 +242,8 @@ class BucketUpdate:
         """True if the device can update it in chunks and the transfer pays off. Valid after
         preparation.
 
-        All of it must be in the bucket's page-locked memory, not on a disk; and stochastic rounding
-        depends on the position in the whole parameter.
+        All tensors must be in the bucket's page-locked memory, not on a disk. Stochastic rounding
+        is excluded, because it depends on the position in the whole parameter.
         """
         mine = all(run.ours and run.update.seed is None for run in self.runs)
         return (
@@ -254,7 +253,7 @@ class BucketUpdate:
         )
 
     def by_chunks(self, chunks: Chunks) -> None:
-        """Run the update on the device."""
+        """Run the update on the device, in chunks."""
         chunks.update((run.rule, run.update) for run in self._take_runs())
 
     def _take_runs(self) -> list[_Run]:
@@ -270,24 +269,24 @@ class BucketUpdate:
 
     def for_kernel(self) -> list[tuple[OptimizerRule, Update]]:
         """The kernel inputs for a resident bucket."""
-        found = []
+        inputs = []
         for step in self.steps:
             assert step.rule is not None
             update = self._of(step, _dense)
             if update.param.numel():
-                found.append((step.rule, update))
-        return found
+                inputs.append((step.rule, update))
+        return inputs
 
     def _runs(self) -> list[_Run]:
-        """The updates, with adjacent ones of equal hyperparameters merged: a call costs more than
-        the update of a small parameter."""
+        """The updates. Adjacent ones with equal hyperparameters are merged, because a call costs
+        more than the update of a small parameter."""
         runs: list[_Run] = []
         last = -2
         for step in self.steps:
             run = self._run(step)
-            beside = runs and step.index == last + 1  # one without a gradient lies between
+            adjacent = runs and step.index == last + 1  # no parameter without gradient in between
             last = step.index
-            reach = runs[-1].reach(run) if beside else 0
+            reach = runs[-1].reach(run) if adjacent else 0
             if reach:
                 runs[-1] = replace(runs[-1], numel=reach)
             elif run.numel:
@@ -330,8 +329,8 @@ class BucketUpdate:
 
 
 def update_residents(updates: Sequence[BucketUpdate]) -> None:
-    """Update resident buckets in one launch of a rule's kernel: launching a kernel takes the host
-    longer than a layer's update takes the device."""
+    """Update resident buckets with one kernel launch per rule and signature, because the host
+    launches a kernel slower than the device updates a layer."""
     if updates[0].together is not None:
         updates[0].together(updates)
         return
@@ -345,6 +344,6 @@ def update_residents(updates: Sequence[BucketUpdate]) -> None:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The same, or the tensor itself if its elements are in that order: checking is faster than
-    creating a new tensor."""
+    """A dense tensor's elements in memory order. Returns a contiguous tensor itself: that is faster
+    than a view."""
     return tensor if tensor.is_contiguous() else flat(tensor)

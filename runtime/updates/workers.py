@@ -3,9 +3,9 @@ device that helps.
 
 Buckets are queued in the order in which the next forward reads them. The device takes the first
 queued bucket, in chunks over the idle link (see `chunks`). The host takes the first bucket that it
-would finish no later than the device would, if the device first updated all buckets queued before
-it. With equal speeds they alternate; a host that is ten times slower takes the tenth bucket, or
-none of a shorter queue. Durations are estimated from each worker's last updates.
+would finish no later than the device, if the device first updated all buckets queued before it.
+Workers of equal speed alternate; a host that is ten times slower takes the tenth bucket, or none of
+a shorter queue. Each worker's last updates predict its durations.
 
 Source of the idea: Maurya et al., "Deep Optimizer States: Towards Scalable Training of Transformer
 Models Using Interleaved Offloading", 2024, arXiv 2410.21316, which divides the work beforehand.
@@ -65,7 +65,7 @@ class Job:
     def call_off(self) -> None:
         """Cancel the update, unless it has started."""
         if self.future.cancel():
-            self.timed(HOST, lambda: None)  # a trace waits for its completion
+            self.timed(HOST, lambda: None)  # a trace waits for its times
 
 
 class Pace:
@@ -77,7 +77,7 @@ class Pace:
         self._best: dict[UpdateBackend, float] = {}
 
     def seconds(self, update: BucketUpdate) -> float | None:
-        """The estimate for this update; None: no update of its kind so far."""
+        """The estimate for this update; None before the first update of its kind."""
         each = self._last.get(update.backend)
         return None if each is None else each * update.numel
 
@@ -88,9 +88,11 @@ class Pace:
         self._learned = True
 
     def begin(self) -> None:
-        """Start a step. Without a new measurement in the previous step, the estimate decays,
-        because the last update may have been slow by chance; it never drops below the fastest
-        time."""
+        """Start a step.
+
+        If the last step measured nothing, the estimate decays, because the last update may have
+        been slow by chance. It never drops below the fastest time.
+        """
         if not self._learned:
             for backend, each in tuple(self._last.items()):
                 self._last[backend] = max(_DOUBT * each, self._best[backend])
@@ -100,14 +102,14 @@ class Pace:
 class Workers:
     """A thread for the host's updates, and one that issues the device's.
 
-    No lock is used (see `background`): popping a job from the deque claims it.
+    Needs no lock (see `background`): removing a job from the deque claims it.
 
     Args:
         device: the helping device.
         cores: the cores for host updates; empty: any.
         streams: creates the streams for chunks.
-        chunks: creates the chunk buffers that run updates.
-        patience_s: the host's wait for a device that is about to help.
+        chunks: creates the buffers for chunks.
+        patience_s: how long the host waits for a device that is about to help.
     """
 
     def __init__(
@@ -140,7 +142,7 @@ class Workers:
 
         Called by the compute thread, whose stream owns the memory.
         """
-        # a worker removes a job's runs; this list keeps the original ones
+        # read the runs now: a worker takes them from its job
         updates = [
             run.update
             for job in tuple(self._waiting)
@@ -163,13 +165,13 @@ class Workers:
         """Do nothing: the buckets wait for their queued jobs."""
 
     def after_fork(self, *, in_child: bool) -> None:
-        """Drop, in a child of a fork, jobs that another thread queued meanwhile."""
+        """Drop jobs in a child of a fork that other threads queued meanwhile."""
         if in_child:
             self._waiting.clear()
             self._helped.clear()
 
     def _by_host(self) -> None:
-        while True:  # including a job left by an interrupted `submit`
+        while True:  # also runs jobs of an interrupted `submit`
             self._await_help()
             job = self._for_host()
             if job is None:
@@ -182,13 +184,13 @@ class Workers:
             self._device_ends_s = time.perf_counter() + (self._device_pace.seconds(job.update) or 0)
             by_chunks = functools.partial(job.update.by_chunks, chunks)
             self._make(job, DEVICE, by_chunks, self._device_pace)
-            self._host.submit(self._by_host)  # which may have left it too many jobs
+            self._host.submit(self._by_host)  # it may have left too many jobs to the device
         self._helped.remove(futures)
-        self._host.submit(self._by_host)  # or a job that the device cannot run
+        self._host.submit(self._by_host)  # some jobs may not be for the device
 
     def _await_help(self) -> None:
-        """Wait until the device starts to help, which it does after all updates are queued: a
-        faster device gets the first update."""
+        """Wait until a faster device starts to help, after all updates are queued, so that it gets
+        the first one."""
         first = next(iter(tuple(self._waiting)), None)
         if first is None or not first.update.on_device:
             return
@@ -208,7 +210,7 @@ class Workers:
         job.run(lane, timed)
 
     def _for_host(self) -> Job | None:
-        """The first job that the host would finish no later than the device."""
+        """Claim the first job that the host would finish no later than the device."""
         device_s = max(0.0, self._device_ends_s - time.perf_counter())
         for job in tuple(self._waiting):
             if self._is_helped(job):
@@ -231,7 +233,7 @@ class Workers:
         return job.update.on_device and any(job.future in futures for futures in list(self._helped))
 
     def _take(self, job: Job) -> bool:
-        """Run a job on the first worker that can."""
+        """Claim a job; False if the other worker has it."""
         try:
             self._waiting.remove(job)
         except ValueError:
@@ -239,7 +241,7 @@ class Workers:
         return True
 
 
-# Ops start the updates, and buckets track them until they are done.
+# Ops start updates, and buckets track them until they are done.
 
 
 class HostUpdates:
@@ -251,7 +253,7 @@ class HostUpdates:
     def start(
         self,
         update: BucketUpdate,
-        behind: Sequence[torch.cuda.Event],
+        after: Sequence[torch.cuda.Event],
         recording: Recording | None,
         written: Callable[[InFlight], InFlight],
         staged: Sequence[BucketLease] = (),
@@ -259,13 +261,14 @@ class HostUpdates:
         """Enqueue an update for a worker; users of its bucket wait for it.
 
         Args:
-            behind: work that must complete first: gradients in flight to the host.
-            recording: the recording of its run, while a trace is on.
-            written: returns the work in flight: the update and its writes to a disk.
-            staged: states and parameters in memory or in flight to it.
+            update: the prepared update.
+            after: work that must complete first: gradients in flight to the host.
+            recording: records the run, if it is traced.
+            written: adds the writes to a disk to the work in flight.
+            staged: leases of states and parameters from a disk.
         """
         bucket = update.bucket
-        job = Job(update, functools.partial(_await, behind, update, staged))
+        job = Job(update, functools.partial(_await, after, update, staged))
         made = InFlight(future=job.future)
         try:
             if recording is not None:

@@ -255,7 +255,7 @@ ROWS: dict[str, tuple[Said, type[Exception], str]] = {
      "half updated: load a checkpoint"),
     "second_optimizer": (second_optimizer, OptimizerError,
      "SGD.step(): parameter 'last.weight' was updated in the backward, by the AdamW of "
-     "megacompile(model, optimizer=...), which used up its gradient (this SGD updated nothing); "
+     "megacompile(model, optimizer=...), which consumed its gradient (this SGD updated nothing); "
      "leave it out of this SGD, or leave out optimizer= of megacompile(): then several "
      "optimizers may share parameters"),
     "unknown_parameter": (unknown_parameter, OptimizerError,
@@ -289,7 +289,7 @@ ROWS: dict[str, tuple[Said, type[Exception], str]] = {
     "two_steps": (a_state("step", lambda t: t.expand(2).clone()), OptimizerError,
      f"{OF_LAST.format('step')} is tensor([1., 1.]); needed one number; {RESET}"),
     "refused_by_torch": (a_state("exp_avg", lambda t: t.double()), OptimizerError,
-     "AdamW.step(): torch.optim's own step refuses parameter 'last.weight' with RuntimeError: "
+     "AdamW.step(): torch.optim's own step rejects parameter 'last.weight' with RuntimeError: "
      "expected dtype double for `end` but got dtype float; nothing was updated: correct the "
      "options of its parameter group, or its state, and call it again"),
     "unknown_optimizer": (unknown_optimizer, UserWarning,

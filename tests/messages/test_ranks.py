@@ -148,7 +148,7 @@ ERRORS: dict[str, tuple[Callable[[DeviceMesh], object], type[MegacompileError], 
      "megacompile() before the first step, and load a checkpoint afterwards"),
     "means over whole tensors": (steps_over_means, OptimizerError,
      "Adafactor.step() computes with means over whole parameters, of which each rank has a part "
-     "(mesh=), and its own step takes no such parts; nothing was updated: use AdamW with "
+     "(mesh=), and its own step does not support DTensors; nothing was updated: use AdamW with "
      "state_dtype='int8', or leave out mesh="),
     "DDP and optimizer=": (wrapped_with_update, ModelError,
      "DistributedDataParallel(): Sequential is megacompiled with optimizer=, so that the "

@@ -194,7 +194,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
      "go on to a disk; use activations='offload', or leave out disk_saved"),
     "a disk too small for parameters": (
      disk(disk_memory=4096, disk_weights=True, lowering="eager"), DiskError,
-     "disk_memory=4 KiB is too small: 0 B lie in FOLDER, and 8 KiB more are needed; raise "
+     "disk_memory=4 KiB is too small: 0 B are used in FOLDER, and 8 KiB more are needed; raise "
      "disk_memory="),
     "optimizer=Adagrad": (optimizer(Adagrad), OptionError,
      "megacompile(): got optimizer=Adagrad; needed one that can update in the backward: AdamW, "
@@ -203,9 +203,9 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
      "megacompile(): the optimizer is differentiable or capturable; needed one without these "
      "flags, to update in the backward"),
     "decoupled": (optimizer(lambda p: Lion(p, decoupled_weight_decay=True)), OptionError,
-     "megacompile(): got optimizer=Lion (decoupled_weight_decay=True divides by the lr that the "
-     "optimizer began with); needed one that can update in the backward: AdamW, Adam, SGD or "
-     "Lion; or leave it out: optimizer.step() works with every optimizer"),
+     "megacompile(): got optimizer=Lion (decoupled_weight_decay=True divides by the optimizer's "
+     "initial lr); needed one that can update in the backward: AdamW, Adam, SGD or Lion; or leave "
+     "it out: optimizer.step() works with every optimizer"),
     "not in the optimizer": (optimizer(lambda p: SGD(list(p)[:3])), OptionError,
      "megacompile(): parameter 2.bias is not in the optimizer that updates in the backward; add "
      "it, or freeze it (requires_grad_(False))"),
@@ -227,13 +227,12 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
      trained(lambda model, _: model(torch.ones(2, 8)).sum().backward()), OptimizerError,
      "parameter '0.weight' was updated in a backward already, and gets another gradient before "
      "optimizer.step(): call step() after each backward, put all micro-batches but the last into "
-     "`with megacompile.accumulate(model):`, or, where a graph break lets two captured graphs "
-     "use one parameter, leave out optimizer="),
+     "`with megacompile.accumulate(model):`, or, if two captured graphs use one parameter because "
+     "of a graph break, leave out optimizer="),
     "a scaled loss": (trained(scaled, before=True), OptimizerError,
      "the loss of this backward was scaled by a GradScaler, but megacompile(model, "
-     "optimizer=...) makes the update in the backward, before anybody could unscale the "
-     "gradients (nothing was updated): leave out optimizer=, or the GradScaler, which bfloat16 "
-     "does not need"),
+     "optimizer=...) updates in the backward, before the gradients can be unscaled (nothing was "
+     "updated): leave out optimizer=, or the GradScaler, which bfloat16 does not need"),
     "a hook": (trained(hooked, before=True), BackwardError,
      "Sequential: the gradient of '2.weight' is requested by a hook, or by "
      "backward(inputs=...), but gradients never leave the device if the backward updates; leave "
@@ -241,7 +240,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
      "megacompile.accumulate(model):`"),
     "an option changed": (trained(changed_rate), OptimizerError,
      "optimizer.step(): a parameter group was changed between backward() and step() (lr: 0.1 -> "
-     "0.5), but the update has been made in the backward; change it after step(), as lr "
+     "0.5), but the backward has already made the update; change it after step(), as lr "
      "schedulers do"),
     "accumulate": (accumulates, ModelError,
      "accumulate(): Sequential was not megacompiled with optimizer=... or mesh=...; without "
@@ -268,14 +267,14 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
      "megacompile(): checkpoint FOLDER/checkpoint does not fit Net\n"
      "  missing (8): layers.3.norm.weight; layers.3.norm.bias; layers.3.norm.running_mean; "
      "layers.3.norm.running_var; layers.3.norm.num_batches_tracked; ...\n"
-     "    initialize=(pattern, ...) of megacompile.Checkpoint gives them values at random; "
+     "    initialize=(pattern, ...) of megacompile.Checkpoint initialises them at random; "
      "names=... translates names"),
     "unexpected": (loaded(layers=2), CheckpointError,
      "megacompile(): checkpoint FOLDER/checkpoint does not fit Net\n"
      "  unexpected (8): layers.2.norm.num_batches_tracked; layers.2.down.weight; "
      "layers.2.norm.bias; layers.2.norm.running_mean; layers.2.norm.running_var; ...\n"
      "    ignore=(pattern, ...) of megacompile.Checkpoint leaves them out; or build the model "
-     "that they are of"),
+     "that has them"),
     "fewer digits": (loaded(dtype=BF16), CheckpointError,
      "megacompile(): checkpoint FOLDER/checkpoint does not fit Net\n"
      "  dtypes (22): embed.weight got torch.float32, needed torch.bfloat16; layers.0.norm.weight "
@@ -293,7 +292,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
      "safetensors file; save or download it again"),
     "torch.save": (
      loaded(lambda plain, folder: torch.save({}, folder / "model.safetensors")), CheckpointError,
-     "megacompile(): file FOLDER/checkpoint/model.safetensors is one of torch.save(); needed "
+     "megacompile(): file FOLDER/checkpoint/model.safetensors was written by torch.save(); needed "
      "safetensors; leave out checkpoint= and call model.load_state_dict(torch.load(...)) after "
      "megacompile()"),
     "other format": (
@@ -311,7 +310,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "max_shard_size=0": (lambda folder: save(net(), folder, max_shard_size=0), OptionError,
      "save(): got max_shard_size=0; needed at least 1 byte"),
     "extra state": (extra_state, CheckpointError,
-     "save(): Extra._extra_state is dict; safetensors holds tensors alone; use "
+     "save(): Extra._extra_state is dict; safetensors stores only tensors; use "
      "torch.save(model.state_dict(), file)"),
 }  # fmt: skip
 

@@ -131,5 +131,5 @@ def test_it_begins_when_the_first_backward_is_planned(
 
 def begun(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The rules that a process compiles."""
-    said = [text for text in caplog.messages if "beside the training" in text]
+    said = [text for text in caplog.messages if "in the background" in text]
     return [text.partition(":")[0] for text in said if "to C++" in text]

@@ -1,1 +1,1 @@
-"""."""
+"""The Triton kernels of the optimizer rules."""

@@ -1,6 +1,6 @@
-"""The update of a whole bucket: one launch of a kernel for all its parameters.
+"""The update of a whole bucket: one kernel launch for all its parameters.
 
-Nothing here needs triton, which is imported when the first bucket on a CUDA device is updated.
+Triton is imported for the first bucket on a CUDA device.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megacompile.runtime.optim.twin import apply
 def update_bucket(rule: OptimizerRule, updates: Sequence[Update]) -> None:
     """Update the parameters of one bucket in place: by a kernel on a CUDA device, else by the twin.
 
-    Everything is on the device of the gradients, or in memory that it can address. Raises
-    ValueError for a tensor that is not contiguous or has another size or dtype than needed.
+    All tensors are on the gradients' device or in memory that it can address. Raises ValueError for
+    a tensor that is not contiguous or has the wrong size or dtype.
     """
     if not updates:
         return
@@ -28,7 +28,7 @@ def update_bucket(rule: OptimizerRule, updates: Sequence[Update]) -> None:
         launch(rule, updates)
         return
     for i, update in enumerate(updates):
-        describe(i, rule, update)  # refuses what the kernels refuse
+        describe(i, rule, update)  # raises the kernel's errors
         apply(rule, update)
 
 
@@ -40,8 +40,15 @@ def update_again(
     hypers: Sequence[tuple[float, ...]],
     device: torch.device,
 ) -> None:
-    """Update parameters on a CUDA device of which only the gradients, their factors (as addresses;
-    see `Table.renew`) and the scalars are new."""
+    """Repeat an update on a CUDA device with new scalars and gradients.
+
+    Args:
+        tables: of the earlier update.
+        gradients: see `Table.renew`.
+        factors: see `Table.renew`.
+        hypers: the scalars of all parameters of the step.
+        device: of the parameters.
+    """
     from megacompile.runtime.optim.kernels.update import BLOCK, run
 
     for table in tables:

@@ -1,8 +1,7 @@
-"""A small host tensor to the device by a kernel that reads page-locked memory.
+"""Copies a small host tensor to the device with a kernel that reads page-locked memory.
 
-A copy would go through the copy engine, which serves requests in order: after the gigabytes of
-states and weights that are on their way, a table of 2 KB waited for 100 ms. A kernel reads it
-across the bus by itself.
+The copy engine serves requests in order: a table of 2 KB waited 100 ms for the gigabytes of states
+and weights before it. A kernel reads across the bus without the copy engine.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -23,11 +22,11 @@ _in_use: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()  # until the ker
 
 
 def fetch(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of `host` (numel,) int64 on a CUDA device, on its current stream."""
+    """Copy `host`, (numel,) int64, to a CUDA device on its current stream."""
     _drop_read()
     pinned = pinned_empty((host.numel(),), torch.int64).copy_(host)
     target = torch.empty(host.numel(), dtype=torch.int64, device=device)
-    if not pinned.is_pinned():  # the system has no page-locked memory left
+    if not pinned.is_pinned():  # the system is out of page-locked memory
         return target.copy_(host)
     grid = (triton.cdiv(host.numel(), _BLOCK),)
     _fetch[grid](pinned.data_ptr(), target, host.numel(), BLOCK=_BLOCK)
@@ -38,7 +37,7 @@ def fetch(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _drop_read() -> None:
-    """Drop what kernels have read. Several threads do so: the thread that pops an entry has it."""
+    """Free the buffers that kernels have read. Thread-safe: popping an entry claims it."""
     while True:
         try:
             first = _in_use.popleft()

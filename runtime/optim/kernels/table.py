@@ -1,19 +1,19 @@
-"""The table in which a kernel finds all parameters of a bucket.
+"""The table of a bucket's parameters that an update kernel reads.
 
-A bucket is many parameters with tensors, sizes and scalars of their own. Three device tensors tell
-the kernel all of it; their layout is what this module and the kernels share:
+The parameters of a bucket have their own tensors, sizes and scalars. Three device tensors describe
+them to the kernel; this module and the kernels share the layout:
 
-    blocks  (programs, 2) int32: the parameter's row, the number of the block within it
-    table   (params, columns) int64: numel, addresses of param, out, copy and grad, of each state
-            (or of its codes), of each state's absmax, the seed, and the address of the gradient's
-            factor; 0 where there is none
+    blocks  (programs, 2) int32: the parameter's row, the block's number in the parameter
+    table   (params, columns) int64: numel; addresses of param, out, copy, grad, each state (or its
+            codes) and each state's absmax; the seed; the address of the gradient's factor. Missing
+            tensors are 0
     hyper   (params, columns) fp32 or fp64: `OptimizerRule.hyper`
 
-`blocks` depends on the sizes alone and is made once. The rest is fetched in every call, from one
-pinned tensor of its own (see `kernels.fetch`). A step that differs from the one before in gradients
-and scalars alone keeps its `Table`.
+`blocks` depends only on the sizes and is cached. The others are fetched in every call, from one new
+pinned tensor (see `kernels.fetch`). If only gradients and scalars change between steps, the `Table`
+is reused.
 
-Nothing here needs triton, which is imported when the first bucket on a CUDA device is updated.
+Triton is imported for the first bucket on a CUDA device.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ from torch import Tensor
 from megacompile.runtime.optim.blockwise import absmax_numel
 from megacompile.runtime.optim.rule import OptimizerRule, Update, math_dtype
 
-NUMEL, PARAM, OUT, COPY, GRAD, STATES = range(6)  # columns; after them come the states
+NUMEL, PARAM, OUT, COPY, GRAD, STATES = range(6)  # columns; STATES is the first state's
 
-
-_ALIGNMENT = 16  # bytes of an address, elements of a size: what wide loads need
+_ALIGNMENT = 16  # wide loads need it: bytes of an address, elements of a size
 
 
 class Signature(NamedTuple):
-    """The key that a kernel is compiled for; the parameters of one launch share it."""
+    """The compilation key of a kernel; all parameters of a launch share it."""
 
     param: torch.dtype
     grad: torch.dtype
@@ -45,7 +44,7 @@ class Signature(NamedTuple):
     states: tuple[torch.dtype | None, ...]  # uint8: 8-bit codes
     stochastic: bool
     aligned: bool
-    scaled: bool  # gradients have a factor
+    scaled: bool  # True if gradients have a factor
 
 
 class Launch(NamedTuple):
@@ -58,12 +57,12 @@ class Launch(NamedTuple):
 
 
 class Table:
-    """The parameters that one launch updates, which may be launched again for other gradients.
+    """The parameters of one launch, which can be repeated with other gradients.
 
     Args:
-        signature: theirs.
-        rows: of each, as `describe` returns them.
-        positions: of each, among the parameters of a step.
+        signature: the parameters' signature.
+        rows: the rows of the parameters (see `describe`).
+        positions: the parameters' positions in the step.
     """
 
     def __init__(
@@ -76,11 +75,11 @@ class Table:
         self._numels = tuple([row[NUMEL] for row in rows])
 
     def renew(self, gradients: Sequence[int], factors: Sequence[int] | None) -> None:
-        """Take other gradients.
+        """Set other gradients.
 
         Args:
-            gradients: addresses, as aligned as those before, of all parameters of the step.
-            factors: addresses of what these are multiplied by; None: of nothing.
+            gradients: addresses for all parameters of the step, aligned like the previous ones.
+            factors: addresses of the gradients' factors; None: no factors.
         """
         rows, columns, positions = self._rows, self._columns, self.positions
         of_factors = [factors[k] for k in positions] if factors else [0] * len(positions)
@@ -95,7 +94,7 @@ class Table:
 
         Args:
             hypers: the scalars of all parameters of the step.
-            block: elements to a program.
+            block: elements per program.
             device: of the parameters.
         """
         blocks = program_blocks(self._numels, block, device)
@@ -105,10 +104,10 @@ class Table:
 
 
 def tables_of(described: Mapping[int, tuple[Signature, list[int]]]) -> list[Table]:
-    """A table for each signature among parameters.
+    """A table for each signature among the parameters.
 
     Args:
-        described: by the position of each, its signature and its row.
+        described: position -> signature and row.
     """
     groups: dict[Signature, list[int]] = {}
     for position, (signature, _) in described.items():
@@ -120,7 +119,7 @@ def tables_of(described: Mapping[int, tuple[Signature, list[int]]]) -> list[Tabl
 
 
 def launches(rule: OptimizerRule, updates: Sequence[Update], *, block: int) -> Iterator[Launch]:
-    """One launch for each signature among the updates; `block` elements to a program."""
+    """One launch for each signature among the updates, with `block` elements per program."""
     described = {i: describe(i, rule, update) for i, update in enumerate(updates)}
     hypers = [tuple(update.hyper) for update in updates]
     for table in tables_of({i: d for i, d in described.items() if d[1][NUMEL]}):
@@ -197,7 +196,7 @@ def _refuse(position: int, tensor: Tensor, numel: int) -> NoReturn:
 
 @functools.cache
 def program_blocks(numels: tuple[int, ...], block: int, device: torch.device) -> Tensor:
-    """The block and the parameter of each program: (programs, 2) int32."""
+    """The parameter and the block of each program: (programs, 2) int32."""
     counts = torch.tensor([-(-numel // block) for numel in numels])
     rows = torch.repeat_interleave(torch.arange(len(numels)), counts)
     starts = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
@@ -211,7 +210,7 @@ def _pack(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """The table and the scalars on a device, both at 16 bytes' alignment."""
+    """The table and the scalars on a device, both aligned to 16 bytes."""
     kind = "d" if dtype == torch.float64 else "f"
     as_bytes = {each: array(kind, each).tobytes() for each in set(hypers)}
     scalars = b"".join(map(as_bytes.__getitem__, hypers))

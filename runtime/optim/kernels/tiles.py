@@ -1,19 +1,20 @@
-"""Load, round and store a tile of one tensor of a bucket, which the bucket's table points at.
+"""Loads, rounds and stores a tile of one tensor in a bucket's table (`kernels.table`).
 
-A tile is (ROWS, 256): a row is one quantization block. An 8-bit state is
+A tile is (ROWS, 256); a row is one quantization block. An 8-bit state is
 
     value = code[q] * absmax[row],   q = the code nearest to value / absmax[row]
 
-and its code is found from the upper 16 bits of the quotient and one comparison; the maps, and the
-twins `quantize` and `dequantize`, are in runtime/optim/blockwise.py (Dettmers et al., 2021,
-arXiv 2110.02861). The table's columns are those of `megacompile.runtime.optim.kernels.table`.
+The upper 16 bits of the quotient and one comparison determine the code. The maps and the twins
+`quantize` and `dequantize` are in runtime/optim/blockwise.py (Dettmers et al., 2021, arXiv
+2110.02861).
 
-New values are rounded to the dtype of memory: to nearest, or stochastically to bf16.
+New values are rounded to the dtype in memory: to nearest, or stochastically to bf16.
 
-    bf16(x) = upper 16 bits of (bits(x) + (Philox(seed, index) mod 2^16)),   NaN, inf as they are
+    bf16(x) = upper 16 bits of (bits(x) + (Philox(seed, index) mod 2^16)),   NaN and inf stay
 
-The generator is Philox-4x32-10 (Salmon et al., 2011), its word that of `tl.randint(seed, index)`;
-the twin is `round_stochastic` in runtime/optim/stochastic.py ([Note: stochastic rounding]).
+The generator is Philox-4x32-10 (Salmon et al., 2011); its word is that of `tl.randint(seed,
+index)`. The twin is `round_stochastic` in runtime/optim/stochastic.py ([Note: stochastic
+rounding]).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -34,11 +35,11 @@ _SMALLEST = tl.constexpr(SMALLEST)
 
 @triton.jit
 def round_stochastic(x, seed, index):
-    """bf16 neighbours of fp32 values, of any shape; seed: int64; index: int64, of that shape."""
+    """Round fp32 values of any shape to bf16 neighbours; seed: int64; index: int64, same shape."""
     low = index.to(tl.uint32)
     high = (index >> 32).to(tl.uint32)
     zero = low * 0
-    # Not tl.randint: what that does with the upper half of an index is its version's choice.
+    # Not tl.randint: its treatment of an index's upper half depends on Triton's version.
     noise, _, _, _ = tl.philox(seed, low, high, zero, zero)
     bits = x.to(tl.uint32, bitcast=True)
     finite = (bits & 0x7F800000) != 0x7F800000
@@ -48,7 +49,7 @@ def round_stochastic(x, seed, index):
 
 @triton.jit
 def round_nearest(x, DTYPE: tl.constexpr):
-    """x in DTYPE, a tie to even."""
+    """Round x to DTYPE, ties to even."""
     if DTYPE == tl.bfloat16:
         # In integers, because Triton's interpreter truncates in a cast to bf16.
         x = x.to(tl.float32)
@@ -61,7 +62,7 @@ def round_nearest(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def round_to(x, seed, index, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """x in DTYPE; stochastically only where STOCHASTIC and DTYPE is bf16."""
+    """Round x to DTYPE: stochastically if STOCHASTIC and DTYPE is bf16, else to nearest."""
     if STOCHASTIC and DTYPE == tl.bfloat16:
         return round_stochastic(x, seed, index)
     else:
@@ -70,9 +71,9 @@ def round_to(x, seed, index, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def pointers(table, COLUMN: tl.constexpr, index, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Offsets of the elements of the tensor in a column."""
+    """Addresses of elements of the tensor in a column."""
     where = tl.load(table + COLUMN).to(tl.pointer_type(DTYPE)) + index
-    if ALIGNED:  # else each element is a load of its own
+    if ALIGNED:  # without this hint each element is a separate load
         where = tl.multiple_of(where, [16, 16])
     return where
 
@@ -87,7 +88,7 @@ def load(
     MATH: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """A tile of a tensor, in MATH; zeros beyond its end."""
+    """A tile of a tensor, converted to MATH; zeros after the tensor's end."""
     where = pointers(table, COLUMN, index, DTYPE, ALIGNED)
     return tl.load(where, mask=mask, other=0).to(MATH)
 
@@ -95,10 +96,10 @@ def load(
 @triton.jit
 def load_state(
     table,
-    COLUMN: tl.constexpr,  # of the state, or of its codes
+    COLUMN: tl.constexpr,  # of the state or its codes
     ABSMAX: tl.constexpr,  # column of its absmax
-    tile,  # (ROWS,) int64, the rows' numbers
-    index,  # (ROWS, 256) int64, the elements' numbers
+    tile,  # (ROWS,) int64, row numbers
+    index,  # (ROWS, 256) int64, element numbers
     mask,  # (ROWS, 256)
     maps,  # blockwise.tables
     SIGNED: tl.constexpr,
@@ -106,7 +107,7 @@ def load_state(
     MATH: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """A tile of a state, in MATH; zeros beyond its end."""
+    """A tile of a state, converted to MATH; zeros after the state's end."""
     if DTYPE == tl.uint8:
         codes = load(table, COLUMN, index, mask, tl.uint8, tl.int32, ALIGNED)
         numel = tl.load(table)
@@ -132,12 +133,12 @@ def store_state(
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Write a tile of a state; arguments as in `load_state`."""
+    """Store a tile of a state; arguments as in `load_state`."""
     where = pointers(table, COLUMN, index, DTYPE, ALIGNED)
     if DTYPE == tl.uint8:
         values = tl.where(mask, values.to(tl.float32), 0.0)
         largest = tl.max(tl.abs(values), axis=1)
-        # The maximum passes over NaN: one of them makes the whole block NaN.
+        # tl.max ignores NaN, but a NaN makes the whole block NaN.
         nans = tl.max((values != values).to(tl.int32), axis=1)
         bad = (nans > 0) | (largest == float("inf"))
         largest = tl.where(bad, float("nan"), largest)

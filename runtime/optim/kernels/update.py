@@ -1,9 +1,9 @@
-"""The kernel of all rules: one launch for the parameters of a bucket that share a signature.
+"""The update kernel of all rules: one launch for a bucket's parameters of the same signature.
 
     g = scale * (factor * grad);   p, states = rule(p, g, states, scalars)
 
-Each of gradient, parameter and states is read once; parameter, copy and states are written once.
-The rule's arithmetic (`OptimizerRule.kernel`) is inlined; the twin is `runtime/optim/twin.py`.
+Gradient, parameter and states are read once; parameter, copy and states are written once. The
+rule's arithmetic (`OptimizerRule.kernel`) is inlined. The twin is `runtime/optim/twin.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
@@ -33,7 +33,7 @@ from megacompile.runtime.optim.kernels.tiles import (
 )
 from megacompile.runtime.optim.rule import MAX_MOMENTS, OptimizerRule, Update
 
-BLOCK = 1024  # elements to a program; on an H200 2048 and 4096 are slower
+BLOCK = 1024  # elements per program; 2048 and 4096 are slower on an H200
 _WARPS = 8
 
 _PARAM = tl.constexpr(layout.PARAM)
@@ -55,10 +55,10 @@ _DTYPES = {
 
 
 def launch(rule: OptimizerRule, updates: Sequence[Update], *, block: int = BLOCK) -> None:
-    """One step for the parameters of a bucket, in place, on the device of the gradients.
+    """Update the parameters of a bucket in place on the gradients' device.
 
-    `block` elements, a multiple of 256 by a power of two, go to a program. Raises ValueError for a
-    tensor that is not contiguous or has another size or dtype than needed.
+    `block` is the number of elements per program: 256 times a power of two. Raises ValueError for a
+    tensor that is not contiguous or has the wrong size or dtype.
     """
     if updates:
         run(rule, launches(rule, updates, block=block), updates[0].grad.device, block=block)
@@ -79,15 +79,15 @@ def run(
                 ROWS=block // blockwise.BLOCK,
                 HYPERS=hyper.shape[1],
                 num_warps=_WARPS,
-                enable_fp_fusion=False,  # the twins round each product too; memory is the limit
+                enable_fp_fusion=False,  # twins round each product; memory is the bottleneck anyway
                 **constants(rule, signature),
             )
 
 
 def constants(rule: OptimizerRule, signature: Signature) -> dict[str, Any]:
-    """The key that the kernel is compiled for, but for sizes of the launch."""
+    """The constant arguments that depend on the rule and the signature, not on the launch."""
     rest = [None] * (MAX_MOMENTS - len(rule.moments))
-    found: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "RULE": _jitted(rule),
         "MOMENTS": len(rule.moments),
         "PARAM": _DTYPES[signature.param],
@@ -98,9 +98,9 @@ def constants(rule: OptimizerRule, signature: Signature) -> dict[str, Any]:
         "SCALED": signature.scaled,
     }
     for i, dtype in enumerate([*signature.states, *rest]):
-        found[f"STATE{i}"] = _DTYPES[dtype]
-        found[f"SIGNED{i}"] = int(i < len(rule.moments) and rule.moments[i].signed)
-    return found
+        arguments[f"STATE{i}"] = _DTYPES[dtype]
+        arguments[f"SIGNED{i}"] = int(i < len(rule.moments) and rule.moments[i].signed)
+    return arguments
 
 
 @functools.cache
@@ -121,7 +121,7 @@ def load_gradient(
     ALIGNED: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """A tile of the gradient, in MATH: times its factor, if it has one, as `mul_` rounds that."""
+    """A tile of the gradient in MATH, multiplied by its factor if SCALED, rounded as by `mul_`."""
     if not SCALED:
         return load(table, _GRAD, index, mask, GRAD, MATH, ALIGNED)
     else:
@@ -165,7 +165,7 @@ def _update(
     table += row * (FACTOR + 1)
     hyper += row * HYPERS
     numel = tl.load(table)
-    if ALIGNED:  # a vector is within the tensor or beyond it
+    if ALIGNED:  # a vector load never crosses the tensor's end
         numel = tl.multiple_of(numel, 16)
     mask = index < numel
 
