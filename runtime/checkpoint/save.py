@@ -141,28 +141,22 @@ def _tensors(model: nn.Module, savers: Savers) -> Saved:
             f"save(): {type(model).__name__} has tensors on the meta device, which have no values; "
             "needed a model in memory; save it after megacompile()"
         )
-    kept: dict[int, str] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    # with keep_vars, no hook on state dicts gathers sharded parameters (`model.whole_states`):
+    # ranks gather them one by one
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
                 f"save(): {type(model).__name__}.{name} is {type(value).__name__}; safetensors "
                 "stores only tensors; use torch.save(model.state_dict(), file)"
             )
-        kept.setdefault(id(value), name)
-    tensors = {name: value.detach() for name, value in _named(model, set(kept.values())).items()}
+        if id(value) not in seen:
+            seen.add(id(value))
+            tensors[name] = value.detach()  # waits for updates in flight
     for name in hugging_face.left_out(model, tensors, "_keys_to_ignore_on_save"):
         del tensors[name]
     return Saved(model, tensors, savers.whole)
-
-
-def _named(model: nn.Module, names: set[str]) -> dict[str, torch.Tensor]:
-    """The named values of a state dict; reading them waits for updates in flight.
-
-    With `keep_vars`, hooks on state dicts do not gather sharded parameters (`model.whole_states`):
-    ranks gather them one by one.
-    """
-    state = model.state_dict(keep_vars=True)
-    return {name: value for name, value in state.items() if name in names}
 
 
 def _shards(tensors: Mapping[str, torch.Tensor], limit_bytes: int) -> list[_Shard]:

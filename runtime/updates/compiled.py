@@ -1,10 +1,10 @@
 """The C++ code of a rule, ready or being compiled.
 
-A second process compiles it (`CppProcess`). Until it is ready, the eager twin runs
+A second process compiles it (see `cpp`). Until it is ready, the eager twin runs
 (`optim.twin.apply`), with bitwise equal results. Nothing waits: the thread that calls
-`optimizer.step()` polls `ready` once per kind of update, then loads the code from Inductor's
-caches in less than half a second, without a compiler. The second process has already probed the
-vector instructions.
+`optimizer.step()` polls `ready` once per kind of update, then loads the code from Inductor's caches
+in less than half a second, without a compiler. The second process has already probed the vector
+instructions.
 
 Without caches, or if no process can be started, that thread compiles.
 
@@ -21,6 +21,7 @@ import sys
 import time
 
 from megacompile import compat, log, notices
+from megacompile.beside.process import Process
 from megacompile.log import KERNELS, UPDATES
 from megacompile.runtime.device import forks
 from megacompile.runtime.optim.registry import RULES
@@ -30,7 +31,6 @@ from megacompile.runtime.updates.cpp import (
     REFUSED,
     Code,
     CompileRequest,
-    CppProcess,
     Kind,
     compile_update,
     kind_of,
@@ -45,7 +45,7 @@ class Compiled:
         self.rule = rule
         self._codes: dict[Kind, Code] = {}
         self._refused: set[Kind] = set()
-        self._in_process: dict[Kind, tuple[CompileRequest, CppProcess]] = {}  # being compiled
+        self._in_process: dict[Kind, tuple[CompileRequest, Process]] = {}  # being compiled
         forks.tell(self)
 
     def expect(self, update: Update) -> None:
@@ -109,7 +109,7 @@ class Compiled:
 
     def _begin(self, kind: Kind, request: CompileRequest) -> bool:
         try:
-            self._in_process[kind] = request, CppProcess(request)
+            self._in_process[kind] = request, request.start()
         except (OSError, subprocess.SubprocessError) as error:
             text = "%s: the process that compiles to C++ could not be started: %s"
             log.logger("compile").info(text, self.rule.name, error)

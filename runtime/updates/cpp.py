@@ -145,8 +145,16 @@ class CompileRequest:
         noted: dict[str, Any] = json.loads(Path(self.note).read_text())
         return noted
 
+    def start(self) -> Process:
+        """Start the second process.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        return Process(__name__, pickle.dumps(self))
+
     def carry_out(self) -> None:
-        """Compile the code in the second process, and write the note."""
+        """Compile the code and write the note; called in the second process."""
         compat.use_compile_settings(self.settings)
         (rule,) = (rule for rule in RULES if rule.name == self.rule)
         code = compile_update(rule, self.update, self.options)
@@ -178,17 +186,6 @@ def _dtype_of(value: Any) -> Any:
 
 # The second process compiles an update into Inductor's caches on disk, and sees no GPU. A thread
 # would not do: Dynamo changes process-wide state while it compiles.
-
-
-class CppProcess(Process):
-    """A process that carries out a request.
-
-    Raises:
-        OSError: the process cannot be started.
-    """
-
-    def __init__(self, request: CompileRequest) -> None:
-        super().__init__(__name__, pickle.dumps(request))
 
 
 def main(request: bytes) -> None:
