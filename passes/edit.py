@@ -135,7 +135,7 @@ def add_item(graph: fx.Graph, call: fx.Node, index: int, name: str) -> fx.Node:
 
 
 def saved_value(graph: fx.Graph, value: fx.Node) -> fx.Node:
-    """The value that the backward takes for `value` as the forward read it.
+    """The value with which the backward reads `value` as the forward did.
 
     It is the value itself, or a snapshot if the value is an input that is changed in place, in the
     forward or by a stage's backward (`Schedule.written`):

@@ -253,9 +253,9 @@ def uncaptured() -> int:  # torch 2.11 to 2.15
 
 def why_captured_again(compiled: Callable[..., Any]) -> str:  # torch 2.11 to 2.15
     """The guard that failed in the newest earlier capture, in Dynamo's words; "" if unknown."""
-    said = torch._dynamo.utils.guard_failures.get(uncompiled(compiled).__code__, [])
-    found = max(said, key=_capture_of, default="").partition("\n")[0]
-    return found.partition(": ")[2].partition("  #")[0].strip()  # without the source line, a hint
+    failures = torch._dynamo.utils.guard_failures.get(uncompiled(compiled).__code__, [])
+    newest = max(failures, key=_capture_of, default="").partition("\n")[0]
+    return newest.partition(": ")[2].partition("  #")[0].strip()  # without the source line, a hint
 
 
 def _capture_of(failure: str) -> int:

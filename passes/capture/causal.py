@@ -98,13 +98,13 @@ def use_causal_attention(
         sizes[mask] = tensors_bytes(known.meta(mask))
         count += 1
     if not count:
-        told = "attention masks are materialized: they are not known for every size"
-        return capture, ((told,) if capture.planned else ())
+        line = "attention masks are materialized: they are not known for every size"
+        return capture, ((line,) if capture.planned else ())
     _erase_unused(own.module.graph, list(sizes))
     own.module.recompile()
     size = format_bytes(max(sizes.values()))
-    told = f"{count} attentions are causal without a mask, which would take {size}"
-    return own.under(known.conditions.relied_on), (told,)
+    line = f"{count} attentions are causal without a mask, which would take {size}"
+    return own.under(known.conditions.relied_on), (line,)
 
 
 def _erase_unused(graph: fx.Graph, masks: Sequence[fx.Node]) -> None:

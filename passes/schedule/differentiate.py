@@ -42,7 +42,7 @@ class _Gradients:
 
 
 def differentiate(schedule: Schedule) -> Schedule:
-    """Add a backward graph if `schedule.tangents` asks for one."""
+    """Add a backward graph if `schedule.tangents` requests one."""
     if not any(stage.traced.has_backward for stage in schedule.stages):
         return schedule
     new = schedule.copy()

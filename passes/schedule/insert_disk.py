@@ -1,8 +1,8 @@
 """Moves data from host memory to a disk: optimizer states, saved tensors, parameters.
 
 Reads are issued in the order of their uses, a few uses ahead. A use waits for its read, a write for
-the use, and reads of the next step for the write (see `tokens`). A read waits until a buffer is
-free, so the number of buffers limits the reads in flight. Buffers are leased in the order of the
+the use, and reads of the next step for the write (see `insert_tokens`). A read waits until a buffer
+is free, so the number of buffers limits the reads in flight. Buffers are leased in the order of the
 ops (`megacompile.runtime.updates.leases`), and the holder of one never waits for a later lease.
 """
 
@@ -187,7 +187,7 @@ def insert_disk_saved(schedule: Schedule) -> Schedule:
 
 
 def _write_saved(graph: fx.Graph, stages: frozenset[int]) -> dict[str, str]:
-    """Insert writes; returns the name of each copy on the disk by that of the copy on the host."""
+    """Insert writes; returns name of the copy on the host -> name of the copy on the disk."""
     writes: list[fx.Node] = []
     names = {}
     for copy in ops.nodes_of(graph, ops.offload_saved):
@@ -249,8 +249,8 @@ def insert_disk_weights(schedule: Schedule, *, ahead: int = AHEAD) -> Schedule:
         before: 1UPDATE 2UPDATE                          (of `optimizer.step()`)
         after:  1READ_TRAINED 2READ_TRAINED 1UPDATE 1WRITE_WEIGHTS 2UPDATE 2WRITE_WEIGHTS
 
-    Each prefetch names its own read. A prefetch that `slots` drops because the bucket is still in
-    its slot needs none, so this pass runs after `slots`. Updates on the device need no read,
+    Each prefetch names its own read. A prefetch that `assign_slots` drops because the bucket is
+    still in its slot needs none, so this pass runs after it. Updates on the device need no read,
     because they write all new parameters into a buffer. Buffers of prefetches are returned after
     the copy, those of updates after the write, so one of each kind would be enough.
 

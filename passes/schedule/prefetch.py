@@ -10,8 +10,8 @@ Ranks that share a bucket fetch it together, but may keep different stages. So t
 kept stage fetches what its recompute would read. If a streamed bucket stays in its slot for its
 update, it also does so in ranks where it is resident and updated in place.
 
-Prefetches have no waits yet: `slots` adds the last reader of the slot, `tokens` the last update of
-the bucket.
+Prefetches have no waits yet: `assign_slots` adds the last reader of the slot, `insert_tokens` the
+last update of the bucket.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ buckets in host memory (`update_host`), and the device helps (`help_host`), exce
 disk, for which it would wait. The work is divided at run time (`runtime.updates.workers`). The
 compute stream updates resident buckets (`update_resident`) and buckets that the backward left on
 the device (`schedule.left`), whose new values then go to the host. An update on the host waits for
-its bucket's gradients (`gradients_1`), and a later graph takes its token (see `tokens`).
+its bucket's gradients (`gradients_1`), and a later graph takes its token (see `insert_tokens`).
 """
 
 from __future__ import annotations
