@@ -2,7 +2,7 @@
 
 Inductor compiles the graphs of a process one by one: a minute of Python for a model, while most
 cores are idle. Here several processes compile a graph each, and this process loads each result from
-the caches in some hundredths of a second.
+the caches in tens of milliseconds.
 
     compiling   this process needs the code now: it compiles graphs that no worker has started, and
                 waits for the others
@@ -84,7 +84,7 @@ class Jobs:
 
     def __init__(self, pool: CompilePool) -> None:
         self.pool = pool
-        self.futures: dict[fx.GraphModule, Future[None]] = {}  # by `Graph.part`
+        self.futures: dict[fx.GraphModule, Future[None]] = {}  # by `GraphToCompile.part`
         self._until_s = time.monotonic() + pool.patience_s
 
     def take(self, part: fx.GraphModule) -> None:

@@ -3,9 +3,9 @@
 The metadata are attributes of the models; reading them does not import transformers.
 
 transformers 5 describes for each model how a checkpoint's tensors are converted to the model's
-(`WeightRenaming`, `WeightConverter`): it renames tensors and merges experts. Both directions run
-its code. So a renamed tensor is read directly into place, and a tensor computed from several is
-computed one group at a time.
+(`WeightRenaming`, `WeightConverter`): it renames tensors and merges experts. Its code does the
+conversions in both directions. A renamed tensor is read directly into place; tensors that are
+computed from several are computed one group at a time.
 """
 
 from __future__ import annotations

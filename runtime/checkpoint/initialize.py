@@ -5,8 +5,8 @@
     torchtitan, others  `init_weights()` without arguments, of the outermost module that has it
 
 Numbers are drawn from the CPU's generator in this order, on every device. So they are bitwise those
-of `model.to_empty(device="cpu")` followed by the same calls. They equal those of a model built on
-the CPU if its constructors draw no other numbers; those of torch's modules do not.
+of `model.to_empty(device="cpu")` followed by the same calls. A model built on the CPU has the same
+numbers if its constructors draw no others; the constructors of torch's modules do not.
 """
 
 from __future__ import annotations

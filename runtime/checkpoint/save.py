@@ -59,7 +59,7 @@ def save(
 ) -> None:
     """Save a model's parameters and persistent buffers as safetensors, tensor by tensor.
 
-    transformers' `from_pretrained(folder)` and `megacompile(model, checkpoint=folder)` read it.
+    `from_pretrained(folder)` in transformers and `megacompile(model, checkpoint=folder)` read it.
     Names are those of `model.state_dict()`; a transformers model is saved with the names of its
     checkpoints and with its config. An interrupted save never looks complete.
 
@@ -209,7 +209,7 @@ def _write(path: Path, shard: _Shard, tensors: Saved, savers: Savers) -> None:
 def _write_one(
     file: SafetensorsFile | None, name: str, tensors: Saved, path: Path, savers: Savers
 ) -> None:
-    """Write one tensor. A function, so that its memory is freed at the end."""
+    """Write one tensor. This is a function so that it frees the tensor's memory at its end."""
     tensor = tensors.get(name)
     with savers.together(), _told(path):
         if file is not None:
@@ -380,7 +380,7 @@ class Savers:
         return self._ranks is None or self._ranks.is_first
 
     def together(self) -> AbstractContextManager[None]:
-        """A context whose error in one rank raises in all of them."""
+        """A context; an error in one rank raises in all of them."""
         return nullcontext() if self._ranks is None else self._ranks.together(self._what)
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,7 @@ class Moment:
     name: str  # in `optimizer.state[p]`
     signed: bool = True  # True if values can be negative; selects the map of the 8-bit codes
     option: str | None = None  # the group option that enables it (true or not 0); None: always on
-    late: bool = False  # True if the state may be missing after a step; the next one creates it
+    late: bool = False  # True if other states may exist without it; the next step creates it
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
 """Stochastic rounding of new parameters to bf16, and its seeds.
 
 [Note: stochastic rounding]
-To round fp32 to bf16, add a random 16-bit number to the bit pattern and cut off its low half. The
-mean over the random numbers is the unrounded value. The random number is the low half of the first
-word of Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). The
-counter is the element's index; the key is a seed for the parameter and the step. `tl.randint(seed,
-index)` returns the same word, so the kernel and the twin round bitwise alike.
+To round fp32 to bf16, add a random 16-bit number to the bit pattern and keep the upper half of the
+sum. The mean over the random numbers is the unrounded value. The random number is the low half of
+the first word of Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+2011). The counter is the element's index; the key is a seed for the parameter and the step.
+`tl.randint(seed, index)` returns the same word, so the kernel and the twin round bitwise alike.
 """
 
 from __future__ import annotations

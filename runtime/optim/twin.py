@@ -34,8 +34,8 @@ def function_of(rule: OptimizerRule) -> Callable[..., None]:
     out     (numel,) like `param`, or None; the new parameter goes there and `param` stays
     first   index of the first element in the whole parameter, for the seed
     table   `blockwise.tables`, for codes; None: looked up. Compiled code must get it as an
-            argument: Dynamo would number a constant by its work in this process, and the number
-            would enter the caches' keys
+            argument: Dynamo names constants by a counter of the process, and the names would enter
+            the caches' keys
     """
     twin, signs = rule.twin, tuple(moment.signed for moment in rule.moments)
 

@@ -55,7 +55,7 @@ class InBackward:
     Args:
         optimizer: the optimizer that updates.
         prepare: see `StepParts.in_backward`.
-        micro_steps: knows if another backward comes before the step.
+        micro_steps: tells if another backward comes before the step.
         staging: buffers for data on a disk.
     """
 

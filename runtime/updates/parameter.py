@@ -27,7 +27,7 @@ class ParamUpdate:
     hyper: Sequence[float] = ()
     seed: int | None = None
     intact: bool = False  # the gradient is unchanged since the backward, except for the scale
-    factor: torch.Tensor | None = None  # for the gradient too, if the bucket is RESIDENT
+    factor: torch.Tensor | None = None  # 0-d, another factor of the gradient of a RESIDENT bucket
 
     def in_order(self) -> tuple[State | None, ...]:
         """The states in the rule's order."""
@@ -58,7 +58,8 @@ def run_stock(
 
 @contextmanager
 def _side_stream(device: torch.device) -> Iterator[None]:
-    """A context that runs on a new CUDA stream and synchronises it at the end; none on the CPU."""
+    """A context that runs on a new CUDA stream and synchronises it at the end; a no-op on the
+    CPU."""
     if device.type != "cuda":
         yield
         return

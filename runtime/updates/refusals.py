@@ -28,7 +28,7 @@ from megacompile.runtime.updates.update import BucketUpdate
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MISSING = object()
 
-# What torch.optim's steps raise.
+# Errors that torch.optim's steps raise.
 _ERRORS = (
     ArithmeticError,
     AssertionError,
@@ -171,7 +171,7 @@ def check_state(where: str, optimizer: Optimizer, name: str, trained: Trained) -
     """Raise if an update cannot continue from a parameter's optimizer state.
 
     Args:
-        where: what was called.
+        where: names the call in errors.
         optimizer: the owner of the state.
         name: the parameter's name.
         trained: the parameter; a new state is empty.
@@ -236,8 +236,8 @@ class Rehearsals:
         """Rehearse an update.
 
         Args:
-            where: what was called.
-            optimizer: whose step it is.
+            where: names the call in errors.
+            optimizer: the optimizer of the update.
             update: the prepared update.
             trained: its parameters, in the order of its steps.
 

@@ -329,8 +329,8 @@ class BucketUpdate:
 
 
 def update_residents(updates: Sequence[BucketUpdate]) -> None:
-    """Update resident buckets with one kernel launch per rule and signature, because the host
-    launches a kernel slower than the device updates a layer."""
+    """Update resident buckets with one kernel launch per rule and signature, because a launch takes
+    the host longer than a layer's update takes the device."""
     if updates[0].together is not None:
         updates[0].together(updates)
         return
