@@ -31,6 +31,8 @@ from megacompile.ir.values import producer
 ACTIVATION = TensorMeta((4, 8), torch.float32, (8, 1), requires_grad=True)
 WEIGHT = TensorMeta((8, 8), torch.float32, (8, 1), requires_grad=True)
 
+_ALONE = {"BEGIN": "start", "DRAIN": "drained"}  # the names of their nodes
+_COMPUTES = {"F": "forward", "B": "backward", "RNG": "save_rng"}
 _QUIET = (ops.free, ops.defer_free, ops.alloc_grad, ops.alloc_state)
 _TOKEN = re.compile(r"(?P<label>[\d.]*)(?P<suffix>[A-Z_]+)(?:@(?P<slot>\?|\d+))?")
 
@@ -229,24 +231,12 @@ class _Reader:
         match = _TOKEN.fullmatch(token)
         assert match, f"unknown action {token!r}"
         label, suffix, slot = match["label"], match["suffix"], match["slot"]
-        actions: dict[str, Callable[[], object]] = {
-            "BEGIN": lambda: ops.call(self.graph, ops.begin, name="start"),
-            "DRAIN": lambda: ops.call(self.graph, ops.drain, name="drained"),
-            "PREFETCH": lambda: self._prefetch(label, slot),
-            "RNG": lambda: self._save_rng(label),
-            "F": lambda: self._forward(label),
-            "RECOMPUTE": lambda: self._recompute(label),
-            "B": lambda: self._backward(label),
-            "REDUCE_SCATTER": lambda: self._reduce_scatter(label),
-            "FETCH_GRAD": lambda: self._fetch_grad(label),
-            "ADD_GRAD": lambda: self._add_grad(label),
-            "NORM_GRAD": lambda: self._norm_grad(label),
-            "OFFLOAD_GRAD": lambda: self._offload_grad(label),
-            "FETCH_STATE": lambda: self._fetch_state(label),
-            "UPDATE": lambda: self._update(label),
-            "OFFLOAD_STATE": lambda: self._offload_state(label),
-        }
-        actions[suffix]()
+        if suffix == "PREFETCH":
+            self._prefetch(label, slot)
+        elif suffix in _ALONE:
+            ops.call(self.graph, getattr(ops, suffix.lower()), name=_ALONE[suffix])
+        else:
+            getattr(self, f"_{_COMPUTES.get(suffix, suffix.lower())}")(label)
 
     def _prefetch(self, label: str, slot: str | None) -> None:
         bucket = self.buckets[label]

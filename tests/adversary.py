@@ -48,7 +48,7 @@ from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.gradient_record import GradRoute
 from megacompile.views import python
 from tests import inside
-from tests.interrupts import not_traced
+from tests.interrupts import traced
 
 PATIENCE_S = 30.0  # with a read of states
 
@@ -260,7 +260,7 @@ class Adversary(Streams):
         work = self.policy.pick(there)
         self.queues[work.stream].popleft()
         assert work.run is not None
-        with not_traced():
+        with traced(None):
             work.run()
         work.run, work.waits = None, ()
         self.executed += not work.release

@@ -27,7 +27,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,6 +40,7 @@ from megacompile.errors import DeviceMemoryError, DiskError, HostMemoryError
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.device.disk_buffers import DiskBuffer
 from megacompile.runtime.model.streamed import streamed_model
+from tests.zoo import Language
 
 SLACK_BYTES = 96 * 2**20  # of Python, of threads' stacks, and of what kernels need inside
 TIME_LIMIT_S = 180
@@ -62,26 +63,6 @@ class Block(nn.Module):
         y = self.norm(x)
         changed: Tensor = x + self.down(torch.relu(self.up(y))) + self.back(self.adapter(y))
         return changed
-
-
-class Net(nn.Module):
-    """An embedding, blocks of several sizes, and a head that may be tied to the embedding."""
-
-    def __init__(self, width: int, inner: Sequence[int], words: int, tied: bool) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(words, width)
-        self.blocks = nn.ModuleList(Block(width, size) for size in inner)
-        self.head = nn.Linear(width, words, bias=False)
-        if tied:
-            self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(x).float()
-        loss: Tensor = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-        return loss
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -149,19 +130,23 @@ class Case:
             disk_weights=disk_weights,
         )
 
+    def plain(self) -> Language:
+        blocks = (Block(self.width, size) for size in self.inner)
+        return Language(self.words, self.width, blocks, tied=self.tied)
+
     def model(self) -> nn.Module:
         torch.manual_seed(self.seed)
-        made = Net(self.width, self.inner, self.words, self.tied).to(getattr(torch, self.dtype))
+        made = self.plain().to(getattr(torch, self.dtype))
         for name, param in made.named_parameters():
             adapter = "adapter" in name or "back" in name
-            odd = name.startswith("blocks.") and int(name.split(".")[1]) % 2 == 1
+            odd = name.startswith("layers.") and int(name.split(".")[1]) % 2 == 1
             frozen = {"": False, "base": not adapter, "half": odd}[self.frozen]
             param.requires_grad_(not frozen)
         return made
 
     def param_bytes(self) -> int:
         with torch.device("meta"):
-            made = Net(self.width, self.inner, self.words, self.tied)
+            made = self.plain()
         dtype: torch.dtype = getattr(torch, self.dtype)
         return sum(p.numel() for p in made.parameters()) * dtype.itemsize
 
@@ -362,14 +347,13 @@ class _Sampler:
 
 
 def in_child(case: Case, folder: Path) -> Outcome:
-    """Run a case in a child of this process."""
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
         try:
             os.close(reading)
             outcome = trial(case, folder)
-            os.write(writing, json.dumps(vars_of(outcome)).encode()[-60000:])
+            os.write(writing, json.dumps(asdict(outcome)).encode()[-60000:])
         finally:
             os._exit(0)
     os.close(writing)
@@ -384,10 +368,6 @@ def in_child(case: Case, folder: Path) -> Outcome:
         hung = time.monotonic() >= deadline - 1
         return Outcome("hung" if hung else "killed", f"wait status {status}")
     return Outcome(**json.loads(data))
-
-
-def vars_of(outcome: Outcome) -> dict[str, Any]:
-    return {name: getattr(outcome, name) for name in Outcome.__dataclass_fields__}
 
 
 def warm_up(folder: Path) -> None:

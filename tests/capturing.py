@@ -132,7 +132,6 @@ class Captured:
     inputs: tuple[Any, ...]  # of the captured graph
 
     def partition(self) -> Schedule:
-        """The stages of the graph."""
         stages = partition(self.capture, self.units)
         if not has_own_backwards(stages):
             return stages

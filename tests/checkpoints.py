@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.zoo import Language
+
 
 class Block(nn.Module):
     """A layer with buffers of both kinds, of which torch's modules initialise all."""
@@ -33,22 +35,11 @@ class Block(nn.Module):
         return result
 
 
-class Net(nn.Module):
+class Net(Language):
     """Layers, with an embedding that the head is tied to."""
 
     def __init__(self, layers: int = 3, width: int = 8, words: int = 32, tied: bool = True) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(words, width)
-        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
-        self.head = nn.Linear(width, words, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return nn.functional.cross_entropy(self.head(x), ids)
+        super().__init__(words, width, (Block(width) for _ in range(layers)), tied=tied)
 
 
 def on_meta(make: Any = Net, **options: Any) -> Any:
@@ -90,13 +81,3 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers, those that are not persistent too; copies."""
     pairs = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     return {name: value.detach().clone() for name, value in pairs}
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    """The names whose values differ in a bit, in shape or in dtype."""
-    names = [*a, *(name for name in b if name not in a)]
-    return [n for n in names if n not in a or n not in b or not _equal(a[n], b[n])]
-
-
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Any
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 
 def drawn(always: Iterable[Any], others: Iterable[Any]) -> list[Any]:
@@ -29,3 +32,23 @@ def pairwise(*dimensions: Iterable[Any]) -> list[Any]:
         marks = [] if sum(places) % kept == 0 else [pytest.mark.thorough]
         found.append(pytest.param(*case, marks=marks))
     return found
+
+
+def examples(
+    use: Callable[..., None], *drawn: st.SearchStrategy[Any], count: int, seed: int, shrink: bool
+) -> None:
+    """Call a function with at most so many draws; they go by the seed alone.
+
+    Args:
+        shrink: look for a smaller draw by which it raises.
+    """
+    settings = hypothesis.settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[hypothesis.Phase.generate, *([hypothesis.Phase.shrink] if shrink else [])],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hypothesis.seed(seed)(settings(hypothesis.given(*drawn)(use)))()

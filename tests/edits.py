@@ -35,7 +35,7 @@ from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.plan import Places, Tier
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tokens import Token, token_of
-from tests.schedules import arguments, call, find, set_arguments
+from tests.schedules import find
 
 _NAMES = {"Places": Places, "Slot": Slot, "Tier": Tier, "replace": replace}
 
@@ -55,7 +55,7 @@ def edited(schedule: Schedule, edits: str) -> Schedule:
 def free_of(graph: fx.Graph, value: str) -> fx.Node:
     """The free, deferred or not, of a value."""
     frees = ops.nodes_of(graph, ops.free, ops.defer_free)
-    return next(n for n in frees if arguments(n)[0].name == value)
+    return next(n for n in frees if ops.arguments(n)[0].name == value)
 
 
 def waits_for(node: fx.Node) -> list[fx.Node]:
@@ -138,9 +138,9 @@ class _Graph:
 
     def argument(self, node: str, position: str, value: str) -> None:
         found = self.node(node)
-        args = list(arguments(found))
+        args = list(ops.arguments(found))
         args[int(position)] = self.value(value)
-        set_arguments(found, *args)
+        found.args = tuple(args)
 
     def erase(self, node: str) -> None:
         found = self.node(node)
@@ -154,12 +154,12 @@ class _Graph:
     def again(self, node: str) -> None:
         found = self.node(node)
         with self.graph.inserting_after(found):
-            call(self.graph, getattr(ops, found.target.__name__), *found.args)  # type: ignore[union-attr]
+            ops.call(self.graph, getattr(ops, found.target.__name__), *found.args)  # type: ignore[union-attr]
 
     def add(self, op: str, value: str, waits: str | None) -> None:
         tokens = [n for n in self.graph.find_nodes(op="placeholder") if token_of(n)]
         with self.graph.inserting_before(self.graph.output_node()):
-            made = call(self.graph, getattr(ops, op), self.value(value))
+            made = ops.call(self.graph, getattr(ops, op), self.value(value))
         if waits:
             wait(made, tokens)
 

@@ -31,7 +31,7 @@ from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.verify import proof
-from tests.watched import profiled
+from tests.interrupts import profiled
 
 
 def has_cpp_compiler() -> bool:

@@ -1,12 +1,16 @@
-"""Ctrl-C wherever Python runs a signal handler: `KeyboardInterrupt` raised in our code.
+"""Looks at calls of the functions of the product, Ctrl-C in them, and errors, without a patch.
 
-Python 3.11 runs one where a function begins, after a call, and where a loop goes round. None comes
-between the last call of a `with` over a context manager in C and its `__exit__`, so none is drawn
-there. The exception is raised before the opcode that follows, where the same handler is in force.
+Python's profiler is told of each call: it sees the arguments, and what it raises is raised there.
+
+`KeyboardInterrupt` is raised in our code wherever Python runs a signal handler. Python 3.11 runs
+one where a function begins, after a call, and where a loop goes round. None comes between the last
+call of a `with` over a context manager in C and its `__exit__`, so none is drawn there. The
+exception is raised before the opcode that follows, where the same handler is in force.
 
 Ours are the frames of megacompile, of the code that it prints, and of `contextlib` that these call.
 Those of torch are left alone, which does not promise to survive it; so are those of the adversarial
-device, in whose place there is a GPU."""
+device, in whose place there is a GPU.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ import itertools
 import pathlib
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
@@ -106,17 +110,6 @@ def _places(code: CodeType) -> frozenset[int]:
     return frozenset(places | {each.argval for each in opcodes if "JUMP_BACKWARD" in each.opname})
 
 
-@contextlib.contextmanager
-def not_traced() -> Iterator[None]:
-    """For the device, which no Ctrl-C reaches."""
-    before = sys.gettrace()
-    sys.settrace(None)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
 def is_ours(frame: FrameType) -> bool:
     """May it be interrupted?"""
     name = frame.f_code.co_filename
@@ -126,11 +119,64 @@ def is_ours(frame: FrameType) -> bool:
 
 
 @contextlib.contextmanager
-def traced(places: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
-    """For its duration, in this thread."""
+def traced(places: Callable[[FrameType, str, Any], Any] | None) -> Iterator[None]:
+    """For its duration, in this thread; None: no Ctrl-C comes, as none reaches the device."""
     before = sys.gettrace()
     sys.settrace(places)
     try:
         yield
     finally:
         sys.settrace(before)
+
+
+Look = Callable[[FrameType], None]
+
+
+@contextlib.contextmanager
+def profiled(profile: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
+    """For its duration, this is the profiler of this thread."""
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+@contextlib.contextmanager
+def watched(looks: Mapping[Any, Look]) -> Iterator[None]:
+    """For its duration, this thread's calls of some functions are looked at before they begin.
+
+    Once a look has raised, nothing more is looked at.
+    """
+    by_code = {function.__code__: look for function, look in looks.items()}
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        del argument
+        if event == "call" and frame.f_code in by_code:
+            by_code[frame.f_code](frame)
+
+    with profiled(profile):
+        yield
+
+
+class Countdown:
+    """Lets the nth call of a function fail; counts them."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.calls = 0
+
+    @contextlib.contextmanager
+    def failing(self, nth: int = -1, error: BaseException | None = None) -> Iterator[None]:
+        """Of the calls in this block; without `nth`, none."""
+        self.calls = 0
+
+        def look(frame: FrameType) -> None:
+            del frame
+            self.calls += 1
+            if self.calls - 1 == nth and error is not None:
+                raise error
+
+        with watched({self.function: look}):
+            yield

@@ -28,22 +28,6 @@ Result = dict[str, Tensor]
 STEPS = 2  # of a loop in which something happens between steps
 HOOKS = ("tensor", "post accumulate", "node", "node before")
 
-# What is drawn.
-FEATURES: tuple[str, ...] = (
-    "penalty",
-    "view outside",
-    "head outside",
-    "twice",
-    "hooks",
-    "threads",
-    "given gradients",
-    "aliases",
-    "ties later",
-    "forks",
-    "interrupts",
-    "lengths",
-    "numbers",
-)
 OF_NETS = ("aliases", "lengths", "numbers")  # members of `Net`
 
 
@@ -70,22 +54,7 @@ class Loop:
 
     def features(self, net: Net) -> tuple[str, ...]:
         """Which it has."""
-        drawn = {
-            "penalty": self.penalty != 0,
-            "view outside": self.view >= 0,
-            "head outside": self.head,
-            "twice": self.twice,
-            "hooks": bool(self.hooks),
-            "threads": self.threads,
-            "given gradients": self.given != 0,
-            "aliases": bool(net.written),
-            "lengths": len(set(net.rows)) > 1,
-            "numbers": net.numbers,
-            "ties later": self.tie is not None,
-            "forks": self.fork,
-            "interrupts": self.interrupt >= 0,
-        }
-        return tuple(name for name, is_drawn in drawn.items() if is_drawn)
+        return tuple(name for name, has in _FEATURES.items() if has(self, net))
 
     def rounds(self, net: Net) -> bool:
         """May a gradient be summed in another order than in the plain model?
@@ -100,6 +69,24 @@ class Loop:
     def refused(self, choice: Choice) -> bool:
         """Must an update in the backward be refused?"""
         return choice.in_backward and (self.outside or self.twice or bool(self.hooks))
+
+
+_FEATURES: dict[str, Callable[[Loop, Net], bool]] = {
+    "penalty": lambda loop, net: loop.penalty != 0,
+    "view outside": lambda loop, net: loop.view >= 0,
+    "head outside": lambda loop, net: loop.head,
+    "twice": lambda loop, net: loop.twice,
+    "hooks": lambda loop, net: bool(loop.hooks),
+    "threads": lambda loop, net: loop.threads,
+    "given gradients": lambda loop, net: loop.given != 0,
+    "aliases": lambda loop, net: bool(net.written),
+    "ties later": lambda loop, net: loop.tie is not None,
+    "forks": lambda loop, net: loop.fork,
+    "interrupts": lambda loop, net: loop.interrupt >= 0,
+    "lengths": lambda loop, net: len(set(net.rows)) > 1,
+    "numbers": lambda loop, net: net.numbers,
+}
+FEATURES = tuple(_FEATURES)  # what is drawn
 
 
 def run(
@@ -320,33 +307,27 @@ def loops(draw: st.DrawFn, net: Net, choice: Choice, features: tuple[str, ...]) 
     names = {draw(st.sampled_from([*able, *[""] * (len(able) // 3)]))} if able else set()
     if names - {""}:
         names |= draw(st.sets(st.sampled_from(able), max_size=2))
+    hooks = st.lists(st.tuples(st.sampled_from(HOOKS), st.integers(0, 15)), min_size=1, max_size=4)
+    bits = st.integers(1, 255)
+    pairs = st.tuples(layers, layers).filter(lambda pair: pair[0] != pair[1])
+    made: dict[str, Callable[[], dict[str, Any]]] = {
+        "penalty": lambda: {
+            "penalty": draw(st.one_of(st.just(255), bits)),
+            "penalty_first": draw(st.booleans()),
+        },
+        "view outside": lambda: {"view": draw(layers)},
+        "head outside": lambda: {"head": True},
+        "twice": lambda: {"twice": True},
+        "hooks": lambda: {"hooks": tuple(draw(hooks))},
+        "threads": lambda: {"threads": choice.backwards > 1},
+        "given gradients": lambda: {"given": draw(bits)},
+        "ties later": lambda: {"tie": draw(pairs)},
+        "forks": lambda: {"fork": True},
+        "interrupts": lambda: {"interrupt": draw(st.integers(0, 2**16))},
+    }
     loop = Loop()
     for name in (name for name in able if name in names):
-        if name == "penalty":
-            bits = draw(st.one_of(st.just(255), st.integers(1, 255)))
-            loop = dataclasses.replace(loop, penalty=bits, penalty_first=draw(st.booleans()))
-        elif name == "view outside":
-            loop = dataclasses.replace(loop, view=draw(layers))
-        elif name == "head outside":
-            loop = dataclasses.replace(loop, head=True)
-        elif name == "twice":
-            loop = dataclasses.replace(loop, twice=True)
-        elif name == "hooks":
-            hook = st.tuples(st.sampled_from(HOOKS), st.integers(0, 15))
-            loop = dataclasses.replace(
-                loop, hooks=tuple(draw(st.lists(hook, min_size=1, max_size=4)))
-            )
-        elif name == "threads" and choice.backwards > 1:
-            loop = dataclasses.replace(loop, threads=True)
-        elif name == "given gradients":
-            loop = dataclasses.replace(loop, given=draw(st.integers(1, 255)))
-        elif name == "ties later":
-            pair = draw(st.tuples(layers, layers).filter(lambda pair: pair[0] != pair[1]))
-            loop = dataclasses.replace(loop, tie=pair)
-        elif name == "forks":
-            loop = dataclasses.replace(loop, fork=True)
-        elif name == "interrupts":
-            loop = dataclasses.replace(loop, interrupt=draw(st.integers(0, 2**16)))
+        loop = dataclasses.replace(loop, **made[name]())
     if loop.threads and loop.hooks:  # what they see depends on who comes first
         loop = dataclasses.replace(loop, hooks=())
     if loop.threads and not choice.optimizer:  # a second step adds to gradients, in their order

@@ -143,8 +143,7 @@ def mutate(schedule: Schedule, rng: random.Random) -> tuple[Schedule, str]:
         done = []
         for _ in range(rng.choice((1, 1, 1, 2))):
             graph = mutant.graphs[rng.choice([n for n in _ALONE if n in mutant.graphs])]
-            name = rng.choice(list(EDITS))
-            done.append(tried(EDITS[name], mutant, graph, rng))
+            done.append(tried(rng.choice(EDITS), mutant, graph, rng))
         if all(done):
             return mutant, "; ".join(done)
 
@@ -309,20 +308,10 @@ def change_held(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
     return f"{ops.label(node)} {node.name} was a prefetch"
 
 
-EDITS: dict[str, Edit] = {
-    "drop edge": drop_edge,
-    "reroute edge": reroute_edge,
-    "move copy": move_copy,
-    "move free": move_free,
-    "move compute": move_compute,
-    "delete": delete,
-    "slot": change_slot,
-    "bucket": change_bucket,
-    "value": change_value,
-    "no value": drop_value,
-    "swap": swap,
-    "held": change_held,
-}
+EDITS: tuple[Edit, ...] = (
+    *(drop_edge, reroute_edge, move_copy, move_free, move_compute, delete),
+    *(change_slot, change_bucket, change_value, drop_value, swap, change_held),
+)
 
 
 def _flat(value: Any) -> list[Any]:

@@ -51,6 +51,11 @@ def _wait_for(node: fx.Node, after: tuple[fx.Node, ...]) -> None:
     node.kwargs = {"after": after} if after else {}
 
 
+def _wait_instead(node: fx.Node, token: fx.Node, other: fx.Node) -> str:
+    _wait_for(node, tuple(other if n is token else n for n in _after(node)))
+    return f"{ops.label(node)} {node.name} waits for {other.name}, not {token.name}"
+
+
 def _named_by(schedule: Schedule) -> list[tuple[fx.Node, fx.Node]]:
     """Ops, and the tokens that they wait for."""
     return [
@@ -76,9 +81,7 @@ def other_token(schedule: Schedule, rng: random.Random) -> str:
     """An op waits for the token of something else."""
     node, token = rng.choice(_named_by(schedule))
     others = [n for n in node.graph.find_nodes(op="placeholder") if token_of(n) and n is not token]
-    other = rng.choice(others)
-    _wait_for(node, tuple(other if n is token else n for n in _after(node)))
-    return f"{ops.label(node)} {node.name} waits for {other.name}, not {token.name}"
+    return _wait_instead(node, token, rng.choice(others))
 
 
 def token_of_another(schedule: Schedule, rng: random.Random) -> str:
@@ -98,9 +101,7 @@ def reroute(schedule: Schedule, rng: random.Random) -> str:
     """An op waits for an op of its graph instead of a token."""
     node, token = rng.choice(_named_by(schedule))
     others = [n for n in node.graph.nodes if n.op == "call_function" and n < node and n.users]
-    other = rng.choice(others)
-    _wait_for(node, tuple(other if n is token else n for n in _after(node)))
-    return f"{ops.label(node)} {node.name} waits for {other.name}, not {token.name}"
+    return _wait_instead(node, token, rng.choice(others))
 
 
 def _returning(schedule: Schedule) -> list[fx.Graph]:
@@ -149,11 +150,15 @@ def _erase(node: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-def drop_update(schedule: Schedule, rng: random.Random) -> str:
-    node = rng.choice(_inside(schedule, *_UPDATES))
+def _drop(schedule: Schedule, rng: random.Random, *targets: Callable[..., Any]) -> str:
+    node = rng.choice(_inside(schedule, *targets))
     text = f"{ops.label(node)} {node.name} is left out"
     _erase(node)
     return text
+
+
+def drop_update(schedule: Schedule, rng: random.Random) -> str:
+    return _drop(schedule, rng, *_UPDATES)
 
 
 def update_again(schedule: Schedule, rng: random.Random) -> str:
@@ -252,10 +257,7 @@ def leave_less(schedule: Schedule, rng: random.Random) -> str:
 
 def keep_memory(schedule: Schedule, rng: random.Random) -> str:
     """A free is left out: memory goes when the graph returns."""
-    node = rng.choice(_inside(schedule, ops.free, ops.defer_free))
-    text = f"{ops.label(node)} {node.name} is left out"
-    node.graph.erase_node(node)
-    return text
+    return _drop(schedule, rng, ops.free, ops.defer_free)
 
 
 def free_at_once(schedule: Schedule, rng: random.Random) -> str:
@@ -294,10 +296,7 @@ def help_early(schedule: Schedule, rng: random.Random) -> str:
 
 
 def drop_offload(schedule: Schedule, rng: random.Random) -> str:
-    node = rng.choice(_inside(schedule, ops.offload_state))
-    text = f"{ops.label(node)} {node.name} is left out"
-    _erase(node)
-    return text
+    return _drop(schedule, rng, ops.offload_state)
 
 
 def offload_again(schedule: Schedule, rng: random.Random) -> str:
@@ -320,33 +319,20 @@ def anything(schedule: Schedule, rng: random.Random) -> str:
     """An edit of `tests.mutants`, of the update."""
     if schedule.update is None:
         return ""
-    edits = ("drop edge", "reroute edge", "move free", "delete", "bucket", "value", "swap")
-    return mutants.EDITS[rng.choice(edits)](schedule, schedule.update, rng)
+    edits = (
+        *(mutants.drop_edge, mutants.reroute_edge, mutants.move_free, mutants.delete),
+        *(mutants.change_bucket, mutants.change_value, mutants.swap),
+    )
+    return rng.choice(edits)(schedule, schedule.update, rng)
 
 
 EDITS: dict[str, Edit] = {
-    "drop a token": drop_token,
-    "other token": other_token,
-    "token of another": token_of_another,
-    "wait for an op": reroute,
-    "drop a returned token": drop_returned,
-    "return another op": return_another,
-    "drop an update": drop_update,
-    "update twice": update_again,
-    "reorder updates": reorder,
-    "retarget": retarget,
-    "update elsewhere": elsewhere,
-    "gradients elsewhere": keep_elsewhere,
-    "swap left values": swap_left,
-    "leave another value": leave_another,
-    "leave less": leave_less,
-    "drop a free": keep_memory,
-    "free at once": free_at_once,
-    "free early": free_early,
-    "help with another": help_with,
-    "help early": help_early,
-    "drop offload_state": drop_offload,
-    "offload_state twice": offload_again,
-    "offload_grad not late": not_late,
-    "any edit of the update": anything,
+    edit.__name__.replace("_", " "): edit
+    for edit in (
+        *(drop_token, other_token, token_of_another, reroute, drop_returned),
+        *(return_another, drop_update, update_again, reorder, retarget),
+        *(elsewhere, keep_elsewhere, swap_left, leave_another, leave_less),
+        *(keep_memory, free_at_once, free_early, help_with, help_early),
+        *(drop_offload, offload_again, not_late, anything),
+    )
 }

@@ -225,7 +225,6 @@ def nets(
 
 @st.composite
 def choices(draw: st.DrawFn) -> Choice:
-    """Any `Choice`."""
     optimizer = draw(st.sampled_from(("", "", "adamw", "sgd")))
     in_backward = bool(optimizer) and draw(st.booleans())
     disk = draw(st.booleans())

@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import warnings
 from typing import Any
 
-import hypothesis
 from hypothesis import strategies as st
 
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Activations
 from tests import inside, nets
 from tests.capturing import capture
+from tests.draws import examples
 from tests.nets import Choice, Net
 from tests.planned import planned as planned_line
 from tests.schedules import Spec, build
@@ -25,15 +24,6 @@ def ran(count: int, seed: int) -> list[Schedule]:
     """At least `count` schedules that the passes make for random models and plans."""
     found: list[Schedule] = []
 
-    @hypothesis.seed(seed)
-    @hypothesis.settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        phases=[hypothesis.Phase.generate],
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-    @hypothesis.given(nets.nets(), nets.choices())
     def one(net: Net, choice: Choice) -> None:
         if len(found) >= count or plain_refuses(net, choice):
             return
@@ -46,9 +36,7 @@ def ran(count: int, seed: int) -> list[Schedule]:
         programs = [p for graph in graphs for p in graph.programs.values() if p is not None]
         found.extend(e.schedule for p in programs for e in p.executors.values())
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        one()
+    examples(one, nets.nets(), nets.choices(), count=count, seed=seed, shrink=False)
     return found
 
 
@@ -60,15 +48,6 @@ def planned(count: int, seed: int) -> list[Schedule]:
     """
     found: list[Schedule] = []
 
-    @hypothesis.seed(seed)
-    @hypothesis.settings(
-        max_examples=2 * count,
-        deadline=None,
-        database=None,
-        phases=[hypothesis.Phase.generate],
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-    @hypothesis.given(nets.nets(), st.integers(0, 2**30))
     def one(net: Net, chosen: int) -> None:
         if len(found) >= count or plain_refuses(net, Choice()):
             return
@@ -78,9 +57,7 @@ def planned(count: int, seed: int) -> list[Schedule]:
         for _ in range(2):  # tracing takes most of the time
             found.append(captured.build(**_plan(rng, len(captured.units))))
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        one()
+    examples(one, nets.nets(), st.integers(0, 2**30), count=2 * count, seed=seed, shrink=False)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -39,14 +40,13 @@ def equal_layers(depth: int = 12, width: int = 4096) -> Tower:
 
 
 class Uneven(nn.Module):
-    """Layers of several sizes behind one another, the first by far the largest."""
+    """Layers behind a first one of another width, which is by far the largest."""
 
-    def __init__(self, *sizes: int, width: int = 2048) -> None:
+    def __init__(self, layers: Iterable[nn.Module], factor: int, width: int = 2048) -> None:
         super().__init__()
-        self.first = nn.Linear(width, 4 * width)
-        self.second = nn.Linear(4 * width, width)
-        blocks = (nn.Sequential(nn.Linear(width, n), nn.Linear(n, width)) for n in sizes)
-        self.layers = nn.ModuleList(blocks)
+        self.first = nn.Linear(width, factor * width)
+        self.second = nn.Linear(factor * width, width)
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.second(self.first(x).relu())
@@ -55,20 +55,15 @@ class Uneven(nn.Module):
         return x.square().mean()
 
 
-class Wide(nn.Module):
-    """Equal layers behind one that is much larger."""
+def of_sizes(*sizes: int, width: int = 2048) -> Uneven:
+    """Layers of several sizes."""
+    layers = (nn.Sequential(nn.Linear(width, n), nn.Linear(n, width)) for n in sizes)
+    return Uneven(layers, 4, width)
 
-    def __init__(self, layers: int = 16, width: int = 2048) -> None:
-        super().__init__()
-        self.wide = nn.Linear(width, 8 * width)
-        self.narrow = nn.Linear(8 * width, width)
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.narrow(self.wide(x).relu())
-        for layer in self.layers:
-            x = x + layer(x).relu()
-        return x.square().mean()
+def equal_behind(layers: int = 16, width: int = 2048) -> Uneven:
+    """Layers of one size."""
+    return Uneven((nn.Linear(width, width) for _ in range(layers)), 8, width)
 
 
 def captured(
@@ -97,7 +92,6 @@ def problem_of(made: AbstractProgram, **changes: Any) -> Problem:
 
 @cache
 def tower(tokens: int = 16384, *, in_backward: bool = False) -> AbstractProgram:
-    """A tower of twelve equal layers."""
     options: dict[str, Any] = {"in_backward": in_backward, "state_dtype": torch.float32}
     return captured(equal_layers(), tokens, 4096, **options)[0]
 
@@ -111,7 +105,7 @@ def problem(budget_bytes: int, tokens: int = 16384, *, in_backward: bool = False
 @cache
 def uneven() -> AbstractProgram:
     """Eight layers of two sizes, behind two large ones."""
-    return captured(Uneven(*([2048, 4096] * 4)), 4096, 2048, state_dtype=torch.float32)[0]
+    return captured(of_sizes(*([2048, 4096] * 4)), 4096, 2048, state_dtype=torch.float32)[0]
 
 
 def uneven_problem(**changes: Any) -> Problem:
@@ -125,13 +119,13 @@ def wide(
 ) -> AbstractProgram:
     """Sixteen equal layers behind a large one, on a machine with a drive."""
     options: dict[str, Any] = {"in_backward": in_backward, "state_dtype": state_dtype}
-    (made,) = captured(Wide(), 4096, 2048, hardware=DISK, **options)
+    (made,) = captured(equal_behind(), 4096, 2048, hardware=DISK, **options)
     if not disk_weights:
         return made
     stored: dict[str, Any] = {"disk": "/absent", "disk_memory": 100 * GIB, "disk_weights": True}
     given = replace(made.compiler.setting.options, **stored)
     x = torch.empty(4096, 2048, device="meta", dtype=torch.bfloat16)
-    model = Wide().to("meta", torch.bfloat16)
+    model = equal_behind().to("meta", torch.bfloat16)
     if in_backward:
         given = replace(given, optimizer=torch.optim.AdamW(model.parameters()))
     return abstract_programs(model, (x,), options=given, hardware=DISK)[0]

@@ -27,6 +27,26 @@ trains_in_a_child = pytest.mark.skipif(
 )
 
 
+def python(
+    *arguments: str, folder: Path = ROOT, timeout_s: float = 300, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """What another process of this interpreter says, which ends well.
+
+    Args:
+        environ: what it finds in its environment beside the modules of this repository.
+    """
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done
+
+
 def torchrun(
     module: str, *arguments: str, ranks: int, timeout_s: float, device: str = "cpu"
 ) -> None:
@@ -88,7 +108,6 @@ def in_child(function: Callable[[], Any]) -> Any:
 
 @contextmanager
 def group_of_one(timeout: timedelta | None = None, backend: str = "gloo") -> Iterator[None]:
-    """A process group of this process alone."""
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
         yield

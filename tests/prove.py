@@ -37,7 +37,6 @@ import random
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,6 +48,7 @@ from megacompile import schedules
 from megacompile.ir.schedule import Schedule
 from megacompile.verify.proof import HazardKind, hazards
 from tests import adversary, loops, mutants_step
+from tests.draws import examples
 from tests.frames import command as frames
 from tests.loops import Loop
 from tests.mutants import Harm, Truth, Verdict, mutate
@@ -165,17 +165,7 @@ def _prove(
     shrink: bool,
 ) -> Counts:
     counts = Counts()
-    phases = [hypothesis.Phase.generate, *([hypothesis.Phase.shrink] if shrink else [])]
 
-    @hypothesis.seed(seed)
-    @hypothesis.settings(
-        max_examples=2 * -(-cases // interleavings) + 10,
-        deadline=None,
-        database=None,
-        phases=phases,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-    @hypothesis.given(drawn, st.integers(0, 2**30))
     def one(case: Any, first: int) -> None:
         if counts.cases >= cases:
             return
@@ -183,9 +173,8 @@ def _prove(
         if shrink and counts.found:
             raise AssertionError(counts.found.pop())
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        one()
+    count = 2 * -(-cases // interleavings) + 10
+    examples(one, drawn, st.integers(0, 2**30), count=count, seed=seed, shrink=shrink)
     return counts
 
 

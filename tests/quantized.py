@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.zoo import Language
+
 
 class Int8(Tensor):
     """Rows of int8 with a float32 scale each. It notes its device, as NF4Tensor does."""
@@ -169,22 +171,6 @@ class Block(nn.Module):
         return result
 
 
-class Model(nn.Module):
-    """An embedding, three blocks, a head and the loss."""
-
-    def __init__(self, width: int = 128, breaks: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(50, width)
-        self.layers = nn.ModuleList(Block(width, breaks) for _ in range(3))
-        self.head = nn.Linear(width, 50, bias=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return functional.cross_entropy(self.head(x).float().flatten(0, 1), ids.flatten())
-
-
 Quantize = Callable[[nn.Linear], nn.Linear]
 
 
@@ -204,10 +190,12 @@ def stateful(layer: nn.Linear) -> nn.Linear:
 OWN: dict[str, Quantize] = {"wrapper": wrapped, "state": stateful}
 
 
-def model(quantize: Quantize, *, breaks: bool = False, dtype: torch.dtype = torch.float32) -> Model:
+def model(
+    quantize: Quantize, *, breaks: bool = False, dtype: torch.dtype = torch.float32
+) -> Language:
     """The model with quantized base layers; its adapters alone are trained."""
     torch.manual_seed(0)
-    made = Model(breaks=breaks).to(dtype)
+    made = Language(50, 128, (Block(128, breaks) for _ in range(3))).to(dtype)
     for name, param in made.named_parameters():
         param.requires_grad_(".up." in name or ".down." in name)
     for layer in made.layers:

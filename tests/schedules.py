@@ -21,7 +21,7 @@ from megacompile.ir.plan import Places, Plan, Updater
 from megacompile.ir.schedule import PassRecord, Schedule
 from megacompile.ir.stages import ArgRef, ParamRef, SavedRef, Stage, Template
 from megacompile.ir.tensors import TensorMeta
-from megacompile.ir.tokens import Token
+from megacompile.ir.tokens import take
 
 ACTIVATION = TensorMeta((4, 8), torch.bfloat16, (8, 1))
 WEIGHT = TensorMeta((8, 8), torch.bfloat16, (8, 1))
@@ -47,9 +47,7 @@ class Spec:
     update: bool = False  # the backward updates each bucket instead of offloading its gradients
     masters: bool = False  # updates take the parameters with the states, not from the slots
     offload: frozenset[int] = frozenset()  # stages whose saved values wait on the host
-    late: bool = (
-        False  # with `shared`, the first stage reads its bucket and gives no gradient of it
-    )
+    late: bool = False  # with `shared`, the first stage reads its bucket, which gets no gradient
     device: frozenset[int] = frozenset()  # buckets that step() updates on the device
     resident: frozenset[int] = frozenset()  # buckets that live on the device
     helps: bool = False  # the device helps the host with its updates
@@ -57,11 +55,9 @@ class Spec:
     def __str__(self) -> str:
         """The parts that are not the default, for the ids of tests."""
         default = Spec()
-        parts = []
-        for name, value in vars(self).items():
-            if value != getattr(default, name):
-                parts.append(f"{name}={sorted(value) if isinstance(value, frozenset) else value}")
-        return ",".join(parts) or "plain"
+        given = {k: v for k, v in vars(self).items() if v != getattr(default, k)}
+        texts = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in given.items()}
+        return ",".join(f"{name}={text}" for name, text in texts.items()) or "plain"
 
 
 EVERYTHING = Spec(
@@ -95,7 +91,7 @@ def build(spec: Spec) -> Schedule:
         tangents=(0,) if spec.training else (),
         gradients=("x",) if spec.training else (),
         slots=tuple(Slot(i, size) for i in range(spec.slots)),
-        reused=tuple((i, arguments(node)[0]) for i, node in forward.weights.held().items()),
+        reused=tuple((i, ops.arguments(node)[0]) for i, node in forward.weights.held().items()),
         history=(PassRecord("slots", "", "", 0.001, len(forward.graph.nodes)),),
     )
 
@@ -104,42 +100,6 @@ def find(schedule: Schedule, graph: str, label: str, nth: int = 0) -> fx.Node:
     """The nth node of a graph with a printed name; a value goes by its own name."""
     nodes: Sequence[fx.Node] = list(schedule.graphs[graph].nodes)
     return [n for n in nodes if label in (ops.label(n), n.name)][nth]
-
-
-def call(
-    graph: fx.Graph,
-    op: Callable[..., Any],
-    *args: Any,
-    name: str | None = None,
-    after: tuple[fx.Node, ...] = (),
-) -> fx.Node:
-    """Add a call of an op; its arguments are what FX takes, and our frozen data."""
-    kwargs: dict[str, Any] = {"after": after} if after else {}
-    return graph.create_node("call_function", op, args, kwargs, name)
-
-
-def token(graph: fx.Graph, bucket: Bucket, part: Part) -> fx.Node:
-    """A placeholder for the last write of a part by an earlier graph: "weights_3"."""
-    name = f"{part.value}_{bucket.label}"
-    for there in graph.find_nodes(op="placeholder"):
-        if there.name == name:
-            assert isinstance(there, fx.Node)
-            return there
-    first = next((n for n in graph.nodes if n.op != "placeholder"), None)
-    with graph.inserting_before(first):
-        node = graph.create_node("placeholder", name, name=name)
-    node.meta["token"] = Token(bucket, part)
-    return node
-
-
-def arguments(node: fx.Node) -> tuple[Any, ...]:
-    """The positional arguments of a node: nodes, tuples of them, stages, buckets, slots."""
-    return node.args
-
-
-def set_arguments(node: fx.Node, *args: Any) -> None:
-    """Give a node other positional arguments."""
-    node.args = args
 
 
 def _stages(spec: Spec) -> tuple[Stage, ...]:
@@ -213,7 +173,7 @@ class _Weights:
         self.wanted = [bucket for bucket in buckets if bucket.key not in spec.resident]
         self.resident = {b.key: b for b in buckets if b.key in spec.resident}
         self.there: dict[int, fx.Node] = {}  # bucket key -> weights that are resident
-        self.inherited = {arguments(node)[0].key: node for node in held.values()}
+        self.inherited = {ops.arguments(node)[0].key: node for node in held.values()}
         self.busy: dict[int, fx.Node | None] = {}  # slot -> what fills it, while it is read
         self.free: dict[int, fx.Node] = {}  # slot -> after whom it may be filled
         self.ready: list[fx.Node] = []  # filled and not taken yet
@@ -222,8 +182,8 @@ class _Weights:
     def start(self, begin: fx.Node) -> None:
         """Take what is resident and what is held, and fill the other slots."""
         for key, bucket in self.resident.items():
-            self.there[key] = call(self.graph, ops.resident, bucket)
-        slots = {arguments(node)[1].index for node in self.inherited.values()}
+            self.there[key] = ops.call(self.graph, ops.resident, bucket)
+        slots = {ops.arguments(node)[1].index for node in self.inherited.values()}
         self.free = {i: begin for i in range(self.spec.slots) if i not in slots}
         for i in slots:
             self.busy[i] = None
@@ -234,13 +194,13 @@ class _Weights:
             bucket = self.wanted[0]
             if bucket.key in self.inherited:
                 source = self.inherited.pop(bucket.key)
-                node = call(self.graph, ops.reuse, bucket, source.args[1])
+                node = ops.call(self.graph, ops.reuse, bucket, source.args[1])
             elif self.free:
                 slot, after = next(iter(self.free.items()))
                 del self.free[slot]
                 place = Slot(slot, bucket.size_bytes)
-                waits = (token(self.graph, bucket, Part.WEIGHTS), after)
-                node = call(self.graph, ops.prefetch, bucket, place, after=waits)
+                waits = (take(self.graph, bucket, Part.WEIGHTS), after)
+                node = ops.call(self.graph, ops.prefetch, bucket, place, after=waits)
                 self.last[slot] = node
             else:
                 return
@@ -258,7 +218,7 @@ class _Weights:
         for node in weights:
             if node.target is ops.resident:
                 continue
-            self.free[arguments(node)[1].index] = reader
+            self.free[ops.arguments(node)[1].index] = reader
         self.fill()
 
     def held(self) -> dict[int, fx.Node]:
@@ -278,40 +238,40 @@ class _Forward:
         x = _placeholder(graph, "x")
         states = {i: _placeholder(graph, f"state_{i}") for i in sorted(spec.changes)}
         self.weights = _Weights(graph, spec, stages, {})
-        self.weights.start(call(graph, ops.begin))
+        self.weights.start(ops.call(graph, ops.begin))
         for stage in stages:
             y = self._stage(stage, x, states.get(stage.index))
             if spec.update and stage.index == len(stages) // 2:
-                call(graph, ops.drain)
+                ops.call(graph, ops.drain)
             snapshots = self.inputs.get(stage.index, [])[1:]
             for value in [*self.saved.get(stage.index - 1, []), x, *snapshots]:
                 offload = self.on_host.get(value)
                 if offload is not None:
-                    call(graph, ops.free, value, after=(offload,))
+                    ops.call(graph, ops.free, value, after=(offload,))
                 elif value is x and x.op != "placeholder" and x not in self.saved_values:
-                    call(graph, ops.free, x)
+                    ops.call(graph, ops.free, x)
             x = y
         for value in self.saved.get(stages[-1].index, []):
             if value in self.on_host:
-                call(graph, ops.free, value, after=(self.on_host[value],))
+                ops.call(graph, ops.free, value, after=(self.on_host[value],))
         graph.output(((x,), tuple(self.saved_values)))
 
     def _stage(self, stage: Stage, x: fx.Node, state: fx.Node | None) -> fx.Node:
         graph, spec, i = self.graph, self.spec, stage.index
         saving = spec.training and i in spec.keep
         if spec.training and not saving:
-            self.inputs[i] = [x] if state is None else [x, call(graph, ops.snapshot, state)]
+            self.inputs[i] = [x] if state is None else [x, ops.call(graph, ops.snapshot, state)]
             self._hand_on(stage, self.inputs[i])
             if stage.traced.random:
-                self.rng[i] = call(graph, ops.save_rng, stage)
+                self.rng[i] = ops.call(graph, ops.save_rng, stage)
                 self.saved_values.append(self.rng[i])
         weights = self.weights.take(stage.buckets)
         args = (x,) if state is None else (x, state)
         values = _take(graph, ops.forward, (stage, weights, args, saving), f"y{i}")
         self.weights.give_back(weights, values[0])
         if state is not None:
-            call(graph, ops.assign, state, values[1])
-            call(graph, ops.free, values[1])
+            ops.call(graph, ops.assign, state, values[1])
+            ops.call(graph, ops.free, values[1])
         if saving:
             self.saved[i] = values[-SAVED:]
             self._hand_on(stage, self.saved[i])
@@ -322,8 +282,9 @@ class _Forward:
         for value in values:
             if stage.index in self.spec.offload and value.op != "placeholder":
                 name = f"{value.name}_host"
-                self.on_host[value] = call(self.graph, ops.offload_saved, stage, value, name=name)
-                self.on_host[value].meta["value"] = ACTIVATION
+                copied = ops.call(self.graph, ops.offload_saved, stage, value, name=name)
+                copied.meta["value"] = ACTIVATION
+                self.on_host[value] = copied
             self.saved_values.append(self.on_host.get(value, value))
 
 
@@ -342,7 +303,7 @@ class _Backward:
         gradient = _placeholder(graph, "t0")
         gradient.meta["tangent"] = 0
         order = list(reversed(stages))
-        begin = call(graph, ops.begin)
+        begin = ops.call(graph, ops.begin)
         self.weights = _Weights(graph, spec, order, forward.weights.held())
         self.weights.start(begin)
         self._fetch_back(order[0])
@@ -368,7 +329,7 @@ class _Backward:
             self.weights.give_back(weights, gradient)
         self._free_later()
         for node in (*saved, tangent, *partial_gradients, *self.values_of(i)):
-            call(graph, ops.free, node)
+            ops.call(graph, ops.free, node)
         readers = [gradient]
         for bucket, group in self.waiting if i == 0 else []:
             self._offload(bucket, group, after=(gradient,))
@@ -404,8 +365,8 @@ class _Backward:
             if value not in forward.on_host:
                 continue
             on_host = self.values[forward.on_host[value]]
-            buffer = call(self.graph, ops.alloc_saved, stage, on_host)
-            self.values[value] = call(self.graph, ops.fetch_saved, stage, on_host, buffer)
+            buffer = ops.call(self.graph, ops.alloc_saved, stage, on_host)
+            self.values[value] = ops.call(self.graph, ops.fetch_saved, stage, on_host, buffer)
             for node in (buffer, self.values[value]):
                 node.meta["value"] = ACTIVATION
             self.brought.setdefault(i, []).extend([on_host, buffer])
@@ -423,9 +384,9 @@ class _Backward:
         buffers = {}
         for bucket in stage.gradient_buckets:
             if self.contributors.count(bucket.key) == 1:
-                buffer = call(self.graph, ops.alloc_grad, bucket)
-                waits = (token(self.graph, bucket, Part.GRADIENTS),)
-                fetched = call(self.graph, ops.fetch_grad, bucket, buffer, after=waits)
+                buffer = ops.call(self.graph, ops.alloc_grad, bucket)
+                waits = (take(self.graph, bucket, Part.GRADIENTS),)
+                fetched = ops.call(self.graph, ops.fetch_grad, bucket, buffer, after=waits)
                 buffers[bucket.key] = buffer, fetched
         return buffers
 
@@ -435,9 +396,9 @@ class _Backward:
             streamed = bucket.key not in self.spec.resident
             wanted = (self.spec.update and streamed) or bucket.key in self.spec.device
             if wanted and self.contributors.count(bucket.key) == 1:
-                buffer = call(self.graph, ops.alloc_state, bucket, masters)
-                waits = (token(self.graph, bucket, Part.STATES),)
-                fetched = call(self.graph, ops.fetch_state, bucket, buffer, masters, after=waits)
+                buffer = ops.call(self.graph, ops.alloc_state, bucket, masters)
+                given, waits = (bucket, buffer, masters), (take(self.graph, bucket, Part.STATES),)
+                fetched = ops.call(self.graph, ops.fetch_state, *given, after=waits)
                 self.left_states[bucket.key] = fetched
                 buffer.meta["value"] = fetched.meta["value"] = STATE if masters else MOMENTS
                 states[bucket.key] = buffer, fetched
@@ -450,43 +411,41 @@ class _Backward:
         if not self.spec.accumulate:
             return group
         buffer, fetched = buffers[bucket.key]
-        total = call(self.graph, ops.add_grad, bucket, fetched, group)
+        total = ops.call(self.graph, ops.add_grad, bucket, fetched, group)
         left = bucket.key in self.spec.device  # then its memory lives on
         for node in (group,) if left else (buffer, fetched, group):
-            call(self.graph, ops.free, node)
+            ops.call(self.graph, ops.free, node)
         return total
 
-    def _offload(self, bucket: Bucket, group: fx.Node, after: tuple[fx.Node, ...] = ()) -> None:
+    def _offload(
+        self, bucket: Bucket, group: fx.Node, after: tuple[fx.Node, ...] | None = None
+    ) -> None:
         norms = []
         if self.spec.norms and bucket.key not in self.spec.resident:
-            norms = [call(self.graph, ops.norm_grad, bucket, group)]
+            norms = [ops.call(self.graph, ops.norm_grad, bucket, group)]
         if bucket.key in self.spec.resident:
-            call(self.graph, ops.keep_grad, bucket, group)
-            call(self.graph, ops.free, group)
+            ops.call(self.graph, ops.keep_grad, bucket, group)
+            ops.call(self.graph, ops.free, group)
             return
-        offload = call(self.graph, ops.offload_grad, bucket, group, *norms, after=after)
+        offload = ops.call(self.graph, ops.offload_grad, bucket, group, *norms, after=after)
         left = bucket.key in self.spec.device
         self.left += [group, self.left_states[bucket.key]] if left else []
         self.later += [(value, offload) for value in ([] if left else [group]) + norms]
 
     def _update(
-        self,
-        bucket: Bucket,
-        weights: fx.Node,
-        gradients: fx.Node,
-        states: tuple[fx.Node, fx.Node],
+        self, bucket: Bucket, weights: fx.Node, gradients: fx.Node, states: tuple[fx.Node, fx.Node]
     ) -> fx.Node:
         """The update, whose results go to the host; gives the node."""
         graph = self.graph
         given = None if self.spec.masters else weights
         norms = []
         if self.spec.norms:
-            norms = [call(graph, ops.norm_grad, bucket, gradients, False)]
-        updated = call(graph, ops.update, bucket, given, gradients, states[1])
+            norms = [ops.call(graph, ops.norm_grad, bucket, gradients, False)]
+        updated = ops.call(graph, ops.update, bucket, given, gradients, states[1])
         updated.meta["value"] = STATE
         for node in (*states, gradients):
-            call(graph, ops.free, node)
-        offload = call(graph, ops.offload_state, bucket, updated, *norms)
+            ops.call(graph, ops.free, node)
+        offload = ops.call(graph, ops.offload_state, bucket, updated, *norms)
         self.later += [(value, offload) for value in [updated, *norms]]
         return updated
 
@@ -494,16 +453,16 @@ class _Backward:
         """The update of a bucket that lives on the device."""
         norms = []
         if self.spec.norms:
-            norms = [call(self.graph, ops.norm_grad, bucket, gradients, False)]
-        done = call(self.graph, ops.update_in_place, bucket, gradients, *norms)
+            norms = [ops.call(self.graph, ops.norm_grad, bucket, gradients, False)]
+        done = ops.call(self.graph, ops.update_in_place, bucket, gradients, *norms)
         done.meta["value"] = STATE
         for node in (gradients, *norms):
-            call(self.graph, ops.free, node)
+            ops.call(self.graph, ops.free, node)
 
     def _free_later(self, op: Callable[..., Any] = ops.free) -> None:
         """Free what was offloaded a stage ago: its copy has had time."""
         for value, reader in self.later:
-            call(self.graph, op, value, after=(reader,))
+            ops.call(self.graph, op, value, after=(reader,))
         self.later.clear()
 
 
@@ -516,20 +475,20 @@ def _update(spec: Spec, stages: Sequence[Stage], backward: _Backward) -> fx.Grap
     """The step: what lies on the host, what is resident, what the backward has left."""
     graph = fx.Graph()
     graph.output(((),))
-    left = {arguments(state)[0].key: (g, state) for g, state in _pairs(backward.left)}
+    left = {ops.arguments(state)[0].key: (g, state) for g, state in _pairs(backward.left)}
     buckets = {bucket.key: bucket for stage in stages for bucket in stage.buckets}
     on_host = []
     for key, bucket in sorted(buckets.items()):
         if key in left:
             continue
         op = ops.update_resident if key in spec.resident else ops.update_host
-        waits = (token(graph, bucket, Part.GRADIENTS),)
+        waits = (take(graph, bucket, Part.GRADIENTS),)
         with graph.inserting_before(graph.output_node()):
-            node = call(graph, op, bucket, after=waits)
+            node = ops.call(graph, op, bucket, after=waits)
         on_host += [node] if op is ops.update_host else []
     if spec.helps and on_host:
         with graph.inserting_before(graph.output_node()):
-            call(graph, ops.help_host, tuple(on_host))
+            ops.call(graph, ops.help_host, tuple(on_host))
     for key, values in left.items():
         _update_on_device(graph, buckets[key], values)
     graph.output_node().args = ((tuple(_writers(graph)),),)
@@ -541,18 +500,18 @@ def _pairs(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def _update_on_device(graph: fx.Graph, bucket: Bucket, left: tuple[fx.Node, fx.Node]) -> None:
-    copied = token(graph, bucket, Part.GRADIENTS)
+    copied = take(graph, bucket, Part.GRADIENTS)
     with graph.inserting_before(copied):
         gradients, state = (_placeholder(graph, node.name) for node in left)
     for node, source in zip((gradients, state), left, strict=True):
         node.meta["value"] = source.meta.get("value", WEIGHT)
     with graph.inserting_before(graph.output_node()):
-        updated = call(graph, ops.update, bucket, None, gradients, state)
+        updated = ops.call(graph, ops.update, bucket, None, gradients, state)
         updated.meta["value"] = STATE
-        call(graph, ops.free, state)
-        offload = call(graph, ops.offload_state, bucket, updated)
-        call(graph, ops.defer_free, updated, after=(offload,))
-        call(graph, ops.defer_free, gradients, after=(copied,))
+        ops.call(graph, ops.free, state)
+        offload = ops.call(graph, ops.offload_state, bucket, updated)
+        ops.call(graph, ops.defer_free, updated, after=(offload,))
+        ops.call(graph, ops.defer_free, gradients, after=(copied,))
 
 
 def _placeholder(graph: fx.Graph, name: str) -> fx.Node:
@@ -567,7 +526,7 @@ def _take(
 ) -> list[fx.Node]:
     """Call an op that gives a tuple and take all of it."""
     stage: Stage = args[0]
-    node = call(graph, op, *args)
+    node = ops.call(graph, op, *args)
     saved = [ACTIVATION] * SAVED
     groups = [(WEIGHT,)] * len(stage.gradient_buckets)
     results = [ACTIVATION] * (1 + len(stage.mutated))
@@ -579,7 +538,7 @@ def _take(
     node.meta["value"] = tuple(metas[op])
     values = []
     for k, meta in enumerate(metas[op]):
-        item = call(graph, operator.getitem, node, k, name=f"{name}_{k}")
+        item = ops.call(graph, operator.getitem, node, k, name=f"{name}_{k}")
         item.meta["value"] = meta
         values.append(item)
     return values

@@ -161,11 +161,7 @@ def kept(choose: Callable[[], Choice], counts: Counts) -> Iterator[None]:
         kept |= on_host if saves else set()
         rows = tuple(
             row._replace(
-                saved=SavedPart.HALF
-                if i in halves
-                else SavedPart.ALL
-                if i in kept
-                else SavedPart.INPUTS,
+                saved=saved(i),
                 tier=Tier.HOST if i in on_host and row.tier is Tier.DEVICE else row.tier,
                 rerun=i in rerun,
             )

@@ -19,7 +19,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import fx
 
@@ -111,6 +111,7 @@ class Update:
         return ()
 
 
+T = TypeVar("T")
 Value = Tensor | Copy | Weights | Group | States | Update | None
 Lane = Stream | int  # what runs in order: a stream, or one op of a stream that is not in order
 Done = tuple[Lane, int]  # a lane has come so far
@@ -239,7 +240,7 @@ class Layout:
         lost = [cell for index, cell in self.slots.items() if index not in held]
         if self.name == "backward" and not accumulate and alone:
             lost += [c for k, c in self.persistent.items() if isinstance(k, tuple) and len(k) == 3]
-        self._queue(Stream.COMPUTE, "EARLIER", poisons(lost), ())
+        self._queue(Stream.COMPUTE, "EARLIER", fills(lost, POISON), ())
 
     def _queue(
         self,
@@ -330,30 +331,27 @@ class Layout:
             raise Crash(f"{node.name} is not there")
         return self.values[node]
 
-    def tensor(self, node: Any) -> int:
+    def _of(self, node: Any, kind: type[T]) -> T:
         value = self.get(node)
-        if not isinstance(value, Tensor):
-            raise Crash(f"{node} is no tensor")
-        return value.cell
+        if not isinstance(value, kind):
+            raise Crash(f"{node} is no {kind.__name__}")
+        return value
+
+    def tensor(self, node: Any) -> int:
+        return self._of(node, Tensor).cell
 
     def copied(self, node: Any, *, on_disk: bool | None = False) -> Copy:
         """A copy on the host (False), on a disk (True), or either."""
-        value = self.get(node)
-        if not isinstance(value, Copy) or on_disk not in (None, value.on_disk):
+        value = self._of(node, Copy)
+        if on_disk not in (None, value.on_disk):
             raise Crash(f"{node} is no such copy")
         return value
 
     def group(self, node: Any) -> Group:
-        value = self.get(node)
-        if not isinstance(value, Group):
-            raise Crash(f"{node} is no gradients")
-        return value
+        return self._of(node, Group)
 
     def states(self, node: Any) -> States:
-        value = self.get(node)
-        if not isinstance(value, States):
-            raise Crash(f"{node} is no states")
-        return value
+        return self._of(node, States)
 
     # Ops.
 
@@ -418,11 +416,7 @@ class Layout:
         self._release(node, value, (), after)
 
     def _release(
-        self,
-        node: fx.Node,
-        value: Any,
-        waits: tuple[Done, ...],
-        kept_for: tuple[Done, ...],
+        self, node: fx.Node, value: Any, waits: tuple[Done, ...], kept_for: tuple[Done, ...]
     ) -> None:
         found = self.get(value)
         self.gone.add(value)
@@ -433,7 +427,7 @@ class Layout:
     def _frees(self, label: str, lost: list[int], waits: tuple[Done, ...]) -> Done:
         """Memory goes: at once, or, where it is deferred, when that allows."""
         at_once = [cell for cell in lost if not self.deferred.get(cell)]
-        where = self._queue(Stream.COMPUTE, label, _frees(at_once), waits, release=True)
+        where = self._queue(Stream.COMPUTE, label, fills(at_once, FREED), waits, release=True)
         self.defers += [((where, *self.deferred[c]), [c]) for c in lost if c not in at_once]
         return where
 
@@ -510,18 +504,10 @@ _WRITTEN: dict[object, tuple[Part, ...]] = {  # what an op is the last writer of
 }
 
 
-def _frees(lost: list[int]) -> Run:
+def fills(lost: list[int], content: int) -> Run:
     def run(cells: Cells) -> None:
         for cell in lost:
-            cells[cell] = FREED
-
-    return run
-
-
-def poisons(lost: list[int]) -> Run:
-    def run(cells: Cells) -> None:
-        for cell in lost:
-            cells[cell] = POISON
+            cells[cell] = content
 
     return run
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.stages import ArgRef, ParamRef, SavedRef, Stage
+from megacompile.ir.stages import ArgRef, ParamRef, SavedRef, Stage, Template
 from tests.symbolic import (
     POISON,
     Cells,
@@ -21,22 +21,26 @@ from tests.symbolic import (
     Update,
     Value,
     Weights,
-    poisons,
+    fills,
     term,
 )
+
+Read = Callable[[Cells], int]
+Result = tuple[Run, Value]
+Results = tuple[Run, tuple[Value, ...]]
 
 
 class Machine(Layout):
     """Each op gives what it runs, and its value; their contracts are those of
     `megacompile.ir.ops`."""
 
-    def _begin(self) -> tuple[Run, Value]:
+    def _begin(self) -> Result:
         return _nothing, None
 
-    def _drain(self) -> tuple[Run, Value]:
+    def _drain(self) -> Result:
         return _nothing, None  # what earlier graphs deferred, no name of this one stands for
 
-    def _prefetch(self, bucket: Bucket, slot: Any) -> tuple[Run, Value]:
+    def _prefetch(self, bucket: Bucket, slot: Any) -> Result:
         into, source = self._slot(slot, bucket), self.persistent["params", bucket.key]
 
         def run(cells: Cells) -> None:
@@ -44,10 +48,10 @@ class Machine(Layout):
 
         return run, Weights(into, bucket)
 
-    def _reuse(self, bucket: Bucket, slot: Any) -> tuple[Run, Value]:
+    def _reuse(self, bucket: Bucket, slot: Any) -> Result:
         return _nothing, Weights(self._slot(slot, bucket), bucket)
 
-    def _resident(self, bucket: Bucket) -> tuple[Run, Value]:
+    def _resident(self, bucket: Bucket) -> Result:
         return _nothing, Weights(self.persistent["params", bucket.key], bucket)
 
     def _slot(self, slot: Any, bucket: Bucket) -> int:
@@ -55,13 +59,13 @@ class Machine(Layout):
             raise Crash(f"{slot} is too small, or not there")
         return self.slots[slot.index]
 
-    def _save_rng(self, stage: Stage) -> tuple[Run, Value]:
+    def _save_rng(self, stage: Stage) -> Result:
         return self._copy(self.rng)
 
-    def _snapshot(self, tensor: Any) -> tuple[Run, Value]:
+    def _snapshot(self, tensor: Any) -> Result:
         return self._copy(self.tensor(tensor))
 
-    def _copy(self, source: int) -> tuple[Run, Value]:
+    def _copy(self, source: int) -> Result:
         made = self.cell()
 
         def run(cells: Cells) -> None:
@@ -69,17 +73,15 @@ class Machine(Layout):
 
         return run, Tensor(made)
 
-    def _assign(self, target: Any, value: Any, counted: bool = True) -> tuple[Run, Value]:
+    def _assign(self, target: Any, value: Any, counted: bool = True) -> Result:
         del counted
         into, source = self.tensor(target), self.tensor(value)
 
         return self._copies([(into, source)]), Tensor(into)
 
-    def _primals(
-        self, stage: Stage, weights: Any, args: Any
-    ) -> list[Callable[[Cells], int] | None]:
+    def _primals(self, stage: Stage, weights: Any, args: Any) -> list[Read | None]:
         """How to read each of a stage's inputs; None for what is not given."""
-        found: list[Callable[[Cells], int] | None] = []
+        found: list[Read | None] = []
         for ref in stage.primals:
             given = weights if isinstance(ref, ParamRef) else args
             index = ref.bucket if isinstance(ref, ParamRef) else ref.index
@@ -96,9 +98,7 @@ class Machine(Layout):
                 found.append(_whole(self.tensor(given[index])))
         return found
 
-    def _forward(
-        self, stage: Stage, weights: Any, args: Any, saving: bool
-    ) -> tuple[Run, tuple[Value, ...]]:
+    def _forward(self, stage: Stage, weights: Any, args: Any, saving: bool) -> Results:
         template = stage.traced
         reads = _all(self._primals(stage, weights, args))
         keeps = [reads[i] for i in template.recompute_primals]
@@ -109,9 +109,9 @@ class Machine(Layout):
             rng = self._draw(cells) if template.random else 0
             given, kept = _read(reads, cells), _read(keeps, cells)
             for i, cell in enumerate(outs):
-                cells[cell] = _of("output", id(template), i, rng, *given)
+                cells[cell] = term("output", id(template), i, rng, *given)
             for i, cell in enumerate(saved):
-                cells[cell] = _of("saved", id(template), i, rng, *kept)
+                cells[cell] = term("saved", id(template), i, rng, *kept)
 
         return run, tuple(map(Tensor, (*outs, *saved)))
 
@@ -120,42 +120,34 @@ class Machine(Layout):
         cells[self.rng] = term("next", rng)
         return rng
 
-    def _recompute(
-        self, stage: Stage, weights: Any, args: Any, rng: Any
-    ) -> tuple[Run, tuple[Value, ...]]:
+    def _recompute(self, stage: Stage, weights: Any, args: Any, rng: Any) -> Results:
         template = stage.traced
         primals = self._primals(stage, weights, args)
         reads = _all([primals[i] for i in template.recompute_primals])
         if template.random and rng is None:
             raise Crash("a random stage without a generator's state gives its outputs too")
-        state = None if rng is None else self.tensor(rng)
-        saved = [self.cell() for _ in template.saved]
+        return self._again("saved", template, reads, rng, len(template.saved))
 
-        def run(cells: Cells) -> None:
-            drawn = cells[state] if template.random and state is not None else 0
-            kept = _read(reads, cells)
-            for i, cell in enumerate(saved):
-                cells[cell] = _of("saved", id(template), i, drawn, *kept)
-
-        return run, tuple(map(Tensor, saved))
-
-    def _rerun(
-        self, stage: Stage, weights: Any, args: Any, rng: Any
-    ) -> tuple[Run, tuple[Value, ...]]:
-        template = stage.traced
+    def _rerun(self, stage: Stage, weights: Any, args: Any, rng: Any) -> Results:
         reads = _all(self._primals(stage, weights, args))
+        return self._again("output", stage.traced, reads, rng, len(stage.outputs))
+
+    def _again(
+        self, kind: str, template: Template, reads: list[Read], rng: Any, count: int
+    ) -> Results:
+        """What a stage computes once more, with the numbers that it drew."""
         state = None if rng is None else self.tensor(rng)
-        outs = [self.cell() for _ in stage.outputs]
+        made = [self.cell() for _ in range(count)]
 
         def run(cells: Cells) -> None:
             drawn = 0
             if template.random:
                 drawn = self._draw(cells) if state is None else cells[state]
             given = _read(reads, cells)
-            for i, cell in enumerate(outs):
-                cells[cell] = _of("output", id(template), i, drawn, *given)
+            for i, cell in enumerate(made):
+                cells[cell] = term(kind, id(template), i, drawn, *given)
 
-        return run, tuple(map(Tensor, outs))
+        return run, tuple(map(Tensor, made))
 
     def _backward(
         self,
@@ -166,7 +158,7 @@ class Machine(Layout):
         tangents: Any,
         partial_gradients: Any,
         live: Any = (),
-    ) -> tuple[Run, tuple[Value, ...]]:
+    ) -> Results:
         template = stage.traced
         primals = self._primals(stage, weights, args)
         arg_partial_gradients = [
@@ -179,7 +171,7 @@ class Machine(Layout):
         so_far = {group.key: dict(group.of) for group in map(self.group, groups)}
         if len(values) < len(arg_partial_gradients) or len(saved) < len(template.saved):
             raise Crash("too few partial gradients or saved tensors")
-        reads: list[Callable[[Cells], int]] = []
+        reads: list[Read] = []
         for item in template.backward_inputs:
             if isinstance(item, SavedRef):
                 reads.append(_whole(self.tensor(saved[item.index])))
@@ -204,8 +196,8 @@ class Machine(Layout):
         return self._gradients(stage, reads, so_far)
 
     def _gradients(
-        self, stage: Stage, reads: list[Callable[[Cells], int]], so_far: dict[int, dict[int, int]]
-    ) -> tuple[Run, tuple[Value, ...]]:
+        self, stage: Stage, reads: list[Read], so_far: dict[int, dict[int, int]]
+    ) -> Results:
         template = stage.traced
         made = {primal: self.cell() for primal in template.gradients}
         of_args: list[Value] = []
@@ -225,24 +217,24 @@ class Machine(Layout):
         def run(cells: Cells) -> None:
             given = _read(reads, cells)
             for primal, cell in made.items():
-                cells[cell] = _of("gradient", id(template), primal, *given)
+                cells[cell] = term("gradient", id(template), primal, *given)
             for primal, cell in written.items():
-                cells[cell] = _of("written", id(template), primal, *given)
+                cells[cell] = term("written", id(template), primal, *given)
 
         groups = [Group(key, tuple(of.items())) for key, of in merged.items()]
         return run, (*of_args, *groups, *map(Tensor, written.values()))
 
     # Saved tensors that wait elsewhere.
 
-    def _offload_saved(self, stage: Stage, value: Any) -> tuple[Run, Value]:
+    def _offload_saved(self, stage: Stage, value: Any) -> Result:
         made = self.cell()
         return self._copies([(made, self.tensor(value))]), Copy(made)
 
-    def _write_saved(self, stage: Stage, on_host: Any) -> tuple[Run, Value]:
+    def _write_saved(self, stage: Stage, on_host: Any) -> Result:
         buffer, made = self.copied(on_host).cell, self.cell()
         return self._moved(made, buffer), Copy(made, on_disk=True)
 
-    def _read_saved(self, stage: Stage, on_disk: Any) -> tuple[Run, Value]:
+    def _read_saved(self, stage: Stage, on_disk: Any) -> Result:
         source, made = self.copied(on_disk, on_disk=True).cell, self.cell()
         return self._copies([(made, source)]), Copy(made, once=True)
 
@@ -255,12 +247,12 @@ class Machine(Layout):
 
         return run
 
-    def _alloc_saved(self, stage: Stage, copy: Any) -> tuple[Run, Value]:
+    def _alloc_saved(self, stage: Stage, copy: Any) -> Result:
         self.copied(copy, on_disk=None)
         made = self.cell()
-        return poisons([made]), Tensor(made)
+        return fills([made], POISON), Tensor(made)
 
-    def _fetch_saved(self, stage: Stage, on_host: Any, buffer: Any) -> tuple[Run, Value]:
+    def _fetch_saved(self, stage: Stage, on_host: Any, buffer: Any) -> Result:
         source, into = self.copied(on_host), self.tensor(buffer)
         if source.once:
             return self._moved(into, source.cell), Tensor(into)
@@ -268,11 +260,11 @@ class Machine(Layout):
 
     # Gradients on the host.
 
-    def _alloc_grad(self, bucket: Bucket) -> tuple[Run, Value]:
+    def _alloc_grad(self, bucket: Bucket) -> Result:
         buffer = tuple((i, self.cell()) for i in self._trained(bucket.key))
-        return poisons([cell for _, cell in buffer]), Group(bucket.key, buffer)
+        return fills([cell for _, cell in buffer], POISON), Group(bucket.key, buffer)
 
-    def _fetch_grad(self, bucket: Bucket, buffer: Any) -> tuple[Run, Value]:
+    def _fetch_grad(self, bucket: Bucket, buffer: Any) -> Result:
         group = self.group(buffer)
         pairs = [(cell, self._host_grad(group.key, i)) for i, cell in group.of]
         return self._copies(pairs), group
@@ -284,13 +276,20 @@ class Machine(Layout):
         except KeyError:
             raise Crash(f"bucket {key} gets no gradients") from None
 
+    def _every(self, bucket: Bucket, gradients: Any) -> list[int]:
+        """The cells of the gradients of all parameters that are trained."""
+        of = dict(self.group(gradients).of)
+        if not of.keys() >= set(self._trained(bucket.key)):
+            raise Crash(f"not all gradients of bucket {bucket.label}")
+        return [of[i] for i in self._trained(bucket.key)]
+
     def _host_grad(self, key: int, i: int) -> int:
         try:
             return self.persistent["gradient", key, i]
         except KeyError:
             raise Crash(f"no gradient {i} of bucket {key}") from None
 
-    def _add_grad(self, bucket: Bucket, so_far: Any, gradients: Any) -> tuple[Run, Value]:
+    def _add_grad(self, bucket: Bucket, so_far: Any, gradients: Any) -> Result:
         total, new = self.group(so_far), self.group(gradients)
         to = dict(total.of)
         if not to.keys() >= dict(new.of).keys():
@@ -299,28 +298,24 @@ class Machine(Layout):
 
         def run(cells: Cells) -> None:
             for into, source in pairs:
-                self._put(cells, into, _of("+", cells[into], cells[source]))
+                self._put(cells, into, term("+", cells[into], cells[source]))
 
         return run, total
 
-    def _norm_grad(self, bucket: Bucket, gradients: Any, largest: bool = True) -> tuple[Run, Value]:
-        of = dict(self.group(gradients).of)
-        if not of.keys() >= set(self._trained(bucket.key)):
-            raise Crash("norms of what is not there")
-        sources = [of[i] for i in self._trained(bucket.key)]
-        made = self.cell()
+    def _norm_grad(self, bucket: Bucket, gradients: Any, largest: bool = True) -> Result:
+        sources, made = self._every(bucket, gradients), self.cell()
 
         def run(cells: Cells) -> None:
-            cells[made] = _of("norms", *(cells[cell] for cell in sources))
+            cells[made] = term("norms", *_at(cells, sources))
 
         return run, Tensor(made)
 
-    def _keep_grad(self, bucket: Bucket, gradients: Any) -> tuple[Run, Value]:
+    def _keep_grad(self, bucket: Bucket, gradients: Any) -> Result:
         if bucket.key not in self.schedule.plan.resident:
             raise Crash(f"bucket {bucket.label} is on the host")
         return self._offload_grad(bucket, gradients)
 
-    def _offload_grad(self, bucket: Bucket, gradients: Any, norms: Any = None) -> tuple[Run, Value]:
+    def _offload_grad(self, bucket: Bucket, gradients: Any, norms: Any = None) -> Result:
         group = self.group(gradients)
         pairs = [(self._host_grad(group.key, i), cell) for i, cell in group.of]
         if norms is not None:
@@ -329,19 +324,19 @@ class Machine(Layout):
 
     # Updates.
 
-    def _alloc_state(self, bucket: Bucket, masters: bool) -> tuple[Run, Value]:
+    def _alloc_state(self, bucket: Bucket, masters: bool) -> Result:
         buffer = States(bucket, self.cell())
-        return poisons([buffer.cell]), buffer
+        return fills([buffer.cell], POISON), buffer
 
     def _states(self, key: int) -> int:
         """Where ops find and leave states: those on a disk have a buffer in memory for a while."""
         return self.persistent.get(("staged", key), self.persistent["states", key])
 
-    def _read_state(self, bucket: Bucket) -> tuple[Run, Value]:
+    def _read_state(self, bucket: Bucket) -> Result:
         into, source = self._staged(bucket), self.persistent["states", bucket.key]
         return self._copies([(into, source)]), None
 
-    def _write_state(self, bucket: Bucket) -> tuple[Run, Value]:
+    def _write_state(self, bucket: Bucket) -> Result:
         return self._moved(self.persistent["states", bucket.key], self._staged(bucket)), None
 
     def _staged(self, bucket: Bucket) -> int:
@@ -350,13 +345,13 @@ class Machine(Layout):
         except KeyError:
             raise Crash(f"states of bucket {bucket.label} are on no disk") from None
 
-    def _fetch_state(self, bucket: Bucket, buffer: Any, masters: bool) -> tuple[Run, Value]:
+    def _fetch_state(self, bucket: Bucket, buffer: Any, masters: bool) -> Result:
         into = self._buffer(bucket, buffer)
         sources = [self._states(bucket.key)]
         sources += [self.persistent["params", bucket.key]] if masters else []
 
         def run(cells: Cells) -> None:
-            self._put(cells, into.cell, _of("fetched", *(cells[cell] for cell in sources)))
+            self._put(cells, into.cell, term("fetched", *_at(cells, sources)))
 
         return run, into
 
@@ -368,27 +363,22 @@ class Machine(Layout):
             raise Crash("buffer of another size")
         return made
 
-    def _update(
-        self, bucket: Bucket, weights: Any, gradients: Any, state: Any
-    ) -> tuple[Run, Value]:
-        buffers, group = self._buffer(bucket, state), dict(self.group(gradients).of)
-        wanted = self._trained(bucket.key)
-        if not group.keys() >= set(wanted):
-            raise Crash("an update without gradients")
+    def _update(self, bucket: Bucket, weights: Any, gradients: Any, state: Any) -> Result:
+        buffers, sources = self._buffer(bucket, state), self._every(bucket, gradients)
         given = None if weights is None else self.get(weights)
         if given is not None and not isinstance(given, Weights):
             raise Crash("no weights")
 
         def run(cells: Cells) -> None:
             old = term("no weights") if given is None else cells[given.slot]
-            new = [cells[group[i]] for i in wanted]
+            new = _at(cells, sources)
             new += [cells[self.persistent["clip"]]] if self.clips else []
-            updated = _of("updated", bucket.key, old, *new, cells[buffers.cell])
+            updated = term("updated", bucket.key, old, *new, cells[buffers.cell])
             self._put(cells, buffers.cell, updated)
 
         return run, buffers
 
-    def _offload_state(self, bucket: Bucket, updated: Any, norms: Any = None) -> tuple[Run, Value]:
+    def _offload_state(self, bucket: Bucket, updated: Any, norms: Any = None) -> Result:
         cell = self._buffer(bucket, updated).cell
         host = [self.persistent["params", bucket.key], self._states(bucket.key)]
         pairs = [(into, cell) for into in host]
@@ -398,32 +388,27 @@ class Machine(Layout):
 
     # The step, of what lies where it is.
 
-    def _update_host(self, bucket: Bucket) -> tuple[Run, Value]:
+    def _update_host(self, bucket: Bucket) -> Result:
         if bucket.key in self.schedule.plan.resident:
             raise Crash(f"bucket {bucket.label} is on the device")
         return self._in_place(bucket), Update(bucket.key)
 
-    def _update_resident(self, bucket: Bucket) -> tuple[Run, Value]:
+    def _update_resident(self, bucket: Bucket) -> Result:
         if bucket.key not in self.schedule.plan.resident:
             raise Crash(f"bucket {bucket.label} is on the host")
         return self._in_place(bucket), None
 
-    def _update_in_place(
-        self, bucket: Bucket, gradients: Any, norms: Any = None
-    ) -> tuple[Run, Value]:
-        key, group = bucket.key, dict(self.group(gradients).of)
+    def _update_in_place(self, bucket: Bucket, gradients: Any, norms: Any = None) -> Result:
+        key, sources = bucket.key, self._every(bucket, gradients)
         if key not in self.schedule.plan.resident:
             raise Crash(f"bucket {bucket.label} is on the host")
         params, states = self.persistent["params", key], self.persistent["states", key]
-        wanted = self._trained(key)
-        if not group.keys() >= set(wanted):
-            raise Crash("an update without gradients")
         into = self.persistent["norms", key]
         taken = None if norms is None else self.tensor(norms)
 
         def run(cells: Cells) -> None:
-            content = _of("updated", key, cells[params], *(cells[group[i]] for i in wanted))
-            cells[params] = cells[states] = _of("stepped", content, cells[states])
+            content = term("updated", key, cells[params], *_at(cells, sources))
+            cells[params] = cells[states] = term("stepped", content, cells[states])
             if taken is not None:
                 cells[into] = cells[taken]
 
@@ -438,12 +423,12 @@ class Machine(Layout):
         read += [self.persistent["clip"]] if self.clips else []
 
         def run(cells: Cells) -> None:
-            content = _of("stepped", key, *(cells[cell] for cell in read))
+            content = term("stepped", key, *_at(cells, read))
             cells[params] = cells[states] = content
 
         return run
 
-    def _help_host(self, updates: Any) -> tuple[Run, Value]:
+    def _help_host(self, updates: Any) -> Result:
         for update in updates:
             value = self.get(update)
             if not isinstance(value, Update) and not (value is None and self.skips):
@@ -451,31 +436,28 @@ class Machine(Layout):
         return _nothing, None  # whoever makes an update, it is the same
 
 
+def _at(cells: Cells, wanted: list[int]) -> list[int]:
+    return [cells[cell] for cell in wanted]
+
+
 def _nothing(cells: Cells) -> None:
     del cells
 
 
-def _whole(cell: int) -> Callable[[Cells], int]:
+def _whole(cell: int) -> Read:
     return lambda cells: cells[cell]
 
 
-def _part(cell: int, offset: int) -> Callable[[Cells], int]:
-    return lambda cells: _of("part", offset, cells[cell])
+def _part(cell: int, offset: int) -> Read:
+    return lambda cells: term("part", offset, cells[cell])
 
 
-def _of(kind: str, *parts: int) -> int:
-    """A term of others; poison spoils it (numbers that are no terms are never 0)."""
-    return term(kind, *parts)
-
-
-def _all(
-    reads: list[Callable[[Cells], int] | None],
-) -> list[Callable[[Cells], int]]:
+def _all(reads: list[Read | None]) -> list[Read]:
     found = [read for read in reads if read is not None]
     if len(found) != len(reads):
         raise Crash("an input is not given")
     return found
 
 
-def _read(reads: list[Callable[[Cells], int]], cells: Cells) -> list[int]:
+def _read(reads: list[Read], cells: Cells) -> list[int]:
     return [read(cells) for read in reads]

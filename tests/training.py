@@ -30,7 +30,6 @@ def net() -> Any:
 
 
 def data(seed: int) -> Inputs:
-    """The inputs of a call of `net`."""
     generator = torch.Generator().manual_seed(seed)
     return {
         "x": torch.randint(8, (4,), generator=generator),
@@ -49,12 +48,10 @@ def groups(model: nn.Module, **of_vectors: Any) -> list[dict[str, Any]]:
 
 
 def adamw(model: nn.Module, **options: Any) -> list[Optimizer]:
-    """AdamW over both groups."""
     return [AdamW(groups(model), **{"lr": 1e-2, "weight_decay": 0.1, **options})]
 
 
 def backward(model: nn.Module, step: int, micro: int) -> None:
-    """Forward and backward of one of two micro-batches."""
     loss: Tensor = model(**data(2 * step + micro)) / 2
     loss.backward()
 
@@ -70,11 +67,7 @@ def gradients(model: nn.Module, step: int) -> Tensor:
 
 
 def train(
-    model: nn.Module,
-    optimizers: list[Optimizer],
-    steps: int = STEPS,
-    *,
-    start: int = 0,
+    model: nn.Module, optimizers: list[Optimizer], steps: int = STEPS, *, start: int = 0
 ) -> list[Tensor]:
     """Gives the gradient norms; the gradients of the last step stay."""
     norms = []

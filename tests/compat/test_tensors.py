@@ -364,7 +364,7 @@ def test_the_memory_and_streams_of_a_device(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
     assert (
         compat.use_expandable_segments() is False
-    )  # what it is told: tests/unit/test_allocator.py
+    )  # what it is told: tests/unit/test_host_memory.py
     assert callable(torch._C._accelerator_setAllocatorSettings)
     assert hasattr(torch._C, "_accelerator_getAllocatorSettings") == (VERSION >= (2, 12))
 

@@ -27,7 +27,6 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer, RMSprop
 from megacompile import accumulate, megacompile
 from tests import adversary, disks, inside
 from tests.lion import Lion
-from tests.zoo import equal
 
 BF16 = torch.bfloat16
 WIDTH = 67  # matrices have blocks for 8-bit states, the last one short, and share pages of a disk
@@ -106,7 +105,6 @@ class Net(nn.Module):
 
 
 def data(kind: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """What `Net` is called with."""
     generator = torch.Generator().manual_seed(seed)
     rows = 3 + seed % 3 if kind == "dropout" else 5
     if kind == "tied":
@@ -301,11 +299,18 @@ class Run:
                     self.note(f"{i}.{key}.{name}", torch.as_tensor(value))
 
 
-def once(run: Run) -> None:
-    for i in range(3):
+def steps(run: Run, count: int = 3) -> Iterator[int]:
+    """Usual steps; after each there is its number."""
+    for i in range(count):
         run.zero()
         run.backward(run.loss(i))
         run.step()
+        yield i
+
+
+def once(run: Run) -> None:
+    for _ in steps(run):
+        pass
 
 
 def zeros(run: Run) -> None:
@@ -352,10 +357,7 @@ def evaluated(run: Run) -> None:
 def scheduled(run: Run) -> None:
     groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
     rates = [group["lr"] for group in groups]
-    for i in range(3):
-        run.zero()
-        run.backward(run.loss(i))
-        run.step()
+    for i in steps(run):
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate / (2 + i)
     for group, rate in zip(groups, rates, strict=True):
@@ -364,10 +366,7 @@ def scheduled(run: Run) -> None:
 
 def saved(run: Run) -> None:
     """The state dicts go through a file and back."""
-    for i in range(3):
-        run.zero()
-        run.backward(run.loss(i))
-        run.step()
+    for _ in steps(run):
         file = io.BytesIO()
         torch.save((run.model.state_dict(), [o.state_dict() for o in run.optimizers]), file)
         file.seek(0)
@@ -379,10 +378,7 @@ def saved(run: Run) -> None:
 
 def edited(run: Run) -> None:
     """Parameters and states are changed between steps."""
-    for i in range(4):
-        run.zero()
-        run.backward(run.loss(i))
-        run.step()
+    for i in steps(run, 4):
         for k, (_, param) in enumerate(run.params()):
             with torch.no_grad():
                 if k % 4 == i:
@@ -469,7 +465,6 @@ def plain(cell: Cell) -> Any:
 
 
 def build(cell: Cell, folder: Path | None = None) -> Run:
-    """What is streamed."""
     model = plain(cell)
     made = optimizers(cell.optimizer, model)
     options = {**NUMBERS[cell.numbers], **SAVED[cell.saved], **SLOTS[cell.slots]}
@@ -519,12 +514,6 @@ def _alike(cell: Cell) -> Run:
 def expected(cell: Cell) -> dict[str, Tensor]:
     """What the twin of a cell sees."""
     return trained(on(_alike(replace(cell.alike, loop="once")), cell.loop))
-
-
-def differences(want: dict[str, Tensor], got: dict[str, Tensor]) -> list[str]:
-    """The names of what is missing, or other in any bit."""
-    names = [*want, *(name for name in got if name not in want)]
-    return [n for n in names if n not in want or n not in got or not equal(want[n], got[n])]
 
 
 @contextlib.contextmanager

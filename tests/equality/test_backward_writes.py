@@ -15,7 +15,7 @@ from megacompile import megacompile, schedules
 from megacompile.errors import BackwardError, DeviceMemoryError
 from megacompile.ir import ops
 from tests import inside
-from tests.equality.calls import assert_alike
+from tests.equality.nets import assert_alike
 from tests.interrupts import traced
 from tests.stateful.late import AtCall
 
@@ -142,10 +142,7 @@ class Operator(Layer):
         return noted
 
 
-LAYERS = [
-    *(ReadsBack, Fills, Both, PartOfABuffer),
-    *(Attribute, FunctionLayer, Operator),
-]
+LAYERS = [*(ReadsBack, Fills, Both, PartOfABuffer), *(Attribute, FunctionLayer, Operator)]
 
 
 class Breaks(ReadsBack):
@@ -193,7 +190,6 @@ def inputs(seed: int, rows: int = 3) -> Tensor:
 
 
 def pair(make: Callable[[], nn.Module], **options: Any) -> tuple[Any, Any]:
-    """The plain model, and a megacompiled one."""
     models = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -202,7 +198,6 @@ def pair(make: Callable[[], nn.Module], **options: Any) -> tuple[Any, Any]:
 
 
 def steps(model: Any, *, micro: int = 1) -> list[Tensor]:
-    """What is seen of a loop."""
     optimizer = AdamW(model.parameters(), lr=1e-2)
     seen = []
     for step in range(3):

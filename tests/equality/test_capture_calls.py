@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megacompile import schedules
 from tests import inside, zoo
-from tests.equality.calls import assert_alike, leaves
-from tests.equality.nets import Applies, in_a_row
+from tests.equality.nets import Applies, assert_alike, in_a_row, leaves
 from tests.zoo import WIDTH, Stack, assert_same, batch, equal, twins
 
 # --- inputs and outputs

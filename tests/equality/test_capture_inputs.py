@@ -13,8 +13,7 @@ from torch._dynamo import graph_break
 
 from megacompile import megacompile, schedules
 from tests import quantized
-from tests.equality.calls import assert_alike, trained
-from tests.equality.nets import Applies, in_a_row
+from tests.equality.nets import Applies, assert_alike, in_a_row, trained
 from tests.zoo import twins
 
 WIDTH = 8

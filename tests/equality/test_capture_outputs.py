@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from megacompile import BackwardError
 from megacompile.ir.tensors import TensorMeta
 from tests import inside
-from tests.equality.calls import assert_alike, trained
-from tests.equality.nets import in_a_row
+from tests.equality.nets import assert_alike, in_a_row, trained
 from tests.zoo import twins
 
 ODD: dict[str, Callable[[Tensor], Any]] = {
@@ -126,8 +125,7 @@ def test_what_a_graph_gives_is_changed_behind_it(forward: Callable[..., Any]) ->
 
 @pytest.mark.parametrize("flat", [False, True])
 def test_an_output_that_the_backward_needs(flat: bool) -> None:
-    """Of an exponential, or a view of it: changed, it is refused as plain autograd refuses it.
-    What no backward needs may be changed."""
+    """Changed, it is refused as plain autograd does; what no backward needs may be changed."""
     models = applied(lambda y: y.exp().flatten() if flat else y.exp())
     for model, error in zip(models, (RuntimeError, BackwardError), strict=True):
         out = model(torch.ones(2, 8))

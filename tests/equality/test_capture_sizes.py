@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from megacompile import schedules
 from tests import inside
 from tests.equality import operators
-from tests.equality.calls import assert_alike, trained
-from tests.equality.nets import Applies, in_a_row
+from tests.equality.nets import Applies, assert_alike, in_a_row, trained
 from tests.zoo import twins
 
 VOCABULARY = 50
@@ -103,8 +102,7 @@ class Loop:
 
 
 def test_any_number_of_lengths_takes_two_captures() -> None:
-    """Memory is planned for the largest call, and nothing is traced for that. Another number of
-    rows is one capture more."""
+    """Memory is planned for the largest call, untraced; another number of rows: one more."""
     loop = Loop(Model(2))
     made = []
     for length, planned in {8: None, 12: [12], 9: [12], 100: [128], 130: [192], 3: [192]}.items():
@@ -137,8 +135,7 @@ def test_a_backward_belongs_to_the_plan_of_its_forward(activations: str) -> None
 
 
 def test_what_builds_nothing() -> None:
-    """A temperature and a counter, once they have changed; another length, with a mark, or where
-    there is no backward."""
+    """A temperature and a counter that have changed; another length, marked, or in evaluation."""
     loop, x = Loop(), tokens(2, 8)
     for temperature, count in ((1.0, 0), (0.5, 1), (0.25, 2), (0.2, 3)):
         loop.step(x, temperature, count)

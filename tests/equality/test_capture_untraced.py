@@ -18,8 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests import inside
 from tests.equality import operators
-from tests.equality.calls import assert_alike, trained
-from tests.equality.nets import Applies
+from tests.equality.nets import Applies, assert_alike, trained
 from tests.quantized import Int8
 from tests.zoo import WIDTH, assert_same, equal, twins
 
@@ -74,8 +73,7 @@ def failure(model: nn.Module, x: Tensor) -> tuple[str, list[str]]:
 def test_a_wrong_shape_is_the_plain_models_error(
     breaks: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In the first call, and in a later one; no line runs twice, and the calls between them are
-    right, and captured."""
+    """In the first call and later; no line runs twice, calls in between are captured."""
     plain, model = twins(Net(breaks=breaks))
     wrong, right = torch.randn(2, 3, 5), torch.randn(2, 3, 4)
     with said() as texts, caplog.at_level(logging.DEBUG, "torch._subclasses"):

@@ -236,8 +236,7 @@ def test_no_host_memory_for_what_is_read(tmp_path: Path, mode: str, weights: Any
 
 
 def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
-    """For parameters it is found before anything moves; for states and saved tensors when they
-    first go there."""
+    """For parameters before anything moves; for states and saved tensors when they first go."""
     model = net()
     before = [param.data_ptr() for param in model.parameters()]
     with pytest.raises(DiskError) as raised:

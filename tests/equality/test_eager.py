@@ -1,19 +1,27 @@
-"""Calls that are not captured, in `megacompile.eager(model)`."""
+"""Calls that are not captured, in `megacompile.eager(model)`, and what is resident for them.
+
+Where there is room, what uncaptured code reads lives on the device: then nothing is fetched.
+"""
 
 from __future__ import annotations
 
 import copy
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import SGD, AdamW
 
 import megacompile
+from megacompile import schedules
 from megacompile.errors import ModelError
+from megacompile.ir import ops
+from tests import inside
 from tests.equality.nets import Applies
 from tests.inside import programs, streamed
 from tests.zoo import WIDTH as LAYER_WIDTH
@@ -168,3 +176,267 @@ def test_calls_that_make_programs_one_after_the_other_are_tried_less_and_less() 
             assert equal(model(x), plain(x))
             made += "x" if len(programs(model)) > before else "."
     assert made == "xxxx.x..x"
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:megacompile. .* runs in eager mode")
+
+STATE_WIDTH = 16
+KB = 1000
+
+
+def x_of(seed: int, rows: int = 2) -> Tensor:
+    return torch.randn(rows, 5, STATE_WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+Kind = type[nn.LSTM] | type[nn.GRU]
+
+
+def alone(kind: Kind) -> Any:
+    """Nothing of it is captured."""
+    return kind(STATE_WIDTH, STATE_WIDTH, num_layers=2, batch_first=True)
+
+
+def among_layers(m: Any, x: Tensor) -> Tensor:
+    out: Tensor = m.last(m.layer(m.first(x))[0])
+    return out
+
+
+def between(kind: Kind) -> Any:
+    """A recurrent layer between two that are captured."""
+    layers = {
+        "first": nn.Linear(STATE_WIDTH, STATE_WIDTH),
+        "last": nn.Linear(STATE_WIDTH, STATE_WIDTH),
+    }
+    return Applies(among_layers, layer=alone(kind), **layers)
+
+
+def pair(made: nn.Module, **options: Any) -> tuple[Any, Any]:
+    return twins(made, progress=False, **options)
+
+
+def loss_of(output: Any) -> Tensor:
+    first: Tensor = output[0] if isinstance(output, tuple) else output
+    return first.square().mean()
+
+
+def trained(
+    pairs: Any, seeds: range, call: Callable[[Any, Tensor], Any] | None = None
+) -> list[int]:
+    """How many parameters eager code has copied to the device in each step; the numbers are those
+    of the plain model in every bit.
+
+    Args:
+        pairs: the plain model and the other, each with its optimizer.
+        call: of a model. Default: the model's own.
+    """
+    counts = []
+    for seed in seeds:
+        losses, found = [], list[Any]()
+        for model, optimizer in pairs:
+            with inside.fetches(found):
+                loss = loss_of((call or type(model).__call__)(model, x_of(seed)))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.detach())
+        assert equal(*losses), seed
+        counts.append(len({id(param) for param in found}))
+    assert_same(*(model for model, _ in pairs))
+    return counts
+
+
+def with_adamw(models: tuple[Any, Any]) -> list[tuple[Any, Any]]:
+    return [(model, AdamW(model.parameters(), lr=1e-2)) for model in models]
+
+
+def prefetches(model: Any) -> list[Any]:
+    """The prefetches of its schedules."""
+    graphs = (graph for schedule in schedules(model) for graph in schedule.graphs.values())
+    return [node for graph in graphs for node in ops.nodes_of(graph, ops.prefetch)]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("made", [alone, between])
+def test_after_the_first_step_nothing_is_fetched(made: Any, kind: Kind) -> None:
+    models = pair(made(kind), gpu_memory="1MiB")
+    first, *others = trained(with_adamw(models), range(5))
+    assert first and others == [0] * 4
+    assert inside.residents(models[1]) == inside.buckets(models[1]).keys()
+    assert not prefetches(models[1])
+    layer = models[1] if made is alone else models[1].layer
+    assert all(a is b for a, b in zip(layer._flat_weights, layer.parameters(), strict=True))
+
+
+def test_the_options_say_which_are_resident() -> None:
+    """On the CPU no plan is made without a budget, and nothing moves then."""
+    for options, fetched in (({"resident": "all"}, False), ({"resident": 0}, True), ({}, True)):
+        given: Any = options if "resident" not in options else {**options, "gpu_memory": "1MiB"}
+        models = pair(alone(nn.LSTM), **given)
+        counts = trained(with_adamw(models), range(3))
+        assert [bool(count) for count in counts] == [fetched] * 3, options
+
+
+def test_a_list_that_a_call_has_made_is_exchanged_in_the_next_call() -> None:
+    """A recurrent layer makes the list of its weights in a call, and not in each without
+    gradients: they are what it reads, and what it holds behind a call."""
+    plain, model = pair(alone(nn.LSTM), resident=0, gpu_memory="1MiB")
+    for seed in range(3):
+        found: list[Any] = []
+        with torch.no_grad(), megacompile.eager(model), inside.fetches(found):
+            assert all(map(torch.equal, model(x_of(seed))[1], plain(x_of(seed))[1]))
+        assert len({id(param) for param in found}) == 8
+        assert all(a is b for a, b in zip(model._flat_weights, model.parameters(), strict=True))
+
+
+def test_as_many_are_resident_as_leave_half_of_the_room() -> None:
+    """For what the code computes. The others are fetched."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        for layer in m.layers:
+            x, _ = layer(x)
+        return x
+
+    layers = nn.ModuleList(nn.GRU(STATE_WIDTH, STATE_WIDTH, batch_first=True) for _ in range(3))
+    size = sum(param.nbytes for param in layers[0].parameters())
+    taken = 4 * size  # with a gradient and AdamW's states
+    for count in range(4):
+        made = Applies(forward, layers=copy.deepcopy(layers))
+        models = pair(made, gpu_memory=int(2 * taken * (count + 0.1)))
+        elsewhere = 4 * (3 - count)
+        assert trained(with_adamw(models), range(3)) == [12, elsewhere, elsewhere]
+        assert len(inside.residents(models[1])) == count
+
+
+# --- who leaves
+
+TOWER = 64
+
+
+class Both(nn.Module):
+    """A recurrent layer, and layers that are captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(STATE_WIDTH, STATE_WIDTH, batch_first=True)
+        self.up = nn.Linear(STATE_WIDTH, TOWER)
+        self.layers = nn.ModuleList(nn.Linear(TOWER, TOWER) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.tower(self.recurrent(x)[0])
+        return out
+
+    def tower(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        return x
+
+
+def recurrent_alone(model: Any, x: Tensor) -> Tensor:
+    out: Tensor = model.recurrent(x)[0]
+    return out
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_captured_graph_that_needs_the_room_gets_it(*, again: bool) -> None:
+    """Where it fits beside them they stay. So it is where the model is laid out again before."""
+    torch.manual_seed(0)
+    for budget, stays in ((400 * KB, True), (120 * KB, False)):
+        models = pair(Both(), gpu_memory=budget)
+        pairs = with_adamw(models)
+        assert trained(pairs, range(3), recurrent_alone)[1:] == [0, 0]
+        assert inside.residents(models[1]) == {"recurrent"}
+        for model in models if again else ():
+            model.other = nn.Linear(1, 1, bias=False).requires_grad_(False)
+            nn.init.ones_(model.other.weight)
+        counts = trained(pairs, range(3, 7))
+        assert ("recurrent" in inside.residents(models[1])) == stays
+        assert [bool(count) for count in counts[1:]] == [not stays] * 3
+        assert [bool(n) for n in trained(pairs, range(7, 9), recurrent_alone)] == [not stays] * 2
+
+
+def test_they_leave_when_the_device_runs_out_of_memory() -> None:
+    models = pair(alone(nn.LSTM), gpu_memory="1MiB")
+    pairs = with_adamw(models)
+    assert trained(pairs, range(2))[-1] == 0
+    assert inside.step_down(models[1])
+    assert all(trained(pairs, range(2, 5)))
+    assert not inside.residents(models[1]) and not inside.step_down(models[1])
+
+
+# --- when they move, and what a move must not lose
+
+
+def test_moves_wait_for_backwards_of_eager_code() -> None:
+    """Gradients go to where the parameters were in the forward. An old loss that has had its
+    backward is not waited for, nor one that nobody has any more."""
+    models = plain, model = pair(alone(nn.LSTM), gpu_memory="1MiB")
+    for each in models:
+        optimizer = SGD(each.parameters(), lr=0.1)
+        losses = [loss_of(each(x_of(seed))) for seed in range(3)]
+        assert not inside.residents(model)
+        for loss in reversed(losses):
+            loss.backward(retain_graph=loss is losses[0])
+        losses.append(loss_of(each(x_of(3))))
+        assert not inside.residents(model)
+        losses[0].backward()
+        optimizer.step()
+        assert not inside.residents(model)
+        del losses[3]
+        losses.append(loss_of(each(x_of(4))))
+        assert each is plain or inside.residents(model)
+        losses[-1].backward()
+    assert_same(plain, model)
+
+
+def test_parameters_with_hooked_nodes_stay() -> None:
+    """One that moved would lose the hook."""
+    plain, model = pair(alone(nn.LSTM), gpu_memory="1MiB")
+    seen: list[list[int]] = [[], []]
+    nodes = []
+    for each, calls in zip((plain, model), seen, strict=True):
+        parameter = each.weight_hh_l0
+        node = parameter.view_as(parameter).grad_fn.next_functions[0][0]
+        node.register_hook(lambda *_, calls=calls: calls.append(1))
+        nodes.append(node)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trained(with_adamw((plain, model)), range(3))
+    assert seen[0] == seen[1] and not inside.residents(model)
+    assert len(said) == 1, "that they are fetched"
+
+
+def test_a_loop_that_samples_has_what_it_reads_on_the_device() -> None:
+    """Training decides about it later."""
+    plain, model = pair(Both(), gpu_memory="4MiB")
+    found: list[Any] = []
+    with torch.no_grad(), megacompile.eager(model), inside.fetches(found):
+        for seed in range(3):
+            assert torch.equal(model(x_of(seed)), plain(x_of(seed)))
+    assert len(found) == len(list(model.parameters())), "the first call alone"
+    assert inside.residents(model) == inside.buckets(model).keys()
+    trained(with_adamw((plain, model)), range(3))
+
+
+# --- what is done with a parameter where it lies
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator]
+def changes(m: Any, x: Tensor) -> Tensor:
+    """Reads, writes, and views that are written through."""
+    weight = m.linear.weight
+    with torch.no_grad():
+        weight.mul_(0.5)
+        weight[1].copy_(weight[0])
+        m.linear.bias.data = weight[2].clone()
+    shared = torch.stack([weight, weight]).sum(0).t()
+    out: Tensor = x @ shared + m.linear(x) + weight.flatten()[::STATE_WIDTH].exp()
+    return out
+
+
+def test_writes_of_eager_code_reach_a_resident_parameter() -> None:
+    made = Applies(changes, linear=nn.Linear(STATE_WIDTH, STATE_WIDTH))
+    for options in ({"resident": "all"}, {"gpu_memory": "1MiB"}):
+        models = pair(copy.deepcopy(made), **options)
+        trained(with_adamw(models), range(4))
+        assert inside.residents(models[1]) == inside.buckets(models[1]).keys()

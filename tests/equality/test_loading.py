@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,11 +22,12 @@ from megacompile import (
     megacompile,
     save,
 )
-from tests.checkpoints import Net, ids, on_meta, same, saved, values
+from tests.checkpoints import Net, ids, on_meta, saved, values
 from tests.equality.nets import from_config
+from tests.processes import python
+from tests.zoo import unlike
 
 pytest.importorskip("safetensors")
-ROOT = Path(__file__).resolve().parent.parent.parent
 SECOND, INDEX = "model-00002-of-00003.safetensors", "model.safetensors.index.json"
 
 
@@ -54,14 +54,12 @@ def steps(model: nn.Module, batch: torch.Tensor | None = None) -> list[float]:
 
 
 def loaded(checkpoint: Any, make: Any = Net, **options: Any) -> Any:
-    """A model on meta with the values of a checkpoint."""
     return megacompile(on_meta(make), checkpoint=checkpoint, **options)
 
 
 def assert_loads(plain: nn.Module, checkpoint: Any, make: Any = Net) -> Any:
-    """The values are those of the plain model."""
     model = loaded(checkpoint, make)
-    assert same(values(plain), values(model)) == []
+    assert unlike(values(plain), values(model)) == []
     return model
 
 
@@ -79,9 +77,9 @@ def test_a_model_on_meta_trains_as_the_one_that_was_saved(
     assert all(param is objects[name] for name, param in model.named_parameters())
     assert optimizer.param_groups[0]["params"] == list(objects.values())
     assert model.head.weight is model.embed.weight
-    assert same(values(plain), values(model)) == []
+    assert unlike(values(plain), values(model)) == []
     assert steps(plain) == steps(model)
-    assert same(values(plain), values(model)) == []
+    assert unlike(values(plain), values(model)) == []
 
 
 def test_a_file_or_an_index_may_be_given(plain: Net, tmp_path: Path) -> None:
@@ -96,7 +94,7 @@ def test_a_file_or_an_index_may_be_given(plain: Net, tmp_path: Path) -> None:
     model: Any = Net()
     model.layers[0].scale.fill_(3.0)  # not persistent: it stays
     megacompile(model, checkpoint=str(tmp_path))
-    assert same(values(plain), values(model)) == ["layers.0.scale"]
+    assert unlike(values(plain), values(model)) == ["layers.0.scale"]
 
 
 def conv() -> Any:
@@ -158,7 +156,7 @@ def test_the_path_of_a_wrapper_is_left_out(plain: Net, tmp_path: Path) -> None:
     """And names may be translated."""
     saved(plain, tmp_path / "inner")
     model = loaded(tmp_path / "inner", Wrapper)
-    assert same(values(plain), values(model.inner[0])) == []
+    assert unlike(values(plain), values(model.inner[0])) == []
     saved(model, tmp_path / "whole")
     assert_loads(model, tmp_path / "whole", Wrapper)
     translated = Checkpoint(tmp_path / "whole", names=lambda name: f"inner.0.{name}")
@@ -209,7 +207,7 @@ def _twice(folder: Path) -> None:
     (folder / SECOND).write_bytes((folder / SECOND.replace("00002", "00001", 1)).read_bytes())
 
 
-DAMAGE: dict[str, Callable[[Path], object]] = {  # beside test_damaged_files.py
+DAMAGE: dict[str, Callable[[Path], object]] = {  # beside test_saving.py
     "truncated": lambda folder: os.truncate(folder / SECOND, (folder / SECOND).stat().st_size - 1),
     "old torch.save": _old_torch_save,
     "a file": lambda folder: (folder / SECOND).unlink(),
@@ -265,10 +263,10 @@ def test_a_file_that_shrinks_or_an_interrupt_while_it_is_read(
                 assert all(value.is_meta for value in [*before.values(), *model.buffers()])
                 assert model(torch.empty(4, dtype=torch.int64, device="meta")).is_meta
             else:
-                assert same(kept, values(model)) == []
+                assert unlike(kept, values(model)) == []
         file.write_bytes(whole)
         loaded = values(megacompile(model, checkpoint=tmp_path))
-        assert same(values(plain), loaded) in ([], [n for n in loaded if n.endswith("scale")])
+        assert unlike(values(plain), loaded) in ([], [n for n in loaded if n.endswith("scale")])
 
 
 # --- what is given
@@ -311,12 +309,12 @@ def test_experts_that_are_stored_apart(tmp_path: Path) -> None:
     plain = mixtral(layers=2)
     plain.save_pretrained(tmp_path, max_shard_size="4KB")
     wrapped = loaded(tmp_path, LossAlone)
-    assert same(values(plain), values(wrapped.model)) == []
+    assert unlike(values(plain), values(wrapped.model)) == []
     base = on_meta(lambda: mixtral(layers=2).model)
     with pytest.raises(CheckpointError, match="lm_head.weight"):
         megacompile(base, checkpoint=tmp_path)
     megacompile(base, checkpoint=Checkpoint(tmp_path, ignore="lm_head.*"))
-    assert same(values(plain.model), values(base)) == []
+    assert unlike(values(plain.model), values(base)) == []
 
 
 def test_experts_that_do_not_fit(tmp_path: Path) -> None:
@@ -366,7 +364,7 @@ def test_tensors_that_are_stored_as_one(tmp_path: Path) -> None:
         safetensors.torch.load_file(tmp_path / which / "model.safetensors")
         for which in ("theirs", "ours")
     )
-    assert any("qkv" in name for name in ours) and same(theirs, ours) == []
+    assert any("qkv" in name for name in ours) and unlike(theirs, ours) == []
 
 
 # --- on a GPU
@@ -382,7 +380,7 @@ def test_on_a_gpu_what_is_read_is_page_locked_and_trains(tmp_path: Path, residen
     model = megacompile(
         on_meta(layers=2, width=64, words=256), checkpoint=tmp_path, device="cuda", **options
     )
-    assert same(values(plain), {n: v.cpu() for n, v in values(model).items()}) == []
+    assert unlike(values(plain), {n: v.cpu() for n, v in values(model).items()}) == []
     on_device = [param.is_cuda for param in model.parameters()]
     assert all(on_device) if resident == "all" else not any(on_device)
     assert all(param.is_cuda or param.is_pinned() for param in model.parameters())
@@ -412,15 +410,7 @@ def test_at_the_peak_there_is_no_more_than_the_model(tmp_path: Path) -> None:
     model = Net(layers=8, width=1024)
     size = sum(param.nbytes for param in model.parameters())
     save(model.bfloat16(), tmp_path, max_shard_size="64MiB")
-    done = subprocess.run(
-        [sys.executable, "-c", _PEAK, str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-c", _PEAK, str(tmp_path))
     peak, steady = map(int, done.stdout.split()[-2:])
     assert 0.9 * size < steady < 1.1 * size + 2**25
     assert peak < 1.05 * steady + 2**25

@@ -120,9 +120,7 @@ CASES = {
     ),
     "what is only added": Case(lambda n, x, o: (n.body(x) + o.view(8, 8)).sum(), refused=False),
     "through .data": Case(
-        lambda n, x, o: (n.body(x) @ o.t()).sum(),
-        lambda n, x, o, y: o.data.mul_(2),
-        refused=False,
+        lambda n, x, o: (n.body(x) @ o.t()).sum(), lambda n, x, o, y: o.data.mul_(2), refused=False
     ),
     "what a copy is made of": Case(
         lambda n, x, o: (n.body(x) * o.t().flatten().view(8, 8)).sum(), refused=False

@@ -322,8 +322,7 @@ def routed(router: type[Router], convert: Callable[[nn.Module], nn.Module]) -> t
 
 @pytest.mark.parametrize("router", [Router, EagerConversion])
 def test_parameters_are_converted_as_plain_ones_are(router: type[Router]) -> None:
-    """To what they are already, also a frozen layer; to another dtype is refused, and changes
-    nothing."""
+    """To what they are, also frozen ones; to another dtype is refused, changing nothing."""
     plain, streamed = routed(router, lambda layer: layer.to("cpu", torch.float32).float())
     params = list(streamed.parameters())
     for model in (plain, streamed):

@@ -28,7 +28,6 @@ def places(model: Any) -> dict[str, int]:
 
 
 def both_step(plain: Any, model: Any, inputs: Any = None) -> None:
-    """A forward and backward of each are equal."""
     inputs = batch() if inputs is None else inputs
     assert equal(step(plain, inputs), step(model, inputs))
     assert_same(plain, model)
@@ -162,8 +161,7 @@ def swapped(model: Any) -> None:
 
 @pytest.mark.parametrize("how", ["hook", "in the backward"])
 def test_gradients_arrive_at_new_nodes(how: str) -> None:
-    """With a hook, each parameter has a gate of its own. Up to rounding, where the update is in the
-    backward."""
+    """With a hook each parameter has its own gate. Rounded where the backward updates."""
     seen: list[list[Tensor]] = []
     for streamed in (False, True):
         model, found = stack()[0], []

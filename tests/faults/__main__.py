@@ -113,11 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reach = Map.read(options.map)
     else:
         reach = make_map(
-            root,
-            FAULTS,
-            options.suite,
-            workers=options.workers,
-            limit_s=options.map_limit,
+            root, FAULTS, options.suite, workers=options.workers, limit_s=options.map_limit
         )
         reach.write(options.map)
     unreached = sum(not tests for tests in reach.reached.values())

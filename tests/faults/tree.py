@@ -74,11 +74,7 @@ class Tree:
         return source
 
     def pytest(
-        self,
-        arguments: Sequence[str],
-        *,
-        tests: Sequence[str] = (),
-        limit_s: float | None = None,
+        self, arguments: Sequence[str], *, tests: Sequence[str] = (), limit_s: float | None = None
     ) -> Run:
         """Run pytest: `tests` alone, if given, in their order."""
         notes, output, selected = (self._others / name for name in ("notes", "output", "tests"))

@@ -122,10 +122,7 @@ class Case:
         """What makes it smaller: fewer parts, then fewer options, then fewer steps."""
         rows = tuple(dict.fromkeys(self.rows))  # of equal steps any number is as simple
         own = dataclasses.replace(self, parts=(), options=Options(), rows=rows)
-        pairs: list[tuple[Any, Any]] = [
-            (self.options, Options()),
-            (own, Case(parts=(), rows=(3,))),
-        ]
+        pairs: list[tuple[Any, Any]] = [(self.options, Options()), (own, Case(parts=(), rows=(3,)))]
         changed = sum(
             getattr(mine, f.name) != getattr(plain, f.name)
             for mine, plain in pairs

@@ -6,7 +6,7 @@ import random
 import textwrap
 from collections.abc import Callable
 
-from tests.frames import backward, views
+from tests.frames import views
 from tests.frames.part import Part, drawn_break, module
 
 
@@ -146,9 +146,9 @@ def asks(rng: random.Random) -> Part:
 
 KINDS: dict[str, Callable[[random.Random], Part]] = {
     "helper": helper,
-    "hook in the forward": backward.hook,
-    "hook outside": backward.outer_hook,
-    "function": backward.function,
+    "hook in the forward": views.hook,
+    "hook outside": views.outer_hook,
+    "function": views.function,
     "kept view": views.kept_view,
     "kept input": views.kept_input,
     "alias": views.alias,

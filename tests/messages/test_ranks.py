@@ -186,7 +186,7 @@ def test_hosts_that_are_refused(
     assert capsys.readouterr().err == f"megacompile plan: {REFUSED[options]}\n"
 
 
-# What `explain` says of a slow rank: who it is, is found out by tests/unit/test_slow_ranks.py.
+# What `explain` says of a slow rank: who it is, is found out by tests/unit/test_agreement.py.
 
 
 @pytest.fixture(scope="module")

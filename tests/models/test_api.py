@@ -21,7 +21,7 @@ import megacompile as package
 from megacompile import Schedule, megacompile, schedules, trace, updates
 from megacompile.ir import ops
 from tests import inside
-from tests.watched import watched
+from tests.interrupts import watched
 from tests.zoo import WIDTH, batch, equal, stack, step, tied, twins
 
 

@@ -133,8 +133,7 @@ def test_options_of_the_loss_and_counts_of_tokens() -> None:
 
 
 def test_half_precision() -> None:
-    """In autocast; and of fp32 masters, whose update is in the backward: the weight's gradient is
-    that of the bf16 computation."""
+    """In autocast, and of fp32 masters that the backward updates: the bf16 weight gradient."""
     plain, streamed = twins(Decoder())
     with torch.autocast("cpu", torch.bfloat16):
         losses = [model(ids()) for model in (plain, streamed)]
@@ -207,8 +206,7 @@ def test_inductor_compiles_a_head_in_chunks() -> None:
 
 
 def test_returned_logits_are_returned() -> None:
-    """Bitwise, as without the option; the user is told, and so is who prints the schedule. "auto"
-    stands back without a word."""
+    """Bitwise; the user and the printed schedule say so. "auto" stands back in silence."""
     plain, streamed = twins(Decoder())
     with pytest.warns(UserWarning, match="logits"):
         got = streamed(ids(), logits=True)

@@ -57,8 +57,7 @@ def _no_rates_on_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_trace_prints_the_step_and_writes_it(
     script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From the update of step 2 to the backward of step 3, of every model; there it ends. What was
-    written is read again."""
+    """From the update of step 2 to the backward of step 3, of every model; and read again."""
     argv, path = sys.argv[:], sys.path[:]
     out, again = tmp_path / "step.json", tmp_path / "again.json"
     assert main(["trace", "--save", str(out), str(script), "--batch", "7", "-x"]) == 0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +15,7 @@ from torch import nn
 
 from megacompile import explain, megacompile
 from tests import inside
+from tests.processes import python
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_compiler = pytest.mark.skipif(not inside.has_cpp_compiler(), reason="needs a C++ compiler")
@@ -90,14 +89,7 @@ def test_no_graph_is_compiled_twice(
 
     (tmp_path / "other.py").write_text("import torch\n")
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
-    done = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE],
-        env={**os.environ, "PYTHONPATH": paths, "MEGACOMPILE_LOG": "compile"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=True,
-    )
+    done = python("-c", ELSEWHERE, PYTHONPATH=paths, MEGACOMPILE_LOG="compile")
     total, made = done.stdout.split()
     assert made == "0" and float(total) == found
     lines = [line for line in done.stderr.splitlines() if " templates in " in line]
@@ -130,12 +122,5 @@ def test_kernels_in_triton_are_told_of(tmp_path: Path) -> None:
     """Compiled for a GPU, then found; whoever listened before is told too. In a process where they
     are compiled, not interpreted."""
     caches = {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", KERNELS],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **caches},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=True,
-    )
+    done = python("-c", KERNELS, **caches)
     assert done.stdout.splitlines() == ["fetch False True", "fetch True True", "False True"]

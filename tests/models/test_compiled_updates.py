@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +15,9 @@ from torch.optim import AdamW
 
 from megacompile import explain, megacompile
 from tests import inside
+from tests.processes import python
 from tests.zoo import equal, uncompiled
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(not inside.has_cpp_compiler(), reason="needs a C++ compiler")
 
 
@@ -106,15 +105,7 @@ def test_an_update_is_compiled_elsewhere_and_found_here(
     steady = Run(torch.float64)
     assert (steady.train(2), steady.code()) == ({"compiled to C++"}, (found + 1, beside + 1, made))
     steady.train(2)
-    another = subprocess.run(
-        [sys.executable, "-c", ANOTHER_RUN],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=True,
-    )
+    another = python("-c", ANOTHER_RUN, folder=tmp_path)
     assert another.stdout == "compiled to C++, 1, 0, 0\n", another.stderr
     values = zip(switches.values(), steady.values(), torch.load(tmp_path / "values"), strict=True)
     assert all(equal(a, b) and equal(a, c) for a, b, c in values)

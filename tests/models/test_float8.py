@@ -21,6 +21,7 @@ from megacompile.errors import MegacompileError
 from megacompile.ir.stages import Code
 from megacompile.ir.tiles import pieces_of
 from tests import processes
+from tests.zoo import Language
 
 float8 = pytest.importorskip("torchao.float8")
 
@@ -49,24 +50,10 @@ class Layer(nn.Module):
         return result
 
 
-class Decoder(nn.Module):
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return F.cross_entropy(self.head(x).float().flatten(0, 1), ids.flatten())
-
-
-def decoder(recipe: str, *, layers: int = 2, **options: Any) -> Decoder:
+def decoder(recipe: str, *, layers: int = 2, **options: Any) -> Language:
     """In bfloat16, with the linear layers of its layers in float8."""
     torch.manual_seed(0)
-    made = Decoder(layers).to(torch.bfloat16)
+    made = Language(WORDS, WIDTH, (Layer() for _ in range(layers))).to(torch.bfloat16)
     config = float8.Float8LinearConfig.from_recipe_name(recipe)
     config = dataclasses.replace(config, **options)
     float8.convert_to_float8_training(made.layers, config=config)

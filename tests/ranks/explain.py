@@ -1,6 +1,6 @@
 """Ranks whose work is not the same, and what traces and `explain` say of them.
 
-Rates that differ: `tests/unit/test_slow_ranks.py`.
+Rates that differ: `tests/unit/test_agreement.py`.
 """
 
 from __future__ import annotations

@@ -56,6 +56,11 @@ class Here:
 Check = Callable[[Here], None]
 
 
+def named(*checks: Check) -> dict[str, Check]:
+    """Checks by the names of their functions."""
+    return {each.__name__.replace("_", " "): each for each in checks}
+
+
 def error_of(call: Callable[[], object], of: type[Exception] = MegacompileError) -> str:
     """The error that a call ends with, as its class and its text; "" where it ends with none."""
     try:

@@ -140,7 +140,6 @@ class Mesh(DeviceMesh):
         self.place, self.interconnect = rank, interconnect
 
     def get_rank(self) -> int:
-        """This rank."""
         return self.place
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:

@@ -66,11 +66,9 @@ class Loop:
         self.note(loss.detach(), of_rank=True)
 
     def train(self, step: int, number: int = 0) -> None:
-        """A loss and its backward."""
         self.backward(self.model(self.batch(step, number)))
 
     def update(self, *, to_none: bool = True) -> None:
-        """The usual step."""
         self.note(nn.utils.clip_grad_norm_(self.model.parameters(), 0.5))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=to_none)

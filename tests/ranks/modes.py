@@ -115,7 +115,6 @@ def batch(net: Any, step: int, index: int) -> Tensor:
 
 
 def made(mode: Mode) -> Any:
-    """The model before training."""
     torch.manual_seed(0)
     return mode.net().to(mode.dtype)
 

@@ -25,7 +25,6 @@ class Words(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS)
 
     def batch(self, generator: torch.Generator) -> Tensor:
-        """Two sentences."""
         return torch.randint(0, WORDS, (2, 5), generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,7 +90,6 @@ class Odd(nn.Module):
         self.unused = nn.Parameter(torch.ones(5))
 
     def batch(self, generator: torch.Generator) -> Tensor:
-        """Four rows."""
         return torch.randn(4, WIDTH, generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,7 +109,6 @@ class Convolutions(nn.Module):
             layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def batch(self, generator: torch.Generator) -> Tensor:
-        """Two images."""
         return torch.randn(2, 3, 6, 6, generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -128,7 +125,6 @@ class Wide(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(71, 71) for _ in range(3))
 
     def batch(self, generator: torch.Generator) -> Tensor:
-        """Eight rows."""
         return torch.randn(8, 71, generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import megacompile as package
 from megacompile import megacompile
 from megacompile.errors import ModelError, OptionError, RankError
 from tests import inside
-from tests.ranks.here import Check, Here, Values, differing, whole
+from tests.ranks.here import Check, Here, Values, differing, named, whole
 
 
 def shared(here: Here, model: nn.Module | None = None, **options: Any) -> Any:
@@ -28,11 +28,7 @@ def shared(here: Here, model: nn.Module | None = None, **options: Any) -> Any:
 
 def other_options(here: Here) -> None:
     """Those that all ranks need alike are named; what each may have of its own is not."""
-    others: dict[str, Any] = {
-        "state_dtype": "int8",
-        "lookahead": 3,
-        "lowering": "inductor",
-    }
+    others: dict[str, Any] = {"state_dtype": "int8", "lookahead": 3, "lowering": "inductor"}
     for name, value in others.items():
         with pytest.raises(OptionError, match=f"option '{name}' is .* in rank 0 and "):
             shared(here, **({name: value} if here.rank else {}))
@@ -188,19 +184,10 @@ def said_once(here: Here) -> None:
     assert bool(shown.getvalue()) == (here.rank == 0)
 
 
-TWO: dict[str, Check] = {
-    each.__name__.replace("_", " "): each
-    for each in (
-        other_options,
-        other_models,
-        raises_in_one,
-        least_memory,
-        values_of_the_first,
-        collectives_of_a_step,
-        rounds_at_random,
-        said_once,
-    )
-}
+TWO = named(
+    *(other_options, other_models, raises_in_one, least_memory, values_of_the_first),
+    *(collectives_of_a_step, rounds_at_random, said_once),
+)
 FOUR: dict[str, Check] = {
     "values of the first, 2 x 2": lambda here: values_of_the_first(here.pairs),
     "rounds at random, 2 x 2": lambda here: rounds_at_random(here.pairs),

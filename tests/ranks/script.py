@@ -30,11 +30,7 @@ PARTS: dict[str, dict[str, Check]] = {
         **wrapped.TWO,
         **modes.checks(modes.TWO),
     },
-    "more": {
-        **states.MORE,
-        **wrapped.MORE,
-        **modes.checks(modes.NUMBERS | modes.CODE),
-    },
+    "more": {**states.MORE, **wrapped.MORE, **modes.checks(modes.NUMBERS | modes.CODE)},
     "loops": loops.MORE,
     "four": {**modes.checks(modes.FOUR), **states.FOUR, **refusals.FOUR},
     "replicas": {**modes.checks(modes.REPLICATED, sizes=(2, 2)), **replicas.FOUR},

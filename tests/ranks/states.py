@@ -63,7 +63,6 @@ def net() -> Any:
 
 
 def another() -> Any:
-    """One of other values."""
     model = net()
     with torch.no_grad():
         for param in model.parameters():
@@ -93,7 +92,6 @@ def train(model: Any, optimizer: Optimizer, first: int, rank: int) -> None:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """What lies in a folder."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -306,10 +304,7 @@ def checkpointed(states: str) -> Check:
 
 def _states(model: nn.Module, optimizer: Optimizer, **options: Any) -> dict[str, Any]:
     of_optimizer = dcp_states.get_optimizer_state_dict(model, optimizer, **options)
-    return {
-        "model": dcp_states.get_model_state_dict(model, **options),
-        "optimizer": of_optimizer,
-    }
+    return {"model": dcp_states.get_model_state_dict(model, **options), "optimizer": of_optimizer}
 
 
 def _set(model: nn.Module, optimizer: Optimizer, found: dict[str, Any], **options: Any) -> None:

@@ -41,7 +41,6 @@ class Shared:
 
     @property
     def count(self) -> int:
-        """The number of ranks."""
         return len(self.choices)
 
     @property
@@ -52,7 +51,6 @@ class Shared:
 
 @st.composite
 def shared(draw: st.DrawFn) -> Shared:
-    """Any `Shared`."""
     net = draw(nets.nets(aliases=True, lengths=True, numbers=True))
     # what no plan of ranks chooses: parts of parameters on a disk, reruns
     choice = dataclasses.replace(draw(nets.choices()), disk_weights=False, rerun=0)
@@ -94,7 +92,6 @@ class Rank:
         self.start = {k: v.clone() for k, v in self.model.state_dict().items()}
 
     def train(self) -> Result:
-        """The loop of this rank."""
         case, first = self.case, self.rank * APART
         choice = case.choices[self.rank]
         seen = loops.run(self.model, case.net, choice, case.loop, self.optimizer, first=first)
@@ -153,7 +150,6 @@ class RankSubject:
 
     @property
     def executed(self) -> int:
-        """Ops of all ranks."""
         return sum(rank.device.executed for rank in self.ranks)
 
     @property
@@ -177,7 +173,6 @@ class RankSubject:
         ]
 
     def random(self, seed: int) -> list[str]:
-        """A random interleaving."""
         rng = random.Random(seed)
         seeds = [rng.randrange(2**30) for _ in self.ranks]
         return self.wrong(lambda rank: adversary.Random(seeds[rank]), seed)

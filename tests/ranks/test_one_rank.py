@@ -16,12 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Adafactor, AdamW
 
 from megacompile import full_parameters, megacompile, released, schedules
-from megacompile.errors import (
-    ModelError,
-    OptimizerError,
-    OptionError,
-    OptionTypeError,
-)
+from megacompile.errors import ModelError, OptimizerError, OptionError, OptionTypeError
 from tests import inside, quantized
 from tests.processes import group_of_one
 

@@ -1,12 +1,17 @@
 """Ranks that are simulated in this process, next to plain ranks that average each gradient.
 
-`python -m tests.prove --ranks N` draws more of them.
+`python -m tests.prove --ranks N` draws more of them. And the cost of the sum of gradients over
+replicas: ranks of other hosts have the same rows (HSDP).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from megacompile import explain, megacompile
+from megacompile.cli import main
 from tests import inside, prove
 from tests.nets import Choice, Net
 from tests.ranks.interconnect import CollectiveError, Interconnect, Mesh
@@ -129,3 +135,44 @@ def test_plans_count_the_states_that_a_rank_has(name: str, tmp_path: Path) -> No
     found = ranks.run([lambda: train(0), lambda: train(1)], seed=0)
     took, counted = found[0]  # the first has the largest parts
     assert took == counted
+
+
+GPUS = 2
+SLOW_GB_S = 1e-4
+BYTES = 4  # of a gradient
+
+
+@functools.cache
+def planned(hosts: int, network: float | None = None) -> Any:
+    """What `plan` gives for a model that two GPUs of each host share."""
+    command = ["plan", "tests.configs:tower", "--batch", "2", "--seq", "16", "--json"]
+    command += ["--gpus", str(GPUS), "--hosts", str(hosts)]
+    shown = StringIO()
+    with redirect_stdout(shown):
+        assert main(command + ([] if network is None else ["--network", str(network)])) == 0
+    return json.loads(shown.getvalue())
+
+
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_each_rank_sums_its_part_with_those_that_have_it_too(hosts: int) -> None:
+    alone, several = planned(1), planned(hosts, SLOW_GB_S)
+    part_bytes = BYTES * alone["active_parameters"] / GPUS
+    more_s = several["step_s"] - alone["step_s"]
+    expected_s = 2 * (hosts - 1) / hosts * part_bytes / (SLOW_GB_S * 1e9)
+    assert more_s == pytest.approx(expected_s, rel=0.1)
+    assert several["plan"]["replicas"] == several["hosts"] == hosts
+    assert several["tokens_per_s"] == pytest.approx(hosts * GPUS * 32 / several["step_s"])
+
+
+def test_a_network_is_among_what_bounds_a_step() -> None:
+    bounds = planned(2, SLOW_GB_S)["plan"]["bounds"]
+    assert next(iter(bounds)) == "network" and bounds["network"] > 0.5
+    assert planned(2)["plan"]["bounds"]["network"] < 0.05
+    assert "network" not in planned(1)["plan"]["bounds"]
+
+
+def test_what_is_assumed_is_said() -> None:
+    assumed = planned(2)
+    given = planned(2, assumed["plan"]["network_gb_s"])
+    assert assumed["step_s"] == pytest.approx(given["step_s"])
+    assert assumed["plan"]["network_is_assumed"] and not given["plan"]["network_is_assumed"]

@@ -1,15 +1,24 @@
 """What ranks check by themselves (`tests.ranks.script`), next to the plain model in each of them.
 
 A start of torchrun costs seconds, so one start runs many checks, up to the first that fails.
+
+And one rank does something else, or nothing: all ranks stop soon, and say which one and where. The
+times are bounds on hanging: a rank that waits for another one by itself would wait for 30 minutes.
+Who is to blame when: `tests/unit/test_agreement.py`.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import processes
+from tests.processes import python
+from tests.ranks.faults import CASES
 
 TIMEOUT_S = 900  # of a machine that does much else
 THOROUGH = pytest.mark.thorough
@@ -37,3 +46,43 @@ def test_ranks(part: str, ranks: int, device: str, tmp_path: Path) -> None:
         timeout_s=TIMEOUT_S,
         device=device,
     )
+
+
+BOUND_S = 60.0  # from the fault to the error, by default
+HANG_S = 500
+
+
+@pytest.mark.parametrize("always", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_faults_stop_all_ranks(always: bool, tmp_path: Path) -> None:
+    cases = [name for name, case in CASES.items() if case.always == always]
+    python(
+        *("-m", "tests.ranks.faults", str(tmp_path), *cases),
+        timeout_s=HANG_S,
+        OMP_NUM_THREADS="1",
+        CUDA_VISIBLE_DEVICES="",
+    )
+    found: dict[str, list[dict[str, Any]]] = json.loads((tmp_path / "found.json").read_text())
+    assert [*found] == cases
+    for name, ranks in found.items():
+        for rank, facts in enumerate(ranks):
+            check(name, rank, facts, odd=rank == len(ranks) - 1)
+    pids = [str(facts["pid"]) for ranks in found.values() for facts in ranks]
+    shared = [path.name for path in Path("/dev/shm").iterdir()]
+    assert not [name for name in shared if any(pid in name.split("_") for pid in pids)]
+
+
+def check(name: str, rank: int, facts: dict[str, Any], *, odd: bool) -> None:
+    """The error of a rank is the right one, came soon, and nothing is left of its process."""
+    case, where = CASES[name], f"{name}, rank {rank}: {facts}"
+    if odd:
+        assert facts["kind"] == case.odd, where
+    elif facts["kind"] == "none":
+        assert name == "is_killed_with_the_store", where
+    elif name == "all_are_interrupted":
+        assert facts["kind"] == "KeyboardInterrupt", where
+    else:
+        assert facts["kind"] == "RankError", where
+        assert re.search(case.others.format(rank=rank), facts["error"]), where
+    assert facts.get("seconds", 0) < BOUND_S, where
+    assert facts["ending_s"] < BOUND_S, where
+    assert not Path(f"/proc/{facts['pid']}").exists(), where

@@ -22,7 +22,7 @@ from torch.optim import AdamW, Optimizer
 from megacompile import megacompile
 from megacompile.errors import ModelError
 from tests import inside
-from tests.ranks.here import Check, Here, contents, differing, gradients, same_in_all
+from tests.ranks.here import Check, Here, contents, differing, gradients, named, same_in_all
 
 STEPS = 3
 
@@ -282,15 +282,6 @@ WRAPS: dict[str, Check] = {
 }
 TWO: dict[str, Check] = {
     **{name: WRAPS[name] for name in [*WRAPS][:3]},
-    **{
-        each.__name__.replace("_", " "): each
-        for each in (
-            passes_through,
-            by_hand,
-            update_in_backward,
-            no_bucket_moves,
-            made_for_another_device,
-        )
-    },
+    **named(passes_through, by_hand, update_in_backward, no_bucket_moves, made_for_another_device),
 }
 MORE: dict[str, Check] = {name: WRAPS[name] for name in [*WRAPS][3:]}

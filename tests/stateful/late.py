@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tests import inside
-from tests.interrupts import is_ours, not_traced
+from tests.interrupts import is_ours, traced
 
 
 class Late:
@@ -79,7 +79,7 @@ class Late:
             job.update()
             self.ran.append(name)
 
-        with not_traced():  # a thread, which no Ctrl-C reaches
+        with traced(None):  # a thread, which no Ctrl-C reaches
             job.run("host", work)
 
 

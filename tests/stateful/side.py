@@ -206,7 +206,6 @@ class Side:
         return 0.01 * torch.stack([p.square().sum() for p in used]).sum()
 
     def evaluate(self, rows: int, mode: str) -> list[Any]:
-        """A call without gradients."""
         way = torch.inference_mode if mode == "inference" else torch.no_grad
         self.model.train(mode == "train")
         with way():
@@ -230,18 +229,15 @@ class Side:
             loss.backward(retain_graph=how == "retain")
         return [found, None if self.x.grad is None else self.x.grad.clone()]
 
-    def all_backwards(self) -> list[Any]:
+    def all_backwards(self) -> None:
         """Of all that wait, added."""
         torch.stack(self.losses).sum().backward()
         self.losses.clear()
-        return []
 
-    def drop(self) -> list[Any]:
-        """The losses that wait."""
+    def drop(self) -> None:
         self.losses.clear()
-        return []
 
-    def fail(self, where: str, number: int) -> list[Any]:
+    def fail(self, where: str, number: int) -> None:
         """Code of the user's raises: in the forward, in the backward, or around the step."""
         if where == "forward":
             self.model(torch.ones(3, WIDTH + 1))
@@ -267,7 +263,6 @@ class Side:
                 handle.remove()
         if where == "closure":
             self.optimizers[0].step(raise_planted)
-        return []
 
     # --- steps
 
@@ -284,10 +279,8 @@ class Side:
         self.optimizers[0].zero_grad()
         return found
 
-    def step(self, which: int) -> list[Any]:
-        """Of one of the optimizers."""
+    def step(self, which: int) -> None:
         self.optimizers[which % len(self.optimizers)].step()
-        return []
 
     def closure(self, seed: int) -> list[Any]:
         """A step that makes its own gradients."""
@@ -312,7 +305,7 @@ class Side:
         self.model.zero_grad()
         return [norm.clone(), scaler.get_scale()]
 
-    def step_hook(self) -> list[Any]:
+    def step_hook(self) -> None:
         """One that scales gradients ahead of the step."""
 
         def scale(*_: Any) -> None:
@@ -321,28 +314,24 @@ class Side:
                     param.grad.mul_(0.5)
 
         self.hooks.append(self.optimizers[0].register_step_pre_hook(scale))
-        return []
 
-    def zero_grad(self, to_none: bool, by_model: bool) -> list[Any]:
+    def zero_grad(self, to_none: bool, by_model: bool) -> None:
         (self.model if by_model else self.optimizers[0]).zero_grad(set_to_none=to_none)
-        return []
 
     def clip(self, largest: float, foreach: bool) -> list[Any]:
         norm = nn.utils.clip_grad_norm_(self.params.values(), largest, foreach=foreach)
         return [norm.clone()]
 
-    def schedule(self) -> list[Any]:
+    def schedule(self) -> None:
         self.scheduler.step()
-        return []
 
-    def options(self, option: tuple[str, float]) -> list[Any]:
+    def options(self, option: tuple[str, float]) -> None:
         name, value = option
         for group in self.optimizers[0].param_groups:
             if name in group:
                 group[name] = value
-        return []
 
-    def add_group(self) -> list[Any]:
+    def add_group(self) -> None:
         """The head, if it is not there."""
         optimizer = self.optimizers[0]
         known = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -350,9 +339,8 @@ class Side:
         if head:
             optimizer.add_param_group({"params": head, "lr": 1e-3})
             self.scheduler = LambdaLR(optimizer, lambda i: 1 / (1 + i))
-        return []
 
-    def other_optimizer(self, kind: str, states: str, keep: bool) -> list[Any]:
+    def other_optimizer(self, kind: str, states: str, keep: bool) -> None:
         """Another optimizer, beside the one that there is or in its place."""
         of = self.optimizers[0]
         params = [p for group in of.param_groups for p in group["params"]]
@@ -361,9 +349,8 @@ class Side:
             given = of.state_dict()
             made.load_state_dict(given if states == "shared" else copy.deepcopy(given))
         self.optimizers = [made, of] if keep else [made]
-        return []
 
-    def state(self, number: int, how: str) -> list[Any]:
+    def state(self, number: int, how: str) -> None:
         """Something is done to a state of a parameter."""
         state = self.optimizers[0].state.get(self.param(number), {})
         names = [n for n, value in state.items() if isinstance(value, Tensor) and value.dim()]
@@ -376,38 +363,30 @@ class Side:
                 del self.optimizers[0].state[self.param(number)]
             else:
                 state[name].view(-1)[:2].fill_(0.5)
-        return []
 
     # --- what is written to parameters and gradients
 
-    def write(self, number: int, how: str, value: float) -> list[Any]:
+    def write(self, number: int, how: str, value: float) -> None:
         param = self.param(number)
+        writes: dict[str, Callable[[], object]] = {
+            "in place": lambda: param.mul_(value),
+            "data": lambda: setattr(param, "data", param.data * value),
+            "new data": lambda: setattr(param, "data", torch.full_like(param, value)),
+            "through data": lambda: param.data.add_(value),
+            "init": lambda: nn.init.constant_(param, value),
+            "foreach": lambda: torch._foreach_mul_([param, self.param(number + 1)], value),
+            "numpy": lambda: param.detach().numpy().__imul__(value),
+            "part": lambda: param[:2].copy_(torch.full_like(param[:2], value)),
+        }
         with torch.no_grad():
-            if how == "in place":
-                param.mul_(value)
-            elif how == "data":
-                param.data = param.data * value
-            elif how == "new data":
-                param.data = torch.full_like(param, value)
-            elif how == "through data":
-                param.data.add_(value)
-            elif how == "init":
-                nn.init.constant_(param, value)
-            elif how == "foreach":
-                torch._foreach_mul_([param, self.param(number + 1)], value)
-            elif how == "numpy":
-                param.detach().numpy()[...] *= value
-            else:
-                param[:2].copy_(torch.full_like(param[:2], value))
-        return []
+            writes[how]()
 
-    def swap_data(self) -> list[Any]:
+    def swap_data(self) -> None:
         """Of two parameters in different buckets."""
         a, b = (self.model.layers[i].linear.bias for i in (0, 2))
         a.data, b.data = b.data, a.data
-        return []
 
-    def gradient(self, number: int, how: str) -> list[Any]:
+    def gradient(self, number: int, how: str) -> None:
         """Something is done to `p.grad`."""
         param = self.param(number)
         if how == "set":
@@ -432,9 +411,8 @@ class Side:
         else:
             a, b = (self.model.layers[i].linear.weight for i in (0, 2))
             a.grad, b.grad = b.grad, a.grad
-        return []
 
-    def alias(self, number: int, kind: str) -> list[Any]:
+    def alias(self, number: int, kind: str) -> None:
         """Keep another name of memory."""
         param = self.param(number)
         state = list(self.optimizers[0].state.get(param, {}).values())
@@ -454,19 +432,15 @@ class Side:
             "state": lambda: state[-1].view(-1) if state else None,
         }
         self.aliases.append(made[kind]())
-        return []
 
-    def write_alias(self, which: int) -> list[Any]:
+    def write_alias(self, which: int) -> None:
         alias = self.aliases[which % len(self.aliases)]
         for each in alias.values() if isinstance(alias, dict) else [alias]:
             if each is not None and (not isinstance(each, Tensor) or each.is_floating_point()):
                 each *= 0.5
-        return []
 
-    def forget(self) -> list[Any]:
-        """The other names."""
+    def forget(self) -> None:
         self.aliases.clear()
-        return []
 
     # --- the model as a whole
 
@@ -494,7 +468,7 @@ class Side:
         self.model.train()
         return [found]
 
-    def hook(self, number: int, kind: str) -> list[Any]:
+    def hook(self, number: int, kind: str) -> None:
         """Register one that notes what it sees; some change the gradient."""
         param = self.param(number)
 
@@ -525,28 +499,23 @@ class Side:
         }
         self.hooks.append(register[kind]())
         self.nodes.append(node)  # it lives as long
-        return []
 
-    def unhook(self) -> list[Any]:
+    def unhook(self) -> None:
         self.hooks.pop().remove()
-        return []
 
-    def freeze(self, frozen: bool) -> list[Any]:
+    def freeze(self, frozen: bool) -> None:
         self.model.layers[1].requires_grad_(not frozen)
-        return []
 
-    def tie(self) -> list[Any]:
+    def tie(self) -> None:
         """A layer gets the matrix of another one."""
         self.model.layers[2].linear.weight = self.model.layers[0].linear.weight
-        return []
 
-    def save(self, by: str) -> list[Any]:
+    def save(self, by: str) -> None:
         found = [self.model.state_dict(), [each.state_dict() for each in self.optimizers]]
         self.saved = through_file(found) if by == "file" else copy.deepcopy(found)
         self.saved.append([type(each) for each in self.optimizers])
-        return []
 
-    def load(self, halves: tuple[bool, bool]) -> list[Any]:
+    def load(self, halves: tuple[bool, bool]) -> None:
         """A checkpoint, or the half of it: that of the model, or of the optimizer."""
         model, optimizer = halves
         states, others, kinds = self.saved
@@ -557,7 +526,6 @@ class Side:
             for each, state, kind in zip(self.optimizers, others, kinds, strict=False):
                 if type(each) is kind:
                     each.load_state_dict(copy.deepcopy(state))
-        return []
 
     def copied_model(self, by: str) -> list[Any]:
         """A copy is a plain model that trains on its own."""
@@ -566,14 +534,11 @@ class Side:
         out.square().mean().backward()
         return [[p.detach().clone(), p.grad] for p in other.parameters()]
 
-    def fork(self) -> list[Any]:
-        """A child writes to all parameters."""
+    def fork(self) -> None:
         child_writes(self.model)
-        return []
 
 
 def raise_planted(*args: Any) -> Any:
-    """Some code of the user's."""
     raise Planted
 
 
@@ -583,7 +548,6 @@ def inputs(rows: int, seed: int) -> Tensor:
 
 
 def twin_by_pickle(model: Any) -> Any:
-    """A pickled copy."""
     return pickle.loads(pickle.dumps(model))
 
 

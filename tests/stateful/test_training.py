@@ -95,6 +95,31 @@ class Pair:
             self.device.policy = self.policy
 
 
+def act(name: str, *draws: Any, first: str = "", when: Any = lambda self: True) -> Any:
+    """A rule that does what `Side` calls so, with arguments that are drawn.
+
+    Args:
+        first: names of what is done before.
+        when: for whom it may be drawn.
+    """
+
+    def run(self: Any, given: tuple[Any, ...]) -> None:
+        for each in first.split():
+            self.both(each)
+        self.both(name, *given)
+
+    run.__name__ = name
+    return precondition(when)(rule(given=st.tuples(*draws))(run))
+
+
+NUMBERS = st.integers(0, 9)
+SEEDS = st.integers(0, 9)
+OPTIONS = st.sampled_from(  # constructors refuse a negative lr, steps take it: schedulers make one
+    [("lr", 1e-3), ("lr", -1e-2), ("lr", 0.0), ("weight_decay", 0.2), ("momentum", 0.5)]
+)
+HALVES = st.sampled_from([(True, True), (True, False), (False, True)])  # of a checkpoint
+
+
 class Both(RuleBasedStateMachine):
     """Both sides do the same, and are compared."""
 
@@ -160,6 +185,14 @@ class Both(RuleBasedStateMachine):
             for found in each.seen:
                 found.clear()
 
+    options = act("options", OPTIONS)
+    save = act("save", st.sampled_from(["file", "deepcopy"]))
+    copied_model = act("copied_model", st.sampled_from(["deepcopy", "pickle"]))
+
+    @rule()
+    def look_at_all(self) -> None:
+        self.compare()
+
     def teardown(self) -> None:
         try:
             if self.plain.optimizers:
@@ -167,31 +200,6 @@ class Both(RuleBasedStateMachine):
         finally:
             for each in (self.plain, self.ours):
                 each.end()
-
-
-def act(name: str, *draws: Any, first: str = "", when: Any = lambda self: True) -> Any:
-    """A rule that does what `Side` calls so, with arguments that are drawn.
-
-    Args:
-        first: names of what is done before.
-        when: for whom it may be drawn.
-    """
-
-    def run(self: Both, given: tuple[Any, ...]) -> None:
-        for each in first.split():
-            self.both(each)
-        self.both(name, *given)
-
-    run.__name__ = name
-    return precondition(when)(rule(given=st.tuples(*draws))(run))
-
-
-NUMBERS = st.integers(0, 9)
-SEEDS = st.integers(0, 9)
-OPTIONS = st.sampled_from(  # constructors refuse a negative lr, steps take it: schedulers make one
-    [("lr", 1e-3), ("lr", -1e-2), ("lr", 0.0), ("weight_decay", 0.2), ("momentum", 0.5)]
-)
-HALVES = st.sampled_from([(True, True), (True, False), (False, True)])  # of a checkpoint
 
 
 class Training(Both):
@@ -266,7 +274,6 @@ class Training(Both):
     scaled = act("scaled", SEEDS, st.sampled_from([1024.0, 2.0**127]), first="drop")
     clip = act("clip", st.sampled_from([1e-3, 1e3]), st.booleans())
     schedule = act("schedule", when=lambda self: self.stepped)
-    options = act("options", OPTIONS)
     add_group = act("add_group")
     other_optimizer = act(
         *("other_optimizer", st.sampled_from(list(loops.OPTIMIZERS))),
@@ -301,9 +308,7 @@ class Training(Both):
     )
     step_hook = act("step_hook", when=lambda self: len(self.plain.hooks) < 3)
     unhook = act("unhook", when=lambda self: self.plain.hooks)
-    save = act("save", st.sampled_from(["file", "deepcopy"]))
     load = act("load", HALVES, first="drop forget", when=lambda self: self.plain.saved is not None)
-    copied_model = act("copied_model", st.sampled_from(["deepcopy", "pickle"]))
     fork = act("fork")
 
     @rule(number=NUMBERS, how=st.sampled_from(loops.WRITES), value=st.sampled_from([0.5, 0.25]))
@@ -320,10 +325,6 @@ class Training(Both):
         self.both("forget")
         self.both("swap_data")
         self.replaced = True
-
-    @rule()
-    def look_at_all(self) -> None:
-        self.compare()
 
     @precondition(lambda self: self.anew)
     @rule(sure=st.integers(0, 3))
@@ -426,8 +427,6 @@ class Updating(Both):
             self.both("alias", number, kind)
 
     write_alias = act("write_alias", st.integers(0, 3), when=lambda self: self.plain.aliases)
-    options = act("options", OPTIONS)
-    save = act("save", st.sampled_from(["file", "deepcopy"]))
 
     @precondition(lambda self: self.plain.saved is not None)
     @rule(halves=HALVES)
@@ -436,17 +435,11 @@ class Updating(Both):
         self.both("load", halves)
         self.loaded = True
 
-    copied_model = act("copied_model", st.sampled_from(["deepcopy", "pickle"]))
-
     @rule(given=st.tuples(NUMBERS, st.sampled_from(loops.STATES)))
     def state(self, given: tuple[int, str]) -> None:
         if given[1] == "deleted":
             self.both("forget")
         self.both("state", *given)
-
-    @rule()
-    def look_at_all(self) -> None:
-        self.compare()
 
     @rule()
     def released(self) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+from tests.processes import python
 
-ROOT = Path(__file__).parent.parent.parent
 TRAINING = """
 import atexit, sys, threading, torch
 from torch import nn
@@ -48,12 +45,6 @@ def in_a_thread(run=compare):
 def test_training_at_the_end_of_the_process() -> None:
     """In a thread, at exit, with an update in flight."""
     script = "compare(); in_a_thread(); atexit.register(compare); kept = models()[1]; train(kept)"
-    done = subprocess.run(
-        [sys.executable, "-c", TRAINING + script],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    done = python("-c", TRAINING + script)
+    assert done.stderr == ""
     assert done.stdout.split() == ["same"] * 3

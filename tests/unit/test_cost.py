@@ -206,8 +206,7 @@ def test_returned_memory_is_shared_by_views() -> None:
 
 
 def test_a_value_is_computed_wherever_it_is_read() -> None:
-    """It and its parts are computed in the kernel that reduces it and in the one that uses it
-    afterwards."""
+    """With its parts: in the kernel that reduces it, and in the one that uses it afterwards."""
 
     cast = found(lambda x: (y := x.exp()) * y.abs().amax(), (N, N))
     halves = found(lambda x: torch.add(*x.exp().chunk(2, dim=-1)), (N, N))

@@ -1,8 +1,13 @@
-"""How much host memory there is, what fits in it, and what a model holds already."""
+"""Host memory: how much there is, what fits, what a model holds; and settings of the process.
+
+The process has one CUDA allocator and one garbage collector, which megacompile() sets.
+"""
 
 from __future__ import annotations
 
+import gc
 import mmap
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-from megacompile import HostMemoryError
+from megacompile import HostMemoryError, compat, megacompile
 from megacompile.host_memory import available_bytes, budget_bytes, check_host_memory, total_bytes
 
 GIB = 2**30
@@ -140,3 +145,66 @@ def test_the_margin(machine: Machine) -> None:
         found = budget_bytes(0, beside_bytes=int(beside_gib * GIB))
         assert found == pytest.approx(wanted * GIB, abs=GIB / 1000)
         assert not free or budget_bytes(share=2) <= free * GIB / 2
+
+
+NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the allocator was told, in a process where nobody has told it anything."""
+    told: list[str] = []
+    for name in NAMES:
+        monkeypatch.setenv(name, "")  # put back at the end
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", str, raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append, raising=False)
+    return told
+
+
+def test_segments_may_grow_but_not_where_memory_was_taken_before(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever took it (an engine with memory pools of its own) has asked the environment before."""
+    taken = {"segment.all.allocated": 3}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: taken if device else {})
+    assert not compat.use_expandable_segments()
+    assert said == [] and os.environ[NAMES[0]] == ""
+    taken["segment.all.allocated"] = 0
+    assert compat.use_expandable_segments()
+    assert said == ["expandable_segments:True"]
+    assert [os.environ[name] for name in NAMES] == 2 * ["expandable_segments:True"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, ""])
+def test_what_the_user_says_stays(
+    said: list[str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the environment, or by a call."""
+    if name:
+        monkeypatch.setenv(name, "expandable_segments:False")
+    else:
+        settings = "garbage_collection_threshold:0.8"
+        monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings)
+    assert not compat.use_expandable_segments() and said == []
+
+
+@pytest.mark.parametrize(("threshold", "frozen"), [(700, False), (0, False), (700, True)])
+def test_the_collector_is_afterwards_as_before(threshold: int, frozen: bool) -> None:
+    """Old objects are left out while a plan is made. Somebody may have frozen some, or never want
+    the collector to run."""
+    before = gc.get_threshold()
+    gc.set_threshold(threshold)
+    try:
+        if frozen:
+            gc.freeze()
+        count = gc.get_freeze_count()
+        model = megacompile(torch.nn.Linear(4, 4), device="cpu", gpu_memory="1GiB")
+        model(torch.ones(2, 4)).sum().backward()
+        assert gc.get_threshold()[0] == threshold
+        # other threads may let some of the frozen objects die
+        assert 0.99 * count <= gc.get_freeze_count() <= count
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)

@@ -7,9 +7,6 @@ interpreter runs them on host memory.
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,6 +19,7 @@ from megacompile.runtime.optim.kernels import table
 from megacompile.runtime.optim.registry import RULES
 from megacompile.runtime.optim.rule import OptimizerRule, State, Update
 from megacompile.runtime.optim.twin import apply
+from tests.processes import python
 
 pytest.importorskip("triton")
 
@@ -31,7 +29,6 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 BLOCK = 1024 if ON_GPU else 2**16  # the interpreter's cost is a program's, not an element's
 SIZES = (1, 255, 256, 257, 4099, 4096)
-ROOT = Path(__file__).parent.parent.parent
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 EIGHT_BIT = torch.uint8
 Run = Callable[[OptimizerRule, Sequence[Update]], None]
@@ -391,18 +388,8 @@ def compile_for_a_gpu() -> None:
 
 def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     """What Triton's interpreter takes its compiler may refuse: in a process that compiles."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    environment["PYTHONPATH"] = str(ROOT)
     program = "from tests.unit import test_kernels; test_kernels.compile_for_a_gpu()"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    python("-c", program, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
 
 
 # --- on the GPU alone

@@ -232,8 +232,7 @@ SHORT = ("moving parameters to the host", "compiling stages")  # seen on a busy 
 def test_the_first_step_says_what_it_waits_for(
     terminal: Callable[[], list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each in its turn, and the next step says nothing, nor does one that may not, whose log says
-    how long each took."""
+    """Each in its turn; the next step says nothing, nor one that may not: its log has times."""
     terminal()
     model, optimizers = one_step()
     texts = terminal()

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import megacompile as module
-from megacompile import Activations, Head, Lowering, OptionError, Options, megacompile
-from megacompile.errors import OptionTypeError
+from megacompile import Activations, Head, Lowering, Options, megacompile
+from megacompile.errors import OptionError, OptionTypeError
 from tests import inside
 from tests.sources import ROOT
 
@@ -43,8 +43,7 @@ def parameters() -> dict[str, Any]:
 
 
 def test_options_are_those_of_the_front_door_and_of_the_page() -> None:
-    """With the same defaults, in the order of the signature. Those for experts have a line of the
-    docstring each."""
+    """With defaults, in the signature's order; each for experts has its docstring line."""
     taken = parameters()
     page = (ROOT / "docs" / "options.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| `([^`]+)` \| ", page, re.MULTILINE)
@@ -171,3 +170,33 @@ def test_options_are_given_by_name() -> None:
         megacompile(nn.Linear(2, 2), "cpu")  # type: ignore[call-arg]
     with pytest.raises(OptionTypeError, match="look_ahead"):
         megacompile(nn.Linear(2, 2), look_ahead=2)  # type: ignore[arg-type]
+
+
+WRITTEN: dict[Any, int] = {
+    17: 17,
+    1: 1,
+    "20GiB": 20 * 2**30,
+    "1.5 MiB": 3 * 2**19,
+    "2GB": 2 * 10**9,
+    "512 kib": 2**19,
+    "7": 7,
+    "7B": 7,
+}
+
+
+def taken(value: Any) -> int:
+    found = Options.resolve(device="cpu", host_memory=value).host_memory
+    assert isinstance(found, int)
+    return found
+
+
+def test_sizes() -> None:
+    for value, size in WRITTEN.items():
+        assert taken(value) == size, value
+    assert taken(0.25) == taken(1.0) // 4 > 2**20, "of what there is"
+    for wrong in (-1, -0.5, 1.5, float("nan"), "20 bananas", "", "GiB", "-3GiB"):
+        with pytest.raises(OptionError, match="host_memory"):
+            taken(wrong)
+    for other in (True, [1], 1j):
+        with pytest.raises(OptionTypeError, match="host_memory"):
+            taken(other)

@@ -172,8 +172,7 @@ class Whole(Problem):
 
 
 def test_stages_keep_half_where_that_pays() -> None:
-    """With updates in the backward, a third of the step may be recomputed, and the link has no time
-    for saved tensors."""
+    """A third of a step may be recomputed, and the link has no time for saved tensors."""
     slow = H200.replace(d2h_gb_s=5.0, d2h_both_gb_s=5.0)
     tower = replace(problem(GIB, 32768, in_backward=True), hardware=slow)
     tower = replace(tower, budget_bytes=int(2.4 * tower.floor_bytes()))
@@ -234,8 +233,7 @@ PAYS: dict[str, tuple[dict[str, Any], dict[str, Any], float, dict[str, bool]]] =
 
 @pytest.mark.parametrize("what", PAYS)
 def test_memory_goes_where_it_pays(what: str) -> None:
-    """A slow link gets slots, a slow host device updates, and an update in the backward
-    residents."""
+    """To slots for a slow link, device updates for a slow host, residents in the backward."""
     how, changes, factor, others = PAYS[what]
     tower = replace(problem(0, **how), **changes)
     tower = replace(tower, optimizer=replace(tower.optimizer, helped=False))
@@ -313,8 +311,7 @@ def test_tiles_where_they_fit_or_pay(in_backward: bool) -> None:
 
 
 def test_the_longest_tile_stands_for_all_of_them() -> None:
-    """If the number does not divide the tokens, the last tile is shorter: three of 3 tokens and one
-    of 1."""
+    """The last one is shorter if the number does not divide: 3, 3, 3 and 1 of 10 tokens."""
     towers = [problem_of(captured(tower_of_blocks(), 1, tokens, 512)[0]) for tokens in (9, 10)]
     fits, rest = (
         tower.memory(Choice(0, tiles=tiles)).peak.total_bytes

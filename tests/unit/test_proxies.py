@@ -1,22 +1,42 @@
-"""StreamedParameter: whatever eager code does with it, it is the host parameter."""
+"""StreamedParameter, guarded gradients and DTensors: plain tensors to eager code.
+
+A proxy is the host parameter. Gradients are served without a look, also where states are mixed. A
+use of a DTensor of a rank waits for the update in flight.
+"""
 
 from __future__ import annotations
 
 import copy
+import datetime
 import io
 import itertools
+import math
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import AdamW
 
-from megacompile import megacompile
+from megacompile import OptimizerError, compat, megacompile
 from megacompile.errors import ModelError
+from megacompile.runtime.params.gradient_guards import (
+    fold,
+    is_taken,
+    is_unsummed,
+    lazy_of,
+    leave_unsummed,
+    make_lazy,
+    take,
+)
 from megacompile.runtime.params.proxies import Link, ParamSource, StreamedParameter, StreamedView
+from tests.processes import group_of_one
+from tests.stateful.late import late
 from tests.zoo import equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:megacompile. .* runs in eager mode")
@@ -38,7 +58,7 @@ def pair() -> tuple[Tensor, Tensor, StreamedParameter]:
 # --- reading
 
 NOT_DIFFERENTIABLE = {
-    *("item", "bool", "data", "len", "all close", "text", "shape", "list", "numpy"),
+    *("item", "bool", "data", "len", "all close", "text", "shape", "list", "numpy")
 }
 READS: dict[str, Callable[[Tensor], Any]] = {
     "both": lambda p: p * p,
@@ -256,3 +276,137 @@ def test_a_proxy_that_was_written_to_under_autograd_has_no_link_to_tell_of() -> 
     made.mul_(2)
     made.exp()
     assert [link is None for link in told] == [False, False, True]
+
+
+def recorded() -> tuple[float, float]:
+    """The norms that are recorded: no norms of (3, 4)."""
+    return 50.0, 40.0
+
+
+def plain() -> Tensor:
+    return torch.tensor([3.0, 4.0])
+
+
+def lazy() -> Tensor:
+    gradient = plain()
+    make_lazy(gradient, "p", recorded)
+    return gradient
+
+
+def folded() -> Tensor:
+    gradient = plain()
+    fold(gradient, "p")
+    return gradient
+
+
+def of_parameter(mark: Callable[[nn.Parameter, str], None]) -> Tensor:
+    param = nn.Parameter(torch.zeros(2))
+    param.grad = plain()
+    mark(param, "p")
+    return param.grad
+
+
+def taken() -> Tensor:
+    return of_parameter(lambda param, name: take(param, name, recorded))
+
+
+def unsummed() -> Tensor:
+    return of_parameter(leave_unsummed)
+
+
+def is_plain(gradient: Tensor) -> bool:
+    return type(gradient) is Tensor
+
+
+def norms(tensors: list[Tensor], order: float = 2) -> list[float]:
+    return [norm.item() for norm in compat.FOREACH_NORM(tensors, order)]
+
+
+def test_a_lazy_gradient_answers_with_recorded_norms_until_it_is_used() -> None:
+    gradient = lazy()
+    assert torch.linalg.vector_norm(gradient).item() == 50
+    assert norms([gradient, lazy()], math.inf) == [40, 40]
+    compat.FOREACH_MUL([gradient], torch.tensor(-0.5))
+    assert norms([gradient]) == [25] and not is_plain(gradient)
+    assert gradient.tolist() == [-1.5, -2] and is_plain(gradient)
+    assert torch.linalg.vector_norm(gradient).item() == 2.5
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda gradient: torch.linalg.vector_norm(gradient, 1),
+        lambda gradient: torch.linalg.vector_norm(x=gradient),
+        lambda gradient: compat.FOREACH_NORM([gradient, plain()]),
+        lambda gradient: compat.FOREACH_MUL([gradient, plain()], 1.0),
+    ],
+)
+def test_what_is_not_known_of_a_lazy_gradient_makes_it_plain(ask: Callable[[Tensor], Any]) -> None:
+    gradient = lazy().mul_(0.5)
+    ask(gradient)
+    assert is_plain(gradient) and gradient.tolist() == [1.5, 2]
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_folded_gradient_notes_one_factor_and_has_norms_of_its_own(by_name: bool) -> None:
+    gradient, other = folded(), plain()
+    assert norms([gradient, other]) == [5, 5]
+    compat.FOREACH_MUL([gradient, other], torch.tensor(2.0))
+    who = lazy_of(gradient)
+    assert who is not None and who.factor is not None and other.tolist() == [6, 8]
+    norm = torch.linalg.vector_norm
+    assert (norm(x=gradient) if by_name else norm(gradient)).item() == 10 and is_plain(gradient)
+
+
+def test_a_taken_gradient_is_served_among_others() -> None:
+    gradient, other, late = taken(), plain(), lazy()
+    assert norms([other, gradient, late]) == [5, 50, 50]
+    compat.FOREACH_MUL([other, gradient], 1.0)
+    with pytest.raises(OptimizerError, match="be multiplied"):
+        compat.FOREACH_MUL([other, gradient], 0.5)
+    for use in (gradient.tolist, lambda: norms([gradient], math.inf)):
+        with pytest.raises(OptimizerError, match="not exist"):
+            use()
+    compat.FOREACH_ZERO([other, gradient, late])
+    assert other.tolist() == late.tolist() == [0, 0] and is_taken(gradient)
+
+
+def test_an_unsummed_gradient_may_only_be_zeroed() -> None:
+    gradient = unsummed()
+    with pytest.raises(OptimizerError, match="not summed"):
+        norms([gradient])
+    assert gradient.detach_() is gradient and is_unsummed(gradient)
+    compat.FOREACH_ZERO([gradient])
+    assert is_plain(gradient) and gradient.tolist() == [0, 0]
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "full_tensor": lambda p: p.full_tensor(),
+    "to_local": lambda p: p.to_local(),
+    "an operator": lambda p: p + 1,
+    "redistribute": lambda p: p.redistribute(placements=[Replicate()]),
+    "_local_tensor": lambda p: p._local_tensor,
+    "a function": lambda p: torch.linalg.vector_norm(p),
+    "detach": lambda p: p.detach(),
+    "untyped_storage": lambda p: p.untyped_storage(),
+}
+
+
+def test_whoever_uses_a_guarded_dtensor_waits() -> None:
+    with group_of_one(datetime.timedelta(seconds=20)):
+        mesh = init_device_mesh("cpu", (1,))
+        model = megacompile(nn.Sequential(nn.Linear(4, 3)), mesh=mesh, device="cpu")
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        for _ in range(2):  # the first step makes the states
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        workers, param = late(model), cast(Any, model)[0].weight
+        for name, use in USES.items():
+            model(torch.ones(2, 4)).sum().backward()
+            workers.finish()
+            workers.waited.clear()
+            optimizer.step()
+            assert param.shape == (3, 4) and not workers.waited
+            use(param)
+            assert len(workers.waited) == 1 and type(param) is DTensor, name
+        workers.finish()

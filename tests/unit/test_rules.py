@@ -13,12 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Muon
 
 from megacompile.runtime.optim import blockwise, stochastic
-from megacompile.runtime.optim.blockwise import (
-    BlockwiseTensor,
-    dequantize,
-    dynamic_code,
-    quantize,
-)
+from megacompile.runtime.optim.blockwise import BlockwiseTensor, dequantize, dynamic_code, quantize
 from megacompile.runtime.optim.registry import KNOWN, RULES, known, rule_of
 from megacompile.runtime.optim.rule import OptimizerRule, State, Update
 from megacompile.runtime.optim.twin import apply

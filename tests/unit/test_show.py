@@ -145,7 +145,6 @@ def check(schedule: Schedule, name: str) -> None:
 
 
 def function(schedule: Schedule, name: str) -> str:
-    """The code of one graph."""
     return "def " + schedule.code().split("\n\ndef ")[1:][list(schedule.graphs).index(name)]
 
 

@@ -56,7 +56,6 @@ class Graph:
         return ops.call(self.graph, ops.prefetch, gigabytes(key, size), place, after=waits)
 
     def token(self, key: int, part: Part) -> fx.Node:
-        """A token of an earlier graph."""
         return take(self.graph, gigabytes(key, 2.0), part)
 
     def place(self, name: str, size: float) -> fx.Node:

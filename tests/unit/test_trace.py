@@ -275,8 +275,7 @@ def test_a_prediction_has_the_ops_that_were_measured(both: Trace) -> None:
 
 
 def test_a_prediction_is_the_cost_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its lengths are those of `simulate`, whatever was measured. Rates come from a file, if they
-    are not given; nothing is measured."""
+    """Lengths are `simulate`'s. Rates come from a file, if not given; nothing is measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     _, model = twins(stack()[0])
     slow = Hardware("slow", 1e-3, 1e-3, 1e-3, 1e-3, 1.0, 1.0, 0.0)
@@ -326,8 +325,7 @@ def test_what_was_saved_is_read_again(
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{}", "null", '{"traceEvents": [{}], "otherData": {"device": ""}}'],
+    "text", ["", "[]", "{}", "null", '{"traceEvents": [{}], "otherData": {"device": ""}}']
 )
 def test_a_file_that_is_no_trace(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

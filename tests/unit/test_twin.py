@@ -114,8 +114,7 @@ def test_chunks_are_the_whole(param: Any, grad: Any, state: Any, options: Any) -
     "dtypes", drawn([(BF16, FP32)], [(FP32, FP32), (FP64, FP64), (FP16, FP16)]), ids=str
 )
 def test_compiled_adam_is_the_twin_in_every_bit(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    """Its root is what torch rounds otherwise; the other rules have none. bfloat16 is rounded
-    stochastically."""
+    """Only its root is rounded otherwise by torch. bfloat16 is rounded stochastically."""
     param, state = dtypes
 
     def given(numel: int) -> Any:

@@ -1,7 +1,7 @@
 """`verify` finds and names every kind of fault in every graph, and accepts correct schedules.
 
-The faults are rows of `faults.txt`; `tests.edits` defines the edits. `test_mutants.py` has random
-mutants.
+The faults are rows of `faults.txt`; `tests.edits` defines the edits. Random
+mutants: `test_verify_ranks.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megacompile.ir.stream import Stream
 from megacompile.verify.proof import HazardKind, hazards, verify
 from tests.edits import edited, free_of, wait
 from tests.planned import planned
-from tests.schedules import EVERYTHING, Spec, arguments, build, call, find, set_arguments
+from tests.schedules import EVERYTHING, Spec, build, find
 
 STEPPING = Spec(device=frozenset({0}), resident=frozenset({3}), helps=True, norms=True)
 SPECS = {
@@ -144,10 +144,10 @@ def offload_first_part(schedule: Schedule) -> None:
     """Offload the gradients of the shared bucket before 0B has added its own."""
     graph, part = schedule.graphs["backward"], find(schedule, "backward", "d3_2")
     with graph.inserting_after(part):
-        offload = call(graph, ops.offload_grad, schedule.buckets[0], part)
+        offload = ops.call(graph, ops.offload_grad, schedule.buckets[0], part)
     wait(free_of(graph, "d3_2"), [offload])
     last = find(schedule, "backward", "0B")
-    set_arguments(last, *arguments(last)[:5], ())
+    last.args = (*ops.arguments(last)[:5], ())
 
 
 def forget_offload(schedule: Schedule) -> Schedule:
@@ -162,7 +162,7 @@ def forget_offload(schedule: Schedule) -> Schedule:
         backward.erase_node(taken_out)
     on_host.name = "y0_0"
     schedule.forward.erase_node(free_of(schedule.forward, "y0_0"))
-    outputs, saved_values = arguments(schedule.forward.output_node())[0]
+    outputs, saved_values = ops.arguments(schedule.forward.output_node())[0]
     value = find(schedule, "forward", "y0_0")
     changed = tuple(value if node.name == "y0_0_host" else node for node in saved_values)
     schedule.forward.output_node().args = ((outputs, changed),)
@@ -183,7 +183,7 @@ def leave_partial_gradients(schedule: Schedule) -> Schedule:
     left = tuple(partial if n is whole else n for n in left)
     backward.output_node().args = ((gradients, left, tokens),)
     with backward.inserting_before(backward.output_node()):
-        call(backward, ops.free, whole, after=(find(schedule, "backward", "0OFFLOAD_GRAD"),))
+        ops.call(backward, ops.free, whole, after=(find(schedule, "backward", "0OFFLOAD_GRAD"),))
     taken = find(schedule, "update", whole.name)
     with update.inserting_after(taken):
         new = update.create_node("placeholder", partial.name, name=partial.name)
@@ -195,12 +195,7 @@ def leave_partial_gradients(schedule: Schedule) -> Schedule:
 
 EDITS: dict[str, Callable[[Schedule], Schedule | None]] = {
     function.__name__.replace("_", " "): function
-    for function in (
-        offload_first_part,
-        forget_offload,
-        update_in_both,
-        leave_partial_gradients,
-    )
+    for function in (offload_first_part, forget_offload, update_in_both, leave_partial_gradients)
 }
 
 
@@ -231,11 +226,11 @@ def test_a_correct_schedule_has_no_hazards() -> None:
 def test_it_ends_on_values_that_are_made_of_one_another() -> None:
     schedule = build(Spec(accumulate=True))
     total, fetched = (find(schedule, "backward", label) for label in ("2ADD_GRAD", "2FETCH_GRAD"))
-    set_arguments(fetched, arguments(fetched)[0], total)
+    fetched.args = (ops.arguments(fetched)[0], total)
     assert HazardKind.USE_BEFORE_MADE in {hazard.kind for hazard in hazards(schedule)}
     schedule = build(Spec(changes=frozenset({1})))
     assign = find(schedule, "forward", "ASSIGN")
-    set_arguments(assign, arguments(assign)[0], arguments(assign)[0])
+    assign.args = (ops.arguments(assign)[0], ops.arguments(assign)[0])
     assert HazardKind.CHANGE_LOST in {hazard.kind for hazard in hazards(schedule)}
 
 
@@ -280,8 +275,7 @@ def test_a_drain_is_safe_wherever_it_is() -> None:
 
 @pytest.mark.parametrize("name", [name for name in PLANS if "disk" in name])
 def test_every_edge_of_an_op_of_a_disk_matters(name: str) -> None:
-    """Except for reads of weights in a backward or an update, which follow a forward that the host
-    waits for."""
+    """But of reads of weights behind a forward: the host waits for that."""
     schedule = right(name).copy()
     dropped = 0
     for graph in schedule.graphs.values():

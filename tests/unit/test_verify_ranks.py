@@ -1,4 +1,9 @@
-"""`megacompile.verify` over ranks: schedules that the passes make of stubs, and mutants of them."""
+"""`megacompile.verify` over ranks and over mutants.
+
+Ranks: schedules that the passes make of stubs, and mutants of them. Of one rank: it reports every
+mutant that can go wrong, and none that cannot. What can go wrong is decided without it, by walking
+all interleavings on symbols (`tests.symbolic`). `python -m tests.prove --mutants` judges thousands.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +20,10 @@ from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.verify.proof import HazardKind, hazards, hazards_of_ranks, verify_ranks
+from tests import originals, prove
 from tests.actions import parse
 from tests.capturing import after_templates
-from tests.schedules import set_arguments
+from tests.mutants import Harm
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -130,14 +136,13 @@ def test_gradients_without_their_sum_over_replicas_are_reported(name: str) -> No
             *others, part = ops.arguments(gradients)
             with graph.inserting_after(part):
                 mean = ops.call(graph, ops.all_reduce, bucket, part, name="early")
-            set_arguments(gradients, *others, mean)
+            gradients.args = (*others, mean)
         found = unsummed(mutant)
         assert found and found[0].kind is HazardKind.WRONG_GRADIENTS, k
 
 
 @pytest.mark.parametrize(
-    ("options", "label"),
-    [({"norms": True}, "NORM_GRAD"), ({"update": True, "slots": 5}, "UPDATE")],
+    ("options", "label"), [({"norms": True}, "NORM_GRAD"), ({"update": True, "slots": 5}, "UPDATE")]
 )
 def test_a_backward_that_leaves_the_sum_to_a_later_one_only_keeps(
     options: dict[str, Any], label: str
@@ -149,3 +154,25 @@ def test_a_backward_that_leaves_the_sum_to_a_later_one_only_keeps(
     for mean in ops.nodes_of(graph, ops.all_reduce):
         without_sum(graph, mean)
     assert {hazard.label.lstrip("01234") for hazard in unsummed(mutant)} == {label}
+
+
+def test_every_harmful_mutant_is_reported_and_nothing_else() -> None:
+    """Mutants of graphs, and as many of updates and of what joins graphs."""
+    schedules = originals.hand_made(20, seed=1, stages=4) + originals.lined(12, seed=1)
+    counts = prove.prove_verify(170, 1, schedules, of_steps=130)
+    assert counts.missed == [] and counts.false_alarms == 0, str(counts)
+    assert counts.step is not None
+    for each in (counts, counts.step):
+        assert each.of(Harm.WRONG, reported=True) > 25
+        assert each.of(Harm.NONE, reported=False) > 15, "it does not report everything"
+    assert len(counts.step.edits) > 18, "of every kind"
+    # Without one kind of check, some would be missed: the mutants need what `verify` proves.
+    seen = [*counts.kinds, *counts.step.kinds]
+    for blind in (
+        {HazardKind.READ_TOO_EARLY, HazardKind.WRITTEN_TOO_EARLY, HazardKind.WRONG_TOKEN},
+        {HazardKind.NOT_UPDATED, HazardKind.WRONG_UPDATE, HazardKind.STATE_LOST},
+        {HazardKind.SLOT_OVERWRITTEN, HazardKind.SLOT_REFILLED, HazardKind.BEFORE_BEGIN},
+        {HazardKind.FREED_TOO_EARLY, HazardKind.USE_AFTER_FREE, HazardKind.DOUBLE_FREE},
+        {HazardKind.GRADIENTS_LOST, HazardKind.WRONG_GRADIENTS, HazardKind.GRADIENTS_NOT_READY},
+    ):
+        assert any(kinds <= blind for kinds in seen), blind

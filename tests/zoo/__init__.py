@@ -82,6 +82,12 @@ def equal(a: Tensor | None, b: Tensor | None) -> bool:
     )
 
 
+def unlike(want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> list[str]:
+    """The names of what is missing, or other in any bit."""
+    names = [*want, *(name for name in got if name not in want)]
+    return [n for n in names if n not in want or n not in got or not equal(want[n], got[n])]
+
+
 def assert_close(plain: nn.Module, streamed: nn.Module, tolerance: float = 1e-6) -> None:
     """Every parameter, but for rounding: relative to its norm."""
     pairs = zip(plain.named_parameters(), streamed.parameters(), strict=True)
@@ -147,6 +153,26 @@ class Stack(nn.Module):
         return prediction if y is None else F.mse_loss(prediction, y)
 
 
+class Language(nn.Module):
+    """An embedding, layers and a head, which may be tied to it; gives the loss of its own words."""
+
+    def __init__(
+        self, words: int, width: int, layers: Iterable[nn.Module], *, tied: bool = False
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(width, words, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).float().flatten(0, -2), ids.flatten())
+
+
 class Tower(nn.Module):
     """Layers, each of which `way` applies to the value so far; gives the mean of the squares."""
 
@@ -196,7 +222,6 @@ def _break(i: int, hidden: Tensor) -> Tensor:
 
 
 def stack() -> Made:
-    """Three pre-norm layers."""
     torch.manual_seed(0)
     return Stack(), batch()
 
@@ -212,7 +237,6 @@ def batchnorm() -> Made:
 
 
 def dropout() -> Made:
-    """Layers with a dropout of 0.3."""
     torch.manual_seed(0)
     return Stack(block=lambda: Block(dropout=0.3)), batch()
 

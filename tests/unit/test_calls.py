@@ -1,22 +1,155 @@
-"""What is recalled of a captured graph is what running all of it finds."""
+"""A call of a captured graph: inputs that share memory, calls alike, and what is recalled.
+
+What is recalled of a graph is what running all of it finds.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 
-from megacompile.ir.capture import Capture
+from megacompile.ir.capture import Ambient, Capture
 from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.capture.propagate import Values, propagate
+from megacompile.runtime.model.keys import LastCall
+from megacompile.runtime.params.proxies import StreamedParameter
+from megacompile.runtime.params.shared_memory import moved, moved_together, overlaps
 from tests import handmade, whole
 from tests.capturing import capture as dynamo
 from tests.handmade import node, of_params, traced
+
+
+def text(seed: int = 0) -> Tensor:
+    return torch.randint(12, (4, 9), generator=torch.Generator().manual_seed(seed))
+
+
+def test_inputs_move_together_and_stay_what_they_are() -> None:
+    """To the device; here: they are copied. Tensors that overlap, or are the same, or appear
+    twice, do so there, too; gradients flow back; nothing else of their memory comes along."""
+    here = text()
+    tokens, labels, other = moved_together([here[:, :-1], here[:, 1:], text(1)], torch.clone)
+    labels.fill_(5)
+    assert (tokens[:, 1:] == 5).all() and not (here == 5).all()
+    assert torch.equal(other, text(1)) and tokens.shape == labels.shape == (4, 8)
+
+    x, stays = torch.ones(3), torch.zeros(3)
+    around, beside = {"x": [x, stays]}, [stays]
+    given, named = (x, around, beside), {"labels": x}
+    args, kwargs = moved(given, named, lambda t: t is stays, lambda t: t if t is stays else t + 1)
+    assert args[0] is args[1]["x"][0] is kwargs["labels"] and args[0] is not x
+    assert args[1]["x"][1] is stays and args[2] is beside, "only what moves is another one"
+    assert around["x"][0] is x, "the caller's is as it was"
+
+    moves = list[int]()
+
+    def noted(tensor: Tensor) -> Tensor:
+        moves.append(tensor.numel())
+        return tensor.clone()
+
+    memory = torch.zeros(1000 * 101)
+    for start in range(0, 1000, 9):  # a table may begin at any address
+        table = memory[start : start + 1000 * 100].view(100, 1000)
+        moves.clear()
+        moved_together([table[:, 0], table[:, 7], table[:, 20:30]], noted)
+        assert sorted(moves) == [100, 100, 1000], start
+
+    root = torch.ones(3, 4, requires_grad=True)
+    left, right = moved_together([root[:, :3], root[:, 1:]], torch.clone)
+    (left.sum() + 2 * right.sum()).backward()
+    assert root.grad is not None
+    assert torch.equal(root.grad, torch.tensor([1.0, 3.0, 3.0, 2.0]).expand(3, 4))
+
+    given = [here[:, :-1], here[:, 1:]]
+    assert all(a is b for a, b in zip(given, moved_together(given, lambda t: t), strict=True))
+
+
+def test_overlaps_are_those_of_what_is_changed() -> None:
+    tokens, x = text(), torch.ones(4)
+    args = [tokens[:, :-1], x, tokens[:, 1:], x[:2]]
+    (found,) = overlaps(args, frozenset({2}), [])
+    assert found.members == ((0, 0), (2, 1)) and found.numel == 36
+    assert overlaps(args, frozenset(), []) == ()
+    assert [found.members for found in overlaps(args, frozenset({3}), [])] == [((3, 0), (1, 0))]
+
+
+AMBIENT = Ambient.current(torch.device("cpu"))
+PROGRAM: Any = object()
+MEMORY = torch.zeros(8)
+STATISTIC, BATCH, ELSEWHERE = MEMORY[:4], torch.ones(2, 3), torch.zeros(4)
+CHANGED = frozenset({0})  # the statistic
+
+
+def call(position: int | None = None, value: object = None) -> list[Any]:
+    """The inputs of a call, or of one with another value of one of them."""
+    args: list[Any] = [STATISTIC, BATCH, 3, 0.5, True]
+    if position is not None:
+        args[position] = value
+    return args
+
+
+@pytest.mark.parametrize(
+    ("args", "is_like"),
+    [
+        (call(1, torch.zeros(2, 3)), True),
+        (call(0, MEMORY[:4]), True),  # another view of the same memory
+        (call(1, torch.zeros(2, 4)), False),
+        (call(1, torch.zeros(3, 2).t()), False),
+        (call(1, torch.zeros(2, 3, dtype=torch.float64)), False),
+        (call(1, torch.zeros(2, 3, requires_grad=True)), False),
+        (call(1, nn.Parameter(torch.zeros(2, 3), requires_grad=False)), False),
+        (call(1, MEMORY[2:].as_strided((2, 3), (3, 1))), False),
+        (call(0, ELSEWHERE), False),
+        (call(2, 4), False),
+        (call(2, 3.0), False),
+        (call(3, -0.5), False),
+        (call(4, 1), False),
+        (call()[:-1], False),
+    ],
+)
+def test_what_makes_a_call_another_one(args: list[Any], is_like: bool) -> None:
+    last = LastCall(PROGRAM, AMBIENT, call(), CHANGED)
+    assert last.is_usable and last.program is PROGRAM
+    assert last.is_like(AMBIENT, args, CHANGED) is is_like
+    assert not last.is_like(replace(AMBIENT, grad_enabled=False), args, CHANGED)
+    assert not last.is_like(AMBIENT, args, frozenset({0, 1}))
+    if args[0] is ELSEWHERE:
+        in_place = LastCall(PROGRAM, AMBIENT, call(), frozenset())
+        assert in_place.is_like(AMBIENT, args, frozenset()), "nothing is changed in place"
+
+
+@pytest.mark.parametrize("odd", [torch.zeros(3, requires_grad=True), "text", None, (1, 2)])
+def test_a_call_of_other_kinds_of_inputs_has_its_key_made_each_time(odd: Any) -> None:
+    assert not LastCall(PROGRAM, AMBIENT, [*call(), odd], CHANGED).is_usable
+
+
+def streamed(param: nn.Parameter) -> StreamedParameter:
+    proxy = StreamedParameter(param.detach(), torch.device("cpu"))
+    proxy.param = param
+    return proxy
+
+
+def test_the_same_parameters_make_the_same_call_and_nothing_is_kept_alive() -> None:
+    param, other = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    args: list[Any] = [streamed(param), torch.zeros(2, 3)]
+    made = LastCall(PROGRAM, AMBIENT, args, CHANGED)
+    assert made.is_usable and made.is_like(AMBIENT, args, CHANGED)
+    assert not made.is_like(AMBIENT, [streamed(other), BATCH], CHANGED)
+    assert not made.is_like(AMBIENT, [BATCH, args[0]], CHANGED)
+    param.requires_grad_(False)
+    assert not made.is_like(AMBIENT, args, CHANGED)
+    gone = [weakref.ref(arg) for arg in args]
+    args.clear()
+    assert [each() for each in gone] == [None, None]
+    assert not made.is_like(AMBIENT, [BATCH, BATCH], CHANGED)
+
 
 X = TensorMeta((4, 6), torch.float32, (6, 1), requires_grad=True)
 ROWS = handmade.symbol("n0")
