@@ -171,6 +171,13 @@ class Block(nn.Module):
         return result
 
 
+class Model(Language):
+    """Three blocks."""
+
+    def __init__(self, width: int = 128, breaks: bool = False) -> None:
+        super().__init__(50, width, (Block(width, breaks) for _ in range(3)))
+
+
 Quantize = Callable[[nn.Linear], nn.Linear]
 
 
@@ -190,12 +197,10 @@ def stateful(layer: nn.Linear) -> nn.Linear:
 OWN: dict[str, Quantize] = {"wrapper": wrapped, "state": stateful}
 
 
-def model(
-    quantize: Quantize, *, breaks: bool = False, dtype: torch.dtype = torch.float32
-) -> Language:
+def model(quantize: Quantize, *, breaks: bool = False, dtype: torch.dtype = torch.float32) -> Model:
     """The model with quantized base layers; its adapters alone are trained."""
     torch.manual_seed(0)
-    made = Language(50, 128, (Block(128, breaks) for _ in range(3))).to(dtype)
+    made = Model(breaks=breaks).to(dtype)
     for name, param in made.named_parameters():
         param.requires_grad_(".up." in name or ".down." in name)
     for layer in made.layers:

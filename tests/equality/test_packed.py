@@ -16,7 +16,6 @@ from megacompile import ModelError, megacompile, schedules, unmegacompile
 from tests import inside, quantized
 from tests.equality.nets import Applies
 from tests.quantized import OWN, Int8, Packed, PackedLinear
-from tests.zoo import Language
 
 IDS = torch.arange(16).view(2, 8)
 BASE = "layers.0.first.base.weight"
@@ -75,7 +74,7 @@ def test_in_eager_code_tied_and_in_checkpoints(kind: str) -> None:
         expected = quantized.trained(quantized.model(OWN[kind]), steps=2)
         assert same(quantized.trained(streamed(kind, breaks=True), steps=2), expected)
 
-    class Checkpointed(Language):
+    class Checkpointed(quantized.Model):
         def forward(self, ids: Tensor) -> Tensor:
             x = self.embed(ids)
             for layer in self.layers:
