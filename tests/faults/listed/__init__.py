@@ -6,7 +6,6 @@ leak, too much memory, a wrong report or plan. Left out is code that runs on a G
 A file of the product, and its faults:
 
     == runtime/model/keys.py
-
     key-requires-grad: A parameter that was frozen or unfrozen since is trained as before.
     - return (bucket.key, index, arg.param is not None and arg.param.requires_grad)
     + return (bucket.key, index)
@@ -26,8 +25,8 @@ from tests.faults.fault import Fault
 def parsed(text: str) -> Iterator[Fault]:
     """The faults of one text file."""
     for section in text.split("\n== ")[1:]:
-        path, *blocks = section.strip("\n").split("\n\n")
-        for block in blocks:
+        path, _, blocks = section.strip("\n").partition("\n")
+        for block in blocks.strip("\n").split("\n\n"):
             title, *lines = block.split("\n")
             name, _, wrong = title.partition(": ")
             old, new, near = (
