@@ -121,6 +121,6 @@ print(*asked)
 def test_kernels_in_triton_are_told_of(tmp_path: Path) -> None:
     """Compiled for a GPU, then found; whoever listened before is told too. In a process where they
     are compiled, not interpreted."""
-    caches = {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "TRITON_INTERPRET": "0"}
-    done = python("-c", KERNELS, **caches)
+    cache = str(tmp_path / "triton")
+    done = python("-c", KERNELS, TRITON_CACHE_DIR=cache, TRITON_INTERPRET="0")
     assert done.stdout.splitlines() == ["fetch False True", "fetch True True", "False True"]
