@@ -27,7 +27,6 @@ from megacompile.ir.buckets import Slot
 from megacompile.ir.tensors import TensorMeta
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.device.checksum import checksum
-from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.saved import OnHost
 from megacompile.runtime.device.slots import DeviceSlots
 from megacompile.runtime.params.bucket import HostBucket
@@ -153,7 +152,8 @@ def test_a_tensor_comes_back_as_it_was() -> None:
 
 
 def test_a_buffer_that_was_refused_takes_nothing_of_the_budget() -> None:
-    budget = HostBudget(limit_bytes=2**20)
+    model = megacompile(torch.nn.Linear(2, 2), device="cpu")
+    budget: Any = type(inside.machine(model).host_budget)(limit_bytes=2**20)
     with pytest.raises(HostMemoryError, match="host_memory"):
         budget.make(2**21, "a test", pin=False)
     assert budget.held_bytes == 0
