@@ -55,10 +55,10 @@ class _Schedules(list[Schedule]):
 def _why_none(streamed: StreamedModel) -> str:
     """The reason why a model has no schedule."""
     if streamed.captures.graphs:
-        return "everything that it has captured ran in eager mode, as a warning said"
+        return "all captured code ran in eager mode; a warning has the reason"
     if streamed.called:
-        return "Dynamo has captured nothing of it, as a warning said"
-    return "it has not been called yet; call model(...) on a batch first (or a module in it)"
+        return "Dynamo captured nothing; a warning has the reason"
+    return "it has not been called yet; call model(...), or a module in it, on a batch first"
 
 
 def updates(model: nn.Module) -> dict[str, str]:

@@ -42,7 +42,7 @@ class Activations(enum.Enum):
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_NEEDED = 'bytes (an int), a text such as "20GiB", or a fraction of what there is (0 < f <= 1)'
+_NEEDED = 'bytes (an int), a string such as "20GiB", or a fraction of the total (0 < f <= 1)'
 
 
 def parse_bytes(name: str, value: Any, total_bytes: int, *, words: str = "") -> int:

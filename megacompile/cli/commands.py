@@ -91,7 +91,7 @@ def _check_trace(args: argparse.Namespace) -> None:
     if args.module:
         _check_module(args.script)
     elif not Path(args.script).is_file():
-        raise OptionError(f"no such file: {args.script!r} (for a module's name, give -m)")
+        raise OptionError(f"no such file: {args.script!r} (for a module, use -m)")
     _check_save(args.save)
 
 

@@ -98,7 +98,7 @@ def use_causal_attention(
         sizes[mask] = tensors_bytes(known.meta(mask))
         count += 1
     if not count:
-        line = "attention masks are materialized: they are not known for every size"
+        line = "attention masks are materialized: they are not recognized for every size"
         return capture, ((line,) if capture.planned else ())
     _erase_unused(own.module.graph, list(sizes))
     own.module.recompile()

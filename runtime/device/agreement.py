@@ -334,8 +334,8 @@ class Agreement:
         else:
             why, by = f"raised {described(error)}, in {self._op}", self.rank
             self._fault = RankError(
-                f"rank {self.rank} {why}, and the other ranks have stopped, or wait; start all "
-                "ranks again",
+                f"rank {self.rank} {why}, and the other ranks have stopped, or wait; restart all "
+                "ranks",
                 by=by,
                 why=why,
             )

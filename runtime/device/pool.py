@@ -245,7 +245,7 @@ class BufferPool(Lender, Reused[Buffer]):
                 f"{format_bytes(max(free - MARGIN_BYTES, 0))} are available; use "
                 "activations='recompute', or a smaller batch"
             )
-        return self._new(size_bytes, "what waits for its backward")
+        return self._new(size_bytes, "offloaded tensors")
 
 
 def _read(lease: Lease, buffer: Buffer, request: Request) -> None:

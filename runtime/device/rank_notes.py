@@ -196,9 +196,9 @@ def _why(script: FrameType | None) -> str:
     if error is not None:
         return described(error)
     if script is None or script.f_lasti < 0:
-        return "it came to its end"
+        return "its script ended"
     last = dis.opname[script.f_code.co_code[script.f_lasti]]
-    return "it came to its end" if last.startswith("RETURN") else "SystemExit, as of sys.exit()"
+    return "its script ended" if last.startswith("RETURN") else "SystemExit, as of sys.exit()"
 
 
 def described(error: BaseException) -> str:
@@ -316,8 +316,8 @@ class Faults:
             return f"was killed (process {note.pid}), last seen {note.at}"
         if self._silent_s(rank, note) > SILENT_S:
             return (
-                f"has given no sign of life for {SILENT_S:.0f} s (process {note.pid} is stopped, "
-                f"or its machine is gone), last seen {note.at}"
+                f"has sent no sign of life for {SILENT_S:.0f} s (process {note.pid} is stopped, or "
+                f"its machine is gone), last seen {note.at}"
             )
         if behind and min(waited_s, note.idle_s) > self._limits.patience_s:
             return _late(note, waited_s)
@@ -342,8 +342,8 @@ class Faults:
 
 def _late(note: Note, waited_s: float) -> str:
     idle = note.idle_s > waited_s / 2
-    does = f"has done nothing for {note.idle_s:.0f} s" if idle else "works"
-    return f"has not come there in {waited_s:.0f} s: it is {note.at}, and {does}"
+    does = f"has been idle for {note.idle_s:.0f} s" if idle else "works"
+    return f"has not arrived in {waited_s:.0f} s: it is {note.at}, and {does}"
 
 
 # Errors of a rank that cannot continue, as the other ranks raise them.

@@ -52,7 +52,9 @@ _NOT_WITH_SYMBOLS = (  # tracing with symbols may raise these where tracing with
     ValueError,
     AssertionError,
 )
-_OTHER = "each kind of inputs, and each way that the model's code takes for sizes, has its own code"
+_OTHER = (
+    "each combination of inputs, and each branch that the model takes on sizes, gets its own code"
+)
 SHAPES_AT_ONCE = 8  # inference shapes that are scheduled at their first call
 SHAPES_MET = 4096  # inference shapes remembered as seen once
 PROGRAMS = 256  # per captured graph; the least recently called are dropped

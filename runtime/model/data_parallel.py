@@ -333,8 +333,8 @@ def _updates_refused(where: str, name: str) -> str:
 
 def _shared_refused(name: str) -> str:
     return (
-        f"megacompile(): {name} has a DistributedDataParallel in it, and ranks are to share it "
-        "(mesh=), which averages gradients too; leave DistributedDataParallel out"
+        f"megacompile(): {name} has a DistributedDataParallel in it, but ranks that share it "
+        "(mesh=) average gradients themselves; leave DistributedDataParallel out"
     )
 
 

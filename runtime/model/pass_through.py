@@ -54,7 +54,7 @@ class PassThrough(DistributedDataParallel):
         self.broadcast_buffers = buffers
         make_whole(module)
         frozen = (each for each in module.parameters() if not compat.is_sharded(each))
-        what = f"values beside what ranks share in {type(module).__name__}"
+        what = f"values that ranks do not share in {type(module).__name__}"
         ranks.send_first([*frozen, *module.buffers()], what)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -157,7 +157,7 @@ def _cause(frames: Iterable[FrameType], in_this_call: bool) -> str:
     """
     frames = tuple(frames)
     if switch := compat.capture_is_off():
-        return f"capture is switched off, by {switch}; leave that out"
+        return f"capture is disabled by {switch}; leave that out"
     breaks = tuple(compat.graph_breaks())
     lines = {(b.file, b.line): b for b in reversed(breaks)}
     limits = {hit.function: hit for hit in compat.limit_hits()}
@@ -171,8 +171,8 @@ def _cause(frames: Iterable[FrameType], in_this_call: bool) -> str:
         if hit := limits.get(name):
             return (
                 f"Dynamo has captured {hit.function} {hit.limit} times and gave up, because each "
-                f"call was another case ({hit.why.strip()}); let fewer things change from call to "
-                f"call, or raise torch._dynamo.config.{hit.option}"
+                f"call differed ({hit.why.strip()}); keep it constant from call to call, or raise "
+                f"torch._dynamo.config.{hit.option}"
             )
     for frame in frames:
         code = frame.f_code
@@ -181,17 +181,17 @@ def _cause(frames: Iterable[FrameType], in_this_call: bool) -> str:
             if found.file == code.co_filename and found.line in its:
                 return _of_break(found)
     if in_this_call and breaks and not breaks[0].file:
-        return f"a graph break: {breaks[0].why}; TORCH_LOGS=graph_breaks says more"
-    return "Dynamo did not capture it, and TORCH_LOGS=graph_breaks says why"
+        return f"a graph break: {breaks[0].why}; TORCH_LOGS=graph_breaks shows more"
+    return "Dynamo did not capture it; TORCH_LOGS=graph_breaks shows why"
 
 
 def untraced_text(failed: compat.Untraced) -> str:
     """The reason why code that Dynamo failed to trace runs in eager mode."""
-    return f"Dynamo could not trace {failed.place}: {failed.why}; TORCH_LOGS=+dynamo says more"
+    return f"Dynamo could not trace {failed.place}: {failed.why}; TORCH_LOGS=+dynamo shows more"
 
 
 def _of_break(found: compat.GraphBreak) -> str:
     return (
         f"a graph break at {found.file}:{found.line} ({found.function}): {found.why}; "
-        "TORCH_LOGS=graph_breaks says more"
+        "TORCH_LOGS=graph_breaks shows more"
     )

@@ -38,16 +38,17 @@ def unsupported_reason(optimizer: Optimizer, found: Iterable[Trained]) -> str:
     if kind is None:
         full = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         return (
-            f"{full} has no update of ours ({listed(KNOWN)} of torch.optim and lion_pytorch have)"
+            f"{full} has no update in megacompile ({listed(KNOWN)} of torch.optim and lion_pytorch "
+            "have)"
         )
     if why := kind.unsupported_reason(optimizer):
         return why
     if rule_of(optimizer) is None and any(compat.is_sharded(each.param) for each in found):
-        return "it computes with whole parameters, of which each rank has a part"
+        return "it needs whole parameters, and each rank has a part"
     if getattr(optimizer, "grad_scale", None) is not None or (
         getattr(optimizer, "found_inf", None) is not None
     ):
-        return "a GradScaler hands its scale to the fused step"
+        return "a GradScaler passes its scale to the fused step"
     for param, _, group, _ in found:
         assert param.grad is not None
         if group.get("differentiable") or group.get("capturable"):

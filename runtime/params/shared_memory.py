@@ -351,6 +351,6 @@ def _where(model: nn.Module, tensors: Iterable[torch.Tensor]) -> str:
             if id(value) in ids:
                 return ".".join(filter(None, (type(model).__name__, path, name)))
     return (
-        "a state_dict() or a view that was made before; a flat buffer; a state dict that "
-        "load_state_dict(assign=True) got"
+        "an earlier state_dict() or view; a flat buffer; the argument of "
+        "load_state_dict(assign=True)"
     )

@@ -146,7 +146,7 @@ class Updates:
         if why:
             if not wraps_another(optimizer):
                 name = type(optimizer).__name__
-                self._say(f"{name} keeps torch.optim's path on the host: {why}")
+                self._say(f"{name} runs unchanged on the host, which is slower: {why}")
             return None
         check(where, optimizer, self.machine.buckets, found)
         if optimizer in self._prepared:  # a second step has all its memory and code

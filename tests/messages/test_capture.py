@@ -154,9 +154,9 @@ FILE = __file__
 ROWS: list[tuple[Callable[[], None], type[Exception], str]] = [
     (untraced, UserWarning,
         f"megacompile: {FILE}:{{}} (forward) runs in eager mode and fetches 2 of 2 parameters "
-        f"(80 B of 80 B, 100 %) {THERE} {SLOWER}: Dynamo could not trace {FILE}:{{}} "
-        "(<lambda>): megacompile_tests.real_only.default: RuntimeError('no fake tensors here'); "
-        "TORCH_LOGS=+dynamo says more"),
+        f"(80 B of 80 B, 100 %) {THERE} {SLOWER}: Dynamo could not trace {FILE}:{{}} (<lambda>): "
+        "megacompile_tests.real_only.default: RuntimeError('no fake tensors here'); "
+        "TORCH_LOGS=+dynamo shows more"),
     (another_case, UserWarning, f"megacompile: Function {ANEW}{GUARD}{FEWER}"),
     (a_part_by_itself, UserWarning, f"megacompile: Sequential {ANEW}{GUARD}{FEWER}"),
     (asked_size, UserWarning,

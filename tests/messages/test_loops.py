@@ -293,9 +293,9 @@ ROWS: dict[str, tuple[Said, type[Exception], str]] = {
      "expected dtype double for `end` but got dtype float; nothing was updated: correct the "
      "options of its parameter group, or its state, and call it again"),
     "unknown_optimizer": (unknown_optimizer, UserWarning,
-     "megacompile: RMSprop keeps torch.optim's path on the host: torch.optim.rmsprop.RMSprop has "
-     "no update of ours (AdamW, Adam, SGD, Lion, Muon and Adafactor of torch.optim and "
-     "lion_pytorch have) (shown once)"),
+     "megacompile: RMSprop runs unchanged on the host, which is slower: "
+     "torch.optim.rmsprop.RMSprop has no update in megacompile (AdamW, Adam, SGD, Lion, Muon and "
+     "Adafactor of torch.optim and lion_pytorch have) (shown once)"),
     "sent_to_a_process": (sent_to_a_process, UserWarning,
      "megacompile: parameter 'first.weight' (and maybe others) was moved to shared memory, by "
      "share_memory() or by sending it to another process. megacompile has moved it back: other "

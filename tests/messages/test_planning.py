@@ -194,15 +194,15 @@ ROWS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
      "megacompile(): Linear was compiled with model.compile() already; leave out that call: "
      "megacompile compiles the model"),
     "explain before a call": (lambda: explain(on_cpu()), ModelError,
-     "explain(): Stack has no schedule: it has not been called yet; call model(...) on a batch "
-     "first (or a module in it)"),
+     "explain(): Stack has no schedule: it has not been called yet; call model(...), or a "
+     "module in it, on a batch first"),
     "trace nothing": (trace, ModelError,
      "trace(): got no model; needed at least one"),
     "no schedule before a call": (lambda: no_schedule(False), NoScheduleError,
-     "schedules(): Stack has none: it has not been called yet; call model(...) on a batch first "
-     "(or a module in it)"),
+     "schedules(): Stack has none: it has not been called yet; call model(...), or a module in "
+     "it, on a batch first"),
     "no schedule in eager mode": (lambda: no_schedule(True), NoScheduleError,
-     "schedules(): Stack has none: Dynamo has captured nothing of it, as a warning said"),
+     "schedules(): Stack has none: Dynamo captured nothing; a warning has the reason"),
     "megacompiled inside": (lambda: inside(True), ModelError,
      "Sequential.0 is megacompiled itself; megacompile only the outermost module that is called "
      "(copy.deepcopy of the other is a plain module)"),
@@ -260,8 +260,8 @@ OPTIONS: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] =
     (on_cpu, {"device": 'meta'}, OptionError,
      "got device='meta'; needed a 'cuda' device or 'cpu'"),
     (on_cpu, {"resident": 'some'}, OptionError,
-     "got resident='some'; needed 'auto', 'all', bytes (an int), a text such as "
-     '"20GiB", or a fraction of what there is (0 < f <= 1)'),
+     "got resident='some'; needed 'auto', 'all', bytes (an int), a string such as "
+     '"20GiB", or a fraction of the total (0 < f <= 1)'),
     (again, {"lookahead": 1}, OptionError,
      "Stack is megacompiled already, with other options (lookahead: 2 -> 1); call it once, "
      "with the options you want"),
@@ -343,15 +343,15 @@ WARNINGS: dict[str, tuple[Callable[[], Any], str]] = {
     "a graph break": (lambda: thrice(on_cpu(Breaks())),
      "megacompile: {} (in_eager) runs in eager mode and fetches 1 of 2 parameters (256 B of 1 "
      "KiB, 25 %) at each use, unless they are on the device (slower, same numbers; shown once): "
-     "a graph break at {} (forward): {}; TORCH_LOGS=graph_breaks says more"),
+     "a graph break at {} (forward): {}; TORCH_LOGS=graph_breaks shows more"),
     "a function that is skipped": (lambda: on_cpu(InALoop())(X),
      "megacompile: {} (forward) runs in eager mode and fetches 2 of 2 parameters (1 KiB of 1 "
      "KiB, 100 %) at each use, unless they are on the device (slower, same numbers; shown "
-     "once): a graph break at {} (forward): {}; TORCH_LOGS=graph_breaks says more"),
+     "once): a graph break at {} (forward): {}; TORCH_LOGS=graph_breaks shows more"),
     "capture is switched off": (switched_off,
      "megacompile: {} (in_eager) runs in eager mode and fetches 2 of 2 parameters (1 KiB of 1 "
      "KiB, 100 %) at each use, unless they are on the device (slower, same numbers; shown "
-     "once): capture is switched off, by torch.compiler.set_stance('force_eager'); leave that "
+     "once): capture is disabled by torch.compiler.set_stance('force_eager'); leave that "
      "out"),
     "a forward that is called itself": (lambda: used(lambda m: m.b.forward(m.a(X)).sum()),
      "megacompile: 1 of 2 parameters (768 B of 1 KiB, 75 %) of Breaks have gradients that no "

@@ -165,7 +165,7 @@ FAULTS = (
     Fault(is_killed_with_the_store, "RankError", "store .* does not answer|which was killed"),
     Fault(finds_nan, "AnomalyError", r"rank 1, which raised AnomalyError: .* of", always=True),
     Fault(saves_alone, "RankError", r"(save\(\) of Net, rank 0|forward of Net, rank 1)"),
-    Fault(is_stopped, "none", WAITS + "1, which has given no sign of life for 30 s"),
+    Fault(is_stopped, "none", WAITS + "1, which has sent no sign of life for 30 s"),
     Fault(exits, "SystemExit", WAITS + r"1, which has ended \(SystemExit, as of"),
     Fault(all_are_interrupted, "KeyboardInterrupt", "", always=True),
     Fault(

@@ -45,7 +45,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "it has ended": ({**BEHIND, "ended": "SystemExit"}, {}, r"rank 1, which has ended \(SystemEx"),
     "it has ended later": ({"n": 9, "ended": "SystemExit"}, {}, ""),
     "it has ended and an op failed": ({"n": 9, "ended": "it"}, {"failed": True}, "has ended"),
-    "it is idle": ({**BEHIND, "idle_s": 46.0}, {"waited_s": 46.0}, "has done nothing for 46 s"),
+    "it is idle": ({**BEHIND, "idle_s": 46.0}, {"waited_s": 46.0}, "has been idle for 46 s"),
     "it is idle, and waits for us": (
         {"n": 3, "entered": 1, "idle_s": 46.0},
         {"waited_s": 46.0},
