@@ -77,8 +77,8 @@ def _no_hook(*gradients: Any) -> None:
 def accumulates_into(node: Node) -> bool | None:  # torch 2.11 to 2.15
     """Inside a backward: true if it will run this AccumulateGrad node.
 
-    False where `autograd.grad()` or `backward(inputs=...)` were called without its parameter, None
-    where `autograd.grad()` was called for it.
+    False if `autograd.grad()` or `backward(inputs=...)` was called without its parameter, None if
+    `autograd.grad()` was called for it.
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))
@@ -268,9 +268,9 @@ _HOOKS = (
 
 
 def keep_state_dtypes(ours: Callable[[torch.Tensor], bool]) -> None:  # torch 2.11 to 2.15
-    """Makes `Optimizer.load_state_dict` keep the dtype of states of the parameters that are `ours`.
+    """Makes `Optimizer.load_state_dict` keep the dtypes of states, for parameters that are `ours`.
 
-    It casts them to the parameter's: float32 moments of a bfloat16 parameter would lose bits.
+    torch casts states to the parameter's dtype: float32 moments of a bfloat16 parameter lose bits.
     """
     _STATES_KEPT.append(ours)
     stock = torch.optim.Optimizer._process_value_according_to_param_policy

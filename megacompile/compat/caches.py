@@ -31,8 +31,8 @@ def code_cache() -> Path | None:  # torch 2.11 to 2.15
 def settle_cache_keys() -> None:  # torch 2.11 to 2.15
     """Makes the keys of Inductor's caches independent of the order of imports.
 
-    They are hashes of pickles. A `torch.memory_format` is pickled by its name, "in" the first of
-    `sys.modules` that has `torch` among its names.
+    The keys are hashes of pickles. A `torch.memory_format` pickles as a name in the first module of
+    `sys.modules` that has an attribute `torch`.
     """
     pickler: Any = codecache.FxGraphCachePickler
     stock = pickler.__init__

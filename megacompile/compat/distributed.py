@@ -62,7 +62,7 @@ def local(tensor: Any) -> Any:  # torch 2.11 to 2.15
 
 
 def locals_of(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:  # torch 2.11 to 2.15
-    """`local` of each."""
+    """`local` of each tensor."""
     return [local(tensor) for tensor in tensors] if _DTENSOR else tensors
 
 
@@ -150,7 +150,7 @@ def averaged(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:  # to
         return like(param, local(mean).to(local(param).device))
 
 
-# torch 2.13 gave these collectives other names
+# torch 2.13 renamed these collectives
 ALL_GATHER: Any = getattr(
     dist, "all_gather_single", dist.all_gather_into_tensor
 )  # torch 2.11 to 2.15
@@ -165,7 +165,7 @@ def coalesced(
     """A context that coalesces collectives into one launch if the backend supports it."""
     if device.type != "cuda":
         return nullcontext()
-    c10d: Any = dist  # whose stubs leave it out
+    c10d: Any = dist  # its stubs leave it out
     context: AbstractContextManager[Any] = c10d._coalescing_manager(group=group, device=device)
     return context
 
