@@ -153,20 +153,24 @@ def _stages(line: str, stubs: Stubs) -> tuple[Stage, ...]:
         later = {name for j in range(i + 1, count) for name in labels[j]}
         carried = [b for b, name in enumerate(labels[i]) if name in later]
         template = _template(i, len(labels[i]), carried, stubs)
-        stages.append(
-            Stage(
-                index=i,
-                name=f"unit {i}",
-                module=fx.GraphModule(torch.nn.Module(), fx.Graph()),
-                buckets=tuple(buckets[name] for name in labels[i]),
-                primals=(*(ParamRef(b, 0) for b in range(len(labels[i]))), ArgRef(0)),
-                metas=template.primals,
-                outputs=(ACTIVATION,),
-                mutated=(),
-                template=template,
-            )
-        )
+        stages.append(stage_of(i, f"unit {i}", [buckets[name] for name in labels[i]], template))
     return tuple(stages)
+
+
+def stage_of(index: int, name: str, buckets: Sequence[Bucket], template: Template) -> Stage:
+    """A stage whose inputs are a parameter of each bucket, and then activations."""
+    args = len(template.primals) - len(buckets)
+    return Stage(
+        index=index,
+        name=name,
+        module=fx.GraphModule(torch.nn.Module(), fx.Graph()),
+        buckets=tuple(buckets),
+        primals=(*(ParamRef(b, 0) for b in range(len(buckets))), *map(ArgRef, range(args))),
+        metas=template.primals,
+        outputs=template.outputs,
+        mutated=template.mutated,
+        template=template,
+    )
 
 
 def _template(index: int, params: int, carried: Sequence[int], stubs: Stubs) -> Template:

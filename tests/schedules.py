@@ -19,9 +19,10 @@ from megacompile.ir.buckets import Bucket, Param, Slot
 from megacompile.ir.ops import Part
 from megacompile.ir.plan import Places, Plan, Updater
 from megacompile.ir.schedule import PassRecord, Schedule
-from megacompile.ir.stages import ArgRef, ParamRef, SavedRef, Stage, Template
+from megacompile.ir.stages import SavedRef, Stage, Template
 from megacompile.ir.tensors import TensorMeta
 from megacompile.ir.tokens import take
+from tests.actions import stage_of
 
 ACTIVATION = TensorMeta((4, 8), torch.bfloat16, (8, 1))
 WEIGHT = TensorMeta((8, 8), torch.bfloat16, (8, 1))
@@ -118,23 +119,7 @@ def _stages(spec: Spec) -> tuple[Stage, ...]:
         )
         if kind not in templates:
             templates[kind] = _template(len(templates), *kind)
-        template = templates[kind]
-        stages.append(
-            Stage(
-                index=i,
-                name=f"layers.{i}",
-                module=fx.GraphModule(torch.nn.Module(), fx.Graph()),
-                buckets=read,
-                primals=(
-                    *(ParamRef(b, 0) for b in range(len(read))),
-                    *(ArgRef(a) for a in range(2 if i in spec.changes else 1)),
-                ),
-                metas=template.primals,
-                outputs=(ACTIVATION,),
-                mutated=template.mutated,
-                template=template,
-            )
-        )
+        stages.append(stage_of(i, f"layers.{i}", read, templates[kind]))
     return tuple(stages)
 
 
