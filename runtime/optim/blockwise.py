@@ -213,22 +213,22 @@ class BlockwiseTensor(torch.Tensor):
     ) -> Any:
         del types
         kwargs = kwargs or {}
-        made: dict[int, tuple[BlockwiseTensor, torch.Tensor]] = {}
+        plains: dict[int, tuple[BlockwiseTensor, torch.Tensor]] = {}
 
         def plain(value: Any) -> Any:
             if not isinstance(value, BlockwiseTensor):
                 return value
-            if id(value) not in made:
-                made[id(value)] = (value, value.plain())
-            return made[id(value)][1]
+            if id(value) not in plains:
+                plains[id(value)] = (value, value.plain())
+            return plains[id(value)][1]
 
         given, given_kwargs = compat.tree_map(plain, (args, kwargs))
         result = func(*given, **given_kwargs)
         if compat.is_mutable(func):
             for value in compat.written(func, args, kwargs):
                 if isinstance(value, BlockwiseTensor):
-                    value.store(made[id(value)][1])
-            back = {id(values): tensor for tensor, values in made.values()}
+                    value.store(plains[id(value)][1])
+            back = {id(values): tensor for tensor, values in plains.values()}
             result = compat.tree_map(lambda value: back.get(id(value), value), result)
         return result
 
@@ -239,5 +239,5 @@ def to_plain(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    mine = compat.local(value)
-    return compat.like(value, mine.plain()) if isinstance(mine, BlockwiseTensor) else value
+    part = compat.local(value)
+    return compat.like(value, part.plain()) if isinstance(part, BlockwiseTensor) else value

@@ -87,12 +87,12 @@ def agrees(rule: OptimizerRule, update: Update, code: Code) -> bool:
             return torch.randint(256, (numel,), generator=generator).to(dtype)
         return (torch.rand(numel, generator=generator) * 1e-3).to(dtype)
 
-    mine = like(update, _SAMPLE, values)
-    its = mine.map(lambda _, tensor: tensor.clone())
+    compiled = like(update, _SAMPLE, values)
+    eager = compiled.map(lambda _, tensor: tensor.clone())
     with torch.no_grad():
-        code(*arguments(mine))
-        apply(rule, its)
-    pairs = zip(mine.tensors(), its.tensors(), strict=True)
+        code(*arguments(compiled))
+        apply(rule, eager)
+    pairs = zip(compiled.tensors(), eager.tensors(), strict=True)
     return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for (_, a), (_, b) in pairs)
 
 

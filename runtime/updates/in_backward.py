@@ -153,11 +153,11 @@ class InBackward:
         """Mark values updated by a failed backward as torn until they are loaded."""
         if self._ended:
             return
-        made, self._made, self.uncommitted, self._ended = self._made, {}, set(), True
+        changed, self._made, self.uncommitted, self._ended = self._made, {}, set(), True
         self._drop_reserved()
         self._shown.clear()
         torn: dict[int, dict[int, Left]] = {}
-        for (key, i), left in made.items():
+        for (key, i), left in changed.items():
             if not _is_gone(left, key, i, self._buckets) and not left.restored():
                 torn.setdefault(key, {})[i] = left
         names = ", ".join(repr(self._buckets[key].layout.name) for key in sorted(torn))

@@ -71,12 +71,12 @@ class DeviceUpdate:
         self.streams.synchronize(Stream.D2H)
 
     def bring_back(
-        self, made: torch.cuda.Event | None, thread: Background, timed: Timed
+        self, updated: torch.cuda.Event | None, thread: Background, timed: Timed
     ) -> InFlight | None:
         """Copy the new values to the host.
 
         Args:
-            made: recorded after the update.
+            updated: recorded after the update.
             thread: issues the copies.
             timed: runs the copies and records their times.
 
@@ -86,10 +86,10 @@ class DeviceUpdate:
         host, buffers = self.host, self.buffers.value
         queue = self.streams.copies(Stream.D2H)
         flying = None
-        if queue is None or made is None:  # the CPU
+        if queue is None or updated is None:  # the CPU
             timed(Stream.D2H.value, functools.partial(_copy, self._back(buffers)))
         else:
-            copy = functools.partial(copy_in_chunks, self._back(buffers), queue, made)
+            copy = functools.partial(copy_in_chunks, self._back(buffers), queue, updated)
             fresh = {i: buffer.streamed for i, buffer in buffers.items()}
             future: Future[None] = Future()
             flying = InFlight(future=future, fresh=fresh)

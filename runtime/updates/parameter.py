@@ -87,9 +87,9 @@ def run_stock_on_device(
         run_stock(kind, [moved], {step.index: on_device})
         param.copy_(on_device, non_blocking=True)
         for name, value in moved.states.items():
-            mine = step.states.get(name)
-            if isinstance(mine, torch.Tensor):
-                mine.copy_(value, non_blocking=True)
+            on_host = step.states.get(name)
+            if isinstance(on_host, torch.Tensor):
+                on_host.copy_(value, non_blocking=True)
             else:  # created by the first step
                 step.states[name] = value.cpu() if isinstance(value, torch.Tensor) else value
 

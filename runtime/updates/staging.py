@@ -209,17 +209,17 @@ def _torn(host: HostBucket, part: Part, error: BaseException) -> BaseException:
         return error
     name = host.layout.name
     if part is Part.STATES:
-        told = OptimizerError(
+        explained = OptimizerError(
             f"optimizer.step(): the new states of {name!r} were not written to the disk completely "
             f"({error}); its parameters are updated and its states are torn: load a checkpoint"
         )
     else:
-        told = OptimizerError(
+        explained = OptimizerError(
             f"the new parameters of {name!r} were not written to the disk completely ({error}); "
             "they are torn: load a checkpoint"
         )
-    told.__cause__ = error
-    return told
+    explained.__cause__ = error
+    return explained
 
 
 def place_of(host: HostBucket) -> DiskBuffer:

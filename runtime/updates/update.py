@@ -100,19 +100,19 @@ class _Run:
 
     def reach(self, other: _Run) -> int:
         """The number of elements of this run joined with the next; 0 if they cannot be joined."""
-        mine, theirs = self.update, other.update
+        first, second = self.update, other.update
         if (
-            (self.rule, tuple(mine.hyper)) != (other.rule, tuple(theirs.hyper))
+            (self.rule, tuple(first.hyper)) != (other.rule, tuple(second.hyper))
             or not (self.ours and other.ours and other.numel)
-            or mine.seed is not None
-            or any(isinstance(state, tuple) for state in (*mine.states, *theirs.states))
+            or first.seed is not None
+            or any(isinstance(state, tuple) for state in (*first.states, *second.states))
         ):
             return 0
-        distance = theirs.param.data_ptr() - mine.param.data_ptr()
-        elements = distance // mine.param.itemsize
+        distance = second.param.data_ptr() - first.param.data_ptr()
+        elements = distance // first.param.itemsize
         if elements < self.numel:
             return 0
-        for a, b in zip(_tensors(mine), _tensors(theirs), strict=True):
+        for a, b in zip(_tensors(first), _tensors(second), strict=True):
             if a is None and b is None:
                 continue
             if a is None or b is None or a.dtype != b.dtype:
@@ -245,9 +245,9 @@ class BucketUpdate:
         All tensors must be in the bucket's page-locked memory, not on a disk. Stochastic rounding
         is excluded, because it depends on the position in the whole parameter.
         """
-        mine = all(run.ours and run.update.seed is None for run in self.runs)
+        eligible = all(run.ours and run.update.seed is None for run in self.runs)
         return (
-            mine
+            eligible
             and self.bucket.disk is None
             and sum(run.numel for run in self.runs) >= LEAST_HELPED
         )

@@ -269,18 +269,18 @@ class HostUpdates:
         """
         bucket = update.bucket
         job = Job(update, functools.partial(_await, after, update, staged))
-        made = InFlight(future=job.future)
+        flying = InFlight(future=job.future)
         try:
             if recording is not None:
                 job.timed = recording.in_background()
             # register with the bucket before it can start
-            bucket.pending.start(written(made), update.indices, update.visible)
+            bucket.pending.start(written(flying), update.indices, update.visible)
             bucket.note_changes(update.indices)
             self.workers.submit(job)
         except BaseException:
             job.call_off()
             raise
-        return made
+        return flying
 
     def help(self, updates: Iterable[InFlight]) -> None:
         """Update these buckets on the device if possible, while they are queued."""

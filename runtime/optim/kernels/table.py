@@ -98,8 +98,8 @@ class Table:
             device: of the parameters.
         """
         blocks = program_blocks(self._numels, block, device)
-        mine = [hypers[k] for k in self.positions]
-        table, hyper = _pack(self._rows, mine, math_dtype(self.signature.param), device)
+        own = [hypers[k] for k in self.positions]
+        table, hyper = _pack(self._rows, own, math_dtype(self.signature.param), device)
         return Launch(self.signature, blocks, table, hyper)
 
 
