@@ -180,7 +180,8 @@ class ModelBuckets:
         follow_parts(self.model)
 
     def before_step(self) -> None:
-        """Warn of gradients that an optimizer's step would lose, and apply pending moves."""
+        """Apply pending moves when an optimizer steps, and adopt data that the user assigned to
+        parameters (`p.data = ...`) since the forward."""
         self.machine.steps += 1
         if self.machine.ranks is not None:
             self.machine.ranks.agreement.steps += 1
@@ -190,6 +191,12 @@ class ModelBuckets:
             self._aliases.of_parts(self.model, params)
         self._note_fetches()
         self.move_if_wanted()
+        for bucket in self.machine.buckets.values() if replaced else ():
+            if bucket.is_replaced():
+                bucket.pending.wait()
+                bucket.pending.withdraw()
+                if not self.machine.exchanged():
+                    bucket.adopt(moved=False)
 
     def move_if_wanted(self) -> None:
         """Apply the plans' placement of buckets and states, unless a backward is pending."""

@@ -284,7 +284,6 @@ class StreamedModel:
                 stand_ins.take_out(of_call)
                 fits = buckets.proxies.fits(self.model, modules)
             buckets.refresh(fits, modules)
-            self.updates.check()
         if not fits:
             self.parts.put_in()
         self.buckets.follow_plans()

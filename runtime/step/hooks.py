@@ -238,16 +238,20 @@ def _before_load(optimizer: Optimizer, state_dict: Any) -> None:
 
 
 def _with_gradients(optimizer: Optimizer) -> list[tuple[nn.Parameter, Any]]:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return [(param, param.grad) for param in params if param.grad is not None]
+    return [
+        (param, gradient)
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if (gradient := param.grad) is not None
+    ]
 
 
 def _closure(args: Any, kwargs: Any) -> tuple[Callable[[], Any] | None, Any, Any]:
     """The closure in a step's arguments (the optimizer is the first), and the other arguments."""
     if len(args) > 1:
         return args[1], (args[0], *args[2:]), kwargs
-    others = {k: v for k, v in kwargs.items() if k != "closure"}
-    return kwargs.get("closure"), args, others
+    others = dict(kwargs)
+    return others.pop("closure", None), args, others
 
 
 @compat.opaque

@@ -69,8 +69,8 @@ class StepParts:
         # updates of residents precede all later work on the stream
         if update.place is UpdatePlace.HOST:
             self._look_at(update, trained)
-        if update.makes_states():
-            update.first = update.new()
+        update.first = update.first_steps()
+        if update.first:
             self._make_first(optimizer, bucket, trained, update.first)
         if offer is not None:
             by_rule = update.place is UpdatePlace.HOST and update.backend.by_rule
@@ -136,10 +136,11 @@ class StepParts:
         pin = pin or bucket.layout.key in self.machine.device_update.keys
         rule = rule_of(optimizer) if backend.by_rule else None
         groups = None if rule is None else Groups(rule)
-        self._make_buffers(optimizer, bucket, trained, groups, pin=pin and self.cuda)
+        states = [_states_of(each, groups) for each in trained]
+        self._make_buffers(optimizer, bucket, trained, states, groups, pin=pin and self.cuda)
         kind, indices = type(optimizer), [each.at for each in trained]
         update = BucketUpdate(bucket, backend, place, kind, self.machine.device, indices)
-        for each in trained:
+        for each, names in zip(trained, states, strict=True):
             gradient = each.param.grad
             assert gradient is not None
             who = lazy_of(gradient)
@@ -149,7 +150,7 @@ class StepParts:
             foreign = ours is None or ours.data_ptr() != theirs.data_ptr()
             taken = theirs.detach() if foreign or ours is None else ours
             scale = 1.0 if who is None else who.scale
-            step = self._step(optimizer, bucket, each, taken, scale, groups)
+            step = self._step(optimizer, bucket, each, names, taken, scale, groups)
             if groups is None:
                 step.group = _options(each.group, options)
             step.factor = _factor(who, gradient, place)
@@ -205,18 +206,15 @@ class StepParts:
         optimizer: Optimizer,
         bucket: HostBucket,
         trained: Iterable[Trained],
+        states: Iterable[Sequence[str]],
         groups: Groups | None,
         *,
         pin: bool,
     ) -> None:
         wanted: list[tuple[Trained, str, torch.dtype | str]] = []
-        for each in trained:
-            if groups is not None:
-                dtype = self.state_dtype(each.param)
-                wanted += [(each, n, dtype) for n in groups.names(each.group)]
-            else:
-                names = names_like(each.param, each.state)
-                wanted += [(each, name, each.state[name].dtype) for name in names]
+        for each, names in zip(trained, states, strict=True):
+            dtype = None if groups is None else self.state_dtype(each.param)
+            wanted += [(each, name, dtype or each.state[name].dtype) for name in names]
         if make_buffers(optimizer, bucket, wanted, pin=pin):
             hooks.convert_state_dicts(optimizer)
 
@@ -225,6 +223,7 @@ class StepParts:
         optimizer: Optimizer,
         bucket: HostBucket,
         trained: Trained,
+        names: Sequence[str],
         gradient: torch.Tensor,
         scale: float,
         groups: Groups | None,
@@ -232,12 +231,12 @@ class StepParts:
         """The step of one parameter.
 
         Args:
+            names: its elementwise states.
             groups: the groups' scalars for its rule; None: torch.optim's own step updates it.
         """
         param, i, group, state = trained
         rule = None if groups is None else groups.rule
-        names = names_like(param, state) if groups is None else groups.names(group)
-        first = any(state.get(name) is None for name in names)
+        first = rule is not None and any(state.get(name) is None for name in names)
         rounded = rule is not None and self.rounds(param)
         if rule is not None and (rounded or rule.counts) and "step" not in state:
             state["step"] = new_counter()  # even without `counts`, because the seeds need it
@@ -270,9 +269,13 @@ class StepParts:
         params = [(bucket.params[i], i) for i in indices]
         trained = [Trained(p, i, by_param[id(p)], optimizer.state[p]) for p, i in params]
         groups, none = Groups(rule), torch.empty(0)
+        states = [groups.names(each.group) for each in trained]
         with self._waits(optimizer, bucket, trained):
-            self._make_buffers(optimizer, bucket, trained, groups, pin=self.cuda)
-            steps = [self._step(optimizer, bucket, each, none, 1.0, groups) for each in trained]
+            self._make_buffers(optimizer, bucket, trained, states, groups, pin=self.cuda)
+            steps = [
+                self._step(optimizer, bucket, each, names, none, 1.0, groups)
+                for each, names in zip(trained, states, strict=True)
+            ]
         return {step.index: step for step in steps}
 
     def _waits(
@@ -293,6 +296,13 @@ class StepParts:
     def rounds(self, param: nn.Parameter) -> bool:
         """True if a parameter is rounded stochastically."""
         return self.options.stochastic_rounding and param.dtype == torch.bfloat16
+
+
+def _states_of(trained: Trained, groups: Groups | None) -> Sequence[str]:
+    """The elementwise states of a parameter: of its rule, or those that it has."""
+    if groups is None:
+        return names_like(trained.param, trained.state)
+    return groups.names(trained.group)
 
 
 def _factor(

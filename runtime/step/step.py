@@ -60,6 +60,7 @@ _RESTS = 16  # graphs for updates outside of schedules; the oldest are dropped
 
 
 _ByKey = dict[int, BucketUpdate]  # parts by bucket key
+_Ours = tuple[nn.Parameter, ParamId, dict[str, Any]]  # a parameter, its place, its group
 
 
 class Updates:
@@ -114,34 +115,44 @@ class Updates:
     def check(self) -> None:
         """Raise if an update failed and its values were not loaded since. Does not wait."""
         for bucket in self.machine.buckets.values():
-            bucket.pending.check()
+            if bucket.pending.torn is not None:
+                bucket.pending.check()
 
     # A step: preparation.
 
     def prepare_step(self, optimizer: Optimizer) -> PreparedStep | None:
         """Prepare the update of streamed parameters; None if torch.optim's own step updates all."""
-        self._refuse_unsummed(optimizer)
-        if any(self.owns(param) for group in optimizer.param_groups for param in group["params"]):
+        place = self.machine.gradients.place
+        ours = [
+            (param, at, group)
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if (at := place(param)) is not None
+        ]
+        self._refuse_unsummed(optimizer, ours)
+        if ours:
             self.check()
             self._before_step()  # it may move buckets, and their gradients
-            self._take_over()
         updates = self.machine.in_backward
         if updates is not None and updates.optimizer is not optimizer:
-            updates.refuse(optimizer, self.machine.gradients.place, self.machine.buckets)
+            updates.refuse(optimizer, place, self.machine.buckets)
         alike = self._prepare_alike(optimizer)
         if alike is not None:
             return alike
-        found = self._to_update(optimizer)
+        found = self._to_update(optimizer, ours)
         if not found:
             return None
         self.settle()
-        keys = self._in_order(found)
+        keys = [key for key in self.machine.order if key in found]  # as the forward reads them
+        keys += sorted(found.keys() - set(keys))
         trained = [each for key in keys for each in found[key]]
-        ignored = ignored_options(optimizer, self.options)
-        if ignored and not wraps_another(optimizer):
-            self._say(ignored)
+        if self.options.state_dtype is not None or self.options.stochastic_rounding:
+            ignored = ignored_options(optimizer, self.options)
+            if ignored and not wraps_another(optimizer):
+                self._say(ignored)
         where = f"{type(optimizer).__name__}.step()"
-        check_shared(where, optimizer, [each.param for each in trained])
+        if self.machine.ranks is not None:
+            check_shared(where, optimizer, [each.param for each in trained])
         why = unsupported_reason(optimizer, trained)
         if why:
             if not wraps_another(optimizer):
@@ -198,29 +209,17 @@ class Updates:
             optimizer, step.parts(), step.params, step.gradients, counters=step.counters
         )
 
-    def _refuse_unsummed(self, optimizer: Optimizer) -> None:
+    def _refuse_unsummed(self, optimizer: Optimizer, ours: Iterable[_Ours]) -> None:
         """Raise, equally in all ranks, if a gradient is not summed over replicas yet."""
         ranks = self.machine.ranks
         if ranks is None or ranks.replicas == 1:
             return
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                place = self.machine.gradients.place(param)
-                if place is not None and is_unsummed(param.grad):
-                    key, i = place
-                    name = self.machine.buckets[key].layout.params[i].name
-                    refuse_unsummed(f"{type(optimizer).__name__}.step()", name, ranks.replicas)
+        for param, (key, i), _ in ours:
+            if is_unsummed(param.grad):
+                name = self.machine.buckets[key].layout.params[i].name
+                refuse_unsummed(f"{type(optimizer).__name__}.step()", name, ranks.replicas)
 
-    def _take_over(self) -> None:
-        """Adopt data that the user assigned to parameters (`p.data = ...`) since the forward."""
-        for bucket in self.machine.buckets.values():
-            if bucket.is_replaced():
-                bucket.pending.wait()
-                bucket.pending.withdraw()
-                if not self.machine.exchanged():
-                    bucket.adopt(moved=False)
-
-    def _to_update(self, optimizer: Optimizer) -> dict[int, list[Trained]]:
+    def _to_update(self, optimizer: Optimizer, ours: Iterable[_Ours]) -> dict[int, list[Trained]]:
         """The parameters that this step updates, by bucket key.
 
         Parameters that the backward has updated are counted here and lose their gradient. Their
@@ -235,33 +234,26 @@ class Updates:
             for param in updated:
                 param.grad = None
         found: dict[int, list[Trained]] = {}
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                place = self.machine.gradients.place(param)
-                if place is None or param.grad is None or self._is_elsewhere(param, place):
-                    continue
-                state = dict(optimizer.state.get(param, {}))
-                found.setdefault(place[0], []).append(Trained(param, place[1], group, state))
-        for key in [
-            key for key, trained in found.items() if self._left_to(optimizer, key, trained)
-        ]:
-            for each in found.pop(key):
-                move_loaded(optimizer, each.param)
+        for param, (key, i), group in ours:
+            if param.grad is None:
+                continue
+            value = self.machine.buckets[key].values[i]
+            if compat.local(param).data_ptr() != value.data_ptr():
+                continue  # it is not in place: the optimizer's own step updates it
+            state = dict(optimizer.state.get(param, {}))
+            found.setdefault(key, []).append(Trained(param, i, group, state))
+        for key in list(found):
+            resident = self.machine.buckets[key].resident is not None
+            if resident and self._left_to(optimizer, found[key]):
+                for each in found.pop(key):
+                    move_loaded(optimizer, each.param)
         return found
 
-    def _is_elsewhere(self, param: nn.Parameter, place: ParamId) -> bool:
-        """True if a parameter is not in place; then the optimizer's own step updates it."""
-        mine = compat.local(param)
-        value = self.machine.buckets[place[0]].values[place[1]]
-        return bool(mine.data_ptr() != value.data_ptr())
-
-    def _left_to(self, optimizer: Optimizer, key: int, trained: Iterable[Trained]) -> bool:
-        """True if the optimizer's own step updates a resident bucket.
+    def _left_to(self, optimizer: Optimizer, trained: Iterable[Trained]) -> bool:
+        """True if the optimizer's own step updates these parameters of a resident bucket.
 
         Decided for the whole bucket, as for a host bucket, so that both round alike.
         """
-        if self.machine.buckets[key].resident is None:
-            return False
         if rule_of(optimizer) is None:
             return True
         eager = self.options.lowering is Lowering.EAGER
@@ -274,11 +266,6 @@ class Updates:
 
     def _say(self, text: str) -> None:
         notices.warn_once(text, f"megacompile: {text} (shown once)", of=self)
-
-    def _in_order(self, keys: Iterable[int]) -> list[int]:
-        """The buckets in the forward's reading order."""
-        rank = {key: i for i, key in enumerate(self.machine.order)}
-        return sorted(keys, key=lambda key: (rank.get(key, len(rank)), key))
 
     # A step: execution.
 
@@ -352,14 +339,15 @@ class Updates:
 
     def _finish(self, optimizer: Optimizer, parts: Sequence[BucketUpdate]) -> None:
         for part in parts:
-            name = part.bucket.layout.name
-            self.parts.backends[name] = part.said
-            log.logger("update").info("%s: %s", name, part.said)
+            name, said = part.bucket.layout.name, part.said
+            self.parts.backends[name] = said
+            log.logger("update").info("%s: %s", name, said)
             if part.place is not UpdatePlace.RESIDENT and part.backend.by_rule:
                 self.machine.device_update.learn(optimizer, part.bucket, part.steps, part.states)
             if part.aliased or part.first:
                 part.bucket.pending.wait()
-            self._install(optimizer, part.bucket, part.first)
+            if part.first:
+                self._install(optimizer, part.bucket, part.first)
 
     def _install(
         self, optimizer: Optimizer, bucket: HostBucket, steps: Iterable[ParamUpdate]

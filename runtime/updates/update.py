@@ -77,6 +77,8 @@ class UpdatePlace(enum.Enum):
     BACKWARD = "in the backward"
 
 
+_NOTHING = frozenset((type(None),))  # as the class of each of a parameter's states
+
 _OPS: dict[UpdatePlace, Callable[..., Any]] = {
     UpdatePlace.HOST: ops.update_host,
     UpdatePlace.DEVICE: ops.update,
@@ -180,16 +182,15 @@ class BucketUpdate:
         """The number of updated elements."""
         return sum(self.bucket.layout.params[step.index].numel for step in self.steps)
 
-    def makes_states(self) -> bool:
-        """True if an optimizer's own first step will create states. Valid only before it runs."""
+    def first_steps(self) -> list[ParamUpdate]:
+        """The steps of parameters without states, if torch.optim's own step will create some. Valid
+        only before it runs."""
+        if self.backend.by_rule:
+            return []
+        new = [s for s in self.steps if _NOTHING.issuperset(map(type, s.states.values()))]
         kind = known(self.kind)
         assert kind is not None
-        new = () if self.backend.by_rule else self.new()
-        return any(kind.has_states(step.group) for step in new)
-
-    def new(self) -> list[ParamUpdate]:
-        """The steps of parameters without states. Valid only before it runs."""
-        return [s for s in self.steps if all(value is None for value in s.states.values())]
+        return new if any([kind.has_states(step.group) for step in new]) else []
 
     def __call__(self) -> None:
         with torch.no_grad():
