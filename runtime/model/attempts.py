@@ -82,6 +82,8 @@ class CapturedAgain:
         if self.said:
             return
         self._took_s.append(took_s)
+        if not took_s:
+            return
         anew = [took_s for took_s in self._took_s if took_s]
         if len(anew) < _CAPTURED:
             return

@@ -83,6 +83,7 @@ class ModelBuckets:
         self.alone = threading.RLock()  # the swap and the slots serve one call at a time
         self.notice = EagerNotice(self.machine.links)
         self._noted: set[int] = set()  # the part of `notice.read` that the plans know
+        self._keeps_gradients = options.plans and options.optimizer is None  # on the device
         self._aliases = AliasNotice()
         self._aliases.of_model(model)
         if ranks is not None:
@@ -127,12 +128,8 @@ class ModelBuckets:
         if contents is not None:
             start.fill(self.machine, self.options, units, named, contents, stored)
         total = sum(unit.bucket.size_bytes for unit in units)
-        filling = None
-        if (
-            not before
-            and contents is None
-            and start.fills_later(named.values(), self.options.device)
-        ):
+        filling, moves = None, not before and contents is None
+        if moves and start.fills_later(named.values(), self.options.device):
             filling = Filling(self.options.device, Background("megacompile-parameters"))
         with bar("moving parameters to the host", total, self.options.progress, unit="B") as step:
             kept = 0  # bytes freed since the cache was last emptied
@@ -193,8 +190,7 @@ class ModelBuckets:
         self.move_if_wanted()
         for bucket in self.machine.buckets.values() if replaced else ():
             if bucket.is_replaced():
-                bucket.pending.wait()
-                bucket.pending.withdraw()
+                bucket.pending.settle()
                 if not self.machine.exchanged():
                     bucket.adopt(moved=False)
 
@@ -252,8 +248,7 @@ class ModelBuckets:
         on."""
         disk = self.machine.disk if on_disk and bucket.resident is None else None
         if disk is not bucket.disk:
-            bucket.pending.wait()
-            bucket.pending.withdraw()
+            bucket.pending.settle()
             bucket.disk = disk
             bucket.states = StateMemory(bucket)
 
@@ -284,8 +279,7 @@ class ModelBuckets:
             return
         where = "device" if resident else "disk" if stored else "host"
         progress.now(f"moving parameters to the {where}")
-        old.pending.wait()
-        old.pending.withdraw()
+        old.pending.settle()
         undos.append(functools.partial(_show_again, [(p, p.grad) for p in old.params]))
         gradients, lacking = self.machine.gradients.take(key)
         self.machine.buckets[key] = start.new_bucket(
@@ -319,8 +313,7 @@ class ModelBuckets:
             params = {id(param) for param in self.model.parameters()}
             for bucket in self.machine.buckets.values():
                 bucket.pending.let_go(params)
-                bucket.pending.wait()
-                bucket.pending.withdraw()
+                bucket.pending.settle()
             self._check_model()
             self._anew()
 
@@ -399,9 +392,8 @@ class ModelBuckets:
         """True if, for the first time, a forward with a backward finds gradients on the device."""
         return (
             torch.is_grad_enabled()
-            and self.options.plans
+            and self._keeps_gradients
             and not self.plans.placement.accumulates
-            and self.machine.in_backward is None
             and not self.machine.pending
             and self.machine.gradients.on_device()
         )
@@ -412,8 +404,7 @@ class ModelBuckets:
         params = {id(param) for param in self.model.parameters()}
         for bucket in buckets:
             bucket.pending.let_go(params)
-            bucket.pending.wait()
-            bucket.pending.withdraw()
+            bucket.pending.settle()
         self._check_model()
         ours = {value.data_ptr() for bucket in buckets for value in bucket.values}
         whole = (p for p in self.model.parameters() if not packed.is_wrapper(p))

@@ -123,8 +123,9 @@ class Captures:
             self._again.note(compiled, took_s, grown[-1].why_made)
         else:
             self._again.note(compiled, 0.0)
-        if True in [graph.has_evicted for graph in self.graphs]:
-            self._forget_evicted()
+        for graph in self.graphs:
+            if graph.has_evicted:
+                self._forget_evicted()
 
     def _forget_evicted(self) -> None:
         """Make the compiler drop what no program uses."""

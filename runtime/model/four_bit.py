@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacompile.runtime.params.undo import Undos, exchange
+from megacompile.runtime.params.undo import Undos, replace
 
 PACKAGE = "bitsandbytes"
 OPERATOR = "matmul_4bit"
@@ -40,9 +40,7 @@ def swap_in(undos: Undos) -> None:
     if theirs is None or state is None or theirs in _OURS:
         return
     ours = _made(theirs, state)
-    holders, names = [vars(package)], [_NAME]
-    undos.append(functools.partial(exchange, holders, names, [ours], [theirs]))
-    exchange(holders, names, [theirs], [ours])
+    replace([vars(package)], [_NAME], [theirs], [ours], undos)
 
 
 _OURS: set[Callable[..., Any]] = set()

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from megacompile import compat
-from megacompile.runtime.params.undo import Undos, exchange
+from megacompile.runtime.params.undo import Undos, replace
 
 _NAMES = ("make_inputs_require_grads", "make_inputs_require_grad")  # transformers, PEFT
 
@@ -49,8 +49,7 @@ class InputHooks:
             found = [item for item in found if item[1] in item[0]]
         holders, keys, theirs = map(list, zip(*found, strict=True))
         ours = [self._made()] * len(found)
-        undos.append(functools.partial(exchange, holders, keys, ours, theirs))
-        exchange(holders, keys, theirs, ours)
+        replace(holders, keys, theirs, ours, undos)
 
     def _made(self) -> Any:
         if self._hook is None:

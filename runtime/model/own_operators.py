@@ -31,7 +31,7 @@ from torch import Tensor
 
 from megacompile import compat
 from megacompile.runtime.model import four_bit
-from megacompile.runtime.params.undo import Undos, exchange
+from megacompile.runtime.params.undo import Undos, replace
 
 _LIBRARY = torch.library.Library("megacompile", "FRAGMENT")
 _HERE = threading.local()  # `on`: True while this thread calls a model
@@ -42,13 +42,16 @@ def swap_in(undos: Undos) -> None:
     until the undos run."""
     if four_bit.PACKAGE in sys.modules:
         four_bit.swap_in(undos)
+    _tell_dynamo()
+    if not _is_on():
+        replace([vars(_HERE)], ["on"], [None], [True], undos)
+
+
+@functools.cache
+def _tell_dynamo() -> None:
     compat.capture_dropout_as(dropout, _is_on)
     for stock, own in _SIZED.items():
         compat.capture_sized_as(stock, own, _is_on)
-    holders = [vars(_HERE)]
-    if not _is_on():
-        undos.append(functools.partial(exchange, holders, ["on"], [True], [None]))
-        exchange(holders, ["on"], [None], [True])
 
 
 def _is_on() -> bool:

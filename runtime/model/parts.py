@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +22,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from megacompile import compat
 from megacompile.runtime.model.methods import State
-from megacompile.runtime.params.undo import Undos, exchange
+from megacompile.runtime.params.undo import Undos, exchange, replace
 
 
 class Caller(Protocol):
@@ -102,8 +101,7 @@ class ModuleCalls:
     def take_out(self, undos: Undos) -> None:
         """Restore the modules' plain calls until the undos run."""
         holders, names, parts, none = self._columns
-        undos.append(partial(exchange, holders, names, none, parts))
-        exchange(holders, names, parts, none)
+        replace(holders, names, parts, none, undos)
 
     def end(self) -> None:
         """Restores the modules."""

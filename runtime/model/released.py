@@ -136,8 +136,7 @@ class Released:
 
     def _settle(self) -> None:
         for bucket in self.buckets.machine.buckets.values():
-            bucket.pending.wait()
-            bucket.pending.withdraw()
+            bucket.pending.settle()
 
     def _note_residents(self) -> None:
         buckets = self.buckets.machine.buckets

@@ -47,8 +47,7 @@ def restore(streamed: StreamedModel, device: torch.device) -> None:
         with nullcontext() if ranks is None else ranks.together(f"unmegacompile() of {name}"):
             _refuse(streamed, device)
             for bucket in machine.buckets.values():
-                bucket.pending.wait()
-                bucket.pending.withdraw()
+                bucket.pending.settle()
         machine.give_back()
         machine.device_update.forget()
         machine.activations.forget()

@@ -137,16 +137,15 @@ def _sources_in(
     note("input", unchanged, _versions(unchanged.values()))
     count = len(before.inputs)
     note("input", before.inputs, before.versions[:count])
-    for (name, value), version in zip(
-        before.constants.items(), before.versions[count:], strict=True
-    ):
+    constants, versions = before.constants, before.versions[count:]
+    each = zip(constants.items(), versions, _memories(constants.values()), strict=True)
+    for (name, value), version, memory in each:
         source = Source("a constant", value, version, frozenset({name}))
-        found.setdefault(_memory(value), []).append(source)
-    for tensor in outputs:
-        if _memory(tensor) in met:
-            version = compat.version(tensor)
-            source = Source("an output", tensor.detach(), version, frozenset())
-            found.setdefault(_memory(tensor), []).append(source)
+        found.setdefault(memory, []).append(source)
+    for tensor, memory in zip(outputs, _memories(outputs), strict=True):
+        if memory in met:
+            source = Source("an output", tensor.detach(), compat.version(tensor), frozenset())
+            found.setdefault(memory, []).append(source)
     return found
 
 
@@ -164,10 +163,6 @@ def _versions(tensors: Collection[torch.Tensor]) -> list[int]:
     if any(map(torch.Tensor.is_inference, tensors)):
         return [-1 if t.is_inference() else compat.version(t) for t in tensors]
     return compat.versions(tensors)
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _memories(tensors: Iterable[torch.Tensor]) -> list[int]:

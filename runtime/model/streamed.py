@@ -319,7 +319,7 @@ def refuse_nested(model: nn.Module, modules: Sequence[nn.Module]) -> None:
         ModelError: with the name of that module.
     """
     calls = compat.compiled_calls(modules)[1:]
-    if not any(issubclass(kind, StreamedModel) for kind in set(map(type, calls))):
+    if StreamedModel not in set(map(type, calls)):
         return
     for name, module in model.named_modules():
         if module is not model and isinstance(compat.compiled_call(module), StreamedModel):

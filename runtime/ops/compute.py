@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakSet
 
@@ -12,7 +12,6 @@ import torch
 
 from megacompile.ir.stages import ArgRef, Code, LoweredFn, ParamRef, SavedRef, Stage, Template
 from megacompile.ir.stream import Stream
-from megacompile.ir.tensors import TensorMeta
 from megacompile.runtime.device.replay import Graphs, Replay
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops import anomaly
@@ -87,7 +86,7 @@ class ComputeOps(OpGroup):
 
         def run() -> Sequence[Any]:
             primals = _primals(stage, weights, args)
-            with self._random_numbers_of(rng):
+            with nullcontext() if rng is None else self._random_numbers_of(rng):
                 return code([primals[i] for i in template.recompute_primals])[skip:]
 
         return self._issue_many((weights, args), run)
@@ -97,17 +96,14 @@ class ComputeOps(OpGroup):
         count = len(stage.outputs)
 
         def run() -> Sequence[Any]:
-            with self._random_numbers_of(rng):
+            with nullcontext() if rng is None else self._random_numbers_of(rng):
                 return code(_primals(stage, weights, args))[:count]
 
         return self._issue_many((weights, args), run)
 
     @contextmanager
     def _random_numbers_of(self, rng: Any) -> Iterator[None]:
-        """Repeat the random draws from a recorded state; None: the stage draws nothing."""
-        if rng is None:
-            yield
-            return
+        """Repeat the random draws from a recorded state."""
         now = random_state(self.machine.device)
         set_random_state(self.machine.device, rng.value)
         try:
@@ -125,29 +121,24 @@ class ComputeOps(OpGroup):
         partial_gradients: Any,
         live: Any = (),
     ) -> tuple[Handle, ...]:
-        template = stage.traced
-        arg_partial_gradients = [
-            i for i in template.partial_gradients if isinstance(stage.primals[i], ArgRef)
-        ]
+        template, of_args = stage.traced, stage.partial_args
 
         def run() -> Sequence[Any]:
-            groups: dict[int, Group] = dict(
-                handle.value for handle in partial_gradients[len(arg_partial_gradients) :]
-            )
+            groups: dict[int, Group] = dict(handle.value for handle in partial_gradients[of_args:])
             primals = _primals(stage, weights, args)
             inputs = [
                 saved[item.index].value if isinstance(item, SavedRef) else primals[item]
                 for item in template.backward_inputs
             ]
             flows = [tangent.value for tangent in tangents]
-            flowing = iter(partial_gradients[: len(arg_partial_gradients)])
+            flowing = iter(partial_gradients[:of_args])
             for i in template.partial_gradients:
                 ref = stage.primals[i]
                 if isinstance(ref, ArgRef):
                     flows.append(next(flowing).value)
                 else:
                     flows.append(groups[stage.buckets[ref.bucket].key][ref.param])
-            inputs += map(_conform, flows, template.tangent_metas, _strides(template, primals))
+            inputs += _conformed(template, primals, flows)
             looks = self.machine.detect_anomaly or (
                 torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
             )
@@ -199,19 +190,22 @@ def _replay(
     )
 
 
-def _strides(template: Template, primals: Sequence[Any]) -> Sequence[tuple[int, ...]]:
-    """The tangent strides that a backward was traced with."""
-    if template.tangent_strides is None:
-        return [meta.stride for meta in template.tangent_metas]
-    return template.tangent_strides(*(primals[i] for i in template.numbers))
-
-
-def _conform(gradient: torch.Tensor, meta: TensorMeta, stride: tuple[int, ...]) -> torch.Tensor:
-    """A gradient with the strides that the backward was traced with; the user's may differ."""
-    if gradient.stride() == stride and gradient.dtype == meta.dtype:
-        return gradient
-    conformed = torch.empty_strided(gradient.shape, stride, dtype=meta.dtype, device=meta.device)
-    return conformed.copy_(gradient)
+def _conformed(
+    template: Template, primals: Sequence[Any], gradients: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Tangents with the strides that the backward was traced with; the user's may differ."""
+    strides = None  # as in the metas
+    if template.tangent_strides is not None:
+        strides = template.tangent_strides(*(primals[i] for i in template.numbers))
+    found = []
+    for k, (gradient, meta) in enumerate(zip(gradients, template.tangent_metas, strict=False)):
+        stride = meta.stride if strides is None else strides[k]
+        if gradient.stride() == stride and gradient.dtype == meta.dtype:
+            found.append(gradient)
+            continue
+        made = torch.empty_strided(gradient.shape, stride, dtype=meta.dtype, device=meta.device)
+        found.append(made.copy_(gradient))
+    return found
 
 
 def _primals(stage: Stage, weights: Any, args: Any) -> list[Any]:

@@ -12,7 +12,7 @@ import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -45,8 +45,10 @@ from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.pending import CopyMark
 from megacompile.runtime.params.undo import Undos, hold, undone
 from megacompile.runtime.updates.device_buffers import Deferred
-from megacompile.runtime.updates.update import BucketUpdate
+from megacompile.runtime.updates.update import BucketUpdate, UpdatePlace
 from megacompile.views import python
+
+_PLACE = operator.attrgetter("place")
 
 
 class Executor:
@@ -65,6 +67,7 @@ class Executor:
             name: [key for key, token in found if token is None]
             for name, found in self._inputs.items()
         }
+        self._order = [bucket.key for bucket in schedule.buckets]
         self.elsewhere = elsewhere(schedule.forward)
         self.borrowed = borrowed(schedule)
         self.tangents = {} if schedule.backward is None else tangents(schedule.backward)
@@ -135,7 +138,7 @@ class Executor:
 
         A host parameter may be changed as soon as this returns: the last prefetch is done.
         """
-        marks = self._marks()
+        marks = self._marks() if self._stays else {}
         outputs, saved_values = self._call("forward", inputs)
         self.machine.streams.synchronize(Stream.H2D)
         if self.machine.ranks is not None:
@@ -143,14 +146,12 @@ class Executor:
         self.machine.alive.clear()
         self.machine.slots.left |= marks
         if self.schedule.backward is not None:
-            self.machine.order[:] = [bucket.key for bucket in self.schedule.buckets]
+            self.machine.order[:] = self._order
         kept = dict(zip(self.schedule.saved_values, _plain(saved_values), strict=True))
         return _alone(_plain(outputs)), kept
 
     def _marks(self) -> dict[int, tuple[int, CopyMark]]:
         """The buckets that a forward without a backward leaves for the next forward, by slot."""
-        if not self._stays:
-            return {}
         with unguarded():
             each = [(i, key, self.machine.buckets[key].copy.mark()) for i, key in self._stays]
         return {i: (key, mark) for i, key, mark in each if mark is not None}
@@ -194,7 +195,7 @@ class Executor:
             tracer = machine.tracer
             bound.recording = None if tracer is None else tracer.run(self.schedule, "update")
             bound.in_step, bound.parts, bound.residents = True, parts, []
-            bound.resident_parts = sum(p.op is ops.update_resident for p in parts.values())
+            bound.resident_parts = list(map(_PLACE, parts.values())).count(UpdatePlace.RESIDENT)
             try:
                 self._function("update")(taken)
             except BaseException as error:
@@ -229,8 +230,9 @@ class Executor:
         machine = self.machine
         # code traced under autocast contains its casts
         quiet = compat.without_autocast()
-        running = machine.streams.run()
-        with self._agreed(name), running, torch.no_grad(), quiet, compat.on_host():
+        running, ranks = machine.streams.run(), machine.ranks
+        agreed = nullcontext() if ranks is None else ranks.running(self._collectives[name])
+        with agreed, running, torch.no_grad(), quiet, compat.on_host():
             machine.streams.alone = self._alone[name]
             machine.slots.trim(len(self.schedule.slots))
             machine.slots.require(self.schedule.slots)
@@ -253,11 +255,6 @@ class Executor:
             except BaseException as error:
                 machine.give_up(error)
                 raise
-
-    def _agreed(self, name: str) -> AbstractContextManager[None]:
-        """A context in which all ranks run the same graph."""
-        ranks = self.machine.ranks
-        return nullcontext() if ranks is None else ranks.running(self._collectives[name])
 
     def _taken(self, name: str, inputs: dict[str, Any]) -> list[Handle]:
         """The values of a graph's placeholders; empties `inputs`, so that no reference remains."""
@@ -320,11 +317,13 @@ def _alone(outputs: Sequence[Any]) -> list[Any]:
     Autograd forbids in-place changes of one of several outputs that are views, because it cannot
     know what they alias.
     """
-    tensors = {id(value): value for value in outputs if isinstance(value, torch.Tensor)}
-    memory = {key: value.untyped_storage().data_ptr() for key, value in tensors.items()}
-    shared = Counter(memory.values())
-    alone = {key: value.detach() for key, value in tensors.items() if shared[memory[key]] == 1}
-    return [alone.get(id(value), value) for value in outputs]
+    memory = {
+        id(value): value.untyped_storage().data_ptr()
+        for value in outputs
+        if isinstance(value, torch.Tensor)
+    }
+    users = Counter(memory.values())
+    return [v.detach() if users[memory.get(id(v), -1)] == 1 else v for v in outputs]
 
 
 def _plain(values: Iterable[Any]) -> list[Any]:

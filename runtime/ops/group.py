@@ -56,6 +56,10 @@ class OpGroup:
         return tuple([Handle(value, Stream.COMPUTE, event) for value in whole.value])
 
 
+def nothing() -> None:
+    """The work of an op that only waits."""
+
+
 def write_assigned(group: OpGroup) -> None:
     """Write the collected new values in a few launches."""
     assigned, group.to_write = group.to_write, []

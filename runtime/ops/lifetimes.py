@@ -8,7 +8,7 @@ import torch
 
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle
-from megacompile.runtime.ops.group import OpGroup
+from megacompile.runtime.ops.group import OpGroup, nothing
 from megacompile.runtime.updates.device_buffers import Deferred, Landing
 
 
@@ -16,7 +16,7 @@ class LifetimeOps(OpGroup):
     """`megacompile.ir.ops.lifetimes` on a machine."""
 
     def wait(self, *handles: Handle) -> None:
-        self._issue(Stream.COMPUTE, handles, lambda: None)
+        self._issue(Stream.COMPUTE, handles, nothing)
 
     def defer_free(self, value: Handle, *, after: tuple[Handle, ...] = ()) -> None:
         for handle in after:

@@ -21,24 +21,26 @@ class UpdateOps(OpGroup):
         if part is None:
             return Handle(None, Stream.HOST)
         events = [handle.event for handle in handles(after) if handle.event is not None]
-        host, machine = part.bucket, self.machine
-        staging = machine.staging
-        states = None if staging is None else staging.states.of(host)
-        weights = None if staging is None else staging.updates.of(host)
+        staging, updates = self.machine.staging, self.machine.host_updates
+        if staging is None:
+            made = updates.start(part, events, self.recording)
+            return Handle(made, Stream.HOST, host=part.bucket.pending)
+        host = part.bucket
+        states, weights = staging.states.of(host), staging.updates.of(host)
 
         def written(made: InFlight) -> InFlight:
             """Build an update whose results are then written to a disk."""
             work, name = made, host.layout.name
-            if staging is not None and weights is not None:
+            if weights is not None:
                 what = f"{bucket.label}WRITE_WEIGHTS of {name!r}"
                 work = staging.write(weights, part.indices, what, work, made.wait)
-            if staging is not None and states is not None:
+            if states is not None:
                 what = f"{bucket.label}WRITE_STATE of {name!r}"
                 work = staging.write_states(states, what, work, made.wait)
             return work
 
         staged = [each for each in (states, weights) if each is not None]
-        made = machine.host_updates.start(part, events, self.recording, written, staged)
+        made = updates.start(part, events, self.recording, written, staged)
         return Handle(made, Stream.HOST, host=host.pending)
 
     def update_resident(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:

@@ -10,7 +10,7 @@ from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.background import Completion
 from megacompile.runtime.device.streams import Handle
-from megacompile.runtime.ops.group import OpGroup, handles
+from megacompile.runtime.ops.group import OpGroup, handles, nothing
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates.leases import BucketLease
 from megacompile.runtime.updates.parameter import flat
@@ -20,7 +20,7 @@ class WeightOps(OpGroup):
     """`megacompile.ir.ops.weights` on a machine."""
 
     def begin(self) -> Handle:
-        return self._issue(Stream.COMPUTE, (), lambda: None)
+        return self._issue(Stream.COMPUTE, (), nothing)
 
     def prefetch(self, bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Handle:
         slots, host = self.machine.slots, self.machine.buckets[bucket.key]

@@ -102,17 +102,22 @@ class BackwardPass:
         Waits for the copies to the host, except for buckets that the device will update: their
         gradients are guarded, and the first reader waits.
         """
-        taken = [place for place, record in self.records.items() if record.in_bucket]
-        updated = [(place, each) for place, each in self.records.items() if each.updated]
+        taken, updated, replaced = [], [], False
+        for place, record in self.records.items():
+            if record.in_bucket:
+                taken.append(place)
+                replaced |= record.before is not None
+            if record.updated:
+                updated.append((place, record))
         in_place = self._in_place(taken)
-        lazy = self._lazy(in_place)
+        lazy = self._lazy(in_place) if self.norms else set()
         if taken or not updated:
             self.await_copies(self.copies.keys() - lazy)
         for (key, i), record in updated:
             norms = record.norms
             of_it = None if norms is None else partial(self._norms, norms, norms.indices.index(i))
             take(self.buckets[key].params[i], self.buckets[key].layout.params[i].name, of_it)
-        if len(in_place) < len(taken) or any([self.records[at].before is not None for at in taken]):
+        if len(in_place) < len(taken) or replaced:
             for place in sorted(taken):
                 self._settle_down(place)
             in_place = self._in_place(taken)

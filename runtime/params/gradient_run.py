@@ -7,6 +7,7 @@ parameter's gradient. A `GradientRecord` holds the facts about one gradient.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 
 import torch
 
@@ -25,14 +26,17 @@ from megacompile.runtime.params.gradient_record import (
 )
 from megacompile.runtime.params.gradients import Gradients, is_there
 
+_OTHERS, _SEVERAL = attrgetter("others"), attrgetter("several")
+_BY_GRAPHS = frozenset((ParamUse(Wish.ACCUMULATE, Others.GRAPHS),))
+
 
 def _unusual(
     gradients: Gradients, places: tuple[ParamId, ...], users: Sequence[Users]
 ) -> dict[ParamId, ParamUse]:
     """The parameters with other users, and those whose gradients are not simply accumulated.
     Arguments: see `GradientRun`."""
-    others = frozenset().union(*[each.others for each in users])
-    several = frozenset().union(*[each.several for each in users])
+    others = frozenset[int]().union(*map(_OTHERS, users))
+    several = frozenset[int]().union(*map(_SEVERAL, users))
     ends = gradients.ends(places)
     alone = others.isdisjoint(ends.ids) and several.isdisjoint(ends.ids)
     if users and alone and not ends.hooked and ends.all_run:
@@ -133,7 +137,7 @@ class GradientRun:
         quick check for every parameter in every step. Other graphs may contribute later."""
         if self.observed or self._of.several_passes:
             return False
-        if any([use != (Wish.ACCUMULATE, Others.GRAPHS) for use in self.unusual.values()]):
+        if not _BY_GRAPHS.issuperset(self.unusual.values()):
             return False
         if not self.backward.records.keys().isdisjoint(places):
             return False
@@ -294,20 +298,15 @@ class GradientRun:
 
         No other reference to these tensors exists, so autograd can adopt them without a copy.
         """
-        if self._are_still_first():
+        first = self.all_first and not self._of.several_passes
+        if first and self._of.ends(tuple(self.records)).without_gradients:
             found = self._first_for_autograd()
-        else:
+        else:  # another thread may have set `p.grad` meanwhile
             found = self._others_for_autograd()
         if self._of.ranks is None:
             return found
         # a DTensor parameter's gradient is a DTensor over this memory
         return {at: compat.like(self._of.param(at), memory) for at, memory in found.items()}
-
-    def _are_still_first(self) -> bool:
-        """True if no other thread has set `p.grad` meanwhile."""
-        if not self.all_first or self._of.several_passes:
-            return False
-        return self._of.ends(tuple(self.records)).without_gradients
 
     def _first_for_autograd(self) -> dict[ParamId, torch.Tensor]:
         """The gradients, if all are first gradients and none is read."""

@@ -177,8 +177,7 @@ class Gradients:
         """
         for key, params in wanted.items():
             bucket = self.buckets[key]
-            bucket.pending.wait()
-            bucket.pending.withdraw()
+            bucket.pending.settle()
             if not unwanted or not unwanted.issuperset([(key, i) for i in params]):
                 backward.norms.pop(key, None)
             for i in () if fresh else params:

@@ -275,11 +275,14 @@ def new_counter() -> torch.Tensor:
 
 def count_up(states: Iterable[dict[str, Any]]) -> None:
     """Count a step in an optimizer's own counters."""
-    counting = [state for state in states if "step" in state]
-    add_one([state["step"] for state in counting if isinstance(state["step"], torch.Tensor)])
-    for state in counting:
-        if not isinstance(state["step"], torch.Tensor):
-            state["step"] += 1
+    counters = []
+    for state in states:
+        count = state.get("step")
+        if isinstance(count, torch.Tensor):
+            counters.append(count)
+        elif count is not None:
+            state["step"] = count + 1
+    add_one(counters)
 
 
 def add_one(counters: list[torch.Tensor]) -> None:

@@ -204,6 +204,11 @@ class Pending(Completion):
         if self.torn is not None and not self.restoring:
             self.check()
 
+    def settle(self) -> None:
+        """Wait for the work in flight, and withdraw the offer: the bucket's memory may change."""
+        self.wait()
+        self.withdraw()
+
     def tear(self, why: str, left: Mapping[int, Left]) -> None:
         """Record a failed update of these parameters, by index: they are torn until loaded.
 

@@ -24,7 +24,7 @@ from megacompile.runtime.params.proxies import (
     proxy_class,
     stand_in,
 )
-from megacompile.runtime.params.undo import Undos, exchange, undone, use_unguarded
+from megacompile.runtime.params.undo import Undos, exchange, replace, undone, use_unguarded
 
 
 class Site(NamedTuple):
@@ -295,8 +295,7 @@ class StandIns:
 
     def take_out(self, undos: Undos) -> None:
         """Put the parameters back until the undos run."""
-        undos.append(partial(exchange, self._holders, self._names, self._params, self._tensors))
-        exchange(self._holders, self._names, self._tensors, self._params)
+        replace(self._holders, self._names, self._tensors, self._params, undos)
 
     def put_in(self, place: Callable[[torch.Tensor], torch.Tensor], undos: Undos) -> None:
         """Replace the parameters by the results of `place` for the tensors, until the undos run."""
@@ -305,8 +304,7 @@ class StandIns:
             if id(tensor) not in placed:
                 placed[id(tensor)] = place(tensor)
         inside = [placed[id(tensor)] for tensor in self._tensors]
-        undos.append(partial(exchange, self._holders, self._names, inside, self._params))
-        exchange(self._holders, self._names, self._params, inside)
+        replace(self._holders, self._names, self._params, inside, undos)
 
 
 # Lists, tuples and dicts of a model's modules that hold parameters of it.

@@ -57,6 +57,18 @@ def exchange(
     deque(starmap(operator.setitem, compress(places, there)), maxlen=0)
 
 
+def replace(
+    holders: Sequence[dict[str, Any]],
+    names: Sequence[str],
+    before: Sequence[object],
+    after: Sequence[object],
+    undos: Undos,
+) -> None:
+    """Exchange, until the undos run."""
+    undos.append(functools.partial(exchange, holders, names, after, before))
+    exchange(holders, names, before, after)
+
+
 def hold(lock: threading.RLock, undos: Undos) -> None:
     """Hold a lock until the undos run."""
     held: list[tuple[()]] = []

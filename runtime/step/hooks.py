@@ -175,10 +175,12 @@ class _Hooks:
                     part = model.prepare_step(optimizer)
                     if part is not None:
                         self.parts.append((model, part))
+                changes_states = False
                 for _, part in self.parts:
                     self._hide(zip(part.params, part.gradients, strict=True))
+                    changes_states |= bool(part.states)
                 left = _with_gradients(optimizer) if self.parts else []
-                if left or any(part.states for _, part in self.parts):
+                if left or changes_states:
                     trained = [param for param, _ in (*self.hidden, *left)]
                     new = [param for param in trained if param not in optimizer.state]
                     self.reserved = reserve(optimizer, new) if new else []

@@ -47,6 +47,8 @@ class StepParts:
     def __init__(self, machine: Machine, options: Options) -> None:
         self.machine = machine
         self.options = options
+        self.cuda = machine.device.type == "cuda"
+        self.helps = self.cuda and options.device_helps  # the device helps with host updates
         self.backends: dict[str, str] = {}  # by bucket name, from the last step
 
     def part(
@@ -114,7 +116,7 @@ class StepParts:
             parts = map(compat.local, (*mine, gradient))
             if bucket.aliased(each.at) or any(map(is_shared, parts)):
                 update.aliased = True
-        if written := visible_on_disk(bucket):
+        if bucket.disk is not None and (written := visible_on_disk(bucket)):
             known = {id(state) for state in update.states}
             others = [state for state in written if id(state) not in known]
             update.visible += others
@@ -153,10 +155,9 @@ class StepParts:
             step = self._step(optimizer, bucket, each, names, taken, scale, groups)
             if groups is None:
                 step.group = _options(each.group, options)
-            step.factor = _factor(who, gradient, place)
-            step.intact = (
-                not foreign and who is not None and who.version == compat.version(gradient)
-            )
+            if who is not None:
+                step.factor = _factor(who, gradient, place)
+                step.intact = not foreign and who.version == compat.version(gradient)
             update.steps.append(step)
         return update
 
@@ -164,16 +165,6 @@ class StepParts:
     def compiles(self) -> bool:
         """True if host updates are compiled to C++."""
         return self.options.lowering is not Lowering.EAGER and compat.has_cpp_compiler()
-
-    @property
-    def cuda(self) -> bool:
-        """True if the device is a GPU."""
-        return self.machine.device.type == "cuda"
-
-    @property
-    def helps(self) -> bool:
-        """True if the device helps with host updates."""
-        return self.cuda and self.options.device_helps
 
     def _backend(
         self, optimizer: Optimizer, bucket: HostBucket, trained: Sequence[Trained]
@@ -305,11 +296,9 @@ def _states_of(trained: Trained, groups: Groups | None) -> Sequence[str]:
     return groups.names(trained.group)
 
 
-def _factor(
-    who: GradientGuard | None, gradient: torch.Tensor, place: UpdatePlace
-) -> torch.Tensor | None:
+def _factor(who: GradientGuard, gradient: torch.Tensor, place: UpdatePlace) -> torch.Tensor | None:
     """The factor that an update applies to a gradient; applies it here if the update cannot."""
-    if who is None or who.state is not GuardState.FOLDED:
+    if who.state is not GuardState.FOLDED:
         return None
     if place is not UpdatePlace.RESIDENT:
         who.open(gradient)

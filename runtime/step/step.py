@@ -303,12 +303,15 @@ class Updates:
         """The executors of these parts, in order: each part goes to the first that can run it."""
         waiting = {part.bucket.layout.key: part for part in parts}
         chosen: list[tuple[Executor, _ByKey]] = []
-        for executor in [reference() for reference in self.machine.trained]:
+        for reference in self.machine.trained:
+            executor = reference()
             if executor is None:
                 continue
             mine = {k: part for k, part in waiting.items() if executor.updates.get(k) is part.op}
-            waiting = {k: part for k, part in waiting.items() if k not in mine}
-            chosen += [(executor, mine)] if mine else []
+            if mine:
+                chosen.append((executor, mine))
+            for key in mine:
+                del waiting[key]
         for part in waiting.values():
             if part.left is not None:  # its schedule is gone
                 part.drop()

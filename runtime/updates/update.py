@@ -188,9 +188,10 @@ class BucketUpdate:
         if self.backend.by_rule:
             return []
         new = [s for s in self.steps if _NOTHING.issuperset(map(type, s.states.values()))]
-        kind = known(self.kind)
-        assert kind is not None
-        return new if any([kind.has_states(step.group) for step in new]) else []
+        kind = known(self.kind) if new else None
+        if kind is None or not any(kind.has_states(step.group) for step in new):
+            return []
+        return new
 
     def __call__(self) -> None:
         with torch.no_grad():

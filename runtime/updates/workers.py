@@ -255,7 +255,7 @@ class HostUpdates:
         update: BucketUpdate,
         after: Sequence[torch.cuda.Event],
         recording: Recording | None,
-        written: Callable[[InFlight], InFlight],
+        written: Callable[[InFlight], InFlight] | None = None,
         staged: Sequence[BucketLease] = (),
     ) -> InFlight:
         """Enqueue an update for a worker; users of its bucket wait for it.
@@ -264,7 +264,7 @@ class HostUpdates:
             update: the prepared update.
             after: work that must complete first: gradients in flight to the host.
             recording: records the run, if it is traced.
-            written: adds the writes to a disk to the work in flight.
+            written: adds the writes to a disk to the work in flight; None: there are none.
             staged: leases of states and parameters from a disk.
         """
         bucket = update.bucket
@@ -274,7 +274,8 @@ class HostUpdates:
             if recording is not None:
                 job.timed = recording.in_background()
             # register with the bucket before it can start
-            bucket.pending.start(written(flying), update.indices, update.visible)
+            work = flying if written is None else written(flying)
+            bucket.pending.start(work, update.indices, update.visible)
             bucket.note_changes(update.indices)
             self.workers.submit(job)
         except BaseException:
