@@ -128,7 +128,8 @@ class ModelBuckets:
         if contents is not None:
             start.fill(self.machine, self.options, units, named, contents, stored)
         total = sum(unit.bucket.size_bytes for unit in units)
-        filling, moves = None, not before and contents is None
+        filling = None
+        moves = not before and contents is None
         if moves and start.fills_later(named.values(), self.options.device):
             filling = Filling(self.options.device, Background("megacompile-parameters"))
         with bar("moving parameters to the host", total, self.options.progress, unit="B") as step:
@@ -188,7 +189,9 @@ class ModelBuckets:
             self._aliases.of_parts(self.model, params)
         self._note_fetches()
         self.move_if_wanted()
-        for bucket in self.machine.buckets.values() if replaced else ():
+        if not replaced:
+            return
+        for bucket in self.machine.buckets.values():  # some may have moved since
             if bucket.is_replaced():
                 bucket.pending.settle()
                 if not self.machine.exchanged():

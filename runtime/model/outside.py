@@ -81,15 +81,15 @@ class OutsideNotice:
 
     def _say_view(self, model: nn.Module, programs: Iterable[Program | None]) -> None:
         """Views that a forward did not keep are freed already."""
-        for program in programs:
-            for view, name in () if program is None else program.views:
-                if view() is None:
-                    continue
-                self._said_view = True
-                notices.warn(
-                    f"megacompile: the forward of {type(model).__name__} has kept a view of "
-                    f"parameter {name!r}, or returned it, and the view is a copy: this step "
-                    "changes the parameter, not the copy (shown once); read "
-                    f"model.get_parameter({name!r}) where the view is used"
-                )
-                return
+        views = [view for program in programs if program is not None for view in program.views]
+        for view, name in views:
+            if view() is None:
+                continue
+            self._said_view = True
+            notices.warn(
+                f"megacompile: the forward of {type(model).__name__} has kept a view of parameter "
+                f"{name!r}, or returned it, and the view is a copy: this step changes the "
+                "parameter, not the copy (shown once); read "
+                f"model.get_parameter({name!r}) where the view is used"
+            )
+            return

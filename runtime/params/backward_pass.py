@@ -102,7 +102,9 @@ class BackwardPass:
         Waits for the copies to the host, except for buckets that the device will update: their
         gradients are guarded, and the first reader waits.
         """
-        taken, updated, replaced = [], [], False
+        taken: list[ParamId] = []
+        updated: list[tuple[ParamId, GradientRecord]] = []
+        replaced = False
         for place, record in self.records.items():
             if record.in_bucket:
                 taken.append(place)
@@ -110,7 +112,7 @@ class BackwardPass:
             if record.updated:
                 updated.append((place, record))
         in_place = self._in_place(taken)
-        lazy = self._lazy(in_place) if self.norms else set()
+        lazy = self._lazy(in_place) if self.norms else set[int]()
         if taken or not updated:
             self.await_copies(self.copies.keys() - lazy)
         for (key, i), record in updated:
