@@ -73,7 +73,7 @@ class _SlotChoice:
     sizes: dict[int, int]  # of used slots, in bytes
     chosen: dict[fx.Node, int] = field(default_factory=dict)
     after: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
-    held: set[fx.Node] = field(default_factory=set)
+    held: set[fx.Node] = field(default_factory=set)  # prefetches whose bucket is in its slot
     reused: dict[fx.Node, fx.Node] = field(
         default_factory=dict
     )  # -> the earlier prefetch whose bucket is still in its slot

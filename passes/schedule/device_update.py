@@ -4,9 +4,9 @@ there.
     before: 2B 1B 0B 0OFFLOAD_GRAD    after: 2B 0FETCH_STATE 1B 0B 0OFFLOAD_GRAD
     (forward: 0F 1F 2F)               (forward: 0F 1F DRAIN 2F)
 
-The host alone may need longer for its updates than the next forward takes, while its memory and the
-h2d stream have little to do during the backward. So the backward fetches the parameters and states
-of the buckets that the next forward reads first. It returns them with their gradients
+On its own the host may need longer for its updates than the next forward takes, while its memory
+and the h2d stream are mostly idle during the backward. So the backward fetches the parameters and
+states of the buckets that the next forward reads first. It returns them with their gradients
 (`schedule.left`), and the update begins with them (see `update_graph`), while the host updates the
 others. The gradients are still offloaded, so that `p.grad` is complete.
 

@@ -34,7 +34,7 @@ from megacompile.passes.schedule.offload_grad import last_gradients, last_item
 def insert_all_gather(schedule: Schedule) -> Schedule:
     """Fetch this rank's part of each bucket, then gather the other ranks' parts.
 
-    Both ops fill the same slot, so slots are assigned as without ranks; the gather waits for the
+    Both ops fill the same slot, so slots are assigned as on a single rank. The gather waits for the
     copy, and the stage for the gather.
     """
     if all(bucket.ranks == 1 for bucket in schedule.buckets):
@@ -115,7 +115,7 @@ def insert_all_reduce(schedule: Schedule, *, defers: bool) -> Schedule:
 
 
 def _takes_part(op: ops.Op) -> bool:
-    """True if an op consumes a bucket's gradients: it leaves them, or updates with them."""
+    """True if an op consumes a bucket's gradients: it hands them on, or updates with them."""
     if op.gives in (Value.GRADIENTS, Value.NORMS):
         return False
     return any(takes.kind is Value.GRADIENTS and takes.ends for takes in op.takes)

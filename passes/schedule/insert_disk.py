@@ -24,8 +24,8 @@ from megacompile.ir.tokens import take
 from megacompile.passes.edit import body_of, set_saved_values, trained_bytes, wait_for
 from megacompile.text import format_bytes, numbered
 
-AHEAD = 2  # uses by which a read of states or parameters runs ahead
-STATE_SETS = 4  # at least: one updated, one written, two read ahead
+AHEAD = 2  # states and parameters are read this many uses ahead
+STATE_SETS = 4  # minimum: one updated, one written, two read ahead
 SAVED_SETS = 3  # per direction: one copied, two written or read ahead
 WEIGHT_SETS = 3  # for prefetches: one copied to the device, two read ahead
 NEW_SETS = 4  # for updates: one updated, one written, two read ahead
@@ -60,7 +60,7 @@ def insert_disk(
         state_bytes: maps the bytes of a streamed element to those of its states, for the cost
             model.
         set_bytes: bytes of a buffer for all states of a bucket's trained parameters.
-        ahead: number of uses by which a read runs ahead.
+        ahead: number of uses between a read and its own use.
     """
     trained = schedule.gradient_params if schedule.backward is not None or schedule.rest else {}
     streamed = frozenset(trained) - schedule.plan.resident
@@ -90,11 +90,11 @@ def insert_disk(
 
 
 def states_in_use(graph: fx.Graph, keys: Collection[int]) -> int:
-    """The most streamed buckets whose states are in use at once, in program order: from the first
-    op that touches them to the one that changes them, after which they are written.
+    """The maximum number of streamed buckets whose states are in use at once. In program order,
+    states are in use from the first op that touches them to the op that changes them.
 
     Each needs its own buffers: while the host waits for the states of one bucket, it must not
-    depend on the write of another that it has not issued yet.
+    depend on the write of another bucket's states that it has not issued yet.
     """
     used: set[int] = set()
     most = 0
@@ -167,10 +167,10 @@ def insert_disk_saved(schedule: Schedule) -> Schedule:
         after:  0F 1OFFLOAD_SAVED 1WRITE_SAVED 1F
                 2READ_SAVED 1READ_SAVED 2FETCH_SAVED 3B 1FETCH_SAVED 2RECOMPUTE 2B 1RECOMPUTE 1B
 
-    A value is written as soon as it is on the host, which frees its buffer. It is read into another
-    buffer `SAVED_SETS - 1` fetches ahead, and the fetch frees that. There are `SAVED_SETS` buffers
-    per direction: an offload waits for the write that returns one, and a read for the fetch. The
-    first stages are chosen because their values wait the longest.
+    A value is written as soon as it is on the host; the write frees its buffer. `SAVED_SETS - 1`
+    fetches ahead it is read into another buffer, which its fetch frees. There are `SAVED_SETS`
+    buffers per direction: an offload waits until a write returns one, and a read until a fetch
+    does. The first stages are chosen because their values wait the longest.
     """
     stages = schedule.plan.saved_on_disk
     if schedule.backward is None or not stages:
@@ -255,7 +255,7 @@ def insert_disk_weights(schedule: Schedule, *, ahead: int = AHEAD) -> Schedule:
     the copy, those of updates after the write, so one of each kind would be enough.
 
     Args:
-        ahead: number of prefetches or updates by which a read runs ahead.
+        ahead: number of prefetches or updates between a read and its own.
     """
     if not schedule.plan.weights_on_disk:
         return schedule

@@ -16,7 +16,7 @@ from megacompile.ir.plan import Choice, Places, Plan, SavedPart, StagePlan, Tier
 from megacompile.ir.schedule import Schedule
 from megacompile.text import format_bytes, numbered
 
-ROWS = (1, 2, 3, 5)  # tried numbers of consecutive stages that run again per saved output
+ROWS = (1, 2, 3, 5)  # candidates: consecutive stages that run again for each saved output
 
 
 def make_plan(
@@ -35,15 +35,15 @@ def make_plan(
     Args:
         choice: the decisions. The device never updates streamed buckets with states or weights on a
             disk.
-        saves: if False, nothing is kept, regardless of the choice, because a backward for other
-            gradients than the forward was traced for has no saved tensors. Stages that would be
+        saves: if False, nothing is kept, regardless of the choice: a backward for gradients other
+            than those that the forward was traced for has no saved tensors. Stages that would be
             kept on the host are recomputed from the values there.
         in_backward: the backward updates the buckets whose gradients it computes.
         activations: "auto", "keep", "selective", "recompute" or "offload", which may override the
             choice: all stages are kept, or all inputs wait on the host.
         lookahead: number of stages by which an offloaded value is fetched ahead.
         cut: the stages with pieces that run in tiles; see `stages_in_tiles`.
-        samples: those among `cut` that run in tiles as a whole if they are recomputed; see
+        samples: the stages in `cut` that run in tiles as a whole if they are recomputed; see
             `stages_by_samples`.
     """
     keys = frozenset(bucket.key for bucket in schedule.buckets)
@@ -114,8 +114,8 @@ def _tier(stage: int, offloaded: Collection[int], on_disk: int) -> Tier:
 
 
 def stages_on_host(schedule: Schedule, choice: Choice, *, lookahead: int) -> frozenset[int]:
-    """The stages that are kept on the host: the chosen number, before the last ones, which are kept
-    on the device, and evenly spread, so that the next stages compute while one is copied.
+    """The stages that are kept on the host: as many as chosen, evenly spread, so that the next
+    stages compute while one is copied. The stages after them are kept on the device.
 
     The last `lookahead + 1` stages are excluded, because the backward needs their tensors as it
     begins.
@@ -129,7 +129,7 @@ def stages_on_host(schedule: Schedule, choice: Choice, *, lookahead: int) -> fro
 
 
 def _apart(stages: frozenset[int]) -> int:
-    """The largest distance between neighboring stages in the set, the time that a copy may take."""
+    """The largest distance between neighboring stages in the set: a copy may take that long."""
     gaps = (after - one for one, after in itertools.pairwise(sorted(stages)))
     return max(gaps, default=2 if stages else 1)
 
@@ -215,10 +215,10 @@ def _offload(
 
 
 def reruns(stages: int, row: int) -> int:
-    """Number of stages that run again if `row` consecutive ones do for each saved output.
+    """Number of stages that run again if each saved output is followed by `row` such stages.
 
-    The first and the last do not: all others read the first's outputs, and the last returns the
-    loss.
+    The first and the last stage never do: all others read the first's outputs, and the last returns
+    the loss.
     """
     able = max(0, stages - 2)
     return able - able // (row + 1)
@@ -253,7 +253,7 @@ def _rerun(schedule: Schedule, count: int) -> tuple[frozenset[int], tuple[str, .
 
 
 def _tiles(schedule: Schedule, tiles: int, cut: frozenset[int]) -> tuple[str, ...]:
-    """Reasons about tiles: which stages run in tiles, and why others do not."""
+    """Reasons for the tiles: which stages run in tiles, and why others do not."""
     if tiles == 1:
         return ()
     count = len(schedule.stages)
@@ -263,31 +263,31 @@ def _tiles(schedule: Schedule, tiles: int, cut: frozenset[int]) -> tuple[str, ..
     if cut:
         where = "" if len(cut) == count else f", in {len(cut)} of {count} stages"
         reasons.append(
-            f"tokenwise pieces run in {tiles} tiles{where}; their gradients of "
-            "weights are summed in float32"
+            f"tokenwise pieces run in {tiles} tiles{where}; their weight gradients "
+            "are summed in float32"
         )
     if changing:
         reasons.append(
-            f"{changing} of {count} stages are not in tiles: their sizes change from call to call "
+            f"{changing} of {count} stages are not tiled: their sizes change from call to call "
             "(dynamic=False)"
         )
     if others and cut:
         reasons.append(
-            f"{others} of {count} stages are not in tiles: they have no tokenwise matrix product"
+            f"{others} of {count} stages are not tiled: they have no tokenwise matrix product"
         )
     elif others:
-        reasons.append("nothing is in tiles: no matrix product is tokenwise")
+        reasons.append("nothing is tiled: no matrix product is tokenwise")
     return tuple(reasons)
 
 
 def _by_samples(stages: frozenset[int]) -> tuple[str, ...]:
-    """Reasons about stages in tiles as a whole; those without attention may have tiles of
-    tokens."""
+    """The reason for stages that run in tiles as a whole. Tiles of a stage without attention may be
+    tokens instead of samples."""
     if not stages:
         return ()
     return (
         f"{len(stages)} recomputed stages run tile by tile as a whole, including any attention, "
-        "as over micro-batches",
+        "like micro-batches",
     )
 
 

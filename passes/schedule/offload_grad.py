@@ -9,8 +9,8 @@ With `accumulate=True` the gradients already on the host are fetched first and a
 The update of a bucket may begin when its gradients are on the host, so they are not offloaded
 before the last reader of its weights.
 
-A resident bucket keeps its gradients in the memory that the backward allocated for them, and
-reserves none before: `2B 2KEEP_GRAD`.
+A resident bucket keeps its gradients in the memory that the backward allocated for them; nothing is
+reserved in advance: `2B 2KEEP_GRAD`.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def split_stages(
 def stages_in_tiles(schedule: Schedule, tiles: int, cache: TemplateCache) -> frozenset[int]:
     """The stages with pieces that can run in `tiles` tiles.
 
-    The others are split as without tiles, because recomputing would save nothing there.
+    The others are split as if there were no tiles, because recomputing would save nothing there.
     """
     if tiles == 1:
         return frozenset()
@@ -187,8 +187,7 @@ def bundles_of(template: Template, *, fused: bool) -> Bundles:
 
 
 def _with_own_memory(template: Template, code: Code, fused: bool) -> set[int]:
-    """Indices of the saved tensors that share no memory with other inputs or outputs of the
-    code."""
+    """Indices of the saved tensors that share no memory with the code's inputs or other outputs."""
     returned = analysis_of(template, code, fused=fused).returned
     first = len(returned) - len(template.saved)
     places = [None if each is None else each.memory for each in returned]

@@ -4,7 +4,7 @@
 
 Buckets are updated in the order in which the next forward reads them. Threads of the host update
 buckets in host memory (`update_host`), and the device helps (`help_host`), except with states on a
-disk, for which it would wait. The work is divided at run time (`runtime.updates.workers`). The
+disk, which it would wait for. The work is divided at run time (`runtime.updates.workers`). The
 compute stream updates resident buckets (`update_resident`) and buckets that the backward left on
 the device (`schedule.left`), whose new values then go to the host. An update on the host waits for
 its bucket's gradients (`gradients_1`), and a later graph takes its token (see `insert_tokens`).
@@ -74,7 +74,7 @@ def rest_of(
     helps: bool,
     state_bytes: Callable[[int], float] = float,
 ) -> Schedule:
-    """A schedule with only an update, of buckets that no other schedule updates.
+    """A schedule with only an update, for buckets that no other schedule updates.
 
     Args:
         places: of the buckets.

@@ -10,14 +10,14 @@
 An update follows the bucket's last gradient and its last reader in the backward. A resident bucket
 is updated in place (`update_in_place`), without copies or additional memory. For the others, the
 optimizer states are fetched `lookahead` stages ahead, like the weights, in the order of the
-updates. The update reads the weights from their slot and allocates memory for the new ones only
-then. New weights and states are offloaded while the next stages compute. With `accumulate`,
-gradients of earlier backwards are added first, as in `offload_grad`.
+updates. The update reads the weights from their slot; memory for the new ones is not allocated
+before it runs. New weights and states are offloaded while the next stages compute. With
+`accumulate`, gradients of earlier backwards are added first, as in `offload_grad`.
 
 If ranks share a bucket, an update needs only this rank's part. If the stage of the update does not
-read the bucket (an embedding), the part is fetched with the states, because a prefetch would be a
-gather, in which ranks where the bucket is resident would not take part. Otherwise the part comes
-from the slot, which those ranks keep as long.
+read the bucket (an embedding), the part is fetched with the states. A prefetch would be a gather,
+and ranks where the bucket is resident would not join it. Otherwise the part comes from the slot,
+which those ranks keep just as long.
 
 The frees of a backward's last updates are deferred (see `free`), because the next forward should
 not begin with a wait for their copies. Its first half hides these copies; then a `drain` frees

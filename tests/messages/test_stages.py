@@ -160,14 +160,14 @@ def test_what_is_said_of_masks() -> None:
         (
             nn.Linear(8, 8),
             [
-                "tokenwise pieces run in 2 tiles, in 3 of 4 stages; their gradients of weights are "
+                "tokenwise pieces run in 2 tiles, in 3 of 4 stages; their weight gradients are "
                 "summed in float32",
-                "1 of 4 stages are not in tiles: they have no tokenwise matrix product",
-                "2 recomputed stages run tile by tile as a whole, including any attention, as over "
+                "1 of 4 stages are not tiled: they have no tokenwise matrix product",
+                "2 recomputed stages run tile by tile as a whole, including any attention, like "
                 "micro-batches",
             ],
         ),
-        (nn.LayerNorm(8), ["nothing is in tiles: no matrix product is tokenwise"]),
+        (nn.LayerNorm(8), ["nothing is tiled: no matrix product is tokenwise"]),
     ],
 )
 def test_what_a_plan_says_of_tiles(layer: nn.Module, lines: list[str]) -> None:
