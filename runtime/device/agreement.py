@@ -7,7 +7,7 @@ mismatched collectives are never issued.
 
     rank 0    n=7  forward, 12 collectives, digest 4fe1...     written
     rank 1    n=7  forward, 12 collectives, digest 4fe1...     the same: it runs
-    rank 2    n=7  backward, 9 collectives, digest 08c2...     another: RankError in every rank
+    rank 2    n=7  backward, 9 collectives, digest 08c2...     not the same: RankError in every rank
 
 With gloo, collectives run on the host, and a started one cannot be aborted. So ranks meet in the
 store, where faults can be reported, before a graph starts its collectives. With NCCL the GPU waits
@@ -38,7 +38,7 @@ _KEPT = 64  # number of graphs whose keys are kept
 _LOOK_S = 0.5  # between two polls of the other ranks' notes
 _SAME = (
     "needed the same graphs, in the same order, in all ranks: inputs of the same shapes (pad "
-    "them, or use dynamic=True), equally many micro-batches and steps, the same mode (train() or "
+    "them, or use dynamic=True), as many micro-batches and steps, the same mode (train() or "
     "eval()) and the same frozen parameters (requires_grad)"
 )
 
@@ -49,7 +49,7 @@ class _Flying:
     event: torch.cuda.Event
 
 
-TALK = "a talk of ranks"  # the default name of a common action
+TALK = "an exchange between ranks"  # the default name of a common action
 
 
 class Agreement:
@@ -60,7 +60,7 @@ class Agreement:
         rank: the number of this rank.
         store: creates a client of the process group's store.
         limits: how long to wait.
-        meets: True: ranks wait for one another before a graph. False: a thread watches.
+        meets: True: ranks wait for one another before each graph. False: a thread watches them.
         abort: aborts the collectives in flight.
     """
 
@@ -91,10 +91,10 @@ class Agreement:
 
     @contextmanager
     def run(self, graph: Collectives) -> Iterator[None]:
-        """A context in which this rank runs a graph, like all ranks.
+        """A context in which this rank and all others run the same graph.
 
         Raises:
-            RankError: another rank runs another graph, has stopped, or does not arrive.
+            RankError: another rank runs a different graph, has stopped, or does not arrive.
         """
         if not graph.ops:
             yield
@@ -149,7 +149,7 @@ class Agreement:
             The reasons of the ranks that cannot continue, by rank.
 
         Raises:
-            RankError: another rank does something else, has stopped, or does not arrive.
+            RankError: another rank does something different, has stopped, or does not arrive.
         """
         graph = Collectives(what, ("what each rank says",), f"meet-{what}")
         with self._in(graph):
@@ -285,7 +285,7 @@ class Agreement:
                     return
                 time.sleep(0.05)
 
-    # What goes wrong.
+    # Errors.
 
     def _difference(self, graph: Collectives, other: int, theirs: str) -> str:
         digest, _, steps = theirs.rpartition(" ")
@@ -302,8 +302,8 @@ class Agreement:
         if digest != graph.digest:
             return f"{where}the {name}, whose first collective is {shown[0]}; {_SAME}"
         return (
-            f"{where}too, before {graph.at(0)}; rank {self.rank} has made {self.steps} steps of "
-            f"optimizers and rank {other} {steps}; {_SAME}"
+            f"{where}too, before {graph.at(0)}; rank {self.rank} has run {self.steps} optimizer "
+            f"steps and rank {other} {steps}; {_SAME}"
         )
 
     def _explain(self, error: BaseException) -> None:

@@ -89,7 +89,7 @@ def fulfil(future: Future[T], work: Callable[[], T]) -> None:
 
 
 def is_over() -> bool:
-    """True if the process is exiting. Work without a waiter can be skipped then."""
+    """True if the process is exiting. Work whose result nothing waits for can then be skipped."""
     return _ENDING.is_set()
 
 
@@ -174,7 +174,7 @@ class _Queue:
 
     def _until_the_end(self, cores: Collection[int]) -> None:
         if not self.turn.acquire(blocking=False):
-            return  # another thread was started first
+            return  # another thread holds it already
         numa.bind(cores)
         while (work := self.work.get()) is not None:
             try:

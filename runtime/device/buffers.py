@@ -121,7 +121,7 @@ class HostBuffer(mmap.mmap):
         if self._address:
             PAGE_LOCKS.unlock(self._address)
         if self._at is not None and self._process == os.getpid():
-            self.madvise(mmap.MADV_REMOVE)  # in the file, which would keep it
+            self.madvise(mmap.MADV_REMOVE)  # otherwise the file would keep the memory
 
     def tensor(self, param: Param) -> torch.Tensor:
         """A tensor with the shape of `param` at its offset, with its own storage."""
@@ -130,20 +130,20 @@ class HostBuffer(mmap.mmap):
         flat = torch.frombuffer(
             self, dtype=param.dtype, count=param.numel, offset=param.offset_bytes
         )
-        # not as_strided: a view would keep `flat` alive, a second user of the storage
+        # not as_strided: a view would keep `flat` alive, and so a second user of the storage
         whole = torch.empty(0, dtype=param.dtype)
         return whole.set_(flat.untyped_storage(), 0, param.shape, param.stride)
 
     def bytes(self, size_bytes: int) -> torch.Tensor:
         """The first `size_bytes` as one flat uint8 tensor."""
-        return torch.frombuffer(self, dtype=torch.uint8)[:size_bytes]  # 0 is no valid count
+        return torch.frombuffer(self, dtype=torch.uint8)[:size_bytes]  # count=0 is an error
 
 
 class Wanted(NamedTuple):
     """A buffer that will be requested."""
 
     size_bytes: int
-    pin: bool  # arguments of the request
+    pin: bool  # as in the request
     lock: bool = False  # it will be page-locked after filling
 
 
@@ -309,7 +309,7 @@ def _madvise() -> Callable[[int, int, int], int]:
 
 # Returns freed memory that malloc keeps to the system.
 # Blocks below malloc's mmap threshold (up to 32 MiB) are in its heap and stay there when freed.
-# Parameters that moved to buckets would take their memory twice.
+# Parameters that have moved to buckets would then take their memory twice.
 
 TRIM_BYTES = 2**30  # freed bytes that are worth the milliseconds of a trim
 

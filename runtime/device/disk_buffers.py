@@ -3,7 +3,7 @@
     other readers    a shared mapping of the range: an ordinary tensor, read by page faults
     the step         direct I/O of the same bytes, into and out of page-locked memory
 
-See [Note: coherence] in `runtime/disk/scratch.py` for their coherence.
+[Note: coherence] in `runtime/disk/scratch.py` explains how the two stay consistent.
 
 [Note: children] A child of a fork maps its ranges privately, like all of megacompile's memory (see
 [Note: forks] in `buffers.py`): its writes are private and never reach the file. So its reads and
@@ -125,8 +125,8 @@ class Disk:
         what: str,
         before: Callable[[], None] = nothing,
     ) -> Request | None:
-        """The same for whole buffers; in a child of a fork it is done at once, and None is
-        returned.
+        """A read of whole buffers, to `begin` later. In a child of a fork it is done at once, and
+        None is returned.
 
         Args:
             memory: for each buffer, (len(buffer),) uint8 at a page boundary, not of a `DiskBuffer`.
@@ -145,7 +145,7 @@ class Disk:
         what: str,
         before: Callable[[], None] = nothing,
     ) -> Request | None:
-        """The same for a write. The buffers must not be read until it has finished."""
+        """A write, like `read`. The buffers must not be read until it has finished."""
         if all(buffer.ours for buffer in buffers):
             return self.request(Way.WRITE, _spans(buffers, memory), what, before)
         before()

@@ -1,9 +1,9 @@
 """Allocates the host memory of a model's buffers within a limit.
 
-[Note: buffers that are made ahead] Allocating the pages of a gigabyte takes 0.1 s, page-locking
+[Note: buffers allocated in advance] Allocating the pages of a gigabyte takes 0.1 s, and locking
 them 0.2 s: for 40 GiB of gradients and states, 9 s of a first step of 65 s, which other parts of
 that step can hide. So a thread allocates buffers in advance. A caller takes a ready buffer of its
-size, or waits for one that is being allocated, or else allocates it itself.
+size, waits for one that is being allocated, or else allocates its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megacompile.runtime.device.background import Background, fulfil, is_over
 from megacompile.runtime.device.buffers import HostBuffer, Wanted
 from megacompile.text import format_bytes
 
-_WAIT = "making host memory"  # touches and locks its pages
+_WAIT = "allocating host memory"  # touches and locks its pages
 
 
 class HostBudget:
@@ -58,8 +58,10 @@ class HostBudget:
         return sum(len(buffer) for buffer in list(self._buffers.values()) if buffer.locked)
 
     def make(self, size_bytes: int, what: str, *, pin: bool, touch: bool = True) -> HostBuffer:
-        """Return a new buffer, or one allocated in advance. Args: what: names the purpose of the
-        buffer in errors.
+        """Return a new buffer, or one allocated in advance.
+
+        Args:
+            what: names the purpose of the buffer in errors.
 
         Raises:
             HostMemoryError: too little memory, or the limit is reached. Without this check the
@@ -122,7 +124,7 @@ class HostBudget:
             del self._sizes[key]
             if isinstance(error, OSError) and error.errno == errno.ENOMEM:
                 raise HostMemoryError(
-                    f"megacompile(): the system refuses {format_bytes(size_bytes)} of host memory "
+                    f"megacompile(): the system refused {format_bytes(size_bytes)} of host memory "
                     f"for {what} ({error}); raise the limit of the process (ulimit -d, ulimit -v), "
                     "or set a smaller host_memory="
                 ) from error
@@ -136,7 +138,7 @@ class HostBudget:
         if self.limit_bytes is not None and held > self.limit_bytes:
             raise HostMemoryError(
                 f"megacompile(): host_memory is {format_bytes(self.limit_bytes)}; "
-                f"{format_bytes(held - size_bytes)} of it are in use, and {what} needs "
+                f"{format_bytes(held - size_bytes)} of it is in use, and {what} needs "
                 f"{format_bytes(size_bytes)} more; raise host_memory=, or use less: "
                 "state_dtype='int8', a smaller batch, or disk="
             )
@@ -150,7 +152,7 @@ def _make_ahead(
     device: torch.device,
     wanted: Wanted,
 ) -> None:
-    """Allocate in the thread. An error is raised when a caller requests the buffer."""
+    """Allocate a buffer in the thread. The caller that requests the buffer gets the error."""
     alive = budget()
     if alive is None or is_over():
         future.cancel()

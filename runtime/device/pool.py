@@ -5,8 +5,8 @@
 
 [Note: host memory is reused]
 Page-locking a gigabyte takes 0.2 s, so buffers are reused: a finished use returns its buffer to the
-pool, which lends it to the next use of similar size. A step like the previous one locks nothing. In
-total, a `BufferPool` holds no more than the peak use.
+pool, which lends it to the next use of similar size. A step like the previous one locks no new
+memory. A `BufferPool` never holds more than the peak use in total.
 
 A buffer may be lent again while a device copy from or to it is in flight. It records the completion
 of the last copy, and the next write into the buffer waits for it.
@@ -55,7 +55,7 @@ _SLACK = 2  # a piece may exceed the request by this factor
 
 
 class Reused(Generic[M]):
-    """Reused pieces of memory; in total no more than the peak use."""
+    """Reused pieces of memory, never more than the peak use in total."""
 
     def __init__(self) -> None:
         self._lent_bytes = 0
@@ -217,7 +217,8 @@ class BufferPool(Lender, Reused[Buffer]):
         self._thread.submit(functools.partial(_read, lease, buffer, request))
 
     def take_back(self, lease: Lease, used: Completion | None) -> None:
-        buffer: Buffer | None = lease.__dict__.pop("buffer", None)  # several threads may come here
+        # atomic, because several threads may return it
+        buffer: Buffer | None = lease.__dict__.pop("buffer", None)
         if buffer is not None:
             buffer.used = buffer.used if used is None else used
             self.give_back(buffer)

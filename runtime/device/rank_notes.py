@@ -143,7 +143,7 @@ class Notes:
         self.say(ended=_why(self._script))
 
     def before_fork(self) -> None:
-        """Do nothing: the child does not take part."""
+        """Do nothing: the child is not a rank."""
 
     def after_fork(self, *, in_child: bool) -> None:
         """Disable notes in a child of a fork, which is not a rank."""
@@ -198,7 +198,7 @@ def _why(script: FrameType | None) -> str:
     if script is None or script.f_lasti < 0:
         return "its script ended"
     last = dis.opname[script.f_code.co_code[script.f_lasti]]
-    return "its script ended" if last.startswith("RETURN") else "SystemExit, as of sys.exit()"
+    return "its script ended" if last.startswith("RETURN") else "SystemExit, as by sys.exit()"
 
 
 def described(error: BaseException) -> str:
@@ -228,14 +228,14 @@ def _runs(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
-# Finds the faulty rank when a rank waits for others, by their notes and missing notes.
+# Finds the faulty rank when a rank waits for others, by the notes that they write or fail to write.
 #
-#     raised, disagreed      its note says so at once
+#     raised, disagreed      its note reports it at once
 #     ended                  its last note says so, if Python exits normally
 #     killed                 its process is gone (on this machine), or silent for 30 s (elsewhere)
 #     stopped                silent for 30 s
 #     idle                   behind, and its process used no processor for 45 s
-#     busy                   behind until the timeout of the process group is over
+#     busy                   behind until the timeout of the process group has passed
 # A rank that saves a checkpoint or compiles is busy: it must not be stopped for that.
 
 SILENT_S = 30.0  # no note for this long: the process or machine is gone or stopped
@@ -247,8 +247,8 @@ _ONE_LOOK_S = 5.0  # after a longer gap, earlier observations are stale
 class Limits:
     """Time limits of a rank that waits for another rank."""
 
-    patience_s: float  # for a rank that is behind and idle
-    limit_s: float  # for a rank that is behind, idle or not
+    patience_s: float  # how long to wait for a rank that is behind and idle
+    limit_s: float  # how long to wait for a rank that is behind, idle or not
 
     @staticmethod
     def of(group: Any, device: torch.device) -> Limits:

@@ -255,7 +255,8 @@ class Ranks:
         """Broadcast the first rank's values, bit by bit.
 
         Args:
-            tensors: dense tensors; raises unless shapes and dtypes agree in all ranks.
+            tensors: dense tensors, with the same shapes and dtypes in all ranks, else an error is
+                raised.
             what: names them: "buffers of Net".
         """
         given = [tensor for tensor in tensors if tensor.numel()]
@@ -317,7 +318,7 @@ def _alone(param: torch.Tensor, what: str) -> Iterator[None]:
     agreement = _joint(mesh, torch.device(mesh.device_type)).agreement
     shape = tuple(param.shape)
     ops = (f"{what} of a parameter of shape {shape}",)
-    name = "code that is in no schedule"
+    name = "code outside of any schedule"
     with agreement.run(Collectives(name, ops, f"{what}-{shape}")), agreement.collective():
         yield
 
@@ -326,7 +327,7 @@ def _alive(group: weakref.ref[Any]) -> Any:
     found = group()
     if found is None:
         raise RankError(
-            "the process group of ranks that share a model was destroyed, and the model needs it; "
+            "the process group of ranks that share a model was destroyed while the model needs it; "
             "call torch.distributed.destroy_process_group() after the last call, step and save"
         )
     return found
@@ -353,7 +354,7 @@ def _norms(count: int) -> Collectives:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Joint:
-    """The state shared by models of the same ranks, whose collectives have one common order.
+    """State shared by all models on the same ranks: their collectives have one common order.
 
     Process groups belong to torch: holding the last reference to a destroyed group would end its
     threads at some later time, which may hang.

@@ -1,20 +1,22 @@
 """Code that is captured once and replayed: CUDA graphs.
 
-The host bounds the steps of a small model: Python launches hundreds of kernels, one by one. A CUDA
-graph (`torch.cuda.CUDAGraph`) launches all kernels of a stage at once. The first calls run the code
-itself, which tunes kernels and shows that inputs stay in place. The next call is captured.
+Steps of a small model are bound by the host: Python launches hundreds of kernels, one by one. A
+CUDA graph (`torch.cuda.CUDAGraph`) launches all kernels of a stage at once. The first few calls run
+the code eagerly, which tunes its kernels and shows which inputs stay at one address. The next call
+is captured.
 
 [Note: memory of a graph] A replay reads and writes the addresses of its capture.
 
-    inputs    that stay in place (parameters, what another graph has left) are read there; others
-              are copied to memory of the graph
-    results   stay in memory of the graph until the next replay. A call while one of them is still
-              held runs the code itself, in other memory. What leaves the schedule is a copy
-    between   graphs share the memory that they work in, and one would write over results of
-              another. What a forward leaves for its backward is in memory of that graph alone
+    inputs    that stay in place (parameters, results of another graph) are read there; all others
+              are copied into the graph's memory first
+    results   stay in the graph's memory until the next replay. If the caller still holds one of
+              them, the next call runs eagerly, in other memory. Results that leave the schedule
+              are copied
+    scratch   is shared by graphs, so one graph may overwrite the results of another. Results that a
+              forward leaves for its backward are therefore in memory of their own
 
-Numbers among the inputs are sizes that change. A graph is right for those of its capture; a call
-with other ones runs the code itself.
+Integers among the inputs are dynamic sizes. A graph is valid only for the sizes of its capture; a
+call with other sizes runs eagerly.
 """
 
 from __future__ import annotations
@@ -30,67 +32,69 @@ import torch
 from megacompile import compat, log
 
 Code = Callable[[list[Any]], Sequence[torch.Tensor | None]]
-# Calls with the same inputs before a capture. A backward has them once its forward is captured.
+# Calls with unchanged inputs before a capture. A backward's are unchanged once its forward is
+# captured.
 _WARM_UP = 3
-_MOST = 4  # captures of one piece of code; inputs that move again and again are not worth more
-_PATIENCE = 64  # calls that are no replays, one after another, until a graph goes
-# Graphs whose capture failed. The allocator of page-locked memory still takes their pools for ones
-# that are recorded to, and asks them (torch 2.11 to 2.15; Python cannot tell it).
+_MOST = 4  # captures of one piece of code; if its inputs keep moving, more would not pay off
+_PATIENCE = 64  # consecutive calls without a replay after which a graph is freed
+# Graphs whose capture failed, kept alive: the allocator of page-locked memory believes that their
+# pools are still recording and queries them (torch 2.11 to 2.15; Python cannot end the recording).
 _FAILED: list[torch.cuda.CUDAGraph] = []
 
 
 class Graphs(Protocol):
-    """A device that captures."""
+    """A device that can capture graphs."""
 
     def capture(
         self, code: Code, inputs: list[torch.Tensor], *, leaves: bool
     ) -> tuple[Callable[[], None], list[torch.Tensor | None]]:
-        """Capture what `code` launches for these inputs; returns a function that launches it again,
-        and the results. Nothing is in these before it is called.
+        """Capture the kernels that `code` launches for these inputs. Returns a function that
+        replays them, and the results, which are undefined until it is called.
 
         Args:
-            leaves: the results are read after other graphs were launched.
+            leaves: the results are still read after other graphs have been launched.
         """
 
     def follow(self) -> None:
-        """Put the next launches of the caller after those of graphs, whatever their streams."""
+        """Order the caller's next launches after those of earlier graphs, on any stream."""
 
 
 class CudaGraphs:
-    """The CUDA graphs of one model on a device. One runs at a time. Those that leave nothing share
-    the memory that they work in."""
+    """The CUDA graphs of one model on a device. Only one runs at a time. Graphs whose results are
+    read at once share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side: torch.cuda.Stream | None = None
         self._pool: Any = None
-        self._sharing: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()  # graphs of the pool
-        self._last: torch.cuda.Stream | None = None  # that a graph was launched on
+        self._sharing: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()  # graphs in the pool
+        self._last: torch.cuda.Stream | None = None  # the stream of the last launch
 
     def capture(
         self, code: Code, inputs: list[torch.Tensor], *, leaves: bool
     ) -> tuple[Callable[[], None], list[torch.Tensor | None]]:
-        """Capture what `code` launches: see `Graphs`.
+        """Capture the kernels that `code` launches; see `Graphs`.
 
         Raises:
-            RuntimeError: it does what no graph can hold, such as waiting for the device.
+            RuntimeError: the code does something that cannot be captured, such as waiting for the
+                device.
         """
         if self._side is None:  # the default stream cannot be captured
             self._side = torch.cuda.Stream(self._device)
         pool = self._pool
-        if leaves or not self._sharing:  # the pool of graphs that are gone may be gone too
+        if leaves or not self._sharing:  # a pool whose graphs were freed may be freed too
             pool = torch.cuda.graph_pool_handle()
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
         torch.cuda.synchronize(self._device)
         self._side.wait_stream(current)
         with torch.cuda.stream(self._side), _no_collections():
             try:
-                # other threads go on with their copies
+                # "thread_local", because other threads keep issuing copies
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 results = list(code(inputs))
                 graph.capture_end()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # it says again that the capture has failed
+                with contextlib.suppress(RuntimeError):  # reports the failed capture once more
                     graph.capture_end()
                 compat.end_allocation(self._device, pool)
                 compat.end_random_capture()
@@ -109,7 +113,7 @@ class CudaGraphs:
         return replay, results
 
     def follow(self) -> None:
-        """Put the next launches of the caller after those of graphs: see `Graphs`."""
+        """Order the caller's next launches after those of earlier graphs; see `Graphs`."""
         stream = torch.cuda.current_stream(self._device)
         if self._last is not None and self._last != stream:
             stream.wait_stream(self._last)
@@ -118,7 +122,7 @@ class CudaGraphs:
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """Put garbage collection off: what it frees may call CUDA in a way that ends the capture."""
+    """Pause garbage collection: finalizers may make CUDA calls that invalidate the capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -129,15 +133,15 @@ def _no_collections() -> Iterator[None]:
 
 
 class Replay:
-    """The calls of one piece of code: see [Note: memory of a graph].
+    """Runs one piece of code, from a CUDA graph where possible; see [Note: memory of a graph].
 
     Args:
-        graphs: that captures.
-        replays: those of the model, which this one joins.
-        most: of them that have a graph at the same time.
-        in_place: the positions of the inputs that stay in place.
-        given_away: those of the results that leave the schedule.
-        leaves: results are read after other code has run.
+        graphs: the device that captures.
+        replays: all replays of the model; this one is added.
+        most: the maximum number of replays that have a graph at the same time.
+        in_place: positions of the inputs that stay at one address.
+        given_away: positions of the results that leave the schedule.
+        leaves: results are still read after other code has run.
     """
 
     def __init__(
@@ -155,36 +159,36 @@ class Replay:
         self._in_place = frozenset(in_place)
         self._given_away = frozenset(given_away)
         self._leaves = leaves
-        self._left = 0  # captures of the code
+        self._left = 0  # captures that are still allowed
         self._code: Code | None = None
         self._forget()
 
     @property
     def has_graph(self) -> bool:
-        """True if it keeps the memory of a graph."""
+        """True if it holds a captured graph."""
         return self._replay is not None
 
     def forget(self) -> None:
-        """Free the memory of the graph. The code is captured again later."""
+        """Free the graph and its memory. The code may be captured again later."""
         if self._replay is not None:
             self._left += 1
             self._forget()
 
     def _forget(self) -> None:
-        self._calls = 0  # with the same places and sizes
-        self._others = 0  # that were no replays
-        self._places: list[int] = []  # of inputs of the last call, or of the capture
-        self._sizes: list[Any] = []  # the same
+        self._calls = 0  # consecutive calls with the same addresses and sizes
+        self._others = 0  # consecutive calls that were not replayed
+        self._places: list[int] = []  # addresses of inputs in the last call, or in the capture
+        self._sizes: list[Any] = []  # dynamic sizes, likewise
         self._replay: Callable[[], None] | None = None
-        self._copied: list[int] = []  # the inputs in memory of the graph
+        self._copied: list[int] = []  # positions of inputs copied to the graph's memory
         self._copies: list[torch.Tensor] = []
         self._results: list[torch.Tensor | None] = []
         self._storages: list[torch.UntypedStorage] = []  # of results and copies
-        self._uses: list[int] = []  # of them while no caller holds a result
+        self._uses: list[int] = []  # their reference counts while no caller holds a result
 
     def __call__(self, code: Code, inputs: list[Any]) -> Sequence[torch.Tensor | None]:
-        """The results of `code` for these inputs: tensors, and the numbers of their layouts."""
-        if code is not self._code:  # that of before may have been uncompiled
+        """The results of `code` for these inputs: tensors and integer sizes."""
+        if code is not self._code:  # the previous code may have been uncompiled
             self._forget()
             self._code, self._left = code, _MOST
         if not self._left:
@@ -206,7 +210,7 @@ class Replay:
                 self._forget()
             return code(inputs)
         self._others = 0
-        self._graphs.follow()  # those read the copies
+        self._graphs.follow()  # earlier graphs may still read the copies
         if self._copied:
             compat.FOREACH_COPY(self._copies, [inputs[i] for i in self._copied])
         self._replay()
@@ -220,12 +224,12 @@ class Replay:
         ]
 
     def _captured(self, inputs: list[Any]) -> Sequence[torch.Tensor | None]:
-        """The results of a first replay; of the code itself, where that cannot be captured."""
+        """Capture and replay; if the code cannot be captured, run it eagerly from now on."""
         assert self._code is not None
         self._left -= 1
         try:
             replay = self._capture(self._code, inputs)
-        except Exception as error:  # one of the code itself comes again, below
+        except Exception as error:  # an error of the code itself is raised again below
             log.logger("compile").info("a stage is not captured as a CUDA graph: %s", error)
             self._forget()
             self._left = 0
@@ -238,9 +242,9 @@ class Replay:
         """Capture the code, with copies of the inputs that do not stay in place.
 
         Raises:
-            RuntimeError: the code does what no graph can hold, or memory is short.
+            RuntimeError: the code cannot be captured, or memory is short.
             ValueError: its inputs or results are not on one device, an input is expanded, results
-                that leave the schedule share memory, or there are enough graphs.
+                that leave the schedule share memory, or the limit of graphs is reached.
         """
         tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
         if captured(self._replays) >= self._most:
@@ -272,7 +276,7 @@ class Replay:
 
 
 def captured(replays: Collection[Replay]) -> int:
-    """The number of replays that keep the memory of a graph."""
+    """The number of replays that hold a captured graph."""
     return sum(each.has_graph for each in replays)
 
 
@@ -281,8 +285,8 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, which compiled code checks. `clone` makes other ones for a
-    tensor that leaves out memory, or has an element in several places."""
+    """A copy with the same strides, because compiled code checks them. `clone` changes the strides
+    of a tensor with gaps or overlapping elements."""
     if tensor.is_contiguous() or not tensor.numel():
         return tensor.clone()
     extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

@@ -6,9 +6,9 @@
 Only a step reads them, so their ranges are not mapped, unlike `DiskBuffer`s. Ranges are reused:
 allocating one costs file system time, and new ranges are slower to write.
 
-[Note: who keeps what] A forward may be abandoned and its values freed while threads still write
-them. Until a request completes, it references its buffer and its file range. Both are returned when
-no other references remain.
+[Note: ownership] A forward may be abandoned and its values freed while threads still write them. So
+a request references its buffer and its file range until it completes. Both are returned with the
+last reference to them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class OnHost:
         return self.copy_to(empty(self.meta), queue)
 
     def to_host(self) -> OnHost:
-        """Return at once: it is in host memory."""
+        """Return this copy: it is in host memory already."""
         return self
 
     def _memory(self) -> torch.Tensor:
@@ -102,7 +102,7 @@ def stored_bytes(meta: TensorMeta) -> int:
 def _extent(meta: TensorMeta) -> int | None:
     """The number of elements from a tensor's first to its last in memory, if there are no gaps.
 
-    An expanded tensor has fewer than its shape.
+    That is less than `numel` for an expanded tensor.
     """
     if 0 in meta.shape:
         return 0
@@ -132,11 +132,11 @@ def converted(
     pool: BufferPool,
     queue: torch.cuda.Stream | None,
 ) -> Any:
-    """The value that a backward reads as `name`, converted on the current stream: the forward saved
-    another form.
+    """The value that a backward reads as `name`, converted on the current stream from the copy that
+    the forward saved: on the device, the host or the disk.
 
-    Schedules of one graph offload the same saved values to the host and the disk, so this is
-    for a backward with a different plan (for other outputs' gradients): slower, but correct.
+    Schedules of one graph usually save a value in the same place. They do not if a backward was
+    planned differently (for gradients of other outputs): that is slower, but correct.
 
     Args:
         elsewhere: name of a host or disk copy -> name of the value, in both schedules.
@@ -153,7 +153,7 @@ class SavedDisk:
     """The saved tensors of one model on a disk.
 
     Args:
-        disk: has the scratch file.
+        disk: the owner of the scratch file.
         pool: the pool of their host staging buffers.
     """
 
@@ -219,8 +219,8 @@ class OnDisk:
         if self._process != os.getpid():
             raise DiskError(
                 errno.EOWNERDEAD,
-                f"{what}: what a forward has left on the disk is for the process that ran it, and "
-                "this is a child of that; run the forward in the child too",
+                f"{what}: saved tensors on the disk belong to the process that ran the forward, "
+                "and this is a child of it; run the forward in the child too",
             )
         store = self.store
         lease = store.pool.lease(stored_bytes(self.meta), after=[self.written])
@@ -237,7 +237,7 @@ class OnDisk:
 
 
 def _filled(lease: Lease, place: _Lent) -> None:
-    """Wait for a copy from the device. A request holds the file range while it holds this."""
+    """Wait for a copy from the device. The request references this function, and so the range."""
     del place
     lease.wait()
 

@@ -2,8 +2,8 @@
 
 Schedules run one after another on the compute stream, and each starts with a wait for it (`begin`),
 so they can share buffers. `generation` counts the runs: a backward may reuse its forward's slots
-only if it is the very next run. `left` records the buckets that a forward without a backward left
-for the next one.
+only if it is the very next run. `left` records the buckets that a forward without a backward leaves
+in their slots for the next forward.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The streams of a schedule on a device, and the handles with their events.
 
 Every op returns a `Handle`: its value, its stream, and the event recorded right after it. An op
-that takes a handle from another stream waits for that event first. There is no other
-synchronisation than these edges of the graph. On the CPU, ops run in program order without events.
+that takes a handle from another stream waits for that event first. These edges of the graph are the
+only synchronisation. On the CPU, ops run in program order without events.
 A graph that uses only the compute stream has no events either, because nothing waits. A handle of
 host threads' work (`host`) has no event: its consumer waits on the host.
 

@@ -222,7 +222,7 @@ def terminal() -> Iterator[Callable[[], list[str]]]:
 
 FIRST = (
     *("capturing the model", "planning the step", "running the first step"),
-    *("running the first backward", "making host memory", "preparing the update"),
+    *("running the first backward", "allocating host memory", "preparing the update"),
 )
 
 
