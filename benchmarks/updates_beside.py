@@ -20,7 +20,7 @@ from torch import nn
 from benchmarks.models import qwen2, tokens
 from benchmarks.report import publish
 from megacompile.runtime.optim.adam import ADAM
-from megacompile.runtime.optim.kernels.update import launch
+from megacompile.runtime.optim.kernels.fused_update import launch
 from megacompile.runtime.optim.rule import Update
 
 Work = Callable[[], Any]

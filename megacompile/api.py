@@ -21,7 +21,7 @@ from megacompile.beside.process import processes
 from megacompile.cost.rank_rates import agree, agree_disks, ranks_of_host, use_cores
 from megacompile.errors import ModelError, OptionError, OptionTypeError
 from megacompile.host_memory import budget_bytes, check_host_memory, free_bytes
-from megacompile.ir.collectives import Collectives
+from megacompile.ir.collective_order import Collectives
 from megacompile.options import Activations, Head, Lowering, Options, check_alike
 from megacompile.passes.stages.units import find_units
 from megacompile.plan.compiler import PassCompiler
@@ -33,9 +33,9 @@ from megacompile.runtime.checkpoint.save import save as save
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.model.methods import replace_methods
 from megacompile.runtime.model.owners import refuse_shared
-from megacompile.runtime.model.parts import is_part
 from megacompile.runtime.model.start import HostRoom, ranks_that_share
 from megacompile.runtime.model.streamed import StreamedModel, refuse_nested
+from megacompile.runtime.model.submodule_calls import is_part
 from megacompile.validate import (
     check_model,
     check_optimizer,

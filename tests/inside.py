@@ -29,7 +29,7 @@ from megacompile.runtime.model.program import Program
 from megacompile.runtime.model.streamed import StreamedModel
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
-from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.verify import proof
 from tests.interrupts import profiled
 

@@ -17,7 +17,7 @@ from megacompile.cost.hardware import Hardware
 from megacompile.cost.roofline import Analysis, Kernel, KernelBound, KernelWork, Returned
 from megacompile.ir import ops
 from megacompile.ir.head import sum_dtype
-from megacompile.ir.lifetimes import endings
+from megacompile.ir.liveness import endings
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code, Template
 from megacompile.ir.tensors import TensorMeta

@@ -32,7 +32,7 @@ from torch import fx
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.edges import Handed, handed, stands_for
-from megacompile.ir.lifetimes import sharing
+from megacompile.ir.liveness import sharing
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream

@@ -20,7 +20,7 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Slot
-from megacompile.ir.lifetimes import outliving, sharing
+from megacompile.ir.liveness import outliving, sharing
 from megacompile.ir.ops import Op, Value
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream

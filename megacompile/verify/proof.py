@@ -35,7 +35,7 @@ from torch import fx
 
 from megacompile.errors import ScheduleError
 from megacompile.ir import ops
-from megacompile.ir.collectives import Collectives, first_difference
+from megacompile.ir.collective_order import Collectives, first_difference
 from megacompile.ir.schedule import Schedule
 from megacompile.verify import (
     argument_checks,

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from megacompile.ir import ops
-from megacompile.ir.lifetimes import outliving
+from megacompile.ir.liveness import outliving
 from megacompile.ir.ops import Op, Part, Value
 from megacompile.ir.plan import Plan
 from megacompile.ir.schedule import Schedule

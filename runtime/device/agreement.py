@@ -30,7 +30,7 @@ import torch
 
 from megacompile import compat
 from megacompile.errors import RankError
-from megacompile.ir.collectives import Collectives, first_difference
+from megacompile.ir.collective_order import Collectives, first_difference
 from megacompile.log import logger
 from megacompile.runtime.device.rank_notes import SILENT_S, Faults, Limits, Notes, described
 

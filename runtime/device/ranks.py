@@ -32,7 +32,7 @@ from megacompile import compat
 from megacompile.cost.rank_rates import all_gather_object
 from megacompile.errors import RankError
 from megacompile.ir.buckets import Bucket, shard_shape
-from megacompile.ir.collectives import Collectives
+from megacompile.ir.collective_order import Collectives
 from megacompile.runtime.device.agreement import TALK, Agreement
 from megacompile.runtime.device.rank_notes import SILENT_S, Limits, Raised, is_known, make_known
 

@@ -18,7 +18,7 @@ from megacompile.ir.symbols import has_numbers
 from megacompile.progress import line
 from megacompile.runtime.device.saved import converted
 from megacompile.runtime.model import shortage
-from megacompile.runtime.model.autograd import (
+from megacompile.runtime.model.autograd_nodes import (
     Gate,
     Graph,
     Watched,

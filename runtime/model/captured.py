@@ -26,9 +26,9 @@ from megacompile.ir.capture import (
 )
 from megacompile.progress import later_line
 from megacompile.runtime.model.attempts import Attempts
-from megacompile.runtime.model.buckets import ModelBuckets
 from megacompile.runtime.model.call import run
-from megacompile.runtime.model.keys import LastCall, fetched, input_of, key_of, taken_apart
+from megacompile.runtime.model.input_keys import LastCall, fetched, input_of, key_of, taken_apart
+from megacompile.runtime.model.model_buckets import ModelBuckets
 from megacompile.runtime.model.plans import MovesFirst
 from megacompile.runtime.model.program import Program
 from megacompile.runtime.model.symbolic import (

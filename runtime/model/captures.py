@@ -25,8 +25,8 @@ from megacompile.ir.schedule import Schedule
 from megacompile.progress import line
 from megacompile.runtime.model import shortage
 from megacompile.runtime.model.attempts import Attempts, CapturedAgain
-from megacompile.runtime.model.buckets import ModelBuckets
 from megacompile.runtime.model.captured import CapturedGraph
+from megacompile.runtime.model.model_buckets import ModelBuckets
 from megacompile.runtime.model.plans import MovesFirst
 from megacompile.runtime.model.program import compiling
 from megacompile.runtime.params.eager_notice import untraced_text

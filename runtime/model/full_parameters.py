@@ -20,8 +20,8 @@ from megacompile.errors import ModelError
 from megacompile.ir.stream import Stream
 from megacompile.packed import packed_parameters
 from megacompile.runtime.model.streamed import StreamedModel
-from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.guards import unguarded
+from megacompile.runtime.params.host_bucket import HostBucket
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "modules_to_save.default.")
 

@@ -1,7 +1,8 @@
 """Uses of parameters outside of every schedule: gradients from code outside of calls, and views.
 
-A call of a module in the model is scheduled (`parts`). Its other methods, and losses that read
-parameters, are not: they compute where the parameter is. The runtime sees only their gradients.
+A call of a module in the model is scheduled (`submodule_calls`). Its other methods, and losses that
+read parameters, are not: they compute where the parameter is. The runtime sees only their
+gradients.
 """
 
 from __future__ import annotations

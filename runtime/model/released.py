@@ -16,9 +16,9 @@ import torch
 from megacompile import compat, notices
 from megacompile.errors import DeviceMemoryError, HostMemoryError, ModelError
 from megacompile.host_memory import free_bytes
-from megacompile.runtime.model.buckets import ModelBuckets
-from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.model.model_buckets import ModelBuckets
 from megacompile.runtime.params.guards import unguarded
+from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.optimizer_states import move_loaded, move_states, state_bytes
 from megacompile.runtime.params.undo import undone
 from megacompile.runtime.step import hooks

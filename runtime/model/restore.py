@@ -20,9 +20,9 @@ from megacompile.runtime.model.methods import restore_methods
 from megacompile.runtime.model.sharding import Gathering, refuse_ungathered
 from megacompile.runtime.model.start import buffers_to
 from megacompile.runtime.model.streamed import StreamedModel
-from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.gradient_guards import is_taken, is_unsummed, lazy_of
 from megacompile.runtime.params.guards import release, unguarded
+from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.optimizer_states import free_states, state_bytes
 from megacompile.runtime.params.undo import Undos, undone
 from megacompile.runtime.step import hooks

@@ -27,9 +27,9 @@ from megacompile.runtime.device.streams import Streams
 from megacompile.runtime.disk.scratch import ScratchFile
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params import shared_memory
-from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.fill import Filling
-from megacompile.runtime.params.gradients import Gradients
+from megacompile.runtime.params.host_bucket import HostBucket
+from megacompile.runtime.params.parameter_gradients import Gradients
 from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.runtime.updates.on_device import DeviceUpdates
 

@@ -24,16 +24,16 @@ from megacompile.options import Options
 from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.model import own_operators
 from megacompile.runtime.model.attempts import EagerBlocks, EverNew
-from megacompile.runtime.model.buckets import ModelBuckets
 from megacompile.runtime.model.captures import Captures
 from megacompile.runtime.model.input_hooks import InputHooks
 from megacompile.runtime.model.methods import ClassMethods, Replacement, State
+from megacompile.runtime.model.model_buckets import ModelBuckets
 from megacompile.runtime.model.outside import OutsideNotice
 from megacompile.runtime.model.owners import live, register
-from megacompile.runtime.model.parts import ModuleCall, ModuleCalls
 from megacompile.runtime.model.plans import Compiler
 from megacompile.runtime.model.released import Released
 from megacompile.runtime.model.start import HostRoom
+from megacompile.runtime.model.submodule_calls import ModuleCall, ModuleCalls
 from megacompile.runtime.ops.head import bind_operators
 from megacompile.runtime.params import shared_memory
 from megacompile.runtime.params.guards import guard_of

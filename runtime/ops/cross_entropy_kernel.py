@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from megacompile.runtime.ops.rows import Rows
-from megacompile.runtime.optim.kernels.tiles import round_nearest
+from megacompile.runtime.optim.kernels.load_store import round_nearest
 
 BLOCK = 8192  # classes per block
 _WARPS = 16

@@ -13,7 +13,7 @@ from megacompile.ir.ops import Part
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle, wait_for_host
 from megacompile.runtime.ops.group import OpGroup, handles
-from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.updates.leases import BucketLease
 
 

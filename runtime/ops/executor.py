@@ -21,7 +21,7 @@ from torch import fx
 from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.buckets import ParamId
-from megacompile.ir.collectives import Collectives
+from megacompile.ir.collective_order import Collectives
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.signature import elsewhere, tangents
 from megacompile.ir.stages import ParamRef

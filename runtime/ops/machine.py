@@ -23,10 +23,10 @@ from megacompile.runtime.device.replay import Graphs, Replay
 from megacompile.runtime.device.saved import SavedDisk
 from megacompile.runtime.device.slots import DeviceSlots
 from megacompile.runtime.device.streams import Handle, Streams
-from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.fill import Fill
 from megacompile.runtime.params.gradient_run import GradientRun
-from megacompile.runtime.params.gradients import Gradients
+from megacompile.runtime.params.host_bucket import HostBucket
+from megacompile.runtime.params.parameter_gradients import Gradients
 from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.runtime.updates.device_buffers import DeferredFrees
 from megacompile.runtime.updates.in_backward import InBackward, MicroSteps

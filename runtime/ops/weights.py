@@ -11,7 +11,7 @@ from megacompile.ir.stream import Stream
 from megacompile.runtime.device.background import Completion
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.group import OpGroup, handles, nothing
-from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.updates.leases import BucketLease
 from megacompile.runtime.updates.parameter import flat
 

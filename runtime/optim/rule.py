@@ -11,8 +11,8 @@ A rule is a file in this folder with one `OptimizerRule`, and an entry in `regis
 
 Twin and kernel are pure and elementwise, on values in fp32 (fp64 for fp64 parameters). All rules
 share the code around them: dtypes, 8-bit states, rounding, masters and their copies (`twin.py`,
-`kernels/update.py`), and the time and place of an update (`runtime/updates`). The rest of the code
-only uses this interface and never checks which rule it has.
+`kernels/fused_update.py`), and the time and place of an update (`runtime/updates`). The rest of the
+code only uses this interface and never checks which rule it has.
 
 An optimizer whose update is not elementwise has an `OwnStep` instead, which runs torch's own code.
 """

@@ -22,7 +22,6 @@ from megacompile import compat
 from megacompile.ir.buckets import ParamId
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.streams import Streams
-from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.gradient_guards import (
     fold,
     leave_unsummed,
@@ -33,6 +32,7 @@ from megacompile.runtime.params.gradient_guards import (
 )
 from megacompile.runtime.params.gradient_record import GradientRecord, Norms, Totals
 from megacompile.runtime.params.guards import guard_of, is_shared
+from megacompile.runtime.params.host_bucket import HostBucket
 
 # average bytes per gradient: a GPU scales smaller ones faster than the host can guard them
 LEAST_FOLDED = 4 * 2**20

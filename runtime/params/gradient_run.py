@@ -24,7 +24,7 @@ from megacompile.runtime.params.gradient_record import (
     ParamUse,
     Wish,
 )
-from megacompile.runtime.params.gradients import Gradients, is_there
+from megacompile.runtime.params.parameter_gradients import Gradients, is_there
 
 _OTHERS, _SEVERAL = attrgetter("others"), attrgetter("several")
 _BY_GRAPHS = frozenset((ParamUse(Wish.ACCUMULATE, Others.GRAPHS),))

@@ -18,8 +18,8 @@ from megacompile import compat
 from megacompile.options import Options
 from megacompile.runtime.optim.blockwise import BlockwiseTensor, to_plain
 from megacompile.runtime.optim.registry import KNOWN, RULES, known, listed, rule_of
-from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.guards import opened, release
+from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.state_memory import State
 
 

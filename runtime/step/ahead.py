@@ -16,7 +16,7 @@ from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.optim.adam import ADAM, USUAL
 from megacompile.runtime.optim.registry import rule_of
 from megacompile.runtime.optim.rule import Group, OptimizerRule, Update
-from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.step import hooks
 from megacompile.runtime.step.parts import StepParts
 from megacompile.runtime.updates.compiled import compiled

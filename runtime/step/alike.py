@@ -24,14 +24,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from megacompile.runtime.optim.kernels.bucket import update_again
+from megacompile.runtime.optim.kernels.entry import update_again
 from megacompile.runtime.optim.kernels.table import Signature, Table, describe, tables_of
 from megacompile.runtime.optim.registry import rule_of
 from megacompile.runtime.optim.rule import OptimizerRule, Update
 from megacompile.runtime.optim.twin import apply
-from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.gradient_guards import lazy_of
 from megacompile.runtime.params.guards import GuardedTensor, GuardState, guard_of
+from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.optimizer_states import Trained, unsupported_reason
 from megacompile.runtime.updates.refusals import check_options
 from megacompile.runtime.updates.update import BucketUpdate, UpdateBackend, UpdatePlace

@@ -22,9 +22,9 @@ from megacompile.runtime.optim.blockwise import quantizes
 from megacompile.runtime.optim.registry import rule_of
 from megacompile.runtime.optim.rule import Group, OptimizerRule
 from megacompile.runtime.optim.stochastic import seed_of
-from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.gradient_guards import GradientGuard, lazy_of
 from megacompile.runtime.params.guards import GuardState, guard_of, is_shared
+from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.optimizer_states import (
     Trained,
     adopt,

@@ -33,8 +33,8 @@ from megacompile.progress import line
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.optim.registry import rule_of
-from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.gradient_guards import is_unsummed, refuse_unsummed
+from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.optimizer_states import (
     Trained,
     adopt,

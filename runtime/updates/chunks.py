@@ -13,7 +13,7 @@ import torch
 
 from megacompile.cost.optimizer import CHUNK_BYTES, CHUNKS
 from megacompile.runtime.optim.blockwise import BLOCK, absmax_numel
-from megacompile.runtime.optim.kernels.bucket import update_bucket
+from megacompile.runtime.optim.kernels.entry import update_bucket
 from megacompile.runtime.optim.rule import OptimizerRule, Update
 
 _ALIGNMENT = 256  # bytes

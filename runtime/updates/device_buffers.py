@@ -17,9 +17,9 @@ import torch
 
 from megacompile.errors import OptimizerError
 from megacompile.runtime.device.background import Completion, fulfil
-from megacompile.runtime.optim.kernels.bucket import update_bucket
+from megacompile.runtime.optim.kernels.entry import update_bucket
 from megacompile.runtime.optim.rule import OptimizerRule, State, Update
-from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.work import InFlight
 from megacompile.runtime.updates.parameter import ParamUpdate, flat, laid_out_as
 

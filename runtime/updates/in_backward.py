@@ -21,9 +21,9 @@ from megacompile import compat
 from megacompile.errors import OptimizerError
 from megacompile.ir.buckets import ParamId
 from megacompile.runtime.optim.registry import known
-from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.gradient_guards import is_taken
 from megacompile.runtime.params.guards import is_shared
+from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.optimizer_states import (
     drop_empty,
     reserve,

@@ -21,7 +21,7 @@ from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.pool import Buffer, Lease, Lender
 from megacompile.runtime.disk.transfers import Request
 from megacompile.runtime.optim.rule import State
-from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.host_bucket import HostBucket
 
 Parts = Sequence[tuple[int, int]]  # bytes of a lease: from, to
 

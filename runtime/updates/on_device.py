@@ -25,8 +25,8 @@ from megacompile import compat
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.streams import Handle, Streams
-from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.guards import is_shared
+from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.state_memory import StateMemory
 from megacompile.runtime.params.work import InFlight
 from megacompile.runtime.updates.device_buffers import (

@@ -19,8 +19,8 @@ from megacompile import compat
 from megacompile.errors import OptimizerError
 from megacompile.runtime.optim.registry import known, rule_of
 from megacompile.runtime.optim.rule import OptimizerRule, OwnStep, is_number
-from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.guards import unguarded
+from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.optimizer_states import Trained
 from megacompile.runtime.updates.parameter import ParamUpdate, run_stock
 from megacompile.runtime.updates.update import BucketUpdate

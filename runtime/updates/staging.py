@@ -31,7 +31,7 @@ from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.pool import Lease
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.disk.transfers import FileSpan, Way
-from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.work import InFlight
 from megacompile.runtime.updates.leases import BucketBuffers, BucketLease, Parts
 

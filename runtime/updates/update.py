@@ -35,11 +35,11 @@ from torch.optim import Optimizer
 
 from megacompile.cost.optimizer import LEAST_HELPED
 from megacompile.ir import ops
-from megacompile.runtime.optim.kernels.bucket import update_bucket
+from megacompile.runtime.optim.kernels.entry import update_bucket
 from megacompile.runtime.optim.registry import known
 from megacompile.runtime.optim.rule import OptimizerRule, Update
 from megacompile.runtime.optim.twin import apply
-from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.updates.chunks import Chunks
 from megacompile.runtime.updates.compiled import compiled
 from megacompile.runtime.updates.cpp import kind_of

@@ -26,7 +26,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from megacompile.cost import rank_rates
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.errors import RankError
-from megacompile.ir.collectives import Collectives
+from megacompile.ir.collective_order import Collectives
 from megacompile.runtime.device.agreement import Agreement
 from megacompile.runtime.device.rank_notes import Faults, Limits, Note
 from tests.ranks.here import error_of

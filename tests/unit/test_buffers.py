@@ -29,8 +29,8 @@ from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.device.checksum import checksum
 from megacompile.runtime.device.saved import OnHost
 from megacompile.runtime.device.slots import DeviceSlots
-from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.fill import Fill, Filling
+from megacompile.runtime.params.host_bucket import HostBucket
 from tests import inside
 from tests.layouts import layout_of, odd_tensors
 

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from megacompile.ir.capture import Ambient, Capture
 from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.capture.propagate import Values, propagate
-from megacompile.runtime.model.keys import LastCall
+from megacompile.runtime.model.input_keys import LastCall
 from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.runtime.params.shared_memory import moved, moved_together, overlaps
 from tests import handmade, whole

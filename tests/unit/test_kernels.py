@@ -52,7 +52,7 @@ PLAIN = {**GROUP, "lr": 1.0, "weight_decay": 0.0, "momentum": 0.0}  # of SGD
 
 
 def kernel(rule: OptimizerRule, updates: Sequence[Update], block: int = BLOCK) -> None:
-    from megacompile.runtime.optim.kernels.update import launch
+    from megacompile.runtime.optim.kernels.fused_update import launch
 
     launch(rule, updates, block=block)
 
@@ -335,7 +335,7 @@ def test_bad_tensors_are_refused() -> None:
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_step_that_is_like_the_one_before_keeps_what_it_knows_of_memory(scaled: bool) -> None:
     """The gradients, their factors and the scalars are new; of several signatures."""
-    from megacompile.runtime.optim.kernels.update import run
+    from megacompile.runtime.optim.kernels.fused_update import run
 
     made = [*some_updates(ADAM, (48, 16, 32)), *some_updates(ADAM, (5, 7), param=BF16)]
     rows = {k: table.describe(k, ADAM, u) for k, u in enumerate(at_step(ADAM, made, 1))}
@@ -367,7 +367,7 @@ def compile_for_a_gpu() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from megacompile.runtime.optim.kernels.update import _update, constants
+    from megacompile.runtime.optim.kernels.fused_update import _update, constants
 
     for rule in RULES:
         least = tuple(None if moment.option else FP64 for moment in rule.moments)

@@ -5,7 +5,7 @@ leak, too much memory, a wrong report or plan. Left out is code that runs on a G
 
 A file of the product, and its faults:
 
-    == runtime/model/keys.py
+    == runtime/model/input_keys.py
     key-requires-grad: A parameter that was frozen or unfrozen since is trained as before.
     - return (bucket.key, index, arg.param is not None and arg.param.requires_grad)
     + return (bucket.key, index)

@@ -21,7 +21,6 @@ from megacompile.runtime.params.backward_pass import (
     lies_in_bucket,
     same_memory,
 )
-from megacompile.runtime.params.bucket import HostBucket, set_storage
 from megacompile.runtime.params.gradient_guards import (
     is_taken,
     is_unsummed,
@@ -29,6 +28,7 @@ from megacompile.runtime.params.gradient_guards import (
     leave_unsummed,
     sum_late,
 )
+from megacompile.runtime.params.host_bucket import HostBucket, set_storage
 
 
 class Gradients:

@@ -23,7 +23,7 @@ def update_bucket(rule: OptimizerRule, updates: Sequence[Update]) -> None:
     if not updates:
         return
     if updates[0].grad.device.type == "cuda":
-        from megacompile.runtime.optim.kernels.update import launch
+        from megacompile.runtime.optim.kernels.fused_update import launch
 
         launch(rule, updates)
         return
@@ -49,7 +49,7 @@ def update_again(
         hypers: the scalars of all parameters of the step.
         device: of the parameters.
     """
-    from megacompile.runtime.optim.kernels.update import BLOCK, run
+    from megacompile.runtime.optim.kernels.fused_update import BLOCK, run
 
     for table in tables:
         table.renew(gradients, factors)

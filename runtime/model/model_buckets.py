@@ -31,11 +31,11 @@ from megacompile.runtime.model.data_parallel import DataParallel, refuse_moves
 from megacompile.runtime.model.owners import forget, refuse_shared
 from megacompile.runtime.model.plans import Compiler, Plans
 from megacompile.runtime.model.start import HostRoom, ParamPlaces, buffers_to, machine_of
-from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.eager_notice import EagerNotice
 from megacompile.runtime.params.fill import Filling
 from megacompile.runtime.params.gradient_guards import follow
 from megacompile.runtime.params.guards import unguarded
+from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.proxies import (
     ParamSource,
     follow_parts,

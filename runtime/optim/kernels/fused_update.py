@@ -22,8 +22,7 @@ import triton.language as tl
 
 from megacompile.runtime.optim import blockwise
 from megacompile.runtime.optim.kernels import table as layout
-from megacompile.runtime.optim.kernels.table import Launch, Signature, launches
-from megacompile.runtime.optim.kernels.tiles import (
+from megacompile.runtime.optim.kernels.load_store import (
     load,
     load_state,
     pointers,
@@ -31,6 +30,7 @@ from megacompile.runtime.optim.kernels.tiles import (
     round_to,
     store_state,
 )
+from megacompile.runtime.optim.kernels.table import Launch, Signature, launches
 from megacompile.runtime.optim.rule import MAX_MOMENTS, OptimizerRule, Update
 
 BLOCK = 1024  # elements per program; 2048 and 4096 are slower on an H200
