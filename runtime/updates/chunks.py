@@ -1,7 +1,7 @@
 """Updates of host memory on the device, in chunks that cross the link and return.
 
 One chunk is fetched while a second is updated and a third is copied back, so the slower direction
-of the link is the bottleneck. The kernels round bitwise like the host's twins, so the choice of
+of the link is the bottleneck. The kernels round exactly like the host's twins, so the choice of
 worker affects only the time.
 """
 
@@ -18,7 +18,7 @@ from megacompile.runtime.optim.rule import OptimizerRule, Update
 
 _ALIGNMENT = 256  # bytes
 _STEP = 16 * BLOCK  # chunk granularity in elements
-_LEAST_BYTES = 2**20  # enough for this number of elements of any dtypes
+_LEAST_BYTES = 2**20  # enough for `_STEP` elements of any dtypes
 
 
 class ChunkStreams:

@@ -1,9 +1,9 @@
 """Compiles a rule's twin to C++: the code, its key on disk, and the compiling process.
 
-One code serves all sizes. It is compiled for a typical size, because Inductor decides by the first
-size whether to use several threads. It leaves one core to the issuing thread, which spins in many
-CUDA calls (`loss.item()`): a team of threads is as fast as its slowest thread, and sharing a core
-would halve that one's speed.
+The same code serves all sizes. It is compiled for a typical size, because Inductor decides by the
+first size whether to use several threads. It leaves one core to the issuing thread, which spins in
+many CUDA calls (`loss.item()`): a team of threads is as fast as its slowest thread, and a thread
+that shares its core runs at half speed.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class CompileRequest:
 
     @property
     def is_done(self) -> bool:
-        """True if the caches have the code."""
+        """True if the code is in the caches."""
         return os.path.exists(self.note)
 
     @property

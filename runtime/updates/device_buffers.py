@@ -71,7 +71,7 @@ def make_buffers(
 ) -> UpdateBuffers:
     """Allocate device memory for states like `sources`, and with `masters` for the parameters.
 
-    The host's parameters (masters) may have another dtype than the streamed ones.
+    The dtype of the host's parameters (masters) may differ from that of the streamed ones.
     """
     buffers: UpdateBuffers = {}
     for i, states in sources.items():
@@ -170,7 +170,7 @@ def write_back(
         if queue is not None and params is not None:
             copied = InFlight(queue.record_event(), weights=Completion(params))
             landing = Landing(host, copied)
-            host.pending.wait()  # for earlier work in flight
+            host.pending.wait()  # earlier work in flight
             host.pending.start(landing.work, list(buffers), visible)
     except BaseException:  # Ctrl-C: copies in flight are not recorded
         if queue is not None:
@@ -220,8 +220,8 @@ def _like(state: State | None, empty: Any) -> State | None:
     return None if state is None else empty(state.dtype)
 
 
-# Thread work of `optimizer.step()` after it returns: host updates, and copies of device results to
-# the host.
+# Work on threads after `optimizer.step()` has returned: host updates, and copies of device results
+# to the host.
 #
 # [Note: small chunks] The device-to-host copy engine is first in, first out across all streams: a
 # `loss.item()` waits for all copies issued before it. So a thread issues the copies in chunks,

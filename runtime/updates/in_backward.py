@@ -164,12 +164,13 @@ class InBackward:
         for key, of_bucket in torn.items():
             self._buckets[key].pending.tear(
                 "the last backward failed after it had updated some parameters but not others"
-                f"{self._error} (updated are those of {names})",
+                f"{self._error} (it updated those of {names})",
                 of_bucket,
             )
 
     def _is_restored(self, buckets: Mapping[int, HostBucket]) -> bool:
-        """True if all updated values were overwritten since, and the optimizer's states loaded."""
+        """True if all updated values have since been overwritten, and the optimizer's states
+        loaded."""
         return all(
             _is_gone(left, key, i, buckets) or left.restored()
             for (key, i), left in self._made.items()
@@ -267,7 +268,7 @@ class InBackward:
             self._note_made(host, steps)
 
     def _note_made(self, host: HostBucket, updated: Iterable[int]) -> None:
-        """Record how the update has left a bucket's parameters."""
+        """Record the state in which the update left a bucket's parameters."""
         key = host.layout.key
         self._made |= {(key, i): Left.of(host.params[i], [self.optimizer]) for i in updated}
 
@@ -320,7 +321,7 @@ def _difference(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]])
     return ", ".join(changes) or "groups were added"
 
 
-# Micro-batches before the last, whose backward no step follows. Only the training loop knows them.
+# Micro-batches before the last: no step follows their backward. Only the training loop knows them.
 # `megacompile.accumulate(model)` marks them for one model. Loops that count micro-batches keep the
 # count in their own state, which the sources below read. If a source wrongly reports another
 # backward, `optimizer.step()` updates from gradients on the host, which costs time and memory; with

@@ -128,7 +128,7 @@ class _Learned:
 class DeviceUpdates:
     """Implements the ops of schedules with device updates.
 
-    The first step of an optimizer runs on the host, because only then its states are known.
+    The first step of an optimizer runs on the host, because its states are unknown before it.
     """
 
     def __init__(self, streams: Streams) -> None:

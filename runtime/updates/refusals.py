@@ -54,7 +54,7 @@ def check_shared(where: str, optimizer: Optimizer, params: Iterable[torch.Tensor
         return
     if any(map(compat.is_sharded, params)):
         raise OptimizerError(
-            f"{where} computes with means over whole parameters, of which each rank has a part "
+            f"{where} computes means over whole parameters, but each rank has only a part of them "
             "(mesh=), and its own step does not support DTensors; nothing was updated: use "
             "AdamW with state_dtype='int8', or leave out mesh="
         )

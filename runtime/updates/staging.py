@@ -61,8 +61,8 @@ class Staging:
         self.updates.require(plan.new_weight_sets, size)
 
     def reserve(self, hosts: Iterable[HostBucket]) -> None:
-        """Allocate the memory for an update of these buckets before it changes anything. Earlier
-        plans, made before the optimizer was known, may have counted too little.
+        """Allocate the memory for an update of these buckets before it changes anything. Plans that
+        were made before the optimizer was known may have reserved too little.
 
         Raises:
             HostMemoryError: too little host memory; nothing has changed.

@@ -5,7 +5,7 @@ A backend is the code of an update:
     STOCK            torch.optim's own step on the bucket's tensors; bitwise the plain loop
     STOCK_ON_DEVICE  the same on device copies, one parameter at a time, such as Muon's products
     FUSED            torch.optim's fused CPU kernels: one pass over memory, no C++ compiler
-    COMPILED         the rule's twin (`optim.twin`), compiled by Inductor to C++: one pass, too
+    COMPILED         the rule's twin (`optim.twin`), compiled by Inductor to C++: also one pass
     TORCH            the rule's twin in eager mode: until COMPILED is ready (see `compiled`), or
                      without a C++ compiler for updates that FUSED does not support
     KERNEL           the rule's kernel, bitwise equal to its twin (`optim.kernels`)
@@ -54,7 +54,7 @@ from megacompile.runtime.updates.parameter import (
 
 
 class UpdateBackend(enum.Enum):
-    """The code of an update; see the module."""
+    """The code of an update; see the module's docstring."""
 
     STOCK = "torch.optim", False
     STOCK_ON_DEVICE = "torch.optim on the device", False
@@ -69,7 +69,7 @@ class UpdateBackend(enum.Enum):
 
 
 class UpdatePlace(enum.Enum):
-    """The place where an update runs; see the module."""
+    """The place where an update runs; see the module's docstring."""
 
     HOST = "on the host"
     DEVICE = "on the device"
@@ -286,7 +286,7 @@ class BucketUpdate:
         last = -2
         for step in self.steps:
             run = self._run(step)
-            adjacent = runs and step.index == last + 1  # no parameter without gradient in between
+            adjacent = runs and step.index == last + 1  # every parameter between has a gradient
             last = step.index
             reach = runs[-1].reach(run) if adjacent else 0
             if reach:

@@ -5,7 +5,7 @@ Buckets are queued in the order in which the next forward reads them. The device
 queued bucket, in chunks over the idle link (see `chunks`). The host takes the first bucket that it
 would finish no later than the device, if the device first updated all buckets queued before it.
 Workers of equal speed alternate; a host that is ten times slower takes the tenth bucket, or none of
-a shorter queue. Each worker's last updates predict its durations.
+a shorter queue. Each worker's speed is predicted from its latest updates.
 
 Source of the idea: Maurya et al., "Deep Optimizer States: Towards Scalable Training of Transformer
 Models Using Interleaved Offloading", 2024, arXiv 2410.21316, which divides the work beforehand.

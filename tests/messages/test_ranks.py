@@ -147,8 +147,8 @@ ERRORS: dict[str, tuple[Callable[[DeviceMesh], object], type[MegacompileError], 
      "of shape (6, 4), and mesh= divides states by rows; needed the parameter's shape; call "
      "megacompile() before the first step, and load a checkpoint afterwards"),
     "means over whole tensors": (steps_over_means, OptimizerError,
-     "Adafactor.step() computes with means over whole parameters, of which each rank has a part "
-     "(mesh=), and its own step does not support DTensors; nothing was updated: use AdamW with "
+     "Adafactor.step() computes means over whole parameters, but each rank has only a part of "
+     "them (mesh=), and its own step does not support DTensors; nothing was updated: use AdamW with "
      "state_dtype='int8', or leave out mesh="),
     "DDP and optimizer=": (wrapped_with_update, ModelError,
      "DistributedDataParallel(): Sequential is megacompiled with optimizer=, so that the "

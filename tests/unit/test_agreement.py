@@ -137,7 +137,7 @@ def more_steps(rank: Agreement) -> None:
 DIFFERENT: dict[str, tuple[Callable[[Agreement], None], str]] = {
     "another collective": (runs(OTHER), "collective 2 is .*ALL_GATHER of . in rank . and "),
     "another graph": (runs(BACKWARD), "(forward|backward) of Net, whose first collective is 0ALL"),
-    "more steps": (more_steps, "has made . steps .* and rank . [03]"),
+    "more steps": (more_steps, "has run . optimizer steps and rank . [03]"),
     "one more graph before": (
         runs(FORWARD, BACKWARD, FORWARD),
         "forward of Net, rank . the ba|backward of Net, rank . the fo",  # of who finds it
