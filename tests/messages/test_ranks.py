@@ -148,8 +148,8 @@ ERRORS: dict[str, tuple[Callable[[DeviceMesh], object], type[MegacompileError], 
      "megacompile() before the first step, and load a checkpoint afterwards"),
     "means over whole tensors": (steps_over_means, OptimizerError,
      "Adafactor.step() computes means over whole parameters, but each rank has only a part of "
-     "them (mesh=), and its own step does not support DTensors; nothing was updated: use AdamW with "
-     "state_dtype='int8', or leave out mesh="),
+     "them (mesh=), and its own step does not support DTensors; nothing was updated: use AdamW "
+     "with state_dtype='int8', or leave out mesh="),
     "DDP and optimizer=": (wrapped_with_update, ModelError,
      "DistributedDataParallel(): Sequential is megacompiled with optimizer=, so that the "
      "backward updates and gradients never leave the device, but DistributedDataParallel would "
