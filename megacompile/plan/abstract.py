@@ -109,7 +109,7 @@ def abstract_schedules(
 
     Args:
         model: on any device, including `meta`; it is unchanged after the call.
-        args, kwargs: of the model. Tensors may be on any device; their data are not read.
+        args, kwargs: the model's inputs. Tensors may be on any device; their data is not read.
         options: default: those of `megacompile(model)` on CUDA.
 
     Raises:
@@ -235,7 +235,7 @@ class _Capturing:
 
     @contextlib.contextmanager
     def _swapped_in(self) -> Iterator[None]:
-        """Replaces the model's parameters and buffers by fake ones inside the block."""
+        """Replaces the model's parameters and buffers with fake ones inside the block."""
         sites = list(self._sites())
         for holder, name, tensor in sites:
             holder[name] = self._known(tensor)

@@ -70,9 +70,9 @@ def changes(
 def budgets(
     now: Scenario, compiler: PassCompiler | None = None, planned: Sequence[Planned] = ()
 ) -> tuple[Change, ...]:
-    """The gain from a tenth more of each resource. More memory is planned for again, if `compiler`
-    is given. The current plan is simulated with a faster disk and, if the system limits page-locked
-    memory, with a higher limit."""
+    """The gain from a tenth more of each resource. For more memory the graphs are planned again, if
+    `compiler` is given. The current plan is simulated with a faster disk and, if the system limits
+    page-locked memory, with a higher limit."""
     found = [] if compiler is None else _more_memory(now, compiler, planned)
     if short := now.pageable_bytes:
         size = min(short, -(-sum(now.host().values()) // 10))
@@ -163,14 +163,14 @@ def _more_memory(now: Scenario, compiler: PassCompiler, planned: Sequence[Planne
 
 
 def _in_backward(options: Options) -> Options:
-    """The options of `megacompile(model, optimizer=...)`; plans do not ask which parameters it
-    updates."""
+    """The options of `megacompile(model, optimizer=...)`; plans ignore which parameters that
+    optimizer updates."""
     optimizer = torch.optim.AdamW([nn.Parameter(torch.empty(0))])
     return replace(options, optimizer=optimizer, device_update=None)
 
 
 def _tried(now: Scenario, name: str, build: Callable[[], Scenario]) -> Change:
-    """The change that another plan makes, or the reason why it does not fit."""
+    """The effect of another plan, or the reason why it does not fit."""
     try:
         other = build()
     except MegacompileError as error:
@@ -200,7 +200,7 @@ def _twice_the_batch(now: Scenario) -> Change:
         moment.total_bytes + sum(moment.live_bytes.get(kind, 0) for kind in _OF_BATCH)
         for moment in now.device.moments
     )
-    note = "computes taken as twice as long"
+    note = "assumes that computes take twice as long"
     if now.device_bytes is not None and needed > now.device_bytes:
         note += f"; this plan would need {format_bytes(needed)} of device memory"
     return Change("twice the batch", 2 * now.step_s / step_s - 1, step_s, needed, note=note)

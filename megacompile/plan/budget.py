@@ -1,5 +1,5 @@
-"""The memory budgets of plans, the device's, which shrinks after an out-of-memory error, and the
-disk's; and the problems that plans solve under them."""
+"""The budgets of device memory and disk space for plans, and the problems that plans solve under
+them. The device's budget shrinks after an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megacompile.plan.setting import Setting
 from megacompile.plan.wanted import OpenTo, WantedPlaces
 from megacompile.text import format_bytes
 
-_LESS = 0.9  # of the largest plan's memory, after that was too much
+_LESS = 0.9  # the next budget, if the largest plan ran out of memory: a share of its memory
 _REMEMBERED = 8  # captured graphs; the smallest floor among them limits `step_down`
 
 
@@ -68,12 +68,12 @@ class Budget:
         self._problems = [*self._problems[-(_REMEMBERED - 1) :], problem]
 
     def holds(self, more_bytes: int, peak_bytes: int) -> bool:
-        """True if code fits that needs `more_bytes` beyond the plans and `peak_bytes` at its
-        peak."""
+        """True if code fits whose peak is `peak_bytes` and that needs `more_bytes` in addition to
+        the largest plan."""
         return max(self._needed_bytes + more_bytes, peak_bytes) <= self.size_bytes()
 
     def room(self, peak_bytes: int) -> int:
-        """Device memory beside a plan with this peak, and beside the largest plan."""
+        """Device memory that is left next to a plan with this peak and next to the largest plan."""
         return self.size_bytes() - max(self._needed_bytes, peak_bytes)
 
     def step_down(self) -> str:
@@ -123,7 +123,7 @@ class Problems:
         placement: Placement,
         others: Sequence[Schedule],
     ) -> Problem:
-        """The problem of a plan that may make some decisions.
+        """The problem of a plan to which only some decisions are open.
 
         Args:
             schedule: from `Pipeline.differentiated`.
@@ -132,7 +132,7 @@ class Problems:
         """
         own = frozenset(bucket.key for bucket in schedule.buckets)
         if placement.accumulates:
-            variant = replace(variant, accumulate=True)  # which needs the most
+            variant = replace(variant, accumulate=True)  # needs the most memory
         return replace(
             self.of(schedule, variant, placement),
             here=open_to.closed(placement.places.only(own)),

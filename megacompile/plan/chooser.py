@@ -114,7 +114,7 @@ class Chooser:
             stages: from `Pipeline.partition`.
             schedule: the same, from `Pipeline.differentiated`.
             placement: where the buckets are.
-            again: buckets may leave the device that a plan for smaller inputs made resident.
+            again: buckets that a plan for smaller inputs made resident may leave the device.
 
         Raises:
             DeviceMemoryError: no plan fits on the device.
@@ -153,10 +153,10 @@ class Chooser:
         variant: Variant,
         placement: Placement,
     ) -> bool:
-        """Choose to run one stage for several, if that fits; returns True if it does.
+        """Choose to run several stages as one, if that fits; returns True if it does.
 
         Args:
-            stages: that `may_merge`.
+            stages: stages that `may_merge` accepts.
             whole: the same graph as one stage.
             schedule: the same, from `Pipeline.differentiated`.
         """
@@ -168,9 +168,8 @@ class Chooser:
         self.budget.note(problem, peak_bytes)
         reasons = (
             f"{len(stages.stages)} short stages run as one: everything is kept and resident on "
-            f"the device, which takes {format_bytes(peak_bytes)} of "
-            f"{format_bytes(problem.budget_bytes)} of its memory, {step_s * 1e3:.0f} ms a step "
-            "predicted",
+            f"the device, in {format_bytes(peak_bytes)} of its "
+            f"{format_bytes(problem.budget_bytes)}; {step_s * 1e3:.0f} ms a step predicted",
         )
         found = SearchResult(choice, step_s, peak_bytes, 1, reasons)
         self._planned.pop(whole.stages, None)
@@ -180,8 +179,8 @@ class Chooser:
         return True
 
     def learn(self, other: Chooser) -> None:
-        """Reuse the predictions of a chooser that differs only slightly, in its budgets; searches
-        start near its choices."""
+        """Reuse the predictions of a chooser with slightly different budgets; searches start near
+        its choices."""
         self._last_problems |= other._last_problems
         self._elsewhere = {key: planned.found.choice for key, planned in other._planned.items()}
 
@@ -193,8 +192,8 @@ class Chooser:
     def note_fetches(
         self, buckets: Sequence[Bucket], trained: Mapping[int, Sequence[int]], placement: Placement
     ) -> None:
-        """Uncaptured code reads these buckets: make those resident that no plan has decided about,
-        as memory allows.
+        """Note that uncaptured code reads these buckets. Those that no plan has decided about
+        become resident, as memory allows.
 
         Args:
             trained: the parameters that get a gradient: bucket key -> indices.
@@ -262,7 +261,7 @@ class Chooser:
         return PlanChoice(found.choice, self._reasons(problem, found, placement))
 
     def _drop_planned(self, stages: Schedule) -> None:
-        """Forget the last plan of these stages, also if it runs them as one."""
+        """Forget the last plan of these stages, even if it runs them as one."""
         for key, planned in list(self._planned.items()):
             if stages.stages in (key, planned.merged):
                 del self._planned[key]
@@ -275,11 +274,11 @@ class Chooser:
     def _search(
         self, stages: Schedule, problem: Problem, found: SearchResult | None, *, weights: bool
     ) -> tuple[Problem, SearchResult]:
-        """The first that exists of: `found`; a plan with parameters on the disk (if `weights`); one
-        that ignores other graphs; one with fewer states in host memory; the smallest plan.
+        """Fall back until a plan fits: `found`; a plan with parameters on the disk (if `weights`);
+        one that ignores other graphs; one with fewer states in host memory; the smallest plan.
 
         Returns:
-            the problem solved in the end, and its result.
+            The problem that was finally solved, and its result.
         """
         near = functools.partial(self._searches.near, near=self._elsewhere.get(stages.stages))
         if weights:
@@ -338,7 +337,7 @@ class Chooser:
         return tuple(planned.schedule for planned in latest.values())
 
     def _too_small(self, stages: Schedule, problem: Problem) -> SearchResult:
-        """Nothing fits: use the smallest plan if it is over by no more than predictions are off.
+        """Nothing fits: use the smallest plan if its excess is within the error of predictions.
 
         Raises:
             DeviceMemoryError: the device is too small by more than that.

@@ -34,7 +34,7 @@ from megacompile.plan.setting import Setting
 from megacompile.text import format_bytes
 from megacompile.verify.proof import verify
 
-_CAPTURES = 4  # of a stage at most: other sizes, evaluation, gradients that are added up
+_CAPTURES = 4  # at most, per stage: other sizes, evaluation, accumulated gradients
 
 
 class PassCompiler:
@@ -143,7 +143,7 @@ class PassCompiler:
         return self.budget.holds(peaks[1] - peaks[0] + beside, peaks[1] + beside)
 
     def code_is_ready(self) -> bool:
-        """True if the code that schedules ran without is compiled by now."""
+        """True if code is now compiled that schedules have had to run without."""
         return self.pipeline.to_come.is_ready()
 
     def load_code(self, patience_s: float) -> bool:
@@ -163,12 +163,12 @@ class PassCompiler:
         *,
         again: bool = False,
     ) -> Placement:
-        """Choose what `plan` builds; returns the placement that the plans made so far want.
+        """Make the choice that `plan` builds; returns the placement that all plans so far want.
 
         Args:
             stages: from `partition`.
             placement: where the buckets are.
-            again: buckets may leave the device that a plan for smaller inputs made resident.
+            again: buckets that a plan for smaller inputs made resident may leave the device.
 
         Raises:
             DeviceMemoryError: no plan fits on the device.
@@ -208,8 +208,8 @@ class PassCompiler:
         return schedule if draft else self._with_cuda_graphs(schedule)
 
     def _with_cuda_graphs(self, schedule: Schedule) -> Schedule:
-        """The schedule; captured as CUDA graphs, where it is one stage on a device that holds what
-        they keep."""
+        """The schedule, marked for capture as CUDA graphs if it has a single stage and the device
+        has room for the graphs."""
         options, graphs = self.setting.options, (schedule.forward, schedule.backward)
         if (
             not (options.cuda_graphs and options.may_merge and options.plans)
@@ -220,12 +220,12 @@ class PassCompiler:
             return schedule
         peak = device_memory([schedule], optimizer=self.setting.cost()).peak
         kept = (MemoryKind.PARAMETERS, MemoryKind.STATES)
-        # a captured backward frees nothing, and what the forward works in is not shared
+        # a captured backward frees nothing, and the forward's scratch memory is not shared
         more = 2 * (peak.total_bytes - sum(peak.live_bytes.get(kind, 0) for kind in kept))
         count = min(_CAPTURES, self.budget.room(peak.total_bytes) // max(more, 1))
         if count < 1:
             return schedule
-        words = f"its stage is captured as CUDA graphs, which keep up to {format_bytes(more)}"
+        words = f"its stage is captured as CUDA graphs, which hold up to {format_bytes(more)}"
         plan = replace(schedule.plan, cuda_graphs=count, reasons=(*schedule.plan.reasons, words))
         return replace(schedule, plan=plan)
 
@@ -261,20 +261,20 @@ class PassCompiler:
         return self._last[2]
 
     def rest(self, buckets: Sequence[Bucket], placement: Placement) -> Schedule:
-        """A verified schedule with only an update, of these buckets in their current places."""
+        """A verified schedule with only an update, for these buckets in their current places."""
         cost = self.setting.cost()
         schedule = rest_of(buckets, placement.places, helps=cost.helped, state_bytes=cost.states_of)
         verify(schedule)
         return schedule
 
     def wants(self, placement: Placement) -> Placement:
-        """The placement that the plans made so far want, given the current one."""
+        """The placement that all plans so far want, given the current one."""
         return self.chooser.wanted.placement(placement)
 
     def note_fetches(
         self, buckets: Sequence[Bucket], trained: Mapping[int, Sequence[int]], placement: Placement
     ) -> None:
-        """Uncaptured code reads these buckets; they may become resident."""
+        """Note that uncaptured code reads these buckets; they may become resident."""
         self.chooser.note_fetches(buckets, trained, placement)
 
     def retain(self, stages: Collection[Schedule], schedules: Collection[Schedule]) -> None:

@@ -1,8 +1,8 @@
 """Drafts: schedules that are built only to be simulated.
 
-A search builds dozens of them, which takes most of its time. Many choices compute the same
-(`Choice.computing`). If their saved tensors wait on the host or on a disk, the sizes of these are
-queried too, so the part of the passes that depends only on what is computed is cached.
+A search builds dozens of them, which takes most of its time. Many choices have the same computes
+(`Choice.computing`). If saved tensors wait on the host or on a disk, their sizes are queried as
+well. So the part of the passes that depends only on the computes is cached.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ def _stream_rows(found: Findings) -> list[list[str]]:
 def bounds_text(found: Findings) -> str:
     """ "compute 71 %, host update 20 %": the resources that bound the step."""
     shown = [(name, s) for name, s in found.bounds.items() if s >= _EXPLAINED]
-    return ", ".join(f"{name} {share:.0%}" for name, share in shown) or "nothing of these"
+    return ", ".join(f"{name} {share:.0%}" for name, share in shown) or "none of these"
 
 
 def _bounds_lines(found: Findings) -> list[str]:

@@ -92,7 +92,7 @@ class Busy:
 
     stream: str
     predicted_s: float
-    waited_s: float  # part of the step's time that its end waited for this stream
+    waited_s: float  # this stream's part of the step's critical path
     traced_s: float | None  # per step; None: no trace
     traced_waited_s: float | None  # the same of a traced step
 
@@ -245,8 +245,7 @@ class Findings:
 
     @property
     def traced_waits(self) -> dict[str, float]:
-        """The share of the traced step's time that its end waited for each stream; {} without a
-        trace."""
+        """The share of each stream in the traced step's critical path; {} without a trace."""
         step_s = self.traced_step_s
         found = {
             row.stream: row.traced_waited_s / step_s
@@ -272,7 +271,7 @@ class Findings:
 
 
 def _streams(timeline: Prediction, steps: StepFigures | None) -> tuple[Busy, ...]:
-    """Rows of the streams that have work, and always of compute and copies."""
+    """A row for compute, for each direction of copies, and for every other stream with work."""
     rows = {
         lane: Busy(
             lane.value,
@@ -300,7 +299,7 @@ def _slow_ranks(now: Scenario, ranks: Sequence[RankRates]) -> tuple[SlowRank, ..
 
 
 def _reasons(plans: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """The reasons of all plans, naming the graphs where not all graphs share one.
+    """The reasons of all plans; a reason that not all graphs share names its graphs.
 
     Page-locked memory is shared by the whole model, so only the last graph's reason counts.
     """

@@ -165,8 +165,8 @@ def _too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:
 
 
 def _host_too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:
-    """Bytes missing, the optimizer's options up to the first that would fit, and how much more
-    memory would be enough."""
+    """The missing bytes, the optimizer options to try (up to the first that would fit), and the
+    additional memory that would be enough."""
     needed, available = sum(now.host().values()), now.host_bytes
     if available is None or needed <= available:
         return ()

@@ -20,7 +20,7 @@ _MUCH = 0.03  # the same, if inputs are recomputed or other updates move to the 
 
 
 def freed(problem: Problem, best: Choice, step_s: float, *, resident: bool) -> Iterator[Choice]:
-    """Choices that may be faster, each using the freed memory in another way.
+    """Choices that may be faster, each using the freed memory in a different way.
 
     Args:
         best: the fastest choice that frees nothing.
@@ -47,7 +47,7 @@ def freed(problem: Problem, best: Choice, step_s: float, *, resident: bool) -> I
 
 
 def _with_residents(problem: Problem, way: Choice) -> Iterator[Choice]:
-    """The choice with as many residents as fit, if that is more than now."""
+    """The choice with as many residents as fit, if there are more than in `way`."""
     most = problem.most_residents(way) or 0
     if most > len(way.places.resident - problem.here.resident):
         yield replace(way, places=problem.places(most))

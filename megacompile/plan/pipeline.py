@@ -183,7 +183,7 @@ class Pipeline:
         choice: Choice,
         reasons: tuple[str, ...] = (),
     ) -> Schedule:
-        """Write down the plan that the choice and the options determine."""
+        """Add the plan that the choice and the options determine."""
         schedule = replace(schedule, plan=Plan(reasons=(*schedule.plan.reasons, *reasons)))
         return run(schedule, [("plan", self._plan_pass(schedule, variant, choice))])
 
@@ -308,7 +308,7 @@ class Pipeline:
         offload = functools.partial(offload_gradients, accumulate=variant.accumulate)
         give = functools.partial(insert_device_update, state_bytes=cost.updated_of)
         fused = options.lowering is Lowering.INDUCTOR
-        # with ranks in eager too: else torch clips with a collective that hangs if a rank fails
+        # with ranks in eager too: otherwise torch clips with a collective that hangs if one fails
         norms = fused or options.ranks > 1
         return [
             ("offload_grad", offload),
@@ -345,7 +345,7 @@ class Pipeline:
         self, work: Iterable[tuple[Template, Code]], total: int
     ) -> Iterator[tuple[Template, Code]]:
         options = self.setting.options
-        compiles = options.lowering is Lowering.INDUCTOR and total  # else it would only flicker
+        compiles = options.lowering is Lowering.INDUCTOR and total  # else a bar would flicker
         show = options.progress if compiles else False
         with bar("compiling stages", total, show) as step:
             for item in work:
@@ -360,6 +360,6 @@ class Pipeline:
             count = len(used)
             for key, template in self.templates.items():
                 if template in used and isinstance(key, tuple) and isinstance(key[0], Template):
-                    used.add(key[0])  # that it was split or planned again from
+                    used.add(key[0])  # the template that it was derived from
         for key in [key for key, template in self.templates.items() if template not in used]:
             del self.templates[key]

@@ -239,7 +239,7 @@ class Problem:
         return replace(choice, places=self.here.without_disk, saved_on_disk=0)
 
     def _buffer_bytes(self, choice: Choice) -> float:
-        """Device memory left by new residents, which take theirs all the time."""
+        """Device memory that is left next to new residents, which occupy theirs permanently."""
         new = choice.places.resident - self.here.resident
         return self.budget_bytes - self.resident_bytes(new, gradients=self.gradients_stay)
 
@@ -314,7 +314,7 @@ class Problem:
         return _fewest(self.reruns(1), lambda n: self.fits_host(replace(choice, rerun=n)))
 
     def reruns(self, row: int) -> int:
-        """Number of stages that run again if `row` consecutive ones do for each saved output.
+        """Number of stages that run again if each saved output is followed by `row` such stages.
 
         0 if ranks share the model: see `Options.ranks`.
         """

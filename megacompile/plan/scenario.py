@@ -125,8 +125,8 @@ class Scenario:
 
     @property
     def pageable_s(self) -> float:
-        """Seconds that pageable memory adds to a step of this plan, which need not be the fastest
-        plan if everything could be locked."""
+        """Seconds that pageable memory adds to a step of this plan. If everything could be locked,
+        another plan might be faster."""
         return self.step_s - self.timeline(replace(self.hardware, locked_bytes=None)).step_s
 
     def disk(self) -> dict[str, int]:
@@ -148,8 +148,8 @@ class Scenario:
         for the rest to fit on the host; None if even all of them are not enough.
 
         Args:
-            weights: parameters may move too, of as few buckets as necessary; None if they may not,
-                or all of them are there already.
+            weights: the parameters of as few buckets as necessary may move too. The result is then
+                None if they may not, or if all of them are there already.
         """
         every = self.disk_weights is True
         if weights and (every or self.ranks > 1 or self.optimizer.master_bytes is not None):
@@ -225,7 +225,7 @@ class Scenario:
 
 
 def _states_in_use(schedule: Schedule) -> int:
-    """The most streamed buckets whose states a backward uses at once."""
+    """The maximum number of streamed buckets whose states a backward uses at once."""
     if schedule.backward is None:
         return 0
     streamed = {bucket.key for bucket in schedule.buckets} - schedule.plan.resident

@@ -112,7 +112,7 @@ class Searches:
 # memory that tiles can free, and the time of the computes in tiles if all stages are kept. Tiles
 # are not tried if nothing in a model can be tiled.
 
-TILES = (4, 16, 64, 256)  # numbers that are tried
+TILES = (4, 16, 64, 256)  # numbers of tiles that are tried
 _TILES_PAY = 0.03  # of a step: the least gain if a plan fits without tiles
 _NOTABLE = 0.1  # of the budget: the least workspace worth cutting
 
@@ -130,7 +130,7 @@ def search_in_tiles(problem: Problem, search: Search) -> SearchResult | None:
         cut = problem.in_tiles(tiles)
         if best is not None and not _may_pay(at, best, cut):
             break
-        if not cut.drafts.cut:  # more tiles cut nothing either
+        if not cut.drafts.cut:  # nothing can be tiled, with any number of tiles
             break
         found = search(cut)
         if found is not None and best is not None:
@@ -173,7 +173,7 @@ def _may_pay(problem: Problem, best: SearchResult, cut: Problem) -> bool:
 # Optional parameters on the disk.
 #
 # A plan with parameters on the disk reads each of these buckets twice a step. So it is tried only
-# if no plan fits without, or only with saved tensors on the disk; see decision 30.
+# if otherwise no plan fits, or only one with saved tensors on the disk; see decision 30.
 
 _NO_OTHER = "no other plan fits: host memory does not hold all parameters next to the rest"
 
@@ -181,8 +181,8 @@ _NO_OTHER = "no other plan fits: host memory does not hold all parameters next t
 def search_with_weights(
     problem: Problem, found: SearchResult | None, search: Search
 ) -> tuple[Problem, SearchResult | None]:
-    """Put the parameters of as few buckets as necessary on the disk, if nothing fits without or if
-    that is faster than saved tensors there.
+    """Put the parameters of as few buckets as necessary on the disk, if nothing fits otherwise or
+    if that is faster than saved tensors there.
 
     Args:
         problem: without more parameters on the disk.
@@ -209,9 +209,9 @@ def search_with_weights(
 
 # The choice closest to the budgets, if none fits all of them.
 #
-# A refusal shows this choice: the memory that it lacks is the least that would make the step fit,
-# among the candidates. Offloading and recomputing move the shortage from the device to the host, so
-# candidates with and without them are compared.
+# A refusal shows this choice: among the candidates, it needs the least additional memory to fit.
+# Offloading and recomputing move the shortage from the device to the host, so candidates with and
+# without them are compared.
 
 DEVICE, HOST, DISK = "device memory", "host memory", "the disk"
 
@@ -257,7 +257,7 @@ def stay_that_fit(
     places: Places,
     budget_bytes: int,
 ) -> int:
-    """The most streamed buckets that fit into device memory next to everything else.
+    """The maximum number of streamed buckets that fit into device memory next to everything else.
 
     Args:
         schedule: from `Pipeline.differentiated`, without a backward.

@@ -69,7 +69,7 @@ class Setting:
             return load_disk(folder).on(found)
         if self.agreed is not None:
             return self.agreed.hardware
-        return cached(self.options.device) or _ASSUMED  # plans on the CPU measure nothing
+        return cached(self.options.device) or _ASSUMED  # nothing is measured for a plan on the CPU
 
     def host_budget_bytes(self) -> int | None:
         """Host memory for parameters, gradients, states and offloaded tensors; None: unknown."""

@@ -11,10 +11,10 @@ depends on when a step uses them.
                      Neighboring buckets would wait for the drive, and leave it idle before and
                      after.
 
-If all states are not enough, parameters of as few buckets as necessary go there too, provided that
-the search found nothing without (`megacompile.ir.plan.first_to_disk` orders them).
+If moving all states is not enough, the parameters of as few buckets as necessary follow, provided
+that the search found nothing else (`megacompile.ir.plan.first_to_disk` orders them).
 
-If that is not enough, saved tensors that wait on the host go there, of as few stages as necessary:
+If that is not enough, saved tensors that wait on the host follow, from as few stages as necessary:
 the first ones, whose tensors wait the longest. Like states, they are written and read in each step,
 and a stage's saved tensors are usually larger than its 8-bit states.
 
@@ -173,8 +173,8 @@ class Tiers:
         return replace(choice, places=found.places, saved_on_disk=found.saved_on_disk)
 
     def _with_weights(self, choice: Choice) -> Choice:
-        """With parameters on the disk too, if all states are not enough: of as few buckets as
-        necessary, or the number that needs the least host memory."""
+        """The choice with the parameters of some buckets on the disk too, if moving all states is
+        not enough: of as few as necessary, or of the number that needs the least host memory."""
         if self.disk_weights is not None or self.host_bytes is None:
             return choice
         if self.of_host(choice) <= self.host_bytes:
@@ -208,8 +208,8 @@ class Tiers:
         return next(filter(self.fit, choices), None)
 
     def _without_large_states(self, choice: Choice) -> Choice:
-        """Without large states on the disk, whose buffers may take more host memory than the
-        states."""
+        """The choice without large states on the disk: their buffers may take more host memory than
+        the states themselves."""
         states = {b.key: self._of(b).states for b in self.buckets if b.key in choice.places.on_disk}
         usual = LARGE * statistics.median(states.values()) if states else 0
         large = {key for key, size in states.items() if size > usual}
@@ -220,7 +220,7 @@ class Tiers:
         return first_to_disk(self.buckets, {key for key in self.trained if self.trained[key]})
 
     def _with_saved(self, choice: Choice) -> Choice:
-        """With saved tensors on the disk, if that makes the choice fit."""
+        """The choice with saved tensors on the disk, if that makes it fit."""
         if self.disk_saved is not None or self.host_bytes is None or self.fit(choice):
             return choice
         each = self._each(choice)
@@ -230,7 +230,7 @@ class Tiers:
         return choice
 
     def _fewest(self, choice: Choice) -> Choice:
-        """With the states of as few buckets as necessary on the disk; see `settled`."""
+        """The choice with the states of as few buckets as necessary on the disk; see `settled`."""
         order = [b for b in self.buckets if b.key in self.undecided - choice.places.resident]
         order = [bucket for bucket in order if self._of(bucket).stored]
         places = itertools.accumulate(sorted(self._of(bucket).stored for bucket in order))

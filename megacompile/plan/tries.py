@@ -20,7 +20,7 @@ from megacompile.plan.problem import Problem
 _SLOTS = (1, 2, 4, 8, 16)  # beyond the options'
 _DELAYS = (1, 2, 4, 8)  # in backwards, of states on their way to the host
 _APART = 1 / 24  # of the stages: resolution of the search for stages kept on the host
-_FEWER = (0, 1, 2, 3)  # residents, if stages are kept on the host
+_FEWER = (0, 1, 2, 3)  # numbers of residents to give up for stages that are kept on the host
 _EQUAL = 0.002  # predictions this close count as equal; residents break the tie
 _PAYS = 0.01  # of a step's time: the least gain of a move
 _IN_VAIN = 3  # numbers of slots tried without a gain before giving up
@@ -54,7 +54,7 @@ class Tries:
         self.keeps = keeps
         self.times: dict[Choice, float] = {}  # seconds; the first of equals wins
         self.too_many: set[int] = set()  # counts of resident buckets that do not fit
-        self.passed_over: set[int] = set()  # the same, of choices that are certainly too slow
+        self.passed_over: set[int] = set()  # counts whose choices are certainly too slow
 
     @property
     def best(self) -> Choice:
@@ -119,7 +119,7 @@ class Tries:
         for keep in sorted(others - {low}):
             self._simulate(replace(least, keep=keep))
         if most_kept is not None and most_kept in self.times.keys() - known:
-            # it keeps more than equally fast ones, so these come first
+            # of equally fast choices the one with fewer kept stages wins: it comes first
             self.times[most_kept] = self.times.pop(most_kept)
         return most_kept is not None
 
@@ -190,13 +190,14 @@ class Tries:
                 step //= 2
 
     def add_offloaded(self, choice: Choice, *, resident: bool) -> None:
-        """Simulate a choice with inputs of stages on the host: as few as necessary, and more, which
-        may leave memory to keep stages. If stages are kept, numbers between are tried too.
+        """Simulate choices with inputs of stages on the host: with as few as necessary, and with
+        more, which may leave memory to keep stages. If stages are kept, numbers in between are
+        tried too.
 
-        If the host does not hold them, stages run again instead of having their outputs wait, or
-        what waits goes on to a disk (`Tiers.settled`). If nothing fits yet, every other stage runs
-        again, then two of three and so on, with as few inputs on the host as possible and the freed
-        device memory used for residents.
+        If the host does not hold these inputs, stages run again instead of having their outputs
+        wait, or the waiting tensors go on to a disk (`Tiers.settled`). If nothing fits yet, every
+        other stage runs again, then two of three and so on, with as few inputs on the host as
+        possible. The freed device memory is used for residents.
 
         Args:
             resident: more buckets may become resident.
@@ -347,7 +348,7 @@ class Tries:
         return fastest if self._time(fastest) < before * (1 - _PAYS) else best
 
     def with_saved_on_host(self, best: Choice) -> Choice:
-        """Keep as many stages on the host as pays. Half of the stages that are not kept are tried
+        """Keep as many stages on the host as pays off. Half of the stages not yet kept are tried
         first, so that copied and recomputed stages alternate. If that does not fit, more are tried,
         because evenly spread they may hold less device memory while they are copied. The freed
         memory keeps more stages on the device."""
@@ -384,8 +385,8 @@ class Tries:
         return min((best, self.best), key=self.times.__getitem__)
 
     def kept_on_host(self, best: Choice, count: int) -> Choice:
-        """The fastest choice with `count` stages kept on the host and up to a few residents less;
-        `best` if nothing fits."""
+        """The fastest choice with `count` stages kept on the host and a few residents fewer, if
+        necessary; `best` if nothing fits."""
         before = set(self.times)
         for fewer in _FEWER[: self.count(best) + 1]:
             places = self.problem.places(self.count(best) - fewer)
@@ -394,7 +395,7 @@ class Tries:
         return best
 
     def with_more_slots(self, best: Choice) -> Choice:
-        """Add as many slots as fit and pay; several may pay even if one does not."""
+        """Add as many slots as fit and pay off; several may pay off even if one does not."""
         in_vain = 0
         for more in _SLOTS:
             choice = replace(best, more_slots=more)

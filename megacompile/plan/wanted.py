@@ -55,7 +55,7 @@ class WantedPlaces:
         self._places: Places | None = None  # of plans; None: where the buckets are
         self._decided: frozenset[int] = frozenset()  # keys of buckets that plans have decided about
         self._stored: frozenset[int] = frozenset()  # the same for states and weights
-        # Of the buckets that are resident because uncaptured code reads them.
+        # The buckets that are resident because uncaptured code reads them.
         self._home = BucketPlan(  # the place of a bucket that no plan has decided about
             Tier.DISK if options.disk_weights else Tier.HOST,
             Tier.HOST if options.disk is None else Tier.DISK,
@@ -125,7 +125,7 @@ class WantedPlaces:
             self._bytes.pop(key, None)
 
     def set(self, places: Places) -> None:
-        """Want these places, whatever was decided."""
+        """Want these places, regardless of earlier decisions."""
         self._places, self._answer = places, None
 
     def forget(self) -> None:
@@ -146,8 +146,8 @@ class WantedPlaces:
         room_bytes: Callable[[], float],
         now: Placement,
     ) -> None:
-        """Uncaptured code reads these buckets: make as many resident as fit, of those that no plan
-        has decided about. Residents stay, and the first of the others come first.
+        """Note that uncaptured code reads these buckets. Of those that no plan has decided about,
+        as many become resident as fit: current residents first, then the others in order.
 
         Args:
             read: keys of the buckets that plans read.
