@@ -158,9 +158,9 @@ class EverNew:
             return
         self._said = True
         notices.warn(
-            f"megacompile: {self.name} made {row.programs} schedules in {row.calls} calls without "
-            "gradients in a row, because each had new shapes or numbers. From now on, most such "
-            "calls run in eager mode and fetch parameters at each use (slower, same numbers; "
+            f"megacompile: {self.name} made {row.programs} schedules in {row.calls} consecutive "
+            "calls without gradients, because each had new shapes or numbers. From now on, most "
+            "such calls run in eager mode and fetch parameters at each use (slower, same numbers; "
             "shown once). Put a loop that samples into `with megacompile.eager(model):`, or keep "
             "shapes constant: a cache of a fixed size, with the position as a tensor"
         )

@@ -131,7 +131,7 @@ class Call:
         groups = [self.places]
         if gradients.ends(self.places).hooked:
             groups = [(place,) for place in self.places]
-        token = torch.empty(0, device=self.machine.device)  # which says whose stream it is
+        token = torch.empty(0, device=self.machine.device)  # on this device, for autograd's stream
         for group in groups:
             token = compat.apply(Gate, self, group, token, *gradients.ends(group).params)
         return token
@@ -303,8 +303,8 @@ class Call:
         variant = program.variant(tangents=tangents, reuse=reuse)
         if tangents != self.variant.tangents:
             program.tangents = tangents
-            # it reuses as one that was guessed does: another rank, which has seen a call of this
-            # graph before, guesses right, and all of them fetch the same buckets
+            # `reuse` as for a right guess: another rank, which has seen an earlier call of this
+            # graph, may have guessed right, and all ranks must fetch the same buckets
             variant = Variant(tangents, keep_last=False, reuse=reuse)
         run, update = self.machine.current_run(), self._updates()
         if update:
@@ -320,9 +320,9 @@ class Call:
             self.machine.reserve_staging(wanted.gradient_params)
         if not program.holds(self.values):
             raise BackwardError(
-                f"{program.capture.name}: a backward for these outputs has no code for sizes of "
-                f"{', '.join(map(str, self.values))} together; call megacompile(model, "
-                "dynamic=False), so that each set of sizes gets its own"
+                f"{program.capture.name}: a backward for these outputs has no code for the sizes "
+                f"{', '.join(map(str, self.values))}; call megacompile(model, dynamic=False), so "
+                "that each set of sizes gets its own"
             )
         left = executor.schedule.reused == forward.reused  # another variant may use more slots
         if reuse and not (left and self.machine.slots.keeps(executor.schedule.slots)):
@@ -398,7 +398,7 @@ class Call:
         return taken
 
     def _check(self, tangents: tuple[int, ...]) -> None:
-        """Raise if this backward would compute with other values than the forward did."""
+        """Raise if this backward would compute with values other than the forward's."""
         name = self.program.capture.name
         if compat.in_compiled_autograd():
             raise BackwardError(

@@ -284,7 +284,7 @@ class CapturedGraph:
                 continue
             if made.holds(values):
                 return made
-        raise failed or UnsupportedGraphError("its code is not right for its own sizes")
+        raise failed or UnsupportedGraphError("its code is not valid for its own sizes")
 
     def _build_with_symbols(
         self,

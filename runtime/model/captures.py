@@ -1,6 +1,6 @@
 """The captured graphs of a model, and the calls that capture them.
 
-A call that Dynamo could not trace, and of which no line has run, runs in eager mode. A call
+A call that Dynamo could not trace runs in eager mode if none of its lines has run yet. A call
 restarts if buckets have to move first or device memory runs out. A call that has already run some
 lines restarts only if nothing fits otherwise and it has changed no buffer.
 """

@@ -1,20 +1,21 @@
-"""DistributedDataParallel and a megacompiled model: what is kept between the two, what is refused.
+"""DistributedDataParallel with a megacompiled model: supported and refused combinations.
 
-DDP reduces gradients in hooks on AccumulateGrad nodes, which it looks up when it is made. A
-parameter whose data goes to another device gets another node: the hooks on the old one never run
-again, and torch says nothing. Megatron and Apex put hooks of Python on such nodes. So
+DDP reduces gradients in hooks on AccumulateGrad nodes, which it looks up when it is constructed. If
+a parameter's data moves to another device, the parameter gets a new node: the hooks on the old one
+never run again, and torch does not report it. Megatron and Apex register Python hooks on such nodes
+too. So
 
-    DDP, or hooks, before the parameters move    refused: in megacompile(), or where it cannot be
-                                                 seen there, at the first call inside of the DDP
-    DDP(megacompile(model))                      right; buckets stay where they are from then on
-    parameters where DDP cannot reduce them      refused when the DDP is made
-    a model that ranks share (mesh=)             right: the DDP passes through, because gradients
-                                                 are means already (`pass_through`)
-    nn.DataParallel, around or inside            refused where there is a GPU: threads would call
+    DDP, or hooks, before the parameters move    refused: in megacompile() or, if it cannot be
+                                                 detected there, at the first call within the DDP
+    DDP(megacompile(model))                      works; buckets stay where they are from then on
+    parameters where DDP cannot reduce them      refused when the DDP is constructed
+    a model that ranks share (mesh=)             works: the DDP passes through, because gradients
+                                                 are averaged already (`pass_through`)
+    nn.DataParallel, around or inside            refused if there is a GPU: threads would call
                                                  copies of the module that are not streamed
 
-Accelerate, and so Trainer, wraps what it prepares in a DDP, unless that says that it is prepared.
-Without torchrun, Trainer makes a DataParallel where it sees several GPUs.
+Accelerate, and therefore Trainer, wraps a model in a DDP unless the model is marked as prepared.
+Without torchrun, Trainer creates a DataParallel if it sees several GPUs.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from megacompile.runtime.model.sharding import divide_loaded
 from megacompile.runtime.params.accumulators import Accumulator
 
 _BACKENDS = 'init_process_group("cpu:gloo,cuda:nccl")'
-_PREPARED = "_is_accelerate_prepared"  # Accelerate's
+_PREPARED = "_is_accelerate_prepared"  # the attribute by which Accelerate marks prepared models
 _WRAP = "model = DistributedDataParallel(megacompile(model))"
 _COPIES = (
     "which calls copies of the module, one on each GPU, and copies are not streamed; leave it "
@@ -54,11 +55,11 @@ _COPIES = (
 
 
 class DataParallel:
-    """The facts that a megacompiled model knows of DistributedDataParallel.
+    """A megacompiled model's view of the DistributedDataParallel around or inside it.
 
     Raises:
-        ModelError: the model has one in it, and its backward is to make the update, or ranks are
-            to share it. Or it has a `torch.nn.DataParallel` over GPUs in it.
+        ModelError: the model contains a DistributedDataParallel although its backward updates or
+            ranks share it, or it contains a `torch.nn.DataParallel` over GPUs.
     """
 
     def __init__(self, model: nn.Module, options: Options) -> None:
@@ -86,10 +87,10 @@ class DataParallel:
         compat.check_data_parallel(nn.DataParallel, _check_copies)
 
     def around(self, ddp: DistributedDataParallel) -> str:
-        """At a call within a DDP: why buckets stay where they are.
+        """Check a DDP at a call within it; returns the reason why buckets stay where they are.
 
         Raises:
-            ModelError: that DDP would reduce nothing.
+            ModelError: the DDP would not reduce the model's gradients.
         """
         why = "a DistributedDataParallel is around"
         if self._checked is None or self._checked() is not ddp:
@@ -105,30 +106,30 @@ class DataParallel:
 
     @property
     def around_last(self) -> bool:
-        """True if a DistributedDataParallel that was around a call is still there."""
+        """True if the DistributedDataParallel around the last call still exists."""
         return self._checked is not None and self._checked() is not None
 
     def end(self) -> None:
-        """The model is a plain one again."""
+        """Undo the changes to the model, which becomes a plain one again."""
         _LIVE.discard(self)
         if self.shared:
             vars(self.model).pop(_PREPARED, None)
             self._loading.remove()
 
     def forget(self) -> None:
-        """Parameters may have moved: check again at the next call."""
+        """Check again at the next call, because parameters may have moved."""
         self._checked = None
 
-    @torch.inference_mode(False)  # in which nodes are not to be had
+    @torch.inference_mode(False)  # parameters have no AccumulateGrad nodes in inference mode
     def holds(self, moving: Collection[nn.Parameter]) -> str:
-        """The reason why these parameters must stay on their device; "" where they may move."""
+        """The reason why these parameters must stay on their device; "" if they may move."""
         if _inside(self.model):
             return "the model has a DistributedDataParallel in it"
         name = _hooked(self.model, {id(param) for param in moving})
         return f"a hook is registered on the AccumulateGrad node of {name!r}" if name else ""
 
     def say(self, why: str) -> None:
-        """Say once that buckets stay."""
+        """Warn once that buckets stay on their device."""
         notices.warn_once(
             "parameters that stay",
             f"megacompile: every parameter stays on its device, because {why}, and a move would "
@@ -138,14 +139,14 @@ class DataParallel:
         )
 
     def is_among(self, modules: Collection[int]) -> bool:
-        """True if the model is megacompiled, and one of these modules, by their ids."""
+        """True if the model is megacompiled and its id is among these ids of modules."""
         return id(self.model) in modules and compat.compiled_call(self.model) is not None
 
     def check_wrap(self, module: nn.Module, given: Mapping[str, Any]) -> None:
-        """Raise where a DDP over `module`, which has this model in it, could not reduce.
+        """Raise if a DDP around `module`, which contains this model, could not reduce.
 
         Args:
-            module: what is wrapped.
+            module: the wrapped module.
             given: the arguments of DistributedDataParallel.
         """
         name = type(self.model).__name__
@@ -167,11 +168,11 @@ def refuse_moves(
     model: nn.Module,
     goes_to: Callable[[nn.Parameter], str],
 ) -> None:
-    """Raise if megacompile() would move a parameter whose node a DDP or a hook holds.
+    """Raise if megacompile() would move a parameter with a DDP's hook or another on its node.
 
     Args:
-        model: to be megacompiled.
-        goes_to: the type of device that a parameter will be on.
+        model: the model to megacompile.
+        goes_to: returns the type of the device to which a parameter will move.
 
     Raises:
         ModelError: with what to write instead.
@@ -198,7 +199,7 @@ def refuse_moves(
 
 
 def refuse_other_device(name: str, params: Mapping[str, nn.Parameter], made_for: str) -> None:
-    """Raise if parameters are not on the type of device that their DDP was made for.
+    """Raise if parameters are not on the device type that their DDP was constructed for.
 
     Raises:
         ModelError: with what to write instead.
@@ -222,21 +223,21 @@ def refuse_unreduced(
     device_ids: object,
     reduces_on: Collection[str] | None,
 ) -> None:
-    """Raise if a DDP could not be made over parameters in host memory, or could not reduce them.
+    """Raise if a DDP does not accept parameters in host memory, or could not reduce them.
 
     Args:
-        name: of the megacompiled model.
-        computes_on: type of its device.
-        lies_on: types of device that its trained parameters are on.
-        others_on: those of all parameters of the wrapped module.
-        device_ids: what the DDP was given, if anything.
-        reduces_on: types of device that the process group has a backend for; None: not known.
+        name: name of the megacompiled model.
+        computes_on: its device type.
+        lies_on: the device types of its trained parameters.
+        others_on: the device types of all parameters of the wrapped module.
+        device_ids: the DDP's argument, if any.
+        reduces_on: device types that the process group has a backend for; None: unknown.
 
     Raises:
         ModelError: with what to write instead.
     """
     if "cpu" not in lies_on or computes_on == "cpu":
-        return  # where plain parameters would be
+        return  # they are where plain parameters would be
     where = f"DistributedDataParallel(): {name} is megacompiled and its parameters are on the host"
     write = f"write {_BACKENDS} and DistributedDataParallel(model)"
     if len(set(others_on)) > 1:
@@ -258,8 +259,8 @@ def refuse_unreduced(
 
 
 def _check_wrap(ddp: DistributedDataParallel, given: Mapping[str, Any]) -> bool:
-    """Before a DDP is made: ask the megacompiled models in it. True: it is made, and passes
-    through."""
+    """Check the megacompiled models in a DDP before its construction. Returns True if this has
+    constructed it, as a `PassThrough`."""
     module = given["module"]
     inside = _megacompiled_in(module)
     shared = [each for each in inside if each.mesh is not None]
@@ -274,14 +275,14 @@ def _check_wrap(ddp: DistributedDataParallel, given: Mapping[str, Any]) -> bool:
         refuse_other_wraps(type(ddp), names, given, params, mesh)
     ddp.__class__ = PassThrough
     assert isinstance(ddp, PassThrough)
-    ranks = Ranks.of(*next(iter(meshes.items())))  # all of them have the same
+    ranks = Ranks.of(*next(iter(meshes.items())))  # all meshes have the same ranks
     ddp.become(module, group_of(given), ranks, buffers=sends_buffers(given))
     return True
 
 
 def _check_copies(_: nn.DataParallel[Any], given: Mapping[str, Any]) -> bool:
-    """Before a DataParallel is made: refuse it around a megacompiled model, unless no GPU is there,
-    where it only calls its module."""
+    """Refuse a DataParallel around a megacompiled model before its construction. Without a GPU it
+    only calls its module and is allowed."""
     inside = _megacompiled_in(given["module"])
     if inside and torch.cuda.is_available():
         raise ModelError(
@@ -293,7 +294,7 @@ def _check_copies(_: nn.DataParallel[Any], given: Mapping[str, Any]) -> bool:
 
 
 def devices_of(group: Any) -> frozenset[str] | None:
-    """The types of device that a process group has backends for."""
+    """The device types that a process group has backends for."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
     config = str(distributed.get_backend_config(group))
@@ -315,7 +316,7 @@ def _inside(model: nn.Module) -> list[DistributedDataParallel]:
 
 
 def _hooked(model: nn.Module, among: Iterable[int]) -> str:
-    """The first of some parameters, by id, that has a hook of Python on its node; "" for none."""
+    """The first of these parameters (by id) with a Python hook on its node; "" if there is none."""
     ids = frozenset(among)
     for name, param in model.named_parameters():
         if id(param) in ids and param.requires_grad and Accumulator(param).hooked_node:

@@ -1,4 +1,4 @@
-"""The parameters of a model on the device, bucket by bucket, for an inference engine beside it.
+"""The parameters of a model on the device, bucket by bucket, for an inference engine next to it.
 
 While the caller uses one bucket, the next one is copied: two buckets are on the device at a time.
 

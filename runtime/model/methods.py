@@ -44,7 +44,7 @@ class PlainMethod(Replacement):
 
 
 class OwnCall(Replacement):
-    """The same as the method. If Dynamo found the method itself while it captures a caller of the
+    """Calls the stock method. If Dynamo found that method itself while it captures a caller of the
     model, it would capture the model's `forward` and bypass streaming."""
 
     name = compat.CALL
@@ -143,7 +143,7 @@ State = frozenset[tuple[type, int]]  # classes whose methods were replaced, and 
 
 
 class ClassMethods:
-    """The methods that the classes of a streamed model's modules have had.
+    """The methods of the classes of a streamed model's modules, past and current.
 
     Args:
         model: covers its current and future modules.

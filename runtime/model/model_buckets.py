@@ -430,7 +430,7 @@ class ModelBuckets:
 
     def _leave_to_others(self) -> None:
         """Reallocate buckets whose old memory other code still references: code that temporarily
-        replaced `p.data` (by the average of an EMA) writes it back later."""
+        replaced `p.data` (with the average of an EMA) writes it back later."""
         left = [key for key, bucket in self.machine.buckets.items() if bucket.left_to_others()]
         for key in left:
             old = self.machine.buckets[key]

@@ -35,7 +35,7 @@ class OutsideNotice:
         self._read: set[int] = set()  # ids of parameters read by any schedule
 
     def say(self, model: nn.Module, graphs: Iterable[CapturedGraph], *, is_known: bool) -> None:
-        """At a step: warn of such views and gradients.
+        """Warn of such views and gradients; called at a step.
 
         Args:
             is_known: code in eager mode has used parameters, with its own warning.
@@ -81,7 +81,7 @@ class OutsideNotice:
         )
 
     def _say_view(self, model: nn.Module, programs: Iterable[Program | None]) -> None:
-        """Views that a forward did not keep are freed already."""
+        """Warn of views that still exist: those that a forward did not keep are freed already."""
         views = [view for program in programs if program is not None for view in program.views]
         for view, name in views:
             if view() is None:

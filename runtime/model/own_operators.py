@@ -15,7 +15,7 @@ Dropout with a rate that changes from call to call is captured once:
 
 torch's operator needs the rate as a Python number, so Dynamo would specialize on its value. Ours
 replaces it if Dynamo has made the rate a symbol, which it does after two different rates. It draws
-the same numbers as torch's and rounds alike.
+the same numbers as torch's and rounds the same way.
 """
 
 from __future__ import annotations

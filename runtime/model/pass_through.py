@@ -1,6 +1,6 @@
 """A DistributedDataParallel around a model that ranks share: it only calls the module.
 
-    gradients    are means over ranks already
+    gradients    are averaged over ranks already
     buffers      are the first rank's at construction, and before each forward as in any DDP
     no_sync()    each backward averages its gradients before adding them: the same sum, up to
     rounding
@@ -96,7 +96,7 @@ class _Nothing:
 def refuse_other_wraps(
     kind: type, names: str, given: Mapping[str, Any], shared: Collection[int], mesh: DeviceMesh
 ) -> None:
-    """Raise if a DistributedDataParallel around a shared model would have more to do.
+    """Raise if a DistributedDataParallel around a shared model would have to do more than call it.
 
     Args:
         kind: the class being constructed.
@@ -110,11 +110,11 @@ def refuse_other_wraps(
     """
     where = f"DistributedDataParallel(): ranks share {names} (mesh=)"
     if kind is not DistributedDataParallel:
-        raise ModelError(f"{where}, so that gradients are means already; leave {kind.__name__} out")
+        raise ModelError(f"{where}, so gradients are already averaged; leave {kind.__name__} out")
     for option in _OTHERWISE:
         if given.get(option) is not None:
             raise ModelError(
-                f"{where}, so that gradients are means already, and {option}= has no effect; "
+                f"{where}, so gradients are already averaged, and {option}= has no effect; "
                 "leave DistributedDataParallel out, or the option"
             )
     module = given["module"]

@@ -18,7 +18,7 @@ class Compiler(Protocol):
     """Plans and lowers schedules; implemented by `megacompile.plan.compiler`."""
 
     def partition(self, capture: Capture) -> Schedule:
-        """Stages only."""
+        """Divide a captured graph into stages."""
 
     def resized(self, stages: Schedule, values: Values) -> Schedule:
         """The stages for other values of their symbols."""
@@ -58,7 +58,7 @@ class Compiler(Protocol):
     def note_fetches(
         self, buckets: Sequence[Bucket], trained: Mapping[int, Sequence[int]], placement: Placement
     ) -> None:
-        """Code that is not captured reads buckets: they may live on the device."""
+        """Note that uncaptured code reads these buckets; they may become resident."""
 
     def replan(self) -> None:
         """Choose all plans again for the current placement. No backward may be pending."""
@@ -86,7 +86,7 @@ class MovesFirst(BaseException):
     A BaseException, so that user code in between that catches `Exception` does not see it.
 
     Args:
-        lacking: the error to raise if the buckets cannot move. None: they can, because nothing of
+        lacking: the error to raise if the buckets cannot move. None: they can, because no part of
             the call has run.
     """
 
@@ -109,7 +109,7 @@ class Plans:
         self.version = 0  # plans of older versions are planned again at their next use
 
     def expire(self) -> None:
-        """Every captured graph plans again at its next call."""
+        """Make every captured graph plan again at its next call."""
         self.version += 1
 
     def choose(
@@ -136,7 +136,7 @@ class Plans:
         return self.compiler.wants(self.placement)
 
     def note_fetches(self, buckets: Sequence[Bucket], trained: Mapping[int, Sequence[int]]) -> None:
-        """Code that is not captured reads buckets: they may live on the device.
+        """Note that uncaptured code reads these buckets; they may become resident.
 
         Args:
             trained: the parameters that get a gradient: bucket key -> indices.

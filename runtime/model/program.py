@@ -83,8 +83,8 @@ class Program:
         self.stages = stages
         outputs, _ = ops.returned(self.stages.forward)
         self.outputs: tuple[Any, ...] = tuple(outputs)
-        # positions of the outputs that stages compute, each value once, and of those among them
-        # that require grad (also under `no_grad`, if the graph enables it)
+        # positions of the outputs that stages compute, each value once; and of the outputs among
+        # these that require grad (also under `no_grad`, if the graph enables it)
         self.computed = computed_outputs(self.outputs)
         metas = {k: self.outputs[k].meta["value"] for k in self.computed}
         self.differentiable = frozenset(k for k, meta in metas.items() if meta.requires_grad)
@@ -99,7 +99,7 @@ class Program:
         self.recorded = [(self.inputs[n], first + k) for k, n in enumerate(stages.recorded)]
         self.executors: dict[Variant, Executor] = {}
         self._planned: dict[Variant, Schedule] = {}  # without code yet
-        self._fakes: dict[compat.SymbolicFakes, tuple[int, ...]] = {}  # and of which symbols
+        self._fakes: dict[compat.SymbolicFakes, tuple[int, ...]] = {}  # -> symbols' positions
         if stages.symbols is not None:
             self._note(stages.symbols)
         self.tangents = expected_tangents(self.stages)

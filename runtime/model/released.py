@@ -119,7 +119,7 @@ class Released:
         if needed > there:
             raise HostMemoryError(
                 f"released(): {format_bytes(needed)} of {self._name} live on the device, and "
-                f"{format_bytes(there)} of host memory are available for them; free host memory, "
+                f"{format_bytes(there)} of host memory is available for them; free host memory, "
                 "or lower resident="
             )
 

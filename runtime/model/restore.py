@@ -1,4 +1,4 @@
-"""Makes a plain model again: its parameters leave the buckets, for the host or a device.
+"""Makes a model a plain one again: its parameters move from the buckets to the host or a device.
 
 Each bucket is freed once its parameters have their own memory, so peak memory is one bucket more.
 An interrupt in between leaves a megacompiled model: its next call takes over the parameters that
@@ -103,7 +103,7 @@ def _refuse(streamed: StreamedModel, device: torch.device) -> None:
         raise ModelError(
             f"unmegacompile(): {name} has parameters on {moving[0].device}, which cannot move to "
             f"{device}, because {why}, and a move would lose its hooks; pass their device "
-            f"(device={str(moving[0].device)!r}), or remove that first"
+            f"(device={str(moving[0].device)!r}), or remove its hooks first"
         )
     if device.type != "cpu":
         there = compat.free_device_bytes(device)

@@ -40,14 +40,15 @@ def shard(model: nn.Module, ranks: Ranks, *, filled: bool = False) -> dict[int, 
 
     Args:
         model: changed in place. Each rank has the whole model, with the same shapes.
-        ranks: the ranks that share it. filled: parameters on meta get their values later, from a
-        checkpoint. Until then they have untouched memory.
+        ranks: the ranks that share it.
+        filled: parameters on meta get their values later, from a checkpoint. Until then their
+            memory is uninitialized.
 
     Returns:
         The new parameters, by the id of the old ones.
 
     Raises:
-        ModelError: a parameter cannot be shared, or another rank has another model.
+        ModelError: a parameter cannot be shared, or another rank has a different model.
         OptionError: an optimizer has states that cannot be sharded.
     """
     guard_dtensors()
@@ -163,7 +164,7 @@ def optimizers_over(model: nn.Module) -> list[Optimizer]:
 
 
 def into_groups(optimizer: Optimizer, made: Mapping[int, nn.Parameter]) -> None:
-    """Replace parameters by new ones, by the ids of the old ones."""
+    """Replace parameters with new ones, given by the ids of the old ones."""
     for group in optimizer.param_groups:
         group["params"] = [made.get(id(p), p) for p in group["params"]]
 
@@ -234,9 +235,9 @@ def _refuse_other(
     for mine, theirs in itertools.zip_longest(here, there, fillvalue="nothing more"):
         if mine != theirs:
             raise ModelError(
-                f"megacompile(): {type(model).__name__} is another model in rank {b} than in rank "
-                f"{a}: {theirs}, where rank {a} has {mine}; needed the same parameters and buffers "
-                "in all ranks (names, shapes, dtypes, requires_grad)"
+                f"megacompile(): {type(model).__name__} is not the same model in rank {b} as in "
+                f"rank {a}: {theirs}, where rank {a} has {mine}; needed the same parameters and "
+                "buffers in all ranks (names, shapes, dtypes, requires_grad)"
             )
 
 

@@ -75,8 +75,7 @@ def shared(
         inputs: the forward's inputs, by name.
         borrowed: saved values that the plain model's backward would not keep, so changes to them
             are allowed.
-        written: saved values that backwards change in place; they are read as they are at that
-            time.
+        written: saved values that backwards change in place; a backward reads their current state.
     """
     saved = {
         name: value
@@ -166,7 +165,7 @@ def _versions(tensors: Collection[torch.Tensor]) -> list[int]:
 
 
 def _memories(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """The versions of all sources: hundreds, in every step."""
+    """The addresses of all storages, quickly: there are hundreds, in every step."""
     return list(map(_ADDRESS, map(_STORAGE, tensors)))
 
 

@@ -1,4 +1,4 @@
-"""Device memory runs out in a step: makes a smaller plan and repeats the step from its start.
+"""Recovers from an out-of-memory error on the device: repeats the step with a smaller plan.
 
 The repeated step must return the same results: random generators are reset. If the forward has
 already changed something in place (a BatchNorm statistic), an error is raised instead.

@@ -293,7 +293,7 @@ class HostRoom:
     new_bytes: int | None = None
 
     def beside(self, size_bytes: int) -> HostRoom:
-        """Host memory left beside a bucket in flight to the disk."""
+        """Host memory that is left next to a bucket in flight to the disk."""
         limit = self.buckets_bytes
         return replace(self, buckets_bytes=None if limit is None else limit - size_bytes)
 

@@ -133,7 +133,7 @@ class StreamedModel:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call a module by its captures for its classes' current methods."""
+        """Call a module through the captures that are valid for its classes' current methods."""
         state = self._methods.state()
         if state not in compiled:
             compiled[state] = self._compile(module)

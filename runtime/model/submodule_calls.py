@@ -5,8 +5,8 @@ the call of every submodule with parameters. It does the same as a call of the m
 parameters and schedules the captured graphs. While such a call runs, the replacements are removed,
 and Dynamo captures the modules as they are.
 
-Some calls stay as they are: calls in `torch.func`, under a tracer, and in a backward, where a
-checkpoint repeats the forward: a module not called from outside before was inside a call then.
+Some calls stay as they are: calls in `torch.func`, under a tracer, and in a backward. There a
+checkpoint repeats the forward, so a module that was never called on its own was part of a call.
 """
 
 from __future__ import annotations

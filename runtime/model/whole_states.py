@@ -1,12 +1,12 @@
 """Whole state dicts of a model that ranks share.
 
 A loop that wraps its model in a DistributedDataParallel assumes that each rank has the whole model:
-its first rank saves `state_dict()`. For DTensors these would be only this rank's rows, and a model
-that loads them would silently get them as its own.
+its first rank saves `state_dict()`. With DTensors it would save only its own rows, and a model that
+loads them would silently take them for whole tensors.
 
     make_whole   in every rank from then on: each call gathers, and all ranks must call it
-    Saving       for a block, in the rank that writes: all ranks gather when it begins Shapes
-    for a block, shapes only: nothing is gathered
+    Saving       for a block, in the rank that writes: all ranks gather when it begins
+    Shapes       for a block, shapes only: nothing is gathered
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ ROWS: list[tuple[Callable[[], None], type[Exception], str]] = [
         "{}reason: megacompile compiles this model itself; leave out fullgraph=True, or "
         "torch.compile){}"),
     (later_backward, BackwardError,
-        "Function.1: a backward for these outputs has no code for sizes of 5 together; call "
+        "Function.1: a backward for these outputs has no code for the sizes 5; call "
         "megacompile(model, dynamic=False), so that each set of sizes gets its own"),
     (changed_output, BackwardError,
         "Function: an output of shape (2, 4) was changed in place since the forward, and the "
