@@ -189,8 +189,8 @@ class Problems:
     ) -> tuple[int, int]:
         """Known bytes on the host and on the disk of the buckets that a captured graph does not
         read."""
-        here = {bucket.key for bucket in schedule.buckets} | wanted.resident
-        others = (unit.bucket for unit in self.pipeline.units if unit.bucket.key not in here)
+        own = {bucket.key for bucket in schedule.buckets} | wanted.resident
+        others = (unit.bucket for unit in self.pipeline.units if unit.bucket.key not in own)
         cost = self.setting.cost()
         on_host, on_disk = 0.0, 0
         for bucket in others:

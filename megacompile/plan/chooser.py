@@ -380,7 +380,7 @@ class Chooser:
         return count
 
     def _earlier_result(self, stages: Schedule, problem: Problem) -> SearchResult | None:
-        """The earlier choice for these stages, if its buckets have moved to where it wants them."""
+        """The earlier choice for these stages, if its buckets are now where it wants them."""
         before = self._planned.get(stages.stages)
         if before is None or not before.decided or problem.undecided or problem.storable:
             return None
@@ -417,9 +417,9 @@ class Chooser:
         self.wanted.forget()
 
     def find_gradients(self) -> bool:
-        """From now on a forward may start with gradients of resident buckets on the device. If a
-        plan leaves no memory for them, everything is chosen again and the result is True. No
-        backward may be pending."""
+        """Expect forwards to start with gradients of resident buckets on the device. If a plan
+        leaves no memory for them, everything is chosen again and the result is True. No backward
+        may be pending."""
         if all(planned.leaves_memory_for_gradients() for planned in self._planned.values()):
             return False
         self.wanted.reopen()

@@ -290,8 +290,8 @@ class PassCompiler:
         self.chooser.forget()
 
     def find_gradients(self) -> bool:
-        """From now on a forward may start with gradients on the device. True if plans are chosen
-        again for that. No backward may be pending."""
+        """Expect forwards to start with gradients on the device. True if plans are chosen again for
+        that. No backward may be pending."""
         again = self.chooser.find_gradients()
         if again:
             self._run.clear()

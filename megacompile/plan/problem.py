@@ -176,8 +176,8 @@ class Problem:
         return (step_s + self._slower_s[choice]) / 2
 
     def learn(self, other: Problem) -> None:
-        """Reuse what a problem with the same options knows: its drafts, and the costs of choices if
-        only budgets differ."""
+        """Reuse the results of a problem with the same options: its drafts and, if only budgets
+        differ, the costs of choices."""
         self.drafts.learn(other.drafts)
         mine, its = (
             (p.here.resident, p.optimizer, p.fused, p.others, p.accumulates, p.gradients_stay)

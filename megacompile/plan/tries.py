@@ -209,7 +209,7 @@ class Tries:
             waiting = replace(choice, offload=count)
             self._add_with_residents(waiting, resident=resident)
             again = problem.fewest_reruns(waiting)
-            if again is None:  # the rest goes to a disk
+            if again is None:  # the host holds too little: the rest goes to a disk
                 again = problem.reruns(1)
             if again:
                 self.add(replace(waiting, rerun=again))

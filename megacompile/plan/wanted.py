@@ -162,10 +162,10 @@ class WantedPlaces:
         self._answer = None
         left, resident = _SHARE * room_bytes() - self.uncaptured_bytes(), now.places.resident
         for bucket in sorted(new, key=lambda bucket: bucket.key not in resident):
-            there, size_bytes = bucket.key in resident, size(bucket)
-            if there or size_bytes <= left:
+            is_resident, size_bytes = bucket.key in resident, size(bucket)
+            if is_resident or size_bytes <= left:
                 self._bytes[bucket.key] = size_bytes
-                self._before[bucket.key] = self._home if there else now.places[bucket.key]
+                self._before[bucket.key] = self._home if is_resident else now.places[bucket.key]
                 left -= size_bytes
 
     def uncaptured_bytes(self) -> int:

@@ -48,21 +48,21 @@ def assign_slots(schedule: Schedule, *, slots: int, reuse: bool) -> Schedule:
             break
         count += 1
     sizes = attempt[-1].sizes
-    made = tuple(Slot(i, sizes.get(i, 0)) for i in range(max(sizes, default=-1) + 1))
+    new_slots = tuple(Slot(i, sizes.get(i, 0)) for i in range(max(sizes, default=-1) + 1))
     for places in attempt:
         for node, earlier in places.reused.items():
             node.replace_all_uses_with(earlier)
             node.graph.erase_node(node)
         for node, place in places.chosen.items():
             after = places.after[node] or (next(iter(ops.nodes_of(node.graph, ops.begin))),)
-            node.update_arg(1, made[place])  # type: ignore[arg-type]
+            node.update_arg(1, new_slots[place])  # type: ignore[arg-type]
             compat.set_kwargs(node, {"after": after})
             if node in places.held:
                 node.target = ops.reuse
     held = sorted(attempt[0].holds.items())
     if new.backward is None:
         held = [(slot, bucket) for slot, bucket in held if bucket.key in new.plan.stay]
-    return replace(new, slots=made, reused=tuple(held))
+    return replace(new, slots=new_slots, reused=tuple(held))
 
 
 @dataclass

@@ -251,8 +251,8 @@ def insert_disk_weights(schedule: Schedule, *, ahead: int = AHEAD) -> Schedule:
 
     Each prefetch names its own read. A prefetch that `assign_slots` drops because the bucket is
     still in its slot needs none, so this pass runs after it. Updates on the device need no read,
-    because they write all new parameters into a buffer. Buffers of prefetches are returned after
-    the copy, those of updates after the write, so one of each kind would be enough.
+    because they write all new parameters into a buffer. A prefetch returns its buffer after the
+    copy, an update after the write, so one buffer of each kind would be enough.
 
     Args:
         ahead: number of prefetches or updates between a read and its own.

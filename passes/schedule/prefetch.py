@@ -100,21 +100,21 @@ def _insert(
     graph: fx.Graph, all_uses: Sequence[Use], lookahead: int, resident: Collection[int]
 ) -> None:
     body = body_of(graph)
-    there: dict[int, fx.Node] = {}  # bucket key -> weights of a resident bucket
+    in_place: dict[int, fx.Node] = {}  # bucket key -> weights of a resident bucket
     with graph.inserting_before(body):
         ops.call(graph, ops.begin, name="start")
         for bucket in dict.fromkeys(bucket for use in all_uses for bucket in use.buckets):
             alone = bucket.ranks == 1  # else the resident part is gathered in a slot
-            if bucket.key in resident and alone and bucket.key not in there:
+            if bucket.key in resident and alone and bucket.key not in in_place:
                 name = f"w{bucket.suffix}"
-                there[bucket.key] = ops.call(graph, ops.resident, bucket, name=name)
+                in_place[bucket.key] = ops.call(graph, ops.resident, bucket, name=name)
     weights: dict[tuple[int, int], fx.Node] = {}  # (use, bucket key) -> prefetch
     counts: dict[int, int] = {}
     for i, use in enumerate(all_uses):
         where = first_node(all_uses[max(0, i - lookahead)])
         for bucket in use.buckets:
-            if bucket.key in there:
-                weights[i, bucket.key] = there[bucket.key]
+            if bucket.key in in_place:
+                weights[i, bucket.key] = in_place[bucket.key]
                 continue
             if (i - 1, bucket.key) in weights:
                 weights[i, bucket.key] = weights[i - 1, bucket.key]

@@ -37,8 +37,8 @@ def insert_update_graph(schedule: Schedule, *, helps: bool) -> Schedule:
     """
     trained = schedule.gradient_params if schedule.backward is not None else {}
     left = left_of(schedule)
-    there = [bucket for bucket in schedule.buckets if bucket.key in trained.keys() - left.keys()]
-    graph = _update_of(there, schedule.plan.places, helps=helps)
+    rest = [bucket for bucket in schedule.buckets if bucket.key in trained.keys() - left.keys()]
+    graph = _update_of(rest, schedule.plan.places, helps=helps)
     for bucket in schedule.buckets:
         if bucket.key in left:
             _update_on_device(graph, bucket, *left[bucket.key])

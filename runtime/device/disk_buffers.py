@@ -159,4 +159,4 @@ class Disk:
 
 
 def _spans(buffers: Sequence[DiskBuffer], memory: Sequence[Memory]) -> list[FileSpan]:
-    return [buffer.span(here) for buffer, here in zip(buffers, memory, strict=True)]
+    return [buffer.span(target) for buffer, target in zip(buffers, memory, strict=True)]

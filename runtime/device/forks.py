@@ -71,14 +71,14 @@ def tell(who: Forks, *, last: bool = False) -> None:
 
 
 def _before() -> None:
-    for some in _LIVE:
-        for each in some:
+    for group in _LIVE:
+        for each in group:
             each.before_fork()
 
 
 def _after(in_child: bool) -> None:
-    for some in reversed(_LIVE):
-        for each in some:
+    for group in reversed(_LIVE):
+        for each in group:
             each.after_fork(in_child=in_child)
 
 

@@ -236,7 +236,7 @@ def _runs(pid: int) -> bool:
 #     stopped                silent for 30 s
 #     idle                   behind, and its process used no processor for 45 s
 #     busy                   behind until the timeout of the process group has passed
-# A rank that saves a checkpoint or compiles is busy: it must not be stopped for that.
+# A rank that saves a checkpoint or compiles is busy, which is no reason to stop it.
 
 SILENT_S = 30.0  # no note for this long: the process or machine is gone or stopped
 PATIENCE_S = 45.0  # for a rank that is behind and idle

@@ -372,9 +372,9 @@ _MADE = itertools.count()
 def _joint(mesh: DeviceMesh, device: torch.device) -> _Joint:
     ranks = global_ranks(mesh)
     key = (device.type, tuple(mesh.mesh.shape), ranks)
-    there = _JOINT.get(key)
-    if there is not None and there.world() is dist.group.WORLD is not None:
-        return there
+    known = _JOINT.get(key)
+    if known is not None and known.world() is dist.group.WORLD is not None:
+        return known
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
     limits = Limits.of(groups[-1], device)
     meets = device.type != "cuda"
@@ -399,5 +399,5 @@ def _joint(mesh: DeviceMesh, device: torch.device) -> _Joint:
         meets=meets,
         abort=abort,
     )
-    made = _JOINT[key] = _Joint(weakref.ref(dist.group.WORLD), of_mesh, agreement)
-    return made
+    joint = _JOINT[key] = _Joint(weakref.ref(dist.group.WORLD), of_mesh, agreement)
+    return joint

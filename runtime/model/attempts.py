@@ -125,9 +125,9 @@ class EagerBlocks(threading.local):
 class EverNew:
     """Decides which calls without gradients are captured.
 
-    At first, all of them. If consecutive calls of a function each made programs, and many together,
-    only every second call is captured, then every fourth, and so on. A captured call that made no
-    program shortens the interval again.
+    At first, all of them. Once consecutive calls of a function have made many programs, each of
+    them at least one, only every second call is captured, then every fourth, and so on. A captured
+    call that made no program shortens the interval again.
 
     Args:
         name: of the model.
@@ -167,7 +167,7 @@ class EverNew:
 
 
 class _Row:
-    """The newest consecutive calls of one function that made programs."""
+    """The latest consecutive calls of one function that made programs."""
 
     def __init__(self) -> None:
         self.calls = self.programs = 0

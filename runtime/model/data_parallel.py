@@ -207,7 +207,7 @@ def refuse_other_device(name: str, params: Mapping[str, nn.Parameter], made_for:
     for param_name, param in params.items():
         if param.requires_grad and param.device.type != made_for:
             raise ModelError(
-                f"{name}: its DistributedDataParallel was made when parameter {param_name!r} was "
+                f"{name}: its DistributedDataParallel was built when parameter {param_name!r} was "
                 f"on {made_for}; now it is on {param.device.type}, and its gradient would not be "
                 f"reduced; make the DistributedDataParallel after megacompile(): {_WRAP}, after "
                 f"{_BACKENDS}"

@@ -107,9 +107,9 @@ def full_parameters(
     ahead: _Copy | None = None
     try:
         for k, (bucket, found) in enumerate(wanted):
-            here = ahead or _Copy(streamed, bucket, found)
+            current = ahead or _Copy(streamed, bucket, found)
             ahead = _Copy(streamed, *wanted[k + 1]) if k + 1 < len(wanted) else None
-            yield from here.taken()
+            yield from current.taken()
     finally:
         if ahead is not None:  # the caller has stopped: the memory must outlive the copy
             ahead.wait()
@@ -135,14 +135,14 @@ class _Copy:
             return {i: compat.whole(bucket.params[i], part) for i, part in parts.items()}
         if bucket.resident is not None:
             return {i: bucket.streamed[i].detach() for i in self.names}
-        there = {i: torch.empty_like(bucket.streamed[i], device=self.device) for i in self.names}
+        copies = {i: torch.empty_like(bucket.streamed[i], device=self.device) for i in self.names}
         if queue is not None:
             queue.wait_stream(torch.cuda.current_stream(self.device))  # see the note
         with nullcontext() if queue is None else torch.cuda.stream(queue):
-            for i, tensor in there.items():
+            for i, tensor in copies.items():
                 tensor.copy_(bucket.streamed[i], non_blocking=True)
             self.done = None if queue is None else queue.record_event()
-        return there
+        return copies
 
     def wait(self) -> None:
         """Make the compute stream wait for the copy."""

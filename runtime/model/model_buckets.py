@@ -277,8 +277,8 @@ class ModelBuckets:
         """
         old = self.machine.buckets[key]
         stored = stored and not resident
-        here = (old.resident is not None, old.on_disk is not None)
-        if here == (resident, stored) and not reallocate:
+        current = (old.resident is not None, old.on_disk is not None)
+        if current == (resident, stored) and not reallocate:
             return
         where = "device" if resident else "disk" if stored else "host"
         progress.now(f"moving parameters to the {where}")

@@ -5,8 +5,8 @@ Functions that read a size as an int are captured once even if sizes change from
     before: torch.nn.functional.affine_grid(theta, x.shape)    captured again for each shape
     after:  megacompile.affine_grid(theta, (2, 3, h, w), False)
 
-torch's operators take ints, or decompose with ints. Ours replace them if Dynamo has made a size a
-symbol, and call torch's operators at run time.
+torch's operators take ints, or are decomposed with ints. Ours replace them if Dynamo has made a
+size a symbol, and call torch's operators at run time.
 
 Dropout with a rate that changes from call to call is captured once:
 

@@ -34,14 +34,14 @@ def refuse_shared(model: nn.Module) -> None:
     if _owners(model):
         gc.collect()  # collects unreferenced models
     for owner, name, param in _owners(model):
-        there = [n for n, p in owner.model.named_parameters() if p is param]
-        if not there:
+        names = [n for n, p in owner.model.named_parameters() if p is param]
+        if not names:
             if owner.owns(param):  # the other model has released it
                 owner.let_go()
             continue
         raise ModelError(
             f"megacompile(): parameter {type(model).__name__}.{name} is owned by another "
-            f"megacompiled model ({type(owner.model).__name__}.{there[0]} there), and a parameter "
+            f"megacompiled model ({type(owner.model).__name__}.{names[0]} there), and a parameter "
             "has one owner; megacompile one module that has both and calls them, give one of them "
             "a copy of the parameter, or call megacompile.unmegacompile() on the other model"
         )

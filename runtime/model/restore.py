@@ -84,7 +84,7 @@ def _refuse(streamed: StreamedModel, device: torch.device) -> None:
     updates = streamed.machine.in_backward
     if updates is not None and updates.uncommitted:
         raise ModelError(
-            f"unmegacompile(): the backward of {name} has made an update that optimizer.step() has "
+            f"unmegacompile(): the backward of {name} has run an update that optimizer.step() has "
             "not counted; call optimizer.step() first"
         )
     buckets = streamed.machine.buckets.values()
@@ -106,15 +106,15 @@ def _refuse(streamed: StreamedModel, device: torch.device) -> None:
             f"(device={str(moving[0].device)!r}), or remove its hooks first"
         )
     if device.type != "cpu":
-        there = compat.free_device_bytes(device)
+        available = compat.free_device_bytes(device)
         needed = sum(_bytes(b) for b in buckets if b.resident != device)
         if ranks is not None:
             needed += sum(map(_bytes, buckets)) * (ranks.count - 1)
-        if needed > there:
+        if needed > available:
             raise DeviceMemoryError(
                 f"unmegacompile(): {name} needs {format_bytes(needed)} on {device} for parameters, "
-                f"gradients and optimizer states, and {format_bytes(there)} are free; use the host "
-                "(device='cpu')"
+                f"gradients and optimizer states, and {format_bytes(available)} is free; use the "
+                "host (device='cpu')"
             )
 
 

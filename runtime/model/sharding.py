@@ -223,8 +223,8 @@ def _send_values(model: nn.Module, ranks: Ranks) -> None:
     were initialised without a seed. DistributedDataParallel does the same."""
     named = [*model.named_parameters(), *model.named_buffers()]
     tensors = [t for _, t in named if not t.is_meta and t.layout is torch.strided]
-    said = ranks.all_gather_object([checksum(tensor) for tensor in tensors])
-    differ = [tensor for tensor, *each in zip(tensors, *said, strict=True) if len(set(each)) > 1]
+    sums = ranks.all_gather_object([checksum(tensor) for tensor in tensors])
+    differ = [tensor for tensor, *each in zip(tensors, *sums, strict=True) if len(set(each)) > 1]
     ranks.send_first(differ, f"values of {type(model).__name__}")
 
 
@@ -326,14 +326,14 @@ def refuse_ungathered(
             )
     for optimizer in optimizers_over(model):
         _refuse_states(optimizer, model)
-    here = ranks_of_host(ranks.mesh)
-    more, there = part_bytes * (ranks.count - 1), available_bytes() // here
-    if device.type == "cpu" and more > there:
+    ranks_here = ranks_of_host(ranks.mesh)
+    more, available = part_bytes * (ranks.count - 1), available_bytes() // ranks_here
+    if device.type == "cpu" and more > available:
         raise HostMemoryError(
             f"unmegacompile(): {name} needs {format_bytes(more)} more of host memory in each rank "
             "for whole parameters, gradients and optimizer states, and "
-            f"{format_bytes(there)} are free for each of the {here} ranks of this host; save it "
-            "with megacompile.save(), which gathers one parameter at a time, and load that"
+            f"{format_bytes(available)} is free for each of the {ranks_here} ranks of this host; "
+            "save it with megacompile.save(), which gathers one parameter at a time, and load that"
         )
 
 

@@ -237,8 +237,8 @@ def buffers_to(model: nn.Module, device: torch.device, modules: Sequence[nn.Modu
     if not places:
         return
     stray = {id(buffer): buffer for _, _, buffer in places}  # one buffer in several modules
-    there = shared_memory.moved_together(list(stray.values()), lambda b: b.to(device))
-    made = dict(zip(stray, there, strict=True))
+    moved = shared_memory.moved_together(list(stray.values()), lambda b: b.to(device))
+    made = dict(zip(stray, moved, strict=True))
     for holder, name, buffer in places:
         holder[name] = made[id(buffer)]
 
@@ -271,8 +271,8 @@ def weights_on_disk(
     new = {k: sum(p.nbytes for p in each if p.device.type != "cpu") for k, each in params.items()}
     count = len(order)
     if not options.disk_weights:
-        one = max((disk.file.round_up(bucket.size_bytes) for bucket in order), default=0)
-        count = room.beside(one).fewest([(b.size_bytes, new[b.key]) for b in order])
+        largest = max((disk.file.round_up(bucket.size_bytes) for bucket in order), default=0)
+        count = room.beside(largest).fewest([(b.size_bytes, new[b.key]) for b in order])
     disk.file.check(sum(disk.file.round_up(bucket.size_bytes) for bucket in order[:count]))
     if options.disk_weights:
         every = [unit.bucket for unit in units]  # residents too, in case they leave the device

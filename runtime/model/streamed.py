@@ -46,7 +46,7 @@ from megacompile.runtime.step.step import Updates
 from megacompile.runtime.updates.compiled import count_kernels
 from megacompile.runtime.updates.in_backward import InBackward
 
-_LOADING_S = 1.0  # of a call, for code that was compiled meanwhile
+_LOADING_S = 1.0  # per call, to load code compiled in the background
 
 
 class StreamedModel:
@@ -298,8 +298,8 @@ class StreamedModel:
         dtype, source = self.options.compute_dtype, value
         if dtype is not None and value.dtype == torch.float32:
             value = value.to(dtype)
-        there = value.to(self.options.device) if value.device != self.options.device else value
-        return compat.keep_dynamic_marks(source, there)
+        moved = value.to(self.options.device) if value.device != self.options.device else value
+        return compat.keep_dynamic_marks(source, moved)
 
     def _capture(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend: adds a captured graph."""

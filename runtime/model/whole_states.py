@@ -145,11 +145,11 @@ class Saving:
 
     def _check_memory(self) -> None:
         needed = sum(t.numel() * t.itemsize for t in self._tensors() if compat.is_sharded(t))
-        there = available_bytes()
-        if self._writes and needed > there:
+        available = available_bytes()
+        if self._writes and needed > available:
             raise HostMemoryError(
                 f"{self._what}: it needs {format_bytes(needed)} more of host memory for whole "
-                f"tensors, and {format_bytes(there)} are free; save with "
+                f"tensors, and {format_bytes(available)} is free; save with "
                 "megacompile.save(model, folder) in all ranks, which gathers one tensor at a time "
                 "(with Trainer from a TrainerCallback, and save_strategy='no'), or with "
                 "torch.distributed.checkpoint"

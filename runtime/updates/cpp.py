@@ -79,7 +79,7 @@ def compile_update(rule: OptimizerRule, update: Update, options: dict[str, Any])
 
 
 def agrees(rule: OptimizerRule, update: Update, code: Code) -> bool:
-    """True if the code's results are bitwise those of the eager twin."""
+    """True if the code's results are bitwise equal to the eager twin's."""
     generator = torch.Generator().manual_seed(0)
 
     def values(numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -212,7 +212,7 @@ class InBackward:
         if self.uncommitted and now != self._options:
             raise OptimizerError(
                 "optimizer.step(): a parameter group was changed between backward() and step() "
-                f"({_difference(self._options, now)}), but the backward has already made the "
+                f"({_difference(self._options, now)}), but the backward has already run the "
                 "update; change it after step(), as lr schedulers do"
             )
         done, self.uncommitted = sorted(self.uncommitted), set()

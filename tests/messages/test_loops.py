@@ -236,7 +236,7 @@ ROWS: dict[str, tuple[Said, type[Exception], str]] = {
     "ended_in_a_call": (ended_in_a_call, ModelError,
      "unmegacompile(): Net is in the middle of a call; call it between two steps"),
     "ended_before_the_step": (ended_before_the_step, ModelError,
-     "unmegacompile(): the backward of Net has made an update that optimizer.step() has not "
+     "unmegacompile(): the backward of Net has run an update that optimizer.step() has not "
      "counted; call optimizer.step() first"),
     "ended_on_meta": (lambda: unmegacompile(made(), device="meta"), OptionError,
      "unmegacompile(): got device='meta', which would lose the parameters"),

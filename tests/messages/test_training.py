@@ -240,7 +240,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
      "megacompile.accumulate(model):`"),
     "an option changed": (trained(changed_rate), OptimizerError,
      "optimizer.step(): a parameter group was changed between backward() and step() (lr: 0.1 -> "
-     "0.5), but the backward has already made the update; change it after step(), as lr "
+     "0.5), but the backward has already run the update; change it after step(), as lr "
      "schedulers do"),
     "accumulate": (accumulates, ModelError,
      "accumulate(): Sequential was not megacompiled with optimizer=... or mesh=...; without "
