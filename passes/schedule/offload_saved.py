@@ -53,8 +53,8 @@ def offload_saved_tensors(schedule: Schedule, *, lookahead: int = 1) -> Schedule
     assert new.backward is not None
     names: dict[str, tuple[Stage, str]] = {}  # saved value -> its stage, its name on the host
     for value, stage in _waiting(new).items():
-        made = producer(value)
-        with new.forward.inserting_after(max(value, last_item(made))):
+        op = producer(value)
+        with new.forward.inserting_after(max(value, last_item(op))):
             copy = ops.call(new.forward, ops.offload_saved, stage, value, name=f"{value.name}_host")
         copy.meta["value"] = value.meta["value"]
         names[value.name] = stage, copy.name
@@ -140,7 +140,7 @@ def _fetch(graph: fx.Graph, names: dict[str, tuple[Stage, str]], lookahead: int)
             back = ops.call(
                 graph, ops.fetch_saved, stage, on_host, buffer, name=f"{node.name}_back"
             )
-        for made in (on_host, buffer, back):
-            made.meta["value"] = node.meta.get("value")
+        for added in (on_host, buffer, back):
+            added.meta["value"] = node.meta.get("value")
         node.replace_all_uses_with(back)
         graph.erase_node(node)

@@ -164,7 +164,7 @@ class Ranks:
 
     @torch.no_grad()
     def average_late(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """The same for gradients outside of schedules, in place: a collective of all ranks.
+        """Average gradients that no schedule averages, in place: a collective of all ranks.
 
         Args:
             gradients: parameter name -> this rank's part, on any device.
@@ -215,7 +215,8 @@ class Ranks:
             raise Raised.read(said).error(rank, what)
 
     def said(self, what: Collectives, value: Any) -> list[Any]:
-        """The same; `what` names the action for ranks that arrive at a different one."""
+        """Gather a value, as in `all_gather_object`. `what` names the action for ranks that arrive
+        at a different one."""
         if self.agreement.doing != TALK:  # in a block of `together`
             self._meet()
         return self._said(what, value)

@@ -59,8 +59,8 @@ class DeviceSlots:
 
     def _must_grow(self, slot: Slot) -> bool:
         """True if a buffer exists and is too small."""
-        there = slot.index < len(self.buffers)
-        return there and self.buffers[slot.index].numel() < slot.size_bytes
+        is_allocated = slot.index < len(self.buffers)
+        return is_allocated and self.buffers[slot.index].numel() < slot.size_bytes
 
     def require(self, slots: Sequence[Slot]) -> None:
         """Allocate `slots` as needed. Buffers that must grow are replaced, on the compute stream.

@@ -23,8 +23,8 @@ _MOST = 256  # calls between two tries
 
 
 class Attempts:
-    """The attempts of one captured function or graph: every call at first, then every second call,
-    every fourth, and so on."""
+    """The attempts to capture one function or to schedule one graph: at every call at first; after
+    repeated failures at every second call, every fourth, and so on."""
 
     def __init__(self) -> None:
         self.why_not = ""  # the last attempt failed
@@ -84,8 +84,8 @@ class CapturedAgain:
         self._took_s.append(took_s)
         if not took_s:
             return
-        anew = [took_s for took_s in self._took_s if took_s]
-        if len(anew) < _CAPTURED:
+        slow_s = [took_s for took_s in self._took_s if took_s]
+        if len(slow_s) < _CAPTURED:
             return
         self.said = True
         if for_sizes:
@@ -95,9 +95,9 @@ class CapturedAgain:
             why = f"a condition of earlier captures did not hold ({failed})"
             fix = "keep it constant from call to call, or pass it as an argument or a tensor"
         notices.warn(
-            f"megacompile: {self.name} was captured again in {len(anew)} of its last "
-            f"{len(self._took_s)} calls, which took {sum(anew):.1f} s (slower, same numbers; shown "
-            f"once): {why}; {fix}"
+            f"megacompile: {self.name} was captured again in {len(slow_s)} of its last "
+            f"{len(self._took_s)} calls, which took {sum(slow_s):.1f} s (slower, same numbers; "
+            f"shown once): {why}; {fix}"
         )
 
 

@@ -181,20 +181,20 @@ def refuse_moves(
     if not moving:
         return
     name, (first, *_) = type(model).__name__, moving.values()
-    way = f"moves parameters from {first.device.type} to {goes_to(first)}"
+    moves = f"moves parameters from {first.device.type} to {goes_to(first)}"
     for ddp in _inside(model):
         if any(id(param) in moving for param in compat.ddp_parameters(ddp)):
             raise ModelError(
                 f"megacompile(): {name} has a DistributedDataParallel in it, and megacompile() "
-                f"{way}, where it would not reduce their gradients; make the "
+                f"{moves}, where it would not reduce their gradients; make the "
                 f"DistributedDataParallel after megacompile(): {_WRAP}, after {_BACKENDS}"
             )
     hooked = _hooked(model, moving.keys())
     if hooked:
         raise ModelError(
             f"megacompile(): a hook is registered on the AccumulateGrad node of {name}.{hooked}, "
-            f"and megacompile() {way}, so the hook would never be called; register hooks on nodes "
-            "after megacompile()"
+            f"and megacompile() {moves}, so the hook would never be called; register hooks on "
+            "nodes after megacompile()"
         )
 
 

@@ -115,12 +115,12 @@ class Released:
         ]
         values = [value for b in residents for value in (*b.values, *gradients)]
         needed = sum(v.nbytes for v in values) + sum(map(state_bytes, residents))
-        there = free_bytes()
-        if needed > there:
+        available = free_bytes()
+        if needed > available:
             raise HostMemoryError(
                 f"released(): {format_bytes(needed)} of {self._name} live on the device, and "
-                f"{format_bytes(there)} of host memory is available for them; free host memory, "
-                "or lower resident="
+                f"{format_bytes(available)} of host memory is available for them; free host "
+                "memory, or lower resident="
             )
 
     def _give(self) -> None:

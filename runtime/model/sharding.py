@@ -293,7 +293,7 @@ class Gathering:
             free_states(optimizer, made)
 
     def take_rest(self) -> None:
-        """The same for parameters added since the last call, which are not in a bucket."""
+        """Makes the parameters whole that were added since the last call and are in no bucket."""
         rest = [param for param in self._model.parameters() if compat.is_sharded(param)]
         self.take(rest, lambda param: param.grad)
 

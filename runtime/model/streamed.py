@@ -365,7 +365,7 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _while_it_lives(method: Callable[[], None]) -> Callable[[], None]:
-    """The same; does nothing if the object is freed."""
+    """A bound method, as in `_weakly`, that does nothing once its object is freed."""
     reference = weakref.WeakMethod(method)
 
     def call() -> None:

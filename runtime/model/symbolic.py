@@ -108,7 +108,7 @@ class SymbolicInputs:
 
 
 def symbolic_inputs(described: Sequence[compat.DescribedInput]) -> tuple[SymbolicInputs, ...]:
-    """The ways to trace a graph: every number as a symbol; then only sizes and ints."""
+    """The ways to trace a graph: with every number as a symbol, or with only sizes and ints."""
     found = SymbolicInputs(described), SymbolicInputs(described, floats=False)
     return found if found[0].has_floats and found[1].any else found[:1]
 
