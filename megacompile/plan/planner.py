@@ -8,7 +8,7 @@ whose updates the next forward waits for), a share of the other buckets that is 
 device, and as many kept stages as fit (the last ones, whose saved tensors live the shortest; fewer
 are tried too if copies bound the step). The search alternates between the share and the number,
 each over a coarse grid, and then refines the number. Then stages that are not kept may be kept on
-the host if that pays, and the remaining memory goes to slots.
+the host if that pays off, and the remaining memory goes to slots.
 
 Host memory and the disk are budgets too. Enough buckets are made resident that the others fit on
 the host, including the gradients and states that they will get. If nothing fits that way, memory is

@@ -292,7 +292,7 @@ class Tries:
         return max(fast, key=lambda choice: (len(choice.places.resident), -self.times[choice]))
 
     def with_halves(self, best: Choice, *, resident: bool) -> Choice:
-        """Keep half of some stages' saved tensors if that pays: more stages fit, and the dropped
+        """Keep half of some stages' saved tensors if it pays off: more stages fit, and the dropped
         half is cheap to recompute. Other numbers of residents are tried with it.
 
         Args:
@@ -335,7 +335,7 @@ class Tries:
         return self.times.get(choice, math.inf)
 
     def with_memory_freed(self, best: Choice, *, resident: bool) -> Choice:
-        """Free device memory for more residents or kept stages, if that pays: the inputs of
+        """Free device memory for more residents or kept stages, if that pays off: the inputs of
         recomputed stages wait on the host or are recomputed.
 
         Args:

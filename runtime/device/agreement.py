@@ -1,5 +1,5 @@
-"""Ensures that ranks run the same collectives in the same order; otherwise all ranks stop with a
-reason.
+"""Ensures that ranks run the same collectives in the same order; if they do not, all ranks stop
+with a reason.
 
 Before a rank runs a graph, it writes the graph's digest into the store of the process group. The
 first rank to write decides; a rank with another digest raises before any of its collectives. So
@@ -38,8 +38,8 @@ _KEPT = 64  # number of graphs whose keys are kept
 _LOOK_S = 0.5  # between two polls of the other ranks' notes
 _SAME = (
     "needed the same graphs, in the same order, in all ranks: inputs of the same shapes (pad "
-    "them, or use dynamic=True), as many micro-batches and steps, the same mode (train() or "
-    "eval()) and the same frozen parameters (requires_grad)"
+    "them, or use dynamic=True), the same number of micro-batches and steps, the same mode "
+    "(train() or eval()) and the same frozen parameters (requires_grad)"
 )
 
 

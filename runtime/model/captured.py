@@ -1,4 +1,4 @@
-"""The callable that Dynamo gets back for a captured graph: it runs the graph's schedules.
+"""The callable that the backend returns to Dynamo for a captured graph: it runs the schedules.
 
 A `CapturedGraph` accepts any parameters and shapes. For each kind of call it keeps a `Program`,
 whose schedules are built at first use. If Dynamo captured sizes as symbols, one program serves all
@@ -214,7 +214,7 @@ class CapturedGraph:
         args: Sequence[Any],
         whole: Sequence[Any],
     ) -> Program | None:
-        """The program with symbols for calls of this kind; None if none serves this call."""
+        """The program with symbols for calls of this kind; None if no program serves this call."""
         values = symbolic.values(whole)
         if self._overlaps(args) or not symbolic.fits(whole, values):
             return None

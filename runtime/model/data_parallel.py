@@ -168,7 +168,7 @@ def refuse_moves(
     model: nn.Module,
     goes_to: Callable[[nn.Parameter], str],
 ) -> None:
-    """Raise if megacompile() would move a parameter with a DDP's hook or another on its node.
+    """Raise if megacompile() would move a parameter whose AccumulateGrad node has a hook.
 
     Args:
         model: the model to megacompile.
