@@ -46,7 +46,6 @@ from megacompile.runtime.step.step import Updates
 from megacompile.runtime.updates.compiled import count_kernels
 from megacompile.runtime.updates.in_backward import InBackward
 
-_LOADING_S = 1.0  # per call, to load code compiled in the background
 
 
 class StreamedModel:
