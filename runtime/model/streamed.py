@@ -47,7 +47,6 @@ from megacompile.runtime.updates.compiled import count_kernels
 from megacompile.runtime.updates.in_backward import InBackward
 
 
-
 class StreamedModel:
     """Implements a model's `__call__`; stored in `model._compiled_call_impl`.
 
