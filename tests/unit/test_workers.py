@@ -231,9 +231,12 @@ _WIDTH = 1024  # a bucket has more elements than the least that the device helps
 
 
 class ByDevice(Workers):
-    """The host leaves all to the device."""
+    """The host leaves to the device what the device may update."""
 
     def _for_host(self) -> Job | None:
+        for job in tuple(self._waiting):
+            if not job.update.on_device and self._take(job):
+                return job
         return None
 
 
@@ -242,7 +245,7 @@ def _net(dtype: torch.dtype) -> nn.Module:
     layers = (
         nn.Sequential(nn.Linear(_WIDTH, 4096), nn.GELU(), nn.Linear(4096, _WIDTH)) for _ in range(3)
     )
-    return nn.Sequential(*layers, nn.LayerNorm(_WIDTH)).to(dtype)
+    return nn.Sequential(*layers).to(dtype)
 
 
 def adamw(model: nn.Module) -> Optimizer:
