@@ -93,7 +93,10 @@ class CapturedAgain:
         else:
             failed = compat.why_captured_again(compiled) or "TORCH_LOGS=recompiles shows it"
             why = f"a condition of earlier captures did not hold ({failed})"
-            fix = "keep it constant from call to call, or pass it as an argument or a tensor"
+            fix = (
+                "keep it constant from call to call, pass it as an argument or a tensor, or make "
+                "such calls in `with megacompile.eager(model):`"
+            )
         notices.warn(
             f"megacompile: {self.name} was captured again in {len(slow_s)} of its last "
             f"{len(self._took_s)} calls, which took {sum(slow_s):.1f} s (slower, same numbers; "

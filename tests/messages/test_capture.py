@@ -146,7 +146,10 @@ def changed_output() -> None:
 SLOWER = "(slower, same numbers; shown once)"
 ANEW = f"was captured again in 8 of its last 8 calls, which took {{}} s {SLOWER}: "
 GUARD = "a condition of earlier captures did not hold (model.name == 'case {}'); "
-FEWER = "keep it constant from call to call, or pass it as an argument or a tensor"
+FEWER = (
+    "keep it constant from call to call, pass it as an argument or a tensor, or make such calls in "
+    "`with megacompile.eager(model):`"
+)
 THERE = "at each use, unless they are on the device"
 BOTH = f"fetching 2 of 2 parameters (80 B of 80 B, 100 %) {THERE} (slower, same numbers)"
 FILE = __file__
