@@ -14,12 +14,12 @@ from megacompile.cost.simulate import Prediction
 from megacompile.ir import ops
 from megacompile.ir.plan import SavedPart, Tier
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.stages import Stage
+from megacompile.ir.stages import ParamRef, Stage
 from megacompile.ir.stream import Stream
 from megacompile.log import CodeCounts
 from megacompile.plan.alternatives import Change
 from megacompile.plan.scenario import Scenario
-from megacompile.text import printable
+from megacompile.text import printable, short_count
 from megacompile.views.critical_path import (
     NONE,
     LastRank,
@@ -201,7 +201,10 @@ class Findings:
             disk=Memory(disk, sum(disk.values()), now.disk_bytes)
             if disk or now.disk_bytes
             else None,
-            reasons=_reasons([schedule.plan.reasons for schedule in now.schedules]),
+            reasons=(
+                *_reasons([schedule.plan.reasons for schedule in now.schedules]),
+                *_not_planned(now.schedules, parameters),
+            ),
             step_s=now.step_s,
             traced_step_s=None if steps is None else steps.step_s,
             traced_none_s=None if steps is None else steps.waited_s.get(NONE, 0.0),
@@ -316,6 +319,26 @@ def _reasons(plans: Sequence[Sequence[str]]) -> tuple[str, ...]:
             which = "graph" if len(of) == 1 else "graphs"
             found.append(reason if everywhere else f"{which} {', '.join(map(str, of))}: {reason}")
     return tuple(found)
+
+
+def _not_planned(schedules: Sequence[Schedule], parameters: int) -> tuple[str, ...]:
+    """How many of the model's parameters no stage reads, as a line; nothing if stages read all, or
+    for packed parameters, which have other numbers of elements."""
+    read = {
+        (stage.buckets[ref.bucket].key, ref.param): stage.buckets[ref.bucket].params[ref.param]
+        for schedule in schedules
+        for stage in schedule.stages
+        for ref in stage.primals
+        if isinstance(ref, ParamRef)
+    }
+    unread = parameters - sum(param.numel for param in read.values())
+    if unread <= 0 or any(param.packed for param in read.values()):
+        return ()
+    return (
+        f"{short_count(unread)} of {short_count(parameters)} parameters are read by no captured "
+        "code: where other code reads them, its time and memory, their gradients and optimizer "
+        "states are not in these figures",
+    )
 
 
 # Stages that are alike share a row. Two kinds that alternate get two rows: `0 2 4` and `1 3 5`.

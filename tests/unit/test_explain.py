@@ -160,6 +160,23 @@ def test_resident_buckets_are_on_the_device_by_kind() -> None:
     assert all("resident" in group.treatment for group in found.stages if group.parameter_bytes)
 
 
+def test_parameters_that_no_captured_code_reads_are_counted() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.rnn = nn.Linear(8, 8), nn.GRU(8, 8)  # Dynamo captures no GRU
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.rnn(self.first(x))[0].square().mean()
+            return result
+
+    model = mc.megacompile(Recurrent(), device="cpu", progress=False)
+    model(torch.randn(3, 2, 8)).backward()
+    *_, last = mc.explain(model, changes=False).reasons
+    assert last.startswith("432 of 504 parameters are read by no captured code")
+    assert not any("no captured" in reason for reason in mc.explain(trained()[0]).reasons)
+
+
 def test_changes_are_tried() -> None:
     model, _ = trained(gpu_memory="2MiB", resident=0)
     found = mc.explain(model, hardware=H200.replace(launch_s=1e-9))
