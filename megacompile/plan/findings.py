@@ -322,8 +322,8 @@ def _reasons(plans: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 
 def _not_planned(schedules: Sequence[Schedule], parameters: int) -> tuple[str, ...]:
-    """How many of the model's parameters no stage reads, as a line; nothing if stages read all, or
-    for packed parameters, which have other numbers of elements."""
+    """A line with the number of parameters that no stage reads; nothing if stages read all, or for
+    packed parameters, whose components have other numbers of elements."""
     read = {
         (stage.buckets[ref.bucket].key, ref.param): stage.buckets[ref.bucket].params[ref.param]
         for schedule in schedules

@@ -18,7 +18,7 @@ from megacompile.ir.buckets import Bucket, Slot
 _NEVER = 2**31
 
 
-class Mark(Protocol):
+class BucketVersion(Protocol):
     """The state of a bucket when it was copied into a slot."""
 
     def holds(self) -> bool:
@@ -33,7 +33,7 @@ class DeviceSlots:
         self.buffers: list[torch.Tensor] = []  # (size_bytes,) uint8 each
         self.generation = 0
         self.stay_from = _NEVER  # the first slot for buckets that stay between forwards
-        self.left: dict[int, tuple[int, Mark]] = {}  # slot -> bucket key, its state
+        self.left: dict[int, tuple[int, BucketVersion]] = {}  # slot -> bucket key, its state
         self._views: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
 
     def has(self, wanted: Sequence[tuple[int, Bucket]]) -> bool:

@@ -125,7 +125,7 @@ class EagerBlocks(threading.local):
             self.depth -= 1
 
 
-class EverNew:
+class CaptureThrottle:
     """Decides which calls without gradients are captured.
 
     At first, all of them. Once consecutive calls of a function have made many programs, each of

@@ -95,7 +95,7 @@ class Captures:
         Raises:
             DeviceMemoryError: nothing fits, or the call cannot restart.
         """
-        before = shortage.Before.of(modules, self.machine)
+        before = shortage.StepSnapshot.of(modules, self.machine)
         if not self.graphs:
             with line("capturing the model", self.buckets.options.progress):
                 return self._until_done(run, compiled, before)
@@ -135,7 +135,7 @@ class Captures:
         for graph in self.graphs:
             graph.has_evicted = False
 
-    def _until_done(self, run: Run, compiled: Compiled, before: shortage.Before) -> Any:
+    def _until_done(self, run: Run, compiled: Compiled, before: shortage.StepSnapshot) -> Any:
         """Run a call; restarts it if buckets must move first or memory runs out."""
         attempts = self._attempts.get(compiled)
         if attempts is None:
@@ -164,7 +164,7 @@ class Captures:
                 self._move_first(before, lacking)
         return self._in_eager_mode(run, compiled, attempts, failed)
 
-    def _move_first(self, before: shortage.Before, lacking: DeviceMemoryError | None) -> None:
+    def _move_first(self, before: shortage.StepSnapshot, lacking: DeviceMemoryError | None) -> None:
         """Move buckets before a call restarts.
 
         Raises:
@@ -201,7 +201,7 @@ class Captures:
         self.buckets.notice.say(self.model.parameters, attempts.why_not)
         return result
 
-    def _step_down(self, before: shortage.Before, ran_out: str) -> None:
+    def _step_down(self, before: shortage.StepSnapshot, ran_out: str) -> None:
         """Make a smaller plan after a forward ran out of device memory; the call restarts."""
         before.restore(self.model, self.machine, ran_out)
         compiler = self.buckets.plans.compiler

@@ -56,7 +56,7 @@ def step_down(compiler: StepsDown, machine: Machine, ran_out: str, where: str) -
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
+class StepSnapshot:
     """The state that a forward may change, recorded before it."""
 
     device: torch.device
@@ -65,10 +65,10 @@ class Before:
     assigned: int  # changes by schedules: a BatchNorm statistic's version does not change
 
     @staticmethod
-    def of(modules: Iterable[nn.Module], machine: Machine) -> Before:
+    def of(modules: Iterable[nn.Module], machine: Machine) -> StepSnapshot:
         """Record the current state of all modules of a model."""
         device = machine.device
-        return Before(device, random_state(device), _versions(modules), machine.assigned)
+        return StepSnapshot(device, random_state(device), _versions(modules), machine.assigned)
 
     def restore(self, model: nn.Module, machine: Machine, ran_out: str) -> None:
         """Reset the random generators.

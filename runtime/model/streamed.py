@@ -23,7 +23,7 @@ from megacompile.ir.buckets import Unit
 from megacompile.options import Options
 from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.model import own_operators
-from megacompile.runtime.model.attempts import EagerBlocks, EverNew
+from megacompile.runtime.model.attempts import CaptureThrottle, EagerBlocks
 from megacompile.runtime.model.captures import Captures
 from megacompile.runtime.model.input_hooks import InputHooks
 from megacompile.runtime.model.methods import ClassMethods, Replacement, State
@@ -99,7 +99,7 @@ class StreamedModel:
                 self.machine.staging,
             )
             hooks.attach(options.optimizer)
-        self._ever_new = EverNew(type(model).__name__)
+        self._throttle = CaptureThrottle(type(model).__name__)
         self.eager = EagerBlocks()
         self._ends: list[Callable[[], object]] = []
         self._methods = ClassMethods(model)
@@ -182,14 +182,14 @@ class StreamedModel:
         run = functools.partial(self._run, stand_ins, modules, args, kwargs)
         # ranks that share the model would have to agree on captures
         infers = not torch.is_grad_enabled() and self.machine.ranks is None
-        if self.eager.depth or (infers and not self._ever_new.is_due(compiled)):
+        if self.eager.depth or (infers and not self._throttle.is_due(compiled)):
             with self.buckets.notice.asked_for():
                 return undone(functools.partial(run, compat.uncompiled(compiled)))
         if not infers:
             return self.captures.call(run, compiled, modules)
         before = self.captures.programs_made()
         result = self.captures.call(run, compiled, modules)
-        self._ever_new.note(compiled, self.captures.programs_made() - before)
+        self._throttle.note(compiled, self.captures.programs_made() - before)
         return result
 
     def _run(

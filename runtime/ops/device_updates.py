@@ -11,7 +11,7 @@ from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.group import OpGroup
 from megacompile.runtime.updates import device_buffers
-from megacompile.runtime.updates.device_buffers import Landing, UpdateBuffers, untimed
+from megacompile.runtime.updates.device_buffers import UpdateBuffers, WriteBack, untimed
 from megacompile.runtime.updates.in_backward import InBackward
 from megacompile.runtime.updates.parameter import ParamUpdate
 
@@ -73,7 +73,7 @@ class DeviceUpdateOps(OpGroup):
         host, run = self.machine.buckets[bucket.key], self.machine.current_run()
         cuda = self.machine.device.type == "cuda"
 
-        def copy() -> Landing | None:
+        def copy() -> WriteBack | None:
             queue = torch.cuda.current_stream(self.machine.device) if cuda else None
             if norms is not None:  # first, so that a loop that logs them waits only for them
                 taken = run.update_norms(bucket.key, self.gradient_params[bucket.key])

@@ -9,7 +9,7 @@ import torch
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.group import OpGroup, nothing
-from megacompile.runtime.updates.device_buffers import Deferred, Landing
+from megacompile.runtime.updates.device_buffers import Deferred, WriteBack
 
 
 class LifetimeOps(OpGroup):
@@ -24,10 +24,10 @@ class LifetimeOps(OpGroup):
                 continue
             owner = torch.cuda.current_stream(self.machine.device)
             deferred = Deferred(value.value, handle.event, owner)
-            landing = handle.value
-            if isinstance(landing, Landing) and isinstance(value.value, dict):  # else: its norms
-                landing.stays(value.value)
-                deferred = Deferred(value.value, handle.event, owner, landing.work.fresh.clear)
+            write = handle.value
+            if isinstance(write, WriteBack) and isinstance(value.value, dict):  # else: its norms
+                write.stays(value.value)
+                deferred = Deferred(value.value, handle.event, owner, write.work.fresh.clear)
             self.machine.deferred.add(deferred)
 
     def drain(self) -> Handle:

@@ -53,7 +53,7 @@ UpdateBuffers = dict[int, UpdateBuffer]  # by parameter index in the bucket
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Landing:
+class WriteBack:
     """New parameters and states of a bucket in flight to the host."""
 
     host: HostBucket
@@ -152,7 +152,7 @@ def write_back(
     visible: Sequence[torch.Tensor],
     queue: torch.cuda.Stream | None,
     place: Place | None = None,
-) -> Landing | None:
+) -> WriteBack | None:
     """Copy new parameters and states to the host; parameters first, because they are needed next.
 
     Args:
@@ -160,7 +160,7 @@ def write_back(
         queue: the copy stream; None on the CPU, where the copies are synchronous.
         place: returns the destination of parameters on a disk.
     """
-    landing = None
+    write = None
     try:
         for on_device, on_host in params_back(host, buffers, place):
             on_host.copy_(on_device, non_blocking=True)
@@ -169,15 +169,15 @@ def write_back(
             on_host.copy_(on_device, non_blocking=True)
         if queue is not None and params is not None:
             copied = InFlight(queue.record_event(), weights=Completion(params))
-            landing = Landing(host, copied)
+            write = WriteBack(host, copied)
             host.pending.wait()  # earlier work in flight
-            host.pending.start(landing.work, list(buffers), visible)
+            host.pending.start(write.work, list(buffers), visible)
     except BaseException:  # Ctrl-C: copies in flight are not recorded
         if queue is not None:
             queue.synchronize()
         raise
     host.note_changes(buffers)
-    return landing
+    return write
 
 
 def params_back(

@@ -32,9 +32,9 @@ from megacompile.runtime.params.optimizer_states import (
 )
 from megacompile.runtime.params.work import Left
 from megacompile.runtime.updates.device_buffers import (
-    Landing,
     Sources,
     UpdateBuffers,
+    WriteBack,
     buffers_in_place,
     fetch,
     make_buffers,
@@ -238,7 +238,7 @@ class InBackward:
 
     def offload(
         self, host: HostBucket, buffers: UpdateBuffers, queue: torch.cuda.Stream | None
-    ) -> Landing | None:
+    ) -> WriteBack | None:
         """Copy new parameters and states to the host."""
         lease = None if self.staging is None else self.staging.take(host, buffers)
         shown = self._visible(host, buffers)
