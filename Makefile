@@ -3,7 +3,7 @@
 #   make demo     train the example; ARGS="--plain" and the like are passed on (--help lists them)
 #   make test     the test suite, without `make thorough`; ARGS="-k verify" and the like are passed
 #                 on to pytest
-#   make gpu      the tests that need an NVIDIA GPU, but for the zoo's (three minutes on 16 cores)
+#   make gpu      the tests that need an NVIDIA GPU, but for the zoo's (four to five minutes on 16 cores)
 #   make thorough   what `make test` leaves out: more random draws, the longest of similar tests
 #   make limits   200 random models under random budgets, each in a process whose memory is limited:
 #                 it runs within them or is refused (Linux; some 5 minutes of one core)
