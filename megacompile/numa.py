@@ -150,6 +150,13 @@ def cores_of_updates(node: Node | None, threads: int, processes: int) -> frozens
     return node.cores if node is not None and fits else frozenset()
 
 
+def usable_cores() -> int:
+    """The number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def bind(cores: Collection[int]) -> None:
     """Bind this thread, and threads that it starts, to cores. Without cores, do nothing."""
     if cores:

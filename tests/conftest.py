@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -37,7 +38,7 @@ else:
     # Each would start processes that compile for half of the cores, and Inductor for all of them.
     beside = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if beside > 1:
-        share = str(max(1, len(os.sched_getaffinity(0)) // beside))
+        share = str(max(1, len(psutil.Process().cpu_affinity()) // beside))
         os.environ.setdefault("MEGACOMPILE_COMPILE_PROCESSES", share)
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", share)
     compat.use_expandable_segments()  # as megacompile() does where it comes before the first tensor

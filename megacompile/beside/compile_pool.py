@@ -37,7 +37,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from megacompile import compat, log
+from megacompile import compat, log, numa
 from megacompile.beside.process import Process, end_with_the_pipe
 from megacompile.errors import OptionError
 from megacompile.host_memory import available_bytes
@@ -360,9 +360,8 @@ def _count(device: torch.device) -> int:
         return 0
     local = os.environ.get("LOCAL_WORLD_SIZE", "")  # ranks on this machine, set by torchrun
     ranks = max(1, int(local)) if local.isdecimal() else 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     by_memory = available_bytes() // _SHARE // _PROCESS_BYTES
-    count = min(_MOST, (cores or 1) // 2 // ranks, by_memory // ranks)
+    count = min(_MOST, numa.usable_cores() // 2 // ranks, by_memory // ranks)
     return count if count > 1 else 0  # one worker is not faster than this process
 
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megacompile import compat
+from megacompile import compat, numa
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.probe import DiskRates
 from megacompile.cost.rates import cached, cached_of_rank, load_disk, measure_of_rank
@@ -75,8 +75,7 @@ def use_cores(mesh: DeviceMesh) -> None:
     of cores.
     """
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and torch.get_num_threads() == 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    share = (cores or 1) // ranks_of_host(mesh)
+    share = numa.usable_cores() // ranks_of_host(mesh)
     if by_torchrun and share > 1:
         torch.set_num_threads(share)
 

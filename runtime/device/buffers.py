@@ -267,7 +267,7 @@ def touch_pages(memory: torch.Tensor, node: numa.Node | None = None) -> None:
             numa.bind(node.cores)
         work()
 
-    count = min(MOST_THREADS, _cores() if node is None else len(node.cores), len(chunks))
+    count = min(MOST_THREADS, numa.usable_cores() if node is None else len(node.cores), len(chunks))
     threads = []
     try:
         for _ in range(count - 1 if node is None else count):
@@ -285,13 +285,6 @@ def touch_pages(memory: torch.Tensor, node: numa.Node | None = None) -> None:
         chunks.clear()  # the threads end when Ctrl-C comes
     if refused.is_set():  # an old kernel, or too little memory: the first write fails instead
         memory[:: mmap.PAGESIZE].bitwise_or_(0)
-
-
-def _cores() -> int:
-    """The number of threads that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @functools.cache
