@@ -115,8 +115,7 @@ class Updates:
     def check(self) -> None:
         """Raise if an update failed and its values were not loaded since. Does not wait."""
         for bucket in self.machine.buckets.values():
-            if bucket.pending.torn is not None:
-                bucket.pending.check()
+            bucket.pending.check()
 
     # A step: preparation.
 
@@ -146,13 +145,11 @@ class Updates:
         keys = [key for key in self.machine.order if key in found]  # as the forward reads them
         keys += sorted(found.keys() - set(keys))
         trained = [each for key in keys for each in found[key]]
-        if self.options.state_dtype is not None or self.options.stochastic_rounding:
-            ignored = ignored_options(optimizer, self.options)
-            if ignored and not wraps_another(optimizer):
-                self._say(ignored)
+        ignored = ignored_options(optimizer, self.options)
+        if ignored and not wraps_another(optimizer):
+            self._say(ignored)
         where = f"{type(optimizer).__name__}.step()"
-        if self.machine.ranks is not None:
-            check_shared(where, optimizer, [each.param for each in trained])
+        check_shared(where, optimizer, [each.param for each in trained])
         why = unsupported_reason(optimizer, trained)
         if why:
             if not wraps_another(optimizer):
