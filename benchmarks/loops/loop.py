@@ -70,12 +70,12 @@ class Session:
     done: Callable[..., None]  # is told of the losses at the end of each step
 
     def prepare(self, model: nn.Module) -> Any:
-        """The model, as the engine runs it."""
+        """The model, as the engine runs it. Packages are imported before the time starts."""
+        if self.engine is not Engine.PLAIN:
+            from megacompile import megacompile  # and with it all of torch.compile
         model = model.to(self.dtype)
         self.begin(model)
         if self.engine is Engine.OURS:
-            from megacompile import megacompile
-
             return megacompile(model, device=self.device, lowering=self.lowering, progress=False)
         model = model.to(self.device)
         if self.engine is Engine.COMPILE:
