@@ -1,7 +1,7 @@
 """Every private torch API, nowhere else, by what it touches.
 
-Each entry says on which versions of torch it was seen: `make matrix` runs the tests of all of them
-on each (docs/decisions/0018-torch-as-a-moving-target.md). Callers use `compat.name`.
+All entries were seen on torch 2.11 to 2.15: `make matrix` runs their tests on each version
+(docs/decisions/0018-torch-as-a-moving-target.md). Callers use `compat.name`.
 """
 
 from megacompile.compat.autograd import *

@@ -18,7 +18,7 @@ from megacompile.compat.distributed import is_sharded
 
 
 @contextmanager
-def without_saved_tensors_hooks() -> Iterator[None]:  # torch 2.11 to 2.15
+def without_saved_tensors_hooks() -> Iterator[None]:
     """A context that disables the user's saved-tensor hooks (checkpoint, save_on_cpu)."""
     autograd: Any = torch._C._autograd  # the stubs assume that the stack is never empty
     hooks = []
@@ -32,7 +32,7 @@ def without_saved_tensors_hooks() -> Iterator[None]:  # torch 2.11 to 2.15
             autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
-def apply(function: type[torch.autograd.Function], *args: Any) -> Any:  # torch 2.11 to 2.15
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply(*args)`, without its search of all arguments for `torch.func` wrappers."""
     plain = [arg for arg in args if type(arg) is torch.Tensor]
     left = any(map(torch._C._functorch.is_functorch_wrapped_tensor, plain))
@@ -41,12 +41,12 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:  # torch 
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
-def keeps_graph() -> bool:  # torch 2.11 to 2.15
+def keeps_graph() -> bool:
     """Inside a backward: true if it was called with `retain_graph=True`."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def accumulator_of(param: torch.Tensor) -> Node:  # torch 2.11 to 2.15
+def accumulator_of(param: torch.Tensor) -> Node:
     """The AccumulateGrad node of a leaf. It lives only while it is referenced."""
     if not is_sharded(param):
         node: Node = torch.autograd.graph._get_grad_fn_or_grad_acc(param)
@@ -57,7 +57,7 @@ def accumulator_of(param: torch.Tensor) -> Node:  # torch 2.11 to 2.15
     return accumulator
 
 
-def hooks_of(node: Node) -> tuple[dict[int, Any], dict[int, Any]]:  # torch 2.11 to 2.15
+def hooks_of(node: Node) -> tuple[dict[int, Any], dict[int, Any]]:
     """The Python pre- and post-hooks of a node; the dicts are live.
 
     Excludes C++ hooks (those of DistributedDataParallel).
@@ -74,7 +74,7 @@ def _no_hook(*gradients: Any) -> None:
     """A hook whose handle leads `hooks_of` to the dict of hooks."""
 
 
-def accumulates_into(node: Node) -> bool | None:  # torch 2.11 to 2.15
+def accumulates_into(node: Node) -> bool | None:
     """Inside a backward: true if it will run this AccumulateGrad node.
 
     False if `autograd.grad()` or `backward(inputs=...)` was called without its parameter, None if
@@ -86,7 +86,7 @@ def accumulates_into(node: Node) -> bool | None:  # torch 2.11 to 2.15
         return None
 
 
-def accumulates_into_all(nodes: Iterable[Node]) -> bool:  # torch 2.11 to 2.15
+def accumulates_into_all(nodes: Iterable[Node]) -> bool:
     """Inside a backward: true if it will run all of these AccumulateGrad nodes."""
     try:
         return all(map(torch._C._will_engine_execute_node, nodes))
@@ -95,7 +95,7 @@ def accumulates_into_all(nodes: Iterable[Node]) -> bool:  # torch 2.11 to 2.15
 
 
 @dataclass(eq=False, slots=True)
-class BackwardCall:  # torch 2.11 to 2.15
+class BackwardCall:
     """One call of `backward()` or `autograd.grad()`, while it runs."""
 
     roots: tuple[Any, ...]  # tensors, or gradient edges
@@ -104,7 +104,7 @@ class BackwardCall:  # torch 2.11 to 2.15
 
 def note_backward_calls(
     leaf_of: Callable[[Any], Any], as_asked: Callable[[Any, torch.Tensor], torch.Tensor]
-) -> None:  # torch 2.11 to 2.15
+) -> None:
     """Records every call of a backward from now on, for `backward_calls`.
 
     Args:
@@ -145,7 +145,7 @@ def note_backward_calls(
     torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
 
 
-def backward_calls() -> tuple[BackwardCall, ...]:  # torch 2.11 to 2.15
+def backward_calls() -> tuple[BackwardCall, ...]:
     """The running calls in all threads. Autograd's own threads have no link to theirs."""
     return tuple(_BACKWARD_CALLS)
 
@@ -153,7 +153,7 @@ def backward_calls() -> tuple[BackwardCall, ...]:  # torch 2.11 to 2.15
 _BACKWARD_CALLS: list[BackwardCall] = []
 
 
-def root_node(root: Any) -> Node:  # torch 2.11 to 2.15
+def root_node(root: Any) -> Node:
     """The node of a backward's root: a tensor or a gradient edge."""
     if isinstance(root, torch.Tensor):
         return accumulator_of(root)
@@ -162,49 +162,49 @@ def root_node(root: Any) -> Node:  # torch 2.11 to 2.15
 
 
 # The class of AccumulateGrad nodes.
-ACCUMULATOR: Any = getattr(torch._C._functions, "AccumulateGrad")  # noqa: B009  # torch 2.11 to 2.15
+ACCUMULATOR: Any = getattr(torch._C._functions, "AccumulateGrad")  # noqa: B009
 
 
-def node_class(function: Any) -> Any:  # torch 2.11 to 2.15
+def node_class(function: Any) -> Any:
     """The class of the nodes of a `torch.autograd.Function`."""
     return function._backward_cls
 
 
-def run_soon(node: Node) -> None:  # torch 2.11 to 2.15
+def run_soon(node: Node) -> None:
     """Make autograd run a node as early as possible, like AccumulateGrad nodes."""
     node._set_sequence_nr(2**63 - 1)  # type: ignore[attr-defined]
 
 
-def in_compiled_autograd() -> bool:  # torch 2.11 to 2.15
+def in_compiled_autograd() -> bool:
     """Inside a backward: true if compiled autograd runs it."""
     return bool(torch._dynamo.compiled_autograd.in_compiled_autograd_region)
 
 
-def when_backward_ends(callback: Callable[[], None]) -> None:  # torch 2.11 to 2.15
+def when_backward_ends(callback: Callable[[], None]) -> None:
     """Inside a backward: call `callback` in the thread of `backward()`, just before it returns."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def backward_id() -> int:  # torch 2.11 to 2.15
+def backward_id() -> int:
     """A number that is equal within one call of `backward()`; -1 outside of one."""
     return int(torch._C._current_graph_task_id())
 
 
-def put_first(handle: Any) -> None:  # torch 2.11 to 2.15
+def put_first(handle: Any) -> None:
     """Move a hook before the other hooks in the same dict."""
     hooks = handle.hooks_dict_ref()
     assert hooks is not None, "the hooks of an object that is gone"
     hooks.move_to_end(handle.id, last=False)
 
 
-def put_last(handle: Any) -> None:  # torch 2.11 to 2.15
+def put_last(handle: Any) -> None:
     """Move a hook after the other hooks in the same dict."""
     hooks = handle.hooks_dict_ref()
     if hooks is not None and handle.id in hooks:
         hooks.move_to_end(handle.id)
 
 
-def is_overwritten(error: RuntimeError) -> bool:  # torch 2.11 to 2.15
+def is_overwritten(error: RuntimeError) -> bool:
     """True for the error of a backward whose saved tensor was changed in place."""
     return "has been modified by an inplace operation" in str(error)
 
@@ -212,7 +212,7 @@ def is_overwritten(error: RuntimeError) -> bool:  # torch 2.11 to 2.15
 # --- optimizers and GradScaler
 
 
-def notice_scaled_losses() -> None:  # torch 2.11 to 2.15
+def notice_scaled_losses() -> None:
     """Records every loss that a GradScaler scales from now on, for `loss_is_scaled`."""
     stock = torch.amp.GradScaler.scale
     if hasattr(stock, "noticed"):
@@ -234,7 +234,7 @@ def notice_scaled_losses() -> None:  # torch 2.11 to 2.15
     torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
 
 
-def loss_is_scaled() -> bool:  # torch 2.11 to 2.15
+def loss_is_scaled() -> bool:
     """Inside a backward: true if it came through a loss that a GradScaler scaled."""
     return backward_id() in _SCALED
 
@@ -242,13 +242,13 @@ def loss_is_scaled() -> bool:  # torch 2.11 to 2.15
 _SCALED: list[int] = []  # the last such backward
 
 
-def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:  # torch 2.11 to 2.15
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     """An optimizer's step, without the hooks that users registered for all optimizers."""
     step: Any = type(optimizer).step
     inspect.unwrap(step, stop=lambda f: not getattr(f, "hooked", False))(optimizer)
 
 
-def takes_hooks(optimizer: torch.optim.Optimizer) -> bool:  # torch 2.11 to 2.15
+def takes_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """True if hooks can be registered on an optimizer: `Optimizer.__init__` has run.
 
     Many wrappers (timm's Lookahead) do not call it. They make two dicts for the hooks of `step()`
@@ -267,7 +267,7 @@ _HOOKS = (
 )
 
 
-def keep_state_dtypes(ours: Callable[[torch.Tensor], bool]) -> None:  # torch 2.11 to 2.15
+def keep_state_dtypes(ours: Callable[[torch.Tensor], bool]) -> None:
     """Makes `Optimizer.load_state_dict` keep the dtypes of states, for parameters that are `ours`.
 
     torch casts states to the parameter's dtype: float32 moments of a bfloat16 parameter lose bits.

@@ -17,10 +17,10 @@ from torch._inductor import config as inductor_config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 # Environment variables with the caches' folders.
-CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # torch 2.11 to 2.15
+CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
-def code_cache() -> Path | None:  # torch 2.11 to 2.15
+def code_cache() -> Path | None:
     """The folder of compiled code on disk; None if caches are off."""
     if inductor_config.force_disable_caches or not inductor_config.fx_graph_cache:
         return None
@@ -28,7 +28,7 @@ def code_cache() -> Path | None:  # torch 2.11 to 2.15
 
 
 @functools.cache
-def settle_cache_keys() -> None:  # torch 2.11 to 2.15
+def settle_cache_keys() -> None:
     """Makes the keys of Inductor's caches independent of the order of imports.
 
     The keys are hashes of pickles. A `torch.memory_format` pickles as a name in the first module of
@@ -49,7 +49,7 @@ def _named(value: Any) -> tuple[Any, ...]:
     return str, (str(value),)
 
 
-class CacheCounts(NamedTuple):  # torch 2.11 to 2.15
+class CacheCounts(NamedTuple):
     """Graphs that were compiled in this process."""
 
     found: int  # in a cache
@@ -60,7 +60,7 @@ class CacheCounts(NamedTuple):  # torch 2.11 to 2.15
         return CacheCounts(self.found - before.found, self.made - before.made)
 
 
-def cache_counts() -> CacheCounts:  # torch 2.11 to 2.15
+def cache_counts() -> CacheCounts:
     """Graphs that Inductor compiled so far, including those that `counted` saw without caches."""
     of = counters["inductor"]
     made = of["fxgraph_cache_miss"] + of["fxgraph_cache_bypass"]
@@ -71,7 +71,7 @@ _uncounted = [0]  # graphs compiled without a cache lookup
 
 
 @contextmanager
-def counted() -> Iterator[None]:  # torch 2.11 to 2.15
+def counted() -> Iterator[None]:
     """A context that counts one compilation by Inductor, which counts nothing itself if its
     caches are off."""
     before = cache_counts()
@@ -80,9 +80,7 @@ def counted() -> Iterator[None]:  # torch 2.11 to 2.15
         _uncounted[0] += 1
 
 
-def note_kernels(
-    package: str, callback: Callable[[str, bool, float], None]
-) -> None:  # torch 2.11 to 2.15
+def note_kernels(package: str, callback: Callable[[str, bool, float], None]) -> None:
     """Calls `callback(name, is_cached, time_s)` for every Triton kernel of a package that this
     process compiles or finds in Triton's cache.
 
@@ -112,7 +110,7 @@ _MATMUL = (
 )
 
 
-def compile_settings() -> bytes:  # torch 2.11 to 2.15
+def compile_settings() -> bytes:
     """Settings of this process that are part of cache keys, for a process that finds or fills the
     caches.
 
@@ -136,7 +134,7 @@ def compile_settings() -> bytes:  # torch 2.11 to 2.15
     )
 
 
-def use_compile_settings(given: bytes) -> None:  # torch 2.11 to 2.15
+def use_compile_settings(given: bytes) -> None:
     """Apply another process's settings to this process."""
     settle_cache_keys()
     settings = pickle.loads(given)
@@ -146,7 +144,7 @@ def use_compile_settings(given: bytes) -> None:  # torch 2.11 to 2.15
 
 
 @contextmanager
-def compile_settings_in_use(given: bytes) -> Iterator[None]:  # torch 2.11 to 2.15
+def compile_settings_in_use(given: bytes) -> Iterator[None]:
     """A context with this process's settings as recorded in `given`."""
     before = pickle.loads(compile_settings())
     _use(pickle.loads(given))

@@ -26,7 +26,7 @@ _DTENSOR: list[type[torch.Tensor]] = []  # `DTensor`, imported at first use: slo
 _LOCAL: list[Any] = []  # the descriptor of `DTensor._local_tensor`
 
 
-def use_dtensor() -> type[torch.Tensor]:  # torch 2.11 to 2.15
+def use_dtensor() -> type[torch.Tensor]:
     """`DTensor`; after this, `local` handles it."""
     if not _DTENSOR:
         from torch.distributed.tensor import DTensor
@@ -49,24 +49,24 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     return memo[id(self)]
 
 
-def is_sharded(tensor: object) -> bool:  # torch 2.11 to 2.15
+def is_sharded(tensor: object) -> bool:
     """True for a DTensor, of which this rank has a part."""
     return bool(_DTENSOR) and isinstance(tensor, _DTENSOR[0])
 
 
-def local(tensor: Any) -> Any:  # torch 2.11 to 2.15
+def local(tensor: Any) -> Any:
     """This rank's part of a tensor, bypassing guards; any other value unchanged."""
     if not _DTENSOR or not isinstance(tensor, _DTENSOR[0]):
         return tensor
     return _LOCAL[0].__get__(tensor)
 
 
-def locals_of(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:  # torch 2.11 to 2.15
+def locals_of(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """`local` of each tensor."""
     return [local(tensor) for tensor in tensors] if _DTENSOR else tensors
 
 
-def set_local(tensor: torch.Tensor, part: torch.Tensor) -> None:  # torch 2.11 to 2.15
+def set_local(tensor: torch.Tensor, part: torch.Tensor) -> None:
     """Replace this rank's part of a tensor by one of the same shape, possibly on another device."""
     if tensor.device != part.device:
         with torch.no_grad():
@@ -74,7 +74,7 @@ def set_local(tensor: torch.Tensor, part: torch.Tensor) -> None:  # torch 2.11 t
     _LOCAL[0].__set__(tensor, part)
 
 
-def like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:  # torch 2.11 to 2.15
+def like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """A DTensor over `part` with the layout of another DTensor; `part` itself if the other is a
     plain tensor."""
     if not is_sharded(tensor):
@@ -85,7 +85,7 @@ def like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:  # torch 2.1
 
 def _over(
     part: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: Any, stride: Any
-) -> torch.Tensor:  # torch 2.11 to 2.15
+) -> torch.Tensor:
     """A DTensor over this tensor object: `DTensor.from_local` would move it to the mesh's
     devices."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -105,20 +105,20 @@ def sharded_parameter(
     shape: torch.Size,
     *,
     requires_grad: bool,
-) -> nn.Parameter:  # torch 2.11 to 2.15
+) -> nn.Parameter:
     """A sharded parameter of this shape; this rank has `part`."""
     strides = torch.empty(shape, device="meta").stride()
     whole = _over(part.detach(), mesh, placements, shape, strides)
     return nn.Parameter(whole, requires_grad=requires_grad)
 
 
-def mesh_of(tensor: torch.Tensor) -> Any:  # torch 2.11 to 2.15
+def mesh_of(tensor: torch.Tensor) -> Any:
     """The mesh of a DTensor."""
     spec: Any = tensor._spec  # type: ignore[attr-defined]
     return spec.mesh
 
 
-def distributed(value: torch.Tensor, like_: torch.Tensor) -> torch.Tensor:  # torch 2.11 to 2.15
+def distributed(value: torch.Tensor, like_: torch.Tensor) -> torch.Tensor:
     """Shard a tensor that every rank has whole, without communication."""
     from torch.distributed.tensor import Replicate
 
@@ -130,14 +130,14 @@ def distributed(value: torch.Tensor, like_: torch.Tensor) -> torch.Tensor:  # to
     return like(like_, part.to(local(like_).device))
 
 
-def whole(like_: torch.Tensor, part: torch.Tensor) -> torch.Tensor:  # torch 2.11 to 2.15
+def whole(like_: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """The full tensor of parts with a DTensor's layout: a collective."""
     with torch.no_grad():
         gathered: torch.Tensor = like(like_, part).full_tensor()  # type: ignore[attr-defined]
     return gathered
 
 
-def averaged(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:  # torch 2.11 to 2.15
+def averaged(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """The mean over ranks of a gradient, with a DTensor's layout: a collective."""
     from torch.distributed.tensor import Partial
 
@@ -151,17 +151,11 @@ def averaged(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:  # to
 
 
 # torch 2.13 renamed these collectives
-ALL_GATHER: Any = getattr(
-    dist, "all_gather_single", dist.all_gather_into_tensor
-)  # torch 2.11 to 2.15
-REDUCE_SCATTER: Any = getattr(
-    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
-)  # torch 2.11 to 2.15
+ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-def coalesced(
-    group: Any, device: torch.device
-) -> AbstractContextManager[Any]:  # torch 2.11 to 2.15
+def coalesced(group: Any, device: torch.device) -> AbstractContextManager[Any]:
     """A context that coalesces collectives into one launch if the backend supports it."""
     if device.type != "cuda":
         return nullcontext()
@@ -174,10 +168,10 @@ def coalesced(
 
 
 # Errors of a store that is gone or does not answer.
-STORE_ERRORS: tuple[type[Exception], ...] = (dist.DistError,)  # torch 2.11 to 2.15
+STORE_ERRORS: tuple[type[Exception], ...] = (dist.DistError,)
 
 
-def store(prefix: str, *, timeout_s: float) -> Any:  # torch 2.11 to 2.15
+def store(prefix: str, *, timeout_s: float) -> Any:
     """A client of the default process group's store, with its own key prefix.
 
     Each thread needs one: a client serves one request at a time.
@@ -193,7 +187,7 @@ def store(prefix: str, *, timeout_s: float) -> Any:  # torch 2.11 to 2.15
     return c10d.PrefixStore(prefix, own)
 
 
-def group_timeout_s(group: Any, device: torch.device) -> tuple[float, bool]:  # torch 2.11 to 2.15
+def group_timeout_s(group: Any, device: torch.device) -> tuple[float, bool]:
     """Time limit of a collective of a group, seconds, and whether torch chose it."""
     from torch.distributed import constants
 
@@ -202,7 +196,7 @@ def group_timeout_s(group: Any, device: torch.device) -> tuple[float, bool]:  # 
     return timeout.total_seconds(), timeout in chosen
 
 
-def serve_the_host(group: Any, device: torch.device) -> None:  # torch 2.11 to 2.15
+def serve_the_host(group: Any, device: torch.device) -> None:
     """Add gloo to a group, so that its collectives support host tensors too; all of its ranks call
     this.
 
@@ -222,7 +216,7 @@ def serve_the_host(group: Any, device: torch.device) -> None:  # torch 2.11 to 2
     group._register_backend(host, kind, gloo._get_backend(host))
 
 
-def abort(group: Any) -> None:  # torch 2.11 to 2.15
+def abort(group: Any) -> None:
     """Abort a group's pending collectives, if the backend supports it."""
     end = getattr(group, "abort", None)
     if end is not None:
@@ -232,23 +226,21 @@ def abort(group: Any) -> None:  # torch 2.11 to 2.15
 # --- DistributedDataParallel, DataParallel, collectives of the user
 
 
-def ddp_around() -> torch.nn.parallel.DistributedDataParallel | None:  # torch 2.11 to 2.15
+def ddp_around() -> torch.nn.parallel.DistributedDataParallel | None:
     """The DistributedDataParallel whose forward is running."""
     ddp = torch.nn.parallel.DistributedDataParallel
     running: torch.nn.parallel.DistributedDataParallel | None = ddp._get_active_ddp_module()
     return running
 
 
-def ddp_parameters(
-    ddp: torch.nn.parallel.DistributedDataParallel,
-) -> list[torch.nn.Parameter]:  # torch 2.11 to 2.15
+def ddp_parameters(ddp: torch.nn.parallel.DistributedDataParallel) -> list[torch.nn.Parameter]:
     """The parameters that a DistributedDataParallel reduces."""
     return list(ddp._module_parameters)
 
 
 def check_data_parallel(
     kind: type[torch.nn.Module], check: Callable[[Any, dict[str, Any]], bool]
-) -> None:  # torch 2.11 to 2.15
+) -> None:
     """Call `check` with every new module of a kind and its arguments, before `__init__`.
 
     Args:
@@ -275,7 +267,7 @@ _COLLECTIVES = (
 ).split()
 
 
-def ask_before_collectives(ask: Callable[[Any], None]) -> None:  # torch 2.11 to 2.15
+def ask_before_collectives(ask: Callable[[Any], None]) -> None:
     """Call `ask` with each tensor argument of a collective of `torch.distributed`.
 
     On torch 2.11, some collectives treat a tensor subclass as a plain tensor (2.12 dispatches to
@@ -298,7 +290,7 @@ def ask_before_collectives(ask: Callable[[Any], None]) -> None:  # torch 2.11 to
         setattr(torch.distributed.distributed_c10d, name, collective)
 
 
-def send_no_parts(is_part: Callable[[Any], bool]) -> None:  # torch 2.11 to 2.15
+def send_no_parts(is_part: Callable[[Any], bool]) -> None:
     """Makes `_broadcast_coalesced` skip tensors of which each rank has its own part; torch rejects
     them. Lightning calls this function before it evaluates."""
     distributed: Any = torch.distributed

@@ -33,7 +33,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 # to eager code after 8 captures (an op that needs a number's value).
 # nn.LSTM fits into no stage: oneDNN's kernel saves nothing for a backward while gradients are off,
 # and cuDNN's kernels keep the state of their dropout (docs/limits.md).
-CALL_OPTIONS = {  # torch 2.11 to 2.15
+CALL_OPTIONS = {
     "skip_nnmodule_hook_guards": False,
     "skip_no_tensor_aliasing_guards_on_parameters": False,
     "optimize_ddp": False,
@@ -49,20 +49,20 @@ if hasattr(torch._dynamo.config, "force_compile_during_fx_trace"):
 
 # An operator rejects its inputs (a product of mismatched shapes), or Dynamo itself fails (it needs
 # a number and has a symbol).
-CAPTURE_ERRORS = (  # torch 2.11 to 2.15
+CAPTURE_ERRORS = (
     torch._dynamo.exc.TorchRuntimeError,
     torch._dynamo.exc.InternalTorchDynamoError,
     AssertionError,
 )
 
 
-def uncompiled(compiled: Callable[..., Any]) -> Callable[..., Any]:  # torch 2.11 to 2.15
+def uncompiled(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """The original function inside `torch.compile(function)`."""
     function: Callable[..., Any] = compiled._torchdynamo_orig_callable  # type: ignore[attr-defined]
     return function
 
 
-def compile_lock() -> AbstractContextManager[object]:  # torch 2.11 to 2.15
+def compile_lock() -> AbstractContextManager[object]:
     """Dynamo's compile lock: one thread compiles at a time.
 
     FX's tracing flag is process-wide: two tracers that do not end in reverse order leave it set.
@@ -71,7 +71,7 @@ def compile_lock() -> AbstractContextManager[object]:  # torch 2.11 to 2.15
     return lock
 
 
-def dynamo_options() -> dict[str, Any]:  # torch 2.11 to 2.15
+def dynamo_options() -> dict[str, Any]:
     """Current values of the Dynamo options in `CALL_OPTIONS`, as torch stores them if
     `_kept_options` found their variables."""
     if _OPTIONS:
@@ -79,7 +79,7 @@ def dynamo_options() -> dict[str, Any]:  # torch 2.11 to 2.15
     return {name: getattr(torch._dynamo.config, name) for name in CALL_OPTIONS}
 
 
-def set_dynamo_options(options: Mapping[str, Any]) -> None:  # torch 2.11 to 2.15
+def set_dynamo_options(options: Mapping[str, Any]) -> None:
     """Restore values that `dynamo_options` returned (since torch 2.12: for this thread)."""
     if not _OPTIONS:
         for name, value in options.items():
@@ -92,7 +92,7 @@ def set_dynamo_options(options: Mapping[str, Any]) -> None:  # torch 2.11 to 2.1
     config._get_dict_dirty_keys_var.set(None)  # all of them
 
 
-def _kept_options() -> dict[str, Any]:  # torch 2.11 to 2.15
+def _kept_options() -> dict[str, Any]:
     """The context variables of the options in `CALL_OPTIONS`; empty if torch stores them in another
     way. Setting each option by name takes as long as the guards of a small model."""
     config: Any = torch._dynamo.config
@@ -110,15 +110,13 @@ def _kept_options() -> dict[str, Any]:  # torch 2.11 to 2.15
 _OPTIONS = _kept_options()
 
 
-def without_collecting() -> AbstractContextManager[object]:  # torch 2.11 to 2.15
+def without_collecting() -> AbstractContextManager[object]:
     """A context in which Dynamo does not collect garbage after each compilation."""
     patch: AbstractContextManager[object] = torch._dynamo.config.patch(run_gc_after_compile=False)
     return patch
 
 
-def forget_compiled(
-    code: types.CodeType, backend: Callable[..., Any]
-) -> None:  # torch 2.11 to 2.15
+def forget_compiled(code: types.CodeType, backend: Callable[..., Any]) -> None:
     """Removes Dynamo's caches of a function that no longer exists.
 
     Its guards have finalizers on objects that live on (a class, a module). These would keep the
@@ -139,7 +137,7 @@ def forget_compiled(
                 finalizer.detach()
 
 
-def forget_missing() -> None:  # torch 2.11 to 2.15
+def forget_missing() -> None:
     """Removes Dynamo's guards on missing attributes.
 
     On torch 2.11, a guard on `not hasattr(module, "x")` raises when Dynamo evaluates it for a guard
@@ -150,9 +148,7 @@ def forget_missing() -> None:  # torch 2.11 to 2.15
         del table[name]
 
 
-def capture_dropout_as(
-    instead: Callable[..., Any], wanted: Callable[[], bool]
-) -> None:  # torch 2.11 to 2.15
+def capture_dropout_as(instead: Callable[..., Any], wanted: Callable[[], bool]) -> None:
     """Makes Dynamo capture `instead(x, rate)` for `F.dropout` in training if the rate is a symbol.
 
     Args:
@@ -174,7 +170,7 @@ def capture_dropout_as(
 
 def capture_sized_as(
     stock: Callable[..., Any], instead: Callable[..., Any], wanted: Callable[[], bool]
-) -> None:  # torch 2.11 to 2.15
+) -> None:
     """Makes Dynamo capture `instead` for `stock` if an argument has a symbolic number or size.
 
     Args:
@@ -234,13 +230,13 @@ def _constant(variable: Any, default: bool) -> Any:
     return variable.as_python_constant() if variable.is_python_constant() else None
 
 
-def captured_so_far() -> tuple[int, int]:  # torch 2.11 to 2.15
+def captured_so_far() -> tuple[int, int]:
     """(graphs that Dynamo captured, frames that it processed) so far in this process."""
     return counters["stats"]["unique_graphs"], counters["frames"]["total"]
 
 
 @contextmanager
-def logging_captures() -> Iterator[str]:  # torch 2.11 to 2.15
+def logging_captures() -> Iterator[str]:
     """A context in which Dynamo logs at DEBUG why it recompiles; yields the logger's name.
 
     `torch._logging.set_logs()` would replace the handlers of all torch loggers.
@@ -255,7 +251,7 @@ def logging_captures() -> Iterator[str]:  # torch 2.11 to 2.15
             artifacts.discard("recompiles")
 
 
-def tracer_around() -> str:  # torch 2.11 to 2.15
+def tracer_around() -> str:
     """Name of the tracer of this call, other than Dynamo; "" if there is none."""
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"
@@ -269,7 +265,7 @@ def opaque(
     *,
     reason: str = "it is part of megacompile, which runs in eager code",
     on_capture: Callable[[Any], None] | None = None,
-) -> Callable[..., Any]:  # torch 2.11 to 2.15
+) -> Callable[..., Any]:
     """A function that runs in eager code, with all that it calls, when Dynamo captures a caller.
 
     Args:
@@ -295,7 +291,7 @@ def opaque(
     return call
 
 
-def within_callers(function: _F) -> _F:  # torch 2.11 to 2.15
+def within_callers(function: _F) -> _F:
     """A function that Dynamo captures only as part of its callers.
 
     If a callee breaks the graph, tracing this frame up to there is wasted work: Dynamo captures the
@@ -310,7 +306,7 @@ def compiled_function(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: dict[str, Any],
-) -> Callable[..., Any]:  # torch 2.11 to 2.15
+) -> Callable[..., Any]:
     """`torch.compile(function)` for arguments like these, of any size, as a plain function.
 
     It runs Dynamo's code without guards, and `torch.compiler.reset()` does not remove it.

@@ -26,25 +26,25 @@ from megacompile.compat.dynamo import CAPTURE_ERRORS, uncompiled
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
 
 
-def is_of_capture(frame: types.FrameType) -> bool:  # torch 2.11 to 2.15
+def is_of_capture(frame: types.FrameType) -> bool:
     """True if a frame runs a graph's generated code, or Dynamo itself."""
     generated = "eval_with_key" in frame.f_code.co_filename
     return generated or frame.f_globals.get("__name__") == "torch._dynamo.convert_frame"
 
 
-def is_of_user(frame: types.FrameType) -> bool:  # torch 2.11 to 2.15
+def is_of_user(frame: types.FrameType) -> bool:
     """True if a frame's code is neither torch's nor megacompile's."""
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     return package not in ("torch", "megacompile")
 
 
-def is_called_by_user() -> bool:  # torch 2.11 to 2.15
+def is_called_by_user() -> bool:
     """True if user code called the caller, directly or through a Python method of a tensor."""
     frame = sys._getframe(2)
     return is_of_user(frame) or frame.f_globals.get("__name__") == "torch._tensor"
 
 
-def is_called_first(code: types.CodeType) -> bool:  # torch 2.11 to 2.15
+def is_called_first(code: types.CodeType) -> bool:
     """True if a call of this code got here before a line of the user ran, except captured ones.
 
     False in a frame that Dynamo resumed: another graph ran before it.
@@ -52,7 +52,7 @@ def is_called_first(code: types.CodeType) -> bool:  # torch 2.11 to 2.15
     return _has_begun(code, sys._getframe(1)) is False
 
 
-def has_begun(code: types.CodeType, following: types.CodeType) -> bool:  # torch 2.11 to 2.15
+def has_begun(code: types.CodeType, following: types.CodeType) -> bool:
     """True if a line of the user has run in a call of this code. `following` is about to run."""
     return _has_begun(code, sys._getframe(1), begun=_is_resumed(following)) is True
 
@@ -67,7 +67,7 @@ def _has_begun(
     return None if frame is None else begun
 
 
-def is_raised_first(error: BaseException) -> bool:  # torch 2.11 to 2.15
+def is_raised_first(error: BaseException) -> bool:
     """True if Dynamo raised an error, caught here, before a line of the user ran.
 
     False in a frame that Dynamo resumed: another graph ran before it.
@@ -91,13 +91,13 @@ def _is_resumed(code: types.CodeType) -> bool:
     return users_name(code.co_name) != code.co_name
 
 
-def users_name(name: str) -> str:  # torch 2.11 to 2.15
+def users_name(name: str) -> str:
     """The user's name of a function that Dynamo resumed: "forward" for
     "torch_dynamo_resume_in_forward_at_12"."""
     return _RESUMED.sub(r"\1", name)
 
 
-def quiet_within(code: types.CodeType) -> None:  # torch 2.11 to 2.15
+def quiet_within(code: types.CodeType) -> None:
     """Stops torch from logging a traceback when an operator rejects its fake inputs in a call of
     this code. The error that it raises has the same text."""
     if not _quiet:
@@ -124,7 +124,7 @@ _KEPT = 1000  # records of each kind in the process; drops the oldest
 _TRIES = 3  # failed traces of one code object: the input may have been the reason
 
 
-class GraphBreak(NamedTuple):  # torch 2.11 to 2.15
+class GraphBreak(NamedTuple):
     """A line of user code that Dynamo could not capture, or that calls code that it could not."""
 
     file: str  # "" if the whole stack is torch's and megacompile's
@@ -133,14 +133,14 @@ class GraphBreak(NamedTuple):  # torch 2.11 to 2.15
     why: str
 
 
-class Untraced(NamedTuple):  # torch 2.11 to 2.15
+class Untraced(NamedTuple):
     """A line of user code that Dynamo failed to trace."""
 
     place: str  # "file.py:12 (forward)"; "it" if unknown
     why: str
 
 
-class LimitHit(NamedTuple):  # torch 2.11 to 2.15
+class LimitHit(NamedTuple):
     """Code that Dynamo captured so often that it gave up."""
 
     function: str  # 'forward' (file.py:12): its name, its file, its first line
@@ -149,7 +149,7 @@ class LimitHit(NamedTuple):  # torch 2.11 to 2.15
     why: str  # of the last recapture
 
 
-def note_uncaptured() -> None:  # torch 2.11 to 2.15
+def note_uncaptured() -> None:
     """Records every graph break and limit from now on, for `graph_breaks` and `limit_hits`.
 
     Dynamo's own list lacks graph breaks that make it skip a whole function (in a loop, in `try`).
@@ -176,7 +176,7 @@ def note_uncaptured() -> None:  # torch 2.11 to 2.15
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_note_limit)
 
 
-def skip_untraced(within: types.CodeType) -> None:  # torch 2.11 to 2.15
+def skip_untraced(within: types.CodeType) -> None:
     """Runs untraceable code in eager mode, if lines of the user have already run.
 
     A call in which no line has run can start over without Dynamo; other calls cannot. Dynamo skips
@@ -206,7 +206,7 @@ def skip_untraced(within: types.CodeType) -> None:  # torch 2.11 to 2.15
     _within.add(within)
 
 
-def untraced_by(error: Exception) -> Untraced:  # torch 2.11 to 2.15
+def untraced_by(error: Exception) -> Untraced:
     """Returns where and why Dynamo raised one of `CAPTURE_ERRORS`, on one line."""
     text = str(error).strip()
     of_operator = re.search(r"with fake tensors: \w+ (.+?)\(\*.*: got (.+)", text)
@@ -216,7 +216,7 @@ def untraced_by(error: Exception) -> Untraced:  # torch 2.11 to 2.15
     return Untraced("{}:{} ({})".format(*at[-1][:2], users_name(at[-1][2])) if at else "it", why)
 
 
-def untraced(code: types.CodeType) -> Untraced | None:  # torch 2.11 to 2.15
+def untraced(code: types.CodeType) -> Untraced | None:
     """The last failure that `skip_untraced` skipped for this code."""
     found: tuple[int, Untraced | None] = _untraced.get(code, (0, None))
     return found[1]
@@ -236,22 +236,22 @@ def _note_limit(record: logging.LogRecord) -> bool:
     return True
 
 
-def graph_breaks() -> Iterable[GraphBreak]:  # torch 2.11 to 2.15
+def graph_breaks() -> Iterable[GraphBreak]:
     """Graph breaks since `note_uncaptured`, newest first."""
     return tuple(reversed(_BREAKS))
 
 
-def limit_hits() -> Iterable[LimitHit]:  # torch 2.11 to 2.15
+def limit_hits() -> Iterable[LimitHit]:
     """Limits hit since `note_uncaptured`, newest first."""
     return tuple(reversed(_LIMITS))
 
 
-def uncaptured() -> int:  # torch 2.11 to 2.15
+def uncaptured() -> int:
     """Number of graph breaks, limits and failed traces since `note_uncaptured`."""
     return _COUNT[0]
 
 
-def why_captured_again(compiled: Callable[..., Any]) -> str:  # torch 2.11 to 2.15
+def why_captured_again(compiled: Callable[..., Any]) -> str:
     """The guard that failed in the newest earlier capture, in Dynamo's words; "" if unknown."""
     failures = torch._dynamo.utils.guard_failures.get(uncompiled(compiled).__code__, [])
     newest = max(failures, key=_capture_of, default="").partition("\n")[0]
@@ -264,7 +264,7 @@ def _capture_of(failure: str) -> int:
     return int(number[1]) if number else -1
 
 
-def capture_is_off() -> str:  # torch 2.11 to 2.15
+def capture_is_off() -> str:
     """The switch that turns Dynamo off for the process; "" if it is on."""
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1" or torch._dynamo.config.disable:
         return "TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE"

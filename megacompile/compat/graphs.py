@@ -19,7 +19,7 @@ _ARGS: Any = fx.Node.args  # its setter skips the graph's table of targets
 _KWARGS: Any = fx.Node.kwargs
 
 
-def set_args(node: fx.Node, args: Any) -> None:  # torch 2.11 to 2.15
+def set_args(node: fx.Node, args: Any) -> None:
     """`node.args = args`, in a fraction of the time.
 
     The assignment also removes the node from the graph's table of targets and inserts it again,
@@ -28,18 +28,18 @@ def set_args(node: fx.Node, args: Any) -> None:  # torch 2.11 to 2.15
     _ARGS.fset(node, args)
 
 
-def set_kwargs(node: fx.Node, kwargs: Any) -> None:  # torch 2.11 to 2.15
+def set_kwargs(node: fx.Node, kwargs: Any) -> None:
     """`node.kwargs = kwargs`, in a fraction of the time."""
     _KWARGS.fset(node, kwargs)
 
 
-def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:  # torch 2.11 to 2.15
+def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     """`fx.GraphModule(root, graph)` that generates its Python code on first use."""
     module: fx.GraphModule = _LazyGraphModule(root, graph)
     return module
 
 
-def write_powers() -> None:  # torch 2.11 to 2.15
+def write_powers() -> None:
     """Makes FX write the base of a power in parentheses, permanently.
 
     FX writes `-1 ** x` for a base of -1, which Python parses as `-(1 ** x)`: generated code
@@ -55,7 +55,7 @@ def new_node(
     name: str,
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
-) -> fx.Node:  # torch 2.11 to 2.15
+) -> fx.Node:
     """`graph.create_node(op, target, args, kwargs, name)` for a graph without hooks on new nodes,
     and arguments without symbols.
 
@@ -73,7 +73,7 @@ def new_node(
     return _added(graph, op, target, name, args, kwargs)
 
 
-def copy_graph(graph: fx.Graph) -> fx.Graph:  # torch 2.11 to 2.15
+def copy_graph(graph: fx.Graph) -> fx.Graph:
     """A copy whose nodes have the same names and metadata."""
     copied = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
@@ -88,12 +88,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:  # torch 2.11 to 2.15
 
 
 def _added(
-    graph: fx.Graph,
-    op: str,
-    target: Callable[..., Any] | str,
-    name: str,
-    args: Any,
-    kwargs: Any,
+    graph: fx.Graph, op: str, target: Callable[..., Any] | str, name: str, args: Any, kwargs: Any
 ) -> fx.Node:
     """Insert a node of exactly this name at the graph's insertion point."""
     node = fx.Node(graph, name, op, target, args, kwargs or {})
@@ -113,25 +108,25 @@ _TRANSFORMS = tuple(
 )
 
 # The nodes that Dynamo writes for grad mode and autocast.
-SET_GRAD_ENABLED = torch._C._set_grad_enabled  # torch 2.11 to 2.15
-EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast  # torch 2.11 to 2.15
+SET_GRAD_ENABLED = torch._C._set_grad_enabled
+EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
 
 # Dynamo's operator for torch.utils.checkpoint, and the keywords of checkpoint() itself.
-CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint  # torch 2.11 to 2.15
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _OPTIONS = frozenset(inspect.signature(checkpoint).parameters)
-CHECKPOINT_OPTIONS = _OPTIONS | {"preserve_rng_state"}  # torch 2.11 to 2.15
+CHECKPOINT_OPTIONS = _OPTIONS | {"preserve_rng_state"}
 
 # The function that torch.nn.functional.cross_entropy calls.
-CROSS_ENTROPY_LOSS: Callable[..., Any] = torch._C._nn.cross_entropy_loss  # torch 2.11 to 2.15
+CROSS_ENTROPY_LOSS: Callable[..., Any] = torch._C._nn.cross_entropy_loss
 
 # The calls that Dynamo writes for torch.vmap, from BEGIN to END; LOAD is needed once.
-VMAP_LOAD = predispatch.lazy_load_decompositions  # torch 2.11 to 2.15
-VMAP_BEGIN = predispatch._vmap_increment_nesting  # torch 2.11 to 2.15
-VMAP_END = predispatch._vmap_decrement_nesting  # torch 2.11 to 2.15
+VMAP_LOAD = predispatch.lazy_load_decompositions
+VMAP_BEGIN = predispatch._vmap_increment_nesting
+VMAP_END = predispatch._vmap_decrement_nesting
 _VMAP = (VMAP_LOAD, VMAP_BEGIN, VMAP_END, predispatch._add_batch_dim, predispatch._remove_batch_dim)
 
 
-def transforms(module: fx.GraphModule) -> str | None:  # torch 2.11 to 2.15
+def transforms(module: fx.GraphModule) -> str | None:
     """The first node of `torch.func.grad` or a similar transform in a captured graph.
 
     Transforms count their nesting in global state, which a failed trace would leave changed. For
@@ -147,7 +142,7 @@ def transforms(module: fx.GraphModule) -> str | None:  # torch 2.11 to 2.15
     return None
 
 
-def put_inputs_first(module: fx.GraphModule) -> None:  # torch 2.11 to 2.15
+def put_inputs_first(module: fx.GraphModule) -> None:
     """Move the placeholders of a captured graph to its front, in order.
 
     torch 2.11 puts the placeholder of a size that an `autograd.Function` needs last.
@@ -159,7 +154,7 @@ def put_inputs_first(module: fx.GraphModule) -> None:  # torch 2.11 to 2.15
             nodes[first].prepend(node)
 
 
-def has_while_loop(module: fx.GraphModule) -> bool:  # torch 2.11 to 2.15
+def has_while_loop(module: fx.GraphModule) -> bool:
     """True if a captured graph has a `while_loop`, whose fake kernel creates new symbols."""
     loop = torch.ops.higher_order.while_loop
     graphs = [inner.graph for inner in module.modules() if isinstance(inner, fx.GraphModule)]
@@ -174,7 +169,7 @@ def _with_checkpoints(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
 
 
 @contextmanager
-def keeping_nesting() -> Iterator[None]:  # torch 2.11 to 2.15
+def keeping_nesting() -> Iterator[None]:
     """A context that leaves the vmap levels that a failed trace entered in it."""
     level = torch._C._functorch.maybe_current_level
     before = level() or 0
@@ -185,7 +180,7 @@ def keeping_nesting() -> Iterator[None]:  # torch 2.11 to 2.15
             VMAP_END()
 
 
-def module_calls(node: fx.Node) -> list[tuple[int, str]]:  # torch 2.11 to 2.15
+def module_calls(node: fx.Node) -> list[tuple[int, str]]:
     """(id, call) of each module that a captured node ran in, outermost first."""
     stack = node.meta.get("nn_module_stack") or {}
     calls = []
@@ -197,8 +192,8 @@ def module_calls(node: fx.Node) -> list[tuple[int, str]]:  # torch 2.11 to 2.15
 
 
 # Type and source of Dynamo's guards on a subclass's inner tensors, as guard filters see them.
-SUBCLASS_GUARD = "TENSOR_SUBCLASS_METADATA_MATCH"  # torch 2.11 to 2.15
-INNER_NAMES = ".__tensor_flatten__()[0]"  # torch 2.11 to 2.15
+SUBCLASS_GUARD = "TENSOR_SUBCLASS_METADATA_MATCH"
+INNER_NAMES = ".__tensor_flatten__()[0]"
 
 
 # --- inputs that are symbols
@@ -209,7 +204,7 @@ _MARKS = ("_dynamo_", "_specialize_on")
 
 
 @dataclass(frozen=True, slots=True)
-class DescribedInput:  # torch 2.11 to 2.15
+class DescribedInput:
     """One input of a captured graph, described in symbols of our own."""
 
     number: sympy.Symbol | None = None  # set if the input is a number
@@ -218,7 +213,7 @@ class DescribedInput:  # torch 2.11 to 2.15
     stride: tuple[Any, ...] = ()
 
 
-def described_inputs(module: fx.GraphModule) -> list[DescribedInput] | None:  # torch 2.11 to 2.15
+def described_inputs(module: fx.GraphModule) -> list[DescribedInput] | None:
     """The inputs of a graph that Dynamo captured with symbols; None if there are none to keep."""
     placeholders = module.graph.find_nodes(op="placeholder")
     examples = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
@@ -269,9 +264,7 @@ def _own(sizes: Sequence[Any], own: Mapping[Any, sympy.Symbol]) -> tuple[Any, ..
     )
 
 
-def keep_dynamic_marks(
-    source: torch.Tensor, copy: torch.Tensor
-) -> torch.Tensor:  # torch 2.11 to 2.15
+def keep_dynamic_marks(source: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     """Returns `copy` with the marks of `torch._dynamo.mark_dynamic` and the like on `source`."""
     if copy is not source:
         for name, value in source.__dict__.items():

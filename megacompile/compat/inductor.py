@@ -56,7 +56,7 @@ _ALL_SIZES: ContextVar[bool] = ContextVar("all_sizes", default=False)
 _HANDED_ON: ContextVar[list[fx.GraphModule] | None] = ContextVar("handed_on", default=None)
 
 
-def inductor_decompositions() -> dict[Any, Callable[..., Any]]:  # torch 2.11 to 2.15
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     """The decompositions that Inductor expects."""
     table = dict(select_decomp_table())
     clamp = table[torch.ops.aten.clamp.default]
@@ -76,7 +76,7 @@ def split_joint(
     outputs: int,
     static_primals: Sequence[int],
     memory_budget: float = 1.0,
-) -> tuple[fx.GraphModule, fx.GraphModule]:  # torch 2.11 to 2.15
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """AOTAutograd's min-cut partitioner: (forward returning outputs and saved, backward).
 
     With a budget below 1 it runs nodes on fake values to count their cost. The graphs generate
@@ -90,7 +90,7 @@ def split_joint(
 
 
 # Image pooling, and the operators that Inductor decomposes it into.
-POOLS = (  # torch 2.11 to 2.15
+POOLS = (
     torch.ops.aten.max_pool2d_with_indices.default,
     torch.ops.aten.max_pool2d_with_indices_backward.default,
     torch.ops.aten.avg_pool2d.default,
@@ -102,26 +102,24 @@ POOLS = (  # torch 2.11 to 2.15
 )
 
 
-def prefers_channels_last(module: fx.GraphModule) -> bool:  # torch 2.11 to 2.15
+def prefers_channels_last(module: fx.GraphModule) -> bool:
     """True if Inductor would use channels-last layout for a graph's convolutions in training."""
     return bool(GraphLowering.decide_layout_opt(module, is_inference=False))
 
 
-def mark_must_recompute(node: fx.Node) -> None:  # torch 2.11 to 2.15
+def mark_must_recompute(node: fx.Node) -> None:
     """Make the partitioner recompute a node's value in the backward."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = 0
 
 
-def mark_must_save(node: fx.Node) -> None:  # torch 2.11 to 2.15
+def mark_must_save(node: fx.Node) -> None:
     """Make the partitioner save a node's value for the backward."""
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     node.meta["ac_graph_id"] = 0
 
 
-def compile_inductor(
-    module: fx.GraphModule, inputs: Tensors
-) -> Callable[..., Any]:  # torch 2.11 to 2.15
+def compile_inductor(module: fx.GraphModule, inputs: Tensors) -> Callable[..., Any]:
     """Compile an ATen graph with Inductor; `inputs` are fake tensors and symbols.
 
     Does not trace a functional graph again: AOTAutograd would take a sixth of the time, and wrap
@@ -282,7 +280,7 @@ def _untraced(
     return compile_it
 
 
-def packed_graph(module: fx.GraphModule) -> bytes:  # torch 2.11 to 2.15
+def packed_graph(module: fx.GraphModule) -> bytes:
     """Serialise a graph of `compile_inductor` for another process; `unpacked_graph` loads it there.
 
     Drops the nodes' metadata: it may refer to nodes, and their values are computed again.
@@ -296,29 +294,29 @@ def packed_graph(module: fx.GraphModule) -> bytes:  # torch 2.11 to 2.15
     return GraphPickler.dumps(fx.GraphModule(module, copy_graph(module.graph)), options)
 
 
-def unpacked_graph(given: bytes) -> fx.GraphModule:  # torch 2.11 to 2.15
+def unpacked_graph(given: bytes) -> fx.GraphModule:
     """The graph of `packed_graph`, without its nodes' values."""
     module = GraphPickler.loads(given, FakeTensorMode(shape_env=ShapeEnv()))
     assert isinstance(module, fx.GraphModule)
     return module
 
 
-def use_compile_threads(count: int) -> None:  # torch 2.11 to 2.15
+def use_compile_threads(count: int) -> None:
     """Set the number of processes that compile kernels for this one."""
     inductor_config.compile_threads = count
 
 
-def compile_threads() -> int:  # torch 2.11 to 2.15
+def compile_threads() -> int:
     """Number of processes that compile kernels; 1 if this process compiles them itself."""
     return int(inductor_config.compile_threads or 1)
 
 
-def compiles_in_processes() -> bool:  # torch 2.11 to 2.15
+def compiles_in_processes() -> bool:
     """True if other processes may compile for this one."""
     return code_cache() is not None and inductor_config.compile_threads != 1
 
 
-def start_compile_workers() -> None:  # torch 2.11 to 2.15
+def start_compile_workers() -> None:
     """Start the processes in which Inductor compiles kernels, unless the user disabled them.
 
     They take seconds to import torch. Until one is ready, Inductor compiles kernels one by one in
@@ -327,13 +325,13 @@ def start_compile_workers() -> None:  # torch 2.11 to 2.15
     async_compile.maybe_warm_pool()
 
 
-def compiles_without_device() -> bool:  # torch 2.11 to 2.15
+def compiles_without_device() -> bool:
     """True if Inductor can compile where it cannot load kernels: without autotuning."""
     return not (inductor_config.max_autotune or inductor_config.max_autotune_gemm)
 
 
 @contextmanager
-def without_device_memory() -> Iterator[None]:  # torch 2.11 to 2.15
+def without_device_memory() -> Iterator[None]:
     """A context that compiles for a GPU without a CUDA context: kernels are not loaded, and fake
     tensors do not initialise the device."""
 
@@ -348,7 +346,7 @@ def without_device_memory() -> Iterator[None]:  # torch 2.11 to 2.15
         yield
 
 
-def has_cpp_compiler() -> bool:  # torch 2.11 to 2.15
+def has_cpp_compiler() -> bool:
     """True if Inductor can compile for the CPU here."""
     try:
         cpp_builder.get_cpp_compiler()
@@ -357,7 +355,7 @@ def has_cpp_compiler() -> bool:  # torch 2.11 to 2.15
     return True
 
 
-def vector_isas() -> list[str]:  # torch 2.11 to 2.15
+def vector_isas() -> list[str]:
     """The vector instruction sets that Inductor's CPU code may use here.
 
     The first call tests each: torch builds a library and loads it in a process that imports torch.
@@ -365,7 +363,7 @@ def vector_isas() -> list[str]:  # torch 2.11 to 2.15
     return [str(isa) for isa in cpu_vec_isa.valid_vec_isa_list()]
 
 
-def use_vector_isas(names: Sequence[str]) -> None:  # torch 2.11 to 2.15
+def use_vector_isas(names: Sequence[str]) -> None:
     """Apply the `vector_isas` of another process: only sets not in `names` are tested. Inductor
     still drops sets that this CPU does not report."""
     tried = cpu_vec_isa.VecISA.check_build

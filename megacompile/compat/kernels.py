@@ -37,13 +37,13 @@ _ATEN_KERNELS = torch.library.Library("aten", "IMPL")
 _aten = torch.ops.aten
 
 
-def _symbolic_composites() -> Any:  # torch 2.11 to 2.15
+def _symbolic_composites() -> Any:
     """A context that enables the composite kernels of this file."""
     guard: Any = torch._C._IncludeDispatchKeyGuard
     return guard(_KEY)
 
 
-def _define_composites(wanted: Callable[[], bool]) -> None:  # torch 2.11 to 2.15
+def _define_composites(wanted: Callable[[], bool]) -> None:
     """Register the composite kernels; they call `wanted` at each call, in its thread."""
     _put(_aten.matmul.default, _matmul, wanted)
     for name in _upsampling():
@@ -147,7 +147,7 @@ def _gradient_of_shrink(grad: Any, x: Any, *_: Any) -> Any:
     return torch.empty_like(torch.broadcast_tensors(x, grad)[0])
 
 
-def _define_fakes(wanted: Callable[[Any], bool]) -> None:  # torch 2.11 to 2.15
+def _define_fakes(wanted: Callable[[Any], bool]) -> None:
     """Register fake kernels for operators that torch has none of for symbolic sizes.
 
     Args:
@@ -182,7 +182,7 @@ _OPERATORS = torch.library.Library("megacompile", "FRAGMENT")
 _FALLBACK = "transformers::grouped_mm_fallback"
 
 
-def eager_grouped_mm(target: Any, device: torch.device) -> Any:  # torch 2.11 to 2.15
+def eager_grouped_mm(target: Any, device: torch.device) -> Any:
     """The operator that replaces a captured one; None if it stays."""
     names = (getattr(target, "_qualified_op_name", None), getattr(target, "_name", ""))
     if _FALLBACK not in (names[0], names[1].partition(".")[0]):
@@ -255,9 +255,7 @@ _define_grouped_mm()
 # --- matrix products that accumulate in a wider dtype
 
 
-def add_product(
-    total: Tensor, a: Tensor, b: Tensor, *, first: bool = False
-) -> None:  # torch 2.11 to 2.15
+def add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool = False) -> None:
     """`total += a @ b`.
 
     Args:

@@ -18,30 +18,28 @@ from torch.nn.utils import stateless
 from megacompile.compat.distributed import is_sharded
 
 # Methods that `__call__` and `to` go through; a module's own attributes override them.
-CALL = "_call_impl"  # torch 2.11 to 2.15
-APPLY = "_apply"  # torch 2.11 to 2.15
+CALL = "_call_impl"
+APPLY = "_apply"
 # The attribute with the function that replaces a module's call.
-COMPILED_CALL = "_compiled_call_impl"  # torch 2.11 to 2.15
+COMPILED_CALL = "_compiled_call_impl"
 
 # Live functions of `frame_of`, by name.
 _frames: WeakValueDictionary[str, types.FunctionType] = WeakValueDictionary()
 _named: set[str] = set()  # all names so far
 
 
-def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:  # torch 2.11 to 2.15
+def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:
     """The function that replaces a module's call, from `module.compile()` or `megacompile()`."""
     call: Callable[..., Any] | None = module._compiled_call_impl
     return call
 
 
-def set_compiled_call(
-    module: torch.nn.Module, call: Callable[..., Any] | None
-) -> None:  # torch 2.11 to 2.15
+def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
     """Replace a module's call; None restores it. Copies of the module drop it."""
     module._compiled_call_impl = call
 
 
-def frame_of(model: torch.nn.Module, name: str) -> types.FunctionType:  # torch 2.11 to 2.15
+def frame_of(model: torch.nn.Module, name: str) -> types.FunctionType:
     """A function that calls a model with its hooks, for Dynamo to capture.
 
     Dynamo skips frames of torch.nn itself, so `nn.Sequential` needs a frame around it. It counts
@@ -64,7 +62,7 @@ def frame_of(model: torch.nn.Module, name: str) -> types.FunctionType:  # torch 
     return call
 
 
-def _forget_sizes(code: types.CodeType) -> None:  # torch 2.11 to 2.15
+def _forget_sizes(code: types.CodeType) -> None:
     """Drop Dynamo's records of changed sizes for functions of this file and name."""
     remembered = pgo.get_code_state()
     place = (code.co_filename, code.co_name)
@@ -72,7 +70,7 @@ def _forget_sizes(code: types.CodeType) -> None:  # torch 2.11 to 2.15
         del remembered[key]
 
 
-def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:  # torch 2.11 to 2.15
+def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Every module of a model once, in the order of `model.modules()`, in a fraction of its time.
 
     Every call of a model needs them: this is host time in every step.
@@ -89,37 +87,31 @@ def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:  # torch 2.11 t
     return list(modules.values())
 
 
-def compiled_calls(
-    modules: Iterable[torch.nn.Module],
-) -> list[Callable[..., Any] | None]:  # torch 2.11 to 2.15
+def compiled_calls(modules: Iterable[torch.nn.Module]) -> list[Callable[..., Any] | None]:
     """`compiled_call` of each module."""
     return [module._compiled_call_impl for module in modules]
 
 
 def holders_of_parameters(
     modules: Iterable[torch.nn.Module],
-) -> list[dict[str, torch.nn.Parameter | None]]:  # torch 2.11 to 2.15
+) -> list[dict[str, torch.nn.Parameter | None]]:
     """The modules' dicts of parameters, as `parameters_of` returns them, without empty ones."""
     return [holder for module in modules if (holder := module._parameters)]
 
 
-def holders_of_buffers(
-    modules: Iterable[torch.nn.Module],
-) -> list[dict[str, torch.Tensor | None]]:  # torch 2.11 to 2.15
+def holders_of_buffers(modules: Iterable[torch.nn.Module]) -> list[dict[str, torch.Tensor | None]]:
     """The modules' dicts of buffers, without empty ones."""
     return [holder for module in modules if (holder := module._buffers)]
 
 
 def holders_of_forward_hooks(
     modules: Iterable[torch.nn.Module],
-) -> list[dict[int, Callable[..., Any]]]:  # torch 2.11 to 2.15
+) -> list[dict[int, Callable[..., Any]]]:
     """The modules' dicts of forward hooks, without empty ones."""
     return [holder for module in modules if (holder := module._forward_hooks)]
 
 
-def parameters_of(
-    module: torch.nn.Module,
-) -> dict[str, torch.nn.Parameter | None]:  # torch 2.11 to 2.15
+def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
     """A module's own parameters; the dict is live.
 
     Writing to it does not call a subclass's `__setattr__`.
@@ -127,12 +119,12 @@ def parameters_of(
     return module._parameters
 
 
-def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:  # torch 2.11 to 2.15
+def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """A module's own buffers; the dict is live."""
     return module._buffers
 
 
-def convert_in_place(kind: type[torch.Tensor]) -> None:  # torch 2.11 to 2.15
+def convert_in_place(kind: type[torch.Tensor]) -> None:
     """Makes `module.to(...)` and similar methods set the `data` of parameters of this class.
 
     For a wrapper subclass, torch swaps the parameter for a detached copy, even if nothing changes:
@@ -183,7 +175,7 @@ def _is_exchanged(params: list[torch.nn.Parameter], fn: Callable[[Any], Any]) ->
 _CONVERTED_IN_PLACE: list[type[torch.Tensor]] = []
 
 
-def leave_out_of_copies(*kinds: type) -> None:  # torch 2.11 to 2.15
+def leave_out_of_copies(*kinds: type) -> None:
     """Leaves attributes of these classes out of copies and pickles of modules.
 
     torch itself leaves out `_compiled_call_impl`, but not for a class with its own `__getstate__`
@@ -213,7 +205,7 @@ def _without_left_out(value: Any) -> Any:
 _LEFT_OUT: list[type] = []
 
 
-def given_to_functional_call() -> dict[int, Any]:  # torch 2.11 to 2.15
+def given_to_functional_call() -> dict[int, Any]:
     """Tensors, by id, that the enclosing `torch.func.functional_call`s put into modules."""
     code = stateless._functional_call.__code__
     tensors: dict[int, Any] = {}
@@ -226,7 +218,7 @@ def given_to_functional_call() -> dict[int, Any]:  # torch 2.11 to 2.15
     return tensors
 
 
-def without_torch_compile(model: torch.nn.Module) -> torch.nn.Module:  # torch 2.11 to 2.15
+def without_torch_compile(model: torch.nn.Module) -> torch.nn.Module:
     """The module inside `torch.compile(module)`; any other module unchanged."""
     inner = getattr(model, "_orig_mod", None)
     return inner if isinstance(inner, torch.nn.Module) else model

@@ -14,22 +14,22 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils import _pytree
 
 
-def operator_name(target: Any) -> str:  # torch 2.11 to 2.15
+def operator_name(target: Any) -> str:
     """An ATen operator's name without its namespace and overload; "" for other targets."""
     return str(getattr(target, "_opname", ""))
 
 
-def is_higher_order(target: Any) -> bool:  # torch 2.11 to 2.15
+def is_higher_order(target: Any) -> bool:
     """True for an operator with graphs as arguments: a loop, flex attention."""
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
-def kernel_of(target: Any) -> Any:  # torch 2.11 to 2.15
+def kernel_of(target: Any) -> Any:
     """The C++ function of an ATen operator, without its Python wrapper; other targets unchanged."""
     return target._op if isinstance(target, torch._ops.OpOverload) else target
 
 
-def arguments_of(node: fx.Node) -> Iterator[tuple[str, Any]]:  # torch 2.11 to 2.15
+def arguments_of(node: fx.Node) -> Iterator[tuple[str, Any]]:
     """(name, value) of an ATen node's arguments, defaults included; nothing for other nodes."""
     schema = getattr(node.target, "_schema", None)
     for i, argument in enumerate(() if schema is None else schema.arguments):
@@ -40,7 +40,7 @@ def arguments_of(node: fx.Node) -> Iterator[tuple[str, Any]]:  # torch 2.11 to 2
 _TORCHS = ("", "torch", "_operator", "operator", "builtins", "math", "megacompile", "aten", "prims")
 
 
-def is_torchs(target: Any) -> bool:  # torch 2.11 to 2.15
+def is_torchs(target: Any) -> bool:
     """True if a captured node's target is torch's or ours: its backward writes to no tensor.
 
     A higher-order operator runs user code: of a hook, of an `autograd.Function`.
@@ -57,7 +57,7 @@ def is_torchs(target: Any) -> bool:  # torch 2.11 to 2.15
 
 
 @dataclass(frozen=True)
-class CustomOperator:  # torch 2.11 to 2.15
+class CustomOperator:
     """An operator of `torch.library.custom_op` with a backward in Python.
 
     Each input and output is one tensor or none: no list contains tensors.
@@ -106,7 +106,7 @@ class CustomOperator:  # torch 2.11 to 2.15
         return {argument.name: value for argument, value in pairs if argument.kwarg_only}
 
 
-def custom_operator(target: Any) -> CustomOperator | None:  # torch 2.11 to 2.15
+def custom_operator(target: Any) -> CustomOperator | None:
     """The `CustomOperator` of a node's target; None for other targets."""
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = getattr(target, "default", None)
@@ -121,26 +121,23 @@ def custom_operator(target: Any) -> CustomOperator | None:  # torch 2.11 to 2.15
     return CustomOperator(target, known._backward_fn, known._setup_context_fn)
 
 
-def is_random(node: fx.Node) -> bool:  # torch 2.11 to 2.15
+def is_random(node: fx.Node) -> bool:
     """True if an ATen node draws random numbers. Attention with `dropout_p=0` does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     return bool(dict(arguments_of(node)).get("dropout_p", True))
 
 
-def is_mutable(func: Any) -> bool:  # torch 2.11 to 2.15
+def is_mutable(func: Any) -> bool:
     """True if an ATen operator changes an argument in place."""
     return bool(func._schema.is_mutable)
 
 
 # Functions that change an argument in place without changing its version.
-COUNT_NO_VERSION = (torch.nn.functional.batch_norm, torch.batch_norm)  # torch 2.11 to 2.15
+COUNT_NO_VERSION = (torch.nn.functional.batch_norm, torch.batch_norm)
 
 # Calls in captured graphs that change how torch decomposes the operators after them.
-CHOOSES_KERNELS = (  # torch 2.11 to 2.15
-    torch.nn.attention._sdpa_kernel,
-    torch._C._set_deterministic_algorithms,
-)
+CHOOSES_KERNELS = (torch.nn.attention._sdpa_kernel, torch._C._set_deterministic_algorithms)
 
 _C: Any = torch._C  # its stubs leave these out
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
@@ -164,26 +161,26 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
 )
 
 
-def kernel_switches() -> tuple[Any, ...]:  # torch 2.11 to 2.15
+def kernel_switches() -> tuple[Any, ...]:
     """Process-wide settings that decide how torch decomposes operators: attention, batch norm,
     recurrent layers."""
     found = [get() for get, _ in _SWITCHES]  # lists are fast: every step calls this
     return tuple([tuple(value) if isinstance(value, list) else value for value in found])
 
 
-def set_kernel_switches(wanted: Sequence[Any]) -> None:  # torch 2.11 to 2.15
+def set_kernel_switches(wanted: Sequence[Any]) -> None:
     """Restore settings that `kernel_switches` returned."""
     for (_, put), value, now in zip(_SWITCHES, wanted, kernel_switches(), strict=True):
         if value != now:
             put(value)
 
 
-def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:  # torch 2.11 to 2.15
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     """Apply `function` to every leaf of nested containers, registered classes included."""
     return _pytree.tree_map(function, tree)
 
 
-def map_values(function: Callable[[Any], Any], func: Any, values: Any) -> Any:  # torch 2.11 to 2.15
+def map_values(function: Callable[[Any], Any], func: Any, values: Any) -> Any:
     """`tree_map` over an operator's arguments or results.
 
     ATen operators use only lists, tuples and dicts with names as keys: these take a tenth of the
@@ -205,25 +202,25 @@ def _mapped(function: Callable[[Any], Any], values: Any) -> Any:
     return function(values)
 
 
-def tree_map_once(function: Callable[[Any], Any], tree: Any) -> Any:  # torch 2.11 to 2.15
+def tree_map_once(function: Callable[[Any], Any], tree: Any) -> Any:
     """Apply `function` to the items of a container, nested containers included."""
     return _pytree.tree_map(function, tree, is_leaf=lambda each: each is not tree)
 
 
-def leaves(tree: Any) -> list[Any]:  # torch 2.11 to 2.15
+def leaves(tree: Any) -> list[Any]:
     """The leaves of nested containers."""
     return _pytree.tree_leaves(tree)
 
 
 @functools.cache
-def returns_views(func: Any) -> bool:  # torch 2.11 to 2.15
+def returns_views(func: Any) -> bool:
     """True if an ATen operator returns a view of its input, without changing it."""
     schema = getattr(func, "_schema", None)
     aliases = [] if schema is None else [result.alias_info for result in schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
-def changes_metadata(method: str) -> bool:  # torch 2.11 to 2.15
+def changes_metadata(method: str) -> bool:
     """True if a tensor's method changes its shape or strides in place (`squeeze_`)."""
     if not method.endswith("_") or method.startswith("__"):
         return False
@@ -234,9 +231,7 @@ def changes_metadata(method: str) -> bool:  # torch 2.11 to 2.15
     return any(torch.Tag.inplace_view in each for each in tags)
 
 
-def written(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
-) -> list[Any]:  # torch 2.11 to 2.15
+def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that an ATen operator changes in place."""
     given = {
         argument.name: kwargs[argument.name] if argument.name in kwargs else args[i]
@@ -249,7 +244,7 @@ def written(
 
 
 @functools.cache
-def taking_tensors(target: Any, names: tuple[str, ...]) -> Any:  # torch 2.11 to 2.15
+def taking_tensors(target: Any, names: tuple[str, ...]) -> Any:
     """An operator equal to an ATen operator, but with one-element tensors for the numbers `names`;
     None if there can be none.
 
@@ -298,22 +293,22 @@ _LIBRARY.define(
 _LIBRARY.impl("cudnn_batch_norm", _cudnn_batch_norm, "CUDA")
 torch.library.register_fake("megacompile::cudnn_batch_norm", _cudnn_batch_norm, lib=_LIBRARY)
 # aten.cudnn_batch_norm, which changes its statistics, as an operator that returns new ones.
-CUDNN_BATCH_NORM = torch.ops.megacompile.cudnn_batch_norm.default  # torch 2.11 to 2.15
+CUDNN_BATCH_NORM = torch.ops.megacompile.cudnn_batch_norm.default
 
 # The product of fp8 matrices, each with a scale.
-SCALED_MM = torch._scaled_mm  # torch 2.11 to 2.15
+SCALED_MM = torch._scaled_mm
 
 # Functions on lists of tensors: of clip_grad_norm_, GradScaler.unscale_, zero_grad, and of
 # torch.optim, which counts steps with one.
-FOREACH_NORM = torch._foreach_norm  # torch 2.11 to 2.15
-FOREACH_COPY = torch._foreach_copy_  # torch 2.11 to 2.15
-FOREACH_MUL = torch._foreach_mul_  # torch 2.11 to 2.15
-FOREACH_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # torch 2.11 to 2.15
-FOREACH_ZERO = torch._foreach_zero_  # torch 2.11 to 2.15
-FOREACH_ADD = torch._foreach_add_  # torch 2.11 to 2.15
+FOREACH_NORM = torch._foreach_norm
+FOREACH_COPY = torch._foreach_copy_
+FOREACH_MUL = torch._foreach_mul_
+FOREACH_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
+FOREACH_ZERO = torch._foreach_zero_
+FOREACH_ADD = torch._foreach_add_
 
 
-def take_as_plain(kind: type) -> None:  # torch 2.11 to 2.15
+def take_as_plain(kind: type) -> None:
     """Makes `clip_grad_norm_` call its functions on lists for tensors of this class too, instead of
     one function per tensor."""
     supported: list[Any] = torch.utils._foreach_utils._foreach_supported_types

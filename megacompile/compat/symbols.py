@@ -34,7 +34,7 @@ _ACTIVE: ContextVar[SymbolicFakes | None] = ContextVar("megacompile_symbols", de
 _BY_ENV: weakref.WeakKeyDictionary[ShapeEnv, SymbolicFakes] = weakref.WeakKeyDictionary()
 
 
-def check(condition: bool) -> None:  # torch 2.11 to 2.15
+def check(condition: bool) -> None:
     """Tell a trace with symbols that a condition is true. Raises RuntimeError if it is false."""
     torch._check(condition)
 
@@ -72,7 +72,7 @@ def _called(function: Callable[[Any], Any], x: Any) -> Any:
     return function(x)
 
 
-class UntraceableSymbols(Exception):  # torch 2.11 to 2.15
+class UntraceableSymbols(Exception):
     """A graph cannot be traced with these symbols; tracing with numbers may work."""
 
 
@@ -86,14 +86,14 @@ class _Fakes(FakeTensorMode):
         return found if self.settle is None else self.settle(func, args, kwargs or {}, found)
 
 
-class SymbolicFakes:  # torch 2.11 to 2.15
+class SymbolicFakes:
     """A mode in which tensors have no data, and sizes are expressions of symbols.
 
     Args:
         hints: the symbols, with the values to use where code needs one.
     """
 
-    def __init__(self, hints: _Values) -> None:  # torch 2.11 to 2.15
+    def __init__(self, hints: _Values) -> None:
         self.hints = dict(hints)
         # a size that depends on data ends the trace, as it does without symbols
         self.env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
@@ -250,24 +250,24 @@ def _symbolic(value: Any) -> bool:
     return isinstance(value, sympy.Basic)
 
 
-def symbols_now() -> SymbolicFakes | None:  # torch 2.11 to 2.15
+def symbols_now() -> SymbolicFakes | None:
     """The active mode of this thread, if any."""
     return _ACTIVE.get()
 
 
-def expression_of(number: Any) -> tuple[Any, Any]:  # torch 2.11 to 2.15
+def expression_of(number: Any) -> tuple[Any, Any]:
     """(value for the hints, expression) of a size or number of `SymbolicFakes`."""
     if not isinstance(number, (torch.SymInt, torch.SymFloat)):
         return number, number
     return fakes_of(number).described(number)
 
 
-def fakes_of(value: Any) -> SymbolicFakes:  # torch 2.11 to 2.15
+def fakes_of(value: Any) -> SymbolicFakes:
     """The mode of a SymInt, SymFloat or SymBool."""
     return _BY_ENV[value.node.shape_env]
 
 
-def fakes_in(values: Iterable[Any]) -> SymbolicFakes | None:  # torch 2.11 to 2.15
+def fakes_in(values: Iterable[Any]) -> SymbolicFakes | None:
     """The mode of the first fake tensor or symbolic number that has one."""
     for value in values:
         env = value.node.shape_env if is_number(value) else None
@@ -278,7 +278,7 @@ def fakes_in(values: Iterable[Any]) -> SymbolicFakes | None:  # torch 2.11 to 2.
     return None
 
 
-def evaluated(expression: Any, values: _Values) -> Any:  # torch 2.11 to 2.15
+def evaluated(expression: Any, values: _Values) -> Any:
     """An expression's value for these values of its symbols."""
     if not isinstance(expression, sympy.Basic):
         return expression
@@ -292,9 +292,7 @@ def _is_true(condition: Any, values: _Values) -> bool:
     return found is not sympy.false
 
 
-def as_function(
-    expressions: Any, symbols: Sequence[sympy.Symbol]
-) -> Callable[..., Any]:  # torch 2.11 to 2.15
+def as_function(expressions: Any, symbols: Sequence[sympy.Symbol]) -> Callable[..., Any]:
     """A Python function of symbols that returns nested tuples of integer expressions."""
     names = ", ".join(symbol.name for symbol in symbols)
     scope = {"math": math, **SYMPY_INTERP}
@@ -309,9 +307,7 @@ def _printed(expression: Any) -> str:
     return str(PythonPrinter().doprint(expression)) if symbolic else repr(expression)
 
 
-def reified(
-    graph: fx.Graph, expression: Any, nodes: Mapping[sympy.Symbol, fx.Node]
-) -> Any:  # torch 2.11 to 2.15
+def reified(graph: fx.Graph, expression: Any, nodes: Mapping[sympy.Symbol, fx.Node]) -> Any:
     """A node at the graph's end that computes an integer expression; an int for a constant."""
     if not isinstance(expression, sympy.Basic) or not expression.free_symbols:
         return int(expression)
@@ -321,7 +317,7 @@ def reified(
     return found.node if isinstance(found, fx.Proxy) else int(found)
 
 
-def is_number(value: Any) -> bool:  # torch 2.11 to 2.15
+def is_number(value: Any) -> bool:
     """True for a symbolic number."""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 

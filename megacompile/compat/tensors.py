@@ -17,17 +17,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from megacompile.host_memory import available_bytes
 
 # For subclasses that only dispatch.
-NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl  # torch 2.11 to 2.15
+NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
 
 
-def storage_key(tensor: torch.Tensor) -> int:  # torch 2.11 to 2.15
+def storage_key(tensor: torch.Tensor) -> int:
     """A key that is equal for tensors that share memory; valid while one of them lives."""
     return hash(StorageWeakRef(tensor.untyped_storage()))
 
 
-def wrapper(
-    cls: type[torch.Tensor], like: torch.Tensor, device: torch.device
-) -> Any:  # torch 2.11 to 2.15
+def wrapper(cls: type[torch.Tensor], like: torch.Tensor, device: torch.device) -> Any:
     """A wrapper subclass without data: shape, strides and dtype of `like`, on `device`."""
     return torch.Tensor._make_wrapper_subclass(
         cls,
@@ -40,12 +38,12 @@ def wrapper(
     )
 
 
-def is_wrapper_class(cls: type) -> bool:  # torch 2.11 to 2.15
+def is_wrapper_class(cls: type) -> bool:
     """True for a wrapper subclass: its tensors can be flattened and unflattened."""
     return issubclass(cls, torch.Tensor) and is_traceable_wrapper_subclass_type(cls)
 
 
-def flatten_wrapper(tensor: Any) -> tuple[list[str], Any]:  # torch 2.11 to 2.15
+def flatten_wrapper(tensor: Any) -> tuple[list[str], Any]:
     """(names of a wrapper's inner tensors, context for `unflatten_wrapper`)."""
     names, context = tensor.__tensor_flatten__()
     return list(names), context
@@ -53,13 +51,13 @@ def flatten_wrapper(tensor: Any) -> tuple[list[str], Any]:  # torch 2.11 to 2.15
 
 def unflatten_wrapper(
     cls: Any, parts: dict[str, torch.Tensor], context: Any, shape: Any, stride: Any
-) -> torch.Tensor:  # torch 2.11 to 2.15
+) -> torch.Tensor:
     """A wrapper over `parts`: name -> inner tensor."""
     new: torch.Tensor = cls.__tensor_unflatten__(parts, context, torch.Size(shape), tuple(stride))
     return new
 
 
-def outside_inference_mode() -> AbstractContextManager[None]:  # torch 2.11 to 2.15
+def outside_inference_mode() -> AbstractContextManager[None]:
     """A context in which new tensors are not inference tensors.
 
     `torch.inference_mode(False)` does the same in Python. This one is in C: a signal that raises
@@ -69,25 +67,23 @@ def outside_inference_mode() -> AbstractContextManager[None]:  # torch 2.11 to 2
     return context
 
 
-def storage_users(tensor: torch.Tensor) -> int:  # torch 2.11 to 2.15
+def storage_users(tensor: torch.Tensor) -> int:
     """Number of tensors that share this tensor's storage, itself included."""
     storage = tensor.untyped_storage()
     # one user is `storage` itself
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
-def storage_uses(storages: Iterable[torch.UntypedStorage]) -> list[int]:  # torch 2.11 to 2.15
+def storage_uses(storages: Iterable[torch.UntypedStorage]) -> list[int]:
     """Use count of each storage: tensors that share it, and these objects."""
     return [torch._C._storage_Use_Count(storage._cdata) for storage in storages]
 
 
 # The tensor classes that have memory and override nothing.
-PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # torch 2.11 to 2.15
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-def tensor_guards(
-    examples: Sequence[torch.Tensor],
-) -> Callable[[Sequence[torch.Tensor]], bool]:  # torch 2.11 to 2.15
+def tensor_guards(examples: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
     """A predicate in C: true if tensors match these one by one, as Dynamo's guards check: class,
     dtype, device, shape, strides, layout, requires_grad."""
     if not examples:
@@ -101,14 +97,14 @@ def tensor_guards(
     return lambda tensors: bool(guards.check(*tensors))
 
 
-def is_alone(tensor: torch.Tensor) -> bool:  # torch 2.11 to 2.15
+def is_alone(tensor: torch.Tensor) -> bool:
     """True if a dense tensor fills its storage, and no other tensor shares it."""
     storage = tensor.untyped_storage()
     users = torch._C._storage_Use_Count(storage._cdata)
     return users == 2 and storage.nbytes() == tensor.nbytes  # one of them is `storage` itself
 
 
-def versions(tensors: Iterable[torch.Tensor]) -> list[int]:  # torch 2.11 to 2.15
+def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     """`version` of each tensor."""
     return list(map(_VERSION, tensors))
 
@@ -116,34 +112,32 @@ def versions(tensors: Iterable[torch.Tensor]) -> list[int]:  # torch 2.11 to 2.1
 _VERSION = operator.attrgetter("_version")
 
 
-def version(tensor: torch.Tensor) -> int:  # torch 2.11 to 2.15
+def version(tensor: torch.Tensor) -> int:
     """Number of in-place changes of a tensor's memory, through any of its views."""
     return tensor._version
 
 
-def base_of(tensor: torch.Tensor) -> torch.Tensor | None:  # torch 2.11 to 2.15
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The base of a view, for autograd; None for a tensor that is no view."""
     return tensor._base
 
 
-def post_accumulate_hooks(
-    param: torch.Tensor,
-) -> list[Callable[[torch.Tensor], None]]:  # torch 2.11 to 2.15
+def post_accumulate_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
     """The user's `register_post_accumulate_grad_hook` hooks of a parameter."""
     return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
-def gradient_hooks(param: torch.Tensor) -> bool:  # torch 2.11 to 2.15
+def gradient_hooks(param: torch.Tensor) -> bool:
     """True if the user called `register_hook` on a parameter."""
     return bool(param._backward_hooks)
 
 
-def any_hooked(params: Sequence[torch.Tensor]) -> bool:  # torch 2.11 to 2.15
+def any_hooked(params: Sequence[torch.Tensor]) -> bool:
     """True if any parameter has `gradient_hooks` or `post_accumulate_hooks`."""
     return any(map(_GRADIENT_HOOKS, params)) or any_accumulate_hooks(params)
 
 
-def any_accumulate_hooks(params: Iterable[torch.Tensor]) -> bool:  # torch 2.11 to 2.15
+def any_accumulate_hooks(params: Iterable[torch.Tensor]) -> bool:
     """True if any parameter has `post_accumulate_hooks`."""
     return any(map(_ACCUMULATE_HOOKS, params))
 
@@ -152,13 +146,13 @@ _GRADIENT_HOOKS = operator.attrgetter("_backward_hooks")
 _ACCUMULATE_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
-def without_torch_function() -> AbstractContextManager[None]:  # torch 2.11 to 2.15
+def without_torch_function() -> AbstractContextManager[None]:
     """A context in which torch treats tensor subclasses of this thread as plain tensors."""
     context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return context
 
 
-def torch_function_enabled() -> bool:  # torch 2.11 to 2.15
+def torch_function_enabled() -> bool:
     """False in `without_torch_function`, for this thread."""
     return bool(torch._C._is_torch_function_enabled())
 
@@ -166,25 +160,25 @@ def torch_function_enabled() -> bool:  # torch 2.11 to 2.15
 _C: Any = torch._C  # its stubs leave these out
 
 
-def torch_function_state() -> Any:  # torch 2.11 to 2.15
+def torch_function_state() -> Any:
     """The state of this thread's `__torch_function__`, for `set_torch_function_state`."""
     return _C._get_torch_function_state()
 
 
-def set_torch_function_state(state: Any) -> None:  # torch 2.11 to 2.15
+def set_torch_function_state(state: Any) -> None:
     """Set a state that `torch_function_state` returned, or `NO_SUBCLASSES`."""
     _C._set_torch_function_state(state)
 
 
 # The state in `without_torch_function`.
-NO_SUBCLASSES = _C._TorchFunctionState.SUBCLASSES_DISABLED  # torch 2.11 to 2.15
+NO_SUBCLASSES = _C._TorchFunctionState.SUBCLASSES_DISABLED
 
 
 # The attribute that `mark_static_address` sets on a tensor.
-STATIC_INPUT = "_dynamo_static_input_type"  # torch 2.11 to 2.15
+STATIC_INPUT = "_dynamo_static_input_type"
 
 
-def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage:  # torch 2.11 to 2.15
+def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     """A storage that starts at a tensor's data, in the same memory; the tensor must outlive it."""
     count = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     if not tensor.numel():
@@ -196,7 +190,7 @@ def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage:  # torch 2.11 to 
     return storage  # type: ignore[no-any-return]
 
 
-def ask_before_export(ask: Callable[[Any], Any]) -> None:  # torch 2.11 to 2.15
+def ask_before_export(ask: Callable[[Any], Any]) -> None:
     """Makes DLPack's C functions export `ask(tensor)`, or the tensor itself if that is None.
 
     They treat a tensor subclass as a plain tensor. Code that imported one of them by name before
@@ -240,7 +234,7 @@ def _metadata() -> frozenset[Any]:
     return frozenset([*found, grad.__delete__, torch.is_floating_point, torch.is_complex])
 
 
-METADATA = _metadata()  # torch 2.11 to 2.15
+METADATA = _metadata()
 
 
 def _overwriting() -> frozenset[Any]:
@@ -249,20 +243,20 @@ def _overwriting() -> frozenset[Any]:
     return frozenset([tensor.copy_, tensor.zero_, tensor.fill_, tensor.data.__set__])
 
 
-OVERWRITING = _overwriting()  # torch 2.11 to 2.15
+OVERWRITING = _overwriting()
 
 
-def in_transform() -> bool:  # torch 2.11 to 2.15
+def in_transform() -> bool:
     """True if this call is inside a `torch.func` transform."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def is_of_transform(tensor: torch.Tensor) -> bool:  # torch 2.11 to 2.15
+def is_of_transform(tensor: torch.Tensor) -> bool:
     """True for a wrapper tensor of a `torch.func` transform, which has no memory."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
-def exchange_memory(a: torch.Tensor, b: torch.Tensor) -> None:  # torch 2.11 to 2.15
+def exchange_memory(a: torch.Tensor, b: torch.Tensor) -> None:
     """Swap the contents of two tensor objects, devices included.
 
     `torch.utils.swap_tensors` does the same, but rejects tensors with weak references, such as the
@@ -274,7 +268,7 @@ def exchange_memory(a: torch.Tensor, b: torch.Tensor) -> None:  # torch 2.11 to 
 # --- devices: free memory, the allocator, the default device
 
 
-def free_device_bytes(device: torch.device) -> int:  # torch 2.11 to 2.15
+def free_device_bytes(device: torch.device) -> int:
     """Device memory, bytes, that this process can still allocate within its limit."""
     if device.type != "cuda":
         return available_bytes()
@@ -287,7 +281,7 @@ def free_device_bytes(device: torch.device) -> int:  # torch 2.11 to 2.15
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first that is set
 
 
-def end_allocation(device: torch.device, pool: Any) -> None:  # torch 2.11 to 2.15
+def end_allocation(device: torch.device, pool: Any) -> None:
     """Stop allocating from the pool of a CUDA graph whose capture failed, and release the pool.
 
     Ending a capture that CUDA has invalidated raises before it does this. No error if allocation
@@ -298,7 +292,7 @@ def end_allocation(device: torch.device, pool: Any) -> None:  # torch 2.11 to 2.
         torch._C._cuda_releasePool(device.index, pool)
 
 
-def end_random_capture() -> None:  # torch 2.11 to 2.15
+def end_random_capture() -> None:
     """End the capture state of the current device's generator after a capture that failed. The
     current stream must allow captures.
 
@@ -312,7 +306,7 @@ def end_random_capture() -> None:  # torch 2.11 to 2.15
         graph.capture_end()
 
 
-def use_expandable_segments() -> bool:  # torch 2.11 to 2.15
+def use_expandable_segments() -> bool:
     """Enable expandable segments of the CUDA allocator in this process; true if they were enabled.
 
     Sets the environment variables too: code that does not support expandable segments (vLLM's
@@ -337,7 +331,7 @@ def _has_allocated() -> bool:
     return any(torch.cuda.memory_stats(d).get("segment.all.allocated", 0) for d in devices)
 
 
-def release_device_cache(device: torch.device) -> None:  # torch 2.11 to 2.15
+def release_device_cache(device: torch.device) -> None:
     """Return unused device memory to the driver: cuBLAS workspaces and torch's cache."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -345,7 +339,7 @@ def release_device_cache(device: torch.device) -> None:  # torch 2.11 to 2.15
         torch.cuda.empty_cache()
 
 
-def release_pinned_cache(device: torch.device) -> None:  # torch 2.11 to 2.15
+def release_pinned_cache(device: torch.device) -> None:
     """Return page-locked host memory in torch's cache to the system.
 
     When Inductor tunes a kernel that writes to a tensor in place and device memory is short, it
@@ -355,19 +349,19 @@ def release_pinned_cache(device: torch.device) -> None:  # torch 2.11 to 2.15
         _C._host_emptyCache()
 
 
-def profiler_enabled() -> bool:  # torch 2.11 to 2.15
+def profiler_enabled() -> bool:
     """True if `torch.profiler` is recording in this process."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
-def on_host() -> AbstractContextManager[Any]:  # torch 2.11 to 2.15
+def on_host() -> AbstractContextManager[Any]:
     """A context in which the default device is the CPU."""
     if _C._len_torch_function_stack() == 0:  # a default device is a mode, like `with device:`
         return nullcontext()
     return torch.device("cpu")
 
 
-def without_autocast() -> AbstractContextManager[Any]:  # torch 2.11 to 2.15
+def without_autocast() -> AbstractContextManager[Any]:
     """A context in which no operation casts its inputs, even inside the caller's autocast."""
     guard: AbstractContextManager[Any] = _C._DisableAutocast()
     return guard

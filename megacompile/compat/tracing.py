@@ -33,7 +33,7 @@ from megacompile.compat.symbols import UntraceableSymbols, expression_of, symbol
 Tensors = Sequence[torch.Tensor]
 
 # Errors of tracing: an operator's results depend on data, or it has no fake kernel.
-UNTRACEABLE = (  # torch 2.11 to 2.15
+UNTRACEABLE = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
@@ -41,7 +41,7 @@ UNTRACEABLE = (  # torch 2.11 to 2.15
 )
 
 
-def fake_mode() -> FakeTensorMode:  # torch 2.11 to 2.15
+def fake_mode() -> FakeTensorMode:
     """A mode in which tensors have shapes, dtypes and devices but no data."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -79,7 +79,7 @@ def _changes_statistics(
 
 
 @contextmanager
-def functional_mode(*, native: bool = False) -> Iterator[None]:  # torch 2.11 to 2.15
+def functional_mode(*, native: bool = False) -> Iterator[None]:
     """A context that turns in-place operations on tensors of `to_functional` into functional ones.
 
     Args:
@@ -98,12 +98,12 @@ def functional_mode(*, native: bool = False) -> Iterator[None]:  # torch 2.11 to
         raise NotImplementedError("it has an operator with side effects, such as a check of data")
 
 
-def to_functional(value: Any) -> Any:  # torch 2.11 to 2.15
+def to_functional(value: Any) -> Any:
     """Wrap a tensor for the active `functional_mode`; other values unchanged."""
     return to_fun(value)
 
 
-def from_functional(tensor: Any) -> Any:  # torch 2.11 to 2.15
+def from_functional(tensor: Any) -> Any:
     """The value of a wrapped tensor, a new object after each change; other values unchanged."""
     return from_fun(tensor) if isinstance(tensor, FunctionalTensor) else tensor
 
@@ -112,7 +112,7 @@ _OF_BACKWARD = "megacompile.of_backward"  # in a node's meta
 
 
 @contextmanager
-def in_backward() -> Iterator[None]:  # torch 2.11 to 2.15
+def in_backward() -> Iterator[None]:
     """A context in which `trace` marks nodes as the backward's, where random numbers stay too.
 
     The partitioner assigns nodes that depend on no tangent to the forward. Their random numbers
@@ -129,12 +129,12 @@ def in_backward() -> Iterator[None]:  # torch 2.11 to 2.15
                 node.meta["partitioner_tag"] = "must_be_in_backward"
 
 
-def is_of_backward(node: fx.Node) -> bool:  # torch 2.11 to 2.15
+def is_of_backward(node: fx.Node) -> bool:
     """True if `trace` recorded a node `in_backward`."""
     return _OF_BACKWARD in node.meta
 
 
-def set_functional_value(tensor: Any, value: Any) -> None:  # torch 2.11 to 2.15
+def set_functional_value(tensor: Any, value: Any) -> None:
     """Replace the value of a tensor of `to_functional`, and of its views.
 
     Its version stays: autograd sees no in-place change.
@@ -145,7 +145,7 @@ def set_functional_value(tensor: Any, value: Any) -> None:  # torch 2.11 to 2.15
     tensor.sync()
 
 
-def has_known_data(tensor: torch.Tensor) -> bool:  # torch 2.11 to 2.15
+def has_known_data(tensor: torch.Tensor) -> bool:
     """True if a fake tensor has its elements, as one made from numbers does."""
     return getattr(from_functional(tensor), "constant", None) is not None
 
@@ -155,7 +155,7 @@ def trace(
     primals: Tensors,
     tangents: Tensors,
     decompositions: dict[Any, Callable[..., Any]],
-) -> fx.GraphModule:  # torch 2.11 to 2.15
+) -> fx.GraphModule:
     """Trace `function(primals, tangents)` to ATen; placeholders are primals_1.., tangents_1..
 
     The nodes' values are fake tensors of one mode. For real tensors, torch would create a mode
@@ -195,7 +195,7 @@ def _flatten_signature(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-def eager_decompositions() -> dict[Any, Callable[..., Any]]:  # torch 2.11 to 2.15
+def eager_decompositions() -> dict[Any, Callable[..., Any]]:
     """Decompositions of operators whose functional form returns other numbers than in place."""
     return {torch.ops.aten.bernoulli.p: _bernoulli}
 
@@ -209,7 +209,7 @@ def _bernoulli(like: torch.Tensor, p: float, generator: Any = None) -> Any:
     return drawn.permute([order.index(d) for d in range(like.dim())])
 
 
-def symbolic_decompositions() -> dict[Any, Callable[..., Any]]:  # torch 2.11 to 2.15
+def symbolic_decompositions() -> dict[Any, Callable[..., Any]]:
     """`eager_decompositions`, and those that drop slices which exist only with symbolic sizes.
 
     With numbers as sizes, indexing records no operator for a slice of a whole dimension.
@@ -238,13 +238,13 @@ def _takes_all(size: Any, start: Any, end: Any, step: int) -> bool:
     return bool(expression_of(end)[1] == expression_of(size)[1])
 
 
-def is_described() -> bool:  # torch 2.11 to 2.15
+def is_described() -> bool:
     """True if torch reads the caller's property to make a fake copy of the tensor."""
     return sys._getframe(2).f_code.co_name in ("safe_grad", "safe_has_grad")
 
 
 @contextmanager
-def without_sources() -> Iterator[None]:  # torch 2.11 to 2.15
+def without_sources() -> Iterator[None]:
     """A context that drops torch.fx's sources of the graph modules made in it.
 
     torch.fx keeps each for the whole process, for tracebacks; most of the modules are short-lived.
@@ -266,7 +266,7 @@ _CANNOT_RUN = (RuntimeError, IndexError, ValueError, ArithmeticError, TypeError)
 
 
 @contextmanager
-def real_strides() -> Iterator[None]:  # torch 2.11 to 2.15
+def real_strides() -> Iterator[None]:
     """A context that also runs each operator on zeros, at the hints' sizes, for its real strides.
 
     A few kernels return other strides than their fake kernels. An operator that cannot run on zeros

@@ -27,7 +27,7 @@ _KEYS = ("ConstDictKeySource", "NonSerializableSetGetItemSource")  # sources of 
 _shown: list[type[torch.Tensor]] = []
 
 
-def show_classes(kind: type[torch.Tensor]) -> None:  # torch 2.11 to 2.15
+def show_classes(kind: type[torch.Tensor]) -> None:
     """Makes captured code see tensors of this class and its subclasses as the original parameters.
 
     Args:
@@ -157,7 +157,7 @@ def _leave(variable: Any, name: str, why: str) -> None:
 # --- containers
 
 
-class _Longest(ConstantVariable):  # torch 2.11 to 2.15
+class _Longest(ConstantVariable):
     """The `maxlen` of a deque from outside a frame.
 
     Dynamo writes such a deque back only if its `maxlen` is None. It writes back the final items
@@ -168,7 +168,7 @@ class _Longest(ConstantVariable):  # torch 2.11 to 2.15
         return True
 
 
-def follow_containers() -> None:  # torch 2.11 to 2.15
+def follow_containers() -> None:
     """Makes Dynamo trace deques and ordered dicts from outside a frame as Python runs them.
 
     Dynamo ignores the `maxlen` of a deque: a full one gets too many items. It applies
@@ -207,7 +207,7 @@ def follow_containers() -> None:  # torch 2.11 to 2.15
                 _follow_order(kind)
 
 
-def _follow_order(kind: Any) -> None:  # torch 2.11 to 2.15
+def _follow_order(kind: Any) -> None:
     """Makes the ordered methods of an OrderedDict use and keep Python's order."""
     stock = kind.call_method
 
