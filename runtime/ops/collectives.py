@@ -15,7 +15,7 @@ from megacompile.runtime.updates.parameter import flat
 
 
 class CollectiveOps(OpGroup):
-    """`megacompile.ir.ops.collectives` on a machine."""
+    """`megacompile.ir.ops.bucket_ops` on a machine."""
 
     @property
     def _ranks(self) -> Ranks:

@@ -34,7 +34,7 @@ def set_random_state(device: torch.device, state: Random) -> None:
 
 
 class ComputeOps(OpGroup):
-    """`megacompile.ir.ops.compute` on a machine."""
+    """`megacompile.ir.ops.stage_ops` on a machine."""
 
     def save_rng(self, stage: Stage) -> Handle:
         del stage

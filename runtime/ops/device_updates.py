@@ -17,7 +17,7 @@ from megacompile.runtime.updates.parameter import ParamUpdate
 
 
 class DeviceUpdateOps(OpGroup):
-    """`megacompile.ir.ops.device_updates` on a machine, in a backward and in an update."""
+    """`megacompile.ir.ops.bucket_ops` on a machine, in a backward and in an update."""
 
     def alloc_state(self, bucket: Bucket, masters: bool) -> Handle:
         machine, trained = self.machine, self.gradient_params[bucket.key]

@@ -18,7 +18,7 @@ from megacompile.runtime.updates.leases import BucketLease
 
 
 class DiskOps(OpGroup):
-    """`megacompile.ir.ops.disk` on a machine, in a backward and in an update."""
+    """`megacompile.ir.ops.bucket_ops` on a machine, in a backward and in an update."""
 
     def read_state(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
         staging = self.machine.staging

@@ -14,7 +14,7 @@ from megacompile.runtime.ops.group import Group, OpGroup
 
 
 class GradientOps(OpGroup):
-    """`megacompile.ir.ops.gradients` on a machine."""
+    """`megacompile.ir.ops.bucket_ops` on a machine."""
 
     def alloc_grad(self, bucket: Bucket) -> Handle:
         device = self.machine.device

@@ -13,7 +13,7 @@ from megacompile.runtime.updates.device_buffers import Deferred, WriteBack
 
 
 class LifetimeOps(OpGroup):
-    """`megacompile.ir.ops.lifetimes` on a machine."""
+    """`megacompile.ir.ops.stage_ops` on a machine."""
 
     def wait(self, *handles: Handle) -> None:
         self._issue(Stream.COMPUTE, handles, nothing)

@@ -15,7 +15,7 @@ from megacompile.runtime.ops.group import OpGroup, handles
 
 
 class SavedTensorOps(OpGroup):
-    """`megacompile.ir.ops.saved_tensors` on a machine."""
+    """`megacompile.ir.ops.stage_ops` on a machine."""
 
     def offload_saved(self, stage: Stage, value: Handle, *, after: tuple[Any, ...] = ()) -> Handle:
         del stage

@@ -14,7 +14,7 @@ from megacompile.runtime.updates.update import update_residents
 
 
 class UpdateOps(OpGroup):
-    """`megacompile.ir.ops.updates` on a machine."""
+    """`megacompile.ir.ops.bucket_ops` on a machine."""
 
     def update_host(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
         part = self.parts.get(bucket.key)

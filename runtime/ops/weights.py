@@ -17,7 +17,7 @@ from megacompile.runtime.updates.parameter import flat
 
 
 class WeightOps(OpGroup):
-    """`megacompile.ir.ops.weights` on a machine."""
+    """`megacompile.ir.ops.bucket_ops` on a machine."""
 
     def begin(self) -> Handle:
         return self._issue(Stream.COMPUTE, (), nothing)

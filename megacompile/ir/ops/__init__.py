@@ -53,14 +53,7 @@ are what `megacompile.verify` proves. The functions here only name the ops and d
     free           compute  -                 value, after -> nothing; printed as `del`
 """
 
-from megacompile.ir.ops.collectives import *
-from megacompile.ir.ops.compute import *
-from megacompile.ir.ops.device_updates import *
-from megacompile.ir.ops.disk import *
-from megacompile.ir.ops.gradients import *
-from megacompile.ir.ops.lifetimes import *
+from megacompile.ir.ops.bucket_ops import *
 from megacompile.ir.ops.nodes import *
 from megacompile.ir.ops.op import *
-from megacompile.ir.ops.saved_tensors import *
-from megacompile.ir.ops.updates import *
-from megacompile.ir.ops.weights import *
+from megacompile.ir.ops.stage_ops import *

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from torch import fx
 
@@ -142,10 +142,36 @@ OPS: dict[Callable[..., Any], Op] = {}  # filled by the declarations
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+Label = Callable[[Sequence[Any]], str]
+
+
+def by_subject(text: str) -> Label:
+    """ "3OFFLOAD_GRAD": with the index of its stage, or the label of its bucket."""
+    return lambda args: f"{getattr(args[0], 'label', None) or args[0].index}{text}"
+
+
+def by_slot(text: str) -> Label:
+    """ "3PREFETCH@1"."""
+    return lambda args: f"{args[0].label}{text}@{'?' if args[1] is None else args[1].index}"
+
+
+def named(text: str) -> Label:
+    """ "BEGIN"."""
+    return lambda args: text
+
+
+def short(text: str) -> Callable[[str], Label]:
+    """A printed text other than the op's name: "3F"."""
+    return lambda _: by_subject(text)
+
+
 def op(
-    stream: Stream, label: Callable[[str], Callable[[Sequence[Any]], str]], **effects: Any
+    stream: Stream, label: Callable[[str], Label] = by_subject, **effects: Any
 ) -> Callable[[F], F]:
-    """Declare a function as an op: `@op(Stream.H2D, by_slot, gives=Value.WEIGHTS, ...)`."""
+    """Declare a function as an op: `@op(Stream.H2D, by_slot, gives=Value.WEIGHTS, ...)`.
+
+    Its body is its docstring: only the executor runs ops.
+    """
 
     def declare(function: F) -> F:
         name = function.__name__
@@ -155,54 +181,12 @@ def op(
     return declare
 
 
-def unbound(function: Callable[..., Any]) -> NoReturn:
-    """Raise: the op was called outside of a schedule."""
-    raise AssertionError(
-        f"op {function.__name__!r} runs through the executor, not by calling megacompile.ir.ops"
-    )
-
-
-# Printed names of ops.
-
-
-def named(text: str) -> Callable[[Sequence[Any]], str]:
-    """ "BEGIN"."""
-    return lambda args: text
-
-
-def by_subject(text: str) -> Callable[[Sequence[Any]], str]:
-    """ "3OFFLOAD_GRAD": with the index of its stage, or the label of its bucket."""
-    return lambda args: f"{getattr(args[0], 'label', None) or args[0].index}{text}"
-
-
-def by_slot(text: str) -> Callable[[Sequence[Any]], str]:
-    """ "3PREFETCH@1"."""
-    return lambda args: f"{args[0].label}{text}@{'?' if args[1] is None else args[1].index}"
-
-
-def short(text: str) -> Callable[[str], Callable[[Sequence[Any]], str]]:
-    """A printed text other than the op's name: "3F"."""
-    return lambda _: by_subject(text)
-
-
-# Bytes that ops move, for their declared cost.
-
-Size = Callable[[fx.Node], int]
+# What ops move, for their declared cost.
 
 
 def value_bytes(node: Any) -> int:
     """Bytes of a node's result; 0 without a node or a size."""
     return tensors_bytes(node.meta.get("value")) if isinstance(node, fx.Node) else 0
-
-
-def of_value(times: int = 1) -> Size:
-    """Bytes of the op's result, times a factor."""
-    return lambda node: times * value_bytes(node)
-
-
-def of_argument(at: int, times: int = 1) -> Size:
-    """Bytes of an argument, times a factor."""
-    return lambda node: times * value_bytes(node.args[at])
 
 
 def of_arguments(node: fx.Node) -> int:
@@ -218,23 +202,13 @@ def of_bucket(node: fx.Node) -> int:
     return int(bucket.size_bytes)
 
 
-def of_shard(node: fx.Node) -> int:
-    """Bytes of one rank's part of the op's bucket."""
-    bucket: Any = node.args[0]
-    return int(bucket.shard_bytes)
-
-
 def tensors_of_arguments(node: fx.Node) -> int:
     """Number of tensors in the largest group of arguments."""
     values = [source.meta.get("value") for source in node.all_input_nodes]
     return max([len(value) for value in values if isinstance(value, tuple)], default=1)
 
 
-def of_params(times: int = 1) -> Size:
-    """Number of parameters of the op's bucket, times a factor."""
-
-    def count(node: fx.Node) -> int:
-        bucket: Any = node.args[0]
-        return times * len(bucket.params)
-
-    return count
+def params(node: fx.Node) -> int:
+    """Number of parameters of the op's bucket."""
+    bucket: Any = node.args[0]
+    return len(bucket.params)

@@ -1,42 +1,44 @@
-"""Compute ops: the model's own computation, and copies that preserve its inputs."""
+"""Ops of stages: the model's own computation, tensors saved for its backward, and memory.
+
+A tensor offloaded to a disk uses a host buffer from its `offload_saved` to the end of its
+`write_saved`, and another from its `read_saved` to the end of its `fetch_saved`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from megacompile.ir.ops.op import (
-    Show,
-    Takes,
-    Value,
-    by_subject,
-    named,
-    of_value,
-    op,
-    short,
-    unbound,
-)
+from torch import fx
+
+from megacompile.ir.ops.op import Show, Takes, Value, named, of_arguments, op, short, value_bytes
 from megacompile.ir.stages import ArgRef, Code, Stage
 from megacompile.ir.stream import Stream
 
 
 def _forward_count(args: Sequence[Any]) -> int:
     stage: Stage = args[0]
-    saving = args[3]
-    return stage.result_count + (len(stage.saved_values) if saving else 0)
+    return stage.result_count + (len(stage.saved_values) if args[3] else 0)
 
 
 def _backward_count(args: Sequence[Any]) -> int:
     stage: Stage = args[0]
-    gradients = stage.traced.gradients
-    inputs = [i for i in gradients if isinstance(stage.primals[i], ArgRef)]
+    inputs = [i for i in stage.traced.gradients if isinstance(stage.primals[i], ArgRef)]
     return len(inputs) + len(stage.gradient_buckets) + len(stage.traced.written)
+
+
+def _copied_in_memory(node: fx.Node) -> int:
+    return 2 * value_bytes(node)
+
+
+@op(Stream.COMPUTE, named, gives=Value.POINT, begins=True, issues=False, show=Show.QUIET)
+def begin() -> Any:
+    """Represent all work queued on the compute stream before this schedule."""
 
 
 @op(Stream.COMPUTE, short("RNG"), gives=Value.RNG)
 def save_rng(stage: Stage) -> Any:
     """Save the state of the random generators before a stage that draws from them."""
-    unbound(save_rng)
 
 
 @op(
@@ -46,11 +48,10 @@ def save_rng(stage: Stage) -> Any:
     takes=(Takes(0),),
     owns=True,
     show=Show.ACTION,
-    traffic=of_value(times=2),
+    traffic=_copied_in_memory,
 )
 def snapshot(tensor: Any) -> Any:
     """Copy a tensor before an in-place change, because the backward needs the old value."""
-    unbound(snapshot)
 
 
 @op(
@@ -64,7 +65,6 @@ def snapshot(tensor: Any) -> Any:
 )
 def forward(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], saving: bool) -> Any:
     """Run a stage: outputs, new values of mutated inputs, and with `saving` its saved tensors."""
-    unbound(forward)
 
 
 @op(
@@ -74,7 +74,7 @@ def forward(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], savin
     takes=(Takes(0), Takes(1)),
     fills=0,
     show=Show.ACTION,
-    traffic=of_value(times=2),
+    traffic=_copied_in_memory,
 )
 def assign(tensor: Any, value: Any, counted: bool = True, *, after: tuple[Any, ...] = ()) -> Any:
     """Write a new value into an input that a stage changes in place: its forward (a BatchNorm
@@ -82,12 +82,10 @@ def assign(tensor: Any, value: Any, counted: bool = True, *, after: tuple[Any, .
 
     `counted=False`: the tensor's version is not bumped, like in the original operators.
     """
-    unbound(assign)
 
 
 @op(
     Stream.COMPUTE,
-    by_subject,
     gives=Value.RESULTS,
     owns=True,
     code=lambda args: Code.RECOMPUTE,
@@ -96,12 +94,10 @@ def assign(tensor: Any, value: Any, counted: bool = True, *, after: tuple[Any, .
 )
 def recompute(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], rng: Any) -> Any:
     """Run a stage's forward again for its saved tensors, with the same random numbers."""
-    unbound(recompute)
 
 
 @op(
     Stream.COMPUTE,
-    by_subject,
     gives=Value.RESULTS,
     owns=True,
     code=lambda args: Code.FORWARD,
@@ -110,7 +106,6 @@ def recompute(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], rng
 )
 def rerun(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], rng: Any) -> Any:
     """Run a stage's forward again for its outputs, with the same random numbers."""
-    unbound(rerun)
 
 
 @op(
@@ -139,4 +134,75 @@ def backward(
     `partial_gradients`: the gradients so far of inputs and parameters that later stages used too.
     They enter the stage's graph, so that sums follow autograd's order.
     """
-    unbound(backward)
+
+
+# Saved tensors.
+
+_ON_HOST = Takes(1, Value.SAVED_ON_HOST)
+
+
+@op(Stream.D2H, gives=Value.SAVED_ON_HOST, takes=(Takes(1),), to_backward=True, copied=of_arguments)
+def offload_saved(stage: Stage, value: Any, *, after: tuple[Any, ...] = ()) -> Any:
+    """Copy a saved tensor of a stage to the host."""
+
+
+@op(
+    Stream.WRITE,
+    gives=Value.SAVED_ON_DISK,
+    takes=(_ON_HOST,),
+    to_backward=True,
+    stored=lambda node: value_bytes(node.args[1]),
+)
+def write_saved(stage: Stage, on_host: Any) -> Any:
+    """Write a host copy to a disk; then its buffer is free."""
+
+
+@op(
+    Stream.READ,
+    gives=Value.SAVED_ON_HOST,
+    takes=(Takes(1, Value.SAVED_ON_DISK),),
+    stored=value_bytes,
+)
+def read_saved(stage: Stage, on_disk: Any, *, after: tuple[Any, ...] = ()) -> Any:
+    """Read it into a host buffer once it is written, for its one fetch."""
+
+
+@op(Stream.COMPUTE, gives=Value.SAVED_BUFFER, takes=(_ON_HOST,), owns=True, show=Show.QUIET)
+def alloc_saved(stage: Stage, on_host: Any) -> Any:
+    """Allocate device memory for an offloaded value."""
+
+
+@op(
+    Stream.H2D,
+    gives=Value.SAVED,
+    takes=(_ON_HOST, Takes(2, Value.SAVED_BUFFER, ends=True, like=1)),
+    owns=True,
+    fills=2,
+    copied=value_bytes,
+)
+def fetch_saved(stage: Stage, on_host: Any, buffer: Any) -> Any:
+    """Copy a value back to the device once its `offload_saved` or `read_saved` is done."""
+
+
+# Memory.
+
+_FREED: dict[str, Any] = {"takes": (Takes(0),), "frees": 0, "issues": False, "show": Show.QUIET}
+
+
+@op(Stream.COMPUTE, named, waits=False, **_FREED)
+def defer_free(value: Any, *, after: tuple[Any, ...] = ()) -> None:
+    """Hold a value until `after` is done or the next `drain`; no stream waits here."""
+
+
+@op(Stream.COMPUTE, named, drains=True)
+def drain() -> Any:
+    """Free memory that earlier graphs deferred: the compute stream waits for the copies from it.
+
+    It runs in a forward, half a schedule after those copies. Nothing in its graph reads that
+    memory, so it names no value. Optional; without it the memory is freed later.
+    """
+
+
+@op(Stream.COMPUTE, named, **_FREED)
+def free(value: Any, *, after: tuple[Any, ...] = ()) -> None:
+    """Free a value's memory once `after` (readers on other streams) is done."""
