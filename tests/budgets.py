@@ -61,8 +61,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
-        changed: Tensor = x + self.down(torch.relu(self.up(y))) + self.back(self.adapter(y))
-        return changed
+        return x + self.down(torch.relu(self.up(y))) + self.back(self.adapter(y))
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -1,13 +1,11 @@
 """Captures a module with Dynamo on the CPU and binds its parameters to units, without a runtime.
 
 What `megacompile.runtime` does with proxies and host buckets, on plain parameters: enough to give
-a pass a real graph. `Captured.passes` are those after `partition`, in the order of
-`megacompile.api`.
+a pass a real graph.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from megacompile.ir import ops
 from megacompile.ir.buckets import Unit
 from megacompile.ir.capture import (
     Ambient,
@@ -26,38 +25,17 @@ from megacompile.ir.capture import (
     ParamInput,
     TensorInput,
 )
-from megacompile.ir.plan import Choice, Places
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import TensorMeta
 from megacompile.options import Lowering
-from megacompile.passes.schedule.assign_slots import assign_slots
-from megacompile.passes.schedule.device_update import insert_device_update
 from megacompile.passes.schedule.differentiate import differentiate
-from megacompile.passes.schedule.free import insert_free
-from megacompile.passes.schedule.insert_collectives import (
-    delay_reduced,
-    insert_all_gather,
-    insert_all_reduce,
-    insert_reduce_scatter,
-)
-from megacompile.passes.schedule.insert_disk import insert_disk, insert_disk_saved
-from megacompile.passes.schedule.insert_tokens import insert_tokens
-from megacompile.passes.schedule.make_plan import make_plan
-from megacompile.passes.schedule.norms import insert_norms
-from megacompile.passes.schedule.offload_grad import offload_gradients
-from megacompile.passes.schedule.offload_saved import offload_saved_tensors
-from megacompile.passes.schedule.prefetch import insert_prefetch
-from megacompile.passes.schedule.recompute import insert_recompute, insert_reruns
-from megacompile.passes.schedule.split import split_stages
-from megacompile.passes.schedule.update_graph import insert_update_graph
-from megacompile.passes.schedule.update_in_backward import insert_updates
 from megacompile.passes.stages.partition import partition
-from megacompile.passes.stages.templates import TemplateCache, trace_templates
+from megacompile.passes.stages.templates import trace_templates
 from megacompile.passes.stages.units import UNIT_LIMIT_BYTES, find_units
 from megacompile.passes.stages.writes import find_writes, has_own_backwards
+from tests.planned import passed
 
 CPU = torch.device("cpu")
-Pass = Callable[[Schedule], Schedule]
 
 
 class Layer(nn.Module):
@@ -72,8 +50,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (..., width) -> (..., width)
         hidden = F.dropout(F.gelu(self.up(x)), self.dropout)
-        out: Tensor = x + self.scale * self.down(hidden)
-        return out
+        return x + self.scale * self.down(hidden)
 
 
 class Net(nn.Module):
@@ -95,16 +72,14 @@ class Net(nn.Module):
         x = self.embed(x)
         for layer in self.layers:
             x = layer(x)
-        loss: Tensor = self.head(x).square().mean()
-        return loss
+        return self.head(x).square().mean()
 
     def checkpointed(self, x: Tensor) -> Tensor:
         """The same, with an activation checkpoint around each layer."""
         x = self.embed(x)
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False)
-        loss: Tensor = self.head(x).square().mean()
-        return loss
+        return self.head(x).square().mean()
 
 
 class Counting(nn.Module):
@@ -131,134 +106,21 @@ class Captured:
     units: tuple[Unit, ...]
     inputs: tuple[Any, ...]  # of the captured graph
 
-    def partition(self) -> Schedule:
-        stages = partition(self.capture, self.units)
-        if not has_own_backwards(stages):
-            return stages
-        lowering = Lowering.EAGER
-        return find_writes(stages, ambient=self.capture.ambient, cache={}, lowering=lowering)
+    def differentiated(self) -> Schedule:
+        """Forward and backward; the first output gets a gradient, if it can."""
+        ambient, cache = self.capture.ambient, dict[Any, Any]()
+        given: dict[str, Any] = {"ambient": ambient, "cache": cache, "lowering": Lowering.EAGER}
+        schedule = partition(self.capture, self.units)
+        if has_own_backwards(schedule):
+            schedule = find_writes(schedule, **given)
+        output: Any = ops.returned(schedule.forward)[0][0]
+        able = ambient.grad_enabled and output.meta["value"].requires_grad
+        schedule = trace_templates(replace(schedule, tangents=(0,) if able else ()), **given)
+        return differentiate(schedule)
 
-    def templates(self, cache: TemplateCache | None = None, *, output: int = 0) -> Schedule:
-        """The stages with their templates; output `output` gets a gradient, if it can."""
-        return self._trace(cache)(self.with_tangent(output))
-
-    def with_tangent(self, output: int = 0) -> Schedule:
-        """The stages; output `output` gets a gradient, if it can."""
-        schedule = self.partition()
-        meta = result(schedule, output).meta["value"]
-        able = self.capture.ambient.grad_enabled and meta.requires_grad
-        return replace(schedule, tangents=(output,) if able else ())
-
-    def passes(self, *, cache: TemplateCache | None = None, **options: Any) -> dict[str, Pass]:
-        """The passes that follow `partition`, in order."""
-        return {"templates": self._trace(cache), **after_templates(cache=cache, **options)}
-
-    def build(self, until: str = "tokens", **options: Any) -> Schedule:
-        """The schedule after the pass called `until`."""
-        schedule = self.with_tangent()
-        for name, function in self.passes(**options).items():
-            schedule = function(schedule)
-            if name == until:
-                return schedule
-        raise KeyError(until)
-
-    def _trace(self, cache: TemplateCache | None) -> Pass:
-        return functools.partial(
-            trace_templates,
-            ambient=self.capture.ambient,
-            cache={} if cache is None else cache,
-            lowering=Lowering.EAGER,
-        )
-
-
-_ALL = 2**20  # stages
-
-
-def after_templates(
-    *,
-    keep_last: bool = True,
-    activations: str = "auto",
-    cache: TemplateCache | None = None,
-    accumulate: bool = False,
-    norms: bool = False,
-    update: bool = False,
-    masters: bool = False,
-    reuse: bool = False,
-    lookahead: int = 2,
-    slots: int = 3,
-    resident: frozenset[int] = frozenset(),
-    device_update: float = 0.0,
-    helps: bool = False,
-    state_delay: int = 1,
-    rerun: int = 0,
-    saved_on_host: int = 0,
-    disk_saved: bool = False,
-    on_disk: frozenset[int] = frozenset(),
-    rank: int = 0,
-    defers: bool = False,
-    delays: bool = False,
-) -> dict[str, Pass]:
-    """The passes that need nothing but a schedule whose stages have templates, in order.
-
-    With `update` the gradients are not offloaded. `norms` sends their norms along, or alone.
-    `device_update` is the share of the parameters that the step updates on the device; not of the
-    buckets of `on_disk`, whose states lie on a disk. With
-    `defers`, a later backward sums over replicas; with `delays`, the next stage computes during
-    sums over ranks.
-    """
-    gradients: dict[str, Pass] = {
-        "offload_grad": functools.partial(offload_gradients, accumulate=accumulate)
-    }
-    if update:
-        insert = functools.partial(
-            insert_updates,
-            accumulate=accumulate,
-            lookahead=lookahead,
-            masters=masters,
-            updated_bytes=lambda item_bytes: 10.0,
-            state_bytes=lambda item_bytes: 8.0,
-        )
-        gradients = {"update": insert}
-    gradients["all_reduce"] = functools.partial(insert_all_reduce, defers=defers)
-    if norms:
-        gradients["norms"] = insert_norms
-    if not update:
-        gradients["device_update"] = functools.partial(
-            insert_device_update, state_bytes=lambda item_bytes: 10.0
-        )
-        gradients["update_graph"] = functools.partial(insert_update_graph, helps=helps)
-    if on_disk:
-        gradients["disk"] = functools.partial(insert_disk, state_bytes=lambda item_bytes: 8.0)
-    return {
-        "differentiate": differentiate,
-        "plan": functools.partial(
-            make_plan,
-            choice=Choice(
-                places=Places.of(resident, on_disk),
-                device_update=device_update,
-                state_delay=state_delay,
-                rerun=rerun,
-                saved_on_host=saved_on_host,
-                saved_on_disk=_ALL if disk_saved else 0,
-            ),
-            saves=keep_last,
-            activations=activations,
-            lookahead=lookahead,
-        ),
-        "split": functools.partial(split_stages, cache={} if cache is None else cache),
-        "recompute": insert_recompute,
-        "rerun": insert_reruns,
-        "offload_saved": functools.partial(offload_saved_tensors, lookahead=lookahead),
-        **({"disk_saved": insert_disk_saved} if disk_saved else {}),
-        "reduce_scatter": functools.partial(insert_reduce_scatter, rank=rank),
-        **gradients,
-        **({"delay_reduced": delay_reduced} if delays else {}),
-        "prefetch": functools.partial(insert_prefetch, lookahead=lookahead),
-        "slots": functools.partial(assign_slots, slots=slots, reuse=reuse),
-        "all_gather": insert_all_gather,
-        "free": insert_free,
-        "tokens": insert_tokens,
-    }
+    def build(self, **options: Any) -> Schedule:
+        """The schedule behind every pass but `lower`; `options` are those of `passed`."""
+        return passed(self.differentiated(), **options)
 
 
 def capture(
@@ -318,10 +180,3 @@ def _bind(value: Any, places: dict[int, Any]) -> GraphInput:
         return TensorInput(TensorMeta.of(value))
     assert isinstance(value, (int, float, bool)), value
     return ConstantInput(value)
-
-
-def result(schedule: Schedule, output: int) -> fx.Node:
-    """The node that gives an output of the captured graph."""
-    outputs: Any = schedule.forward.output_node().args[0]
-    node: fx.Node = outputs[0][output]
-    return node

@@ -45,8 +45,7 @@ def _on_tokens(model: nn.Module) -> Case:
 
     def loss(m: nn.Module, step: int, device: torch.device) -> Tensor:
         ids = _ids(step, device)
-        result: Tensor = m(ids, ids.roll(-1, 1))[1]
-        return result
+        return m(ids, ids.roll(-1, 1))[1]
 
     return Case(model, loss)
 
@@ -104,8 +103,7 @@ def _gpt() -> Case:
 def _huggingface(model: nn.Module) -> Case:
     def loss(m: nn.Module, step: int, device: torch.device) -> Tensor:
         ids = _ids(step, device)
-        result: Tensor = m(input_ids=ids, labels=ids).loss
-        return result
+        return m(input_ids=ids, labels=ids).loss
 
     return Case(model, loss)
 
@@ -126,8 +124,7 @@ def _batch_norm() -> Case:
         layers += [nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()]
 
     def loss(m: nn.Module, step: int, device: torch.device) -> Tensor:
-        result: Tensor = m(_floats(step, device, 8, 16)).square().mean()
-        return result
+        return m(_floats(step, device, 8, 16)).square().mean()
 
     return Case(nn.Sequential(*layers, nn.Linear(16, 4)), loss)
 

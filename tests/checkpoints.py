@@ -31,8 +31,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.up(self.norm(x) / self.scale).relu()
-        result: torch.Tensor = x + self.down(hidden)
-        return result
+        return x + self.down(hidden)
 
 
 class Net(Language):

@@ -48,8 +48,7 @@ class Words(nn.Module):
             self.embedding.requires_grad_(False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        result: Tensor = self.adapter(self.layers(self.embedding(tokens))).square().mean()
-        return result
+        return self.adapter(self.layers(self.embedding(tokens))).square().mean()
 
 
 def frozen() -> nn.Module:

@@ -58,8 +58,7 @@ def backward(model: nn.Module, ids: Tensor) -> Tensor:
     """The loss of a micro-batch."""
     loss = model(ids)
     loss.backward()
-    value: Tensor = loss.detach().clone()
-    return value
+    return loss.detach().clone()
 
 
 def alone(recipe: str) -> dict[str, Any]:

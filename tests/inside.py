@@ -246,8 +246,7 @@ def before_each_op(model: nn.Module, function: Callable[[Stream], None] | None) 
                 function(stream)
             return work()
 
-        handle: Handle = issue(stream, waits if function is not None else (), run)
-        return handle
+        return issue(stream, waits if function is not None else (), run)
 
     streams.issue = late
     try:

@@ -202,8 +202,7 @@ class Training:
 
 
 def _matrix(model: Any, layer: int) -> Tensor:
-    matrix: Tensor = model.layers[layer].linear.weight
-    return matrix
+    return model.layers[layer].linear.weight
 
 
 @contextlib.contextmanager

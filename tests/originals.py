@@ -10,7 +10,6 @@ from typing import Any
 from hypothesis import strategies as st
 
 from megacompile.ir.schedule import Schedule
-from megacompile.options import Activations
 from tests import inside, nets
 from tests.capturing import capture
 from tests.draws import examples
@@ -61,63 +60,48 @@ def planned(count: int, seed: int) -> list[Schedule]:
     return found
 
 
-def _plan(rng: random.Random, buckets: int) -> dict[str, Any]:
-    """Options of the passes."""
-    update = rng.random() < 0.25
-    lookahead = rng.randint(1, 3)
-    resident = {key for key in range(buckets) if rng.random() < 0.2}
-    return {
-        "accumulate": rng.random() < 0.35,
-        "keep_last": rng.random() < 0.7,
-        "reuse": rng.random() < 0.4,
-        "lookahead": lookahead,
-        "slots": lookahead + 1 + rng.randint(0, 2),
-        "update": update,
-        "masters": update and rng.random() < 0.3,
-        "norms": rng.random() < 0.5,
-        "device_update": 0.0 if update else rng.choice((0.0, 0.3, 0.6, 1.0)),
-        "resident": frozenset(resident),
-        "helps": rng.random() < 0.5,
-        "state_delay": rng.choice((1, 1, 2)),
-        "rerun": rng.choice((0, 0, 1, 9)),
-        "activations": rng.choice(("auto", "offload")),
-        "disk_saved": rng.random() < 0.5,
-        "on_disk": frozenset(key for key in range(buckets) if rng.random() < 0.3),
-        "saved_on_host": rng.choice((0, 0, 2, 3)),
-    }
-
-
 def lined(count: int, seed: int) -> list[Schedule]:
     """`count` schedules that the passes make of random lines and plans; nothing is captured."""
     rng = random.Random(seed)
     found = []
     for _ in range(count):
         stages = rng.randint(2, 4)
-        some = [frozenset(i for i in range(stages) if rng.random() < 0.3) for _ in range(3)]
-        update, lookahead, offload = rng.random() < 0.3, rng.randint(1, 3), rng.random() < 0.4
-        found.append(
-            planned_line(
-                " ".join(f"{i}F" for i in range(stages)),
-                reads={stages - 1: f"{stages - 1} 0"} if rng.random() < 0.3 else {},
-                random=some[0],
-                resident=some[1],
-                on_disk=some[2] - some[1],
-                keep=rng.randint(0, stages),
-                rerun=rng.choice((0, 0, 2)),
-                offload=stages if offload else 0,
-                saved_on_disk=stages if offload and rng.random() < 0.7 else 0,
-                saved_on_host=rng.choice((0, 0, 2)),
-                activations=Activations.OFFLOAD if offload else Activations.AUTO,
-                accumulate=rng.random() < 0.35,
-                reuse=rng.random() < 0.4,
-                update=update,
-                device_update=0.0 if update else rng.choice((0.0, 0.5, 1.0)),
-                lookahead=lookahead,
-                slots=lookahead + 1 + rng.randint(0, 2),
-                inductor=rng.random() < 0.5,
-            )
-        )
+        stubs: dict[str, Any] = {
+            "reads": {stages - 1: f"{stages - 1} 0"} if rng.random() < 0.3 else {},
+            "random": _some(rng, stages, 0.3),
+        }
+        line = " ".join(f"{i}F" for i in range(stages))
+        found.append(planned_line(line, **stubs, **_plan(rng, stages)))
     return found
+
+
+def _some(rng: random.Random, count: int, share: float) -> frozenset[int]:
+    return frozenset(i for i in range(count) if rng.random() < share)
+
+
+def _plan(rng: random.Random, buckets: int) -> dict[str, Any]:
+    """Options of the passes, for a model of so many buckets."""
+    update, lookahead, offload = rng.random() < 0.3, rng.randint(1, 3), rng.random() < 0.4
+    resident = _some(rng, buckets, 0.25)
+    return {
+        "accumulate": rng.random() < 0.35,
+        "keep_last": rng.random() < 0.7,
+        "keep": rng.randint(0, buckets),
+        "reuse": rng.random() < 0.4,
+        "lookahead": lookahead,
+        "slots": lookahead + 1 + rng.randint(0, 2),
+        "update": update,
+        "device_update": 0.0 if update else rng.choice((0.0, 0.3, 0.6, 1.0)),
+        "resident": resident,
+        "on_disk": _some(rng, buckets, 0.3) - resident,
+        "state_delay": rng.choice((1, 1, 2)),
+        "rerun": rng.choice((0, 0, 1, 9)),
+        "activations": "offload" if offload else "auto",
+        "offload": buckets if offload else 0,
+        "saved_on_disk": buckets if offload and rng.random() < 0.7 else 0,
+        "saved_on_host": rng.choice((0, 0, 2, 3)),
+        "inductor": rng.random() < 0.5,
+    }
 
 
 def hand_made(count: int, seed: int, *, stages: int = 6) -> list[Schedule]:
@@ -126,7 +110,7 @@ def hand_made(count: int, seed: int, *, stages: int = 6) -> list[Schedule]:
     rng = random.Random(seed)
 
     def some(stages: int) -> frozenset[int]:
-        return frozenset(i for i in range(stages) if rng.random() < 0.25)
+        return _some(rng, stages, 0.25)
 
     found = []
     for _ in range(count):

@@ -10,14 +10,15 @@ where buckets live (`megacompile.ir.plan`), and of the stubs that the line is pa
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megacompile.ir import ops
 from megacompile.ir.capture import Variant
 from megacompile.ir.plan import Choice, Places, Plan, SavedPart, StagePlan, Tier, Updater
 from megacompile.ir.schedule import Schedule
-from megacompile.options import Lowering, Options, PlannedMesh
+from megacompile.options import Activations, Lowering, Options, PlannedMesh
+from megacompile.passes.stages.templates import TemplateCache
 from megacompile.plan import pipeline
 from megacompile.plan.setting import Setting
 from tests.actions import Stubs, parse
@@ -29,31 +30,67 @@ PASSES: Any = pipeline
 _OPTIONS = Options.resolve(device="cpu", lowering="eager", progress=False)
 
 
-def planned(line: str, *, training: bool = True, inductor: bool = False, **given: Any) -> Schedule:
+def planned(line: str, *, training: bool = True, **given: Any) -> Schedule:
     """The schedule of a line of forwards, behind every pass but `lower`.
 
     Args:
         training: with a backward and an update.
-        inductor: with what is only made where Inductor compiles: norms, updates on the device.
-        given: options; `still` are stages that give no gradients of parameters.
+        given: as for `passed`; `still` are stages that give no gradients of parameters.
     """
-    ranks, replicas = given.get("ranks", 1), given.get("replicas", 1)
-    mesh = PlannedMesh(ranks, replicas) if ranks > 1 else None
-    taken = {kind: _of(kind, given) for kind in (Stubs, Choice, Variant)}
-    known = {"still": (), **dict.fromkeys(_PLACES)}
-    known |= {k: v for kind in taken.values() for k, v in kind.items()}
-    rest = {name: value for name, value in given.items() if name not in known}
-    lowering = Lowering.INDUCTOR if inductor else Lowering.EAGER
-    options = replace(_OPTIONS, mesh=mesh, lowering=lowering, **rest)
-    schedule = without_gradients(parse(line, **taken[Stubs]), given.get("still", ()))
+    schedule = without_gradients(parse(line, **_of(Stubs, given)), given.get("still", ()))
     for code in (g.graph for t in schedule.templates for g in t.graphs.values()):
         if not list(code.nodes):
             code.output(())  # what computes nothing takes no time, either
     schedule = PASSES.differentiate(schedule) if training else replace(schedule, tangents=())
+    return passed(schedule, **given)
+
+
+def passed(
+    schedule: Schedule,
+    *,
+    inductor: bool = False,
+    plan: Plan | None = None,
+    rank: int = 0,
+    templates: TemplateCache | None = None,
+    **given: Any,
+) -> Schedule:
+    """A differentiated schedule, behind every other pass but `lower`.
+
+    Args:
+        inductor: with what is only made where Inductor compiles: norms, updates on the device.
+        plan: instead of the one that the passes make.
+        given: options.
+    """
+    ranks, replicas = given.get("ranks", 1), given.get("replicas", 1)
+    taken = {kind: _of(kind, given) for kind in (Stubs, Choice, Variant)}
+    known = {"still": (), **dict.fromkeys(_PLACES)}
+    known |= {k: v for kind in taken.values() for k, v in kind.items()}
+    rest = {name: value for name, value in given.items() if name not in known}
+    if "activations" in rest:
+        rest["activations"] = Activations(rest["activations"])
+    options = replace(
+        _OPTIONS,
+        mesh=Mesh(ranks, replicas, rank) if ranks * replicas > 1 else None,
+        lowering=Lowering.INDUCTOR if inductor else Lowering.EAGER,
+        **rest,
+    )
     variant = Variant(schedule.tangents, **{"keep_last": True, **taken[Variant]})
-    passes = pipeline.Pipeline(Setting(options), ())
     places = Places.of(*(given.get(name, ()) for name in _PLACES))
-    return passes.planned(schedule, variant, Choice(places=places, **taken[Choice]))
+    choice = Choice(places=places, **taken[Choice])
+    passes = pipeline.Pipeline(Setting(options), (), templates)
+    made = passes.with_plan(schedule, variant, choice)
+    made = made if plan is None else replace(made, plan=plan)
+    return passes.moving(passes.saving(made), variant, choice)
+
+
+@dataclass(frozen=True)
+class Mesh(PlannedMesh):
+    """Of one of the ranks that share a model."""
+
+    rank: int = 0
+
+    def get_local_rank(self, dim: int = 0) -> int:
+        return self.rank
 
 
 def rows(

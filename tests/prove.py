@@ -63,15 +63,15 @@ def check(
 ) -> None:
     """Some cases of one model, plan and loop; mismatches are counted, not raised."""
     if plain_refuses(net, choice, loop):
-        counts.refused += 1
+        counts.more["drawn models that the plain loop refuses"] += 1
         hypothesis.reject()
     subject = Subject(net, choice, counts, loop)
     found = examine(
         subject, lambda k: subject.wrong(adversary.Random(k)), range(seed, seed + interleavings)
     )
-    counts.stages += sum(len(s.stages) for s in schedules(subject.model))
-    counts.ops += subject.device.executed
-    counts.poisoned += subject.device.memory.poisoned
+    counts.more["stages"] += sum(len(s.stages) for s in schedules(subject.model))
+    counts.more["ops executed"] += subject.device.executed
+    counts.more["times memory was poisoned"] += subject.device.memory.poisoned
     if found:
         counts.found.append(f"{net}\n{choice}\n{loop}\ninterleavings that differ: {found}")
 
@@ -79,16 +79,16 @@ def check(
 def check_ranks(case: Shared, interleavings: int, seed: int, counts: Counts) -> None:
     """The same of ranks that share a model."""
     if plain_refuses(case.net, case.choice, case.loop):
-        counts.refused += 1
+        counts.more["drawn models that the plain loop refuses"] += 1
         hypothesis.reject()
     before = counts.cases
     subject = RankSubject(case, counts)
     found = examine(subject, subject.random, range(seed, seed + interleavings))
-    counts.of_ranks[case.count] += counts.cases - before
-    counts.collectives += subject.interconnect.met
-    counts.stages += sum(len(s.stages) for r in subject.ranks for s in schedules(r.model))
-    counts.ops += subject.executed
-    counts.poisoned += subject.poisoned
+    counts.more[f"cases of {case.count} ranks"] += counts.cases - before
+    counts.more["collectives"] += subject.interconnect.met
+    counts.more["stages"] += sum(len(s.stages) for r in subject.ranks for s in schedules(r.model))
+    counts.more["ops executed"] += subject.executed
+    counts.more["times memory was poisoned"] += subject.poisoned
     if found:
         counts.found.append(f"{case}\ninterleavings that differ: {found}")
 

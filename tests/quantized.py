@@ -135,8 +135,7 @@ class PackedLinear(nn.Linear):
         assert isinstance(self.weight, Packed)
         assert self.weight.scale is self.weight.state.scale
         state = self.weight.state
-        result: Tensor = PackedProduct.apply(x, self.weight, state)  # type: ignore[no-untyped-call]
-        return result
+        return PackedProduct.apply(x, self.weight, state)  # type: ignore[no-untyped-call]
 
 
 class Adapted(nn.Module):
@@ -149,8 +148,7 @@ class Adapted(nn.Module):
         self.up = nn.Linear(4, base.out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.base(x) + self.up(self.down(x))
-        return result
+        return self.base(x) + self.up(self.down(x))
 
 
 class Block(nn.Module):
@@ -167,8 +165,7 @@ class Block(nn.Module):
         y = self.norm(x)
         if self.breaks:
             torch._dynamo.graph_break()
-        result: Tensor = x + self.second(functional.relu(self.first(y)))
-        return result
+        return x + self.second(functional.relu(self.first(y)))
 
 
 class Model(Language):

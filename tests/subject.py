@@ -45,84 +45,47 @@ class Drawn(Protocol):
         """Is it equal to the plain model but for rounding?"""
 
 
+_NETS: dict[str, Callable[[Net], object]] = {  # what is counted of models
+    "layers called again": lambda net: len(net.calls) > len(net.kinds),
+    "skips over stages": lambda net: net.skips,
+    "tied matrices": lambda net: net.tied,
+    "a frozen layer": lambda net: net.frozen,
+    "changes in place": lambda net: net.changed or "in place" in net.kinds,
+    "buffers": lambda net: {"batch norm", "fixed", "noted"} & set(net.kinds),
+    "writes in the backward": lambda net: "noted" in net.kinds,
+    "random numbers": lambda net: "dropout" in net.kinds,
+    "two inputs": lambda net: net.second >= 0,
+    "several outputs": lambda net: net.outputs,
+}
+
+
 @dataclasses.dataclass
 class Counts:
     """What was proved."""
 
     cases: int = 0
     mismatches: int = 0
-    models: set[Net] = dataclasses.field(default_factory=set)
     plans: set[tuple[Net, Choice]] = dataclasses.field(default_factory=set)
     found: list[str] = dataclasses.field(default_factory=list)  # the mismatches
-    refused: int = 0  # models that the plain loop cannot run
-    stages: int = 0
-    kept: int = 0  # stages that were kept by a random choice
-    in_backward: int = 0
-    on_disk: int = 0  # these, with a disk
-    resident: int = 0
-    ops: int = 0
-    poisoned: int = 0
-    features: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    featured: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    rounded: int = 0  # cases that equal the plain model but for rounding
-    refused_updates: int = 0  # loops that an update in the backward refused
-    interrupted: int = 0  # loops
-    half_updated: int = 0  # of these, by a step or an update in the backward
-    of_ranks: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
-    collectives: int = 0  # that ranks met in
+    more: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def drawn(self, subject: Drawn, cases: int) -> None:
         """Count what a subject has."""
-        self.models.add(subject.net)
-        self.plans.add((subject.net, subject.choice))
-        self.in_backward += subject.choice.in_backward
-        self.on_disk += subject.choice.in_backward and subject.choice.disk
-        self.resident += subject.choice.resident > 0
-        self.rounded += cases * subject.rounds
-        names = subject.loop.features(subject.net)
-        self.features.update(names)
-        self.featured.update(dict.fromkeys(names, cases))
+        net, choice = subject.net, subject.choice
+        self.plans.add((net, choice))
+        names = [name for name, has in _NETS.items() if has(net)]
+        names += [f"loops with {name}" for name in subject.loop.features(net)]
+        names += ["updates in the backward"] * choice.in_backward
+        names += ["updates in the backward from a disk"] * (choice.in_backward and choice.disk)
+        names += ["buckets that live on the device"] * (choice.resident > 0)
+        names += ["rounding: equal in every bit to program order"] * subject.rounds
+        self.more.update(dict.fromkeys(names, cases))
 
     def __str__(self) -> str:
-        features: dict[str, Callable[[Net], object]] = {
-            "call a layer again": lambda net: len(net.calls) > len(net.kinds),
-            "skip over stages": lambda net: net.skips,
-            "tie matrices": lambda net: net.tied,
-            "freeze a layer": lambda net: net.frozen,
-            "change in place": lambda net: net.changed or "in place" in net.kinds,
-            "have buffers": lambda net: {"batch norm", "fixed", "noted"} & set(net.kinds),
-            "write in the backward": lambda net: "noted" in net.kinds,
-            "draw random numbers": lambda net: "dropout" in net.kinds,
-            "take two inputs": lambda net: net.second >= 0,
-            "give several outputs": lambda net: net.outputs,
-        }
-        of_these = [f"{sum(map(bool, map(f, self.models)))} {what}" for what, f in features.items()]
-        loops_drawn = [
-            f"{name}: {self.features[name]} models, {count} cases"
-            for name, count in sorted(self.featured.items())
-        ]
-        return (
-            f"{self.cases} (model, plan, interleaving) cases, {self.mismatches} mismatches\n"
-            f"  {len(self.models)} distinct models, {len(self.plans)} distinct (model, plan) "
-            f"pairs, {self.in_backward} of these with the update in the backward "
-            f"({self.on_disk} with a disk), {self.resident} with buckets that live on the device\n"
-            f"  of the models {', '.join(of_these)}\n"
-            f"  loops with {', '.join(loops_drawn) or 'nothing else'}\n"
-            f"  {self.rounded} cases are equal to the plain model but for rounding, and in every "
-            "bit to program order\n"
-            f"  {self.refused_updates} loops refused by an update in the backward, "
-            f"{self.interrupted} interrupted, {self.half_updated} of these left half updated\n"
-            f"  {self.stages} stages, {self.kept} of them kept by a random choice\n"
-            f"  {self.ops} ops executed, {self.poisoned} times memory was poisoned\n"
-            f"  {self.refused} drawn models that the plain loop refuses were left out"
-            f"{self._over_ranks()}"
-        )
-
-    def _over_ranks(self) -> str:
-        if not self.of_ranks:
-            return ""
-        cases = [f"{count} of {ranks} ranks" for ranks, count in sorted(self.of_ranks.items())]
-        return f"\n  of the cases {', '.join(cases)}; {self.collectives} collectives"
+        models = len({net for net, _ in self.plans})
+        lines = [f"{self.cases} (model, plan, interleaving) cases, {self.mismatches} mismatches"]
+        lines += [f"  {models} distinct models, {len(self.plans)} distinct (model, plan) pairs"]
+        return "\n".join(lines + [f"  {n} {name}" for name, n in sorted(self.more.items())])
 
 
 @contextlib.contextmanager
@@ -156,7 +119,7 @@ def kept(choose: Callable[[], Choice], counts: Counts) -> Iterator[None]:
         halves = on_host if saves else set()
         if drawn.keep >= 0 and saves:
             kept = some(able, drawn.keep)
-            counts.kept += len(kept)
+            counts.more["stages kept by a random choice"] += len(kept)
             halves = on_host | some(kept, drawn.halves)
         kept |= on_host if saves else set()
         rows = tuple(
@@ -276,7 +239,7 @@ class Subject:
             except (BackwardError, OptimizerError):
                 if not self.loop.refused(self.choice):
                     raise
-                self.counts.refused_updates += 1
+                self.counts.more["loops refused by an update in the backward"] += 1
                 return found + self._updated()
         return found + differences(self.wanted, got, rtol=self.rtol)
 
@@ -322,7 +285,7 @@ class Subject:
         places = Places(self._places.any(self._random))
         self._stop_at(places)
         self.last = places
-        self.counts.interrupted += bool(places.stopped)
+        self.counts.more["loops interrupted"] += bool(places.stopped)
         params = dict(self.model.named_parameters())
         found = [f"{n} is a proxy" for n, p in params.items() if isinstance(p, StreamedParameter)]
         if found:
@@ -332,7 +295,7 @@ class Subject:
         except OptimizerError as error:  # half of it is updated; it is loaded anew
             if not self.choice.in_backward and "step() failed with Keyboard" not in str(error):
                 raise
-            self.counts.half_updated += 1
+            self.counts.more["loops left half updated"] += 1
         return found
 
     def _stop_at(self, places: Places) -> None:

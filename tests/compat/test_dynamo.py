@@ -113,8 +113,7 @@ def test_what_a_captured_graph_calls() -> None:
 
     def counted(x: Tensor) -> Tensor:
         loop: Any = torch._higher_order_ops.while_loop
-        y: Tensor = loop(lambda i: i.sum() < 3, lambda i: (i + 1,), (x,))[0]
-        return y
+        return loop(lambda i: i.sum() < 3, lambda i: (i + 1,), (x,))[0]
 
     (module,) = captured(modes, torch.ones(2, 2, requires_grad=True))
     assert targets(module).count(compat.SET_GRAD_ENABLED) == 2
@@ -416,10 +415,7 @@ def test_code_of_users() -> None:
 
 def handlers() -> dict[Any, Any]:
     """What Dynamo captures functions by."""
-    found: dict[Any, Any] = (
-        torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers()
-    )
-    return found
+    return torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers()
 
 
 def test_dropout_is_captured_with_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:

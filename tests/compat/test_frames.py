@@ -213,8 +213,7 @@ def copied(m: Any, x: Tensor) -> Tensor:
 def in_turn(m: Any, x: Tensor) -> Tensor:
     name, value = m.named.popitem(last=False)
     m.named[name] = value
-    found: Tensor = x * value
-    return found
+    return x * value
 
 
 def cache(m: Any, x: Tensor) -> Tensor:

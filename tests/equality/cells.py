@@ -251,8 +251,7 @@ class Run:
             loss, prediction = self.model(x, y)
         self.note("loss", loss)
         self.note("prediction", prediction)
-        found: Tensor = prediction.float().square().sum() if other else loss
-        return found
+        return prediction.float().square().sum() if other else loss
 
     def backward(self, *losses: Tensor, more: bool = False, retain: bool = False) -> None:
         """`more`: another one comes before the step."""

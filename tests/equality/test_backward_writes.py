@@ -138,8 +138,7 @@ def _(grad: Tensor, amax: Tensor) -> Tensor:
 
 class Operator(Layer):
     def hook(self, grad: Tensor) -> Tensor:
-        noted: Tensor = note(grad, self.amax)
-        return noted
+        return note(grad, self.amax)
 
 
 LAYERS = [*(ReadsBack, Fills, Both, PartOfABuffer), *(Attribute, FunctionLayer, Operator)]

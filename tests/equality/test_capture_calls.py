@@ -133,8 +133,7 @@ def named(model: nn.Module) -> Weights:
 
 
 def called(model: nn.Module, weights: Weights, seed: int = 1) -> Tensor:
-    loss: Tensor = functional_call(model, weights, kwargs=batch(seed))
-    return loss
+    return functional_call(model, weights, kwargs=batch(seed))
 
 
 def inner_step(model: nn.Module) -> Tensor:
@@ -164,8 +163,7 @@ def in_a_module_around(model: nn.Module) -> Tensor:
 def of_samples(model: nn.Module) -> Tensor:
     weights = {n: p.detach() for n, p in model.named_parameters()}
     each = vmap(grad(lambda w, x, y: functional_call(model, w, (x, y))), (None, 0, 0))
-    found: Tensor = each(weights, X, Y)["layers.0.up.weight"]
-    return found
+    return each(weights, X, Y)["layers.0.up.weight"]
 
 
 def came_since(model: Any) -> Tensor:

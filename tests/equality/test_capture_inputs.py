@@ -48,8 +48,7 @@ def test_a_value_of_the_user_is_changed(name: str) -> None:
 
     def forward(m: Any, x: Tensor) -> Tensor:
         CHANGES[name](m, x)
-        out: Tensor = m.first(x).tanh()
-        return out
+        return m.first(x).tanh()
 
     models = twins(in_a_row(forward, width=WIDTH))
     for is_leaf in (False, False, True)[: 3 if name == "unrecorded" else 2]:
@@ -78,8 +77,7 @@ def test_a_value_is_changed_between_graph_breaks(change: str, view: bool) -> Non
         CHANGES[change](m, hidden)
         gate = m.middle(hidden).tanh()
         graph_break()
-        loss: Tensor = (m.last(hidden) * gate).square().mean()
-        return loss
+        return (m.last(hidden) * gate).square().mean()
 
     assert_alike(twins(in_a_row(forward, count=3, width=WIDTH)), trained(GIVEN), times=2)
 
@@ -199,8 +197,7 @@ def test_a_view_whose_shape_is_changed_in_place() -> None:
     def forward(m: Any, x: Tensor, y: Tensor) -> Tensor:
         y.mul_(2)
         y.unsqueeze_(0)
-        total: Tensor = (m.first(x) * y).sum()
-        return total
+        return (m.first(x) * y).sum()
 
     def use(model: Any) -> Any:
         whole = torch.ones(5, 4)

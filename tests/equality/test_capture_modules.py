@@ -48,8 +48,7 @@ def _odd_parameters() -> nn.Module:
     def run(m: Any, x: Tensor) -> Tensor:
         y = torch.cat([x[..., m.order], m.empty.expand(*x.shape[:2], 0)], -1)
         mixed = (y.to(torch.cfloat) @ m.complex).abs() * m.mask * m.scalar
-        out: Tensor = m.layer(mixed)
-        return out
+        return m.layer(mixed)
 
     return Applies(
         run,
@@ -76,8 +75,7 @@ def _writes_through_views() -> nn.Module:
 
     def run(m: Any, x: Tensor) -> Tensor:
         write(m)
-        out: Tensor = m.layer(x)
-        return out
+        return m.layer(x)
 
     return Applies(run, layer=linear(), last=torch.zeros(WIDTH))
 
@@ -90,8 +88,7 @@ def _forces() -> nn.Module:
         x = x.detach().requires_grad_()
         with torch.enable_grad():
             (force,) = torch.autograd.grad(m.energy(x).square().sum(), x)
-        out: Tensor = m.head(force)
-        return out
+        return m.head(force)
 
     return Applies(run, energy=linear(), head=linear())
 
@@ -131,8 +128,7 @@ def between(m: Any, x: Tensor, lengths: Tensor | None = None) -> Tensor:
     else:
         packed = pack_padded_sequence(hidden, lengths, batch_first=True, enforce_sorted=False)
         hidden, _ = pad_packed_sequence(m.layer(packed)[0], batch_first=True)
-    result: Tensor = m.last(hidden).square().mean()
-    return result
+    return m.last(hidden).square().mean()
 
 
 @pytest.mark.filterwarnings("ignore:megacompile. .* runs in eager mode")
@@ -170,12 +166,10 @@ class Task(nn.Module):
 
     def training_step(self, inputs: dict[str, Tensor]) -> Tensor:
         hidden = self.norm(self.net(inputs["x"]))
-        loss: Tensor = self.loss(self.head(hidden), inputs["y"])
-        return loss
+        return self.loss(self.head(hidden), inputs["y"])
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.head(self.norm(self.net(x)))
-        return result
+        return self.head(self.norm(self.net(x)))
 
 
 def streamed_names(model: nn.Module) -> set[str]:
@@ -212,8 +206,7 @@ def within(mode: Callable[[], Any], model: Any, i: int) -> Tensor:
     with mode():
         loss: Tensor = model(x.tanh()).square().mean()
     (gradient,) = torch.autograd.grad(loss, x, retain_graph=True)
-    result: Tensor = loss + gradient.sum()
-    return result
+    return loss + gradient.sum()
 
 
 CALLS: dict[str, Callable[[Any, int], Tensor]] = {

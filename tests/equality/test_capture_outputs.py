@@ -89,8 +89,7 @@ def flat_mask(m: Any, x: Tensor) -> Tensor:
     hidden = m.first(x).view(-1, 4)
     graph_break()
     hidden[MASK.view(-1)] = m.token
-    total: Tensor = m.last(hidden).square().sum()
-    return total
+    return m.last(hidden).square().sum()
 
 
 def view_divided(m: Any, x: Tensor) -> Tensor:
@@ -102,16 +101,14 @@ def view_divided(m: Any, x: Tensor) -> Tensor:
     heads /= 3.0
     graph_break()
     result: Tensor = m.last(heads.transpose(0, 1).reshape(2, 4))
-    total: Tensor = result.square().sum() + m.token.sum()
-    return total
+    return result.square().sum() + m.token.sum()
 
 
 def dropped(m: Any, x: Tensor) -> Tensor:
     """Where nothing is dropped, a parameter leaves the graph after all."""
     hidden, table = m.first(x), F.dropout(m.token, 0.5, training=False)
     graph_break()
-    total: Tensor = (hidden + table).sum()
-    return total
+    return (hidden + table).sum()
 
 
 @pytest.mark.parametrize("forward", [flat_mask, view_divided, dropped])
@@ -158,8 +155,7 @@ def keeper(kind: str) -> Any:
         m.scale.mul_(0.9)
         batch.add_(1)
         hidden.mul_(batch)
-        total: Tensor = (hidden * m.scale[:4]).sum()
-        return total
+        return (hidden * m.scale[:4]).sum()
 
     return twins(in_a_row(forward, count=1, scale=torch.linspace(0.5, 1.5, 6), kept=None))
 

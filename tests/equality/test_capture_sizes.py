@@ -185,8 +185,7 @@ def shifted(m: Any, x: Tensor) -> Tensor:
     shifted = ids.new_zeros(ids.shape)
     shifted[:, 1:] = ids[:, :-1].clone()
     shifted[:, 0] = 2
-    found: Tensor = m.embed(shifted).square().sum()
-    return found
+    return m.embed(shifted).square().sum()
 
 
 def numbered(m: Any, x: Tensor) -> tuple[Tensor, int, tuple[int, int]]:
@@ -318,8 +317,7 @@ def one_of_the_heads(m: Any, x: Tensor, task: int) -> Tensor:
     """A head for each task; which one is a local across a graph break. One head is frozen."""
     weight = m.heads[task]
     torch._dynamo.graph_break()
-    loss: Tensor = (m.first(x).tanh() @ weight).square().mean()
-    return loss
+    return (m.first(x).tanh() @ weight).square().mean()
 
 
 def test_each_parameter_that_is_an_argument_is_itself() -> None:

@@ -54,8 +54,7 @@ class Net(nn.Module):
         if self.breaks:
             torch._dynamo.graph_break()
             self.calls += 1
-        result: Tensor = self.linear(x)
-        return result
+        return self.linear(x)
 
 
 def failure(model: nn.Module, x: Tensor) -> tuple[str, list[str]]:
@@ -176,8 +175,7 @@ def test_what_dynamo_cannot_trace_runs_as_it_is(case: str, where: str) -> None:
 
 
 def doubled(self: Any, x: Tensor) -> Tensor:
-    y: Tensor = F.linear(x, self.weight, self.bias) * 2
-    return y
+    return F.linear(x, self.weight, self.bias) * 2
 
 
 PATCHES: dict[str, tuple[int, str, Any]] = {  # of the model's class or the layer's
@@ -204,8 +202,7 @@ def test_a_method_that_is_patched_after_a_call_is_called(monkeypatch: pytest.Mon
             return self.middle(self.first(x))
 
         def middle(self, x: Tensor) -> Tensor:
-            y: Tensor = self.last(x.tanh())
-            return y
+            return self.last(x.tanh())
 
     plain, streamed = models = twins(Model())
     x = torch.randn(2, WIDTH)
@@ -301,8 +298,7 @@ def test_how_a_packed_parameter_is_put_together_is_part_of_the_key() -> None:
         weight = m.layers[i].weight
         y = F.linear(x.to(weight.dtype), weight)
         torch._dynamo.graph_break()
-        result: Tensor = m.others[i](y.float())
-        return result
+        return m.others[i](y.float())
 
     others = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
     models = twins(Applies(forward, layers=nn.ModuleList(layers), others=others))

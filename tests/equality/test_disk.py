@@ -87,8 +87,7 @@ def trained(
 
 def loss_of(model: Any, k: int, rows: int = 50) -> Tensor:
     x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(k))
-    loss: Tensor = model(x).square().mean()
-    return loss
+    return model(x).square().mean()
 
 
 def run(model: Any, optimizer: Any, steps: int, first: int = 0) -> None:

@@ -49,16 +49,14 @@ class Net(nn.Module):
         return x
 
     def score(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.head(x)
-        return scores
+        return self.head(x)
 
     def sample(self) -> list[int]:
         """As `generate()`: a method that calls the model."""
         tokens = torch.tensor([[1, 2]])
         for _ in range(12):
             tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], 1)
-        drawn: list[int] = tokens[0].tolist()
-        return drawn
+        return tokens[0].tolist()
 
 
 def nets() -> tuple[Net, Net]:
@@ -197,8 +195,7 @@ def alone(kind: Kind) -> Any:
 
 
 def among_layers(m: Any, x: Tensor) -> Tensor:
-    out: Tensor = m.last(m.layer(m.first(x))[0])
-    return out
+    return m.last(m.layer(m.first(x))[0])
 
 
 def between(kind: Kind) -> Any:
@@ -322,8 +319,7 @@ class Both(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(TOWER, TOWER) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.tower(self.recurrent(x)[0])
-        return out
+        return self.tower(self.recurrent(x)[0])
 
     def tower(self, x: Tensor) -> Tensor:
         x = self.up(x)
@@ -333,8 +329,7 @@ class Both(nn.Module):
 
 
 def recurrent_alone(model: Any, x: Tensor) -> Tensor:
-    out: Tensor = model.recurrent(x)[0]
-    return out
+    return model.recurrent(x)[0]
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -430,8 +425,7 @@ def changes(m: Any, x: Tensor) -> Tensor:
         weight[1].copy_(weight[0])
         m.linear.bias.data = weight[2].clone()
     shared = torch.stack([weight, weight]).sum(0).t()
-    out: Tensor = x @ shared + m.linear(x) + weight.flatten()[::STATE_WIDTH].exp()
-    return out
+    return x @ shared + m.linear(x) + weight.flatten()[::STATE_WIDTH].exp()
 
 
 def test_writes_of_eager_code_reach_a_resident_parameter() -> None:

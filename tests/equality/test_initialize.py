@@ -90,8 +90,7 @@ class Titan(nn.Module):
         self.table = torch.polar(torch.ones(4), torch.arange(4.0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.inner(x) * self.scale * self.table.real
-        return result
+        return self.inner(x) * self.scale * self.table.real
 
 
 def test_init_weights_of_the_outermost_module() -> None:

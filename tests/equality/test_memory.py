@@ -143,8 +143,7 @@ def net() -> Any:
 
 
 def weight(model: Any) -> nn.Parameter:
-    found: nn.Parameter = model[3][0].weight
-    return found
+    return model[3][0].weight
 
 
 class Pair:

@@ -46,8 +46,7 @@ class Layer(nn.Module):
         nn.init.normal_(self.shift)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(self.up(x).relu() + self.shift)
-        return out
+        return x + self.down(self.up(x).relu() + self.shift)
 
 
 def made(*, base: bool) -> Any:

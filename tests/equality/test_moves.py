@@ -36,8 +36,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = self.drop(layer(x).relu())
-        loss: Tensor = self.norm(x).square().mean()
-        return loss
+        return self.norm(x).square().mean()
 
 
 class Talks(Net):
@@ -126,8 +125,7 @@ class Layer(nn.Module):
         self.wide, self.narrow = nn.Linear(64, 64), nn.Linear(64, 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.narrow(self.wide(x).tanh())
-        return result
+        return x + self.narrow(self.wide(x).tanh())
 
 
 def test_buckets_leave_the_device_for_larger_inputs(caplog: pytest.LogCaptureFixture) -> None:
@@ -219,8 +217,7 @@ class Own(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x).tanh()
-        return y
+        return self.linear(x).tanh()
 
 
 class NestedState(Own):
@@ -235,8 +232,7 @@ class First(nn.LSTM):
     """What it computes, without its state."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        y: Tensor = super().forward(x)[0]
-        return y
+        return super().forward(x)[0]
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
@@ -303,8 +299,7 @@ class Modes(nn.Module):
         return self.middle(self.first(x)) * (self.scale if self.training else 3)
 
     def middle(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(x.tanh())
-        return y
+        return self.last(x.tanh())
 
 
 def test_a_shallow_copy_is_a_module_of_its_own_around_the_same_layers() -> None:

@@ -90,8 +90,7 @@ class Square(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        wrong: Tensor = 3 * gradient * x  # on purpose
-        return wrong
+        return 3 * gradient * x  # on purpose
 
 
 def custom(net: Net, x: Tensor) -> Any:
@@ -175,19 +174,19 @@ def small_ends() -> nn.Module:
     """Small neighbours that are no layers join while they stay within the largest bucket."""
     net: Any = Net(lambda net, x: net.head(run(net, net.first(net.embed(x)))), depth=2, width=8)
     net.embed, net.first, net.head = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-    return net  # type: ignore[no-any-return]
+    return net
 
 
 def another_constant() -> nn.Module:
     net: Any = Net(Net.chain, depth=5)
     net.layers[1], net.layers[3] = Layer(scale=2.0), nn.Linear(4, 4)
-    return net  # type: ignore[no-any-return]
+    return net
 
 
 def frozen_layer() -> nn.Module:
     net: Any = Net(Net.chain)
     net.layers[1].requires_grad_(False)
-    return net  # type: ignore[no-any-return]
+    return net
 
 
 def norms(*, shared: bool = False) -> nn.Module:

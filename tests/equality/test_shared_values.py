@@ -35,8 +35,7 @@ class Block(nn.Module):
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.second(torch.tanh(self.first(x)))
-        return result
+        return x + self.second(torch.tanh(self.first(x)))
 
 
 Use = Callable[["Net", Tensor, Tensor], Any]
@@ -56,8 +55,7 @@ class Net(nn.Module):
 
     def two_layers(self, x: Tensor) -> Tensor:
         block: Any = self.blocks[0]
-        result: Tensor = block.second(block.first(x).exp())
-        return result
+        return block.second(block.first(x).exp())
 
     def body(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -238,8 +236,7 @@ def test_what_was_copied_is_right() -> None:
 
     def use(net: Net, x: Tensor, other: Tensor) -> Tensor:
         net.scale.copy_(other)  # a cache
-        result: Tensor = (net.body(x) @ net.scale.t()).sum()
-        return result
+        return (net.body(x) @ net.scale.t()).sum()
 
     plain, streamed = pair(Case(use))
     batches = [(torch.randn(8, 8), torch.randn(8, 8)) for _ in range(3)]

@@ -92,8 +92,7 @@ class Mapped(nn.Module):
             x, self.weight
         )
         both: Tensor = torch.vmap(torch.vmap(torch.mul), in_dims=1, out_dims=1)(mapped, x)
-        result: Tensor = self.linear(both + mapped)
-        return result
+        return self.linear(both + mapped)
 
 
 def mapping(m: Any, x: Tensor) -> Tensor:
@@ -152,8 +151,7 @@ def operator() -> Iterator[Any]:
 
 def grouped(m: Any, x: Tensor, ends: Tensor) -> Tensor:
     y, counts = torch.ops.megacompile_tests.grouped(m.first(x), m.weight, ends, scale=0.25)
-    out: Tensor = m.head(y).square().mean() * counts[0]
-    return out
+    return m.head(y).square().mean() * counts[0]
 
 
 def experts() -> Any:
@@ -277,8 +275,7 @@ def test_code_that_raises_on_zeros() -> None:
     for name, code in LOOK_UPS.items():
 
         def forward(m: Any, x: Tensor, mask: Tensor, code: Any = code) -> Tensor:
-            found: Tensor = code(m.last(torch.tanh(m.first(x))), mask).square().sum()
-            return found
+            return code(m.last(torch.tanh(m.first(x))), mask).square().sum()
 
         plain, streamed = twins(in_a_row(forward, width=8))
         for seed in range(2):
@@ -304,8 +301,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.layer = self.convert(self.layer)
-        result: Tensor = self.layer(x) * self.layer.get_buffer("scale")
-        return result
+        return self.layer(x) * self.layer.get_buffer("scale")
 
 
 class EagerConversion(Router):

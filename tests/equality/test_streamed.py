@@ -279,8 +279,7 @@ def keeps(view: Callable[[Tensor], Tensor], *, keep: bool) -> Any:
             m.kept = taken
         hidden = m.first(x)
         torch._dynamo.graph_break()
-        loss: Tensor = (hidden * taken.sum()).square().sum()
-        return loss
+        return (hidden * taken.sum()).square().sum()
 
     return in_a_row(forward, count=1)
 
@@ -362,8 +361,7 @@ def test_data_that_the_forward_assigns(captured: bool) -> None:
 
     def forward(m: Any, x: Tensor) -> Tensor:
         assign(m.first)
-        result: Tensor = m.last(m.first(x)).square().mean()
-        return result
+        return m.last(m.first(x)).square().mean()
 
     plain, model = twins(in_a_row(forward, width=WIDTH))
     for _ in range(2):
@@ -381,13 +379,11 @@ def changed_too_late(m: Any, x: Tensor) -> Tensor:
     changed weight."""
     x = m.middle(m.first(x))
     change(m.middle)
-    result: Tensor = m.last(x).square().mean()
-    return result
+    return m.last(x).square().mean()
 
 
 def impossible(m: Any, x: Tensor) -> Tensor:
-    result: Tensor = m.last(m.middle(m.first(x).exp().mul_(2))).square().mean()
-    return result
+    return m.last(m.middle(m.first(x).exp().mul_(2))).square().mean()
 
 
 @pytest.mark.filterwarnings("ignore:megacompile. .* eager mode")
@@ -411,7 +407,6 @@ def test_a_while_loop_has_the_plain_numbers() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         first = m.first(x)
         (y,) = while_loop(lambda y: y.abs().max() > 0.01, lambda y: (y * 0.5,), (first.detach(),))
-        result: Tensor = m.last(first + y).square().mean()
-        return result
+        return m.last(first + y).square().mean()
 
     both_step(*twins(in_a_row(forward, width=WIDTH)), {"x": batch()["x"]})

@@ -143,8 +143,7 @@ class Wide(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.up(self.norm(x)))
         hidden = F.dropout(torch.sigmoid(self.mid(hidden)), self.dropout)
-        out: Tensor = x + self.down(hidden)
-        return out
+        return x + self.down(hidden)
 
 
 def autocast(net: Net, x: Tensor) -> Any:

@@ -10,112 +10,47 @@ cheapest first, until one fails. A test that fails without the fault too is left
 from __future__ import annotations
 
 import argparse
-import queue
+import json
 import re
 import sys
-import threading
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from tests.faults import report
-from tests.faults.fault import Fault, check
+from tests.faults.fault import check
 from tests.faults.listed import FAULTS
-from tests.faults.reach import Map, make_map
 from tests.faults.tree import Tree
-from tests.faults.trial import Result, Sound, trial
+from tests.faults.trial import Map, Result, trial
 
 
-def _parser() -> argparse.ArgumentParser:
+def _results(path: Path | None) -> dict[str, Result]:
+    if path is None or not path.exists():
+        return {}
+    return {each["fault"]: Result.of(each) for each in json.loads(path.read_text())}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--map", type=Path, required=True, help="read, or made if not there")
-    parser.add_argument(
-        "--only", default="", metavar="REGEX", help="faults whose id or path has it"
-    )
-    parser.add_argument(
-        "--suite", nargs="+", default=["tests"], metavar="PATH", help="of the tests"
-    )
-    parser.add_argument("--jobs", type=int, default=1, help="faults at the same time")
-    parser.add_argument("--workers", type=int, default=2, help="processes of the run with probes")
-    parser.add_argument(
-        "--map-limit", type=float, metavar="SECONDS", help="stop mapping then, with a part"
-    )
-    parser.add_argument("--limit", type=float, default=900.0, metavar="SECONDS", help="for a fault")
-    parser.add_argument("--json", type=Path, help="results, written after each fault")
-    parser.add_argument(
-        "--continue", type=Path, dest="earlier", metavar="FILE", help="go on with these results"
-    )
-    parser.add_argument(
-        "--first", type=Path, metavar="FILE", help="try what caught a fault in these results first"
-    )
-    parser.add_argument("--root", type=Path, default=Path(), help="the tree to copy")
-    parser.add_argument("--list", action="store_true", help="print the faults, and run nothing")
-    parser.add_argument("--map-only", action="store_true", help="make the map, and no more")
-    return parser
-
-
-def run(
-    faults: Sequence[Fault],
-    reach: Map,
-    root: Path,
-    done: list[Result],
-    caught_by: Mapping[str, str],
-    *,
-    jobs: int,
-    limit_s: float,
-    out: Path | None,
-) -> list[Result]:
-    """Try all faults that are not done. Each job has a copy of the tree."""
-    trees: queue.Queue[Tree] = queue.Queue()
-    copies = [Tree(root) for _ in range(jobs)]
-    sound, lock = Sound(), threading.Lock()
-    results, known = list(done), {result.fault for result in done}
-    for copy in copies:
-        trees.put(copy)
-
-    def one(fault: Fault) -> None:
-        tree = trees.get()
-        try:
-            result = trial(
-                fault, tree, reach, sound, limit_s=limit_s, first=caught_by.get(fault.id, "")
-            )
-        finally:
-            trees.put(tree)
-        with lock:
-            results.append(result)
-            print(report.line(result), flush=True)
-            if out:
-                report.write(out, results)
-
-    try:
-        with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(one, [fault for fault in faults if fault.id not in known]))
-    finally:
-        for copy in copies:
-            copy.close()
-    return results
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    root: Path = options.root.resolve()
+    add = parser.add_argument
+    add("--map", type=Path, required=True, help="read, or made if not there")
+    add("--only", default="", metavar="REGEX", help="faults whose id or path has it")
+    add("--workers", type=int, default=2, help="processes of the run with probes")
+    add("--limit", type=float, default=900.0, metavar="SECONDS", help="for a fault")
+    add("--json", type=Path, help="results: goes on with these, and writes after each fault")
+    add("--first", type=Path, metavar="FILE", help="results: try what caught a fault there first")
+    options = parser.parse_args(arguments)
+    root = Path.cwd()
     check(FAULTS, root)
     faults = [f for f in FAULTS if re.search(options.only, f"{f.id} {f.path}")]
-    if options.list:
-        for fault in faults:
-            print(f"{fault.id} ({fault.path}): {fault.wrong}")
-        return 0
     if options.map.exists():
         reach = Map.read(options.map)
     else:
-        reach = make_map(
-            root, FAULTS, options.suite, workers=options.workers, limit_s=options.map_limit
-        )
-        reach.write(options.map)
+        reach = Map.make(options.map, root, FAULTS, options.workers)
     unreached = sum(not tests for tests in reach.reached.values())
     print(
         f"{len(reach.times_s)} tests ({sum(reach.times_s.values()):.0f} s of one core);"
@@ -123,25 +58,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if missing := [fault.id for fault in faults if fault.id not in reach.reached]:
         sys.exit(f"{options.map} lacks the faults {', '.join(missing)}: make it again")
-    if options.map_only:
-        return 0
-    done = report.read(options.earlier) if options.earlier else []
-    caught = report.read(options.first) if options.first else []
-    results = run(
-        faults,
-        reach,
-        root,
-        done,
-        {result.fault: result.test for result in caught},
-        jobs=options.jobs,
-        limit_s=options.limit,
-        out=options.json or options.earlier,
-    )
-    names = {fault.id for fault in faults}
-    results = [result for result in results if result.fault in names]
-    print(report.table(faults, results), report.survivors(faults, results), sep="\n\n")
-    print(report.summary(results))
-    return int(not all(result.end.caught for result in results))
+    results, caught_by = _results(options.json), _results(options.first)
+    tree, sound = Tree(root), dict[str, bool]()
+    try:
+        for fault in faults:
+            if fault.id in results:
+                continue
+            first = caught_by[fault.id].test if fault.id in caught_by else ""
+            found = trial(fault, tree, reach, sound, limit_s=options.limit, first=first)
+            results[fault.id] = found
+            print(f"{fault.id}: {found.end} {found.test} ({found.ran} tests, {found.time_s:.0f} s)")
+            if options.json:
+                new = options.json.with_name(options.json.name + ".new")
+                new.write_text(json.dumps([asdict(each) for each in results.values()], indent=1))
+                new.replace(options.json)
+    finally:
+        tree.close()
+    survivors = [fault for fault in faults if not results[fault.id].end.caught]
+    for fault in survivors:
+        found = results[fault.id]
+        how = f"{found.end}; {found.reached} tests reach it, {found.ran} were run"
+        print(f"{fault.id} ({fault.path}): {how}\n    {fault.wrong}")
+    ends = Counter(results[fault.id].end for fault in faults)
+    counts = ", ".join(f"{count} {end}" for end, count in ends.items())
+    print(f"{len(faults) - len(survivors)} of {len(faults)} faults caught ({counts})")
+    return int(bool(survivors))
 
 
 if __name__ == "__main__":

@@ -39,10 +39,6 @@ class Fault:
     wrong: str
     near: str = ""
 
-    @property
-    def folder(self) -> str:
-        return os.path.dirname(self.path)
-
     def at(self, source: str) -> int:
         """The offset in `source` of the first character that changes.
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,25 +96,18 @@ class Tree:
                 command,
                 cwd=self.root,
                 env=environment,
+                start_new_session=True,
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
             )
             try:
                 code: int | None = process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                _kill(process)
+                with suppress(ProcessLookupError):  # children that outlive it too
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         lines = [json.loads(line) for line in notes.read_text().splitlines()]
         return Run(code, lines, output.read_text(errors="replace")[-4000:])
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a run with all of its children, those that outlive it too."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()

@@ -75,8 +75,7 @@ def asked_size() -> None:
 def clamped(module: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         module.layer.weight.clamp_(-0.1, 0.1)
-    result: Tensor = module.layer(x)
-    return result
+    return module.layer(x)
 
 
 def unscheduled() -> None:

@@ -40,8 +40,7 @@ class Net(nn.Module):
             unmegacompile(self)
         if self.ends == "hook":
             hidden.register_hook(self.hook)
-        result: Tensor = self.last(hidden.tanh())
-        return result
+        return self.last(hidden.tanh())
 
     def hook(self, grad: Tensor) -> None:
         with torch.no_grad():

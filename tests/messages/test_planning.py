@@ -296,8 +296,7 @@ class Breaks(nn.Module):
         self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 24, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.b(in_eager(self.a, x))
-        return result
+        return self.b(in_eager(self.a, x))
 
 
 class InALoop(Breaks):
@@ -307,8 +306,7 @@ class InALoop(Breaks):
         for _ in range(2):
             x = nn.functional.linear(x, self.a.weight)
             torch._dynamo.graph_break()
-        result: Tensor = self.b(x)
-        return result
+        return self.b(x)
 
 
 def thrice(model: Any) -> None:

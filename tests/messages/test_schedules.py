@@ -63,8 +63,7 @@ class _Root(nn.Module):
         self.gain = nn.Parameter(torch.ones(16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.linear(x) * self.gain.sqrt()
-        return out
+        return x + self.linear(x) * self.gain.sqrt()
 
 
 ON_A_MODEL = (schedules, updates, explain, trace, full_parameters, unmegacompile)

@@ -51,8 +51,7 @@ def adapted(base: str, adapter: str) -> nn.Module:
     kind, options = ADAPTERS[adapter]
     config = getattr(peft, kind)(target_modules=["first.base", "second.base"], **options)
     torch.manual_seed(1)
-    made: nn.Module = peft.get_peft_model(net, config)
-    return made
+    return peft.get_peft_model(net, config)
 
 
 def keep_scales(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,8 +75,7 @@ class Broken(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x).relu()
         torch._dynamo.graph_break()
-        result: Tensor = self.second(hidden).square().mean()
-        return result
+        return self.second(hidden).square().mean()
 
 
 def test_each_captured_graph_and_kind_of_call_has_a_schedule() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,18 +23,16 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import TensorMeta, tensors_bytes
 from tests import inside
 from tests.capturing import Captured, Counting, Net, capture
-from tests.planned import rows
+from tests.planned import passed, rows
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
 
 
 def build(captured: Captured, offload: Collection[int], **options: Any) -> Schedule:
     """The schedule of a plan by which these stages offload what they save, proved safe."""
-    schedule = captured.with_tangent()
-    for name, function in captured.passes(lookahead=1, **options).items():
-        schedule = function(schedule)
-        if name == "plan":
-            schedule = replace(schedule, plan=rows(len(schedule.stages), offload=offload))
+    schedule = captured.differentiated()
+    plan = rows(len(schedule.stages), offload=offload)
+    schedule = passed(schedule, plan=plan, lookahead=1, **options)
     inside.prove(schedule)
     return schedule
 
@@ -47,8 +44,7 @@ def _skips(net: Net, x: Tensor) -> Tensor:
     x = net.layers[3](net.layers[2](x))
     x = net.layers[4](x * down[1])
     x = net.layers[5](x * down[0])
-    loss: Tensor = net.head(x).square().mean()
-    return loss
+    return net.head(x).square().mean()
 
 
 @functools.cache
@@ -94,7 +90,7 @@ def test_what_is_returned_to_the_user_stays() -> None:
 
 def test_what_changes_in_place_is_recomputed_from_its_copy_wherever_that_waits() -> None:
     captured = capture(nn.Sequential(Counting(), Counting(), Counting()), X)
-    schedule = captured.build("recompute", keep_last=False)
+    schedule = captured.build(keep_last=False)
     assert schedule.backward is not None
     for node in ops.nodes_of(schedule.backward, ops.recompute):
         taken = [value.name for value in ops.arguments(node)[2] if value]

@@ -227,8 +227,7 @@ class LossAlone(nn.Module):
         self.model = model
 
     def forward(self, ids: Tensor, **options: Any) -> Tensor:
-        loss: Tensor = self.model(input_ids=ids, labels=ids, **options).loss
-        return loss
+        return self.model(input_ids=ids, labels=ids, **options).loss
 
 
 def test_a_model_of_transformers() -> None:

@@ -172,8 +172,7 @@ def test_gradients_of_a_value_with_several_readers_are_summed() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             first = self.layers[0](x)
             last = self.layers[2](self.layers[1](first) + first)
-            total: torch.Tensor = (last + first).sum()
-            return total
+            return (last + first).sum()
 
     torch.manual_seed(0)
     plain, model = Skips(), Skips()

@@ -46,8 +46,7 @@ class Layer(nn.Module):
         query, key, value = each.chunk(3, -1)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.back(attended.transpose(1, 2).flatten(2))
-        result: Tensor = x + self.down(F.silu(self.up(self.after(x))))
-        return result
+        return x + self.down(F.silu(self.up(self.after(x))))
 
 
 def decoder(recipe: str, *, layers: int = 2, **options: Any) -> Language:

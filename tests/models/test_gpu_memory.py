@@ -123,8 +123,7 @@ class Adapted(nn.Module):
 
             def run(name: str, x: Tensor, layer: Any = layer) -> Tensor:
                 base, down, up = layer[name]
-                result: Tensor = base(x) + 0.5 * up(down(x))
-                return result
+                return base(x) + 0.5 * up(down(x))
 
             x = x + run("down", F.silu(run("gate", x)) * run("up", x))
         return x.float().square().mean()

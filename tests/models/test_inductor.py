@@ -296,8 +296,7 @@ class SomeEager(nn.Module):
         return uncaptured(self, x) if eager else self.plainly(x)
 
     def plainly(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(self.linear(x)).relu()
-        return y
+        return self.norm(self.linear(x)).relu()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

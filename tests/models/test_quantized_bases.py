@@ -51,8 +51,7 @@ def bnb_4bit(**options: Any) -> Quantize:
         made.load_state_dict(layer.state_dict())
         if made.bias is not None:  # bitsandbytes would cast it in the forward, which is refused
             made.bias.data = made.bias.data.to(layer.weight.dtype)
-        result: nn.Linear = made.to("cpu")
-        return result
+        return made.to("cpu")
 
     return quantize
 
@@ -65,8 +64,7 @@ def bnb_8bit() -> Quantize:
             layer.in_features, layer.out_features, bias=False, has_fp16_weights=False
         )
         made.load_state_dict(layer.state_dict())
-        result: nn.Linear = made.to("cpu")
-        return result
+        return made.to("cpu")
 
     return quantize
 

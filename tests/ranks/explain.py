@@ -41,8 +41,7 @@ class Loop:
         self.optimizer.zero_grad()
 
     def explained(self) -> dict[str, Any]:
-        found: dict[str, Any] = package.explain(self.model, changes=False).to_dict()
-        return found
+        return package.explain(self.model, changes=False).to_dict()
 
 
 def slow_ranks(here: Here) -> None:

@@ -61,8 +61,7 @@ class Loop:
 
     def loss(self) -> Tensor:
         x = torch.randn(2, 8, generator=torch.Generator().manual_seed(self.rank))
-        loss: Tensor = self.model(x)
-        return loss
+        return self.model(x)
 
     def steps(self, count: int) -> None:
         for _ in range(count):

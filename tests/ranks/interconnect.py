@@ -205,8 +205,7 @@ class SimulatedRanks(inside.SimulatedRanks):
 
 def local(value: Tensor) -> Tensor:
     """What this rank has of a tensor."""
-    part: Tensor = value.to_local() if isinstance(value, DTensor) else value
-    return part
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def total(values: Sequence[Tensor]) -> Tensor:

@@ -76,8 +76,7 @@ class Loop:
     def squares(self) -> Tensor:
         """A penalty on a parameter that is used outside of the model."""
         squares = self.model.head.weight.square().sum()
-        found: Tensor = squares.full_tensor() if self.mesh is not None else squares
-        return found
+        return squares.full_tensor() if self.mesh is not None else squares
 
     def record(self) -> Values:
         """What became of it: a collective."""

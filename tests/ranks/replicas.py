@@ -65,8 +65,7 @@ class Loop:
         rows = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
         if self.here is not None:
             rows = rows.chunk(RANKS)[self.here.rank].to(self.here.device)
-        loss: Tensor = self.model(rows, layers)
-        return loss
+        return self.model(rows, layers)
 
     def backward(self, micro: Micro) -> None:
         """Of a micro-batch; with its hook."""

@@ -49,8 +49,7 @@ class Tied(nn.Module):
         hidden = self.embed(x)
         for layer in self.layers:
             hidden = hidden + torch.tanh(layer(hidden))
-        loss: Tensor = (hidden * self.last - 1.0).square().mean()
-        return loss
+        return (hidden * self.last - 1.0).square().mean()
 
 
 def adamw(model: nn.Module) -> Optimizer:

@@ -53,8 +53,7 @@ class Outer(nn.Module):
         self.scale = nn.Parameter(torch.ones(1), requires_grad=trained)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.net(x) * self.scale
-        return result
+        return self.net(x) * self.scale
 
 
 class Other(DistributedDataParallel):

@@ -47,8 +47,7 @@ class Net(nn.Module):
             x = uncaptured(x, self.head.weight)
         for layer in self.layers[1:]:
             x = torch.relu(layer(x))
-        hidden: Tensor = self.head(self.norm(x))
-        return hidden
+        return self.head(self.norm(x))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -122,8 +121,7 @@ def twins(kind: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
 
 
 def loss_of(model: nn.Module, k: int, rank: int) -> Tensor:
-    loss: Tensor = model(inputs(100 * k + rank), rank == k % 2).square().mean()
-    return loss
+    return model(inputs(100 * k + rank), rank == k % 2).square().mean()
 
 
 def same(plain: nn.Module, ours: nn.Module, near: float = 0.0) -> None:

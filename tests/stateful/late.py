@@ -68,7 +68,7 @@ class Late:
             self.waited.append(job.update.bucket.layout.name)
         while not job.future.done():  # those before it too, as a thread would
             self._make(self._waiting.popleft())
-        return error()  # type: ignore[no-any-return]
+        return error()
 
     def _make(self, job: Any) -> None:
         name = job.update.bucket.layout.name
@@ -130,8 +130,7 @@ class Fails(torch.autograd.Function):
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def may_fail(x: Tensor) -> Tensor:
     """A break of the captured graph, whose backward fails within `failing`."""
-    result: Tensor = Fails.apply(x)  # type: ignore[no-untyped-call]
-    return result
+    return Fails.apply(x)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager

@@ -48,8 +48,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
-        result: Tensor = x + self.linear((x - self.mean) * self.gain + self.shift).tanh()
-        return result
+        return x + self.linear((x - self.mean) * self.gain + self.shift).tanh()
 
 
 class Net(nn.Module):

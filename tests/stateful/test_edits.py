@@ -44,8 +44,7 @@ class Pair(nn.Module):
         self.b = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.b(self.a(x).relu())
-        return result
+        return x + self.b(self.a(x).relu())
 
 
 def assert_streamed(model: nn.Module, *, strict: bool = False) -> None:
@@ -137,8 +136,7 @@ class Adapter(nn.Module):
         self.up = nn.Parameter(torch.full((2, base.out_features), 0.2))
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.base(x) + x @ self.down @ self.up
-        return result
+        return self.base(x) + x @ self.down @ self.up
 
     def merged(self) -> nn.Linear:
         """The layer alone, with the term in its weight."""

@@ -131,8 +131,7 @@ class Root(nn.Module):
         self.gain = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.linear(x) * self.gain.sqrt()
-        return out
+        return x + self.linear(x) * self.gain.sqrt()
 
 
 def set_gain(model: Any, gain: float) -> None:

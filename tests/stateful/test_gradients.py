@@ -31,8 +31,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.relu(layer(x))
-        hidden: Tensor = self.head(self.norm(x))
-        return hidden
+        return self.head(self.norm(x))
 
 
 class Broken(Net):
@@ -43,8 +42,7 @@ class Broken(Net):
         x = may_fail(torch.relu(self.layers[1](x)))
         bias = self.layers[0].get_parameter("bias")  # which both graphs use
         x = torch.relu(self.layers[2](x)) + bias
-        hidden: Tensor = self.head(self.norm(x))
-        return hidden
+        return self.head(self.norm(x))
 
 
 def inputs(seed: int = 0) -> Tensor:
@@ -61,21 +59,18 @@ def pair(kind: type[Net] = Net) -> tuple[Any, Any]:
 
 def l2(model: Any, x: Tensor) -> Tensor:
     penalty: Any = sum(0.01 * p.square().sum() for p in model.parameters())
-    loss: Tensor = model(x).square().mean() + penalty
-    return loss
+    return model(x).square().mean() + penalty
 
 
 def twice(model: Any, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).mean() - 2 * model(x + 1).square().mean()
-    return loss
+    return model(x).mean() - 2 * model(x + 1).square().mean()
 
 
 def reentrant(model: Any, x: Tensor) -> Tensor:
     """A backward inside of a backward."""
     x = x.requires_grad_()
     out: Any = checkpoint(model, x, use_reentrant=True)
-    loss: Tensor = out.square().mean() + model(x).mean()
-    return loss
+    return out.square().mean() + model(x).mean()
 
 
 def test_hooks_run_layer_by_layer_from_the_last_one() -> None:
@@ -102,15 +97,13 @@ class Inner(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = super().forward(x)
-        result: Tensor = hidden * norm_of_inner(hidden, self.head.weight)
-        return result
+        return hidden * norm_of_inner(hidden, self.head.weight)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def norm_of_inner(hidden: Tensor, weight: Tensor) -> Tensor:
     (gradient,) = torch.autograd.grad(hidden.square().mean(), [weight], retain_graph=True)
-    norm: Tensor = gradient.norm()
-    return norm
+    return gradient.norm()
 
 
 class Looks(Net):
@@ -121,8 +114,7 @@ class Looks(Net):
     def forward(self, x: Tensor) -> Tensor:
         hidden = super().forward(x)
         self.calls += 1
-        result: Tensor = hidden * self.look()
-        return result
+        return hidden * self.look()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def look(self) -> Tensor:

@@ -121,8 +121,7 @@ class Adapted(nn.Module):
         self.adapter = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.inner(x) + self.adapter(x)
-        return result
+        return self.inner(x) + self.adapter(x)
 
 
 def test_a_module_that_the_optimizer_does_not_know() -> None:

@@ -142,8 +142,7 @@ def own(model: Any) -> Tensor:
     """What the user has put into `p.grad` is guarded itself."""
     param = model.get_parameter(NAME)
     param.grad = torch.full_like(param, 0.5)
-    found: Tensor = param.grad
-    return found
+    return param.grad
 
 
 def test_other_names_of_memory() -> None:

@@ -34,8 +34,7 @@ class Two(nn.Module):
         self.second = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        result: Tensor = (self.second(self.first(x)) - y).square().mean()
-        return result
+        return (self.second(self.first(x)) - y).square().mean()
 
 
 def state() -> tuple[Any, ...]:

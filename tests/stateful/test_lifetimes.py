@@ -52,8 +52,7 @@ class Two(nn.Module):
         self.head = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.encoder(x))
-        return out
+        return self.head(self.encoder(x))
 
 
 def compiled(model: Any, **options: Any) -> Any:
@@ -253,8 +252,7 @@ class Wrapper(nn.Module):
         self.inner.head.weight = self.inner.embed.weight  # tied
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        result: Tensor = self.inner(x, y)
-        return result
+        return self.inner(x, y)
 
 
 def test_full_parameters() -> None:

@@ -177,8 +177,7 @@ class Threads:
 
     @property
     def rank(self) -> int:
-        found: int = self._mine.rank
-        return found
+        return self._mine.rank
 
     def host(self) -> str:
         return self.hosts[self.rank]

@@ -22,12 +22,9 @@ from megacompile.ir import ops
 from megacompile.ir.keys import constant_key, function_key
 from megacompile.ir.schedule import Schedule
 from tests.actions import apply, frees, parse, text
-from tests.capturing import after_templates
-from tests.planned import rows
+from tests.planned import PASSES, rows
 from tests.whole import Config, Kernel, Rounding
 from tests.zoo import twins
-
-PASSES = after_templates(lookahead=1, norms=True, helps=True, reuse=True)
 
 
 def backward(schedule: Schedule) -> fx.Graph:
@@ -63,7 +60,7 @@ ALL = "2B(s2_0; t0) 1B(s1_0; d2_0) 0B(s0_0; d1_0"
 def test_backwards_from_last_to_first(stubs: dict[str, Any], after: str, taken: str) -> None:
     """Residuals are what the backward takes, and every boundary: a backward for other outputs could
     be built later, from the boundaries alone."""
-    schedule = apply(PASSES["differentiate"], parse("0F 1F 2F", **stubs))
+    schedule = apply(PASSES.differentiate, parse("0F 1F 2F", **stubs))
     assert text(schedule) == after and takes(schedule) == taken
     saving = [ops.arguments(n)[3] for n in ops.nodes_of(schedule.forward, ops.forward)]
     assert saving == [i not in stubs.get("frozen", ()) for i in range(3)]
@@ -80,7 +77,7 @@ CHAIN, LONG = "0F 1F 2F 3F | 3B 2B 1B 0B", "0F 1F 2F 3F 4F 5F 6F | 6B 5B 4B 3B 2
 def rerun(line: str, which: Sequence[int], *, keep: Sequence[int] = (3,), **plan: Any) -> Schedule:
     schedule = parse(line, random=(1,) if "RNG" in line else ())
     planned = rows(len(schedule.stages), keep, rerun=which, **plan)
-    return apply(PASSES["rerun"], PASSES["recompute"](replace(schedule, plan=planned)))
+    return apply(PASSES.insert_reruns, PASSES.insert_recompute(replace(schedule, plan=planned)))
 
 
 @pytest.mark.parametrize(
@@ -119,9 +116,9 @@ def test_what_runs_again_draws_the_same_comes_in_time_and_dies_with_its_last_rea
     schedule = rerun("0F 1RNG 1F 2F 3F | 3B 2B 1B 0B", (1,))
     (node,) = ops.nodes_of(backward(schedule), ops.rerun)
     assert ops.arguments(node)[3].name == "rng1"
-    assert "2RECOMPUTE -y1_0_again 2B" in frees(backward(PASSES["free"](schedule)))
+    assert "2RECOMPUTE -y1_0_again 2B" in frees(backward(PASSES.insert_free(schedule)))
     on_host = rerun(CHAIN, (1,), offload=frozenset({0, 1, 2}))
-    assert text(apply(PASSES["offload_saved"], on_host)) == (
+    assert text(apply(functools.partial(PASSES.offload_saved_tensors, lookahead=1), on_host)) == (
         "0F 1OFFLOAD_SAVED 1F 2F 3F | "
         "1FETCH_SAVED 3B 1RERUN 2RECOMPUTE 2B 1RECOMPUTE 1B 0RECOMPUTE 0B"
     )
@@ -138,7 +135,7 @@ def calls(stages: int) -> dict[str, int]:
     which = frozenset(range(1, stages - 1, 2))
     schedule = replace(parse(line, saved=40), plan=rows(stages, {stages - 1}, rerun=which))
     counts = dict.fromkeys(LINEAR, 0)
-    for name in LINEAR:
+    for name, function in LINEAR.items():
 
         def note(frame: Any, event: str, argument: Any, name: str = name) -> None:
             counts[name] += event in ("call", "c_call")
@@ -146,14 +143,24 @@ def calls(stages: int) -> dict[str, int]:
         gc.disable()  # finalizers of other tests' objects are calls, too
         sys.setprofile(note)
         try:
-            schedule = PASSES[name](schedule)
+            schedule = function(schedule)
         finally:
             sys.setprofile(None)
             gc.enable()
     return counts
 
 
-LINEAR = "recompute rerun offload_grad norms update_graph prefetch slots free tokens".split()
+LINEAR: dict[str, Callable[[Schedule], Schedule]] = {
+    "recompute": PASSES.insert_recompute,
+    "rerun": PASSES.insert_reruns,
+    "offload_grad": functools.partial(PASSES.offload_gradients, accumulate=False),
+    "norms": PASSES.insert_norms,
+    "update_graph": functools.partial(PASSES.insert_update_graph, helps=True),
+    "prefetch": functools.partial(PASSES.insert_prefetch, lookahead=1),
+    "slots": functools.partial(PASSES.assign_slots, slots=3, reuse=True),
+    "free": PASSES.insert_free,
+    "tokens": PASSES.insert_tokens,
+}
 
 
 def test_twice_the_layers_take_twice_the_time() -> None:

@@ -209,8 +209,7 @@ def uncaptured(plans: Any, read: frozenset[int]) -> list[Any]:
 
 def wanted(plans: Any) -> frozenset[int]:
     """The wanted residents."""
-    keys: frozenset[int] = plans.compiler.wants(plans.placement).places.resident
-    return keys
+    return plans.compiler.wants(plans.placement).places.resident
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -316,8 +315,7 @@ class Layer(nn.Module):
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + F.dropout(mixed.transpose(1, 2).flatten(2), self.dropout)
         hidden = self.norms[1](x)
-        result: Tensor = x + self.down(F.silu(self.gate(hidden)) * self.up(hidden))
-        return result
+        return x + self.down(F.silu(self.gate(hidden)) * self.up(hidden))
 
 
 @functools.cache

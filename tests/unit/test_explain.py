@@ -46,8 +46,7 @@ class Net(nn.Module):
         x = self.first(x)
         for layer in self.layers:
             x = x + layer(x)
-        result: torch.Tensor = self.last(x).square().mean()
-        return result
+        return self.last(x).square().mean()
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -168,8 +167,7 @@ def test_parameters_that_no_captured_code_reads_are_counted() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.first(x).relu()
-            result: torch.Tensor = torch.compiler.disable(self.last)(x)
-            return result
+            return torch.compiler.disable(self.last)(x)
 
     model = mc.megacompile(Broken(), device="cpu", progress=False)
     model(torch.randn(3, 8)).square().mean().backward()

@@ -145,14 +145,12 @@ class Bottleneck(nn.Module):
         return self.function(self, x)
 
     def images(self, x: Tensor) -> Tensor:
-        images: Tensor = self.second(self.first(x))
-        return images
+        return self.second(self.first(x))
 
     def plain(self, x: Tensor) -> Tensor:
         x = F.max_pool2d(F.relu(self.first(x)), 3, 2, 1)
         x = x + F.relu(self.norm(self.second(x)))
-        out: Tensor = self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
-        return out
+        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
 
     def flat(self, x: Tensor) -> Tensor:
         """A view that images with their channels last have not."""
@@ -168,8 +166,7 @@ class Bottleneck(nn.Module):
 
     def without(self, x: Tensor) -> Tensor:
         """No convolution at all."""
-        out: Tensor = self.head(x.mean((2, 3)) @ x.new_ones(3, 128))
-        return out
+        return self.head(x.mean((2, 3)) @ x.new_ones(3, 128))
 
 
 def joint_of(model: Bottleneck, x: Tensor) -> fx.GraphModule:

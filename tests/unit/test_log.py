@@ -119,19 +119,17 @@ class Net(nn.Module):
         self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.b(self.a(x))
-        return result
+        return self.b(self.a(x))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def in_eager(module: Any, x: Tensor) -> Tensor:
-    return x @ module.weight  # type: ignore[no-any-return]
+    return x @ module.weight
 
 
 class Breaks(Net):
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = in_eager(self.b, self.a(x))
-        return result
+        return in_eager(self.b, self.a(x))
 
 
 def outside(model: Any) -> None:

@@ -51,10 +51,7 @@ class Case:
     def schedule(self) -> Schedule:
         """What the passes make."""
         if self.passes == "planned":
-            given = {**self.options}
-            if "activations" in given:
-                given["activations"] = Activations(given["activations"])
-            return planned(self.line, **given)
+            return planned(self.line, **self.options)
         options = {**self.options}
         plan: dict[str, Any] = {name: options[name] for name in _PLAN if name in options}
         plan |= {name: options[name] for name in _DELAYS if name in options}

@@ -266,8 +266,7 @@ class Block(nn.Module):
         query, key, value = self.qkv(x).unflatten(-1, (3, -1, 128)).transpose(1, 3).unbind(2)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + mixed.transpose(1, 2).flatten(2)
-        result: Tensor = x + self.down(F.silu(self.up(x)))
-        return result
+        return x + self.down(F.silu(self.up(x)))
 
 
 def tower_of_blocks() -> Tower:

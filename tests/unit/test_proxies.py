@@ -220,12 +220,10 @@ class Copies(nn.Module):
         self.saved = torch.load(file, weights_only=True)
         twin = copy.deepcopy(self.layers[0])
         assert all(type(p) is nn.Parameter and p.is_leaf for p in twin.parameters())
-        result: Tensor = twin(x)
-        return result
+        return twin(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.layers[1](self.copies(self.layers[0](x)))
-        return result
+        return self.layers[1](self.copies(self.layers[0](x)))
 
 
 def test_a_deep_copy_and_a_checkpoint_in_the_forward() -> None:

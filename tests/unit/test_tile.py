@@ -30,8 +30,7 @@ Shapes = tuple[tuple[int, ...], ...]
 def traced(function: Function, *shapes: tuple[int, ...], dtype: Any = None) -> fx.GraphModule:
     """The ATen graph of a function of activations, and of weights behind them."""
     inputs = [torch.randn(shape, dtype=dtype) for shape in shapes]
-    module: fx.GraphModule = make_fx(lambda *given: tuple(function(*given)))(*inputs)
-    return module
+    return make_fx(lambda *given: tuple(function(*given)))(*inputs)
 
 
 def tiled(
@@ -87,8 +86,7 @@ def scaled_mm(a: Tensor, b: Tensor, bias: Tensor | None = None, *, each: bool = 
     """A product of casts, with a scale for each row and column; or one for all."""
     (a, of_a), (b, of_b) = in_fp8(a, 1 if each else None), in_fp8(b, 0 if each else None)
     b = b.t().contiguous().t()
-    made: Tensor = aten._scaled_mm(a, b, of_a, of_b, bias, out_dtype=torch.float32)
-    return made
+    return aten._scaled_mm(a, b, of_a, of_b, bias, out_dtype=torch.float32)
 
 
 TOKENWISE: dict[str, Function] = {

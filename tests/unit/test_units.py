@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -227,13 +226,8 @@ def test_what_stays_under_another_name_is_not_copied() -> None:
     layers = (nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(6))
     captured = capture(Tower(layers), torch.randn(2, 4))
     for on_host in (frozenset({1}), frozenset({1, 2})):
-        schedule = captured.with_tangent()
-        last = len(schedule.stages) - 1
-        for name, function in captured.passes(lookahead=1).items():
-            schedule = function(schedule)
-            if name == "plan":
-                plan = rows(last + 1, on_host | {last}, offload=on_host)
-                schedule = replace(schedule, plan=plan)
+        plan = rows(6, on_host | {5}, offload=on_host)
+        schedule = captured.build(lookahead=1, plan=plan)
         verify(schedule)
         of_stage = {stage.index: stage for stage in schedule.stages}
         assert of_stage[1].traced.saved, "there is what could be copied"

@@ -38,8 +38,7 @@ def uncompiled(module: Any, inputs: Any) -> Any:
 
 def loss_of(output: Any) -> Tensor:
     """The loss in what a model of this file returns."""
-    loss: Tensor = output if isinstance(output, Tensor) else output.loss
-    return loss
+    return output if isinstance(output, Tensor) else output.loss
 
 
 def step(model: nn.Module, inputs: Mapping[str, Any], *, seed: int = 0) -> Tensor:
@@ -123,8 +122,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
-        return result
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
 
 
 class Stack(nn.Module):

@@ -88,7 +88,6 @@ def of_diffusers(kind: str, config: Config, call: Callable[[], Call]) -> Entry:
     """An entry for a class of diffusers."""
 
     def build() -> nn.Module:
-        model: nn.Module = getattr(importlib.import_module("diffusers"), kind)(**config)
-        return model
+        return getattr(importlib.import_module("diffusers"), kind)(**config)
 
     return Entry(kind, Family.DIFFUSION, build, call, "diffusers")

@@ -31,8 +31,7 @@ class Recurrent(nn.Module):
         for layer in self.layers:
             hidden, _ = layer(hidden)
         logits = self.head(hidden[:, :-1]).flatten(0, 1)
-        loss: Tensor = F.cross_entropy(logits, tokens[:, 1:].flatten())
-        return loss
+        return F.cross_entropy(logits, tokens[:, 1:].flatten())
 
 
 class Bags(nn.Module):
@@ -45,8 +44,7 @@ class Bags(nn.Module):
 
     def forward(self, tokens: Tensor, offsets: Tensor) -> Tensor:
         sums = [table(tokens, offsets) for table in self.tables]
-        result: Tensor = self.top(torch.cat(sums, -1))
-        return result
+        return self.top(torch.cat(sums, -1))
 
 
 class Cells(nn.Module):
@@ -61,8 +59,7 @@ class Cells(nn.Module):
         state = x.new_zeros(x.shape[0], WIDTH)
         for now in x.unbind(1):
             state = self.cell(now, state)
-        result: Tensor = self.head(state)
-        return result
+        return self.head(state)
 
 
 def _encoder(norm_first: bool = False) -> nn.Module:

@@ -62,8 +62,7 @@ def library(package: str, name: str, *, size: int = PIXELS, **config: Any) -> En
             make = functools.partial(of.create_model, name, pretrained=False)
         else:
             make = getattr(of.models, name)
-        model: nn.Module = make(num_classes=4, **config)
-        return model
+        return make(num_classes=4, **config)
 
     def call() -> Call:
         return {"x": floats(BATCH, 3, size, size)}
