@@ -53,10 +53,8 @@ class Stubs:
 
 
 def parse(line: str, **stubs: Any) -> Schedule:
-    """The schedule that prints as `line`; keywords are the fields of `Stubs`.
-
-    A compute gets, of each bucket it reads, the latest prefetch in front of it.
-    """
+    """The schedule that prints as `line`, with the fields of `Stubs`. A compute gets the latest
+    prefetch of each bucket."""
     forward_line, separator, backward_line = line.partition("|")
     stages = _stages(forward_line, Stubs(**stubs))
     again = set(re.findall(r"(\d+)RECOMPUTE", backward_line))
@@ -95,10 +93,8 @@ def waits(graph: fx.Graph) -> str:
 
 
 def frees(graph: fx.Graph) -> str:
-    """The actions and where each value dies: "3F -y2_0", and "-g2_1(after=2OFFLOAD_GRAD)".
-
-    A value that is deferred: "~new2(after=2OFFLOAD_STATE)".
-    """
+    """The actions and where each value dies: "3F -y2_0", and "-g2_1(after=2OFFLOAD_GRAD)";
+    deferred, "~new2(after=...)"."""
     words = []
     for node in ops.nodes_of(graph):
         if node.target is ops.free:

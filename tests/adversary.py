@@ -1,22 +1,18 @@
 """An adversarial device: the streams of a schedule, simulated on the CPU, in any order allowed.
 
-What runs is the code that is printed, with the ops of `megacompile.runtime.ops.executor`; only
-`Streams` is another. Its `issue` queues the work, and work is carried out when and in the order in
-which a policy says, as far as the order of the streams and the events that ops wait for allow: the
-host may be far ahead, one stream may starve, any other may run away.
+The printed code runs, with the ops of `megacompile.runtime.ops.executor`; only `Streams` is
+another. Its `issue` queues the work, which is carried out when a policy says, as far as the order
+of the streams and the events that ops wait for allow: one stream may starve, any other run away.
 
-Memory lies: what is freed, what is not written yet (slots, buffers for gradients and states, the
-gradients' memory on the host) holds NaN. A value lives as long as the printed code has a name for
-it: its `del` is an op of the compute stream, as it is for CUDA's caching allocator.
+What is freed or not written yet holds NaN. A value lives as long as the printed code has a name for
+it: its `del` is an op of the compute stream. Memory that others may hold (inputs and outputs of the
+model, gradients that autograd passes in) is never poisoned.
 
-[Note: states on a disk] Where the backward updates, threads of the host and the simulated streams
-wait for one another: a copy of states to the device for a read, the read for a set of buffers, that
-for a write, and the write for a copy to the host. So a copy whose states are not read yet is not
-ready, and others run meanwhile. A write is an op of its stream, which begins it when its turn comes
-and what it is behind has run: a thread of the disk never waits for the simulated streams.
-
-[Note: what poison cannot see] Memory that somebody outside of the schedule may hold (inputs and
-outputs of the model, gradients that autograd passes in) is never poisoned."""
+[Note: states on a disk] Where the backward updates, threads and the simulated streams wait for one
+another. So a copy whose states are not read yet is not ready, and others run meanwhile; and a write
+is an op of its stream, which begins it when what it follows has run: no thread of the disk waits
+for the simulated streams.
+"""
 
 from __future__ import annotations
 
@@ -121,10 +117,8 @@ class Random(Policy):
 
 
 class Witness(Policy):
-    """The order of another simulation: the stream of each op, those that free memory apart.
-
-    These run as soon as they can; behind the end of the order anything may.
-    """
+    """The order of another simulation: the stream of each op. Those that free memory run as soon as
+    they can."""
 
     def __init__(self, order: Iterable[Stream]) -> None:
         self.order = deque(order)
@@ -270,11 +264,8 @@ class Adversary(Streams):
         return True
 
     def _drop_unread(self) -> None:
-        """Drop copies out of buffers that are not filled, or were given up since, and all that a
-        device would get behind them.
-
-        The host issues neither before the buffers are filled, and waits for all before it gives up.
-        """
+        """Drop copies out of buffers that are not filled, or were given up, and all that a device
+        would get after them: the host issues these later, or never."""
         dropped: set[Work] = set()
         before = -1
         while len(dropped) > before:
@@ -572,12 +563,8 @@ class LateExecutor(Executor):
                 self.device.memory.visible.extend(map(_storage, tensors_in(handle.value)))
 
     def _ends(self, name: str) -> Sequence[Stream]:
-        """What must be done when a run ends.
-
-        Of a forward the computes, because random numbers are drawn when they run. Of a backward
-        nothing: `backward()` itself must wait for what it needs. But copies to the host that find
-        their place when they run must not outlive it.
-        """
+        """What must be done when a run ends: of a forward the computes, which draw random numbers;
+        of a backward copies to the host that find their place when they run."""
         run = self.machine.run
         late = run is not None and not {each.route for each in run.records.values()} <= {
             GradRoute.WRITE,
@@ -644,10 +631,7 @@ def attach(model: Any) -> Adversary:
 
 
 def await_compute(model: Any) -> None:
-    """Wait for the compute stream, behind a backward or a step where buckets live on the device.
-
-    What the user does with their memory is queued after it, on the same stream, and has to run.
-    """
+    """Wait for the compute stream, on which what the user does next would be queued."""
     streams = inside.machine(model).streams
     if isinstance(streams, Adversary):
         streams.synchronize(Stream.COMPUTE)

@@ -1,12 +1,9 @@
 """`python -m tests.budgets`: random models and budgets, each of which runs or is refused.
 
-Each case is a process of its own, forked from this one, under a limit of memory (RLIMIT_DATA): what
-the budgets allow, and a little for Python. It trains for three steps. It must end well, with host
-buffers within `host_memory=` and within what the plan said, or be refused before there is any
-gradient or state. Whatever else it does is a fault: an error, a signal, a hang, memory over a
-budget, a refusal in the middle of training.
-
-On the CPU the device's memory is the process's own, so that it is limited as well.
+Each case is forked from this process, under a limit of memory (RLIMIT_DATA): what the budgets
+allow, and a little for Python; the device's memory is in it too. It trains for three steps, within
+`host_memory=` and what the plan said, or is refused before there is any gradient or state. Anything
+else is a fault: an error, a signal, a hang, memory over a budget, a late refusal.
 """
 
 from __future__ import annotations
@@ -159,12 +156,7 @@ class Outcome:
 
     end: str  # "ran", "refused", "refused as warned", or one of FAULTS
     what: str = ""  # of an error, the type and the first line
-    host_bytes: int = 0  # of buffers, at most
-    trained_bytes: int = 0  # the same behind the first step
-    planned_bytes: int = 0
-    budget_bytes: int | None = None
-    peak_bytes: int = 0  # private memory of the process, beyond what it began with
-    limit_bytes: int = 0  # of it
+    share: float | None = None  # of host buffers after the first step, of what the plan said
 
 
 class Meter:
@@ -200,14 +192,7 @@ def train(
     steps: int,
     stepped: Callable[[], None] = lambda: None,
 ) -> nn.Module:
-    """Train for so many steps; with 0, only the first forward.
-
-    Args:
-        stepped: is called behind each step.
-
-    Raises:
-        RefusedLate: a refusal with gradients or states there already.
-    """
+    """Train for so many steps, calling `stepped` after each; with 0, only the first forward."""
     model = case.model()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = OPTIMIZERS[case.optimizer](trained, lr=0.001)
@@ -243,11 +228,8 @@ def train(
 
 
 class RefusedLate(Exception):
-    """A refusal in the middle of training.
-
-    It is right where a plan that did not know the optimizer has warned of it: host memory does not
-    hold the states of AdamW, and the first step is one that has them.
-    """
+    """A refusal in the middle of training. Right where a plan that did not know the optimizer has
+    warned that host memory does not hold the states of AdamW."""
 
 
 _FEWER_STATES = "An optimizer step that needs more raises an error"
@@ -282,9 +264,8 @@ def trial(case: Case, folder: Path) -> Outcome:
     limit = within + device + SLACK_BYTES
     host_memory.MARGIN_BYTES = 0  # it is in the slack, of which there is less here
     resource.setrlimit(resource.RLIMIT_DATA, (started + limit, resource.RLIM_INFINITY))
-    meter = Meter()
-    sampler = _Sampler()
-    end, what, planned = "ran", "", 0
+    meter, planned = Meter(), 0
+    end, what = "ran", ""
     with meter.patch, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
@@ -298,10 +279,7 @@ def trial(case: Case, folder: Path) -> Outcome:
             end, what = "refused as warned" if warned else "refused late", _line(error)
         except BaseException as error:
             end, what = "fault", _line(error) + "\n" + traceback.format_exc(limit=-6)
-    peak = sampler.stop() - started
-    return Outcome(
-        end, what, max(meter.peaks), max(meter.peaks[1:], default=0), planned, host, peak, limit
-    )
+    return Outcome(end, what, max(meter.peaks[1:]) / planned if planned else None)
 
 
 def _within(
@@ -326,23 +304,6 @@ def _private_bytes() -> int:
     """What RLIMIT_DATA limits: memory of this process's own, touched or not."""
     pages = int(Path("/proc/self/statm").read_text().split()[5])
     return pages * resource.getpagesize()
-
-
-class _Sampler:
-    """The most private memory that this process had; looked at where it is asked for too."""
-
-    def __init__(self) -> None:
-        self.peak = 0
-        signal.signal(signal.SIGALRM, lambda *_: self._look())
-        signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)
-
-    def _look(self) -> None:
-        self.peak = max(self.peak, _private_bytes())
-
-    def stop(self) -> int:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        self._look()
-        return self.peak
 
 
 def in_child(case: Case, folder: Path) -> Outcome:
@@ -387,7 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     ends: Counter[str] = Counter(dict.fromkeys(("ran", "refused", "killed"), 0))
-    shares, used = [], []
+    shares = []
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         warm_up(folder)
@@ -397,15 +358,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ends[outcome.end] += 1
             if outcome.end in FAULTS:
                 print(f"FAULT in {case}\n  {outcome.end}: {outcome.what}", flush=True)
-            if outcome.end == "ran":
-                if outcome.planned_bytes:
-                    shares.append(outcome.trained_bytes / outcome.planned_bytes)
-                used.append(outcome.peak_bytes / outcome.limit_bytes)
+            if outcome.end == "ran" and outcome.share:
+                shares.append(outcome.share)
     print(f"{options.cases} cases:", ", ".join(f"{n} {end}" for end, n in ends.items()))
     if shares:
         print(f"host buffers: {min(shares):.3f} to {max(shares):.3f} of what the plan said")
-    if used:
-        print(f"memory of the process: at most {max(used):.2f} of its limit")
     return int(any(ends[end] for end in FAULTS))
 
 

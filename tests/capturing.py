@@ -131,12 +131,7 @@ def capture(
     replicas: int = 1,
     **kwargs: Any,
 ) -> Captured:
-    """The first graph that Dynamo captures of `model(*args, **kwargs)`; nothing is computed.
-
-    Args:
-        ranks: that share the model's buckets.
-        replicas: that have the same part of them.
-    """
+    """The first graph that Dynamo captures of `model(*args, **kwargs)`; nothing is computed."""
 
     def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         del examples

@@ -104,11 +104,8 @@ def _same_draws() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> None:
-    """Captured graphs of one test do not count towards another's recompilations.
-
-    Nor do the guards of a graph outlive it. Each has finalizers on classes and modules, which live
-    on: with them, a million objects more would be there for the collector after a thousand tests.
-    """
+    """Captured graphs of one test do not count towards another's recompilations, and their guards
+    go: their finalizers would be a million objects after a thousand tests."""
     torch.compiler.reset()
     registry: Any = weakref.finalize._registry  # type: ignore[attr-defined]
     for finalizer, info in registry.copy().items():  # threads add to it

@@ -18,12 +18,8 @@ def drawn(always: Iterable[Any], others: Iterable[Any]) -> list[Any]:
 
 
 def pairwise(*dimensions: Iterable[Any]) -> list[Any]:
-    """A product where every value meets every one of the other dimensions; the rest is for
-    `make thorough` alone.
-
-    Args:
-        dimensions: three or more of them, the shortest last.
-    """
+    """A product where every value meets every one of the other dimensions, the shortest of which is
+    last; the rest is for `make thorough` alone."""
     values = [list(each) for each in dimensions]
     kept = len(values[-1])
     found: list[Any] = []
@@ -37,11 +33,8 @@ def pairwise(*dimensions: Iterable[Any]) -> list[Any]:
 def examples(
     use: Callable[..., None], *drawn: st.SearchStrategy[Any], count: int, seed: int, shrink: bool
 ) -> None:
-    """Call a function with at most so many draws; they go by the seed alone.
-
-    Args:
-        shrink: look for a smaller draw by which it raises.
-    """
+    """Call a function with at most so many draws, by the seed alone; `shrink`: look for a smaller
+    draw by which it raises."""
     settings = hypothesis.settings(
         max_examples=count,
         deadline=None,

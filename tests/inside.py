@@ -119,10 +119,7 @@ def programs(model: nn.Module) -> list[Program]:
 
 @contextmanager
 def graph_calls(ran: list[Program | None]) -> Iterator[None]:
-    """Note what each call of a captured graph in the block runs; None where it runs in eager mode.
-
-    Layers of one class share a graph, and run a program each.
-    """
+    """Note what each call of a captured graph in the block runs; None: it is in eager mode."""
 
     def note(frame: FrameType, event: str, argument: object) -> None:
         del argument

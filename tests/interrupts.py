@@ -1,15 +1,10 @@
 """Looks at calls of the functions of the product, Ctrl-C in them, and errors, without a patch.
 
-Python's profiler is told of each call: it sees the arguments, and what it raises is raised there.
-
-`KeyboardInterrupt` is raised in our code wherever Python runs a signal handler. Python 3.11 runs
-one where a function begins, after a call, and where a loop goes round. None comes between the last
-call of a `with` over a context manager in C and its `__exit__`, so none is drawn there. The
-exception is raised before the opcode that follows, where the same handler is in force.
-
-Ours are the frames of megacompile, of the code that it prints, and of `contextlib` that these call.
-Those of torch are left alone, which does not promise to survive it; so are those of the adversarial
-device, in whose place there is a GPU.
+Python's profiler is told of each call; what it raises is raised there. `KeyboardInterrupt` is
+raised wherever Python 3.11 runs a signal handler: where a function begins, after a call, and where
+a loop goes round; never between the last call of a `with` over a context manager in C and its
+`__exit__`. Ours are the frames of megacompile, of the code that it prints, and of `contextlib` that
+these call, but for those of the adversarial device.
 """
 
 from __future__ import annotations
@@ -145,10 +140,8 @@ def profiled(profile: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(looks: Mapping[Any, Look]) -> Iterator[None]:
-    """For its duration, this thread's calls of some functions are looked at before they begin.
-
-    Once a look has raised, nothing more is looked at.
-    """
+    """For its duration, this thread's calls of some functions are looked at before they begin,
+    until a look has raised."""
     by_code = {function.__code__: look for function, look in looks.items()}
 
     def profile(frame: FrameType, event: str, argument: object) -> None:

@@ -57,10 +57,8 @@ class Loop:
         return tuple(name for name, has in _FEATURES.items() if has(self, net))
 
     def rounds(self, net: Net) -> bool:
-        """May a gradient be summed in another order than in the plain model?
-
-        The uses in one call are summed in its captured graph, and the sum is what others add to.
-        """
+        """May a gradient be summed in another order than in the plain model? The uses in one call
+        are summed in its captured graph."""
         uses = collections.Counter(net.calls)
         tied = [*net.tied, *([self.tie] if self.tie else [])]
         several = bool(tied) or any(count > 1 for count in uses.values())
@@ -92,11 +90,7 @@ FEATURES = tuple(_FEATURES)  # what is drawn
 def run(
     model: Any, net: Net, choice: Choice, loop: Loop, optimizer: Any, *, first: int = 0
 ) -> Result:
-    """Train a little; gives everything that can be seen.
-
-    Args:
-        first: the number of the first micro-batch.
-    """
+    """Train a little, from micro-batch `first` on; gives everything that can be seen."""
     seen: Result = {}
     steps = STEPS if optimizer is not None or loop.tie or loop.fork else 1
     with _hooked(model, loop, seen), _tied_later(model, loop) as tie:

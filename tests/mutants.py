@@ -77,11 +77,8 @@ class Truth:
         return right
 
     def judge(self, mutant: Schedule, *, alone: bool = True) -> Verdict:
-        """Can some interleaving of `mutant` give something else than its original does?
-
-        Args:
-            alone: look at forward and backward alone too; nothing else shows an interleaving.
-        """
+        """Can some interleaving of `mutant` give something else than its original does? `alone`:
+        look at forward and backward alone too, which show an interleaving."""
         verdict = self._alone(mutant) if alone else Verdict(Harm.NONE)
         if verdict.harm in (Harm.WRONG, Harm.CRASH):
             return verdict
@@ -117,10 +114,8 @@ class Truth:
 
 
 def _by_name(machine: Machine, cells: Cells) -> object:
-    """What can be seen: host memory, and what is returned, in its order.
-
-    Of the saved values, only those that the schedule's own backward takes.
-    """
+    """What can be seen, in its order: host memory, and what is returned; of saved values, those
+    that the schedule's own backward takes."""
     kept, returned = machine.seen(cells)
     backward = machine.schedule.backward
     if machine.name == "backward" or backward is None:

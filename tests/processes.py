@@ -30,11 +30,8 @@ trains_in_a_child = pytest.mark.skipif(
 def python(
     *arguments: str, folder: Path = ROOT, timeout_s: float = 300, **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """What another process of this interpreter says, which ends well.
-
-    Args:
-        environ: what it finds in its environment beside the modules of this repository.
-    """
+    """What another process of this interpreter says, which ends well; `environ`: what it finds
+    beside the modules of this repository."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
@@ -50,11 +47,8 @@ def python(
 def torchrun(
     module: str, *arguments: str, ranks: int, timeout_s: float, device: str = "cpu"
 ) -> None:
-    """Run a module in several processes that end, whatever happens.
-
-    Args:
-        device: "cuda", or "cpu", where they see no GPU.
-    """
+    """Run a module in several processes that end, whatever happens. On device "cpu" they see no
+    GPU."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), "-m", module, *arguments]

@@ -5,26 +5,17 @@
     python -m tests.prove --frames 2000 --seed 0     programs of frames, against the plain ones
     python -m tests.prove --mutants 1000 --seed 0    broken schedules against `verify`
 
-A case is one interleaving of one plan of one model: two or four forwards and backwards, or steps of
-an optimizer, whose losses, outputs, gradients, parameters and buffers must be those of the plain
-model in every bit. Most of the loops do more (`tests.loops`): parameters are used outside of the
-model too, hooks look, threads, children and Ctrl-C come between. Where the backward makes the
-optimizer's update, or other users add to the sum of several uses in the model, all must be in every
-bit that of program order, and within 1e-5 of the plain loop. An update in the backward may be
-refused where others use the parameters, before anything is updated. Models, plans and loops are
-drawn by hypothesis; several interleavings (`--interleavings`) share these, because tracing takes
-most of the time.
-
-Of ranks, 2 to 4 are simulated in this process (`tests.ranks.subject`, `tests.ranks.interconnect`).
-Each has data, a plan and an adversarial device of its own, and they meet in their collectives. With
-`--cases`, there are a tenth as many cases of ranks, unless `--ranks` says how many.
-
-Programs of frames are user code around what Dynamo captures (`tests.frames`, which has a command
-of its own). With `--cases`, there are a tenth as many, unless `--frames` says how many.
+A case is one interleaving of one plan of one model in a loop (`tests.loops`), whose losses,
+outputs, gradients, parameters and buffers must be those of the plain model in every bit. Where the
+backward makes the optimizer's update, or other users add to a sum, they must be those of program
+order, and within 1e-5 of the plain loop. An update in the backward may be refused where others use
+the parameters, before anything is updated. Interleavings share models and plans, because tracing
+takes most of the time. With `--cases`, a tenth as many cases are of ranks (`tests.ranks.subject`),
+and as many programs of frames (`tests.frames`).
 
 A mutant is a schedule of `tests.originals` with one or two edits: `tests.mutants` says which, and
-decides by interleavings whether it is harmful. As many mutants again are of updates and of the
-edges between graphs (`tests.mutants_step`): they have a table of their own, the last one.
+decides by interleavings whether it is harmful. As many again are of updates and of the edges
+between graphs (`tests.mutants_step`).
 """
 
 from __future__ import annotations
@@ -135,11 +126,8 @@ def prove(
     shrink: bool = False,
     features: tuple[str, ...] = loops.FEATURES,
 ) -> Counts:
-    """Run `cases` cases, or a few more to complete the last model's.
-
-    Raises:
-        AssertionError: with `shrink`, of the smallest model that is found to differ.
-    """
+    """Run `cases` cases, or a few more to complete the last model's; with `shrink`, raise the
+    smallest model that differs."""
 
     def one(case: tuple[Net, Choice, Loop], first: int, counts: Counts) -> None:
         check(*case, interleavings, first, counts)

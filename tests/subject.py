@@ -90,12 +90,8 @@ class Counts:
 
 @contextlib.contextmanager
 def kept(choose: Callable[[], Choice], counts: Counts) -> Iterator[None]:
-    """Keep the saved tensors of the stages whose bit is set, all or half of them, there or on the
-    host; run others again for their outputs; let states leave as late as chosen.
-
-    Args:
-        choose: gives what is chosen for the model that is planned.
-    """
+    """Keep the saved tensors of the stages whose bit is set in what `choose` gives, all or half of
+    them, there or on the host; run others again; let states leave as late as chosen."""
 
     def chosen(schedule: Schedule, choice: Any, *, saves: bool, **options: Any) -> Schedule:
         drawn = choose()
@@ -244,10 +240,8 @@ class Subject:
         return found + differences(self.wanted, got, rtol=self.rtol)
 
     def to_program_order(self) -> list[str]:
-        """Compare with this model in program order from now on; gives how the plain one differs.
-
-        For what rounds differently: the update in the backward, and some sums.
-        """
+        """Compare with this model in program order from now on, as some sums round differently;
+        gives how the plain one differs."""
         self.rtol = 1e-5
         found = self.wrong(InOrder())
         self._reset()

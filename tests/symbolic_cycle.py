@@ -43,11 +43,8 @@ class _Op:
 
 
 class Cycle:
-    """The runs of a schedule's graphs, laid out over streams and cells.
-
-    Raises:
-        Crash: whatever the streams do.
-    """
+    """The runs of a schedule's graphs, laid out over streams and cells; raises `Crash` whatever the
+    streams do."""
 
     def __init__(self, schedule: Schedule, kind: Kind, *, accumulate: bool) -> None:
         self.machines: list[Machine] = []

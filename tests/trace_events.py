@@ -21,11 +21,8 @@ METADATA = {  # name -> the key of its args
 
 
 def faults(document: Any) -> list[str]:
-    """Where a document is not the JSON object form of the trace event format.
-
-    Besides the keys: names before what they name is used, complete events of a thread nested or one
-    after the other, counters with numbers.
-    """
+    """Where a document is not the JSON object form of the trace event format: its keys, names
+    before their use, complete events of a thread nested or apart, counters with numbers."""
     if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
         return ["no object with a list traceEvents"]
     found = []

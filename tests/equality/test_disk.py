@@ -410,10 +410,8 @@ def test_everything_comes_back(tmp_path: Path, mode: str, place: dict[str, Any])
 
 
 def test_states_that_a_step_leaves_alone_wait_for_its_write(tmp_path: Path) -> None:
-    """A step writes all states of a bucket: of another optimizer, of a parameter without gradient.
-
-    What is written to them meanwhile is not lost.
-    """
+    """A step writes all states of a bucket; what is written to those of other optimizers meanwhile
+    is not lost."""
     run = cells.build(cells.Cell(optimizer="muon", states="disk"), tmp_path)
     cells.once(run)
     muon, adamw = run.optimizers

@@ -219,13 +219,8 @@ def loss_of(output: Any) -> Tensor:
 def trained(
     pairs: Any, seeds: range, call: Callable[[Any, Tensor], Any] | None = None
 ) -> list[int]:
-    """How many parameters eager code has copied to the device in each step; the numbers are those
-    of the plain model in every bit.
-
-    Args:
-        pairs: the plain model and the other, each with its optimizer.
-        call: of a model. Default: the model's own.
-    """
+    """How many parameters eager code has copied to the device in each step of `pairs` of a model
+    and its optimizer, which are equal in every bit; `call`: of a model."""
     counts = []
     for seed in seeds:
         losses, found = [], list[Any]()

@@ -158,9 +158,8 @@ RACES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", RACES, ids=str)
 def test_delays_change_nothing(options: dict[str, Any]) -> None:
-    """Whatever op is late, or all of one stream, those that need it wait: bitwise the plain
-    gradients. Host buffers of one micro-batch are lent to the next while copies are
-    late."""
+    """Whatever op or stream is late, those that need it wait; host buffers are lent to the next
+    micro-batch."""
     plain, model = twins(**options)
     wanted = gradients(plain, 3)
     assert_equal(wanted, gradients(model, 3), "no delays")
@@ -366,10 +365,8 @@ def test_another_name_of_a_parameter_has_the_new_value_when_the_backward_returns
 @pytest.mark.parametrize("masters", [None, torch.bfloat16], ids=["", "masters"])
 @pytest.mark.parametrize("micro", [1, 3])
 def test_residents_are_updated_as_what_is_streamed(states: Any, masters: Any, micro: int) -> None:
-    """In the backward, by the same kernel, on the bucket's own memory; norms are of the device.
-
-    Inductor rounds a stage that is kept otherwise than one that is recomputed, and plans differ.
-    """
+    """In the backward, by the same kernel, on the bucket's own memory. Inductor rounds a kept stage
+    otherwise than a recomputed one."""
     found, norms = [], []
     for resident in (0, "20KiB", "all"):
         model = stack()[0]

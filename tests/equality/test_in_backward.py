@@ -1,10 +1,6 @@
-"""The update in the backward, and gradients on the host that are clipped.
-
-The update in the backward: near the plain loop, and what it refuses in time. Loops over streamed
-and resident buckets, in every bit: test_table.py. `p.grad` on the host takes the factor of
-`clip_grad_norm_` without a pass over its memory, and answers for its norm. On the device that is a
-matter of test_resident.py.
-"""
+"""The update in the backward: near the plain loop, and what it refuses in time. `p.grad` on the
+host takes the factor of `clip_grad_norm_` without a pass over its memory, and answers for its norm
+(on the device: test_resident.py). Loops in every bit: test_table.py."""
 
 from __future__ import annotations
 

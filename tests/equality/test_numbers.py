@@ -47,10 +47,8 @@ def step(model: nn.Module, case: cases.Case, i: int, device: torch.device) -> Te
 
 
 def trained(name: str, *, in_backward: bool = False, **options: Any) -> nn.Module:
-    """The streamed model, trained next to the plain one; equal up to rounding.
-
-    Two micro-batches a step and clipping; AdamW in the backward has no gradients to clip.
-    """
+    """The streamed model, trained next to the plain one, equal up to rounding; two micro-batches a
+    step and clipping, but for AdamW in the backward."""
     case = cases.build(name)
     models = copy.deepcopy(case.model), case.model
     optimizers = [

@@ -32,10 +32,7 @@ class Own(nn.Parameter):
 
 
 class Layer(nn.Module):
-    """A product that is multiplied by what `ask` finds out about the weight.
-
-    A model has a layer for each question: all are captured at once.
-    """
+    """A product that is multiplied by what `ask` finds out about the weight."""
 
     def __init__(self, ask: Ask, breaks: bool, kind: type[nn.Parameter]) -> None:
         super().__init__()

@@ -1,9 +1,6 @@
-"""CUDA graphs of models that fit: what a replay overwrites, and when the code itself runs.
-
-A device that captures is emulated: a replay runs the code again, on the addresses of its capture,
-and writes the results where they were. Beside it runs the same model without: the numbers are equal
-in every bit. On a GPU, beside real ones.
-"""
+"""CUDA graphs of models that fit: what a replay overwrites, and when the code itself runs. A device
+that captures is emulated: a replay runs the code again, on the addresses of its capture. The
+numbers are equal in every bit to the same model without. On a GPU, to real graphs."""
 
 from __future__ import annotations
 

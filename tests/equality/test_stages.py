@@ -46,10 +46,8 @@ def annealed(*, inplace: bool = False) -> Any:
 
 
 class Mix(nn.Module):
-    """As the attention of an autoencoder: its output's pixels lie one behind the other.
-
-    The stride of the batch, of which there is one, is that of the sum's kernel, and no fake one's.
-    """
+    """As the attention of an autoencoder: the stride of its batch of one is that of the sum's
+    kernel, and no fake one's."""
 
     def __init__(self) -> None:
         super().__init__()

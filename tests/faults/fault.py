@@ -40,11 +40,7 @@ class Fault:
     near: str = ""
 
     def at(self, source: str) -> int:
-        """The offset in `source` of the first character that changes.
-
-        Raises:
-            Outgrown: the old text is not there, or more than once.
-        """
+        """The offset in `source` of the first character that changes; raises `Outgrown`."""
         if (count := source.count(self.old)) != 1:
             raise Outgrown(f"fault {self.id!r}: its old text occurs {count} times in {self.path}")
         if _IDLE.sub("", self.old) == _IDLE.sub("", self.new):
@@ -54,11 +50,7 @@ class Fault:
         return source.index(self.old) + len(os.path.commonprefix([self.old, self.new]))
 
     def planted(self, source: str) -> str:
-        """`source` with the fault; it compiles.
-
-        Raises:
-            Outgrown: as in `at`, or the faulty source does not compile.
-        """
+        """`source` with the fault; raises `Outgrown`, also if that does not compile."""
         self.at(source)
         faulty = source.replace(self.old, self.new)
         try:
@@ -91,11 +83,8 @@ def check(faults: Sequence[Fault], root: Path) -> None:
 
 
 def probed(source: str, faults: Sequence[Fault]) -> str:
-    """`source` with a probe in front of the statement that each fault changes.
-
-    A fault in a signature is probed in the function; one outside of functions in all functions of
-    the file.
-    """
+    """`source` with a probe ahead of the statement that each fault changes; of a signature, in the
+    function; outside of functions, in all functions of the file."""
     tree = ast.parse(source)
     inserts: list[tuple[list[ast.stmt], ast.stmt | None, str]] = []
     for fault in faults:

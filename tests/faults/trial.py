@@ -72,11 +72,9 @@ class Map:
         return made
 
     def candidates(self, fault: Fault) -> tuple[list[str], list[str]]:
-        """The tests that may catch a fault, the cheapest first: those that reach it, then others.
-
-        The others are of the same files: what a helper has cached for one test, another one uses
-        without a probe. A fault that only an import reaches may be caught by any test.
-        """
+        """The tests that may catch a fault, the cheapest first: those that reach it, then others of
+        the same files, which use what a helper has cached. A fault that only an import reaches may
+        be caught by any."""
         reaching = {test for test in self.reached[fault.id] if test in self.times_s}
         files = set(map(_file, reaching))
         others = {test for test in self.times_s if _file(test) in files} - reaching

@@ -5,20 +5,15 @@
     python -m tests.frames --seed 0 --only 17        one case: its program, and how it differs
 
 A case is a program in a file of its own, made of one to three parts (`tests.frames.parts`), and the
-options of `megacompile()`. It trains a small model for a few steps. It runs plain and streamed, in
-the same process. All that it shows, losses, outputs, gradients, parameters, buffers and where it
-raises, must be equal in every bit; but for rounding with Inductor, and where two captured graphs
-use one parameter.
-
-Four things are not mismatches. They are counted:
+options of `megacompile()`. It trains a small model for a few steps, plain and streamed. All that it
+shows must be equal in every bit; but for rounding with Inductor, and where two captured graphs use
+one parameter. Counted, and no mismatch:
 
 - refused: a `MegacompileError` where the plain program goes on;
-- warned: what differs is another name for a parameter's memory (made before `megacompile()`, or
-  kept by a module), or comes from it, and a warning says so;
+- warned: another name for a parameter's memory differs, and a warning says so;
 - a known limit: docs/limits.md says that it differs (`judge.LIMITS`);
-- not seen: the plain program raises because a tensor was changed between a forward and its
-  backward, and the streamed one does as the plain program without that change.
+- not seen: the plain program raises because of a change between a forward and its backward, and the
+  streamed one does as without that change.
 
-A program that differs is made smaller: parts and options are left out while it still differs.
-Needs nothing but torch: no hypothesis, no pytest.
+A program that differs is made smaller. Needs nothing but torch: no hypothesis, no pytest.
 """

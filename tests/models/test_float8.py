@@ -206,9 +206,8 @@ CONFIG = {
 def test_plan_knows_how_fast_float8_is_and_what_it_saves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Products at twice the rate, and casts that take a part of it again: more with a scale for
-    each row, whose reductions of columns read slowly. What products read in the backward is saved
-    in fp8, but for gradients of weights in bf16."""
+    """Products at twice the rate, and casts that take a part of it again, more with a scale for
+    each row; saved in fp8, but for gradients of weights in bf16."""
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))

@@ -1,12 +1,9 @@
 """Ranks in one process, and the interconnect between them.
 
-Each rank is a thread, and one of them runs at a time: until it comes to a collective that others
-have not come to. Which rank goes on then is drawn at random. A collective is carried out when all
-ranks are in it, and all of them must be in the same one. So a rank may come first or last, and far
-ahead of the others on its other streams: those are its own (`tests.adversary`), and the only thing
-that it sees of other ranks is what a collective gives.
-
-Random numbers are a rank's own, as in a process of its own.
+Each rank is a thread with random numbers of its own, and one of them runs at a time: until it comes
+to a collective that others have not come to. Which rank goes on then is drawn at random. A
+collective is carried out when all ranks are in it, and all must be in the same one. So a rank may
+be first or last, and far ahead on its other streams (`tests.adversary`).
 """
 
 from __future__ import annotations
@@ -50,12 +47,8 @@ class Interconnect:
         self._error: BaseException | None = None
 
     def run(self, bodies: Sequence[Callable[[], T]], seed: int) -> list[T]:
-        """Run what each rank does, until all are done.
-
-        Raises:
-            CollectiveError: collectives do not fit.
-            BaseException: of the first rank that raised.
-        """
+        """Run what each rank does, until all are done; raises the error of the first rank that
+        raised."""
         self._random.seed(seed)
         self._running, self._error = set(range(self.count)), None
         self._arrived.clear()
@@ -83,11 +76,8 @@ class Interconnect:
         return [results[rank] for rank in range(self.count)]
 
     def exchange(self, rank: int, what: object, value: Any) -> list[Any]:
-        """What each rank gives in a collective, by rank: all of them come to it.
-
-        Args:
-            what: the collective: its kind, its size. It must be the same in all ranks.
-        """
+        """What each rank gives in a collective, by rank; `what`, its kind and size, must be the
+        same in all."""
         with self._turns:
             self._arrived[rank] = what, value
             if len(self._arrived) == self.count and self._error is None:

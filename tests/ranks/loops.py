@@ -29,12 +29,8 @@ ROWS = 8  # of all ranks together
 
 
 class Loop:
-    """A model that is trained, in one of `ranks` or as the plain one of all.
-
-    Args:
-        mesh: of the ranks that share the model; None: the plain one.
-        ranks: how many there are.
-    """
+    """A model that is trained, in one of `ranks` that share it by `mesh`, or as the plain one of
+    all."""
 
     def __init__(self, net: type[nn.Module], mesh: Any, ranks: int, **options: Any) -> None:
         torch.manual_seed(0)

@@ -142,10 +142,8 @@ class RankSubject:
 
     @property
     def rounds(self) -> bool:
-        """Is it equal to the plain ranks but for rounding?
-
-        Of two calls, ranks average each; the plain ones their sum.
-        """
+        """Is it equal to the plain ranks but for rounding? Of two calls, ranks average each; the
+        plain ones their sum."""
         return self.choice.in_backward or self.loop.twice
 
     @property
@@ -158,12 +156,8 @@ class RankSubject:
         return sum(rank.device.memory.poisoned for rank in self.ranks)
 
     def wrong(self, policy: Callable[[int], adversary.Policy], seed: int) -> list[str]:
-        """What one interleaving gives that is not as it should be.
-
-        Args:
-            policy: of each rank.
-            seed: of who comes first to the collectives.
-        """
+        """What one interleaving gives that is not as it should be, by the policy of each rank and
+        the seed of who comes first."""
         got = self._train(policy, seed)
         pairs = zip(self.wanted, got, strict=True)
         return [
@@ -178,10 +172,8 @@ class RankSubject:
         return self.wrong(lambda rank: adversary.Random(seeds[rank]), seed)
 
     def to_program_order(self) -> list[str]:
-        """Compare with these ranks in program order from now on; gives how the plain ones differ.
-
-        For what rounds differently: the update in the backward, and some sums.
-        """
+        """Compare with these ranks in program order from now on, as some sums round differently;
+        gives how the plain ones differ."""
         self.rtol = 1e-5
         found = self.wrong(lambda _: InOrder(), 0)
         self.wanted = self._train(lambda _: InOrder(), 0)

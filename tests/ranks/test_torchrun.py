@@ -1,11 +1,7 @@
-"""What ranks check by themselves (`tests.ranks.script`), next to the plain model in each of them.
-
-A start of torchrun costs seconds, so one start runs many checks, up to the first that fails.
-
-And one rank does something else, or nothing: all ranks stop soon, and say which one and where. The
-times are bounds on hanging: a rank that waits for another one by itself would wait for 30 minutes.
-Who is to blame when: `tests/unit/test_agreement.py`.
-"""
+"""What ranks check by themselves (`tests.ranks.script`), next to the plain model in each of them;
+one start of torchrun runs many checks, up to the first that fails. And one rank does something
+else, or nothing: all ranks stop soon, and say which one and where. The times are bounds on hanging.
+Who is to blame when: `tests/unit/test_agreement.py`."""
 
 from __future__ import annotations
 

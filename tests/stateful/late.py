@@ -1,11 +1,6 @@
-"""What comes at a bad moment: updates of host memory that are late, and errors.
-
-Late updates are made when somebody waits for them, and no sooner.
-
-The worst that may happen to a loop: whoever uses a parameter, a gradient or a state without waiting
-for the update in flight sees what was there before it. No thread is needed, so tests are the same
-each time.
-"""
+"""What comes at a bad moment: updates of host memory that are late, and errors. Late updates are
+made when somebody waits for them, and no sooner: whoever uses a parameter, a gradient or a state
+without waiting sees what was there before. No thread is needed, so tests are the same each time."""
 
 from __future__ import annotations
 
@@ -91,13 +86,8 @@ def late(model: Any) -> Late:
 
 
 class AtCall:
-    """Raises where a function of ours is called for the n-th time, as by memory that runs out.
-
-    Args:
-        name: of the function.
-        left: n.
-        error: that is raised.
-    """
+    """Raises `error` where a function of ours is called for the n-th time, as by memory that runs
+    out."""
 
     def __init__(self, name: str, left: int, error: BaseException) -> None:
         self.name, self.left, self.error = name, left, error

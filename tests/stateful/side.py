@@ -52,11 +52,8 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Layers of one shape, a head, and a parameter without a use.
-
-    Args:
-        breaks: break the graph between the layers, so that there are two captured graphs.
-    """
+    """Layers of one shape, a head, and a parameter without a use; with `breaks`, two captured
+    graphs."""
 
     def __init__(self, breaks: bool = False) -> None:
         super().__init__()
@@ -106,12 +103,8 @@ class Planted(Exception):
 
 
 class Side:
-    """A model and what a loop has around it.
-
-    Args:
-        model: the same each time: captures are made once. `reset` begins anew.
-        updates: the optimizer that the backward updates for, on the other side too.
-    """
+    """A model, captured once, and what a loop has around it; `updates`: the optimizer that the
+    backward updates for, on the other side too."""
 
     def __init__(self, model: Any, *, compiled: bool, updates: Optimizer | None = None) -> None:
         self.model, self.compiled, self.updates = model, compiled, updates

@@ -1,16 +1,10 @@
 """Errors in a step: the next one works with the right numbers, or says why it cannot.
 
-What `p.grad` is after a backward that failed:
-
-- it was None: it is None still. (In plain PyTorch the layers that came before the failure have
-  theirs.)
-- it held a gradient: each parameter's is what it was, or has the new one added whole, as in plain
-  PyTorch, where the layers that came before the failure have accumulated too. So, as there, a step
-  that failed is repeated from `zero_grad()`.
-
-What an optimizer cannot go on from is refused when the step begins, and nothing has changed. Each
-case is tried where the own step of torch.optim makes the update, where a rule of ours does, on
-residents, and in the backward; the plain loop raises too, at another point.
+After a backward that failed, a `p.grad` that was None is None still; one that held a gradient is
+what it was, or has the new one added whole. So a step that failed is repeated from `zero_grad()`,
+as in plain PyTorch. What an optimizer cannot go on from is refused when the step begins, and
+nothing has changed. Each case is tried where torch.optim's own step makes the update, where a rule
+of ours does, on residents, and in the backward.
 """
 
 from __future__ import annotations

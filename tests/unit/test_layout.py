@@ -177,10 +177,8 @@ def is_private(name: str) -> bool:
 
 
 def private_torch_faults(source: str) -> list[str]:
-    """Where a source imports or names a private part of torch, under whatever name it has it.
-
-    The operators below `torch.ops` are exempt: what a captured graph calls has those names.
-    """
+    """Where a source imports or names a private part of torch, under whatever name it has it, but
+    for operators below `torch.ops`."""
     names: dict[str, str] = {}  # local name -> what of torch it is
     used: list[tuple[int, str]] = []
     for node in nodes(source):

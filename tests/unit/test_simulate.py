@@ -133,10 +133,8 @@ class OfOne(Schedule):
 
 
 def trained(helped: tuple[int, ...] = ()) -> Schedule:
-    """Two buckets of 2 GB: forward 1 s each, backward 1 s each, gradients offloaded.
-
-    The host updates both, and the device may help.
-    """
+    """Two buckets of 2 GB: forward and backward 1 s each, gradients offloaded; the host updates
+    both, and the device may help."""
     forward, backward, update = Graph(), Graph(), Graph(begins=False)
     for key in (0, 1):
         token = forward.token(key, Part.WEIGHTS)
@@ -175,10 +173,8 @@ def test_the_next_forward_waits_for_its_own_buckets_alone() -> None:
 
 
 def left_for_the_update() -> Schedule:
-    """One bucket of 2 GB, whose gradients and states (6 GB with the parameters) stay on the device.
-
-    The forward computes a second, drains, and computes a second.
-    """
+    """One bucket of 2 GB, whose gradients and states (6 GB with the parameters) stay on the device;
+    the forward computes a second, drains, and computes a second."""
     forward, backward, update = Graph(), Graph(), Graph(begins=False)
     bucket = BUCKETS[0]
     weights = forward.prefetch(0, 2.0, forward.token(0, Part.WEIGHTS), forward.start)

@@ -166,10 +166,7 @@ def test_what_went_wrong_on_the_host_is_raised_where_the_copy_is_needed(cuda: An
 
 @pytest.mark.parametrize("seed", range(20))
 def test_collectives_are_issued_in_program_order(cuda: Any, seed: int) -> None:
-    """Whatever the host still does, each rank issues them in the same order; and its copies.
-
-    Ops wait for some of those before them, and copies for buckets that become free at any time.
-    """
+    """Whatever the host still does, each rank issues them, and its copies, in the same order."""
     rng = random.Random(seed)
     streams = Streams(GPU)
     buckets = [Bucket(cuda.log) for _ in range(4)]

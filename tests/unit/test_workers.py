@@ -267,10 +267,8 @@ _CASES: dict[str, tuple[torch.dtype, dict[str, Any], Callable[[nn.Module], Optim
 @pytest.mark.gpu(long=True)
 @pytest.mark.parametrize("case", _CASES)
 def test_host_and_device_round_alike(case: str) -> None:
-    """All by the host, all by the device, and divided: the same bits everywhere.
-
-    The gradients are given: a kernel that sums may do so in another order when compiled again.
-    """
+    """All by the host, all by the device, and divided: the same bits. The gradients are given:
+    kernels that sum may differ."""
     dtype, options, make = _CASES[case]
     generator = torch.Generator().manual_seed(1)
     drawn = 10 ** (4 * torch.rand(2**16, generator=generator) - 4)  # of many sizes

@@ -51,13 +51,8 @@ def of_transformers(
     note: str = "",
     draws: str = "",
 ) -> list[Entry]:
-    """One entry for each implementation of attention.
-
-    Args:
-        head: the class of transformers that makes a model of a configuration.
-        kind: the configuration's `model_type`.
-        rounding: for an implementation of attention whose results are not equal in every bit.
-    """
+    """One entry for each implementation of attention, of a configuration's `model_type` and the
+    class `head` that makes its model; `rounding` by implementation."""
     return [
         Entry(
             name=f"{kind} ({each})" if len(attention) > 1 else kind,

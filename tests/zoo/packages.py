@@ -31,12 +31,8 @@ def version(package: str) -> str:
 
 @functools.cache
 def prepare() -> None:
-    """Let torchvision be imported beside a torch that was built for another device.
-
-    A torchvision for CUDA cannot load its C++ operators where torch is for the CPU, and stops at
-    its import. No model here needs them, so their signatures are enough. transformers, timm and
-    diffusers import torchvision too.
-    """
+    """Let torchvision be imported next to a torch that was built for another device: no model here
+    needs the operators at which its import stops."""
     if not is_installed("torchvision"):
         return
     try:
