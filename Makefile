@@ -48,17 +48,17 @@ EXAMPLES ?= .examples
 TORCH ?= torch==2.13.0
 ARGS ?=
 
-# The versions stand in pyproject.toml and in compat/ too: tests/compat/test_entries.py compares them.
+# The versions stand in pyproject.toml and in compat/ too: tests/compat/test_caches.py compares them.
 MATRIX ?= 2.11 2.12 2.13 2.14 2.15
 # Torch's private APIs, capture, numbers, gradients, the update, loops over real models: what a new
 # version of torch breaks.
 FAST := tests/compat $(wildcard tests/equality/test_capture*.py) tests/equality/test_numbers.py \
 	tests/stateful/test_training.py tests/models/test_real_loops.py
 # Where other packages are skipped if they are not there.
-LOOPS := $(patsubst %,tests/models/test_%.py, adapters float8 quantized_bases micro_steps real_loops \
-	examples trainer_flags) \
+LOOPS := $(patsubst %,tests/models/test_%.py, adapters float8 quantized_bases real_loops \
+	examples) \
 	$(patsubst %,tests/%.py, stateful/test_lifetimes \
-	ranks/test_torchrun ranks/test_other_loops)
+	ranks/test_torchrun)
 
 ifdef PY
 INSTALLED :=

@@ -1,16 +1,24 @@
-"""What compat takes for granted of autograd's graph and engine."""
+"""What compat takes for granted of autograd's graph and engine, of DTensors, and of the store of
+torch.distributed: what several processes see, and how long their groups wait."""
 
 from __future__ import annotations
 
+import copy
+import datetime
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megacompile import compat
+from tests.processes import group_of_one
 
 
 def leaf(size: int = 3) -> Tensor:
@@ -221,3 +229,146 @@ def test_what_was_changed_in_place() -> None:
         y.sum().backward()
     assert compat.is_overwritten(caught.value)
     assert not compat.is_overwritten(RuntimeError("out of memory"))
+
+
+@pytest.mark.parametrize("timeout_s", [None, 7.0])
+def test_a_group_of_one(timeout_s: float | None) -> None:
+    """The first word in a store stands. A group says how long it waits, and can be ended."""
+    with group_of_one(None if timeout_s is None else timedelta(seconds=timeout_s)):
+        one, other = (compat.store("ours", timeout_s=5) for _ in range(2))
+        assert one.compare_set("key", "", "first") == b"first"
+        assert other.compare_set("key", "", "second") == b"first"
+        assert not compat.store("others", timeout_s=5).check(["key"])
+        assert other.add("count", 1) == 1 and one.add("count", 1) == 2
+        assert one.delete_key("key") and not other.check(["key"])
+        found = compat.group_timeout_s(dist.group.WORLD, CPU)
+        assert found == (timeout_s or 1800, timeout_s is None)
+        compat.abort(dist.group.WORLD)
+        assert hasattr(dist.group.WORLD, "abort"), "with NCCL it ends what is under way"
+
+
+def test_a_group_of_gpus_serves_the_host() -> None:
+    with group_of_one(timedelta(seconds=7), "cuda:gloo"):
+        group = dist.group.WORLD
+        value = torch.ones(2)
+        with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+            dist.all_reduce(value)
+        for _ in range(2):
+            compat.serve_the_host(group, torch.device("cuda"))
+            dist.all_reduce(value)
+        assert value.tolist() == [1.0, 1.0]
+        assert compat.group_timeout_s(group, CPU) == (7, False)
+
+
+def test_a_store_that_is_gone_raises() -> None:
+    there = C10D.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = C10D.TCPStore("127.0.0.1", there.port, is_master=False, timeout=timedelta(seconds=2))
+    client.set("key", "value")
+    del there
+    with pytest.raises(compat.STORE_ERRORS):
+        client.get("key")
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    with group_of_one(datetime.timedelta(seconds=20)):
+        compat.use_dtensor()
+        yield init_device_mesh("cpu", (1,))
+
+
+def shared(mesh: DeviceMesh, *shape: int) -> Any:
+    values = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    return nn.Parameter(distribute_tensor(values, mesh, [Shard(0)]))
+
+
+def test_the_part_is_the_very_tensor(mesh: DeviceMesh) -> None:
+    """And can be exchanged."""
+    param = shared(mesh, 3, 2)
+    part = compat.local(param)
+    assert type(part) is torch.Tensor and part is param._local_tensor
+    assert compat.is_sharded(param) and not compat.is_sharded(part)
+    assert compat.local(part) is part and compat.local(None) is None
+    assert all(a is b for a, b in zip(compat.locals_of([param, part]), [part] * 2, strict=True))
+    part.add_(1)
+    assert param.full_tensor()[0, 0] == 1
+    mine = torch.full((3, 2), 7.0)
+    compat.set_local(param, mine)
+    assert compat.local(param) is mine
+    with torch.no_grad():
+        param.mul_(2)
+    assert mine.eq(14).all() and param.to_local().data_ptr() == mine.data_ptr()
+
+
+def test_data_of_a_dtensor_cannot_be_replaced(mesh: DeviceMesh) -> None:
+    """docs/limits.md says so."""
+    param = shared(mesh, 3, 2)
+    param.data = param.data * 2
+    assert param.full_tensor()[0, 1] == 1
+
+
+def test_a_tensor_like_another(mesh: DeviceMesh) -> None:
+    param = shared(mesh, 3, 2)
+    part = torch.ones(3, 2, dtype=torch.bfloat16)
+    made: Any = compat.like(param, part)
+    assert isinstance(made, DTensor) and made.placements == (Shard(0),)
+    assert made.shape == param.shape and made.dtype == torch.bfloat16
+    assert compat.local(made) is part and compat.storage_users(part) == 1
+    assert compat.like(part, param) is param
+
+
+def test_a_shared_parameter(mesh: DeviceMesh) -> None:
+    part = torch.ones(3, 2)
+    made: Any = compat.sharded_parameter(
+        part, mesh, [Shard(0)], torch.Size((3, 2)), requires_grad=True
+    )
+    assert isinstance(made, nn.Parameter) and isinstance(made, DTensor) and made.is_leaf
+    assert compat.local(made).data_ptr() == part.data_ptr() and made.stride() == (2, 1)
+
+
+def test_values_of_all_ranks(mesh: DeviceMesh) -> None:
+    param = shared(mesh, 3, 2)
+    assert compat.mesh_of(param) is mesh
+    value = torch.randn(3, 2)
+    assert compat.local(compat.distributed(value, param)).equal(value)
+    assert compat.whole(param, value).equal(value)
+    mean: Any = compat.averaged(value, param)
+    assert mean.placements == (Shard(0),) and compat.local(mean).equal(value)
+
+
+def test_collectives_have_the_arguments_that_are_used(mesh: DeviceMesh) -> None:
+    out, given = torch.zeros(4), torch.ones(4)
+    compat.ALL_GATHER(out, given, group=mesh.get_group(0))
+    assert out.equal(given)
+    compat.REDUCE_SCATTER(out.zero_(), given, op=dist.ReduceOp.SUM, group=mesh.get_group(0))
+    assert out.equal(given)
+    with compat.coalesced(mesh.get_group(0), torch.device("cpu")):
+        compat.ALL_GATHER(out, given, group=mesh.get_group(0))
+
+
+def test_where_autograd_ends(mesh: DeviceMesh) -> None:
+    for shape in ((3, 2), (0, 2)):  # a view of no rows cannot be divided
+        param = shared(mesh, *shape)
+        node = compat.accumulator_of(param)
+        assert "AccumulateGrad" in type(node).__name__
+        (param * 2).sum().backward()
+        assert compat.accumulator_of(param) is node
+
+
+def test_a_part_behind_the_beginning_of_its_memory_is_copied(mesh: DeviceMesh) -> None:
+    """As in a bucket. Torch's own deepcopy fails there."""
+    param = shared(mesh, 3, 2)
+    compat.set_local(param, torch.arange(8.0)[2:].view(3, 2))
+    state = param.detach()
+    assert state.storage_offset() == 2
+    for source in (param, state):
+        first, again = copy.deepcopy([source, source])
+        assert first is again and type(first) is DTensor
+        assert isinstance(first, nn.Parameter) == isinstance(source, nn.Parameter)
+        assert first.requires_grad == source.requires_grad
+        assert compat.local(first).data_ptr() != compat.local(source).data_ptr()
+        assert first.full_tensor().equal(torch.arange(2.0, 8.0).view(3, 2))
+    assert compat.use_dtensor() is DTensor
+
+
+CPU = torch.device("cpu")
+C10D: Any = dist  # whose stubs leave its stores out

@@ -8,8 +8,8 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from tests.frames.part import Part
 from tests.frames.parts import KINDS
+from tests.frames.views import Part
 
 PROGRAM = '''
 """{title}"""

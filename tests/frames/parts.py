@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable
 
 from tests.frames import views
-from tests.frames.part import Part, drawn_break, module
+from tests.frames.views import Part, drawn_break, module
 
 
 def helper(rng: random.Random) -> Part:

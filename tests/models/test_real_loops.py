@@ -6,19 +6,29 @@ step, the last batch of an epoch is smaller, calls in eval mode come between the
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
+import sys
+import types
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch.optim import AdamW
+from torch.utils.data import DataLoader
 
 from benchmarks.loops.catalogue import LOOPS
 from benchmarks.loops.loop import Engine
 from benchmarks.loops.measure import Measured, run
+from megacompile import megacompile, schedules
+from megacompile.errors import OptimizerError
+from tests import inside
 from tests.draws import drawn
-from tests.zoo import equal
+from tests.torchrun_loops import Classifier, Rows
+from tests.zoo import assert_close, batch, equal, mixed
 
 STEPS = 8
 SETTLED = 4  # steps in which all that differs has come: lengths, a smaller batch, other calls
@@ -81,3 +91,166 @@ def test_few_captures_with_inductor(name: str) -> None:
     for mine, theirs in zip(plain.losses, ours.losses, strict=True):
         assert theirs == pytest.approx(mine, rel=1e-2)
     assert_few_captures(ours, run(loop, Engine.COMPILE, **options))
+
+
+pytest.importorskip("accelerate")
+
+FLAGS: dict[str, dict[str, Any]] = {
+    "checkpoints": {"gradient_checkpointing": True},
+    "reentrant": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
+    "autocast": {"bf16": True},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
+}
+
+
+def trained(folder: Path, flags: dict[str, Any], *, streamed: bool) -> dict[str, Any]:
+    """Losses, norms of gradients and parameters of some steps."""
+    from transformers import AutoModelForCausalLM, Qwen2Config, Trainer, TrainingArguments
+
+    config = Qwen2Config(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, vocab_size=64, use_cache=False, attn_implementation="eager",
+    )  # fmt: skip
+    rows = [
+        {"input_ids": torch.arange(i, i + 16), "labels": torch.arange(i, i + 16)} for i in range(16)
+    ]
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    if streamed:
+        megacompile(model, device="cpu", lowering="eager")
+    arguments = TrainingArguments(
+        str(folder), use_cpu=True, max_steps=3, per_device_train_batch_size=4, logging_steps=1,
+        learning_rate=0.01, report_to=[], save_strategy="no", disable_tqdm=True, **flags,
+    )  # fmt: skip
+    loop = Trainer(model=model, args=arguments, train_dataset=rows)
+    loop.train()
+    assert not streamed or schedules(model)
+    logged = [(e["loss"], e["grad_norm"]) for e in loop.state.log_history if "loss" in e]
+    return {"logged": logged, "params": {n: p.detach() for n, p in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_numbers_are_the_plain_ones(flags: str, tmp_path: Path) -> None:
+    plain = trained(tmp_path, FLAGS[flags], streamed=False)
+    ours = trained(tmp_path, FLAGS[flags], streamed=True)
+    assert len(plain["logged"]) == 3 and ours["logged"] == plain["logged"]
+    for name, param in plain["params"].items():
+        assert torch.equal(ours["params"][name], param), name
+
+
+OF_ACCUMULATION = 4
+
+
+class GradientState:
+    """Accelerate's, as far as it is read."""
+
+    sync_gradients = True
+
+
+@pytest.fixture
+def state(monkeypatch: pytest.MonkeyPatch) -> type[GradientState]:
+    """Accelerate's note whether the next backward is the last before a step."""
+    module = types.ModuleType("accelerate.state")
+    module.GradientState = GradientState  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "accelerate.state", module)
+    monkeypatch.setattr(GradientState, "sync_gradients", True)
+    return GradientState
+
+
+def pair(model: Any) -> list[tuple[Any, Any]]:
+    """(plain, its optimizer), (megacompiled with its optimizer, that)."""
+    models = model, copy.deepcopy(model)
+    mine, theirs = (AdamW(each.parameters(), lr=0.01) for each in models)
+    megacompile(models[1], device="cpu", lowering="eager", optimizer=theirs)
+    return [(models[0], mine), (models[1], theirs)]
+
+
+def test_the_update_comes_with_the_last(state: type[GradientState]) -> None:
+    """One that was not announced: the step makes the update of what is on the host. One backward
+    more than was announced is refused."""
+    both = (plain, _), (streamed, _) = pair(mixed()[0])
+    for i in range(OF_ACCUMULATION):
+        for model, optimizer in both:
+            for k in range(3):
+                state.sync_gradients = k == 2
+                weight = model.head.weight.detach().clone()
+                (model(**batch(3 * i + k)) / 3).backward()
+                changed = not torch.equal(model.head.weight.detach(), weight)
+                assert changed == (model is streamed and k == 2)
+            optimizer.step()
+            optimizer.zero_grad()
+    for i in range(OF_ACCUMULATION):
+        state.sync_gradients = i % 2 == 0
+        for model, optimizer in both:
+            model(**batch(i)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(plain, streamed)
+    state.sync_gradients = True
+    streamed(**batch(0)).backward()
+    with pytest.raises(OptimizerError):
+        streamed(**batch(1)).backward()
+
+
+def in_trainer(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> list[dict[str, Any]]:
+    """The log of a Trainer with micro-batches, one of them left over at the end of an epoch."""
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=3,
+        num_train_epochs=2,
+        max_grad_norm=0,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    loop = Trainer(
+        model=model, args=arguments, train_dataset=Rows(), optimizers=(optimizer, scheduler)
+    )
+    loop.train()
+    return [entry for entry in loop.state.log_history if "loss" in entry]
+
+
+def test_a_trainer(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    (plain, mine), (streamed, theirs) = pair(Classifier())
+    wanted = in_trainer(plain, mine, tmp_path)
+    found = in_trainer(streamed, theirs, tmp_path)
+    assert len(wanted) == 12
+    for entry, other in zip(wanted, found, strict=True):
+        assert entry["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert entry["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+    assert_close(plain, streamed)
+    assert inside.backends(streamed) == {"in the backward"}
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_loop_of_accelerate(steps: int) -> None:
+    library = pytest.importorskip("accelerate")
+    accelerator = library.Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    torch.manual_seed(0)
+    both = pair(Classifier())
+    losses: list[list[float]] = [[], []]
+    for (model, optimizer), found in zip(both, losses, strict=True):
+        loader = DataLoader(Rows(), batch_size=4)
+        prepared, wrapped, data = accelerator.prepare(model, optimizer, loader)
+        for inputs in data:
+            with accelerator.accumulate(prepared):
+                loss = prepared(**inputs)["loss"]
+                accelerator.backward(loss)
+                wrapped.step()
+                wrapped.zero_grad()
+            found.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert_close(both[0][0], both[1][0])

@@ -1,8 +1,9 @@
-"""Streams, and memory that a backward defers: in program order on the CPU, on CUDA by events.
+"""Streams, threads, replays, and memory that a backward defers: in program order, or by events.
 
 On CUDA there are the waits that the edges of the graph ask for. What a backward defers is drained
 by the next forward, after the copies out of it. CUDA and its events are played by stand-ins that
 note what is asked of them: an event has not happened yet.
+Replays of models: equality/test_replay.py.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import functools
 import gc
 import itertools
 import random
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,13 +21,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.optim import AdamW
 
 from megacompile import accumulate, megacompile
 from megacompile.ir import ops
 from megacompile.ir.stream import Stream
+from megacompile.runtime.device.replay import CudaGraphs, Replay
 from megacompile.runtime.device.streams import Handle, Streams
 from tests import inside
+from tests.equality.test_replay import Emulated
+from tests.interrupts import Places
+from tests.processes import python
 from tests.zoo import Stack
 
 CPU = torch.device("cpu")
@@ -293,3 +300,98 @@ def test_every_loop_drains_what_was_deferred(monkeypatch: pytest.MonkeyPatch) ->
     assert not deferred()
     step()
     assert deferred()
+
+
+TRAINING = """
+import atexit, sys, threading, torch
+from torch import nn
+from megacompile import megacompile
+
+torch.set_num_threads(1)
+
+def train(model):
+    torch.manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+
+def models():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    streamed = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    streamed.load_state_dict(plain.state_dict())
+    return plain, megacompile(streamed, device="cpu", lowering="eager")
+
+def compare():
+    plain, streamed = models()
+    train(plain)
+    train(streamed)
+    same = all(map(torch.equal, plain.parameters(), streamed.parameters()))
+    print("same" if same else "differs", flush=True)
+
+def in_a_thread(run=compare):
+    def late():
+        threading.main_thread().join()
+        run()
+    threading.Thread(target=late).start()
+
+"""
+
+
+def test_training_at_the_end_of_the_process() -> None:
+    """In a thread, at exit, with an update in flight."""
+    script = "compare(); in_a_thread(); atexit.register(compare); kept = models()[1]; train(kept)"
+    done = python("-c", TRAINING + script)
+    assert done.stderr == ""
+    assert done.stdout.split() == ["same"] * 3
+
+
+def test_interrupts() -> None:
+    """Wherever Ctrl-C comes, the calls after that have the numbers of the code."""
+    place, stopped = 0, True
+    while stopped:
+        place += 1
+        replay = Replay(Emulated(), weakref.WeakSet(), 1, in_place=[], given_away=[0], leaves=True)
+        places = Places(place, "replay")
+        stopped = False
+        for k in range(7):
+            x = torch.full((3,), float(k))
+            sys.settrace(places)
+            try:
+                found = replay(_doubled, [x])
+            except KeyboardInterrupt:
+                stopped = True
+                continue
+            finally:
+                sys.settrace(None)
+            assert found[0] is not None and found[0].equal(2 * x), places.stopped
+        stopped = stopped or bool(places.stopped)
+    assert place > 20
+
+
+def _doubled(inputs: list[Tensor]) -> list[Tensor]:
+    return [inputs[0] * 2]
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_leaves_no_trace() -> None:
+    """Random numbers, graphs from before it, and later captures go on."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    graphs, x = CudaGraphs(device), torch.ones(3, device=device)
+    before, there = graphs.capture(
+        lambda inputs: [inputs[0] + torch.rand(3, device=device)], [x], leaves=False
+    )
+    for leaves in (False, True):
+        with pytest.raises(RuntimeError):
+            graphs.capture(lambda inputs: [inputs[0] * inputs[0].sum().item()], [x], leaves=leaves)
+        torch.manual_seed(0)
+        expected = x + torch.rand(3, device=device)
+        torch.manual_seed(0)
+        graphs.follow()
+        before()
+        assert there[0] is not None and there[0].equal(expected)
+        later, result = graphs.capture(lambda inputs: [inputs[0] * 2], [x], leaves=leaves)
+        later()
+        assert result[0] is not None and result[0].equal(2 * x)
